@@ -1,0 +1,55 @@
+# Each target does its own set-up. Needs Python 3.11 or newer and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# oneDNN's newest bf16 kernels die of SIGILL under some hypervisors that announce AMX; one thread is
+# faster than two for models as small as the demo's.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv demo test test-slow test-gpu check format lint types bench clean
+
+help:  ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+venv: $(STAMP)  ## make .venv with pinned dependencies
+
+demo: venv  ## train the demo, then a LoRA on top of it, and judge the pictures
+	$(BIN)/gracetune train examples/demo.json
+	$(BIN)/gracetune train examples/demo-lora.json
+	$(BIN)/python examples/judge_shapes.py runs/demo
+
+test: venv  ## the tests, with coverage
+	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90
+
+test-slow: venv  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: venv  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: venv
+	$(BIN)/mypy
+
+check: lint types test  ## format, lint, types, tests
+
+bench: venv  ## per-step overhead over a bare loop
+	$(BIN)/python benchmarks/bare_loop.py
+
+clean:  ## remove the environment and the demo's runs
+	rm -rf $(VENV) runs/demo runs/demo-lora .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Adapters: small trained weights beside frozen ones."""

@@ -1,0 +1,1 @@
+"""Encoded latents and texts, kept so that nothing is encoded twice."""

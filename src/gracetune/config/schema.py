@@ -1,0 +1,275 @@
+"""What a run file may say: one frozen model a section, every key with its meaning.
+
+Only shapes and ranges live here. Reading files is `load`, the forks' spellings are `spellings`,
+what must hold between sections is `rules`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+CacheType = Literal["unified_memory", "memory", "disk"]
+
+
+class Section(BaseModel):
+    """A section of a run file: frozen, and a key it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    """Which model is trained, and how its forward pass is computed."""
+
+    family: str = "tiny"
+    """The model family: `tiny`, or one that a package adds by an entry point."""
+    path: str | None = None
+    """The folder of the weights (what a full training exports); none: made from `init_seed`."""
+    init_seed: int = 0
+    """The seed of the weights where a family can make its own."""
+    attention_mechanism: str = "auto"
+    """The attention backend; `auto` leaves the choice to torch."""
+
+
+class AdapterSection(Section):
+    """A small set of new weights trained beside frozen ones."""
+
+    kind: Literal["lora"] = "lora"
+    """The algorithm."""
+    rank: Positive = 16
+    """The inner width of each adapter."""
+    alpha: PositiveFloat | None = None
+    """Scale of the update times rank; none: equal to `rank`."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapter's input that is dropped while training."""
+    targets: tuple[str, ...] | None = None
+    """Names or endings of the modules to adapt; none: the family's own choice."""
+
+
+class InMemorySection(Section):
+    """How a data set is staged in host memory."""
+
+    compression: Literal["auto", "lz4", "zlib", "snappy", "zstd", "none"] | None = "auto"
+    """The codec of staged files; `auto` keeps one only where it shrinks them."""
+    num_workers: Positive | None = None
+    """Readers in parallel; none: min(72, CPUs)."""
+    memory_limit_gb: PositiveFloat | None = None
+    """Most GiB that the staged bytes may take; more stops the run before it starts."""
+
+
+class ShapesSection(Section):
+    """The made data set of coloured shapes."""
+
+    copies: Positive = 8
+    """Pictures of each combination, every one at another place and size."""
+    size: Annotated[int, Field(ge=16, multiple_of=4)] = 24
+    """Edge of a picture in pixels."""
+    seed: int = 0
+    """Seed of places and sizes."""
+    concept: str | None = None
+    """Make only this new shape (`star`), in every colour, instead of the usual ones."""
+
+
+class DatasetSection(Section):
+    """One data set: where it is, how it is captioned, cropped and repeated."""
+
+    id: str = "default"
+    """A name for messages and reports."""
+    type: str = "local"
+    """`local`: read from the folder; `in_memory`: staged once; `shapes`: made, then staged."""
+    dataset_type: Literal["image"] = "image"
+    """The kind of sample."""
+    instance_data_dir: str | None = None
+    """The folder of samples."""
+    in_memory: InMemorySection = InMemorySection()
+    """Settings of staging."""
+    shapes: ShapesSection = ShapesSection()
+    """Settings of the made data set."""
+    resolution: Annotated[int, Field(ge=8)] = 1024
+    """Edge in pixels of the square whose area each bucket has."""
+    bucket_step: Annotated[int, Field(ge=1)] | None = None
+    """Bucket edges are multiples of this many pixels; none: the family's own step."""
+    max_aspect: Annotated[float, Field(ge=1)] = 3.0
+    """Pictures whose long edge is more than this times the short one are dropped, and reported."""
+    min_edge: Count = 0
+    """Pictures with a shorter edge than this are dropped, and reported; 0: enlarge any."""
+    caption_strategy: Literal["auto", "textfile", "jsonl", "filename", "instanceprompt"] = "auto"
+    """Where captions come from; `auto`: metadata.jsonl if there is one, else a .txt beside each."""
+    instance_prompt: str | None = None
+    """The one caption of `instanceprompt`."""
+    caption_dropout: Share = 0.0
+    """Share of samples trained with the empty caption, drawn anew each epoch."""
+    repeats: Positive = 1
+    """How often an epoch shows each sample."""
+    max_corruption_rate: Share = 0.01
+    """Share of unreadable samples past which the run stops; below it they are left out, by name."""
+    cache_latents_to_disk: bool | None = None
+    """ai-toolkit's spelling of `cache_config.persistent_cache`."""
+    augmentations_cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] | None = None
+    """How augmentations and the latent cache meet; without augmentations it changes nothing."""
+
+
+class CacheSection(Section):
+    """Where encoded latents and texts are kept."""
+
+    vae_cache_type: CacheType = "memory"
+    """Home of latents."""
+    text_cache_type: CacheType = "memory"
+    """Home of text embeddings."""
+    cache_dir: str | None = None
+    """Folder of a persistent cache; none: `cache` in the run folder."""
+    persistent_cache: bool = False
+    """Keep encoded entries on disk, so that the next run finds them."""
+
+
+class Gh200Section(Section):
+    """Unified-memory hints, and the ramp of gradient accumulation."""
+
+    enable_uvm_hints: bool | None = None
+    """Force placement hints on or off; none: the environment decides."""
+    enable_batch_size_rampup: bool = False
+    """Let the effective batch grow while training."""
+    initial_effective_batch_size: Positive | None = None
+    """Samples in the first optimizer steps, over all ranks."""
+    target_effective_batch_size: Positive | None = None
+    """Samples in an optimizer step once the ramp is done; none: the batch without a ramp."""
+    batch_rampup_steps: Positive = 1000
+    """Micro-batches over which the ramp goes."""
+    rampup_shape: Literal["quadratic", "linear"] = "quadratic"
+    """How the effective batch grows with micro-batches."""
+
+
+class TrainSection(Section):
+    """The loop: how long, in which batches and precision."""
+
+    max_train_steps: Positive = 1000
+    """Optimizer steps."""
+    batch_size: Positive = 1
+    """Samples in a micro-batch, on each rank."""
+    gradient_accumulation_steps: Positive = 1
+    """Micro-batches in an optimizer step where no ramp says otherwise."""
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """`auto`: ACCELERATE_MIXED_PRECISION, else bf16 on a GPU and fp32 on a CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward instead of keeping them."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+    timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
+    """How noise levels are drawn."""
+    timestep_shift: PositiveFloat = 1.0
+    """Noise levels s become shift*s / (1 + (shift-1)*s)."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Decay of the moving average of the trained weights; 0: none is kept."""
+    checkpoint_every: Count = 500
+    """Optimizer steps between checkpoints; 0: only at the end."""
+    checkpoint_minutes: Annotated[float, Field(ge=0)] = 30.0
+    """Minutes between checkpoints, beside the steps; 0: never by time."""
+    keep_checkpoints: Positive = 3
+    """How many of the newest checkpoints stay."""
+
+
+class OptimizerSection(Section):
+    """The update rule and the learning rate over time."""
+
+    name: str = "adamw"
+    """The optimizer."""
+    lr: PositiveFloat = 1e-4
+    """The highest learning rate."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """Decays of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls after the warm-up."""
+    warmup_steps: Count = 0
+    """Optimizer steps over which the rate rises from zero."""
+    final_lr_share: Share = 0.0
+    """Where `linear` and `cosine` end, as a share of `lr`."""
+    lr_bump: PositiveFloat | None = None
+    """Automagic: how far a rate moves in one step."""
+    min_lr: PositiveFloat | None = None
+    """Automagic: the lowest rate."""
+    max_lr: PositiveFloat | None = None
+    """Automagic: the highest rate."""
+    high_noise_lr_bump: PositiveFloat | None = None
+    """Automagic: `lr_bump` of the high-noise expert."""
+    high_noise_min_lr: PositiveFloat | None = None
+    """Automagic: `min_lr` of the high-noise expert."""
+    high_noise_max_lr: PositiveFloat | None = None
+    """Automagic: `max_lr` of the high-noise expert."""
+    low_noise_lr_bump: PositiveFloat | None = None
+    """Automagic: `lr_bump` of the low-noise expert."""
+    low_noise_min_lr: PositiveFloat | None = None
+    """Automagic: `min_lr` of the low-noise expert."""
+    low_noise_max_lr: PositiveFloat | None = None
+    """Automagic: `max_lr` of the low-noise expert."""
+
+
+class ValidationSection(Section):
+    """Pictures and losses that show how far the run is."""
+
+    every: Count = 500
+    """Optimizer steps between validations, beside step 0 and the last; 0: none at all."""
+    prompts: tuple[str, ...] | None = None
+    """What to picture; none: a few captions of the data set."""
+    num_prompts: Positive = 4
+    """How many captions are taken where no prompts are given."""
+    seed: int = 0
+    """Seed of the first picture's noise; the next pictures count on from it."""
+    sample_steps: Positive = 24
+    """Steps of the sampler."""
+    guidance: Annotated[float, Field(ge=0)] = 2.0
+    """Classifier-free guidance; 1: none."""
+    width: Positive | None = None
+    """Width of the pictures; none: the first data set's resolution."""
+    height: Positive | None = None
+    """Height of the pictures; none: the first data set's resolution."""
+    holdout: Share = 0.0
+    """Share of the samples kept out of training, whose loss is measured with fixed noise."""
+    enable_manual_validation: bool = False
+    """Also validate when `gracetune now validate` asks for it."""
+
+
+class LoggingSection(Section):
+    """Where the run tells what it does."""
+
+    every: Positive = 10
+    """Optimizer steps between lines; losses reach the host no more often."""
+    tensorboard: bool = True
+    """Write TensorBoard files into the run folder."""
+
+
+class DistributedSection(Section):
+    """What Accelerate is told about more than one process."""
+
+    timeout_s: PositiveFloat = 1800
+    """How long a rank waits for another."""
+
+
+class RunFile(Section):
+    """One training run."""
+
+    output_dir: str = "runs/run"
+    """The run folder: resolved run file, log, pictures, checkpoints, result."""
+    seed: int = 0
+    """The seed of data order, noise, timesteps and dropout."""
+    use_gh200_trainer: bool = True
+    """False: the run goes on without `gh200_optimizations`, and says so."""
+    model: ModelSection = ModelSection()
+    adapter: AdapterSection | None = None
+    """None trains every weight of the model."""
+    datasets: tuple[DatasetSection, ...] = ()
+    cache_config: CacheSection = CacheSection()
+    gh200_optimizations: Gh200Section = Gh200Section()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    validation: ValidationSection = ValidationSection()
+    logging: LoggingSection = LoggingSection()
+    distributed: DistributedSection = DistributedSection()

@@ -1,0 +1,41 @@
+"""The errors a user can cause, and the exit code that each deserves.
+
+A message has the setting, its value, the rule it breaks and the way out. What is our own fault
+is an assert, not one of these.
+"""
+
+from __future__ import annotations
+
+
+class GracetuneError(Exception):
+    """Something the user can mend; shown as one clear message, never as a traceback."""
+
+    exit_code = 2
+
+
+class ConfigError(GracetuneError):
+    """A run file, an override or an environment variable is wrong."""
+
+
+class DataError(GracetuneError):
+    """A data set is missing, empty or too broken to train on."""
+
+
+class CheckpointError(GracetuneError):
+    """A checkpoint cannot be written, read or continued."""
+
+
+class ModelError(GracetuneError):
+    """Model weights are missing or do not fit what was asked for."""
+
+
+class RunFailedError(GracetuneError):
+    """The run itself went wrong (a loss that is not a number, a dead worker)."""
+
+    exit_code = 1
+
+
+class InterruptedRunError(GracetuneError):
+    """The user stopped the run; its state is saved."""
+
+    exit_code = 130

@@ -1,0 +1,137 @@
+"""Every event a run can tell, as frozen dataclasses; a sink sees nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """A run begins, or goes on from a checkpoint."""
+
+    output_dir: str
+    model: str
+    trainable_parameters: int
+    total_steps: int
+    start_step: int
+    num_samples: int
+    device: str
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something the user should know once: a choice made, a fallback taken, a value rounded."""
+
+    text: str
+    level: Literal["info", "warning"] = "info"
+    fallback: bool = False
+    """Whether something asked for is done in a lesser way; these are counted at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """How far a preparatory stage is (staging, encoding, sampling)."""
+
+    stage: str
+    done: int
+    total: int
+    unit: str = "files"
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """One optimizer step."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    samples: int
+    """Samples that this step averaged over, on all ranks."""
+    accumulation: int
+    epoch: int
+    seconds: float
+    """Wall time since the step before."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsed:
+    """Bytes in use, by tier."""
+
+    step: int
+    host: int
+    device: int
+    device_peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class RampChanged:
+    """The ramp chose another number of micro-batches for the steps to come."""
+
+    step: int
+    micro_batches: int
+    accumulation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """Pictures and losses at one step."""
+
+    step: int
+    grid: str | None
+    prompts: tuple[str, ...]
+    losses: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """A complete checkpoint is on disk."""
+
+    step: int
+    path: str
+    nbytes: int
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The last event of a process."""
+
+    step: int
+    status: Literal["done", "interrupted", "failed"]
+    seconds: float
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    """What to look at, by name: the result, the newest grid, the log."""
+    message: str = ""
+
+
+Event = (
+    RunStarted
+    | Notice
+    | StageProgress
+    | StepDone
+    | MemoryUsed
+    | RampChanged
+    | Validated
+    | CheckpointSaved
+    | RunEnded
+)
+
+
+class Sink(Protocol):
+    """Something that events go to."""
+
+    def handle(self, event: Event) -> None:
+        """Take one event; called in order, from one thread."""
+        ...
+
+    def close(self) -> None:
+        """Flush; nothing comes after."""
+        ...

@@ -1,0 +1,1 @@
+"""Unified memory on stock PyTorch: what the hardware is, pools, hints, stages, statistics."""

@@ -1,0 +1,1 @@
+"""The training run: objective, step, loop, state, checkpoint, validation."""
