@@ -84,6 +84,7 @@ class Validated:
 
     step: int
     grid: str | None
+    """The picture, as a path that can be opened as it stands; none where nothing was pictured."""
     prompts: tuple[str, ...]
     losses: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -123,6 +124,19 @@ Event = (
     | CheckpointSaved
     | RunEnded
 )
+
+KINDS: dict[type[Event], str] = {
+    RunStarted: "run_started",
+    Notice: "notice",
+    StageProgress: "stage_progress",
+    StepDone: "step_done",
+    MemoryUsed: "memory_used",
+    RampChanged: "ramp_changed",
+    Validated: "validated",
+    CheckpointSaved: "checkpoint_saved",
+    RunEnded: "run_ended",
+}
+"""The name of each event in the log: part of the file format."""
 
 
 class Sink(Protocol):

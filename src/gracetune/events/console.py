@@ -1,0 +1,192 @@
+"""What a person sees while a run goes: bars on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from gracetune.events import lines
+from gracetune.events.types import (
+    CheckpointSaved,
+    MemoryUsed,
+    Notice,
+    RampChanged,
+    RunEnded,
+    RunStarted,
+    StageProgress,
+    StepDone,
+    Validated,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gracetune.events.types import Event, Sink
+
+
+def console_sink(
+    stream: TextIO,
+    is_terminal: bool,
+    clock: Callable[[], float] = time.monotonic,
+    every_s: float = 5.0,
+) -> Sink:
+    """Choose once: bars on a terminal, else landmarks and a step every `every_s` seconds."""
+    return LiveConsole(stream, clock) if is_terminal else PlainConsole(stream, clock, every_s)
+
+
+class PlainConsole:
+    """Lines for pipes, files and job logs: few, whole, and flushed."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float], every_s: float) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._every_s = every_s
+        self._shown_at: dict[str, float] = {}
+        self._story = Story()
+        self._held: str | None = None
+
+    def handle(self, event: Event) -> None:
+        """Print the event, or hold it back where a line was printed a moment ago."""
+        self._story.add(event)
+        if isinstance(event, StageProgress):
+            if self._is_due(event.stage) or event.done >= event.total:
+                self._print(lines.stage(event))
+        elif isinstance(event, StepDone):
+            self._step(event)
+        else:
+            if not isinstance(event, Notice | MemoryUsed):
+                self._release()
+            for line in self._story.landmark(event):
+                self._print(line)
+
+    def close(self) -> None:
+        """Print a step that was held back, where the run ended without a last word."""
+        self._release()
+
+    def _step(self, event: StepDone) -> None:
+        story = self._story
+        line = lines.step(event, story.total_steps, story.pace, story.memory)
+        if self._is_due("step") or event.step >= story.total_steps:
+            self._held = None
+            self._print(line)
+        else:
+            self._held = line
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._print(self._held)
+            self._held = None
+
+    def _is_due(self, what: str) -> bool:
+        now = self._clock()
+        if now - self._shown_at.get(what, -math.inf) < self._every_s:
+            return False
+        self._shown_at[what] = now
+        return True
+
+    def _print(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+
+class LiveConsole:
+    """Bars that move, with every landmark above them as a line that stays."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            console=Console(file=stream, force_terminal=True),
+            get_time=clock,
+            expand=True,
+        )
+        self._stages: dict[str, TaskID] = {}
+        self._training: TaskID | None = None
+        self._story = Story()
+
+    def handle(self, event: Event) -> None:
+        """Move a bar, or print a line above them."""
+        self._story.add(event)
+        self._progress.start()
+        if isinstance(event, StageProgress):
+            self._stage(event)
+        elif isinstance(event, StepDone):
+            self._step(event)
+        elif isinstance(event, RunEnded):
+            self._progress.stop()
+        for line in self._story.landmark(event):
+            style = "yellow" if isinstance(event, Notice) and event.level == "warning" else None
+            # Paths must survive being copied: neither wrapped, nor coloured, nor read as markup.
+            self._progress.console.print(
+                line, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True
+            )
+
+    def close(self) -> None:
+        """Leave the bars as they are and give the cursor back."""
+        self._progress.stop()
+
+    def _stage(self, event: StageProgress) -> None:
+        if event.stage not in self._stages:
+            task = self._progress.add_task(event.stage, total=event.total, numbers=event.unit)
+            self._stages[event.stage] = task
+        task = self._stages[event.stage]
+        self._progress.update(task, completed=event.done, total=event.total)
+        if event.done >= event.total:
+            self._progress.remove_task(self._stages.pop(event.stage))
+            self._progress.console.print(lines.stage(event), markup=False, highlight=False)
+
+    def _step(self, event: StepDone) -> None:
+        story = self._story
+        numbers = lines.step_parts(event, story.pace)
+        numbers.append(f"eta {story.pace.eta(story.total_steps - event.step)}")
+        if story.memory is not None:
+            numbers.append(lines.memory_used(story.memory))
+        if self._training is None:
+            total = story.total_steps
+            self._training = self._progress.add_task("training", total=total, numbers="")
+        self._progress.update(self._training, completed=event.step, numbers="  ".join(numbers))
+
+
+class Story:
+    """What later lines need of earlier events."""
+
+    def __init__(self) -> None:
+        self.total_steps = 0
+        self.pace = lines.Pace()
+        self.memory: MemoryUsed | None = None
+        self._fallbacks = 0
+
+    def add(self, event: Event) -> None:
+        """Remember what a later line will ask for."""
+        if isinstance(event, RunStarted):
+            self.total_steps = event.total_steps
+        elif isinstance(event, StepDone):
+            self.pace.add(event)
+        elif isinstance(event, MemoryUsed):
+            self.memory = event
+        elif isinstance(event, Notice) and event.fallback:
+            self._fallbacks += 1
+
+    def landmark(self, event: Event) -> list[str]:
+        """The lines of an event that is always shown; none for one that a bar or a pace shows."""
+        match event:
+            case RunStarted():
+                return [lines.run_started(event)]
+            case Notice():
+                return [lines.notice(event)]
+            case RampChanged():
+                return [lines.ramp_changed(event)]
+            case Validated():
+                return [lines.validated(event)]
+            case CheckpointSaved():
+                return [lines.checkpoint_saved(event)]
+            case RunEnded():
+                return lines.run_ended(event, self._fallbacks)
+            case StageProgress() | StepDone() | MemoryUsed():
+                return []

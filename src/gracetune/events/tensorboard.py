@@ -1,0 +1,124 @@
+"""Scalars and pictures for TensorBoard, written without torch or tensorflow.
+
+TensorBoard's own record writer is used, not its `EventFileWriter`: that one imports tensorflow
+wherever it happens to be installed, and writes from a thread that a killed run never joins.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image
+from tensorboard.compat.proto.event_pb2 import Event as Record
+from tensorboard.compat.proto.event_pb2 import SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from gracetune.errors import RunFailedError
+from gracetune.events.types import MemoryUsed, StepDone, Validated
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from gracetune.events.types import Event
+
+
+class TensorBoardSink:
+    """A sink that writes one event file into `folder`.
+
+    `purge_step` is the first step that this process may write: TensorBoard then forgets what an
+    earlier process wrote for it and for later ones. None says that the run begins anew.
+    """
+
+    def __init__(
+        self, folder: Path, purge_step: int | None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._clock = clock
+        self._folder = folder
+        now = clock()
+        # TensorBoard reads files in the order of their names: microseconds keep a quick restart
+        # behind the run it resumes.
+        name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / name).open("xb")
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._records = RecordWriter(self._file)
+        self._write(Record(wall_time=now, file_version="brain.Event:2"))
+        # The first START of a folder purges nothing, so it is written for new runs too: without
+        # it the START of the first resumed run would count as the first.
+        start = SessionLog(status=SessionLog.START)
+        self._write(Record(wall_time=now, step=purge_step or 0, session_log=start))
+
+    def handle(self, event: Event) -> None:
+        """Write what can be drawn over steps; other events are not for TensorBoard."""
+        if isinstance(event, StepDone):
+            self._scalars(event.step, _of_step(event))
+        elif isinstance(event, MemoryUsed):
+            self._scalars(event.step, _of_memory(event))
+        elif isinstance(event, Validated):
+            losses = {f"validation/{name}": loss for name, loss in event.losses.items()}
+            self._scalars(event.step, losses)
+            if event.grid is not None:
+                self._picture(event.step, Path(event.grid).read_bytes())
+
+    def close(self) -> None:
+        """Give the file back; every record is already written."""
+        self._file.close()
+
+    def _scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if values:
+            summary = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            self._write(Record(wall_time=self._clock(), step=step, summary=Summary(value=summary)))
+
+    def _picture(self, step: int, encoded: bytes) -> None:
+        with Image.open(BytesIO(encoded)) as image:
+            width, height = image.size
+            channels = len(image.getbands())
+        picture = Summary.Image(
+            width=width, height=height, colorspace=channels, encoded_image_string=encoded
+        )
+        summary = Summary(value=[Summary.Value(tag="validation/grid", image=picture)])
+        self._write(Record(wall_time=self._clock(), step=step, summary=summary))
+
+    def _write(self, record: Record) -> None:
+        try:
+            self._records.write(record.SerializeToString())
+            self._records.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> RunFailedError:
+        return RunFailedError(
+            f"TensorBoard files cannot be written to {self._folder}: {error.strerror}. "
+            "Mend that, choose another output_dir, or set logging.tensorboard: false."
+        )
+
+
+def _of_step(event: StepDone) -> dict[str, float]:
+    values = {
+        "train/loss": event.loss,
+        "train/lr": event.lr,
+        "train/grad_norm": event.grad_norm,
+        "train/samples": event.samples,
+        "train/accumulation": event.accumulation,
+        "train/epoch": event.epoch,
+    }
+    if event.seconds > 0:
+        values["train/samples_per_s"] = event.samples / event.seconds
+    return values
+
+
+def _of_memory(event: MemoryUsed) -> dict[str, float]:
+    return {
+        "memory/host_gib": event.host / GIB,
+        "memory/device_gib": event.device / GIB,
+        "memory/device_peak_gib": event.device_peak / GIB,
+    }
