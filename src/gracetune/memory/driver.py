@@ -1,18 +1,28 @@
 """What the memory layer asks of a GPU driver, whichever stands behind it.
 
-`cuda_driver` calls the real one, `simulated` keeps pages, residency and a clock of its own. Pointers
-are plain integers; a place is a device ordinal or `HOST`. Calls return the driver's code, 0 being
-success: who called decides what a code means.
+`cuda_driver` calls the real one, `simulated` keeps pages, residency and a clock of its own.
+Pointers are plain integers; a place is a device ordinal or `HOST`. Calls return the driver's code,
+0 being success: who called decides what a code means.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Protocol
 
 HOST = -1
 """The place that is not a device."""
+
+
+class Code(IntEnum):
+    """The driver's codes that this package makes or tells apart, by their CUDA numbers."""
+
+    SUCCESS = 0
+    INVALID_VALUE = 1
+    OUT_OF_MEMORY = 2
+    INVALID_DEVICE = 101
+    NOT_SUPPORTED = 801
 
 
 class PointerKind(Enum):
