@@ -67,6 +67,10 @@ class MemoryUsed:
     host: int
     device: int
     device_peak: int
+    managed: int = 0
+    """Of ours, on either side."""
+    stage: int = 1
+    """1: all resident; 2: oversubscribed."""
 
 
 @dataclass(frozen=True, slots=True)
