@@ -6,8 +6,10 @@ import math
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
 
 from gracetune.events import lines
 from gracetune.events.types import (
@@ -97,60 +99,63 @@ class LiveConsole:
     """Bars that move, with every landmark above them as a line that stays."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
-        self._progress = Progress(
+        console = Console(file=stream, force_terminal=True)
+        # Drawn by `_live` with the numbers below, which so stay whole in 80 columns.
+        self._bars = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            console=Console(file=stream, force_terminal=True),
+            console=console,
             get_time=clock,
             expand=True,
         )
-        self._stages: dict[str, TaskID] = {}
-        self._training: TaskID | None = None
+        self._numbers = Text()
+        # What others print to stdout may be meant for a file.
+        drawn = Group(self._bars, self._numbers)
+        self._live = Live(drawn, console=console, redirect_stdout=False)
+        self._tasks: dict[str, TaskID] = {}
         self._story = Story()
 
     def handle(self, event: Event) -> None:
         """Move a bar, or print a line above them."""
         self._story.add(event)
-        self._progress.start()
+        self._live.start()
         if isinstance(event, StageProgress):
-            self._stage(event)
+            self._move(event.stage, event.done, event.total)
+            if event.done >= event.total:
+                self._bars.remove_task(self._tasks.pop(event.stage))
+                self._print(lines.stage(event))
         elif isinstance(event, StepDone):
             self._step(event)
         elif isinstance(event, RunEnded):
-            self._progress.stop()
+            self._live.stop()
+        warns = isinstance(event, Notice) and event.level == "warning"
         for line in self._story.landmark(event):
-            style = "yellow" if isinstance(event, Notice) and event.level == "warning" else None
-            # Paths must survive being copied: neither wrapped, nor coloured, nor read as markup.
-            self._progress.console.print(
-                line, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True
-            )
+            self._print(line, style="yellow" if warns else None)
 
     def close(self) -> None:
         """Leave the bars as they are and give the cursor back."""
-        self._progress.stop()
-
-    def _stage(self, event: StageProgress) -> None:
-        if event.stage not in self._stages:
-            task = self._progress.add_task(event.stage, total=event.total, numbers=event.unit)
-            self._stages[event.stage] = task
-        task = self._stages[event.stage]
-        self._progress.update(task, completed=event.done, total=event.total)
-        if event.done >= event.total:
-            self._progress.remove_task(self._stages.pop(event.stage))
-            self._progress.console.print(lines.stage(event), markup=False, highlight=False)
+        self._live.stop()
 
     def _step(self, event: StepDone) -> None:
         story = self._story
+        self._move("training", event.step, story.total_steps)
         numbers = lines.step_parts(event, story.pace)
         numbers.append(f"eta {story.pace.eta(story.total_steps - event.step)}")
         if story.memory is not None:
             numbers.append(lines.memory_used(story.memory))
-        if self._training is None:
-            total = story.total_steps
-            self._training = self._progress.add_task("training", total=total, numbers="")
-        self._progress.update(self._training, completed=event.step, numbers="  ".join(numbers))
+        self._numbers.plain = "  ".join(numbers)
+
+    def _move(self, name: str, done: int, total: int) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total)
+        self._bars.update(self._tasks[name], completed=done, total=total)
+
+    def _print(self, line: str, style: str | None = None) -> None:
+        # Paths must survive being copied: neither wrapped, nor coloured, nor read as markup.
+        self._live.console.print(
+            line, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
 
 
 class Story:

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,8 @@ class JsonlLog:
             if durable:
                 os.fsync(self._file.fileno())
         except OSError as error:
+            with suppress(OSError):  # closing tries the same bytes again; the first error is told
+                self._file.close()
             raise RunFailedError(
                 f"The log {self._path} cannot be written: {error.strerror}. "
                 "Make room or mend the disk, then start the run again to resume it."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,6 +94,8 @@ class TensorBoardSink:
             self._records.write(record.SerializeToString())
             self._records.flush()
         except OSError as error:
+            with suppress(OSError):  # closing tries the same bytes again; the first error is told
+                self._file.close()
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> RunFailedError:

@@ -1,0 +1,103 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gracetune.errors import RunFailedError
+from gracetune.events.tensorboard import TensorBoardSink
+from gracetune.events.types import MemoryUsed, Notice, StepDone, Validated
+from gracetune.units import GIB
+
+
+def step_done(step: int, loss: float, seconds: float = 0.5) -> StepDone:
+    return StepDone(step, loss, 1e-4, 1.0, 8, 2, 0, seconds)
+
+
+def read(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return accumulator
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {event.step: event.value for event in read(folder).Scalars("train/loss")}
+
+
+def test_scalars_are_what_was_told(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, None)
+    sink.handle(step_done(1, 0.5))
+    sink.handle(step_done(2, 0.25, seconds=0.0))
+    sink.handle(MemoryUsed(2, 3 * GIB, GIB, 2 * GIB))
+    sink.handle(Notice("not drawn"))
+    sink.close()
+    assert losses(tmp_path) == {1: 0.5, 2: 0.25}
+    board = read(tmp_path)
+    assert [(event.step, event.value) for event in board.Scalars("train/samples_per_s")] == [
+        (1, 16.0)
+    ]
+    assert board.Scalars("memory/host_gib")[0].value == 3.0
+    assert board.Scalars("memory/device_peak_gib")[0].value == 2.0
+
+
+def test_the_grid_and_the_losses_of_a_validation(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.png"
+    Image.new("RGB", (6, 4), "red").save(grid)
+    sink = TensorBoardSink(tmp_path / "tb", None)
+    sink.handle(Validated(7, str(grid), ("a",), {"holdout": 0.125}))
+    sink.handle(Validated(8, None, ()))
+    sink.close()
+    board = read(tmp_path / "tb")
+    (picture,) = board.Images("validation/grid")
+    assert (picture.step, picture.width, picture.height) == (7, 6, 4)
+    assert picture.encoded_image_string == grid.read_bytes()
+    assert [event.value for event in board.Scalars("validation/holdout")] == [0.125]
+
+
+def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
+    first = TensorBoardSink(tmp_path, None)
+    for step in range(1, 6):
+        first.handle(step_done(step, 1.0))
+    first.close()
+    second = TensorBoardSink(tmp_path, purge_step=4)
+    second.handle(step_done(4, 2.0))
+    second.close()
+    assert losses(tmp_path) == {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0}
+
+
+def test_a_killed_run_keeps_what_it_told(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, None)
+    sink.handle(step_done(1, 0.5))
+    assert losses(tmp_path) == {1: 0.5}
+    sink.close()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFailedError, match=r"logging\.tensorboard: false"):
+        TensorBoardSink(tmp_path / "file" / "tb", None)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda _path, _mode: real(Path("/dev/full"), "wb"))
+    with pytest.raises(RunFailedError, match="No space left"):
+        TensorBoardSink(tmp_path, None)
+
+
+def test_it_needs_neither_torch_nor_tensorflow_and_warns_of_nothing(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from gracetune.events.tensorboard import TensorBoardSink\n"
+        "TensorBoardSink(Path(sys.argv[1]), None).close()\n"
+        "sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, tmp_path],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
