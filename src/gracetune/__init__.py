@@ -13,7 +13,7 @@ _PUBLIC = {
     "GracetuneError": "gracetune.errors",
     "RunFile": "gracetune.config.schema",
     "load_run_file": "gracetune.config.load",
-    "train": "gracetune.train.run",
+    "run_training": "gracetune.train.run",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  the names are strings, resolved lazily

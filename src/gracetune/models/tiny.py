@@ -1,0 +1,184 @@
+"""The family `tiny`: a real diffusion transformer small enough to train on one CPU core.
+
+The transformer is diffusers' SD3 class with four narrow layers. Its "VAE" folds 4x4 pixels into
+channels and loses nothing; its text encoder gives every word a fixed random vector. Nothing is
+downloaded: weights come from a seed, or from a folder that an earlier run exported.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from blake3 import blake3
+from diffusers import SD3Transformer2DModel
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gracetune.errors import ModelError
+from gracetune.models.digest import digest_of_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gracetune.config.schema import ModelSection
+
+CELL = 4
+"""Pixels along the edge of one latent cell."""
+TEXT_WIDTH = 64
+TOKEN_STEP = 16
+"""Captions are padded to multiples of this many words."""
+POSITION_SHARE = 0.3
+"""How much of a token's vector tells its place."""
+MAX_CELLS = 16
+CONFIG = {
+    "sample_size": MAX_CELLS,
+    "patch_size": 1,
+    "in_channels": 3 * CELL * CELL,
+    "out_channels": 3 * CELL * CELL,
+    "num_layers": 4,
+    "attention_head_dim": 24,
+    "num_attention_heads": 4,
+    "joint_attention_dim": TEXT_WIDTH,
+    "caption_projection_dim": 96,
+    "pooled_projection_dim": TEXT_WIDTH,
+    "pos_embed_max_size": MAX_CELLS,
+}
+
+
+def load(section: ModelSection) -> Tiny:
+    """Make the model from its seed, or read it from the folder `model.path`."""
+    if section.path is not None:
+        return Tiny(_read(Path(section.path)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(section.init_seed)
+        return Tiny(SD3Transformer2DModel(**CONFIG))
+
+
+def _read(folder: Path) -> nn.Module:
+    weights = folder / "transformer"
+    if not (weights / "config.json").is_file():
+        raise ModelError(
+            f"model.path is {str(folder)!r}, which holds no transformer/config.json. "
+            "Name the `model` folder of a finished full training."
+        )
+    cls = json.loads((weights / "config.json").read_text()).get("_class_name")
+    if cls != SD3Transformer2DModel.__name__:
+        raise ModelError(
+            f"model.path {str(folder)!r} holds a {cls}; family tiny reads SD3 weights."
+        )
+    model: nn.Module = SD3Transformer2DModel.from_pretrained(
+        weights, local_files_only=True, low_cpu_mem_usage=False
+    )
+    return model
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """The loaded parts. See `Family` for what each member means."""
+
+    transformer: nn.Module
+    name: str = "tiny"
+    pixel_step: int = CELL
+    max_edge: int = CELL * MAX_CELLS
+    adapter_targets: tuple[str, ...] = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+        "context_embedder",
+    )
+    _words: dict[str, Tensor] = field(default_factory=dict)
+
+    def identity(self) -> dict[str, str]:
+        """The encoders are pure functions of these constants."""
+        return {
+            "latents": f"tiny-unshuffle-{CELL}",
+            "text": f"tiny-words-{TEXT_WIDTH}-{POSITION_SHARE}",
+            "weights": digest_of_weights(self.transformer),
+        }
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """The joint transformer blocks."""
+        return list(self.transformer.get_submodule("transformer_blocks").children())
+
+    def enable_gradient_checkpointing(self) -> None:
+        """As diffusers does it, block by block."""
+        assert isinstance(self.transformer, SD3Transformer2DModel)
+        self.transformer.enable_gradient_checkpointing()
+
+    def to(self, device: torch.device) -> None:
+        """Only the transformer has weights."""
+        self.transformer.to(device)
+
+    def encode_images(self, pixels_BCHW: Tensor) -> Tensor:  # noqa: N803
+        """Fold each cell of pixels into channels."""
+        return functional.pixel_unshuffle(pixels_BCHW, CELL)
+
+    def decode_images(self, latents_BCHW: Tensor) -> Tensor:  # noqa: N803
+        """Unfold them again, without loss."""
+        return functional.pixel_shuffle(latents_BCHW, CELL)
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
+        """Channels, rows and columns of cells."""
+        return (3 * CELL * CELL, height // CELL, width // CELL)
+
+    def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
+        """One vector a word, with a share that tells its place."""
+        return [{"tokens": self._tokens(caption.lower().split())} for caption in captions]
+
+    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Pad with zeros to a multiple of `TOKEN_STEP` words; the words' sum is the pooled vector."""
+        longest = max(len(text["tokens"]) for text in texts)
+        length = max(1, -(-longest // TOKEN_STEP)) * TOKEN_STEP
+        tokens = torch.stack(
+            [functional.pad(t["tokens"], (0, 0, 0, length - len(t["tokens"]))) for t in texts]
+        )
+        return {"tokens": tokens, "pooled": tokens.sum(1) / TOKEN_STEP}
+
+    def predict(
+        self,
+        transformer: nn.Module,
+        noisy_BCHW: Tensor,  # noqa: N803
+        s_B: Tensor,  # noqa: N803
+        text: Mapping[str, Tensor],
+    ) -> Tensor:
+        """One forward pass; SD3 counts noise levels to 1000."""
+        velocity: Tensor = transformer(
+            noisy_BCHW,
+            encoder_hidden_states=text["tokens"],
+            pooled_projections=text["pooled"],
+            timestep=s_B * 1000,
+            return_dict=False,
+        )[0]
+        return velocity
+
+    def export(self, folder: Path) -> None:
+        """As a diffusers model folder."""
+        assert isinstance(self.transformer, SD3Transformer2DModel)
+        self.transformer.save_pretrained(folder / "transformer")
+
+    def _tokens(self, words: Sequence[str]) -> Tensor:
+        if not words:
+            return torch.zeros(0, TEXT_WIDTH)
+        places = [self._vector(f"<place {i}>") for i in range(len(words))]
+        vectors = [self._vector(word) for word in words]
+        return torch.stack(vectors) + POSITION_SHARE * torch.stack(places)
+
+    def _vector(self, word: str) -> Tensor:
+        if word not in self._words:
+            seed = int.from_bytes(blake3(word.encode()).digest(length=7), "big")
+            generator = torch.Generator().manual_seed(seed)
+            self._words[word] = torch.randn(TEXT_WIDTH, generator=generator)
+        return self._words[word]

@@ -1,0 +1,194 @@
+"""From a run file to a session: every choice is made here, once, and told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+
+from gracetune.adapters.inject import add_lora
+from gracetune.errors import ConfigError
+from gracetune.events.types import Notice
+from gracetune.models.attention import choose_attention
+from gracetune.models.family import load_family
+from gracetune.optim.build import build_optimizer
+from gracetune.train.draws import Draws, seed_of
+from gracetune.train.ema import Ema
+from gracetune.train.export import export
+from gracetune.train.feed import EMPTY, build_feed
+from gracetune.train.identity import demand_same, identity_of
+from gracetune.train.loop import Session
+from gracetune.train.ramp import build_ramp
+from gracetune.train.state import Progress, restore_generators, restore_optimizer, restore_weights
+from gracetune.train.step import Trainee
+from gracetune.train.validate import Validation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gracetune.config.schema import RunFile
+    from gracetune.events.requests import Requests
+    from gracetune.events.types import Event
+    from gracetune.models.family import Family
+    from gracetune.train.checkpoint import Snapshot
+    from gracetune.train.feed import Feed
+    from gracetune.train.interrupt import Interrupt
+
+    Tell = Callable[[Event], None]
+
+ENGINES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+VALIDATION_FOLDER = "validation"
+CHECKPOINT_FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A session, and how its result is written."""
+
+    session: Session
+    export: Callable[[], Path]
+
+
+def start_accelerator(run: RunFile) -> Accelerator:
+    """Join the other ranks, if any, and settle the precision."""
+    accelerator = Accelerator(
+        mixed_precision=resolve_precision(run),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=run.distributed.timeout_s)),
+            DistributedDataParallelKwargs(find_unused_parameters=run.adapter is None),
+        ],
+    )
+    if accelerator.distributed_type not in ENGINES:
+        raise ConfigError(
+            f"Accelerate was set up for {accelerator.distributed_type.value}; this version trains "
+            "in one process or on data-parallel ranks. Change the file given to accelerate launch."
+        )
+    return accelerator
+
+
+def resolve_precision(run: RunFile) -> str:
+    """bf16 where a GPU computes it well; fp32 on a CPU."""
+    asked = run.train.mixed_precision
+    if asked == "auto":
+        return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
+    return "bf16" if asked == "fp16" else asked
+
+
+def build(
+    run: RunFile,
+    accelerator: Accelerator,
+    tell: Tell,
+    requests: Requests,
+    interrupt: Interrupt,
+) -> Built:
+    """Load the model, prepare the data, and put everything together."""
+    folder, device = Path(run.output_dir), accelerator.device
+    torch.manual_seed(seed_of(run.seed, "process", accelerator.process_index))
+    ramp, notes = build_ramp(run, accelerator.num_processes)
+    for note in notes:
+        tell(Notice(note))
+    family = load_family(run.model)
+    family.to(device)
+    choose_attention(family.transformer, run.model.attention_mechanism)
+    weights = family.identity()["weights"]
+    feed = build_feed(run, family, device, folder, tell)
+    modules = _make_trainable(run, family, tell)
+    parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
+    trainee = Trainee(
+        run=run,
+        family=family,
+        transformer=accelerator.prepare(family.transformer),
+        parameters=parameters,
+        optimizer=build_optimizer(parameters.values(), run.optimizer),
+        ema=Ema(parameters, run.train.ema_decay) if run.train.ema_decay else None,
+        accelerator=accelerator,
+        draws=Draws(run.seed, device),
+    )
+    trainee.transformer.train()
+    session = Session(
+        trainee=trainee,
+        feed=feed,
+        ramp=ramp,
+        validation=_build_validation(run, family, feed, device, folder, tell),
+        checkpoints=folder / CHECKPOINT_FOLDER,
+        identity=identity_of(run, feed.trained, weights, accelerator.mixed_precision),
+        requests=requests,
+        interrupt=interrupt,
+        tell=tell,
+    )
+    return Built(session, lambda: export(trainee, modules, weights, folder))
+
+
+def resume(session: Session, snapshot: Snapshot | None) -> Progress:
+    """Take up where a snapshot was made; none: begin."""
+    if snapshot is None:
+        return Progress()
+    demand_same(snapshot.identity, session.identity)
+    t = session.trainee
+    restore_weights(t.parameters, snapshot.tensors["weights"])
+    restore_optimizer(t.optimizer, list(t.parameters), snapshot.tensors["optimizer"])
+    if t.ema is not None:
+        restore_weights(t.ema.averages, snapshot.tensors["ema"])
+    generators = snapshot.tensors.get(f"generators-{t.accelerator.process_index}")
+    if generators is not None:
+        restore_generators(generators)
+    else:
+        text = "more ranks than the checkpoint was made with: theirs draw dropout from fresh seeds"
+        session.tell(Notice(text, level="warning", fallback=True))
+    return snapshot.progress
+
+
+def _make_trainable(run: RunFile, family: Family, tell: Tell) -> list[str]:
+    """All weights, or an adapter's; gives the adapted modules."""
+    modules: list[str] = []
+    if run.adapter is not None:
+        seed = seed_of(run.seed, "adapter") % 2**31
+        modules = add_lora(family.transformer, run.adapter, family.adapter_targets, seed)
+        tell(Notice(f"LoRA of rank {run.adapter.rank} on {len(modules)} modules"))
+    else:
+        family.transformer.requires_grad_(True)
+    if run.train.gradient_checkpointing:
+        family.enable_gradient_checkpointing()
+    return modules
+
+
+def _build_validation(
+    run: RunFile, family: Family, feed: Feed, device: torch.device, folder: Path, tell: Tell
+) -> Validation | None:
+    section = run.validation
+    if section.every == 0:
+        return None
+    prompts = section.prompts
+    if not prompts:
+        captions = dict.fromkeys(sample.caption for sample in feed.trained)
+        prompts = tuple(captions)[: section.num_prompts]
+        tell(Notice("validation.prompts: none given; picturing " + "; ".join(map(repr, prompts))))
+    edge = run.datasets[0].resolution
+    size = (section.width or edge, section.height or edge)
+    _demand_size(size, family)
+    halves = (slice(None, len(prompts)), slice(len(prompts), None))
+    both = family.stack_text(family.encode_text([*prompts, *[EMPTY] * len(prompts)]))
+    text, empty = ({key: t[part].to(device) for key, t in both.items()} for part in halves)
+    return Validation(
+        section=section,
+        folder=folder / VALIDATION_FOLDER,
+        prompts=prompts,
+        text=text,
+        empty=empty,
+        size=size,
+        held_out=[feed.load(draws) for draws in feed.held_out],
+    )
+
+
+def _demand_size(size: tuple[int, int], family: Family) -> None:
+    if any(edge % family.pixel_step or edge > family.max_edge for edge in size):
+        raise ConfigError(
+            f"validation pictures of {size[0]}x{size[1]} do not suit {family.name}: edges are "
+            f"multiples of {family.pixel_step} up to {family.max_edge}. "
+            "Set validation.width and height."
+        )

@@ -1,0 +1,153 @@
+"""Checkpoints: safetensors and JSON, whole or absent, checked when they are read.
+
+A checkpoint is a folder `step-000123` with one safetensors file a kind of state and a manifest that
+is written last. The newest K stay.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from gracetune.durable import clear_staging, new_folder
+from gracetune.errors import CheckpointError
+from gracetune.train.state import Progress
+from gracetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SPARE_BYTES = 1 << 20
+"""What a checkpoint may need beside its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a checkpoint holds."""
+
+    progress: Progress
+    identity: Mapping[str, object]
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By kind: `weights`, `optimizer`, `ema`, `generators-0`, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is on disk."""
+
+    path: Path
+    nbytes: int
+    seconds: float
+
+
+def save(folder: Path, snapshot: Snapshot, keep: int) -> Saved:
+    """Write a checkpoint, then drop all but the newest `keep`."""
+    started = time.monotonic()
+    path = folder / f"step-{snapshot.progress.step:06d}"
+    nbytes = sum(t.nbytes for kind in snapshot.tensors.values() for t in kind.values())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        clear_staging(folder)
+        _demand_space(folder, nbytes)
+        with new_folder(path) as staging:
+            _write(staging, snapshot)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be written: {error}. {_survivor(folder)}"
+        ) from error
+    for old in complete(folder)[:-keep]:
+        (old / MANIFEST).unlink()
+        shutil.rmtree(old)
+    return Saved(path, nbytes, time.monotonic() - started)
+
+
+def complete(folder: Path) -> list[Path]:
+    """Every checkpoint that has its manifest, oldest first."""
+    found = [manifest.parent for manifest in folder.glob(f"step-*/{MANIFEST}")]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def read(path: Path) -> Snapshot:
+    """Read a checkpoint, checking each file against the manifest."""
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}.")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {manifest['format']}; this version reads {FORMAT}."
+            )
+        tensors = {
+            name.removesuffix(".safetensors"): _read_file(path / name, digest)
+            for name, digest in manifest["files"].items()
+        }
+        return Snapshot(Progress(**manifest["progress"]), manifest["identity"], tensors)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {error}") from error
+
+
+def find(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | None:
+    """The snapshot that `--resume auto|PATH|none` asks for.
+
+    `auto` passes over a damaged checkpoint for the one before it, and says so.
+    """
+    if resume == "none":
+        return None
+    if resume != "auto":
+        return read(Path(resume))
+    for path in reversed(complete(folder)):
+        try:
+            return read(path)
+        except CheckpointError as error:
+            warn(f"{error} Going back to the checkpoint before it.")
+    return None
+
+
+def _write(staging: Path, snapshot: Snapshot) -> None:
+    files = {}
+    for kind, tensors in snapshot.tensors.items():
+        file = staging / f"{kind}.safetensors"
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, file)
+        files[file.name] = _digest(file)
+    manifest = {
+        "format": FORMAT,
+        "progress": asdict(snapshot.progress),
+        "identity": dict(snapshot.identity),
+        "files": files,
+    }
+    (staging / MANIFEST).write_text(json.dumps(manifest, indent=2))
+
+
+def _read_file(file: Path, digest: str) -> dict[str, Tensor]:
+    if _digest(file) != digest:
+        raise CheckpointError(f"{file} is damaged: its content is not what the manifest says.")
+    return load_file(file)
+
+
+def _digest(file: Path) -> str:
+    return blake3().update_mmap(file).hexdigest()
+
+
+def _demand_space(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < nbytes + SPARE_BYTES:
+        raise OSError(
+            f"it needs {format_bytes(nbytes + SPARE_BYTES)}, {format_bytes(free)} are free"
+        )
+
+
+def _survivor(folder: Path) -> str:
+    before = complete(folder)
+    return f"The one before it is whole: {before[-1]}." if before else "There is none before it."

@@ -1,0 +1,218 @@
+"""From the data sets of a run file to encoded batches, in the order that a run sees them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.cache.fill import Picture, fill_latents, fill_text
+from gracetune.cache.keys import latent_key, text_key
+from gracetune.cache.store import FolderStore, MemoryStore
+from gracetune.data import buckets
+from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.dataset import open_dataset
+from gracetune.data.loader import BatchOrder, Draw, Group
+from gracetune.data.sample import Batch
+from gracetune.durable import write_text
+from gracetune.errors import ConfigError, DataError
+from gracetune.events.types import Notice
+from gracetune.train.draws import seed_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gracetune.cache.store import Store
+    from gracetune.config.schema import DatasetSection, RunFile
+    from gracetune.data.sample import Sample
+    from gracetune.events.types import Event
+    from gracetune.models.family import Family
+
+    Tell = Callable[[Event], None]
+
+EMPTY = ""
+"""The caption of dropped captions and of guidance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What the loop trains on and what it measures itself against."""
+
+    order: BatchOrder
+    trained: tuple[Sample, ...]
+    held_out: tuple[tuple[Draw, ...], ...]
+    load: Callable[[Sequence[Draw]], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Where encoded pictures and captions are."""
+
+    latents: Store
+    text: Store
+
+
+def build_feed(
+    run: RunFile, family: Family, device: torch.device, folder: Path, tell: Tell
+) -> Feed:
+    """Prepare every data set; all that can be wrong with one is found here, before training."""
+    stores = open_stores(run, folder, tell)
+    ledger = CorruptionLedger(tell)
+    groups: list[Group] = []
+    for index, section in enumerate(run.datasets):
+        groups += _prepare(section, index, family, stores, ledger, tell, folder)
+    if ledger.entries:
+        ledger.write(folder / "corruption.json")
+    trained, held_out = split(groups, run.validation.holdout, run.seed)
+    if not trained:
+        raise DataError(
+            f"validation.holdout is {run.validation.holdout}, which leaves no sample to train on. "
+            "Lower it."
+        )
+    captions = {sample.caption for group in groups for sample in group.samples}
+    fill_text(stores.text, captions | {EMPTY}, family.encode_text, family.identity()["text"], tell)
+    batch = run.train.batch_size
+    return Feed(
+        order=BatchOrder(trained, batch, run.seed),
+        trained=tuple(sample for group in trained for sample in group.samples),
+        held_out=tuple(_held_out_draws(held_out, batch)),
+        load=_loader_of(family, stores, device),
+    )
+
+
+def open_stores(run: RunFile, folder: Path, tell: Tell) -> Stores:
+    """A store a kind, as `cache_config` says."""
+    section = run.cache_config
+    root = Path(section.cache_dir) if section.cache_dir else folder / "cache"
+    persistent = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
+    if "unified_memory" in (section.vae_cache_type, section.text_cache_type):
+        where = "pinned host memory" if torch.cuda.is_available() else "host memory"
+        tell(
+            Notice(f"cache type unified_memory: entries live in {where} and are copied before use")
+        )
+
+    def store(kind: str, cache_type: str) -> Store:
+        if persistent or cache_type == "disk":
+            return FolderStore(root / kind, keep_in_memory=cache_type != "disk")
+        return MemoryStore()
+
+    return Stores(store("latents", section.vae_cache_type), store("text", section.text_cache_type))
+
+
+def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group], list[Group]]:
+    """Hold out a share of the samples, chosen by content: adding files moves few of the others."""
+    every = sorted(
+        (sample for group in groups for sample in group.samples),
+        key=lambda sample: seed_of(seed, "hold out", sample.digest, sample.caption, sample.key),
+    )
+    held = set(every[: round(share * len(every))])
+    return (
+        _only(groups, lambda sample: sample not in held),
+        _only(groups, lambda sample: sample in held),
+    )
+
+
+def _only(groups: Sequence[Group], keep: Callable[[Sample], bool]) -> list[Group]:
+    chosen = [
+        replace(group, samples=tuple(s for s in group.samples if keep(s))) for group in groups
+    ]
+    return [group for group in chosen if group.samples]
+
+
+def _prepare(
+    section: DatasetSection,
+    index: int,
+    family: Family,
+    stores: Stores,
+    ledger: CorruptionLedger,
+    tell: Tell,
+    folder: Path,
+) -> list[Group]:
+    """One data set: open, bucket, encode, and leave out what turned out to be unreadable."""
+    step = section.bucket_step or family.pixel_step
+    _demand_fit(section, index, step, family)
+    opened = open_dataset(section, index, tell, ledger)
+    plan = buckets.assign(opened.samples, section, step)
+    pictures = [
+        Picture(sample, size, opened.source)
+        for size, samples in plan.buckets.items()
+        for sample in samples
+    ]
+    encoder = family.identity()["latents"]
+    unreadable = fill_latents(stores.latents, pictures, family.encode_images, encoder, tell)
+    for sample, reason in unreadable:
+        ledger.record(section.id, sample.key, reason)
+    ledger.check(section.id, len(opened.samples), section.max_corruption_rate)
+    lost = {sample for sample, _ in unreadable}
+    tell(Notice(f"data set {section.id!r}:\n{buckets.report(plan)}"))
+    write_text(folder / f"buckets-{index}.json", json.dumps(buckets.as_json(plan), indent=2))
+    groups = [
+        Group(samples, section.repeats, section.caption_dropout, size)
+        for size, samples in plan.buckets.items()
+    ]
+    kept = _only(groups, lambda sample: sample not in lost)
+    if not kept:
+        raise DataError(
+            f"datasets[{index}] ({section.id!r}): every picture was dropped; see above."
+        )
+    return kept
+
+
+def _demand_fit(section: DatasetSection, index: int, step: int, family: Family) -> None:
+    if step % family.pixel_step:
+        raise ConfigError(
+            f"datasets[{index}].bucket_step is {step}; {family.name} needs a multiple of "
+            f"{family.pixel_step}."
+        )
+    longest = max(
+        max(s) for s in buckets.bucket_sizes(section.resolution, step, section.max_aspect)
+    )
+    if longest > family.max_edge:
+        raise ConfigError(
+            f"datasets[{index}].resolution {section.resolution} with max_aspect "
+            f"{section.max_aspect:g} gives edges of {longest} pixels; {family.name} takes at most "
+            f"{family.max_edge}. Lower one of them."
+        )
+
+
+def _held_out_draws(groups: Sequence[Group], batch_size: int) -> list[tuple[Draw, ...]]:
+    """Fixed batches, each of one size."""
+    draws = [Draw(s, s.caption, group.size) for group in groups for s in group.samples]
+    batches: list[tuple[Draw, ...]] = []
+    for size in sorted({draw.size for draw in draws}):
+        alike = [draw for draw in draws if draw.size == size]
+        batches += [tuple(alike[i : i + batch_size]) for i in range(0, len(alike), batch_size)]
+    return batches
+
+
+def _loader_of(
+    family: Family, stores: Stores, device: torch.device
+) -> Callable[[Sequence[Draw]], Batch]:
+    """A function from draws to a batch on the device."""
+    identity = family.identity()
+    pin = device.type == "cuda"
+
+    def fetch(store: Store, key: str) -> dict[str, torch.Tensor]:
+        entry = store.get(key)
+        assert entry is not None, f"{key} was encoded before training and is gone now"
+        return dict(entry)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True) if pin else tensor
+
+    def load(draws: Sequence[Draw]) -> Batch:
+        latents = [
+            fetch(stores.latents, latent_key(d.sample, d.size, identity["latents"]))["latents"]
+            for d in draws
+        ]
+        texts = [fetch(stores.text, text_key(d.caption, identity["text"])) for d in draws]
+        return Batch(
+            latents=move(torch.stack(latents)),
+            text={key: move(t) for key, t in family.stack_text(texts).items()},
+            samples=tuple(draw.sample for draw in draws),
+        )
+
+    return load

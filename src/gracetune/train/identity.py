@@ -1,0 +1,85 @@
+"""What makes a run the same run: compared on resume, and refused by the name of the setting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from gracetune.errors import CheckpointError
+from gracetune.optim.schedule import DEPENDS_ON_LENGTH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from gracetune.config.schema import RunFile
+    from gracetune.data.sample import Sample
+
+SECTIONS = ("seed", "model", "adapter", "datasets", "train", "optimizer", "gh200_optimizations")
+FREE = {
+    "model.path",
+    "train.max_train_steps",
+    "train.checkpoint_every",
+    "train.checkpoint_minutes",
+    "train.keep_checkpoints",
+    "train.mixed_precision",
+    "gh200_optimizations.enable_uvm_hints",
+}
+"""Settings that may change between two parts of a run: contents are compared instead of paths, and
+the precision as it was resolved."""
+FREE_IN_DATASETS = {
+    "type",
+    "instance_data_dir",
+    "in_memory",
+    "shapes",
+    "cache_latents_to_disk",
+    "max_corruption_rate",
+}
+
+
+def identity_of(
+    run: RunFile, samples: Iterable[Sample], weights: str, precision: str
+) -> dict[str, object]:
+    """Every setting that shapes the weights, by its name in the run file."""
+    settings = run.model_dump(mode="json", include=set(SECTIONS))
+    for dataset in settings["datasets"]:
+        for key in FREE_IN_DATASETS:
+            dataset.pop(key)
+    flat = {key: value for key, value in _flatten(settings) if key not in FREE}
+    if DEPENDS_ON_LENGTH[run.optimizer.schedule]:
+        flat["train.max_train_steps"] = run.train.max_train_steps
+    flat["train.mixed_precision"] = precision
+    flat["the model's weights at the start"] = weights
+    flat["the training samples and captions"] = digest_of_samples(samples)
+    return flat
+
+
+def digest_of_samples(samples: Iterable[Sample]) -> str:
+    """Of every picture's content and caption, whatever its folder is called."""
+    hasher = blake3()
+    for sample in samples:
+        hasher.update(f"{sample.dataset}\0{sample.digest}\0{sample.caption}\n".encode())
+    return hasher.hexdigest(length=16)
+
+
+def demand_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Refuse to go on with another run's checkpoint."""
+    differing = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
+    if differing:
+        lines = [f"{key} was {saved.get(key)!r}, is {now.get(key)!r}" for key in differing]
+        raise CheckpointError(
+            "this run is not the one the checkpoint belongs to: "
+            + "; ".join(lines)
+            + ". Put the old value back, or start anew with --resume none and another output_dir."
+        )
+
+
+def _flatten(value: Any, name: str = "") -> Iterable[tuple[str, object]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for index, inner in enumerate(value):
+            yield from _flatten(inner, f"{name}[{index}]")
+    else:
+        yield name, value

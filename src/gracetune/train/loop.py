@@ -1,0 +1,159 @@
+"""The training loop: steps, and what happens between them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from accelerate.utils import gather_object
+
+from gracetune.data.loader import Loader, LoaderState
+from gracetune.errors import InterruptedRunError
+from gracetune.events.types import CheckpointSaved, RampChanged
+from gracetune.train import checkpoint
+from gracetune.train.checkpoint import Snapshot
+from gracetune.train.record import Record
+from gracetune.train.state import Progress, generator_tensors, optimizer_tensors, weights_of
+from gracetune.train.step import train_step
+from gracetune.train.validate import validate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from gracetune.data.sample import Batch
+    from gracetune.events.requests import Requests
+    from gracetune.events.types import Event
+    from gracetune.train.feed import Feed
+    from gracetune.train.interrupt import Interrupt
+    from gracetune.train.ramp import Ramp
+    from gracetune.train.step import Trainee
+    from gracetune.train.validate import Validation
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A run, built and ready."""
+
+    trainee: Trainee
+    feed: Feed
+    ramp: Ramp
+    validation: Validation | None
+    checkpoints: Path
+    identity: Mapping[str, object]
+    requests: Requests
+    interrupt: Interrupt
+    tell: Callable[[Event], None]
+
+
+def train_loop(s: Session, progress: Progress) -> Progress:
+    """Train to the end, or until someone asks to stop."""
+    run, accelerator = s.trainee.run, s.trainee.accelerator
+    total, record = run.train.max_train_steps, Record(s.tell, run.logging.every)
+    loader = Loader(
+        s.feed.order,
+        s.feed.load,
+        accelerator.process_index,
+        accelerator.num_processes,
+        progress.consumed,
+    )
+    state = LoaderState(progress.consumed)
+    accumulation = s.ramp.accumulation(progress.micro_batches)
+    saved_at, saved_step = time.monotonic(), progress.step
+
+    def window() -> Iterator[Batch]:
+        nonlocal state
+        for batch, _state in islice(loader, accumulation):
+            yield batch
+
+    if progress.step == 0:
+        _validate(s, record, 0)
+    while progress.step < total:
+        result = train_step(s.trainee, window(), accumulation, progress)
+        progress = Progress(
+            progress.step + 1, progress.micro_batches + accumulation, state.consumed
+        )
+        record.add(progress.step, state.epoch(s.feed.order), result)
+
+        asked = _asked(s, progress.step, saved_at)
+        stop = "stop" in asked and progress.step < total
+        if _due(progress.step, run.validation.every, total) or "validate" in asked:
+            _validate(s, record, progress.step)
+        if _due(progress.step, run.train.checkpoint_every, total) or asked & {"save", "stop"}:
+            reason = "stopping" if stop else "asked for" if "save" in asked else "every N steps"
+            _save(s, record, progress, reason)
+            saved_at, saved_step = time.monotonic(), progress.step
+        if stop:
+            raise InterruptedRunError(
+                f"stopped after step {progress.step} of {total}; the state is saved. "
+                "The same command goes on from here."
+            )
+        accumulation = _next_accumulation(s, progress, accumulation)
+    record.flush()
+    assert saved_step == total, (saved_step, total)
+    return progress
+
+
+def _due(step: int, every: int, total: int) -> bool:
+    return step == total or (every > 0 and step % every == 0)
+
+
+def _next_accumulation(s: Session, progress: Progress, before: int) -> int:
+    """Ask the ramp; here, between two optimizer steps, is the only place where it may change."""
+    accumulation = s.ramp.accumulation(progress.micro_batches)
+    if accumulation != before:
+        s.tell(RampChanged(progress.step, progress.micro_batches, accumulation))
+    return accumulation
+
+
+def _asked(s: Session, step: int, saved_at: float) -> set[str]:
+    """What the user, a signal or the clock wants now; ranks agree when losses are logged anyway."""
+    run, accelerator = s.trainee.run, s.trainee.accelerator
+    if accelerator.num_processes > 1 and step % run.logging.every:
+        return set()
+    asked = s.requests.take() if accelerator.is_main_process else set()
+    if s.interrupt.asked is not None:
+        asked.add("stop")
+    minutes = run.train.checkpoint_minutes
+    if minutes and time.monotonic() - saved_at >= 60 * minutes:
+        asked.add("save")
+    return set(gather_object(list(asked))) if accelerator.num_processes > 1 else asked
+
+
+def _validate(s: Session, record: Record, step: int) -> None:
+    if s.validation is None:
+        return
+    record.flush()
+    s.tell(validate(s.trainee, s.validation, step))
+    record.resume()
+
+
+def _save(s: Session, record: Record, progress: Progress, reason: str) -> None:
+    """Only after the losses so far are known to be numbers."""
+    record.flush()
+    snapshot = snapshot_of(s, progress)
+    accelerator = s.trainee.accelerator
+    if accelerator.is_main_process:
+        saved = checkpoint.save(s.checkpoints, snapshot, s.trainee.run.train.keep_checkpoints)
+        s.tell(CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason))
+    accelerator.wait_for_everyone()
+    record.resume()
+
+
+def snapshot_of(s: Session, progress: Progress) -> Snapshot:
+    """Everything that going on from here needs."""
+    t = s.trainee
+    names = list(t.parameters)
+    tensors: dict[str, Mapping[str, Tensor]] = {
+        "weights": weights_of(t.parameters),
+        "optimizer": optimizer_tensors(t.optimizer, names),
+    }
+    if t.ema is not None:
+        tensors["ema"] = t.ema.averages
+    for rank, states in enumerate(gather_object([generator_tensors()])):
+        tensors[f"generators-{rank}"] = states
+    return Snapshot(progress, s.identity, tensors)

@@ -1,0 +1,82 @@
+"""Losses on their way from the device to the log, a window at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from gracetune.errors import RunFailedError
+from gracetune.events.types import MemoryUsed, StepDone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gracetune.events.types import Event
+    from gracetune.train.step import StepResult
+
+
+class Record:
+    """Keeps results as tensors until a window is full, then reads them all at once."""
+
+    def __init__(self, tell: Callable[[Event], None], every: int) -> None:
+        self._tell = tell
+        self._every = every
+        self._pending: list[tuple[int, int, StepResult]] = []
+        self._since = time.monotonic()
+
+    def add(self, step: int, epoch: int, result: StepResult) -> None:
+        """Take one step's result."""
+        self._pending.append((step, epoch, result))
+        if step % self._every == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Tell what is pending. The first loss that is no number ends the run."""
+        if not self._pending:
+            return
+        numbers = torch.stack(
+            [torch.stack([r.loss, r.grad_norm, r.samples]) for _, _, r in self._pending]
+        ).tolist()
+        seconds = (time.monotonic() - self._since) / len(self._pending)
+        for (step, epoch, result), (loss, norm, samples) in zip(
+            self._pending, numbers, strict=True
+        ):
+            self._tell(
+                StepDone(
+                    step=step,
+                    loss=loss,
+                    lr=result.lr,
+                    grad_norm=norm,
+                    samples=int(samples),
+                    accumulation=result.micro_batches,
+                    epoch=epoch,
+                    seconds=seconds,
+                )
+            )
+            if not math.isfinite(loss):
+                raise RunFailedError(
+                    f"the loss is {loss} at step {step}. The newest checkpoint is from before; "
+                    "lower optimizer.lr or set train.max_grad_norm, then start again to resume it."
+                )
+        self._tell(memory_used(self._pending[-1][0]))
+        self._pending.clear()
+        self._since = time.monotonic()
+
+    def resume(self) -> None:
+        """Steps count again from now."""
+        self._since = time.monotonic()
+
+
+def memory_used(step: int) -> MemoryUsed:
+    """What this process holds now."""
+    on_device = torch.cuda.is_available()
+    return MemoryUsed(
+        step=step,
+        host=psutil.Process().memory_info().rss,
+        device=torch.cuda.memory_allocated() if on_device else 0,
+        device_peak=torch.cuda.max_memory_allocated() if on_device else 0,
+    )

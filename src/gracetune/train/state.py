@@ -1,0 +1,111 @@
+"""Where a run stands, and everything it needs to go on from there bit for bit.
+
+Tensors are named; a parameter's optimizer state is keyed by the parameter's own name, so that an
+order that changes between versions cannot swap two of them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gracetune.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+SEPARATOR = "|"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The counters of a run."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    micro_batches: int = 0
+    """Micro-batches done by each rank: the ramp's position."""
+    consumed: int = 0
+    """Batches that all ranks together have taken from the data stream."""
+
+
+def weights_of(parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """The trained weights as they are now."""
+    return {name: p.detach() for name, p in parameters.items()}
+
+
+def restore_weights(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Put saved values into tensors of the same names and shapes."""
+    if parameters.keys() != saved.keys():
+        odd = sorted(parameters.keys() ^ saved.keys())
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: {len(odd)} names differ, first {odd[0]}."
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != saved[name].shape:
+            raise CheckpointError(
+                f"the checkpoint does not fit the model: {name} is {tuple(parameter.shape)}, "
+                f"saved as {tuple(saved[name].shape)}."
+            )
+        parameter.data.copy_(saved[name])
+
+
+def optimizer_tensors(optimizer: Optimizer, names: list[str]) -> dict[str, Tensor]:
+    """The optimizer's state, each tensor as `parameter|key`."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{names[index]}{SEPARATOR}{key}": torch.as_tensor(value)
+        for index, entries in state.items()
+        for key, value in entries.items()
+    }
+
+
+def restore_optimizer(optimizer: Optimizer, names: list[str], saved: Mapping[str, Tensor]) -> None:
+    """The reverse; torch moves each tensor to where its parameter is."""
+    index_of = {name: index for index, name in enumerate(names)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for full_name, tensor in saved.items():
+        name, _, key = full_name.rpartition(SEPARATOR)
+        if name not in index_of:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state for {name}, not trained now."
+            )
+        state.setdefault(index_of[name], {})[key] = tensor
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def generator_tensors() -> dict[str, Tensor]:
+    """The states of the process-wide generators, which dropout and libraries draw from."""
+    _, words, gauss_next = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    assert isinstance(keys, np.ndarray), kind
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss_next is None else [gauss_next]).double(),
+        "numpy_keys": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_generators(saved: Mapping[str, Tensor]) -> None:
+    """Put them back; a GPU's state is skipped where there is no GPU."""
+    torch.set_rng_state(saved["torch"])
+    gauss = saved["python_gauss"].tolist()
+    random.setstate((3, tuple(saved["python"].tolist()), gauss[0] if gauss else None))
+    position, has_gauss, cached = saved["numpy_rest"].tolist()
+    keys = saved["numpy_keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    if "cuda" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])

@@ -1,0 +1,115 @@
+"""One optimizer step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.utils import get_total_norm
+
+from gracetune.optim.schedule import rate_share
+from gracetune.train import objective
+from gracetune.train.timesteps import draw_levels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+    from gracetune.config.schema import RunFile
+    from gracetune.data.sample import Batch
+    from gracetune.models.family import Family
+    from gracetune.train.draws import Draws
+    from gracetune.train.ema import Ema
+    from gracetune.train.state import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Trainee:
+    """All that a step touches."""
+
+    run: RunFile
+    family: Family
+    transformer: nn.Module
+    """The family's, as Accelerate wrapped it."""
+    parameters: dict[str, Parameter]
+    """What is trained, by name."""
+    optimizer: Optimizer
+    ema: Ema | None
+    accelerator: Accelerator
+    draws: Draws
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step measured; tensors stay on the device until someone logs them."""
+
+    loss: Tensor
+    """The mean over every sample of the step, on all ranks."""
+    grad_norm: Tensor
+    lr: float
+    samples: Tensor
+    micro_batches: int
+
+
+def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progress) -> StepResult:
+    """Accumulate over a window of micro-batches, then update.
+
+    Each backward adds the *sum* of its samples' losses; the division by the samples really seen, on
+    all ranks, comes once at the end. So a short batch or a changed window can never weigh too much.
+    """
+    totals = torch.zeros(2, device=t.accelerator.device)
+    for index, batch in enumerate(window):
+        last = index == length - 1
+        with nullcontext() if last else t.accelerator.no_sync(t.transformer):
+            losses = batch_losses(t, batch, progress.micro_batches + index)
+            t.accelerator.backward(losses.sum())
+        totals += torch.stack([losses.detach().sum(), losses.new_tensor(float(len(batch)))])
+    loss_sum, samples = t.accelerator.reduce(totals, "sum")
+    # Accelerate averages gradients over ranks, hence the world size.
+    grad_norm = scale_and_clip(
+        list(t.parameters.values()),
+        t.accelerator.num_processes / samples,
+        t.run.train.max_grad_norm,
+    )
+    lr = t.run.optimizer.lr * rate_share(
+        t.run.optimizer, progress.step, t.run.train.max_train_steps
+    )
+    for group in t.optimizer.param_groups:
+        group["lr"] = lr
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+    if t.ema is not None:
+        t.ema.update(progress.step)
+    return StepResult(loss_sum / samples, grad_norm, lr, samples, length)
+
+
+def batch_losses(t: Trainee, batch: Batch, micro_batch: int) -> Tensor:
+    """The loss of each sample of one micro-batch."""
+    generator = t.draws.at("train", micro_batch, t.accelerator.process_index)
+    levels = draw_levels(t.run.train, len(batch), generator)
+    noise = torch.randn(batch.latents.shape, generator=generator, device=generator.device)
+    return losses_at(t, batch, levels, noise)
+
+
+def losses_at(t: Trainee, batch: Batch, levels: Tensor, noise: Tensor) -> Tensor:
+    """The same for given levels and noise."""
+    noisy = objective.noisy(batch.latents, noise, levels)
+    with t.accelerator.autocast():
+        predicted = t.family.predict(t.transformer, noisy, levels, batch.text)
+    return objective.losses(predicted, objective.velocity(batch.latents, noise))
+
+
+def scale_and_clip(parameters: list[Parameter], scale: Tensor, max_norm: float) -> Tensor:
+    """Multiply gradients by `scale`, then down to `max_norm` if they are longer; gives the norm."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = get_total_norm(gradients) * scale
+    if max_norm > 0:
+        scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, scale)
+    return norm
