@@ -1,0 +1,138 @@
+"""Where captions come from: a text file beside the picture, a table, its name, or one for all."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from gracetune.data.parallel import default_workers, ordered_map
+from gracetune.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gracetune.config.schema import DatasetSection
+    from gracetune.data.source import Source
+
+METADATA = "metadata.jsonl"
+NAMED = 5
+"""How many pictures without a caption an error names."""
+
+
+def read_captions(
+    source: Source, image_keys: Sequence[str], section: DatasetSection, setting: str = "datasets"
+) -> dict[str, str]:
+    """A caption for every picture, empty only where the user wrote an empty one."""
+    names = source.keys()
+    strategy = section.caption_strategy
+    if strategy == "auto":
+        has_table = any(PurePosixPath(name).name == METADATA for name in names)
+        strategy = "jsonl" if has_table else "textfile"
+    match strategy:
+        case "textfile":
+            num_workers = section.in_memory.num_workers or default_workers()
+            captions = _from_text_files(source, image_keys, num_workers, setting)
+        case "jsonl":
+            captions = _from_tables(source, setting)
+        case "filename":
+            captions = _from_names(image_keys)
+        case "instanceprompt":
+            captions = dict.fromkeys(image_keys, _prompt(section, setting))
+    missing = [key for key in image_keys if key not in captions]
+    if missing:
+        named = ", ".join(missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
+        raise DataError(
+            f"{setting}.caption_strategy is {section.caption_strategy!r}: {len(missing)} of "
+            f"{len(image_keys)} pictures have no caption: {named}. {_WAY_OUT[strategy]}."
+        )
+    return {key: captions[key] for key in image_keys}
+
+
+_OR = ", or set caption_strategy: instanceprompt with one instance_prompt for all"
+_WAY_OUT = {
+    "textfile": f"Put a .txt of the same name beside each (empty: an empty caption){_OR}",
+    "jsonl": f"Add a line with file_name and text to {METADATA} for each{_OR}",
+    "filename": f"Give each a name with words in it{_OR}",
+}
+
+
+def _from_text_files(
+    source: Source, image_keys: Sequence[str], num_workers: int, setting: str
+) -> dict[str, str]:
+    names = source.keys()
+    texts = {name[: -len(".txt")]: name for name in names if name.lower().endswith(".txt")}
+    beside = {
+        key: texts[stem]
+        for key in image_keys
+        if (stem := str(PurePosixPath(key).with_suffix(""))) in texts
+    }
+    read = ordered_map(lambda name: _text(source, name, setting), beside.values(), num_workers)
+    return {key: text.strip() for key, text in zip(beside, read, strict=True)}
+
+
+def _from_tables(source: Source, setting: str) -> dict[str, str]:
+    """Every metadata.jsonl; the one nearest to a picture has the last word."""
+    names = source.keys()
+    tables = [name for name in names if PurePosixPath(name).name == METADATA]
+    captions: dict[str, str] = {}
+    for table in sorted(tables, key=lambda name: name.count("/")):
+        captions |= _read_table(table, _text(source, table, setting), setting)
+    return captions
+
+
+def _from_names(image_keys: Sequence[str]) -> dict[str, str]:
+    """A name without words is no caption."""
+    words = {key: re.sub(r"[\s_-]+", " ", PurePosixPath(key).stem).strip() for key in image_keys}
+    return {key: caption for key, caption in words.items() if caption}
+
+
+def _prompt(section: DatasetSection, setting: str) -> str:
+    if section.instance_prompt is None:
+        raise ConfigError(
+            f"{setting}.caption_strategy is 'instanceprompt', which needs {setting}."
+            "instance_prompt. Write the caption that all pictures share."
+        )
+    return section.instance_prompt
+
+
+def _text(source: Source, key: str, setting: str) -> str:
+    try:
+        return source.read(key).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{setting}: {key} is not UTF-8 (byte {error.start}: {error.reason}). Save it as UTF-8."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{setting}: {key} cannot be read ({error}). Mend or remove it.") from error
+
+
+def _read_table(table: str, text: str, setting: str) -> dict[str, str]:
+    """One table's captions by key; `file_name` starts at the table's own folder."""
+    folder = PurePosixPath(table).parent
+    captions: dict[str, str] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        name, caption = _read_row(line, f"{setting}: {table}, line {number}")
+        key = str(folder / name)
+        if key in captions:
+            raise DataError(
+                f"{setting}: {table}, line {number}: file_name {name!r} is there twice. "
+                "Leave one line a picture."
+            )
+        captions[key] = caption
+    return captions
+
+
+def _read_row(line: str, where: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON ({error}). Write one object a line.") from error
+    values = [row.get(name) for name in ("file_name", "text")] if isinstance(row, dict) else []
+    match values:
+        case [str(name), str(caption)]:
+            return name, caption.strip()
+    raise DataError(f'{where} must be {{"file_name": "...", "text": "..."}}; it is {line.strip()}')

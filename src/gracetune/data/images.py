@@ -1,0 +1,191 @@
+"""From the bytes of a picture file to pixels: upright, sRGB, opaque, eight bits.
+
+Sizes, orders and caches are others'. Whatever Pillow cannot read, or should not, is one error here:
+`UnreadableImageError`, with a reason for people.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import threading
+import warnings
+import zlib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageCms, UnidentifiedImageError
+
+from gracetune.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+EXTENSIONS = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"))
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
+
+_ORIENTATION_TAG = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_ON_ITS_SIDE = (5, 6, 7, 8)
+
+_BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    OverflowError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+"""What Pillow's parsers raise on hostile bytes: here it is the file's fault, never a crash."""
+
+_FILTERS = threading.Lock()
+"""Warning filters belong to the whole process; two threads must not swap them at once."""
+
+
+class UnreadableImageError(DataError):
+    """These bytes are not a picture that can be trained on."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def probe(data: bytes) -> tuple[int, int]:
+    """Width and height as shown. The whole file is read, so that a truncated one is found here."""
+    with _readable():
+        image, orientation = _open(data)
+        width, height = image.size
+        image.draft(None, (max(1, width // 8), max(1, height // 8)))
+        image.load()
+    return (height, width) if orientation in _ON_ITS_SIDE else (width, height)
+
+
+def decode(data: bytes) -> Image.Image:
+    """The picture as an RGB image: orientation applied, profile to sRGB, alpha over white."""
+    with _readable():
+        image, orientation = _open(data)
+        profile = image.info.get("icc_profile")
+        image.load()
+        image = _over_white(_to_srgb(_eight_bits(image), profile))
+        return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
+def fit(image: Image.Image, width: int, height: int) -> Tensor:
+    """Resize to cover by Lanczos and crop the centre: CHW, float32, in [-1, 1]."""
+    import torch  # here alone, so that opening a data set does not wait for torch
+
+    scale = max(width / image.width, height / image.height)
+    left = (image.width - width / scale) / 2
+    top = (image.height - height / scale) / 2
+    box = (
+        max(0.0, left),
+        max(0.0, top),
+        min(image.width - left, image.width),
+        min(image.height - top, image.height),
+    )
+    pixels = np.array(image.resize((width, height), Image.Resampling.LANCZOS, box))
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous().float().div_(127.5).sub_(1.0)
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise UnreadableImageError("it needs more memory than there is") from error
+    except _BROKEN as error:
+        raise UnreadableImageError(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return f"not a picture in a known format ({', '.join(_FORMATS)})"
+    return str(error) or type(error).__name__
+
+
+def _open(data: bytes) -> tuple[Image.Image, int]:
+    """Read the header and the orientation; all that Pillow warns about, it warns about here."""
+    if not data:
+        raise UnreadableImageError("the file is empty")
+    with _FILTERS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        if image.format == "TIFF":
+            # Its tags are read with its pixels, and Pillow turns it upright itself.
+            image.load()
+            return image, 1
+        return image, _orientation(image)
+
+
+def _orientation(image: Image.Image) -> int:
+    """1 (upright) where the EXIF block is broken: the pixels are fine all the same."""
+    try:
+        return int(image.getexif().get(_ORIENTATION_TAG, 1))
+    except _BROKEN:
+        return 1
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey pictures of 16 bits or floats, scaled; Pillow would clip them at 255."""
+    if image.mode == "F":
+        levels = np.nan_to_num(np.asarray(image), nan=0.0).clip(0.0, 1.0) * 255
+    elif image.mode == "I" or image.mode.startswith("I;16"):
+        levels = np.asarray(image).clip(0, 65535) / 257
+    else:
+        return image
+    return Image.fromarray(np.rint(levels).astype(np.uint8))
+
+
+def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+    """Colours as the embedded profile means them; a profile that does not apply is not used."""
+    image = _plain_mode(image)
+    if not profile or image.mode not in ("L", "RGB", "CMYK", "RGBA"):
+        return image
+    alpha = image.getchannel("A") if image.mode == "RGBA" else None
+    colours = image.convert("RGB") if alpha else image
+    try:
+        converted = ImageCms.profileToProfile(
+            colours,
+            ImageCms.ImageCmsProfile(io.BytesIO(profile)),
+            ImageCms.createProfile("sRGB"),
+            outputMode="RGB",
+        )
+    except (ImageCms.PyCMSError, OSError):
+        return image
+    assert converted is not None, "profileToProfile returns an image unless it works in place"
+    if alpha:
+        converted.putalpha(alpha)
+    return converted
+
+
+def _plain_mode(image: Image.Image) -> Image.Image:
+    """L, RGB, RGBA or CMYK: what the steps after this know."""
+    if image.mode in ("LA", "La", "PA", "RGBa") or "transparency" in image.info:
+        return image.convert("RGBA")
+    if image.mode in ("L", "RGB", "RGBA", "CMYK"):
+        return image
+    return image.convert("RGB")
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    if image.mode != "RGBA":
+        return image.convert("RGB")
+    paper = Image.new("RGB", image.size, "white")
+    paper.paste(image, mask=image.getchannel("A"))
+    return paper
