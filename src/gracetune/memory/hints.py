@@ -74,7 +74,7 @@ class Hint:
 
 
 @dataclass(frozen=True, slots=True)
-class Residency(Hint):
+class Whereabouts(Hint):
     """Where a tensor lives, as far as anyone was asked to put it somewhere."""
 
     place: int | None = None
@@ -181,7 +181,7 @@ class Hints:
         code = driver.discard(span.pointer, span.nbytes, self._stream(tensor, stream))
         return self._done(verb, span, code, "discarded")
 
-    def residency(self, tensor: Tensor) -> Residency:
+    def residency(self, tensor: Tensor) -> Whereabouts:
         """Where the tensor lives; a question, so it is answered even where hints are off."""
         found = self._residency(tensor)
         self._count(found, "")
@@ -192,18 +192,18 @@ class Hints:
         with self._lock:
             return self._counts.copy()
 
-    def _residency(self, tensor: Tensor) -> Residency:
+    def _residency(self, tensor: Tensor) -> Whereabouts:
         span = span_of(tensor, page_bytes=1)
         if isinstance(span, str):
-            return Residency("residency", Verdict.UNSUPPORTED, span)
+            return Whereabouts("residency", Verdict.UNSUPPORTED, span)
         if self._driver is None:
             why = f"{_NO_HINTS_HERE[Link.NONE]}: all memory is the host's"
-            return Residency("residency", Verdict.APPLIED, why, span.nbytes, place=HOST)
+            return Whereabouts("residency", Verdict.APPLIED, why, span.nbytes, place=HOST)
         kind = self._driver.pointer_kind(span.pointer)
         if kind is not PointerKind.MANAGED:
             place = self._device_of(tensor) if kind is PointerKind.DEVICE else HOST
             why = _NOT_MANAGED[kind]
-            return Residency("residency", Verdict.APPLIED, why, span.nbytes, 0, place, kind)
+            return Whereabouts("residency", Verdict.APPLIED, why, span.nbytes, 0, place, kind)
         state = self._driver.range_state(span.pointer, span.nbytes)
         place_asked = state.preferred if state.last_prefetch is None else state.last_prefetch
         why = (
@@ -211,7 +211,7 @@ class Hints:
             if place_asked is None
             else "managed; the place last asked for, since CUDA does not tell where pages are"
         )
-        return Residency(
+        return Whereabouts(
             "residency", Verdict.APPLIED, why, span.nbytes, 0, place_asked, kind, state
         )
 

@@ -1,0 +1,77 @@
+"""Machines built by hand, and tensors at their addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from gracetune.memory.hints import Hints
+from gracetune.memory.platform import NO_GPU, DeviceSpec, HostFacts, Link, Platform, Rates, detect
+from gracetune.memory.simulated import SimulatedDriver
+from gracetune.units import GIB
+
+RATES = Rates(
+    copy_in=50e9,
+    copy_out=50e9,
+    prefetch_in=45e9,
+    prefetch_out=10e9,
+    fault=5e9,
+    read_in_place=30e9,
+    device=2000e9,
+    host=50e9,
+)
+ATTRIBUTES = {
+    Link.COPY: {"managed_memory": 1},
+    Link.MANAGED: {"managed_memory": 1, "concurrent_managed_access": 1},
+    Link.COHERENT: {
+        "managed_memory": 1,
+        "concurrent_managed_access": 1,
+        "pageable_memory_access": 1,
+        "pageable_memory_access_uses_host_page_tables": 1,
+    },
+    Link.INTEGRATED: {"managed_memory": 1, "concurrent_managed_access": 1, "integrated": 1},
+}
+GPU_LINKS = tuple(ATTRIBUTES)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A platform and the driver under it; no driver where there is no GPU."""
+
+    platform: Platform
+    driver: SimulatedDriver | None
+
+    @property
+    def gpu(self) -> SimulatedDriver:
+        assert self.driver is not None
+        return self.driver
+
+    def hints(self, **options) -> Hints:
+        return Hints(self.driver, self.platform, **options)
+
+    def tensor(self, nbytes: int, kind: str = "managed") -> torch.Tensor:
+        """A tensor over simulated addresses: to be named, sliced and viewed, never read."""
+        if kind == "managed":
+            code, pointer = self.gpu.allocate_managed(nbytes)
+        elif kind == "pinned":
+            code, pointer = self.gpu.allocate_pinned(nbytes)
+        else:
+            code, pointer = self.gpu.allocate_device(nbytes, 0)
+        assert code == 0
+        return tensor_at(pointer, nbytes)
+
+
+def tensor_at(pointer: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(pointer), dtype=torch.uint8)
+
+
+def machine(link: Link, page_bytes: int = 4096, failing: dict[str, int] | None = None) -> Machine:
+    if link is Link.NONE:
+        return Machine(NO_GPU, None)
+    spec = DeviceSpec(nbytes=8 * GIB, attributes=ATTRIBUTES[link], rates=RATES)
+    driver = SimulatedDriver([spec], 32 * GIB, page_bytes, failing)
+    platform = detect(driver, 0, HostFacts(64 * GIB, 32 * GIB, page_bytes), rates=RATES)
+    assert platform.link is link
+    return Machine(platform, driver)

@@ -1,0 +1,182 @@
+"""The statistics, with CUPTI's counters and without."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from by_hand import machine
+
+from gracetune.memory.faults import COUNTED, FaultCounter, count_faults, import_cupti
+from gracetune.memory.hints import HintCounts
+from gracetune.memory.ledger import Ledger, Tier
+from gracetune.memory.placement import place_batch
+from gracetune.memory.platform import NO_GPU, Link
+from gracetune.memory.reclaim import light_reclamation
+from gracetune.memory.stages import Stage, StageState
+from gracetune.memory.stats import memory_event, memory_stats
+from gracetune.units import GIB, MIB
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_the_forks_keys_are_there_on_a_cpu() -> None:
+    stats = memory_stats(
+        torch.cuda.memory_stats(), NO_GPU, HintCounts(), StageState(), Ledger(), "no CUPTI"
+    )
+    assert stats["uvm.stage"] == 1
+    for name in ("light_reclamations", "hard_reclamations", "stage_transitions"):
+        assert stats[f"uvm.{name}"] == 0
+    assert stats["uvm.platform"] == "none"
+    assert stats["uvm.faults_unavailable"] == "no CUPTI"
+    assert "uvm.gpu_page_faults" not in stats
+
+
+def test_everything_that_happened_is_in_it() -> None:
+    here = machine(Link.COHERENT)
+    hints = here.hints()
+    place_batch({"latents": here.tensor(MIB), "text": here.tensor(2 * MIB)}, hints)
+    hints.prefetch_to_device(torch.zeros(9))
+    ledger = Ledger({Tier.MANAGED: GIB})
+    assert ledger.take(Tier.MANAGED, "latents", 600 * MIB)
+    assert not ledger.take(Tier.MANAGED, "latents", 600 * MIB)
+    assert ledger.take(Tier.HOST, "text", MIB)
+    stages = StageState(Stage.OVERSUBSCRIBED, 1, 4, 2)
+    stats = memory_stats(
+        {"allocated_bytes.all.current": 5}, here.platform, hints.counts(), stages, ledger, ""
+    )
+    expected = {
+        "allocated_bytes.all.current": 5,
+        "uvm.platform": "coherent",
+        "uvm.stage": 2,
+        "uvm.stage_transitions": 1,
+        "uvm.light_reclamations": 4,
+        "uvm.hard_reclamations": 2,
+        "uvm.bytes.managed.current": 600 * MIB,
+        "uvm.bytes.managed.cap": GIB,
+        "uvm.bytes.managed.denied": 1,
+        "uvm.bytes.managed.role.latents": 600 * MIB,
+        "uvm.bytes.host.role.text": MIB,
+        "uvm.hints.applied": 3,
+        "uvm.hints.unsupported": 1,
+        "uvm.hints.failed": 0,
+        "uvm.hints.prefetch_to_device.unsupported": 1,
+        "uvm.prefetched_to_device_bytes": 2 * MIB,
+        "uvm.prefetched_to_host_bytes": 0,
+        "uvm.discarded_bytes": 0,
+    }
+    assert {key: stats[key] for key in expected} == expected
+    event = memory_event(7, stats, host=11)
+    assert (event.step, event.host, event.device, event.device_peak) == (7, 11, 5, 0)
+    assert (event.managed, event.stage) == (600 * MIB, 2)
+
+
+def test_light_reclamation_asks_every_owner() -> None:
+    assert light_reclamation([lambda: 3, lambda: 0, lambda: 4])() == 7
+
+
+Counters = enum.IntEnum("Counters", ["UNKNOWN", *COUNTED], start=0)
+Causes = enum.IntEnum("Causes", ["UNKNOWN", "USER", "COHERENCE", "PREFETCH", "EVICTION"], start=0)
+Kinds = enum.IntEnum("Kinds", ["MEMCPY", "UNIFIED_MEMORY_COUNTER"])
+Scopes = enum.IntEnum("Scopes", ["UNKNOWN", "PROCESS_SINGLE_DEVICE"], start=0)
+
+
+@dataclass
+class Record:
+    """A record as CUPTI hands it over."""
+
+    counter_kind: int
+    value: int
+    flags_: int = 0
+    kind: int = Kinds.UNIFIED_MEMORY_COUNTER
+
+
+class Config:
+    """CUPTI's array of counter settings."""
+
+    ptr = 1234
+
+    def __init__(self, count: int) -> None:
+        self.entries = [Record(0, 0) for _ in range(count)]
+
+    def __getitem__(self, index: int) -> Record:
+        return self.entries[index]
+
+
+class FakeCupti:
+    """CUPTI's activity interface, which no machine without a GPU can start."""
+
+    class cuptiError(Exception):  # noqa: N801
+        pass
+
+    ActivityKind = Kinds
+    ActivityUnifiedMemoryCounterKind = Counters
+    ActivityUnifiedMemoryCounterScope = Scopes
+    ActivityUnifiedMemoryMigrationCause = Causes
+    ActivityUnifiedMemoryCounterConfig = Config
+
+    def __init__(self, refusal: str = "") -> None:
+        self.refusal = refusal
+        self.enabled: set[int] = set()
+        self.waiting: list[Record] = []
+
+    def activity_register_callbacks(self, requested, completed) -> None:
+        assert requested()[0] > 0
+        self.completed = completed
+
+    def activity_configure_unified_memory_counter(self, config: int, count: int) -> None:
+        if self.refusal:
+            raise self.cuptiError(self.refusal)
+        assert (config, count) == (Config.ptr, len(COUNTED))
+
+    def activity_enable(self, kind: int) -> None:
+        self.enabled.add(kind)
+
+    def activity_disable(self, kind: int) -> None:
+        self.enabled.remove(kind)
+
+    def activity_flush_all(self, flag: int) -> None:
+        self.completed(self.waiting)
+        self.waiting = []
+
+
+def test_cuptis_records_are_added_up_by_cause() -> None:
+    cupti = FakeCupti()
+    counter = count_faults(cupti, 0)
+    assert isinstance(counter, FaultCounter)
+    assert cupti.enabled == {Kinds.UNIFIED_MEMORY_COUNTER}
+    cupti.waiting = [
+        Record(Counters.GPU_PAGE_FAULT, 3),
+        Record(Counters.GPU_PAGE_FAULT, 4),
+        Record(Counters.CPU_PAGE_FAULT_COUNT, 2),
+        Record(Counters.BYTES_TRANSFER_HTOD, 100, Causes.COHERENCE),
+        Record(Counters.BYTES_TRANSFER_DTOH, 50, Causes.COHERENCE),
+        Record(Counters.BYTES_TRANSFER_HTOD, 1000, Causes.PREFETCH),
+        Record(Counters.BYTES_TRANSFER_DTOH, 7, Causes.EVICTION),
+        Record(Counters.GPU_PAGE_FAULT, 99, kind=Kinds.MEMCPY),
+    ]
+    stats = memory_stats({}, NO_GPU, HintCounts(), StageState(), Ledger(), counter)
+    assert stats["uvm.gpu_page_faults"] == 7
+    assert stats["uvm.cpu_page_faults"] == 2
+    assert stats["uvm.faulted_bytes"] == 150
+    assert stats["uvm.evicted_bytes"] == 7
+    assert stats["uvm.migrated_bytes"] == 1157
+    assert "uvm.faults_unavailable" not in stats
+    counter.close()
+    assert cupti.enabled == set()
+
+
+def test_cuptis_refusal_is_the_reason() -> None:
+    refused = count_faults(FakeCupti("insufficient privileges"), 0)
+    assert refused == "CUPTI refused to count unified memory: insufficient privileges"
+
+
+def test_without_the_package_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupti", None)
+    why = import_cupti()
+    assert isinstance(why, str)
+    assert "gracetune[cupti]" in why
