@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gracetune.memory.host import HostFacts, NumaNode, read_host
@@ -135,7 +134,7 @@ NO_GPU = Platform(
     device_node=None,
     c2c=None,
     rates=None,
-    why=MappingProxyType({"link": "there is no CUDA device"}),
+    why={"link": "there is no CUDA device"},
 )
 """The platform of a machine without a GPU, where host memory was not asked about either."""
 
@@ -216,27 +215,25 @@ def detect(
         device_node=device_node,
         c2c=None if c2c is None else bool(c2c),
         rates=rates,
-        why=MappingProxyType(
-            {
-                "link": f"{rule.why} ({_spell(facts)})",
-                "device_bytes": device_why,
-                "host_bytes": host_why,
-                "host_total_bytes": "MemTotal, less the memory nodes that are GPUs",
-                "page_bytes": "the kernel's page size",
-                "host_node": (
-                    "the driver names no node near the device"
-                    if host_node is None
-                    else "the node the driver names as nearest"
-                ),
-                "device_node": node_why,
-                "c2c": c2c_why,
-                "rates": (
-                    "not measured yet: `gracetune diagnose` measures them"
-                    if rates is None
-                    else "given by who asked"
-                ),
-            }
-        ),
+        why={
+            "link": f"{rule.why} ({_spell(facts)})",
+            "device_bytes": device_why,
+            "host_bytes": host_why,
+            "host_total_bytes": "MemTotal, less the memory nodes that are GPUs",
+            "page_bytes": "the kernel's page size",
+            "host_node": (
+                "the driver names no node near the device"
+                if host_node is None
+                else "the node the driver names as nearest"
+            ),
+            "device_node": node_why,
+            "c2c": c2c_why,
+            "rates": (
+                "not measured yet: `gracetune diagnose` measures them"
+                if rates is None
+                else "given by who asked"
+            ),
+        },
     )
 
 
@@ -254,9 +251,7 @@ def without_gpu(host: HostFacts, reason: str) -> Platform:
         device_node=None,
         c2c=None,
         rates=None,
-        why=MappingProxyType(
-            {"link": reason, "host_bytes": host_why, "page_bytes": "the kernel's page size"}
-        ),
+        why={"link": reason, "host_bytes": host_why, "page_bytes": "the kernel's page size"},
     )
 
 
