@@ -7,12 +7,12 @@ Files need no port, work on a cluster's shared disk and outlive a lost terminal.
 from __future__ import annotations
 
 import json
-import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.durable import write_text
 from gracetune.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Requests:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "now"
+        self._open = False
 
     def open(self, pid: int, verbs: Iterable[str] = VERBS) -> None:
         """Begin to listen; what was asked of an earlier run is forgotten."""
@@ -61,21 +62,28 @@ class Requests:
                 f"gracetune now stop {self._folder.parent}"
             )
         self.take()
-        _write_atomically(self._folder / "listening.json", json.dumps(asdict(listener)))
+        write_text(self._folder / "listening.json", json.dumps(asdict(listener)))
+        self._open = True
 
     def take(self) -> set[str]:
         """What was asked since the last call; each request is answered once."""
         taken = set()
         for verb in VERBS:
             try:
-                os.unlink(self._folder / verb)
+                (self._folder / verb).unlink()
             except FileNotFoundError:
                 continue
             taken.add(verb)
         return taken
 
     def close(self) -> None:
-        """Stop listening; what nobody will answer any more goes too."""
+        """Stop listening; what nobody will answer any more goes too.
+
+        Without an `open` that went well it does nothing: the folder may be another run's.
+        """
+        if not self._open:
+            return
+        self._open = False
         (self._folder / "listening.json").unlink(missing_ok=True)
         self.take()
 
@@ -103,7 +111,7 @@ def ask(folder: Path, verb: str) -> Listener:
             f"The run in {folder} does not answer to {verb!r}, only to "
             f"{', '.join(listener.verbs)}. {way_out}".rstrip()
         )
-    _write_atomically(folder / "now" / verb, "")
+    write_text(folder / "now" / verb, "")
     return listener
 
 
@@ -129,9 +137,3 @@ def _read_listener(folder: Path) -> Listener | None:
         raise ConfigError(
             f"{path} does not say which process listens. Remove it if no run is using the folder."
         ) from error
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    staged.write_text(text, encoding="utf-8")
-    os.replace(staged, path)

@@ -102,8 +102,11 @@ def test_a_run_on_another_machine_is_believed(tmp_path: Path) -> None:
 
 def test_two_living_runs_cannot_share_a_folder(tmp_path: Path) -> None:
     Requests(tmp_path).open(os.getppid())
+    second = Requests(tmp_path)
     with pytest.raises(ConfigError, match=f"in use by process {os.getppid()}"):
-        Requests(tmp_path).open(os.getpid())
+        second.open(os.getpid())
+    second.close()
+    assert ask(tmp_path, "stop").pid == os.getppid()
 
 
 def test_a_run_says_what_it_answers_to(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+import inspect
+import math
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gracetune
+from gracetune import errors, registry, units
+from gracetune.errors import ConfigError, GracetuneError
+
+
+def test_every_error_has_an_exit_code_that_a_shell_understands() -> None:
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+    assert len(kinds) > 4
+    assert all(issubclass(kind, GracetuneError) for kind in kinds)
+    assert {kind.exit_code for kind in kinds} == {1, 2, 130}
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("96GB", 96 * 10**9),
+        ("1.5 GiB", 3 * 2**29),
+        ("  2 mib ", 2 * 2**20),
+        ("7", 7),
+        (7, 7),
+        ("1TiB", 2**40),
+        ("3k", 3000),
+    ],
+)
+def test_sizes_as_people_write_them(text: str | float, nbytes: int) -> None:
+    assert units.parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1 XB", "1.2.3", "nan", math.inf, "1e9"])
+def test_what_is_not_a_size_is_refused_with_its_text(text: str | float) -> None:
+    with pytest.raises(ConfigError, match="is not a size") as caught:
+        units.parse_bytes(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (3 * 2**40, "3.0 TiB")],
+)
+def test_sizes_as_people_read_them(nbytes: int, text: str) -> None:
+    assert units.format_bytes(nbytes) == text
+
+
+@given(st.integers(min_value=1, max_value=2**50))
+def test_a_printed_size_reads_back_within_its_digits(nbytes: int) -> None:
+    assert units.parse_bytes(units.format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0123, "12ms"), (4.21, "4.2s"), (200, "3m20s"), (3720, "1h02m"), (90000, "25h00m")],
+)
+def test_durations_as_people_read_them(seconds: float, text: str) -> None:
+    assert units.format_seconds(seconds) == text
+
+
+KNOWN = {"size": "gracetune.units:parse_bytes", "duration": "gracetune.units:format_seconds"}
+
+
+def test_a_known_name_is_imported() -> None:
+    assert registry.load("unit", "size", KNOWN) is units.parse_bytes
+
+
+def test_an_unknown_name_lists_the_known_and_the_way_to_add_one() -> None:
+    with pytest.raises(ConfigError, match=r"unit 'mass' is not known") as caught:
+        registry.load("unit", "mass", KNOWN)
+    assert "Known: duration, size." in str(caught.value)
+    assert "'gracetune.unit'" in str(caught.value)
+
+
+def test_entry_points_add_names_but_never_replace_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = EntryPoints(
+        EntryPoint(name, "gracetune.units:format_bytes", "gracetune.unit")
+        for name in ("mass", "size")
+    )
+    monkeypatch.setattr(registry, "entry_points", lambda group: points.select(group=group))
+    assert registry.load("unit", "mass", KNOWN) is units.format_bytes
+    assert registry.load("unit", "size", KNOWN) is units.parse_bytes
+    assert registry.names("unit", KNOWN) == ["duration", "size", "mass"]
+    assert registry.names("other", {}) == []
+
+
+def test_the_public_face_resolves_its_names_on_first_use() -> None:
+    assert gracetune.GracetuneError is GracetuneError
+    assert set(gracetune.__all__) == set(dir(gracetune))
+    with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
+        _ = gracetune.nonesuch
