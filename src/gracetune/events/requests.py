@@ -7,6 +7,7 @@ Files need no port, work on a cluster's shared disk and outlive a lost terminal.
 from __future__ import annotations
 
 import json
+import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ class Requests:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "now"
+        # As strings, because `take` is called after every step.
+        self._asked = {verb: os.fspath(self._folder / verb) for verb in VERBS}
         self._open = False
 
     def open(self, pid: int, verbs: Iterable[str] = VERBS) -> None:
@@ -68,9 +71,9 @@ class Requests:
     def take(self) -> set[str]:
         """What was asked since the last call; each request is answered once."""
         taken = set()
-        for verb in VERBS:
+        for verb, path in self._asked.items():
             try:
-                (self._folder / verb).unlink()
+                os.unlink(path)
             except FileNotFoundError:
                 continue
             taken.add(verb)
