@@ -79,8 +79,7 @@ def _call(words: list[str]) -> int:
     # know and which users of the forks have in their shells.
     from gracetune.config.environment import claim_process_alloc_conf
 
-    for notice in claim_process_alloc_conf():
-        _say(notice)
+    claim_process_alloc_conf()
     module, _ = VERBS[words[0]]
     verb = cast("Verb", import_module(module))
     parser = argparse.ArgumentParser(prog=f"gracetune {words[0]}", description=verb.HELP)
