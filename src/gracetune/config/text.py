@@ -5,6 +5,7 @@ JSON, YAML (safe tags, YAML 1.2's plain words: `no` is text, `1e-6` a number) an
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("json", "yaml", "toml")
 MAX_YAML_NODES = 100_000
+_SHOWN_CHARACTERS = 60
 
 _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 _TOML_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
@@ -72,7 +74,7 @@ def walk(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
 
 def dotted(path: KeyPath) -> str:
     """A path as messages and overrides write it."""
-    return ".".join(str(step) for step in path)
+    return ".".join(str(step) or '""' for step in path)
 
 
 def place(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
@@ -81,6 +83,12 @@ def place(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
         if path[:length] in lines:
             return f"{name}:{lines[path[:length]]}"
     return name
+
+
+def shown(value: object) -> str:
+    """A value as JSON, cut where it is long."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def describe(value: object) -> str:

@@ -1,0 +1,257 @@
+"""What the process environment says: the only place that reads it.
+
+A run file beats the environment, the environment beats a default. Allocator settings of the forks'
+patched torch are taken out of torch's own variable before torch starts, because a stock torch
+refuses to start on them; they stay readable for us, and for processes we start, in `KEPT`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gracetune.errors import ConfigError
+from gracetune.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, MutableMapping
+
+HINTS = ("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "AITK_GH200_ENABLE_UVM_HINTS")
+RATIO = "GH200_UVM_OVERSUBSCRIPTION_RATIO"
+PATTERN = "GH200_UVM_ACCESS_PATTERN"
+PRECISION = "ACCELERATE_MIXED_PRECISION"
+ALLOC_CONFS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Torch's newer name for its allocator settings, which it prefers, and the older one."""
+KEPT = "GRACETUNE_ALLOC_CONF"
+"""Where our settings go that stood among torch's."""
+LAUNCHER = "ACCELERATE_DYNAMO_BACKEND"
+"""Only `accelerate launch` sets it: its mark on the processes it starts."""
+
+ACCESS_PATTERNS = ("gpu_first", "balanced", "cpu_first")
+PRECISIONS = ("no", "bf16", "fp16")
+
+TORCH_KEYS = frozenset(
+    {
+        "backend",
+        "expandable_segments",
+        "garbage_collection_threshold",
+        "graph_capture_record_stream_reuse",
+        "large_segment_size_mb",
+        "max_non_split_rounding_mb",
+        "max_split_size_mb",
+        "per_process_memory_fraction",
+        "pinned_max_cached_size_mb",
+        "pinned_max_round_threshold_mb",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "release_lock_on_cudamalloc",
+        "release_lock_on_hipmalloc",
+        "roundup_power2_divisions",
+        "throw_on_cudamalloc_oom",
+    }
+)
+"""What torch 2.13 reads in its allocator settings."""
+
+_ITEM = re.compile(r"\s*([A-Za-z0-9_]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]*?)\s*(?:,|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class AllocConf:
+    """Allocator settings, sorted by whose they are."""
+
+    ours: Mapping[str, str]
+    """Checked, as they were written."""
+    theirs: str
+    """What torch is left with."""
+    unknown: tuple[str, ...]
+    """Keys in `theirs` that torch 2.13 does not know; a newer one may."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSettings:
+    """What the environment decides where a run file leaves it open; none: it says nothing."""
+
+    uvm_hints: bool | None = None
+    oversubscription_ratio: float | None = None
+    access_pattern: str | None = None
+    mixed_precision: str | None = None
+    alloc_conf: str = ""
+    """Torch's allocator settings as they stand, ours possibly among them."""
+    use_uvm: bool | None = None
+    stage1_threshold: float | None = None
+    stage1_min_bytes: int | None = None
+    notices: tuple[str, ...] = ()
+    """What was kept from torch, and which of two variables counts where they disagree."""
+
+
+def process_environment() -> Mapping[str, str]:
+    """The environment of this process, for those who are handed none."""
+    return os.environ
+
+
+def claim_process_alloc_conf() -> None:
+    """`claim_alloc_conf` on this process; call it before anything imports torch."""
+    claim_alloc_conf(os.environ)
+
+
+def claim_alloc_conf(environ: MutableMapping[str, str]) -> None:
+    """Move our settings out of torch's variables into `KEPT`, in place."""
+    for variable in ALLOC_CONFS:
+        conf = split_alloc_conf(environ.get(variable, ""), variable)
+        if not conf.ours:
+            continue
+        kept = {**conf.ours, **split_alloc_conf(environ.get(KEPT, ""), KEPT).ours}
+        environ[KEPT] = ",".join(f"{key}:{value}" for key, value in kept.items())
+        if conf.theirs:
+            environ[variable] = conf.theirs
+        else:
+            del environ[variable]
+
+
+def split_alloc_conf(text: str, variable: str = ALLOC_CONFS[1]) -> AllocConf:
+    """Sort `key:value,...` into our settings, checked, and torch's, untouched."""
+    ours: dict[str, str] = {}
+    theirs: list[str] = []
+    unknown: list[str] = []
+    for key, value in _items(text, variable):
+        if key in _CHECKS:
+            _CHECKS[key](f"{key} in {variable}", value)
+            ours[key] = value
+            continue
+        if key.startswith(("uvm", "use_uvm")):
+            close = difflib.get_close_matches(key, _CHECKS, n=1, cutoff=0)
+            raise ConfigError(
+                f"{variable} has {key}:{value}, which is not a known setting; "
+                f"did you mean {close[0]}?"
+            )
+        theirs.append(f"{key}:{value}")
+        if key not in TORCH_KEYS:
+            unknown.append(key)
+    return AllocConf(ours, ",".join(theirs), tuple(unknown))
+
+
+def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
+    """Read and check every variable that can decide something."""
+    kept: dict[str, str] = {}
+    notices: list[str] = []
+    for variable in (ALLOC_CONFS[1], ALLOC_CONFS[0], KEPT):
+        conf = split_alloc_conf(env.get(variable, ""), variable)
+        kept.update(conf.ours)
+        if conf.unknown:
+            notices.append(f"{variable}: torch 2.13 does not know {', '.join(conf.unknown)}.")
+    if kept:
+        said = ",".join(f"{key}:{value}" for key, value in kept.items())
+        notices.append(f"{said}: kept from torch's allocator, which would refuse to start on it.")
+    ratio = _number_above_one(RATIO, env[RATIO]) if env.get(RATIO) else None
+    pattern = _one_of(ACCESS_PATTERNS)(PATTERN, env[PATTERN]) if env.get(PATTERN) else None
+    if "uvm_oversubscription_ratio" in kept:
+        inner = float(kept["uvm_oversubscription_ratio"])
+        if ratio is not None and ratio != inner:
+            notices.append(f"uvm_oversubscription_ratio:{inner} counts; {RATIO}={ratio} does not.")
+        ratio = inner
+    if "uvm_access_pattern" in kept:
+        named = kept["uvm_access_pattern"]
+        if pattern is not None and pattern != named:
+            notices.append(f"uvm_access_pattern:{named} counts; {PATTERN}={pattern} does not.")
+        pattern = named
+    return EnvironmentSettings(
+        uvm_hints=_hints(env),
+        oversubscription_ratio=ratio,
+        access_pattern=pattern,
+        mixed_precision=_precision(env),
+        alloc_conf=env.get(ALLOC_CONFS[0]) or env.get(ALLOC_CONFS[1], ""),
+        use_uvm=_truth("use_uvm", kept["use_uvm"]) if "use_uvm" in kept else None,
+        stage1_threshold=(
+            float(kept["uvm_stage1_threshold"]) if "uvm_stage1_threshold" in kept else None
+        ),
+        stage1_min_bytes=(
+            parse_bytes(kept["uvm_stage1_min_bytes"]) if "uvm_stage1_min_bytes" in kept else None
+        ),
+        notices=tuple(notices),
+    )
+
+
+def _hints(env: Mapping[str, str]) -> bool | None:
+    said = {name: _truth(name, env[name]) for name in HINTS if env.get(name)}
+    if len(set(said.values())) > 1:
+        both = " and ".join(f"{name}={env[name]}" for name in said)
+        raise ConfigError(f"{both} say different things; unset one of them.")
+    return next(iter(said.values()), None)
+
+
+def _precision(env: Mapping[str, str]) -> str | None:
+    """The launcher exports `no` whenever nobody chose: that is not a decision."""
+    value = env.get(PRECISION)
+    if not value or (value == "no" and LAUNCHER in env):
+        return None
+    return _one_of(PRECISIONS)(PRECISION, value)
+
+
+def _items(text: str, variable: str) -> list[tuple[str, str]]:
+    items, at = [], 0
+    while text[at:].strip(" ,"):
+        match = _ITEM.match(text, at)
+        if match is None or not match[2]:
+            raise ConfigError(
+                f"{variable} is {text!r}: {text[at:].strip()!r} is not of the form key:value,..."
+            )
+        items.append((match[1], match[2]))
+        at = match.end()
+    return items
+
+
+def _truth(name: str, value: str) -> bool:
+    if value.lower() in ("1", "true", "yes", "on"):
+        return True
+    if value.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{name} is {value!r}; it must be 1 or 0 (or true or false).")
+
+
+def _number(name: str, value: str, rule: str, holds: Callable[[float], bool]) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise ConfigError(f"{name} is {value!r}; it must be {rule}.") from None
+    if not holds(number):
+        raise ConfigError(f"{name} is {value}; it must be {rule}.")
+    return number
+
+
+def _number_above_one(name: str, value: str) -> float:
+    return _number(name, value, "a finite number above 1", lambda x: 1 < x < float("inf"))
+
+
+def _share(name: str, value: str) -> float:
+    return _number(name, value, "a number between 0 and 1", lambda x: 0 < x < 1)
+
+
+def _one_of(known: tuple[str, ...]) -> Callable[[str, str], str]:
+    def check(name: str, value: str) -> str:
+        if value not in known:
+            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(known)}.")
+        return value
+
+    return check
+
+
+def _size(name: str, value: str) -> int:
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+_CHECKS: Mapping[str, Callable[[str, str], object]] = {
+    "use_uvm": _truth,
+    "uvm_oversubscription_ratio": _number_above_one,
+    "uvm_access_pattern": _one_of(ACCESS_PATTERNS),
+    "uvm_stage1_threshold": _share,
+    "uvm_stage1_min_bytes": _size,
+}
+"""Our settings among torch's, each with its rule."""

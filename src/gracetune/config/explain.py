@@ -1,0 +1,128 @@
+"""What is wrong with a run file, in one line a mistake: place, key, value, rule, way out."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from gracetune.config.schema import RunFile
+from gracetune.config.spellings import ALIASES, ELSEWHERE
+from gracetune.config.text import dotted, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pydantic_core import ErrorDetails
+
+    from gracetune.config.json_text import KeyPath
+    from gracetune.config.translate import Origin
+
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text, in quotes",
+    "tuple_type": "a list",
+    "model_type": "an object with keys",
+    "model_attributes_type": "an object with keys",
+}
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "above"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "below"),
+    "multiple_of": ("multiple_of", "a multiple of"),
+}
+
+
+def explain(error: ValidationError, origins: Mapping[KeyPath, Origin], name: str) -> str:
+    """Every mistake that validation found, a line each."""
+    return "\n".join(_explain_one(detail, origins, name) for detail in error.errors())
+
+
+def locate(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> str:
+    """Where a key stands and what it is called: `run.json:3: lr (optimizer.lr)`."""
+    origin = origins.get(path)
+    if origin is None:
+        outer = (path[:length] for length in range(len(path) - 1, 0, -1))
+        around = next((origins[part].where for part in outer if part in origins), name)
+        return f"{around}: {dotted(path)}"
+    ours = dotted(path)
+    return f"{origin.where}: " + (ours if origin.spelled == ours else f"{origin.spelled} ({ours})")
+
+
+def suggest(path: KeyPath) -> str:
+    """The way out for a key that nobody knows: the nearest one, wherever it belongs."""
+    wrong = str(path[-1])
+    if dotted(path) in ELSEWHERE:
+        return f"{ELSEWHERE[dotted(path)]}."
+    if "." in wrong:
+        return f"write it nested: {wrong.replace('.', ': {')}: ...{'}' * wrong.count('.')}."
+    keys = known_keys()
+    section = ".".join("*" if isinstance(step, int) else step for step in path[:-1])
+    siblings = sorted(key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section)
+    near = difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.75)
+    if near:
+        return f"did you mean {dotted((*path[:-1], near[0]))}?"
+    by_name: dict[str, list[str]] = {}
+    for key in (*keys, *(alias for alias in ALIASES if not alias.endswith("."))):
+        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    close = difflib.get_close_matches(wrong, by_name, n=1, cutoff=0.6)
+    if close:
+        found = [key.replace("*", "0") for key in by_name[close[0]]]
+        ours = [key for key in found if key.replace(".0.", ".*.") in keys] or found
+        return f"did you mean {' or '.join(ours[:3])}?"
+    return f"known here: {', '.join(siblings)}." if siblings else "it is not in the schema."
+
+
+def known_keys() -> frozenset[str]:
+    """Every dotted key of the schema, sections too; `*` is any data set."""
+    return frozenset(_keys(RunFile, ""))
+
+
+def _keys(model: type[BaseModel], prefix: str) -> list[str]:
+    found = []
+    for name, info in model.model_fields.items():
+        found.append(prefix + name)
+        inner, mark = _section_of(info.annotation)
+        if inner is not None:
+            found += _keys(inner, f"{prefix}{name}{mark}.")
+    return found
+
+
+def _section_of(annotation: object) -> tuple[type[BaseModel] | None, str]:
+    """The section behind a field's type, be it optional or a list of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, ""
+    mark = ".*" if get_origin(annotation) is tuple else ""
+    for argument in get_args(annotation):
+        inner, _ = _section_of(argument)
+        if inner is not None:
+            return inner, mark
+    return None, ""
+
+
+def _explain_one(detail: ErrorDetails, origins: Mapping[KeyPath, Origin], name: str) -> str:
+    path = detail["loc"]
+    place = locate(path, origins, name)
+    if detail["type"] == "extra_forbidden":
+        return f"{place} is not a known key; {suggest(path)}"
+    if detail["type"] == "missing":
+        return f"{place} is missing."
+    return f"{place} is {shown(detail['input'])}; it must be {_rule(detail)}."
+
+
+def _rule(detail: ErrorDetails) -> str:
+    kind = detail["type"]
+    context = detail.get("ctx", {})
+    if kind in _KINDS:
+        return _KINDS[kind]
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return f"{words} {context[bound]:g}"
+    if kind == "literal_error":
+        expected = str(context["expected"])
+        return f"one of {expected}" if " or " in expected else expected
+    return detail["msg"].removeprefix("Input should be ").removeprefix("Input should ")

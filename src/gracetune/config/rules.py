@@ -1,0 +1,217 @@
+"""What must hold between the settings of a run file, where no one section can see it.
+
+Each rule is a small pure function from a run to the breaches it finds. What only hardware, files or
+the number of ranks can tell is checked by those who know them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from gracetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gracetune.config.schema import RunFile
+
+AUTOMAGIC_KEYS = tuple(
+    f"{stage}{key}"
+    for stage in ("", "high_noise_", "low_noise_")
+    for key in ("lr_bump", "min_lr", "max_lr")
+)
+
+
+class Breach(NamedTuple):
+    """A setting that does not go with the others."""
+
+    key: str
+    message: str
+    """Follows the key: its value, the rule and the way out."""
+
+
+def breaches(run: RunFile) -> list[Breach]:
+    """Everything that any run must keep to and this one does not."""
+    return [breach for rule in RULES for breach in rule(run)]
+
+
+def remarks(run: RunFile) -> list[str]:
+    """What is allowed, and probably not meant."""
+    return [remark for rule in REMARKS for remark in rule(run)]
+
+
+def check_trainable(run: RunFile) -> None:
+    """Also ask for what training needs and a fragment of a run file may lack."""
+    found = [*breaches(run), *(breach for rule in TRAINING_RULES for breach in rule(run))]
+    if found:
+        raise ConfigError("\n".join(f"{breach.key} {breach.message}" for breach in found))
+
+
+def _ramp(run: RunFile) -> Iterator[Breach]:
+    ramp = run.gh200_optimizations
+    if not ramp.enable_batch_size_rampup:
+        return
+    section = "gh200_optimizations"
+    initial, target = ramp.initial_effective_batch_size, ramp.target_effective_batch_size
+    if initial is None:
+        yield Breach(
+            f"{section}.enable_batch_size_rampup",
+            f"is true, but {section}.initial_effective_batch_size is missing; "
+            "say how many samples the first steps take.",
+        )
+    batch = run.train.batch_size
+    if target is not None and target < batch:
+        yield Breach(
+            f"{section}.target_effective_batch_size",
+            f"is {target}; it must be at least train.batch_size ({batch}). "
+            "Raise the target or lower the batch size.",
+        )
+    if initial is not None and target is not None and initial > target:
+        yield Breach(
+            f"{section}.initial_effective_batch_size",
+            f"is {initial}; it must be at most target_effective_batch_size ({target}). "
+            "Lower the one or raise the other.",
+        )
+
+
+def _warmup(run: RunFile) -> Iterator[Breach]:
+    optimizer, steps = run.optimizer, run.train.max_train_steps
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= steps:
+        yield Breach(
+            "optimizer.warmup_steps",
+            f"is {optimizer.warmup_steps}; with schedule {optimizer.schedule} it must be below "
+            f"train.max_train_steps ({steps}), or the rate never falls. "
+            "Shorten the warm-up, or set optimizer.schedule: constant.",
+        )
+
+
+def _automagic(run: RunFile) -> Iterator[Breach]:
+    settings = run.optimizer.model_dump()
+    if run.optimizer.name != "automagic":
+        for key in AUTOMAGIC_KEYS:
+            if settings[key] is not None:
+                yield Breach(
+                    f"optimizer.{key}",
+                    f"is {settings[key]:g}; only automagic has it, and optimizer.name is "
+                    f"{run.optimizer.name}. Remove it, or set optimizer.name: automagic.",
+                )
+    for stage in ("", "high_noise_", "low_noise_"):
+        low_key = f"{stage}min_lr" if settings[f"{stage}min_lr"] is not None else "min_lr"
+        high_key = f"{stage}max_lr" if settings[f"{stage}max_lr"] is not None else "max_lr"
+        low, high = settings[low_key], settings[high_key]
+        own = stage == "" or stage in low_key or stage in high_key
+        if own and low is not None and high is not None and low > high:
+            yield Breach(
+                f"optimizer.{low_key}",
+                f"is {low:g}; it must be at most optimizer.{high_key} ({high:g}). "
+                "Lower the one or raise the other.",
+            )
+
+
+def _betas(run: RunFile) -> Iterator[Breach]:
+    for index, beta in enumerate(run.optimizer.betas):
+        if beta == 1:
+            yield Breach(
+                f"optimizer.betas.{index}", "is 1; it must be below 1, or nothing is ever learnt."
+            )
+
+
+def _adapter(run: RunFile) -> Iterator[Breach]:
+    if run.adapter is not None and run.adapter.targets == ():
+        yield Breach(
+            "adapter.targets",
+            "is an empty list, so nothing would be trained; name modules, or leave it out for "
+            "the family's own choice.",
+        )
+
+
+def _datasets(run: RunFile) -> Iterator[Breach]:
+    counts = Counter(dataset.id for dataset in run.datasets)
+    for index, dataset in enumerate(run.datasets):
+        key = f"datasets.{index}"
+        if counts[dataset.id] > 1:
+            yield Breach(
+                f"{key}.id",
+                f"is {dataset.id!r}, as is another's; each data set needs an id of its own.",
+            )
+        if dataset.caption_strategy == "instanceprompt" and dataset.instance_prompt is None:
+            yield Breach(
+                f"{key}.caption_strategy",
+                f"is instanceprompt, but {key}.instance_prompt is missing; "
+                "write the caption that every sample gets.",
+            )
+        if dataset.bucket_step is not None and dataset.bucket_step > dataset.resolution:
+            yield Breach(
+                f"{key}.bucket_step",
+                f"is {dataset.bucket_step}; it must be at most {key}.resolution "
+                f"({dataset.resolution}).",
+            )
+
+
+def _persistence(run: RunFile) -> Iterator[Breach]:
+    said = [dataset.cache_latents_to_disk for dataset in run.datasets]
+    persistent = run.cache_config.persistent_cache
+    if any(value is not None for value in said) and any(said) != persistent:
+        index = next(index for index, value in enumerate(said) if value is not None)
+        yield Breach(
+            f"datasets.{index}.cache_latents_to_disk",
+            f"is {str(said[index]).lower()}, but cache_config.persistent_cache is "
+            f"{str(persistent).lower()}; both say whether the cache stays. Keep one of them.",
+        )
+
+
+def _validation(run: RunFile) -> Iterator[Breach]:
+    if run.validation.prompts == ():
+        yield Breach(
+            "validation.prompts",
+            "is an empty list; name prompts, leave it out for captions of the data set, or set "
+            "validation.every: 0 for no pictures.",
+        )
+    if run.validation.holdout == 1:
+        yield Breach(
+            "validation.holdout", "is 1, which leaves no sample to train on; lower it below 1."
+        )
+
+
+def _some_data(run: RunFile) -> Iterator[Breach]:
+    if not run.datasets:
+        yield Breach(
+            "datasets", "is empty; training needs one, with its folder as instance_data_dir."
+        )
+    for index, dataset in enumerate(run.datasets):
+        if dataset.instance_data_dir is None:
+            yield Breach(
+                f"datasets.{index}.instance_data_dir",
+                f"is missing; say which folder the data set {dataset.id!r} is in.",
+            )
+
+
+def _idle_ramp(run: RunFile) -> Iterator[str]:
+    ramp = run.gh200_optimizations
+    initial = ramp.initial_effective_batch_size
+    section = "gh200_optimizations"
+    if initial is not None and not ramp.enable_batch_size_rampup:
+        yield (
+            f"{section}.initial_effective_batch_size is {initial} but has no effect: "
+            f"{section}.enable_batch_size_rampup is false."
+        )
+    if ramp.enable_batch_size_rampup and initial is not None and initial < run.train.batch_size:
+        yield (
+            f"{section}.initial_effective_batch_size is {initial}, but one micro-batch already "
+            f"has {run.train.batch_size} samples (train.batch_size): the ramp begins there."
+        )
+
+
+RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (
+    _ramp,
+    _warmup,
+    _automagic,
+    _betas,
+    _adapter,
+    _datasets,
+    _persistence,
+    _validation,
+)
+TRAINING_RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (_some_data,)
+REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (_idle_ramp,)

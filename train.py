@@ -1,0 +1,8 @@
+"""Train as a run file says: `python train.py --config config/examples/minimal.json`."""
+
+import sys
+
+from gracetune.cli.launch import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
