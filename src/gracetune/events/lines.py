@@ -50,11 +50,12 @@ class Pace:
 
 def run_started(event: RunStarted) -> str:
     """What is trained on what."""
+    precision = "fp32" if event.precision == "no" else event.precision
     begin = f"resuming at step {event.start_step}" if event.start_step else "starting"
     return (
         f"{begin}: {event.model}, {event.trainable_parameters:,} trainable parameters, "
         f"{event.num_samples:,} samples, {event.total_steps:,} steps, {event.device}, "
-        f"{event.precision} -> {event.output_dir}"
+        f"{precision} -> {event.output_dir}"
     )
 
 

@@ -22,7 +22,7 @@ LONG_PATH = "runs/" + "a-rather-long-folder-name/" * 8 + "grid-000003.png"
 
 
 def started(total_steps: int = 100, start_step: int = 0) -> RunStarted:
-    return RunStarted("runs/x", "tiny", 12345, total_steps, start_step, 640, "cpu", "fp32")
+    return RunStarted("runs/x", "tiny", 12345, total_steps, start_step, 640, "cpu", "no")
 
 
 def step_done(step: int, samples: int = 8, seconds: float = 0.5) -> StepDone:
