@@ -14,6 +14,17 @@ _PUBLIC = {
     "RunFile": "gracetune.config.schema",
     "load_run_file": "gracetune.config.load",
     "run_training": "gracetune.train.run",
+    "discard": "gracetune.gh200",
+    "gh200_uvm_enabled": "gracetune.gh200",
+    "manage_memory": "gracetune.gh200",
+    "memory_stats": "gracetune.gh200",
+    "optimize_batch_for_gh200": "gracetune.gh200",
+    "prefer_cpu_residency": "gracetune.gh200",
+    "prefer_gpu_residency": "gracetune.gh200",
+    "prefetch_to_device": "gracetune.gh200",
+    "residency": "gracetune.gh200",
+    "set_uvm_hint_override": "gracetune.gh200",
+    "unified_pool": "gracetune.gh200",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  the names are strings, resolved lazily

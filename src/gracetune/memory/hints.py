@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.events.types import Notice
-from gracetune.memory.driver import HOST, Advice, PointerKind, RangeState
+from gracetune.memory.driver import HOST, Advice, Code, PointerKind, RangeState
 from gracetune.memory.platform import Link, Platform
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Hints:
             return target
         driver, span = target
         code = driver.advise(span.pointer, span.nbytes, Advice.SET_PREFERRED_LOCATION, home)
-        if code == 0:
+        if code == Code.SUCCESS:
             device = self._device_of(tensor)
             code = driver.advise(span.pointer, span.nbytes, Advice.SET_ACCESSED_BY, device)
         return self._done(
@@ -267,10 +267,13 @@ class Hints:
         return stream.cuda_stream
 
     def _done(self, verb: str, span: Span, code: int, counted: str) -> Hint:
-        if code != 0:
-            hint = Hint(verb, Verdict.FAILED, "the driver refused", span.nbytes, code)
-        else:
+        if code == Code.SUCCESS:
             hint = Hint(verb, Verdict.APPLIED, nbytes=span.nbytes)
+        elif code == Code.NOT_SUPPORTED:
+            why = "the driver or its bindings are too old for it"
+            hint = Hint(verb, Verdict.UNSUPPORTED, why, span.nbytes, code)
+        else:
+            hint = Hint(verb, Verdict.FAILED, "the driver refused", span.nbytes, code)
         self._count(hint, counted)
         return hint
 
@@ -284,7 +287,7 @@ class Hints:
             self._counts.verdicts[hint.verb, hint.verdict] += 1
             if hint and counted:
                 self._counts.nbytes[counted] += hint.nbytes
-            reason = hint.reason if hint.code == 0 else f"{hint.reason} (code {hint.code})"
+            reason = f"{hint.reason} (code {hint.code})" if hint.code else hint.reason
             new = not hint and self.enabled and (hint.verb, reason) not in self._told
             if new:
                 self._told.add((hint.verb, reason))

@@ -189,17 +189,28 @@ class Stages:
         self._hard = hard
         self._tell = tell
 
+    def look(self, reading: Reading) -> Stage:
+        """Take one reading and reclaim nothing: for who only wants to know."""
+        seen, _ = advance(self.policy, self.state, reading)
+        return self._enter(
+            replace(self.state, stage=seen.stage, transitions=seen.transitions), reading
+        )
+
     def observe(self, reading: Reading) -> Stage:
         """Take one reading and act on it; call it between steps, never inside one."""
-        before = self.state.stage
-        self.state, action = advance(self.policy, self.state, reading)
-        if self.state.stage is not before:
-            self._tell(Notice(_describe(self.state.stage, reading)))
+        state, action = advance(self.policy, self.state, reading)
+        self._enter(state, reading)
         if action is Action.LIGHT:
             self.reclaimed_bytes += self._light()
         elif action is Action.HARD:
             self.reclaimed_bytes += self._hard()
         return self.state.stage
+
+    def _enter(self, state: StageState, reading: Reading) -> Stage:
+        if state.stage is not self.state.stage:
+            self._tell(Notice(_describe(state.stage, reading)))
+        self.state = state
+        return state.stage
 
 
 def _describe(stage: Stage, reading: Reading) -> str:

@@ -1,11 +1,12 @@
 """One dictionary that says what memory is doing: torch's own keys, and ours beside them.
 
 Ours begin with `uvm.`, as the forks spelled them. A number that cannot be had is absent, and the
-reason stands under `uvm.faults_unavailable`.
+reason stands in its place: `uvm.faults_unavailable`, `uvm.pool_unavailable`.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from gracetune.events.types import MemoryUsed
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from gracetune.memory.faults import FaultCounter
     from gracetune.memory.hints import HintCounts
     from gracetune.memory.platform import Platform
+    from gracetune.memory.shim import ShimCounters
     from gracetune.memory.stages import StageState
 
 Stats = dict[str, int | str]
@@ -30,8 +32,9 @@ def memory_stats(
     stages: StageState,
     ledger: Ledger,
     faults: FaultCounter | str,
+    pool: ShimCounters | str,
 ) -> Stats:
-    """Torch's dictionary (empty on a CPU) and ours; `faults` counts, or is why nothing does."""
+    """Torch's dictionary (empty on a CPU) and ours; a text is why there is no such counter."""
     return {
         **torch_stats,
         "uvm.platform": platform.link.value,
@@ -39,6 +42,7 @@ def memory_stats(
         **_ledger_stats(ledger),
         **_hint_stats(hints),
         **_fault_stats(faults),
+        **_pool_stats(pool),
     }
 
 
@@ -78,6 +82,12 @@ def _fault_stats(faults: FaultCounter | str) -> Stats:
     if isinstance(faults, str):
         return {"uvm.faults_unavailable": faults}
     return {f"uvm.{name}": value for name, value in faults.read().items()}
+
+
+def _pool_stats(pool: ShimCounters | str) -> Stats:
+    if isinstance(pool, str):
+        return {"uvm.pool_unavailable": pool}
+    return {f"uvm.pool.{each.name}": getattr(pool, each.name) for each in fields(pool)}
 
 
 def memory_event(step: int, stats: Mapping[str, int | str], host: int) -> MemoryUsed:

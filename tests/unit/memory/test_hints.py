@@ -100,6 +100,13 @@ def test_a_refusal_of_the_driver_is_a_failure_with_its_code(verb: str, broken: s
     assert not hint
 
 
+def test_a_call_the_driver_does_not_have_is_unsupported() -> None:
+    here = machine(Link.MANAGED, failing={"discard": 801})
+    hint = here.hints().discard(here.tensor(MIB))
+    assert (hint.verdict, hint.code) == (Verdict.UNSUPPORTED, 801)
+    assert "too old" in hint.reason
+
+
 @pytest.mark.parametrize(
     ("kind", "place", "word"), [("pinned", HOST, "pinned"), ("device", 0, "ordinary device")]
 )

@@ -104,6 +104,17 @@ def test_the_machine_of_a_run_acts_counts_and_tells() -> None:
     ]
 
 
+def test_looking_enters_stages_but_reclaims_nothing() -> None:
+    def never() -> int:
+        raise AssertionError("a look reclaimed")
+
+    stages = Stages(POLICY, never, never, lambda notice: None)
+    assert stages.look(reading(5, 20)) is Stage.OVERSUBSCRIBED
+    assert stages.look(reading(12)) is Stage.OVERSUBSCRIBED
+    assert stages.look(reading(50)) is Stage.RESIDENT
+    assert stages.state == StageState(transitions=2)
+
+
 def test_the_cap_is_the_ratio_or_what_the_host_can_take() -> None:
     policy = StagePolicy(oversubscription_ratio=3.0, host_reserve_bytes=10 * GIB)
     assert managed_cap(policy, 100 * GIB, 1000 * GIB) == 300 * GIB

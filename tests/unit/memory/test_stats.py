@@ -16,6 +16,7 @@ from gracetune.memory.ledger import Ledger, Tier
 from gracetune.memory.placement import place_batch
 from gracetune.memory.platform import NO_GPU, Link
 from gracetune.memory.reclaim import light_reclamation
+from gracetune.memory.shim import ShimCounters
 from gracetune.memory.stages import Stage, StageState
 from gracetune.memory.stats import memory_event, memory_stats
 from gracetune.units import GIB, MIB
@@ -24,15 +25,25 @@ if TYPE_CHECKING:
     import pytest
 
 
+POOL = ShimCounters(*range(1, 16))
+
+
 def test_the_forks_keys_are_there_on_a_cpu() -> None:
     stats = memory_stats(
-        torch.cuda.memory_stats(), NO_GPU, HintCounts(), StageState(), Ledger(), "no CUPTI"
+        torch.cuda.memory_stats(),
+        NO_GPU,
+        HintCounts(),
+        StageState(),
+        Ledger(),
+        "no CUPTI",
+        "no pool",
     )
     assert stats["uvm.stage"] == 1
     for name in ("light_reclamations", "hard_reclamations", "stage_transitions"):
         assert stats[f"uvm.{name}"] == 0
     assert stats["uvm.platform"] == "none"
     assert stats["uvm.faults_unavailable"] == "no CUPTI"
+    assert stats["uvm.pool_unavailable"] == "no pool"
     assert "uvm.gpu_page_faults" not in stats
 
 
@@ -47,7 +58,7 @@ def test_everything_that_happened_is_in_it() -> None:
     assert ledger.take(Tier.HOST, "text", MIB)
     stages = StageState(Stage.OVERSUBSCRIBED, 1, 4, 2)
     stats = memory_stats(
-        {"allocated_bytes.all.current": 5}, here.platform, hints.counts(), stages, ledger, ""
+        {"allocated_bytes.all.current": 5}, here.platform, hints.counts(), stages, ledger, "", POOL
     )
     expected = {
         "allocated_bytes.all.current": 5,
@@ -68,6 +79,8 @@ def test_everything_that_happened_is_in_it() -> None:
         "uvm.prefetched_to_device_bytes": 2 * MIB,
         "uvm.prefetched_to_host_bytes": 0,
         "uvm.discarded_bytes": 0,
+        "uvm.pool.live_bytes": 1,
+        "uvm.pool.denied": 7,
     }
     assert {key: stats[key] for key in expected} == expected
     event = memory_event(7, stats, host=11)
@@ -159,7 +172,7 @@ def test_cuptis_records_are_added_up_by_cause() -> None:
         Record(Counters.BYTES_TRANSFER_DTOH, 7, Causes.EVICTION),
         Record(Counters.GPU_PAGE_FAULT, 99, kind=Kinds.MEMCPY),
     ]
-    stats = memory_stats({}, NO_GPU, HintCounts(), StageState(), Ledger(), counter)
+    stats = memory_stats({}, NO_GPU, HintCounts(), StageState(), Ledger(), counter, "")
     assert stats["uvm.gpu_page_faults"] == 7
     assert stats["uvm.cpu_page_faults"] == 2
     assert stats["uvm.faulted_bytes"] == 150

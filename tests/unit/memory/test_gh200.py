@@ -1,0 +1,187 @@
+"""The forks' free functions, and the process-wide object behind them."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from by_hand import machine
+
+import gracetune
+from gracetune import gh200
+from gracetune.errors import ConfigError
+from gracetune.events.types import Notice
+from gracetune.gh200 import ProcessMemory
+from gracetune.memory.driver import HOST
+from gracetune.memory.hints import Verdict
+from gracetune.memory.ledger import Tier
+from gracetune.memory.machine import Machine
+from gracetune.memory.platform import Link
+from gracetune.memory.pool import Unsupported
+from gracetune.memory.stages import Stage
+from gracetune.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FREE_FUNCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
+    "prefer_cpu_residency": gh200.prefer_cpu_residency,
+    "prefer_gpu_residency": gh200.prefer_gpu_residency,
+    "prefetch_to_device": gh200.prefetch_to_device,
+    "discard": gh200.discard,
+    "residency": gh200.residency,
+}
+
+
+def process(link: Link, environment: dict[str, str] | None = None) -> ProcessMemory:
+    here = machine(link)
+    return ProcessMemory(
+        lambda: Machine(here.driver, here.platform), lambda: environment or {}, lambda notice: None
+    )
+
+
+@pytest.mark.parametrize("link", list(Link))
+def test_the_hardware_decides_where_nobody_else_does(link: Link) -> None:
+    assert process(link).enabled is (link is Link.COHERENT)
+
+
+@pytest.mark.parametrize(
+    "name", ["SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "AITK_GH200_ENABLE_UVM_HINTS"]
+)
+def test_the_environment_beats_the_hardware_and_the_override_both(name: str) -> None:
+    environment = {name: "0"}
+    memory = process(Link.COHERENT, environment)
+    assert memory.enabled is False
+    memory.override = True
+    assert memory.enabled is True
+    memory.override = None
+    assert memory.enabled is False
+    environment[name] = "1"
+    assert memory.enabled is True
+    memory.override = False
+    assert memory.enabled is False
+
+
+def test_a_flag_that_is_no_flag_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="AITK_GH200_ENABLE_UVM_HINTS"):
+        _ = process(Link.NONE, {"AITK_GH200_ENABLE_UVM_HINTS": "maybe"}).enabled
+
+
+def test_switching_reaches_the_hints_at_once() -> None:
+    here = machine(Link.MANAGED)
+    memory = ProcessMemory(lambda: Machine(here.driver, here.platform), dict, lambda notice: None)
+    tensor = here.tensor(MIB)
+    assert memory.hints.prefer_cpu_residency(tensor).verdict is Verdict.UNSUPPORTED
+    memory.override = True
+    assert memory.hints.prefer_cpu_residency(tensor)
+    assert memory.hints.residency(tensor).place == HOST
+
+
+def test_the_environments_settings_are_applied() -> None:
+    environment = {
+        "PYTORCH_CUDA_ALLOC_CONF": (
+            "use_uvm:True,uvm_oversubscription_ratio:2.0,uvm_access_pattern:cpu_first,"
+            "uvm_stage1_threshold:0.15,uvm_stage1_min_bytes:1073741824"
+        )
+    }
+    memory = process(Link.COHERENT, environment)
+    assert memory.policy.threshold == 0.15
+    assert memory.policy.min_free_bytes == GIB
+    assert memory.policy.oversubscription_ratio == 2.0
+    assert memory.ledger.caps[Tier.MANAGED] == 16 * GIB
+
+
+def test_the_cap_never_passes_what_the_host_has() -> None:
+    memory = process(Link.COHERENT, {"GH200_UVM_OVERSUBSCRIPTION_RATIO": "50"})
+    assert memory.cap == 32 * GIB - memory.policy.host_reserve_bytes
+
+
+def test_statistics_of_a_simulated_machine() -> None:
+    here = machine(Link.COHERENT)
+    memory = ProcessMemory(lambda: Machine(here.driver, here.platform), dict, lambda notice: None)
+    memory.hints.prefetch_to_device(here.tensor(MIB))
+    stats = memory.stats()
+    assert stats["uvm.platform"] == "coherent"
+    assert stats["uvm.prefetched_to_device_bytes"] == MIB
+    assert stats["uvm.hints.applied"] == 1
+    assert "cupti" in str(stats["uvm.faults_unavailable"]).lower()
+    assert stats["uvm.pool_unavailable"] == "no pool was opened"
+
+
+@pytest.mark.parametrize("link", [Link.NONE, Link.COPY, Link.INTEGRATED])
+def test_a_pool_that_cannot_be_says_why(link: Link) -> None:
+    memory = process(link)
+    pool = memory.pool()
+    assert isinstance(pool, Unsupported)
+    assert pool.reason
+    assert memory.pool() is pool
+    assert memory.stats()["uvm.pool_unavailable"] == pool.reason
+
+
+def test_without_cuda_the_stage_stays_resident() -> None:
+    assert process(Link.NONE).observe(act=True) is Stage.RESIDENT
+
+
+def test_notices_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="gracetune.memory")
+    gh200.log_notice(Notice("something fell back", level="warning"))
+    gh200.log_notice(Notice("something was chosen"))
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "something fell back"),
+        ("INFO", "something was chosen"),
+    ]
+
+
+class TestThisMachine:
+    """The free functions themselves, on whatever this machine is."""
+
+    @pytest.fixture(autouse=True)
+    def _restore(self) -> object:
+        yield
+        gh200.set_uvm_hint_override(None)
+
+    @pytest.mark.parametrize("wanted", [True, False])
+    def test_override(self, wanted: bool) -> None:
+        gracetune.set_uvm_hint_override(wanted)
+        assert gracetune.gh200_uvm_enabled() is wanted
+
+    @pytest.mark.parametrize("verb", FREE_FUNCTIONS)
+    def test_every_verb_says_what_it_did(self, verb: str) -> None:
+        assert getattr(gracetune, verb) is FREE_FUNCTIONS[verb]
+        for wanted in (True, False):
+            gh200.set_uvm_hint_override(wanted)
+            hint = FREE_FUNCTIONS[verb](torch.zeros(MIB))
+            assert hint.verb == verb
+            assert hint.verdict in Verdict
+            assert hint or hint.reason
+
+    def test_a_batch(self) -> None:
+        report = gracetune.optimize_batch_for_gh200({"latents": torch.zeros(MIB)})
+        assert all(hint or hint.reason for hint in report.hints)
+        assert len(report.hints) == 1
+
+    def test_statistics(self) -> None:
+        stats = gracetune.memory_stats()
+        for key in ("stage", "light_reclamations", "hard_reclamations", "stage_transitions"):
+            assert isinstance(stats[f"uvm.{key}"], int)
+
+    def test_the_rest(self) -> None:
+        assert gracetune.manage_memory() in Stage
+        assert gracetune.unified_pool() is gh200.unified_pool()
+
+
+def test_the_forks_classes_have_their_names() -> None:
+    assert gh200.GH200GradientRamp(8, 32, 100, "quadratic", 1).accumulation(0) == 8
+    assert gh200.GH200InMemoryBackend.stage.__name__ == "stage"
+
+
+def test_importing_opens_nothing() -> None:
+    script = (
+        "import sys, gracetune; assert 'torch' not in sys.modules; import gracetune.gh200 as g; "
+        "assert 'machine' not in vars(g._process), 'a machine was opened at import'"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
