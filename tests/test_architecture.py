@@ -142,7 +142,7 @@ def test_a_part_of_a_layer_is_not_the_whole_of_it(tmp_path: Path) -> None:
 def test_nobody_may_import_the_forks_names(tmp_path: Path) -> None:
     modules = tree(tmp_path, gh200="from gracetune.train import loop", train__loop="", cli__x="")
     assert forbidden_imports(modules) == []
-    for layer in set(MAY_IMPORT) - {"gh200"}:
+    for layer in set(MAY_IMPORT) - {"gh200", "__init__"}:  # the public face re-exports it
         assert "gh200" not in MAY_IMPORT[layer]
 
 
