@@ -1,6 +1,73 @@
-"""Set before torch's first operation: see the Makefile for why."""
+"""Set before torch's first operation (the Makefile says why), and what most training tests share."""
 
 import os
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from gracetune.config.schema import RunFile
+
+
+class Told:
+    """A sink, and a `tell`, that keeps everything."""
+
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, event):
+        self.events.append(event)
+
+    handle = __call__
+
+    def close(self):
+        pass
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def texts(self):
+        return [event.text for event in self.events if type(event).__name__ == "Notice"]
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+@pytest.fixture(scope="session")
+def shapes_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("shapes") / "data"
+
+
+@pytest.fixture
+def tiny_run(tmp_path, shapes_folder):
+    """A small run file: 64 pictures, batches of 4, no validation; sections can be overridden."""
+
+    def make(**sections) -> RunFile:
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "datasets": [
+                {
+                    "id": "shapes",
+                    "type": "shapes",
+                    "instance_data_dir": str(shapes_folder),
+                    "shapes": {"copies": 1},
+                    "resolution": 24,
+                    "max_aspect": 1.0,
+                    "caption_dropout": 0.2,
+                }
+            ],
+            "logging": {"tensorboard": False, "every": 1},
+            "validation": {"every": 0},
+        }
+        train = {"max_train_steps": 3, "batch_size": 4, "checkpoint_every": 0, "ema_decay": 0.9}
+        settings["train"] = train | sections.pop("train", {})
+        settings["optimizer"] = {"lr": 1e-3} | sections.pop("optimizer", {})
+        for name, value in sections.items():
+            before = settings.get(name)
+            settings[name] = before | value if isinstance(before, dict) else value
+        return RunFile.model_validate(settings)
+
+    return make

@@ -30,12 +30,20 @@ def save_lora(
     modules: Sequence[str],
     about: Mapping[str, str],
 ) -> Path:
-    """Write the adapter that `model` carries; `about` goes into the header beside its settings."""
+    """Write the adapter that `model` carries; `about` goes into the header beside its settings.
+
+    The scale alpha / rank is multiplied into the weights, so that a loader which looks for no alpha
+    computes the same as one that does.
+    """
     layers = get_peft_model_state_dict(model, adapter_name=NAME)
-    tensors = {f"transformer.{key}": t.detach().cpu().contiguous() for key, t in layers.items()}
+    scale = alpha_of(section) / section.rank
+    tensors = {
+        f"transformer.{key}": (t * scale if ".lora_B." in key else t).detach().cpu().contiguous()
+        for key, t in layers.items()
+    }
     settings = {
         "transformer.r": section.rank,
-        "transformer.lora_alpha": alpha_of(section),
+        "transformer.lora_alpha": section.rank,
         "transformer.target_modules": list(modules),
     }
     header = {"format": "pt", "lora_adapter_metadata": json.dumps(settings), **about}

@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-from gracetune.adapters.inject import add_lora
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.models.attention import choose_attention
@@ -147,6 +146,8 @@ def _make_trainable(run: RunFile, family: Family, tell: Tell) -> list[str]:
     """All weights, or an adapter's; gives the adapted modules."""
     modules: list[str] = []
     if run.adapter is not None:
+        from gracetune.adapters.inject import add_lora  # peft takes seconds to import
+
         seed = seed_of(run.seed, "adapter") % 2**31
         modules = add_lora(family.transformer, run.adapter, family.adapter_targets, seed)
         tell(Notice(f"LoRA of rank {run.adapter.rank} on {len(modules)} modules"))

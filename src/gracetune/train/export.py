@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from gracetune.adapters.files import save_lora
 from gracetune.durable import new_folder
 from gracetune.errors import CheckpointError
 
@@ -25,6 +24,8 @@ def export(t: Trainee, modules: Sequence[str], base_weights: str, folder: Path) 
             if adapter is None:
                 t.family.export(staging)
             else:
+                from gracetune.adapters.files import save_lora  # peft takes seconds to import
+
                 about = {"gracetune.family": t.family.name, "gracetune.base_weights": base_weights}
                 save_lora(staging, t.family.transformer, adapter, modules, about)
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from accelerate.utils import gather_object
@@ -50,34 +49,36 @@ class Session:
     tell: Callable[[Event], None]
 
 
+class Stream:
+    """The batches of one rank, and the state after the last one that was taken."""
+
+    def __init__(self, feed: Feed, rank: int, world_size: int, consumed: int) -> None:
+        self.state = LoaderState(consumed)
+        self._batches = iter(Loader(feed.order, feed.load, rank, world_size, consumed))
+
+    def take(self, count: int) -> Iterator[Batch]:
+        """The next few, each loaded when it is asked for."""
+        for _ in range(count):
+            batch, self.state = next(self._batches)
+            yield batch
+
+
 def train_loop(s: Session, progress: Progress) -> Progress:
     """Train to the end, or until someone asks to stop."""
     run, accelerator = s.trainee.run, s.trainee.accelerator
     total, record = run.train.max_train_steps, Record(s.tell, run.logging.every)
-    loader = Loader(
-        s.feed.order,
-        s.feed.load,
-        accelerator.process_index,
-        accelerator.num_processes,
-        progress.consumed,
-    )
-    state = LoaderState(progress.consumed)
+    stream = Stream(s.feed, accelerator.process_index, accelerator.num_processes, progress.consumed)
     accumulation = s.ramp.accumulation(progress.micro_batches)
     saved_at, saved_step = time.monotonic(), progress.step
-
-    def window() -> Iterator[Batch]:
-        nonlocal state
-        for batch, _state in islice(loader, accumulation):
-            yield batch
 
     if progress.step == 0:
         _validate(s, record, 0)
     while progress.step < total:
-        result = train_step(s.trainee, window(), accumulation, progress)
+        result = train_step(s.trainee, stream.take(accumulation), accumulation, progress)
         progress = Progress(
-            progress.step + 1, progress.micro_batches + accumulation, state.consumed
+            progress.step + 1, progress.micro_batches + accumulation, stream.state.consumed
         )
-        record.add(progress.step, state.epoch(s.feed.order), result)
+        record.add(progress.step, stream.state.epoch(s.feed.order), result)
 
         asked = _asked(s, progress.step, saved_at)
         stop = "stop" in asked and progress.step < total

@@ -71,12 +71,13 @@ def run_training(
     warnings: list[str] = []
     snapshot = find_snapshot(folder, resume_from, warnings.append)
     first_step = snapshot.progress.step if snapshot is not None else 0
-    told = _sinks(run, folder, first_step, sinks) if accelerator.is_main_process else []
     requests, interrupt = Requests(folder), Interrupt()
+    if accelerator.is_main_process:
+        requests.open(os.getpid(), _verbs(run))
+    told = _sinks(run, folder, first_step, sinks) if accelerator.is_main_process else []
     with Fan([landmarks, *told]) as fan:
         try:
             if accelerator.is_main_process:
-                requests.open(os.getpid(), _verbs(run))
                 write_text(folder / "run.json", resolved(run))
             for text in notices:
                 fan.tell(Notice(text))

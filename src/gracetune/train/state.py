@@ -85,12 +85,13 @@ def restore_optimizer(optimizer: Optimizer, names: list[str], saved: Mapping[str
 def generator_tensors() -> dict[str, Tensor]:
     """The states of the process-wide generators, which dropout and libraries draw from."""
     _, words, gauss_next = random.getstate()
+    waiting = [] if gauss_next is None else [gauss_next]
     kind, keys, position, has_gauss, cached = np.random.get_state()
     assert isinstance(keys, np.ndarray), kind
     states = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss_next is None else [gauss_next]).double(),
+        "python_gauss": torch.tensor(waiting, dtype=torch.float64),
         "numpy_keys": torch.from_numpy(keys.astype(np.int64)),
         "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
     }

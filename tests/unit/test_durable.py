@@ -1,0 +1,52 @@
+import os
+
+import pytest
+
+from gracetune import durable
+
+
+def test_a_folder_appears_whole(tmp_path):
+    with durable.new_folder(tmp_path / "a" / "b") as staging:
+        (staging / "x").write_text("1")
+        assert not (tmp_path / "a" / "b").exists()
+    assert (tmp_path / "a" / "b" / "x").read_text() == "1"
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
+
+
+def test_a_failed_folder_leaves_the_old_one(tmp_path):
+    target = tmp_path / "kept"
+    with durable.new_folder(target) as staging:
+        (staging / "x").write_text("old")
+    with pytest.raises(OSError, match="no"), durable.new_folder(target) as staging:
+        (staging / "x").write_text("new")
+        raise OSError("no")
+    assert (target / "x").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_folder_replaces_the_old_one_whole(tmp_path):
+    target = tmp_path / "kept"
+    for name in ("old", "new"):
+        with durable.new_folder(target) as staging:
+            (staging / name).write_text(name)
+    assert [p.name for p in target.iterdir()] == ["new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_file_is_whole_or_as_before(tmp_path):
+    file = tmp_path / "f.json"
+    durable.write_text(file, "old")
+    with pytest.raises(RuntimeError), durable.new_file(file) as staging:
+        staging.write_text("half")
+        raise RuntimeError
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["f.json"]
+
+
+def test_what_killed_processes_left_is_cleared(tmp_path):
+    (tmp_path / ".step-1.77.staging").mkdir()
+    (tmp_path / ".step-1.77.staging" / "x").write_text("")
+    (tmp_path / ".file.78.staging").write_text("")
+    (tmp_path / "step-1").mkdir()
+    durable.clear_staging(tmp_path)
+    assert os.listdir(tmp_path) == ["step-1"]

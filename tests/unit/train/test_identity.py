@@ -1,0 +1,62 @@
+import pytest
+
+from gracetune.config.schema import RunFile
+from gracetune.data.sample import Sample
+from gracetune.errors import CheckpointError
+from gracetune.train.identity import demand_same, identity_of
+
+SAMPLES = [Sample("a", "1.png", "one", "d1", 8, 8), Sample("a", "2.png", "two", "d2", 8, 8)]
+
+
+def identity(samples=SAMPLES, weights="w", precision="no", **sections):
+    sections.setdefault("datasets", [{"id": "a", "instance_data_dir": "x"}])
+    return identity_of(RunFile.model_validate(sections), samples, weights, precision)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"seed": 1}, "seed was 0, is 1"),
+        ({"train": {"batch_size": 2}}, "train.batch_size was 1, is 2"),
+        ({"optimizer": {"lr": 0.5}}, "optimizer.lr"),
+        ({"adapter": {"rank": 4}}, "adapter"),
+        ({"datasets": [{"id": "a", "resolution": 64}]}, r"datasets\[0\].resolution"),
+        ({"samples": SAMPLES[:1]}, "the training samples and captions"),
+        ({"weights": "other"}, "the model's weights at the start"),
+        ({"precision": "bf16"}, "train.mixed_precision"),
+        (
+            {"gh200_optimizations": {"batch_rampup_steps": 5}},
+            "gh200_optimizations.batch_rampup_steps",
+        ),
+    ],
+)
+def test_what_shapes_the_weights_is_refused_by_name(change, name):
+    with pytest.raises(CheckpointError, match=name):
+        demand_same(identity(), identity(**change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"output_dir": "elsewhere"},
+        {"train": {"max_train_steps": 5000, "checkpoint_every": 1}},
+        {"datasets": [{"id": "a", "instance_data_dir": "moved", "type": "in_memory"}]},
+        {"validation": {"every": 3}},
+        {"logging": {"every": 3}},
+    ],
+)
+def test_what_does_not_may_change(change):
+    demand_same(identity(), identity(**change))
+
+
+def test_more_steps_are_another_run_only_where_the_schedule_stretches():
+    short = {"optimizer": {"schedule": "cosine"}, "train": {"max_train_steps": 10}}
+    long = {"optimizer": {"schedule": "cosine"}, "train": {"max_train_steps": 20}}
+    with pytest.raises(CheckpointError, match=r"train\.max_train_steps was 10, is 20"):
+        demand_same(identity(**short), identity(**long))
+
+
+def test_a_changed_caption_is_noticed():
+    changed = [SAMPLES[0], Sample("a", "2.png", "zwei", "d2", 8, 8)]
+    with pytest.raises(CheckpointError, match="captions"):
+        demand_same(identity(), identity(samples=changed))

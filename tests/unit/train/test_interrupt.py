@@ -1,0 +1,33 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from gracetune.train.interrupt import Interrupt
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_only_noted(number, capsys):
+    before = signal.getsignal(number)
+    with Interrupt() as interrupt:
+        assert interrupt.asked is None
+        os.kill(os.getpid(), number)
+        assert interrupt.asked == number.name
+    assert signal.getsignal(number) is before
+    assert "finishing this step" in capsys.readouterr().err
+
+
+def test_the_second_leaves_at_once():
+    script = (
+        "import os, signal, time\n"
+        "from gracetune.train.interrupt import Interrupt\n"
+        "with Interrupt():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert "still here" not in done.stdout

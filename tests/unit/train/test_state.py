@@ -1,0 +1,72 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from gracetune.errors import CheckpointError
+from gracetune.train import state
+
+
+def trained(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    return model, optimizer
+
+
+def step(model, optimizer, x):
+    model(x).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened():
+    x = torch.randn(3, 4)
+    model, optimizer = trained()
+    step(model, optimizer, x)
+    names = [name for name, _ in model.named_parameters()]
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    tensors = {k: t.clone() for k, t in state.optimizer_tensors(optimizer, names).items()}
+    assert "0.weight|exp_avg" in tensors
+    step(model, optimizer, x)
+
+    other, fresh = trained(seed=1)
+    state.restore_weights(dict(other.named_parameters()), weights)
+    state.restore_optimizer(fresh, names, tensors)
+    step(other, fresh, x)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_weights_of_another_model_are_refused_by_name():
+    model, _ = trained()
+    parameters = dict(model.named_parameters())
+    with pytest.raises(CheckpointError, match=r"first 1\.bias"):
+        state.restore_weights(parameters, {n: p for n, p in parameters.items() if n != "1.bias"})
+    wrong = {**parameters, "0.bias": torch.zeros(5)}
+    with pytest.raises(CheckpointError, match=r"0\.bias is \(4,\), saved as \(5,\)"):
+        state.restore_weights(parameters, wrong)
+
+
+def test_optimizer_state_of_an_untrained_parameter_is_refused():
+    model, optimizer = trained()
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(CheckpointError, match="ghost"):
+        state.restore_optimizer(optimizer, names, {"ghost|exp_avg": torch.zeros(1)})
+
+
+def test_every_process_wide_generator_comes_back():
+    def draw():
+        return (
+            torch.rand(3).tolist(),
+            np.random.rand(3).tolist(),
+            [random.random() for _ in range(3)],
+            random.gauss(0, 1),
+        )
+
+    random.gauss(0, 1)  # leaves a second value waiting
+    saved = state.generator_tensors()
+    first = draw()
+    state.restore_generators(saved)
+    assert draw() == first

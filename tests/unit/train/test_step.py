@@ -1,0 +1,138 @@
+"""The step's arithmetic: whatever the window looks like, every sample weighs the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gracetune.events.requests import Requests
+from gracetune.train.build import build, start_accelerator
+from gracetune.train.interrupt import Interrupt
+from gracetune.train.state import Progress
+from gracetune.train.step import losses_at, scale_and_clip, train_step
+
+
+@pytest.fixture
+def session(tiny_run, told, tmp_path):
+    def make(**sections):
+        run = tiny_run(**sections)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        accelerator = start_accelerator(run)
+        return build(run, accelerator, told, Requests(tmp_path), Interrupt()).session
+
+    return make
+
+
+def batches(session, sizes):
+    """Batches of the given sizes, cut from the order's own draws."""
+    draws = [draw for index in range(8) for draw in session.feed.order.at(index)]
+    cuts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    return [session.feed.load(draws[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def weights(session):
+    return {n: p.detach().clone() for n, p in session.trainee.parameters.items()}
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [4, 1], [1, 2, 3], [5]])
+def test_the_loss_is_the_mean_over_what_was_really_accumulated(session, sizes):
+    s = session(train={"max_grad_norm": 0})
+    window = batches(s, sizes)
+    generators = [s.trainee.draws.at("train", i, 0).initial_seed() for i in range(len(sizes))]
+    expected_losses = []
+    for batch, seed in zip(window, generators, strict=True):
+        generator = torch.Generator().manual_seed(seed)
+        levels = torch.randn(len(batch), generator=generator).sigmoid()
+        noise = torch.randn(batch.latents.shape, generator=generator)
+        expected_losses.append(losses_at(s.trainee, batch, levels, noise))
+    mean = torch.cat(expected_losses).mean()
+    expected = torch.autograd.grad(mean, list(s.trainee.parameters.values()), allow_unused=True)
+
+    seen = {}
+    s.trainee.optimizer.step = lambda: seen.update(
+        {n: None if p.grad is None else p.grad.clone() for n, p in s.trainee.parameters.items()}
+    )
+    result = train_step(s.trainee, window, len(window), Progress())
+    torch.testing.assert_close(result.loss, mean.detach())
+    assert result.samples.item() == sum(sizes)
+    for gradient, wanted in zip(seen.values(), expected, strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_ramp_never_changes_the_weight_of_a_step(session):
+    """The guides' ramp, 4 to 32: the samples of each step are those of whole micro-batches."""
+    s = session(
+        gh200_optimizations={
+            "enable_batch_size_rampup": True,
+            "initial_effective_batch_size": 4,
+            "target_effective_batch_size": 32,
+            "batch_rampup_steps": 20,
+        }
+    )
+    done = 0
+    for step in range(5):
+        length = s.ramp.accumulation(done)
+        window = batches(s, [4] * length)
+        result = train_step(s.trainee, window, length, Progress(step, done))
+        assert result.samples.item() == 4 * length
+        done += length
+
+
+def test_the_draws_depend_on_the_position_alone(session):
+    s = session()
+    window = batches(s, [4])
+    before = weights(s)
+    first = train_step(s.trainee, window, 1, Progress(step=3, micro_batches=7)).loss
+    for name, parameter in s.trainee.parameters.items():
+        parameter.data.copy_(before[name])
+    again = train_step(s.trainee, window, 1, Progress(step=9, micro_batches=7)).loss
+    assert torch.equal(first, again)
+
+
+def test_gradients_are_scaled_and_then_clipped():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([30.0, 40.0])
+    norm = scale_and_clip([weight], torch.tensor(0.1), max_norm=1.0)
+    assert norm.item() == pytest.approx(5.0)
+    torch.testing.assert_close(weight.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+    weight.grad = torch.tensor([30.0, 40.0])
+    scale_and_clip([weight], torch.tensor(0.1), max_norm=0)
+    torch.testing.assert_close(weight.grad, torch.tensor([3.0, 4.0]))
+
+
+def test_the_rate_of_the_schedule_is_the_one_that_is_used(session):
+    s = session(optimizer={"lr": 0.5, "warmup_steps": 4})
+    result = train_step(s.trainee, batches(s, [2]), 1, Progress(step=1))
+    assert result.lr == pytest.approx(0.5 * 2 / 5)
+    assert s.trainee.optimizer.param_groups[0]["lr"] == result.lr
+
+
+def test_checkpointed_gradients_equal_kept_ones(session):
+    gradients = []
+    for recompute in (False, True):
+        s = session(train={"gradient_checkpointing": recompute})
+        s.trainee.transformer.train()
+        window = batches(s, [4])
+        kept = {}
+        s.trainee.optimizer.step = lambda s=s, kept=kept: kept.update(
+            {n: p.grad.clone() for n, p in s.trainee.parameters.items() if p.grad is not None}
+        )
+        train_step(s.trainee, window, 1, Progress())
+        gradients.append(kept)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name in gradients[0]:
+        assert torch.equal(gradients[0][name], gradients[1][name]), name
+
+
+def test_a_window_is_read_lazily(session):
+    s = session()
+    taken = []
+
+    def window():
+        for batch in batches(s, [2, 2]):
+            taken.append(len(batch))
+            yield batch
+
+    train_step(s.trainee, window(), 2, replace(Progress(), step=0))
+    assert taken == [2, 2]
