@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gracetune.config.schema import DatasetSection
-    from gracetune.data.sample import Sample
-
-Size = tuple[int, int]
-"""Width and height in pixels."""
+    from gracetune.data.sample import Sample, Size
 
 NAMED = 5
 """How many dropped samples a report names for each reason."""
@@ -43,18 +40,19 @@ class BucketPlan:
 def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
     """Sizes whose edges are multiples of `step` and whose area is close to resolution^2.
 
-    For each short edge, the long edge that comes nearest in area; both ways round, tall to wide.
+    The square, and for each shorter edge the long one that comes nearest in area, both ways round;
+    from tall to wide.
     """
     if resolution < step:
         raise ConfigError(
             f"resolution is {resolution}; bucket edges are multiples of {step} pixels, so it must "
             f"be {step} or more."
         )
-    area = resolution**2
-    sizes: set[Size] = set()
-    for short in range(step, _nearest(resolution, step) + 1, step):
-        long = max(short, _nearest(area / short, step))
-        if long <= max_aspect * short:
+    square = _nearest(resolution, step)
+    sizes: set[Size] = {(square, square)}
+    for short in range(step, square, step):
+        long = _nearest(resolution**2 / short, step)
+        if long / short <= max_aspect:
             sizes |= {(short, long), (long, short)}
     return sorted(sizes, key=lambda size: (size[0] / size[1], size))
 
@@ -145,7 +143,7 @@ def _step(section: DatasetSection, step: int) -> int:
 
 def _why_not(sample: Sample, section: DatasetSection) -> str | None:
     short, long = sorted((sample.width, sample.height))
-    if long > section.max_aspect * short:
+    if long / short > section.max_aspect:
         return f"max_aspect is {section.max_aspect:g}, its aspect {long / short:.2f}"
     if short < section.min_edge:
         return f"min_edge is {section.min_edge}, its shorter edge {short}"

@@ -49,7 +49,7 @@ class CorruptionLedger:
     def check(self, dataset: str, total: int, rate: float) -> None:
         """Stop once more than `rate` of the `total` samples are unreadable."""
         broken = [entry for entry in self.entries if entry.dataset == dataset]
-        if len(broken) <= rate * total:
+        if len(broken) / total <= rate:
             return
         named = "; ".join(f"{entry.key} ({entry.reason})" for entry in broken[:NAMED])
         more = f"; and {len(broken) - NAMED} more" if len(broken) > NAMED else ""

@@ -24,18 +24,21 @@ class FolderSource:
         """`setting` is the data set's place in the run file, for messages: `datasets[0]`."""
         self._root = Path(path).expanduser()
         name = f"{setting}.instance_data_dir"
-        if not self._root.exists():
-            raise DataError(
-                f"{name} is {str(path)!r}: there is no such folder. Relative paths start at the "
-                f"working directory, {Path.cwd()}."
-            )
-        if not self._root.is_dir():
-            raise DataError(f"{name} is {str(path)!r}: that is a file. Name the folder it is in.")
         try:
+            if not self._root.exists():
+                raise DataError(
+                    f"{name} is {str(path)!r}: there is no such folder. Relative paths start at "
+                    f"the working directory, {Path.cwd()}."
+                )
+            if not self._root.is_dir():
+                raise DataError(
+                    f"{name} is {str(path)!r}: that is a file. Name the folder it is in."
+                )
             self._keys = tuple(sorted(_walk(self._root, "", ())))
         except OSError as error:
             raise DataError(
-                f"{name} is {str(path)!r}: it cannot be listed ({error}). Make it readable."
+                f"{name} is {str(path)!r}: it cannot be listed ({error.strerror}). Make every "
+                "folder in it readable."
             ) from error
         if not self._keys:
             raise DataError(f"{name} is {str(path)!r}: the folder is empty. Put samples into it.")

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gracetune.data.sample import Batch, Sample
-
-Size = tuple[int, int]
+    from gracetune.data.sample import Batch, Sample, Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,8 @@ class BatchOrder:
         self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         if self._starts[-1] == 0:
             raise DataError(
-                "no data set has a sample left to train on. Add pictures, or keep more."
+                "no data set has a sample left to train on. Add pictures to datasets[0], or lower "
+                "validation.holdout."
             )
         self._spans = self._spans_by_size()
         self._bounds = np.concatenate([self._cut(*span) for span in self._spans])

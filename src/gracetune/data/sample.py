@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gracetune.config.schema import DatasetSection
+from gracetune.data.captions import read_captions
+from gracetune.data.folder import FolderSource
+from gracetune.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _read(root: Path, files: dict[str, bytes], **section: object) -> dict[str, str]:
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    source = FolderSource(root)
+    images = [key for key in source.keys() if key.lower().endswith(".png")]  # noqa: SIM118
+    return read_captions(source, images, DatasetSection.model_validate(section), "datasets[0]")
+
+
+def _table(*rows: tuple[str, str]) -> bytes:
+    return "".join(
+        json.dumps({"file_name": name, "text": text}) + "\n" for name, text in rows
+    ).encode()
+
+
+def test_text_files_beside_the_pictures(tmp_path: Path) -> None:
+    files = {
+        "a.png": b"",
+        "a.txt": b"  a cat\n",
+        "deep/b.c.PNG": b"",
+        "deep/b.c.TXT": b"\xef\xbb\xbfein H\xc3\xbcgel",
+        "other.txt": b"belongs to none",
+    }
+    assert _read(tmp_path, files) == {"a.png": "a cat", "deep/b.c.PNG": "ein Hügel"}
+
+
+def test_an_empty_text_file_is_an_empty_caption(tmp_path: Path) -> None:
+    assert _read(tmp_path, {"a.png": b"", "a.txt": b" \n"}) == {"a.png": ""}
+
+
+def test_text_that_is_not_utf8_is_an_error_by_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"datasets\[0\]: b\.txt is not UTF-8 \(byte 3.*Save it"):
+        _read(tmp_path, {"b.png": b"", "b.txt": b"caf\xe9"})
+
+
+def test_a_caption_that_cannot_be_read_is_an_error_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"datasets\[0\]: a\.txt cannot be read"):
+        _read(tmp_path, {"a.png": b""})
+
+
+def test_missing_captions_are_counted_named_and_come_with_ways_out(tmp_path: Path) -> None:
+    files = {f"{number}.png": b"" for number in range(7)}
+    with pytest.raises(DataError) as caught:
+        _read(tmp_path, {**files, "3.txt": b"here"})
+    text = str(caught.value)
+    assert "datasets[0].caption_strategy is 'auto': 6 of 7 pictures have no caption" in text
+    assert "0.png, 1.png, 2.png, 4.png, 5.png, ..." in text
+    assert ".txt of the same name" in text
+    assert "instanceprompt" in text
+
+
+def test_a_table_has_captions_by_file_name(tmp_path: Path) -> None:
+    table = _table(("a.png", " first "), ("deep/b.png", "second"), ("gone.png", "x")) + b"\n"
+    files = {"a.png": b"", "deep/b.png": b"", "metadata.jsonl": table, "a.txt": b"not this"}
+    assert _read(tmp_path, files) == {"a.png": "first", "deep/b.png": "second"}
+
+
+def test_a_folder_with_its_own_table_has_the_last_word(tmp_path: Path) -> None:
+    files = {
+        "a/b.png": b"",
+        "a/c.png": b"",
+        "a/metadata.jsonl": _table(("b.png", "near\u2028by")),
+        "metadata.jsonl": b"\xef\xbb\xbf" + _table(("a/b.png", "far"), ("a/c.png", "other")),
+    }
+    assert _read(tmp_path, files) == {"a/b.png": "near\u2028by", "a/c.png": "other"}
+
+
+def test_a_picture_that_the_table_lacks_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"1 of 2 pictures.*b\.png.*line with file_name and text"):
+        _read(tmp_path, {"a.png": b"", "b.png": b"", "metadata.jsonl": _table(("a.png", "x"))})
+
+
+def test_jsonl_without_a_table_misses_all(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="1 of 1 pictures"):
+        _read(tmp_path, {"a.png": b"", "a.txt": b"x"}, caption_strategy="jsonl")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{not json", "[]", '"text"', '{"file_name": "a.png"}', '{"file_name": "a.png", "text": 3}'],
+)
+def test_a_bad_row_is_an_error_by_file_and_line(tmp_path: Path, line: str) -> None:
+    table = _table(("a.png", "x")) + line.encode()
+    with pytest.raises(DataError, match=r"datasets\[0\]: metadata\.jsonl, line 2"):
+        _read(tmp_path, {"a.png": b"", "metadata.jsonl": table})
+
+
+def test_a_file_named_twice_in_one_table_is_an_error(tmp_path: Path) -> None:
+    table = _table(("a.png", "x"), ("./a.png", "y"))
+    with pytest.raises(DataError, match=r"line 2: file_name '\./a\.png' is there twice"):
+        _read(tmp_path, {"a.png": b"", "metadata.jsonl": table})
+
+
+def test_file_names_become_words(tmp_path: Path) -> None:
+    files = {"deep/a_red--big_cat.png": b"", "two words.v2.PNG": b""}
+    assert _read(tmp_path, files, caption_strategy="filename") == {
+        "deep/a_red--big_cat.png": "a red big cat",
+        "two words.v2.PNG": "two words.v2",
+    }
+
+
+def test_a_file_name_without_words_is_no_caption(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"1 of 1.*Give each a name"):
+        _read(tmp_path, {"__-.png": b""}, caption_strategy="filename")
+
+
+def test_one_prompt_for_all(tmp_path: Path) -> None:
+    section = {"caption_strategy": "instanceprompt", "instance_prompt": "sks dog"}
+    captions = _read(tmp_path, {"a.png": b"", "b.png": b""}, **section)
+    assert captions == {"a.png": "sks dog", "b.png": "sks dog"}
+
+
+def test_the_one_prompt_must_be_given(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs datasets\[0\]\.instance_prompt"):
+        _read(tmp_path, {"a.png": b""}, caption_strategy="instanceprompt")

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from gracetune.data.progress import Progress
+from gracetune.events.types import Event, StageProgress
+
+
+def test_tells_ten_times_a_second_and_at_the_end() -> None:
+    now = 0.0
+    told: list[Event] = []
+    progress = Progress("staging", 1001, told.append, lambda: now)
+    for _ in range(1001):
+        now += 0.001
+        progress.advance()
+    counts = [event.done for event in told if isinstance(event, StageProgress)]
+    assert len(counts) in (10, 11)
+    assert counts[-1] == 1001
+    assert all(later - earlier >= 99 for earlier, later in pairwise(counts[:-1]))
+
+
+def test_a_slow_stage_tells_each_one() -> None:
+    now = 0.0
+    told: list[Event] = []
+    progress = Progress("reading", 3, told.append, lambda: now)
+    for _ in range(3):
+        now += 5
+        progress.advance()
+    assert told == [StageProgress("reading", done, 3) for done in (1, 2, 3)]

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gracetune.config.schema import DatasetSection
+from gracetune.data.folder import FolderSource, open_folder
+from gracetune.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _write(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(name.encode())
+
+
+def test_lists_recursively_without_hidden_files(tmp_path: Path) -> None:
+    _write(tmp_path, "b.PNG", "a/é.jpg", "a/b/c.txt", ".hidden", ".git/config", "a/.DS_Store")
+    assert list(FolderSource(tmp_path).keys()) == ["a/b/c.txt", "a/é.jpg", "b.PNG"]
+
+
+def test_links_to_files_and_folders_are_followed(tmp_path: Path) -> None:
+    _write(tmp_path, "real/x.png", "elsewhere/y.png")
+    (tmp_path / "real/link.png").symlink_to(tmp_path / "elsewhere/y.png")
+    (tmp_path / "real/folder").symlink_to(tmp_path / "elsewhere")
+    source = FolderSource(tmp_path / "real")
+    assert list(source.keys()) == ["folder/y.png", "link.png", "x.png"]
+    assert source.read("link.png") == b"elsewhere/y.png"
+
+
+def test_a_link_to_a_folder_above_ends(tmp_path: Path) -> None:
+    _write(tmp_path, "a/x.png")
+    (tmp_path / "a/round").symlink_to(tmp_path)
+    assert list(FolderSource(tmp_path).keys()) == ["a/x.png"]
+
+
+def test_a_link_to_nothing_is_listed_and_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
+    source = FolderSource(tmp_path)
+    assert list(source.keys()) == ["gone.png"]
+    with pytest.raises(FileNotFoundError):
+        source.read("gone.png")
+
+
+def test_neither_a_file_nor_a_folder_is_left_out(tmp_path: Path) -> None:
+    _write(tmp_path, "x.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    assert list(FolderSource(tmp_path).keys()) == ["x.png"]
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path, "pictures/x.png")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(FolderSource("~/pictures").keys()) == ["x.png"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("missing", "no such folder"), ("file", "that is a file"), ("empty", "is empty")],
+)
+def test_the_error_names_setting_path_and_rule(tmp_path: Path, name: str, rule: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty/.hidden").mkdir(parents=True)
+    with pytest.raises(DataError, match=rule) as caught:
+        FolderSource(tmp_path / name, "datasets[2]")
+    assert "datasets[2].instance_data_dir" in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_name_that_is_not_utf8_is_refused_readably(tmp_path: Path) -> None:
+    with open(os.fsencode(tmp_path) + b"/caf\xe9.png", "wb"):
+        pass
+    with pytest.raises(DataError, match=r"not UTF-8: caf\\xe9\.png.*rename") as caught:
+        FolderSource(tmp_path)
+    str(caught.value).encode()
+
+
+def test_a_folder_that_cannot_be_listed_says_why(tmp_path: Path) -> None:
+    deep = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(20):  # deeper than a path may be long
+        os.mkdir("y" * 250, dir_fd=deep)
+        deeper = os.open("y" * 250, os.O_RDONLY, dir_fd=deep)
+        os.close(deep)
+        deep = deeper
+    os.close(deep)
+    with pytest.raises(DataError, match=r"datasets\.instance_data_dir.*File name too long"):
+        FolderSource(tmp_path)
+
+
+def test_a_path_that_cannot_even_be_asked_for_says_why() -> None:
+    with pytest.raises(DataError, match=r"datasets\.instance_data_dir.*File name too long"):
+        FolderSource("x" * 300)
+
+
+def test_the_section_must_name_a_folder() -> None:
+    with pytest.raises(DataError, match=r"datasets\[1\]\.instance_data_dir is not set.*'local'"):
+        open_folder(DatasetSection(), "datasets[1]", lambda event: None)
+
+
+def test_the_section_names_the_folder(tmp_path: Path) -> None:
+    _write(tmp_path, "x.png")
+    section = DatasetSection(instance_data_dir=str(tmp_path))
+    source = open_folder(section, "datasets[0]", lambda event: None)
+    assert source.read("x.png") == b"x.png"
+    assert source.describe() == f"the folder {tmp_path}"

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import io
+import struct
+import threading
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms
+
+from gracetune.data.images import UnreadableImageError, decode, fit, probe
+
+
+def _bytes(image: Image.Image, file_format: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+def _corners(width: int = 24, height: int = 16) -> Image.Image:
+    """Red top left, green top right, blue bottom left, white bottom right."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[: height // 2, : width // 2] = (255, 0, 0)
+    pixels[: height // 2, width // 2 :] = (0, 255, 0)
+    pixels[height // 2 :, : width // 2] = (0, 0, 255)
+    pixels[height // 2 :, width // 2 :] = 255
+    return Image.fromarray(pixels)
+
+
+def _noise(width: int = 40, height: int = 30) -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF"]
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_every_format_is_read(file_format: str) -> None:
+    data = _bytes(_corners(), file_format)
+    assert probe(data) == (24, 16)
+    image = decode(data)
+    assert (image.mode, image.size) == ("RGB", (24, 16))
+    found = np.asarray(image)[[3, 3, 12, 12], [3, 20, 3, 20]].astype(int)
+    wanted = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)]
+    assert np.abs(found - np.array(wanted)).max() < 30
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_upright(file_format: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    # What the camera stored, so that the upright picture is `_corners()`.
+    undo = {
+        1: None,
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }[orientation]
+    stored = _corners() if undo is None else _corners().transpose(undo)
+    data = _bytes(stored, file_format, exif=exif)
+    assert probe(data) == (24, 16)
+    image = decode(data)
+    assert image.size == (24, 16)
+    difference = np.asarray(image).astype(int) - np.asarray(_corners())
+    assert np.abs(difference[[3, 3, 12, 12], [3, 20, 3, 20]]).max() < 30
+
+
+def test_broken_exif_leaves_the_picture_as_it_is() -> None:
+    data = _bytes(_corners(), "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\x7f")
+    assert probe(data) == (24, 16)
+    assert decode(data).size == (24, 16)
+
+
+def test_sixteen_bits_are_scaled_not_clipped() -> None:
+    levels = np.linspace(0, 65535, 256).reshape(16, 16)
+    data = _bytes(Image.fromarray(levels.astype(np.uint16)))
+    assert np.abs(np.asarray(decode(data))[..., 0].astype(int) - levels / 257).max() <= 1
+
+
+def test_thirty_two_bits_and_floats_are_scaled() -> None:
+    levels = np.linspace(0, 65535, 256).reshape(16, 16)
+    wide = decode(_bytes(Image.fromarray(levels.astype(np.int32)), "TIFF"))
+    assert np.abs(np.asarray(wide)[..., 0] - levels / 257).max() <= 1
+    floats = levels.astype(np.float32) / 65535
+    floats[0, 0] = np.nan
+    real = decode(_bytes(Image.fromarray(floats), "TIFF"))
+    assert np.abs(np.asarray(real)[..., 0] - levels / 257).max() <= 1
+
+
+def test_alpha_lies_over_white() -> None:
+    pixels = np.zeros((4, 4, 4), np.uint8)
+    pixels[0] = (255, 0, 0, 255)
+    pixels[1] = (255, 0, 0, 0)
+    pixels[2] = (0, 0, 0, 128)
+    image = np.asarray(decode(_bytes(Image.fromarray(pixels))))
+    assert image[:3, 0].tolist() == [[255, 0, 0], [255, 255, 255], [127, 127, 127]]
+
+
+def test_grey_with_alpha_lies_over_white() -> None:
+    pixels = np.array([[[0, 0], [0, 255]]], np.uint8)
+    image = np.asarray(decode(_bytes(Image.fromarray(pixels, "LA"))))
+    assert image[0].tolist() == [[255, 255, 255], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("transparency", [0, b"\x00\xff"])
+def test_palettes_with_and_without_transparency(transparency: int | bytes) -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.putpixel((1, 0), 1)
+    assert np.asarray(decode(_bytes(image)))[0].tolist() == [[10, 20, 30], [200, 100, 50]]
+    see_through = decode(_bytes(image, transparency=transparency))
+    assert np.asarray(see_through)[0].tolist() == [[255, 255, 255], [200, 100, 50]]
+
+
+def test_a_see_through_colour_of_rgb_lies_over_white() -> None:
+    data = _bytes(_corners(), transparency=(255, 0, 0))
+    assert np.asarray(decode(data))[0, 0].tolist() == [255, 255, 255]
+
+
+def test_black_and_white_is_read() -> None:
+    assert np.asarray(decode(_bytes(Image.new("1", (3, 3), 1)))).min() == 255
+
+
+def test_cmyk_is_read() -> None:
+    image = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
+    red, green, blue = np.asarray(decode(_bytes(image, "JPEG", quality=95)))[4, 4].astype(int)
+    assert red > 230
+    assert max(green, blue) < 25
+
+
+def _gamma_profile() -> bytes:
+    """sRGB's primaries with a linear curve, so that 128 means much more light than in sRGB."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    count = struct.unpack_from(">I", profile, 128)[0]
+    for at in range(132, 132 + 12 * count, 12):
+        name, offset, size = struct.unpack_from(">4sII", profile, at)
+        if name in (b"rTRC", b"gTRC", b"bTRC"):
+            profile[offset : offset + size] = (b"curv" + bytes(8)).ljust(size, b"\0")
+    return bytes(profile)
+
+
+def test_a_profile_is_converted_to_srgb() -> None:
+    grey = Image.new("RGB", (8, 8), (128, 128, 128))
+    assert np.asarray(decode(_bytes(grey)))[0, 0].tolist() == [128, 128, 128]
+    converted = np.asarray(decode(_bytes(grey, icc_profile=_gamma_profile())))
+    assert np.abs(converted[0, 0].astype(int) - 188).max() <= 1
+
+
+def test_a_profile_spares_the_alpha() -> None:
+    image = Image.new("RGBA", (8, 8), (128, 128, 128, 0))
+    image.putpixel((0, 0), (128, 128, 128, 255))
+    converted = np.asarray(decode(_bytes(image, icc_profile=_gamma_profile())))
+    assert abs(int(converted[0, 0, 0]) - 188) <= 1
+    assert converted[4, 4].tolist() == [255, 255, 255]
+
+
+def test_a_profile_of_another_kind_or_broken_is_not_used() -> None:
+    grey = Image.new("L", (8, 8), 128)
+    rgb = Image.new("RGB", (8, 8), (128, 128, 128))
+    for data in (_bytes(grey, icc_profile=_gamma_profile()), _bytes(rgb, icc_profile=b"x" * 200)):
+        assert np.asarray(decode(data))[0, 0].tolist() == [128, 128, 128]
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("read", [probe, decode])
+def test_truncated_files_are_unreadable(file_format: str, share: float, read: object) -> None:
+    data = _bytes(_noise(), file_format)
+    assert callable(read)
+    with pytest.raises(UnreadableImageError) as caught:
+        read(data[: int(len(data) * share)])
+    assert caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b"hello, I am a text", "not a picture in a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture in a known format"),
+    ],
+)
+@pytest.mark.parametrize("read", [probe, decode])
+def test_what_is_no_picture_is_unreadable(data: bytes, reason: str, read: object) -> None:
+    assert callable(read)
+    with pytest.raises(UnreadableImageError, match=reason):
+        read(data)
+
+
+def _png_of(width: int, height: int) -> bytes:
+    """A tiny file that claims to be huge."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    body = zlib.compress(bytes(100))
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize("read", [probe, decode])
+def test_bombs_are_unreadable_and_nothing_warns(read: object) -> None:
+    assert callable(read)
+    with pytest.raises(UnreadableImageError, match="pixels"):
+        read(_png_of(50_000, 50_000))
+    with pytest.raises(UnreadableImageError, match="truncated"):
+        read(_png_of(10_000, 10_000))  # Pillow would warn of this size
+
+
+def test_fuzzed_files_are_read_or_unreadable_alike() -> None:
+    random = np.random.default_rng(0)
+    for file_format in FORMATS[:-2]:
+        clean = np.frombuffer(_bytes(_noise(12, 10), file_format), np.uint8)
+        for _ in range(60):
+            data = clean.copy()
+            hits = random.integers(0, len(data), 3)
+            data[hits] = random.integers(0, 256, 3)
+            assert _size_or_none(probe, data) == _size_or_none(decode, data)
+
+
+def _size_or_none(read: object, data: np.ndarray) -> object:
+    assert callable(read)
+    try:
+        found = read(data.tobytes())
+    except UnreadableImageError:
+        return None
+    return found.size if isinstance(found, Image.Image) else found
+
+
+def test_threads_leave_the_warning_filters_alone() -> None:
+    before = list(warnings.filters)
+    data = _bytes(_corners(), "JPEG")
+    together = threading.Barrier(4)
+
+    def work(_: int) -> None:
+        together.wait(10)
+        for _ in range(50):
+            probe(data)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert list(warnings.filters) == before
+
+
+def test_fit_covers_and_crops_the_centre() -> None:
+    tensor = fit(_corners(48, 16), 16, 16)
+    assert tuple(tensor.shape) == (3, 16, 16)
+    assert str(tensor.dtype) == "torch.float32"
+    assert tensor.is_contiguous()
+    assert tensor[:, 2, 2].tolist() == [1.0, -1.0, -1.0]
+    assert tensor[:, 2, 13].tolist() == [-1.0, 1.0, -1.0]
+    assert tensor[:, 13, 13].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((7, 9), (64, 32)), ((1000, 3), (8, 8)), ((3, 1000), (8, 24)), ((1, 1), (8, 8))],
+)
+def test_fit_takes_any_size(source: tuple[int, int], target: tuple[int, int]) -> None:
+    tensor = fit(Image.new("RGB", source, (255, 0, 127)), *target)
+    assert tuple(tensor.shape) == (3, target[1], target[0])
+    assert tensor[0].min() == 1
+    assert tensor[1].max() == -1
+
+
+def test_fit_at_the_same_size_changes_nothing() -> None:
+    image = _noise(24, 16)
+    restored = (fit(image, 24, 16) + 1) * 127.5
+    assert np.array_equal(restored.permute(1, 2, 0).round().numpy(), np.asarray(image))

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.data.loader import BatchOrder, Draw, Group, Loader, LoaderState
+from gracetune.data.sample import Sample
+from gracetune.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gracetune.data.sample import Batch
+
+
+def _group(
+    dataset: str, count: int, repeats: int = 1, dropout: float = 0.0, size: tuple[int, int] = (8, 8)
+) -> Group:
+    samples = tuple(
+        Sample(dataset, f"{size}/{number}.png", f"{dataset} {number}", "0", *size)
+        for number in range(count)
+    )
+    return Group(samples, repeats, dropout, size)
+
+
+def _load(draws: Sequence[Draw]) -> Batch:
+    """The draws themselves stand in for what they would be encoded to."""
+    return cast("Batch", tuple(draws))
+
+
+def _epoch(order: BatchOrder, number: int) -> list[tuple[Draw, ...]]:
+    first = number * order.epoch_length
+    return [order.at(first + place) for place in range(order.epoch_length)]
+
+
+groups_strategy = st.lists(
+    st.builds(
+        _group,
+        dataset=st.sampled_from(["cats", "dogs"]),
+        count=st.integers(0, 7),
+        repeats=st.integers(1, 3),
+        dropout=st.sampled_from([0.0, 0.5, 1.0]),
+        size=st.sampled_from([(8, 8), (8, 16), (16, 8)]),
+    ),
+    min_size=1,
+    max_size=5,
+    unique_by=lambda group: (group.samples[:1], group.size),
+).filter(lambda groups: any(group.samples for group in groups))
+batch_sizes = st.integers(1, 5)
+seeds = st.integers(-(2**63), 2**63)
+
+
+@given(groups_strategy, batch_sizes, seeds, st.integers(0, 3))
+def test_an_epoch_shows_each_sample_as_often_as_asked(
+    groups: list[Group], batch_size: int, seed: int, number: int
+) -> None:
+    order = BatchOrder(groups, batch_size, seed)
+    batches = _epoch(order, number)
+    shown = Counter((draw.sample, draw.size) for batch in batches for draw in batch)
+    wanted: Counter[object] = Counter()
+    for group in groups:
+        for sample in group.samples:
+            wanted[sample, group.size] += group.repeats
+    assert shown == wanted
+    assert order.samples_per_epoch == sum(wanted.values())
+
+
+@given(groups_strategy, batch_sizes, seeds)
+def test_batches_have_one_size_and_as_few_are_partial_as_can_be(
+    groups: list[Group], batch_size: int, seed: int
+) -> None:
+    batches = _epoch(BatchOrder(groups, batch_size, seed), 0)
+    assert all(1 <= len(batch) <= batch_size for batch in batches)
+    assert all(len({draw.size for draw in batch}) == 1 for batch in batches)
+    for size in {batch[0].size for batch in batches}:
+        lengths = [len(batch) for batch in batches if batch[0].size == size]
+        assert len(lengths) == -(-sum(lengths) // batch_size)
+
+
+@given(groups_strategy, batch_sizes, seeds, st.integers(1, 4), st.integers(0, 30))
+def test_ranks_partition_the_stream(
+    groups: list[Group], batch_size: int, seed: int, world: int, consumed: int
+) -> None:
+    order = BatchOrder(groups, batch_size, seed)
+    loaders = [
+        Loader(BatchOrder(groups, batch_size, seed), _load, rank, world, consumed)
+        for rank in range(world)
+    ]
+    taken = []
+    for _ in range(3):
+        step = [next(loader) for loader in loaders]
+        taken += [batch for batch, _ in step]
+        assert len({state for _, state in step}) == 1
+    assert taken == [order.at(consumed + place) for place in range(3 * world)]
+
+
+@given(
+    groups_strategy, batch_sizes, seeds, st.integers(0, 12), st.integers(1, 3), st.integers(1, 3)
+)
+def test_resuming_anywhere_with_any_world_is_the_uninterrupted_stream(
+    groups: list[Group], batch_size: int, seed: int, steps: int, before: int, after: int
+) -> None:
+    order = BatchOrder(groups, batch_size, seed)
+    state = LoaderState(0)
+    loader = Loader(order, _load, 0, before)
+    for _ in range(steps):
+        _, state = next(loader)
+    assert state.consumed == steps * before
+    assert state.epoch(order) == steps * before // order.epoch_length
+    resumed = [
+        next(Loader(BatchOrder(groups, batch_size, seed), _load, rank, after, state.consumed))[0]
+        for rank in range(after)
+    ]
+    assert resumed == [order.at(state.consumed + rank) for rank in range(after)]
+
+
+def test_epochs_and_seeds_differ_and_repeat_exactly() -> None:
+    groups = [_group("cats", 50)]
+    order = BatchOrder(groups, 4, 0)
+    first, second = _epoch(order, 0), _epoch(order, 1)
+    assert first != second
+    assert _epoch(order, 0) == first
+    assert _epoch(BatchOrder(groups, 4, 1), 0) != first
+
+
+def test_batches_of_several_sizes_are_mixed() -> None:
+    order = BatchOrder([_group("a", 64, size=(8, 8)), _group("a", 64, size=(16, 8))], 4, 0)
+    sizes = [batch[0].size for batch in _epoch(order, 0)]
+    changes = sum(one != other for one, other in itertools.pairwise(sizes))
+    assert changes > 8
+
+
+def test_groups_of_one_size_share_batches() -> None:
+    order = BatchOrder([_group("cats", 32), _group("dogs", 32)], 8, 0)
+    mixed = [len({draw.sample.dataset for draw in batch}) == 2 for batch in _epoch(order, 0)]
+    assert sum(mixed) >= 6
+
+
+def test_captions_drop_at_their_rate_and_anew_each_epoch() -> None:
+    order = BatchOrder([_group("cats", 2000, repeats=2, dropout=0.25)], 100, 3)
+    dropped = []
+    for number in range(2):
+        draws = [draw for batch in _epoch(order, number) for draw in batch]
+        dropped.append({(draw.sample.key) for draw in draws if draw.caption == ""})
+        assert 0.22 < sum(draw.caption == "" for draw in draws) / len(draws) < 0.28
+        assert all(draw.caption in ("", draw.sample.caption) for draw in draws)
+    assert dropped[0] != dropped[1]
+
+
+def test_dropout_of_a_sample_does_not_depend_on_the_others() -> None:
+    def dropped(groups: list[Group]) -> set[str]:
+        batches = _epoch(BatchOrder(groups, 4, 0), 0)
+        draws = [draw for batch in batches for draw in batch if draw.sample.dataset == "cats"]
+        return {draw.sample.key for draw in draws if not draw.caption}
+
+    alone = dropped([_group("cats", 40, dropout=0.5)])
+    assert alone == dropped([_group("dogs", 9, dropout=0.5), _group("cats", 40, dropout=0.5)])
+    assert 5 < len(alone) < 35
+
+
+@pytest.mark.parametrize(("dropout", "captions"), [(0.0, 9), (1.0, 0)])
+def test_dropout_of_nothing_and_of_everything(dropout: float, captions: int) -> None:
+    batches = _epoch(BatchOrder([_group("cats", 9, dropout=dropout)], 2, 0), 0)
+    assert sum(draw.caption != "" for batch in batches for draw in batch) == captions
+
+
+PINNED = ["3", "0", "5", "4", "1", "2", "2", "5", "4", "0", "1", "3"]
+
+
+def _numbers(seed: int) -> list[str]:
+    order = BatchOrder([_group("cats", 6)], 2, seed)
+    return [
+        draw.sample.caption.split()[1]
+        for number in range(2)
+        for batch in _epoch(order, number)
+        for draw in batch
+    ]
+
+
+def test_the_order_is_the_same_for_ever() -> None:
+    """A checkpoint of an older release continues in the order it began with."""
+    assert _numbers(7) == PINNED
+
+
+def test_the_order_is_the_same_in_another_process() -> None:
+    program = (
+        "from gracetune.data.loader import *; from gracetune.data.sample import Sample\n"
+        "samples = tuple(Sample('cats', str(i), str(i), '0', 8, 8) for i in range(20))\n"
+        "order = BatchOrder([Group(samples, 1, 0.5, (8, 8))], 3, 1)\n"
+        "print([[d.caption for d in order.at(i)] for i in range(20)])\n"
+    )
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(runs) == 1
+    assert len(runs.pop()) > 60
+
+
+def test_a_hundred_thousand_samples_are_quick() -> None:
+    groups = [_group("cats", 50_000), _group("cats", 50_000, size=(16, 8))]
+    start = time.perf_counter()
+    order = BatchOrder(groups, 8, 0)
+    for index in range(0, 3 * order.epoch_length, order.epoch_length // 100):
+        order.at(index)
+    assert time.perf_counter() - start < 2
+
+
+def test_no_samples_at_all_is_an_error() -> None:
+    for groups in ([], [_group("cats", 0)]):
+        with pytest.raises(DataError, match="no data set has a sample left"):
+            BatchOrder(groups, 4, 0)
+
+
+def test_loader_is_its_own_iterator() -> None:
+    loader = Loader(BatchOrder([_group("cats", 3)], 2, 0), _load)
+    states = [state for _, state in itertools.islice(loader, 5)]
+    assert [state.consumed for state in states] == [1, 2, 3, 4, 5]

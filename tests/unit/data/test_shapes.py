@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from gracetune.config.schema import DatasetSection, ShapesSection
+from gracetune.data import shapes
+from gracetune.data.shapes import (
+    BACKGROUNDS,
+    COLOURS,
+    MARKER,
+    SHAPES,
+    Figure,
+    ShapesSource,
+    draw,
+    drawn,
+    held_out,
+    open_shapes,
+    stencil,
+)
+from gracetune.errors import ConfigError, DataError
+from gracetune.events.types import Event, Notice
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = ShapesSection(copies=1)
+
+
+def _open(path: Path, section: ShapesSection = SMALL) -> ShapesSource:
+    return ShapesSource(path, section, lambda event: None, "datasets[0]")
+
+
+def test_a_third_is_held_out_with_every_word_in_it() -> None:
+    assert len(held_out()) == 32
+    assert len(drawn()) == 64
+    assert not set(held_out()) & set(drawn())
+    for part in (held_out(), drawn()):
+        assert {figure.colour for figure in part} == set(COLOURS)
+        assert {figure.shape for figure in part} == set(SHAPES)
+        assert {figure.background for figure in part} == set(BACKGROUNDS)
+    assert held_out()[0] == Figure("red", "circle", "black")
+
+
+def test_the_star_has_every_colour_and_background_and_a_held_out_third() -> None:
+    assert (len(held_out("star")), len(drawn("star"))) == (8, 16)
+    assert {figure.shape for figure in drawn("star")} == {"star"}
+    assert {figure.colour for figure in drawn("star")} == set(COLOURS)
+    assert {figure.background for figure in drawn("star")} == set(BACKGROUNDS)
+
+
+def test_captions_are_english() -> None:
+    assert Figure("red", "circle", "white").caption == "a red circle on a white background"
+    assert Figure("orange", "star", "gray").caption == "an orange star on a gray background"
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "star"])
+def test_stencils_stay_within_their_radius(shape: str) -> None:
+    mask = np.asarray(stencil(shape, 96, (48, 48), 30)) > 0
+    rows, columns = np.nonzero(mask)
+    assert mask[48, 48]
+    assert set(np.unique(mask)) == {False, True}
+    assert 17 <= rows.min() <= 23
+    assert max(rows.max(), columns.max()) <= 79
+    assert 0.05 < mask.mean() < 0.4
+
+
+def test_stencils_differ() -> None:
+    masks = {shape: np.asarray(stencil(shape, 96, (48, 48), 30)) > 0 for shape in (*SHAPES, "star")}
+    for one, mask in masks.items():
+        for other, another in masks.items():
+            overlap = (mask & another).sum() / (mask | another).sum()
+            assert (overlap == 1) if one == other else (overlap < 0.9)
+
+
+def test_a_picture_depends_on_seed_copy_and_words_alone() -> None:
+    figure = Figure("red", "circle", "white")
+    picture = np.asarray(draw(figure, 24, 0, 0))
+    assert picture.shape == (24, 24, 3)
+    assert np.array_equal(picture, np.asarray(draw(figure, 24, 0, 0)))
+    assert not np.array_equal(picture, np.asarray(draw(figure, 24, 1, 0)))
+    assert not np.array_equal(picture, np.asarray(draw(figure, 24, 0, 1)))
+    assert draw(figure, 64, 0, 0).size == (64, 64)
+
+
+def test_pictures_have_their_colours_places_and_sizes() -> None:
+    areas, centres = [], []
+    for copy in range(40):
+        pixels = np.asarray(draw(Figure("blue", "circle", "black"), 24, copy, 0)).astype(int)
+        assert np.abs(pixels[0, 0] - BACKGROUNDS["black"]).max() <= 1
+        mask = pixels[..., 2] > 115
+        rows, columns = np.nonzero(mask)
+        centres.append((rows.mean() + 0.5, columns.mean() + 0.5))
+        areas.append(mask.sum())
+        middle = pixels[int(rows.mean()), int(columns.mean())]
+        assert np.abs(middle - COLOURS["blue"]).max() <= 1
+    assert 9.7 <= np.min(centres) < 10.7
+    assert 13.3 < np.max(centres) <= 14.3
+    radii = np.sqrt(np.array(areas) / np.pi)
+    assert 6.2 < radii.min() < 7.0
+    assert 8.5 < radii.max() < 9.3
+
+
+def test_the_folder_is_made_once(tmp_path: Path) -> None:
+    source = _open(tmp_path / "deep/shapes")
+    counts = Counter(key.rpartition(".")[2] for key in source.keys())  # noqa: SIM118
+    assert counts == {"png": 64, "txt": 64}
+    assert source.read("orange-cross-gray-000.txt") == b"an orange cross on a gray background\n"
+    assert "red-circle-black-000.png" not in source.keys()  # noqa: SIM118
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["shapes"]
+    marker = tmp_path / "deep/shapes" / MARKER
+    made_at = marker.stat().st_mtime_ns
+    again = _open(tmp_path / "deep/shapes")
+    assert list(again.keys()) == list(source.keys())
+    assert marker.stat().st_mtime_ns == made_at
+    assert "made shapes" in again.describe()
+
+
+def test_copies_and_concept(tmp_path: Path) -> None:
+    source = _open(tmp_path / "x", ShapesSection(copies=3, concept="star", size=32))
+    assert len(source.keys()) == 16 * 3 * 2
+    assert source.read("red-star-white-002.txt") == b"a red star on a white background\n"
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    assert len(_open(tmp_path / "x").keys()) == 128
+
+
+def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    _open(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / MARKER).exists()
+
+
+def test_other_settings_make_it_anew_and_say_so(tmp_path: Path) -> None:
+    first = _open(tmp_path / "x")
+    told: list[Event] = []
+    second = ShapesSource(tmp_path / "x", ShapesSection(copies=2, seed=1), told.append)
+    assert len(second.keys()) == 2 * len(first.keys())
+    assert [type(event) for event in told] == [Notice]
+    assert "made anew" in str(told[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("meddle", ["add", "edit", "hide", "link"])
+def test_what_a_user_put_there_is_never_thrown_away(tmp_path: Path, meddle: str) -> None:
+    _open(tmp_path / "x")
+    name = {"add": "mine.png", "edit": "red-cross-white-000.txt", "hide": ".mine/notes"}.get(meddle)
+    if name is None:
+        (tmp_path / "x/mine").symlink_to(tmp_path)
+    else:
+        (tmp_path / "x" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "x" / name).write_text("mine")
+    before = sorted(os.listdir(tmp_path / "x"))
+    with pytest.raises(
+        DataError, match=r"datasets\[0\]\.instance_data_dir.*1 files.*(mine|red-cross)"
+    ):
+        _open(tmp_path / "x", ShapesSection(copies=2))
+    assert sorted(os.listdir(tmp_path / "x")) == before
+    _open(tmp_path / "x")
+
+
+@pytest.mark.parametrize("marker", [None, "not json", "[]", '{"settings": 1, "files": {}}'])
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path, marker: str | None) -> None:
+    (tmp_path / "holiday.jpg").write_bytes(b"precious")
+    if marker is not None:
+        (tmp_path / MARKER).write_text(marker)
+    with pytest.raises(DataError, match=r"not made as shapes.*empty or new"):
+        _open(tmp_path)
+    assert (tmp_path / "holiday.jpg").read_bytes() == b"precious"
+
+
+def test_a_place_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(DataError, match=r"datasets\[0\]\.instance_data_dir.*cannot be made"):
+            _open(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_two_makers_at_once_agree(tmp_path: Path) -> None:
+    """The slower one finds the place taken by what it was about to put there."""
+    settings = {"drawing": 1, **SMALL.model_dump()}
+    _open(tmp_path / "first")
+    made = json.loads((tmp_path / "first" / MARKER).read_text())
+    assert made["settings"] == settings
+    _open(tmp_path / "second")
+    shapes._put(tmp_path / "second", tmp_path / "first", settings, "datasets[0]")
+    assert (tmp_path / "second").exists()
+    with pytest.raises(OSError, match="not empty"):
+        shapes._put(tmp_path / "second", tmp_path / "first", {"other": 1}, "datasets[0]")
+
+
+def test_an_unknown_concept_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"datasets\[0\]\.shapes\.concept is 'moon'; known: star"):
+        _open(tmp_path / "x", ShapesSection(concept="moon"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_section_opens_it(tmp_path: Path) -> None:
+    section = DatasetSection(type="shapes", instance_data_dir=str(tmp_path / "x"), shapes=SMALL)
+    assert len(open_shapes(section, "datasets[0]", lambda event: None).keys()) == 128
+    with pytest.raises(DataError, match="'shapes' needs it"):
+        open_shapes(DatasetSection(type="shapes"), "datasets[0]", lambda event: None)
