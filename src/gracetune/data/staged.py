@@ -154,9 +154,9 @@ def _packing(source: Source, keys: Sequence[str], section: InMemorySection) -> _
         except OSError:
             continue  # recorded when its turn comes
     choice = choose(list(sampled.values()))
-    found = ", ".join(f"{name} {share:.1%}" for name, share in choice.savings.items())
+    found = ", ".join(f"{name} saves {share:.1%}" for name, share in choice.savings.items())
     chosen = choice.codec or "no compression"
-    why = f"auto chose {chosen}: on {len(sampled)} sampled files it would save {found}"
+    why = f"auto chose {chosen}: on {len(sampled)} sampled files {found}"
     return _Packing(choice.codec, WORTHWHILE, why, sampled)
 
 
