@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 USAGE = """\
-usage: python train.py --config FILE [--resume auto|latest|none|PATH] [--KEY VALUE | --KEY=VALUE | --FLAG]...
+usage: python train.py --config FILE [--resume latest|none|PATH]
+                       [--KEY VALUE | --KEY=VALUE | --FLAG]...
 
 Train as a run file says. KEY is any setting of a run file: --max_train_steps 10,
 --train.batch_size=4, --datasets.0.repeats 2. A FLAG without a value is true.

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from gracetune.config.schema import RunFile
 from gracetune.config.spellings import ALIASES, ELSEWHERE
 from gracetune.config.text import dotted, shown
+from gracetune.config.translate import nearest_origin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,13 +45,11 @@ def explain(error: ValidationError, origins: Mapping[KeyPath, Origin], name: str
 
 def locate(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> str:
     """Where a key stands and what it is called: `run.json:3: lr (optimizer.lr)`."""
-    origin = origins.get(path)
-    if origin is None:
-        outer = (path[:length] for length in range(len(path) - 1, 0, -1))
-        around = next((origins[part].where for part in outer if part in origins), name)
-        return f"{around}: {dotted(path)}"
     ours = dotted(path)
-    return f"{origin.where}: " + (ours if origin.spelled == ours else f"{origin.spelled} ({ours})")
+    if path in origins and origins[path].spelled != ours:
+        return f"{origins[path].where}: {origins[path].spelled} ({ours})"
+    nearest = nearest_origin(path, origins)
+    return f"{name if nearest is None else nearest.where}: {ours}"
 
 
 def suggest(path: KeyPath) -> str:
@@ -77,9 +76,9 @@ def suggest(path: KeyPath) -> str:
     return f"known here: {', '.join(siblings)}." if siblings else "it is not in the schema."
 
 
-def known_keys() -> frozenset[str]:
+def known_keys() -> list[str]:
     """Every dotted key of the schema, sections too; `*` is any data set."""
-    return frozenset(_keys(RunFile, ""))
+    return _keys(RunFile, "")
 
 
 def _keys(model: type[BaseModel], prefix: str) -> list[str]:

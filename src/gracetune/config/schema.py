@@ -132,6 +132,8 @@ class Gh200Section(Section):
 
     enable_uvm_hints: bool | None = None
     """Force placement hints on or off; none: the environment decides."""
+    placement: dict[str, Literal["host", "staged", "device", "leave"]] = {}
+    """Where tensors of a batch live, by role (`latents`, `audio`, `text`, ...) or by name."""
     enable_batch_size_rampup: bool = False
     """Let the effective batch grow while training."""
     initial_effective_batch_size: Positive | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from gracetune.config.spellings import ALIASES, RAMP_SWITCH, REMARKS, VALUES
@@ -11,10 +11,12 @@ from gracetune.config.text import dotted, place, shown
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from gracetune.config.json_text import KeyPath
     from gracetune.config.text import ParsedText
+
+EVERY_DATASET = ("datasets", "*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +43,14 @@ class Draft:
         found = _at(self.tree, tuple(key.split(".")))
         return None if found is _ABSENT else found
 
-    def num_datasets(self) -> int:
-        """How many data sets there are so far."""
-        datasets = self.tree.get("datasets")
-        return len(datasets) if isinstance(datasets, list) else 0
-
 
 def translate(parsed: ParsedText, name: str) -> Draft:
     """Bring a file's keys into our spelling; what is said twice must be said alike."""
     draft = Draft()
     later: list[tuple[KeyPath, KeyPath, object]] = []
-    for path, value in leaves(parsed.tree):
+    for path, value in leaves(parsed.tree) if parsed.tree else ():
         target = canonical(path, value)
-        if "*" in target:
+        if target[:2] == EVERY_DATASET:
             later.append((path, target, value))
         else:
             origin = Origin(place(name, parsed.lines, path), dotted(path))
@@ -75,6 +72,14 @@ def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
             ours = _our_value(draft, target, leaf)
             if ours != {} or not isinstance(_at(draft.tree, target), dict):
                 _put(draft, target, ours, Origin(where, dotted(spelled)))
+
+
+def nearest_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
+    """Who wrote a key, or else something in it, or else what it is in."""
+    inner = (other for other in origins if other[: len(path)] == path)
+    outer = (path[:length] for length in range(len(path) - 1, 0, -1) if path[:length] in origins)
+    nearest = path if path in origins else next(chain(inner, outer), None)
+    return None if nearest is None else origins[nearest]
 
 
 def leaves(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
@@ -132,11 +137,11 @@ def _follow(draft: Draft, key: str, value: object, why: str) -> None:
 
 def _spread(target: KeyPath, draft: Draft) -> list[KeyPath]:
     """The path itself, or one for every data set where all are meant."""
-    if "*" not in target:
+    if target[:2] != EVERY_DATASET:
         return [target]
-    at = target.index("*")
-    count = max(1, draft.num_datasets())
-    return [(*target[:at], index, *target[at + 1 :]) for index in range(count)]
+    datasets = draft.tree.get("datasets")
+    count = len(datasets) if isinstance(datasets, list) and datasets else 1
+    return [("datasets", index, *target[2:]) for index in range(count)]
 
 
 def _our_value(draft: Draft, path: KeyPath, value: object) -> object:
@@ -198,10 +203,11 @@ def _add(draft: Draft, path: KeyPath, value: object, origin: Origin) -> None:
 def _twice(
     draft: Draft, path: KeyPath, before: object, origin: Origin, value: object
 ) -> ConfigError:
-    first = draft.origins.get(path, Origin("", dotted(path)))
+    first = nearest_origin(path, draft.origins)
+    assert first is not None, f"{dotted(path)} has a value that nobody put there"
     return ConfigError(
-        f"{origin.where}: {origin.spelled} is {shown(value)}, but {first.spelled} is {shown(before)} "
-        f"({first.where or 'the same file'}); both set {dotted(path)}. Keep one of them."
+        f"{origin.where}: {origin.spelled} is {shown(value)}, but {first.spelled} is "
+        f"{shown(before)} ({first.where}); both set {dotted(path)}. Keep one of them."
     )
 
 

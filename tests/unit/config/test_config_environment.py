@@ -1,0 +1,189 @@
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.config.environment import (
+    EnvironmentSettings,
+    claim_alloc_conf,
+    claim_process_alloc_conf,
+    environment_settings,
+    split_alloc_conf,
+)
+from gracetune.config.load import load_run_text
+from gracetune.errors import ConfigError
+
+GUIDE = "use_uvm:True,uvm_oversubscription_ratio:5.0,uvm_access_pattern:gpu_first"
+
+
+def refusal(call, *arguments):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def test_our_settings_are_taken_out_and_torchs_stay():
+    conf = split_alloc_conf(
+        "max_split_size_mb:64, use_uvm : True ,roundup_power2_divisions:[256:1,>:8],"
+        "uvm_stage1_threshold:0.1,uvm_stage1_min_bytes:1GiB,"
+    )
+    assert conf.ours == {
+        "use_uvm": "True",
+        "uvm_stage1_threshold": "0.1",
+        "uvm_stage1_min_bytes": "1GiB",
+    }
+    assert conf.theirs == "max_split_size_mb:64,roundup_power2_divisions:[256:1,>:8]"
+    assert conf.unknown == ()
+
+
+def test_what_torch_does_not_know_is_left_to_it_and_named():
+    conf = split_alloc_conf("brand_new:1,backend:native")
+    assert conf.theirs == "brand_new:1,backend:native"
+    assert conf.unknown == ("brand_new",)
+    assert "brand_new" in environment_settings({"PYTORCH_ALLOC_CONF": "brand_new:1"}).notices[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("use_uvm:maybe", "use_uvm in PYTORCH_CUDA_ALLOC_CONF is 'maybe'; it must be 1 or 0"),
+        ("uvm_oversubscription_ratio:1", "is 1; it must be a finite number above 1"),
+        ("uvm_oversubscription_ratio:inf", "is inf; it must be a finite number above 1"),
+        ("uvm_oversubscription_ratio:x", "is 'x'; it must be a finite number above 1"),
+        ("uvm_access_pattern:gpu", "it must be one of gpu_first, balanced, cpu_first"),
+        ("uvm_stage1_threshold:1.5", "between 0 and 1"),
+        ("uvm_stage1_min_bytes:lots", "uvm_stage1_min_bytes in PYTORCH_CUDA_ALLOC_CONF: 'lots'"),
+        ("uvm_oversubscripton_ratio:2", "did you mean uvm_oversubscription_ratio?"),
+        ("use_uvm", "'use_uvm' is not of the form key:value"),
+        ("use_uvm:", "is not of the form key:value"),
+        ("a:1,[", "'[' is not of the form key:value"),
+    ],
+)
+def test_bad_allocator_settings_are_told(text, message):
+    assert message in refusal(split_alloc_conf, text)
+
+
+@given(st.text(alphabet="abuvm_:,[]>1 .", max_size=30))
+def test_no_allocator_setting_ends_in_another_error(text):
+    try:
+        conf = split_alloc_conf(text)
+    except ConfigError:
+        return
+    assert split_alloc_conf(conf.theirs).theirs == conf.theirs
+
+
+def test_claiming_leaves_torch_only_what_is_its_own():
+    environ = {
+        "PYTORCH_CUDA_ALLOC_CONF": f"{GUIDE},expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "use_uvm:False",
+    }
+    claim_alloc_conf(environ)
+    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in environ
+    once = dict(environ)
+    claim_alloc_conf(environ)
+    assert environ == once
+    settings = environment_settings(environ)
+    assert settings.use_uvm is False, "the newer variable wins, as with torch"
+    assert settings.oversubscription_ratio == 5.0
+    assert settings.access_pattern == "gpu_first"
+    assert settings.alloc_conf == "expandable_segments:True"
+    assert "kept from torch's allocator" in settings.notices[0]
+
+
+def test_claiming_leaves_other_variables_alone():
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    claim_alloc_conf(environ)
+    assert environ == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+
+
+def test_claiming_in_the_process(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", GUIDE)
+    monkeypatch.setenv("GRACETUNE_ALLOC_CONF", "")
+    claim_process_alloc_conf()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    assert os.environ["GRACETUNE_ALLOC_CONF"] == GUIDE
+
+
+def test_an_empty_environment_says_nothing():
+    assert environment_settings({}) == EnvironmentSettings()
+    assert environment_settings({"ACCELERATE_MIXED_PRECISION": ""}) == EnvironmentSettings()
+
+
+def test_every_variable_is_read():
+    settings = environment_settings(
+        {
+            "AITK_GH200_ENABLE_UVM_HINTS": "off",
+            "GH200_UVM_OVERSUBSCRIPTION_RATIO": "3.5",
+            "GH200_UVM_ACCESS_PATTERN": "balanced",
+            "ACCELERATE_MIXED_PRECISION": "bf16",
+            "PYTORCH_CUDA_ALLOC_CONF": "uvm_stage1_threshold:0.2,uvm_stage1_min_bytes:2MiB",
+        }
+    )
+    assert settings.uvm_hints is False
+    assert settings.oversubscription_ratio == 3.5
+    assert settings.access_pattern == "balanced"
+    assert settings.mixed_precision == "bf16"
+    assert settings.stage1_threshold == 0.2
+    assert settings.stage1_min_bytes == 2 * 1024**2
+
+
+def test_the_allocators_own_setting_counts_where_two_disagree():
+    settings = environment_settings(
+        {
+            "GH200_UVM_OVERSUBSCRIPTION_RATIO": "3",
+            "GH200_UVM_ACCESS_PATTERN": "balanced",
+            "PYTORCH_CUDA_ALLOC_CONF": GUIDE,
+        }
+    )
+    assert (settings.oversubscription_ratio, settings.access_pattern) == (5.0, "gpu_first")
+    assert sum("does not" in notice for notice in settings.notices) == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "2"}, "SIMPLETUNER_GH200_ENABLE_UVM_HINTS is '2'"),
+        ({"GH200_UVM_OVERSUBSCRIPTION_RATIO": "0.5"}, "GH200_UVM_OVERSUBSCRIPTION_RATIO is 0.5"),
+        ({"GH200_UVM_ACCESS_PATTERN": "any"}, "GH200_UVM_ACCESS_PATTERN is 'any'"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "ACCELERATE_MIXED_PRECISION is 'fp8'"),
+        (
+            {"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "1", "AITK_GH200_ENABLE_UVM_HINTS": "0"},
+            "AITK_GH200_ENABLE_UVM_HINTS=0 say different things",
+        ),
+    ],
+)
+def test_a_bad_value_names_its_variable(env, message):
+    assert message in refusal(environment_settings, env)
+
+
+def load(text, env):
+    return load_run_text(text, "json", "run", environment=env)
+
+
+def test_the_environment_decides_what_a_run_file_leaves_open():
+    env = {"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "0", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    loaded = load('{"train": {"mixed_precision": "auto"}}', env)
+    assert loaded.run.gh200_optimizations.enable_uvm_hints is False
+    assert loaded.run.train.mixed_precision == "bf16"
+    assert "gh200_optimizations.enable_uvm_hints is false: the environment says so." in (
+        loaded.notices
+    )
+    assert any("ACCELERATE_MIXED_PRECISION says so" in notice for notice in loaded.notices)
+    assert any("is fp16: taken as bf16" in notice for notice in loaded.notices)
+
+
+def test_a_run_file_beats_the_environment():
+    env = {"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "0", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    text = '{"mixed_precision": "no", "cache_config": {"vae_cache_type": "unified_memory"}}'
+    loaded = load(text, env)
+    assert loaded.run.gh200_optimizations.enable_uvm_hints is True
+    assert loaded.run.train.mixed_precision == "no"
+    assert not any("says so" in notice for notice in loaded.notices)
+
+
+def test_the_launchers_own_default_is_no_decision():
+    launched = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    assert load("{}", launched).run.train.mixed_precision == "auto"
+    assert load("{}", {"ACCELERATE_MIXED_PRECISION": "no"}).run.train.mixed_precision == "no"

@@ -1,0 +1,195 @@
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracetune.config.explain import known_keys, suggest
+from gracetune.config.load import load_run_file, load_run_text, parse_value
+from gracetune.config.schema import RunFile
+from gracetune.errors import ConfigError
+
+
+def refusal(call, *arguments, **options):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments, **options)
+    return str(caught.value)
+
+
+def text_refusal(text, text_format="json"):
+    return refusal(load_run_text, text, text_format, "run", environment={})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.json", '// hi\n{"train": {"batch_size": 2}, "validation": {"prompts": ["a"]}}'),
+        ("run.yaml", "train:\n  batch_size: 2\nvalidation: {prompts: [a]}\n"),
+        ("run.yml", "train: {batch_size: 2}\nvalidation:\n  prompts:\n    - a\n"),
+        ("run.TOML", '[train]\nbatch_size = 2\n[validation]\nprompts = ["a"]\n'),
+    ],
+)
+def test_every_format_says_the_same(tmp_path, name, text):
+    file = tmp_path / name
+    file.write_text("\ufeff" + text if name == "run.json" else text, "utf-8")
+    loaded = load_run_file(file, environment={})
+    assert loaded.run == RunFile.model_validate(
+        {"train": {"batch_size": 2}, "validation": {"prompts": ["a"]}}
+    )
+    assert loaded.path == file
+    assert loaded.notices == ()
+
+
+def test_overrides_apply_to_files(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text("{}")
+    assert load_run_file(str(file), ["seed=3"], {}).run.seed == 3
+
+
+def test_the_environment_of_the_process_counts_where_none_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
+    file = tmp_path / "run.json"
+    file.write_text("{}")
+    assert load_run_file(file).run.gh200_optimizations.enable_uvm_hints is True
+    assert load_run_file(file, environment={}).run.gh200_optimizations.enable_uvm_hints is None
+
+
+def test_files_that_are_none(tmp_path):
+    assert "does not exist" in refusal(load_run_file, tmp_path / "no.json")
+    (tmp_path / "folder.json").mkdir()
+    assert "is a folder" in refusal(load_run_file, tmp_path / "folder.json")
+    assert "ends in .json, .yaml" in refusal(load_run_file, tmp_path / "run.txt")
+    (tmp_path / "latin.json").write_bytes(b'{"output_dir": "\xe9"}')
+    assert "is not UTF-8 (byte 16)" in refusal(load_run_file, tmp_path / "latin.json")
+    (tmp_path / "file").write_text("")
+    assert "cannot be read" in refusal(load_run_file, tmp_path / "file" / "run.json")
+    assert "cannot be read" in refusal(load_run_file, "\0.json")
+    with (tmp_path / "large.json").open("wb") as large:
+        large.truncate(17 * 1024**2)
+    assert "not a run file" in refusal(load_run_file, tmp_path / "large.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n"train": {\n"batch_sise": 1}}', "run:3: train.batch_sise is not a known key; "),
+        ('{"train": {"batch_sise": 1}}', "did you mean train.batch_size?"),
+        ('{"max_trian_steps": 1}', "did you mean train.max_train_steps?"),
+        ('{"trian": {"batch_size": 1}}', "run:1: trian is not a known key; did you mean train?"),
+        ('{"train": {"lr_bump": 1}}', "did you mean optimizer.lr_bump?"),
+        ('{"train": {"every": 1}}', "did you mean validation.every or logging.every?"),
+        ('{"datasets": [{}, {"repeat": 1}]}', "did you mean datasets.1.repeats?"),
+        ('{"train_batch_sizes": 1}', "did you mean train_batch_size"),
+        ('{"train.batch_size": 1}', "write it nested: train: {batch_size: ...}."),
+        ('{"qqqq": 1}', "known here: adapter, cache_config"),
+        ('{"": 1}', '"" is not a known key'),
+        ('{"resume_from_checkpoint": "latest"}', "--resume latest"),
+        ('{"train": {"batch_size": 0}}', "train.batch_size is 0; it must be at least 1."),
+        ('{"optimizer": {"lr": 0}}', "optimizer.lr is 0; it must be above 0."),
+        ('{"datasets": [{"caption_dropout": 2}]}', "it must be at most 1."),
+        ('{"adapter": {"dropout": 1}}', "it must be below 1."),
+        ('{"datasets": [{"shapes": {"size": 18}}]}', "it must be a multiple of 4."),
+        ('{"seed": "3"}', 'seed is "3"; it must be a whole number.'),
+        ('{"seed": true}', "seed is true; it must be a whole number."),
+        ('{"seed": 1.5}', "seed is 1.5; it must be a whole number."),
+        ('{"optimizer": {"lr": "1e-4"}}', "it must be a number."),
+        ('{"use_gh200_trainer": 1}', "it must be true or false."),
+        ('{"output_dir": 3}', "output_dir is 3; it must be text, in quotes."),
+        ('{"validation": {"prompts": 3}}', "it must be a list."),
+        ('{"train": null}', "train is null; it must be an object with keys."),
+        ('{"datasets": [3]}', "datasets.0 is 3; it must be an object with keys."),
+        ('{"dataset_type": "audio"}', "is \"audio\"; it must be 'image'."),
+        ('{"train": {"mixed_precision": "int8"}}', "it must be one of 'auto', 'no', 'bf16'"),
+        ('{"optimizer": {"betas": [0.9]}}', "optimizer.betas.1 is missing."),
+        ('{"optimizer": {"lr": 1' + "0" * 400 + "}}", "0...; it must be a number."),
+        (
+            '{"lora_rank": 0}',
+            "run:1: lora_rank (adapter.rank) is 0; it must be at least 1.",
+        ),
+    ],
+)
+def test_mistakes_name_place_key_value_rule_and_way_out(text, message):
+    assert message in text_refusal(text)
+
+
+def test_every_mistake_has_its_line():
+    message = text_refusal("train:\n  batch_size: 0\nlogging:\n  evry: 1\n  every: 0\n", "yaml")
+    assert sorted(message.splitlines()) == [
+        "run:2: train.batch_size is 0; it must be at least 1.",
+        "run:4: logging.evry is not a known key; did you mean logging.every?",
+        "run:5: logging.every is 0; it must be at least 1.",
+    ]
+    assert "run:3: train.batch_size" in text_refusal("\n[train]\nbatch_size = 0", "toml")
+
+
+def test_rules_across_sections_have_lines_too():
+    text = '{"datasets": [\n{"id": "a"},\n{"id": "a"}]}'
+    assert [line[:22] for line in text_refusal(text).splitlines()] == [
+        "run:2: datasets.0.id i",
+        "run:3: datasets.1.id i",
+    ]
+    ramp = '{"initial_effective_batch_size": 8,\n"target_effective_batch_size": 4}'
+    assert text_refusal(ramp).startswith(
+        "run:1: initial_effective_batch_size (gh200_optimizations.initial_effective_batch_size)"
+    )
+
+
+def test_suggestions_cover_every_key():
+    for key in known_keys():
+        path = tuple(0 if step == "*" else step for step in key.split("."))
+        typo = (*path[:-1], f"{path[-1]}x")
+        assert key.replace("*", "0") in suggest(typo)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), ("1e-4", 1e-4), ("true", True), ("False", False), ("null", None), ("a b", "a b")],
+)
+def test_values_of_overrides_are_json_or_text(text, value):
+    assert parse_value(text) == value
+
+
+def test_a_deeply_nested_override_is_text():
+    assert parse_value("[" * 100_000) == "[" * 100_000
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*"ab*.0", "", "id", "in_memory"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+top_keys = [
+    *RunFile.model_fields,
+    "data_backend",
+    "dataset",
+    "resolution",
+    "model_type",
+    "in_memory",
+    "lora_rank",
+    "validation_prompt",
+    "*",
+]
+
+
+@given(tree=st.dictionaries(st.sampled_from(top_keys), json_values, max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_no_tree_ends_in_another_error(tree):
+    with contextlib.suppress(ConfigError):
+        loaded = load_run_text(json.dumps(tree), "json", "run", environment={})
+        assert isinstance(loaded.run, RunFile)
+
+
+def test_loading_imports_no_torch():
+    code = "import sys, gracetune.config.load; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_path_of_a_text_is_its_name():
+    assert load_run_text("{}", "json", "inline", environment={}).path == Path("inline")

@@ -1,0 +1,129 @@
+import pytest
+
+from gracetune.config.rules import breaches, check_trainable, remarks
+from gracetune.config.schema import RunFile
+from gracetune.errors import ConfigError
+
+
+def run(**sections):
+    return RunFile.model_validate(sections)
+
+
+def ramp(**settings):
+    return {"enable_batch_size_rampup": True, "initial_effective_batch_size": 4, **settings}
+
+
+def test_the_default_run_breaks_no_rule():
+    assert breaches(RunFile()) == []
+    assert remarks(RunFile()) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "words"),
+    [
+        (
+            {"gh200_optimizations": {"enable_batch_size_rampup": True}},
+            "gh200_optimizations.enable_batch_size_rampup",
+            "initial_effective_batch_size is missing",
+        ),
+        (
+            {"gh200_optimizations": ramp(target_effective_batch_size=2)},
+            "gh200_optimizations.initial_effective_batch_size",
+            "is 4; it must be at most target_effective_batch_size (2)",
+        ),
+        (
+            {
+                "gh200_optimizations": ramp(target_effective_batch_size=6),
+                "train": {"batch_size": 8},
+            },
+            "gh200_optimizations.target_effective_batch_size",
+            "is 6; it must be at least train.batch_size (8)",
+        ),
+        (
+            {
+                "optimizer": {"schedule": "cosine", "warmup_steps": 10},
+                "train": {"max_train_steps": 10},
+            },
+            "optimizer.warmup_steps",
+            "must be below train.max_train_steps (10)",
+        ),
+        ({"optimizer": {"lr_bump": 1e-6}}, "optimizer.lr_bump", "is 1e-06; only automagic has it"),
+        ({"optimizer": {"low_noise_max_lr": 1.0}}, "optimizer.low_noise_max_lr", "only automagic"),
+        (
+            {"optimizer": {"name": "automagic", "min_lr": 2.0, "max_lr": 1.0}},
+            "optimizer.min_lr",
+            "is 2; it must be at most optimizer.max_lr (1)",
+        ),
+        (
+            {"optimizer": {"name": "automagic", "high_noise_min_lr": 2.0, "max_lr": 1.0}},
+            "optimizer.high_noise_min_lr",
+            "at most optimizer.max_lr (1)",
+        ),
+        ({"optimizer": {"betas": (0.9, 1.0)}}, "optimizer.betas.1", "below 1"),
+        ({"adapter": {"targets": ()}}, "adapter.targets", "empty list"),
+        (
+            {"datasets": ({"caption_strategy": "instanceprompt"},)},
+            "datasets.0.caption_strategy",
+            "instance_prompt is missing",
+        ),
+        ({"datasets": ({"bucket_step": 64, "resolution": 32},)}, "datasets.0.bucket_step", "32"),
+        (
+            {"datasets": ({"cache_latents_to_disk": True},)},
+            "datasets.0.cache_latents_to_disk",
+            "is true, but cache_config.persistent_cache is false",
+        ),
+        ({"validation": {"prompts": ()}}, "validation.prompts", "empty list"),
+        ({"validation": {"holdout": 1}}, "validation.holdout", "no sample to train on"),
+    ],
+)
+def test_a_broken_rule_names_the_key_and_the_way_out(sections, key, words):
+    (breach,) = breaches(run(**sections))
+    assert breach.key == key
+    assert words in breach.message
+
+
+def test_every_data_set_of_one_name_is_told():
+    found = breaches(run(datasets=({"id": "a"}, {"id": "b"}, {"id": "a"})))
+    assert [breach.key for breach in found] == ["datasets.0.id", "datasets.2.id"]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"gh200_optimizations": ramp(target_effective_batch_size=4)},
+        {"gh200_optimizations": {"target_effective_batch_size": 1}, "train": {"batch_size": 8}},
+        {"optimizer": {"warmup_steps": 10}, "train": {"max_train_steps": 10}},
+        {"optimizer": {"name": "automagic", "lr_bump": 1.0, "min_lr": 1.0, "max_lr": 1.0}},
+        {"datasets": ({"caption_strategy": "instanceprompt", "instance_prompt": "x"},)},
+        {
+            "datasets": ({"cache_latents_to_disk": True},),
+            "cache_config": {"persistent_cache": True},
+        },
+    ],
+)
+def test_what_goes_together_is_let_through(sections):
+    assert breaches(run(**sections)) == []
+
+
+def test_what_is_probably_not_meant_is_remarked():
+    idle = run(gh200_optimizations={"initial_effective_batch_size": 4})
+    assert "has no effect" in remarks(idle)[0]
+    late = run(gh200_optimizations=ramp(), train={"batch_size": 32})
+    assert "the ramp begins there" in remarks(late)[0]
+
+
+def test_training_needs_data():
+    with pytest.raises(ConfigError, match="datasets is empty"):
+        check_trainable(RunFile())
+    with pytest.raises(ConfigError, match=r"datasets\.1\.instance_data_dir is missing.*'b'"):
+        check_trainable(run(datasets=({"id": "a", "instance_data_dir": "x"}, {"id": "b"})))
+    check_trainable(run(datasets=({"instance_data_dir": "x"},)))
+
+
+def test_training_asks_for_everything_at_once():
+    with pytest.raises(ConfigError) as caught:
+        check_trainable(run(adapter={"targets": ()}))
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == [
+        "adapter.targets",
+        "datasets",
+    ]

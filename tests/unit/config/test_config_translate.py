@@ -1,0 +1,210 @@
+import pytest
+
+from gracetune.config.explain import known_keys
+from gracetune.config.load import load_run_text
+from gracetune.config.spellings import ALIASES, ELSEWHERE, REMARKS, VALUES
+from gracetune.config.translate import canonical
+from gracetune.errors import ConfigError
+
+
+def load(text, *overrides):
+    return load_run_text(text, "json", "run.json", overrides, environment={})
+
+
+def refusal(text, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+def test_every_alias_leads_to_a_key_of_the_schema():
+    for spelling, ours in ALIASES.items():
+        target = ours.removesuffix(".").replace("datasets.0", "datasets.*")
+        assert target in known_keys() or target == "datasets.*", spelling
+        assert spelling.endswith(".") == ours.endswith("."), spelling
+
+
+def test_no_alias_hides_a_key_of_the_schema():
+    sections = {"optimizer"}
+    assert set(ALIASES) & set(known_keys()) == sections
+    assert not set(ELSEWHERE) & set(known_keys())
+
+
+def test_no_key_of_the_schema_is_respelled():
+    for key in set(known_keys()) - {"optimizer"}:
+        path = tuple(0 if step == "*" else step for step in key.split("."))
+        assert canonical(path, "value") == path
+
+
+def test_values_and_remarks_belong_to_keys_of_the_schema():
+    assert set(VALUES) <= set(known_keys())
+    assert all(value in VALUES[key] for key, value in REMARKS)
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "key", "value"),
+    [
+        ('{"train_batch_size": 3}', "train", "batch_size", 3),
+        ('{"train": {"train_batch_size": 3}}', "train", "batch_size", 3),
+        ('{"train": {"lr": 0.5}}', "optimizer", "lr", 0.5),
+        ('{"learning_rate": 0.5}', "optimizer", "lr", 0.5),
+        ('{"optimizer": "automagic"}', "optimizer", "name", "automagic"),
+        ('{"optimizer": {"type": "AdamW"}}', "optimizer", "name", "adamw"),
+        ('{"train": {"optimizer_params": {"weight_decay": 0}}}', "optimizer", "weight_decay", 0),
+        ('{"lr_scheduler": "constant_with_warmup"}', "optimizer", "schedule", "constant"),
+        ('{"attention_mechanism": "x"}', "model", "attention_mechanism", "x"),
+        ('{"enable_manual_validation": true}', "validation", "enable_manual_validation", True),
+        ('{"validation_prompt": "a cat"}', "validation", "prompts", ("a cat",)),
+        ('{"mixed_precision": "fp32"}', "train", "mixed_precision", "no"),
+        ('{"train": {"mixed_precision": null}}', "train", "mixed_precision", "auto"),
+        ('{"train": {"timestep_type": "sigmoid"}}', "train", "timestep_sampling", "logit_normal"),
+        ('{"model_type": "lora", "lora_rank": 4}', "adapter", "rank", 4),
+        ('{"lora_rank": 4, "model_type": "lora"}', "adapter", "rank", 4),
+        ('{"network": {"type": "lora", "linear": 8}}', "adapter", "rank", 8),
+    ],
+)
+def test_what_others_type_lands_where_it_means_something(text, section, key, value):
+    run = load(text).run
+    assert run.model_dump()[section][key] == value
+    assert section in run.model_fields_set
+
+
+def test_full_training_has_no_adapter():
+    assert load('{"model_type": "full"}').run.adapter is None
+
+
+def test_spellings_are_told_once():
+    notices = load('{"train_batch_size": 3, "lr": 0.5}').notices
+    assert notices == (
+        "Other spellings were read: train_batch_size as train.batch_size, lr as optimizer.lr.",
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"data_backend": {"id": "a", "folder_path": "b"}}',
+        '{"data_backend": [{"id": "a", "folder_path": "b"}]}',
+        '{"dataset": {"id": "a", "folder_path": "b"}}',
+        '{"datasets": {"id": "a", "instance_data_dir": "b"}}',
+        '{"datasets": [], "id": "a", "instance_data_dir": "b"}',
+        '{"id": "a", "instance_data_dir": "b"}',
+        '"id": "a", "instance_data_dir": "b"',
+    ],
+)
+def test_one_data_set_in_every_spelling(text):
+    (dataset,) = load(text).run.datasets
+    assert (dataset.id, dataset.instance_data_dir) == ("a", "b")
+
+
+def test_a_flat_resolution_is_every_data_sets():
+    run = load('{"resolution": 64, "datasets": [{"id": "a"}, {"id": "b", "resolution": 64}]}').run
+    assert [dataset.resolution for dataset in run.datasets] == [64, 64]
+    assert load('{"resolution": 64}').run.datasets[0].resolution == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "second"),
+    [
+        ('{"train_batch_size": 1,\n"train": {"batch_size": 2}}', "train_batch_size is 1", ":2: "),
+        ('{"resolution": 8, "datasets": [{"resolution": 16}]}', "resolution is 8", "is 16"),
+        ('{"adapter": null, "lora_rank": 4}', "adapter is null", "lora_rank is 4"),
+        ('{"lora_rank": 4, "adapter": null}', "adapter is null", "lora_rank is"),
+        ('{"train": 5, "max_train_steps": 3}', "train is 5", "max_train_steps is 3"),
+        ('{"lora_dropout": 0, "adapter": {"dropout": false}}', "is false", "lora_dropout is 0"),
+    ],
+)
+def test_what_is_said_twice_must_agree(text, first, second):
+    message = refusal(text)
+    assert first in message
+    assert second in message
+    assert message.endswith("Keep one of them.")
+
+
+def test_what_is_said_twice_alike_is_fine():
+    assert load('{"train_batch_size": 2, "train": {"batch_size": 2}}').run.train.batch_size == 2
+    assert load('{"lora_rank": 4, "adapter": {}}').run.adapter.rank == 4
+
+
+def test_the_flat_initial_size_switches_the_ramp_on_unless_told_otherwise():
+    loaded = load('{"initial_effective_batch_size": 4}')
+    assert loaded.run.gh200_optimizations.enable_batch_size_rampup is True
+    assert any("enable_batch_size_rampup is true" in notice for notice in loaded.notices)
+    off = '{"initial_effective_batch_size": 4, "enable_batch_size_rampup": false}'
+    assert load(off).run.gh200_optimizations.enable_batch_size_rampup is False
+    nested = load('{"gh200_optimizations": {"initial_effective_batch_size": 4}}')
+    assert nested.run.gh200_optimizations.enable_batch_size_rampup is False
+    assert any("has no effect" in notice for notice in nested.notices)
+
+
+@pytest.mark.parametrize("kind", ["vae_cache_type", "text_cache_type"])
+def test_unified_caches_opt_into_hints(kind):
+    text = '{"cache_config": {"%s": "unified_memory"}%s}'
+    hints = load(text % (kind, "")).run.gh200_optimizations.enable_uvm_hints
+    assert hints is True
+    said = load(text % (kind, ', "gh200_optimizations": {"enable_uvm_hints": false}')).run
+    assert said.gh200_optimizations.enable_uvm_hints is False
+
+
+def test_staging_without_a_named_codec_is_raw_and_says_so():
+    text = '{"datasets": [{"in_memory": {"num_workers": 2}}]}'
+    assert load(text).run.datasets[0].in_memory.compression == "none"
+    assert any("compression is none" in notice for notice in load(text).notices)
+    null = '{"datasets": [{"in_memory": {"compression": null}}]}'
+    assert load(null).run.datasets[0].in_memory.compression == "none"
+    assert load('{"datasets": [{"id": "a"}]}').run.datasets[0].in_memory.compression == "auto"
+
+
+def test_latents_on_disk_are_a_persistent_cache():
+    text = '{"datasets": [{"id": "a", "cache_latents_to_disk": true}, {"id": "b"}]%s}'
+    assert load(text % "").run.cache_config.persistent_cache is True
+    message = refusal(text % ',\n"cache_config": {"persistent_cache": false}')
+    assert "datasets.0.cache_latents_to_disk is true" in message
+    assert "persistent_cache is false" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.batch_size=4", "train", "batch_size", 4),
+        ("train_batch_size=4", "train", "batch_size", 4),
+        ("train-batch-size=4", "train", "batch_size", 4),
+        ('train={"batch_size": 4}', "train", "batch_size", 4),
+        ("output_dir=a=b", None, "output_dir", "a=b"),
+        ("gradient_checkpointing=True", "train", "gradient_checkpointing", True),
+        ("model_type=full", None, "adapter", None),
+        ("model.path=None", "model", "path", None),
+    ],
+)
+def test_overrides_win_in_any_spelling(override, section, key, value):
+    text = '{"train": {"batch_size": 9}, "adapter": {"rank": 3}, "model": {"path": "x"}}'
+    dump = load(text, override).run.model_dump()
+    assert (dump[section] if section else dump)[key] == value
+
+
+def test_overrides_reach_into_lists():
+    text = '{"datasets": [{"id": "a"}, {"id": "b"}]}'
+    run = load(text, "datasets.1.repeats=2", "resolution=64", "datasets.2.id=c").run
+    assert [dataset.repeats for dataset in run.datasets] == [1, 2, 1]
+    assert [dataset.resolution for dataset in run.datasets] == [64, 64, 1024]
+    assert load(text, "datasets.*.repeats=3").run.datasets[1].repeats == 3
+    assert load(text, "model_type=lora", "lora_rank=2", "model_type=lora").run.adapter.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("x", "is not an override"),
+        ("=3", "is not an override"),
+        ("a..b=3", "is not an override"),
+        ("datasets.3.repeats=2", "asks for item 3 of a list that has 1"),
+        ("datasets.0.in_memory.0.x=2", "override datasets.0.in_memory.0.x=2: "),
+        ("validation.prompts.x=1", "asks for item x"),
+        ("seed=NaN", "finite"),
+        ("optimizer.lr=1e999", "finite"),
+        ("train.lr=abc", 'train.lr (optimizer.lr) is "abc"; it must be a number'),
+        ("max_trian_steps=1", "did you mean train.max_train_steps?"),
+    ],
+)
+def test_bad_overrides_are_told(override, message):
+    assert message in refusal('{"datasets": [{}], "validation": {"prompts": ["a"]}}', override)
