@@ -1,0 +1,119 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gracetune.cli.launch import Launch, main, parse
+from gracetune.config.load import load_run_file
+from gracetune.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+MINIMAL = "config/examples/minimal.json"
+
+
+def test_options_become_overrides():
+    argv = (
+        "--config=run.json --attention_mechanism flash_attn_3 --max-train-steps=10 "
+        "--enable_manual_validation --train.batch_size 4 --seed -1 --output_dir=a=b"
+    )
+    assert parse(argv.split()) == Launch(
+        "run.json",
+        (
+            "attention_mechanism=flash_attn_3",
+            "max_train_steps=10",
+            "enable_manual_validation=true",
+            "train.batch_size=4",
+            "seed=-1",
+            "output_dir=a=b",
+        ),
+        "auto",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "resume"),
+    [
+        ([], "auto"),
+        (["--resume"], "auto"),
+        (["--resume", "latest"], "auto"),
+        (["--resume_from_checkpoint", "latest"], "auto"),
+        (["--resume-from-checkpoint=runs/x/checkpoints/step-5"], "runs/x/checkpoints/step-5"),
+        (["--resume", "none"], "none"),
+    ],
+)
+def test_resuming_has_the_forks_names(words, resume):
+    assert parse(["--config", "run.json", *words]).resume == resume
+
+
+def test_the_guides_commands_mean_something():
+    for words in (
+        ["--attention_mechanism", "flash_attn_3", "--max_train_steps", "10"],
+        ["--enable_manual_validation", "--max_train_steps", "10"],
+    ):
+        launch = parse(["--config", str(ROOT / MINIMAL), *words])
+        run = load_run_file(launch.config, launch.overrides, {}).run
+        assert run.train.max_train_steps == 10
+        assert (
+            run.model.attention_mechanism == "flash_attn_3"
+            or run.validation.enable_manual_validation
+        )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--config is missing"),
+        (["--config"], "--config is missing"),
+        (["--config="], "--config is missing"),
+        (["run.json"], "'run.json' is not an option"),
+        (["--config", "a.json", "--x", "1", "2"], "'2' is not an option"),
+        (["--config", "a.json", "--"], "'--' is not an option"),
+        (["-c", "a.json"], "'-c' is not an option"),
+    ],
+)
+def test_words_that_are_no_options_are_told(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "no.json"], "gracetune: no.json does not exist"),
+        (["--config", MINIMAL, "--max_trian_steps", "3"], "did you mean train.max_train_steps?"),
+        (["--config", MINIMAL, "--max_train_steps", "0"], "it must be at least 1"),
+        (["--config", MINIMAL, "--datasets.1.id", "b"], "datasets.1.instance_data_dir is missing"),
+        (["--nothing"], "--config is missing"),
+    ],
+)
+def test_the_users_mistakes_end_with_two_and_one_message(words, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_bad_allocator_setting_is_the_users_mistake(capsys, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "use_uvm:perhaps")
+    assert main(["--config", str(ROOT / MINIMAL)]) == 2
+    assert "use_uvm in PYTORCH_CUDA_ALLOC_CONF is 'perhaps'" in capsys.readouterr().err
+
+
+def test_help_is_an_answer(capsys):
+    assert main(["--config", "x", "--help"]) == 0
+    assert "--resume_from_checkpoint" in capsys.readouterr().out
+
+
+def test_train_py_hands_the_exit_code_on():
+    result = subprocess.run(
+        [sys.executable, "train.py", "--config", MINIMAL, "--seeed", "3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "seeed is not a known key; did you mean seed?" in result.stderr
+    assert "Traceback" not in result.stderr
