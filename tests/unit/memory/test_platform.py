@@ -1,0 +1,249 @@
+"""Folders of /proc, /sys and attributes stand in for machines; each row of the table is one."""
+
+# ruff: noqa: N802  NVML's own names
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gracetune.errors import RunFailedError
+from gracetune.memory.host import HostFacts, NumaNode, read_host
+from gracetune.memory.nvml import bus_id, import_nvml, read_nvml
+from gracetune.memory.platform import (
+    LINK_RULES,
+    NO_GPU,
+    DeviceSpec,
+    Link,
+    Platform,
+    Rates,
+    detect,
+    without_gpu,
+)
+from gracetune.memory.simulated import SimulatedDriver
+
+GIB = 1024**3
+MACHINES = Path(__file__).parents[2] / "data" / "machines"
+NAMES = sorted(path.name for path in MACHINES.iterdir())
+RATES = Rates(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9)
+
+
+class FakeNvml:
+    """Answers numbers, and raises for text, as NVML does for Not Supported."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, answers: Mapping[str, object], at: str = "00000000:00:00.0") -> None:
+        self.answers = answers
+        self.at = at
+        self.running = 0
+
+    def nvmlInit(self) -> None:
+        self.running += 1
+        if "init" in self.answers:
+            self.running -= 1
+            raise self.NVMLError(self.answers["init"])
+
+    def nvmlShutdown(self) -> None:
+        self.running -= 1
+
+    def nvmlDeviceGetHandleByPciBusId(self, bus: str, /) -> object:
+        if bus != self.at:
+            raise self.NVMLError(f"no device at {bus}")
+        return bus
+
+    def _answer(self, name: str) -> int:
+        answer = self.answers[name]
+        if isinstance(answer, str):
+            raise self.NVMLError(answer)
+        assert isinstance(answer, int)
+        return answer
+
+    def nvmlDeviceGetC2cModeInfoV(self, handle: object, /) -> SimpleNamespace:
+        return SimpleNamespace(isC2cEnabled=self._answer("c2c"))
+
+    def nvmlDeviceGetAddressingMode(self, handle: object, /) -> int:
+        return self._answer("addressing")
+
+
+def driver(attributes: Mapping[str, int], nbytes: int = GIB) -> SimulatedDriver:
+    return SimulatedDriver([DeviceSpec(nbytes, attributes, RATES)], host_bytes=GIB)
+
+
+def detected(name: str) -> tuple[Platform, dict[str, object]]:
+    folder = MACHINES / name
+    facts = json.loads((folder / "facts.json").read_text())
+    nbytes = int(facts["device_gib"] * GIB)
+    asked = driver(facts["attributes"], nbytes)
+    host = read_host(folder / "proc", folder / "sys", facts["page_bytes"])
+    nvml = None
+    if facts["nvml"] is not None:
+        bus = f"00000000:{facts['attributes'].get('pci_bus_id', 0):02x}:00.0"
+        nvml = read_nvml(FakeNvml(facts["nvml"], bus), asked, 0)
+    return detect(asked, 0, host, nvml), facts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_machine_is_what_it_is(name: str) -> None:
+    platform, facts = detected(name)
+    expect = facts["expect"]
+    assert isinstance(expect, dict)
+    assert platform.link.value == expect["link"]
+    assert platform.host_bytes == pytest.approx(expect["host_gib"] * GIB, abs=4096)
+    assert platform.host_total_bytes == pytest.approx(expect["host_total_gib"] * GIB, abs=4096)
+    assert platform.device_bytes == pytest.approx(expect["device_gib"] * GIB, abs=4096)
+    assert platform.page_bytes == facts["page_bytes"]
+    assert platform.host_node == expect["host_node"]
+    assert platform.device_node == expect["device_node"]
+    assert platform.c2c == expect["c2c"]
+    assert platform.has_managed == (platform.link is not Link.COPY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_conclusion_has_its_reason(name: str) -> None:
+    platform, _ = detected(name)
+    concluded = {field.name for field in dataclasses.fields(Platform)} - {"device", "why"}
+    assert set(platform.why) == concluded
+    assert all(platform.why.values())
+
+
+def test_a_platform_becomes_json() -> None:
+    platform, _ = detected("gh200-numa")
+    text = json.dumps(dataclasses.asdict(platform), default=lambda value: value.value)
+    assert json.loads(text)["why"]["link"].startswith("the device translates addresses")
+
+
+def test_gpu_memory_that_is_a_node_is_not_host_memory() -> None:
+    platform, _ = detected("gh200-numa")
+    assert "less 90.0 GiB of it that is GPU memory" in platform.why["host_bytes"]
+
+
+def test_cdmm_is_named_as_the_reason_for_no_node() -> None:
+    assert "CDMM" in detected("gh200-cdmm")[0].why["device_node"]
+    assert "CDMM" not in detected("h200-pcie")[0].why["device_node"]
+
+
+def test_a_container_gets_what_its_tightest_limit_leaves() -> None:
+    assert "cgroup" in detected("container")[0].why["host_bytes"]
+
+
+def test_one_host_may_hold_two_kinds_of_device() -> None:
+    coherent = {"concurrent_managed_access": 1, "pageable_memory_access_uses_host_page_tables": 1}
+    both = SimulatedDriver(
+        [
+            DeviceSpec(GIB, coherent, RATES),
+            DeviceSpec(GIB, {"concurrent_managed_access": 1}, RATES),
+        ],
+        host_bytes=GIB,
+    )
+    host = HostFacts(GIB, GIB, 4096)
+    assert [detect(both, i, host).link for i in (0, 1)] == [Link.COHERENT, Link.MANAGED]
+
+
+def test_a_driver_that_knows_no_attribute_is_trusted_with_copies_alone() -> None:
+    platform = detect(driver({}), 0, HostFacts(GIB, GIB, 4096))
+    assert platform.link is Link.COPY
+    assert "integrated unknown" in platform.why["link"]
+
+
+def test_the_last_rule_needs_nothing() -> None:
+    assert LINK_RULES[-1].needs == {}
+    assert {rule.link for rule in LINK_RULES} == set(Link) - {Link.NONE}
+
+
+def test_rates_that_are_given_are_kept() -> None:
+    platform = detect(driver({}), 0, HostFacts(GIB, GIB, 4096), rates=RATES)
+    assert platform.rates is RATES
+    assert platform.why["rates"] == "given by who asked"
+
+
+def test_a_numa_node_the_driver_announces_without_a_number_is_none() -> None:
+    platform = detect(driver({"numa_config": 1, "numa_id": -1}), 0, HostFacts(GIB, GIB, 4096))
+    assert platform.device_node is None
+
+
+def test_gpu_nodes_never_make_host_memory_negative() -> None:
+    nodes = (NumaNode(1, 2 * GIB, 2 * GIB, has_cpus=False),)
+    host = HostFacts(3 * GIB, GIB, 4096, nodes)
+    platform = detect(driver({"numa_config": 1, "numa_id": 1}), 0, host)
+    assert (platform.host_bytes, platform.host_total_bytes) == (0, GIB)
+
+
+def test_without_a_gpu_the_host_is_still_described() -> None:
+    platform = without_gpu(HostFacts(4 * GIB, 3 * GIB, 4096), "cuda-bindings is not installed")
+    assert platform.link is Link.NONE
+    assert platform.host_bytes == 3 * GIB
+    assert platform.why["link"] == "cuda-bindings is not installed"
+    assert not platform.has_managed
+    assert not NO_GPU.has_managed
+
+
+def test_this_machine_can_be_read() -> None:
+    host = read_host(Path("/proc"), Path("/sys"), 4096)
+    assert 0 < host.available_bytes <= host.total_bytes
+
+
+def test_a_meminfo_without_memory_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="has no MemTotal"):
+        read_host(tmp_path, tmp_path, 4096)
+    (tmp_path / "meminfo").write_text("MemTotal: 12 kB\n")
+    with pytest.raises(RunFailedError, match="has no MemAvailable"):
+        read_host(tmp_path, tmp_path, 4096)
+
+
+def test_nvml_is_optional() -> None:
+    facts = read_nvml(None, driver({}), 0)
+    assert facts.c2c is None
+    assert "nvidia-ml-py" in facts.c2c_why
+
+
+def test_installed_or_not_nvml_is_found_without_an_error() -> None:
+    nvml = import_nvml()
+    assert nvml is None or issubclass(nvml.NVMLError, Exception)
+
+
+def test_an_nvml_that_does_not_start_is_a_reason() -> None:
+    nvml = FakeNvml({"init": "Driver Not Loaded"})
+    facts = read_nvml(nvml, driver({}), 0)
+    assert facts.c2c_why == facts.addressing_why == "NVML did not start: Driver Not Loaded"
+    assert nvml.running == 0
+
+
+def test_an_nvml_that_does_not_know_the_device_is_a_reason() -> None:
+    nvml = FakeNvml({}, at="00000000:07:00.0")
+    facts = read_nvml(nvml, driver({"pci_bus_id": 8}), 0)
+    assert "no device at 00000000:08:00.0" in facts.c2c_why
+    assert nvml.running == 0
+
+
+def test_nvml_answers_are_read() -> None:
+    nvml = FakeNvml({"c2c": 1, "addressing": 2})
+    facts = read_nvml(nvml, driver({}), 0)
+    assert (facts.c2c, facts.addressing) == (True, "ats")
+    assert nvml.running == 0
+
+
+def test_an_addressing_mode_from_the_future_is_told_by_number() -> None:
+    facts = read_nvml(FakeNvml({"c2c": 0, "addressing": 7}), driver({}), 0)
+    assert facts.addressing is None
+    assert facts.addressing_why == "NVML says addressing mode 7"
+
+
+def test_older_bindings_without_the_question_are_a_reason() -> None:
+    class Older(FakeNvml):
+        @property
+        def nvmlDeviceGetC2cModeInfoV(self) -> None:  # type: ignore[override]
+            raise AttributeError("no such function")
+
+    facts = read_nvml(Older({"addressing": 1}), driver({}), 0)
+    assert (facts.c2c, facts.addressing) == (None, "hmm")
+    assert "no such function" in facts.c2c_why
+
+
+def test_bus_addresses_are_spelt_as_nvml_wants_them() -> None:
+    at = {"pci_domain_id": 9, "pci_bus_id": 0xAB, "pci_device_id": 1}
+    assert bus_id(driver(at), 0) == "00000009:ab:01.0"
