@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 ALIASES: Mapping[str, str] = {
     # Data sets: one instead of a list, or its keys at the top level.
+    "data_backend": "datasets",
     "data_backend.": "datasets.0.",
     "data_backend.*.": "datasets.*.",
+    "dataset": "datasets",
     "dataset.": "datasets.0.",
     "dataset.*.": "datasets.*.",
     "id": "datasets.0.id",

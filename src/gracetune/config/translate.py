@@ -65,7 +65,13 @@ def translate(parsed: ParsedText, name: str) -> Draft:
 
 
 def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
-    """Set one value whatever the file says; the path may be spelled as in any file."""
+    """Set one value whatever the file says; the path may be spelled as in any file.
+
+    An object adds to the one that is there, a list takes the place of the other.
+    """
+    if isinstance(value, list):
+        for target in _spread(canonical((*path, 0), {})[:-1], draft):
+            _put(draft, target, [], Origin(where, dotted(path)))
     for ending, leaf in leaves(value):
         spelled = (*path, *ending)
         for target in _spread(canonical(spelled, leaf), draft):
@@ -117,13 +123,13 @@ def imply(draft: Draft) -> None:
             why = f"{cache} is unified_memory"
             _follow(draft, "gh200_optimizations.enable_uvm_hints", True, why)
     datasets = draft.tree.get("datasets")
-    each = [one for one in datasets if isinstance(one, dict)] if isinstance(datasets, list) else []
-    if any(one.get("cache_latents_to_disk") is True for one in each):
-        _follow(draft, "cache_config.persistent_cache", True, "cache_latents_to_disk is true")
-    for index, one in enumerate(each):
-        staging = one.get("in_memory")
-        if isinstance(staging, dict) and staging:
-            key = f"datasets.{index}.in_memory.compression"
+    for index, dataset in enumerate(datasets if isinstance(datasets, list) else []):
+        here: KeyPath = ("datasets", index)
+        if _at(draft.tree, (*here, "cache_latents_to_disk")) is True:
+            why = f"{dotted(here)}.cache_latents_to_disk is true"
+            _follow(draft, "cache_config.persistent_cache", True, why)
+        if isinstance(dataset, dict) and isinstance(dataset.get("in_memory"), dict):
+            key = f"{dotted(here)}.in_memory.compression"
             _follow(draft, key, "none", 'it is not given; "auto" would try codecs')
 
 

@@ -152,6 +152,8 @@ def test_staging_without_a_named_codec_is_raw_and_says_so():
     assert any("compression is none" in notice for notice in load(text).notices)
     null = '{"datasets": [{"in_memory": {"compression": null}}]}'
     assert load(null).run.datasets[0].in_memory.compression == "none"
+    empty = load('{"datasets": [{"in_memory": {}}]}').run
+    assert empty.datasets[0].in_memory.compression == "none"
     assert load('{"datasets": [{"id": "a"}]}').run.datasets[0].in_memory.compression == "auto"
 
 
@@ -189,6 +191,20 @@ def test_overrides_reach_into_lists():
     assert [dataset.resolution for dataset in run.datasets] == [64, 64, 1024]
     assert load(text, "datasets.*.repeats=3").run.datasets[1].repeats == 3
     assert load(text, "model_type=lora", "lora_rank=2", "model_type=lora").run.adapter.rank == 2
+
+
+@pytest.mark.parametrize("key", ["datasets", "data_backend", "dataset"])
+def test_a_list_takes_the_place_of_the_other(key):
+    text = '{"datasets": [{"id": "a", "repeats": 2}, {"id": "b"}]}'
+    (dataset,) = load(text, key + '=[{"id": "c", "folder_path": "x"}]').run.datasets
+    assert (dataset.id, dataset.repeats, dataset.instance_data_dir) == ("c", 1, "x")
+    assert load(text, f"{key}=[]").run.datasets == ()
+    assert load("{}", "optimizer.betas=[0.5, 0.6]").run.optimizer.betas == (0.5, 0.6)
+
+
+def test_what_follows_hides_no_mistake():
+    message = refusal('{"datasets": [5, {"in_memory": {"num_workers": 1}}]}')
+    assert message == "run.json:1: datasets.0 is 5; it must be an object with keys."
 
 
 @pytest.mark.parametrize(
