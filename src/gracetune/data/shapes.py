@@ -111,11 +111,11 @@ def stencil(shape: str, edge: int, centre: tuple[float, float], radius: float) -
 
 
 def draw(figure: Figure, size: int, copy: int, seed: int) -> Image.Image:
-    """One picture; the copy's number moves it by up to 2/24 of the edge and sets its size."""
+    """One picture; the copy's number moves it by up to 1/24 of the edge and sets its size."""
     fine = size * _FINER
     uniform = _uniforms(f"{seed} {copy} {figure.caption}")
-    radius = fine * (6.5 + 2.5 * uniform[0]) / 24
-    centre = (fine * (10 + 4 * uniform[1]) / 24, fine * (10 + 4 * uniform[2]) / 24)
+    radius = fine * (7 + 2 * uniform[0]) / 24
+    centre = (fine * (11 + 2 * uniform[1]) / 24, fine * (11 + 2 * uniform[2]) / 24)
     image = Image.new("RGB", (fine, fine), BACKGROUNDS[figure.background])
     image.paste(COLOURS[figure.colour], mask=stencil(figure.shape, fine, centre, radius))
     return image.resize((size, size), Image.Resampling.LANCZOS)

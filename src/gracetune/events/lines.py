@@ -124,8 +124,6 @@ def checkpoint_saved(event: CheckpointSaved) -> str:
 def run_ended(event: RunEnded, fallbacks: int) -> list[str]:
     """How it ended, what to look at, and what was done in a lesser way than asked for."""
     head = f"{event.status} at step {event.step} after {format_seconds(event.seconds)}"
-    if event.message:
-        head += f": {event.message}"
     width = max((len(name) for name in event.outputs), default=0)
     outputs = [f"  {name:<{width}}  {path}" for name, path in event.outputs.items()]
     counted = {0: "no fallbacks", 1: "1 fallback, named above"}

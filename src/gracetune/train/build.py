@@ -23,7 +23,13 @@ from gracetune.train.feed import EMPTY, build_feed
 from gracetune.train.identity import demand_same, identity_of
 from gracetune.train.loop import Session
 from gracetune.train.ramp import build_ramp
-from gracetune.train.state import Progress, restore_generators, restore_optimizer, restore_weights
+from gracetune.train.state import (
+    Progress,
+    restore_generators,
+    restore_optimizer,
+    restore_weights,
+    seed_generators,
+)
 from gracetune.train.step import Trainee
 from gracetune.train.validate import Validation
 
@@ -87,7 +93,7 @@ def build(
 ) -> Built:
     """Load the model, prepare the data, and put everything together."""
     folder, device = Path(run.output_dir), accelerator.device
-    torch.manual_seed(seed_of(run.seed, "process", accelerator.process_index))
+    seed_generators(seed_of(run.seed, "process", accelerator.process_index))
     ramp, notes = build_ramp(run, accelerator.num_processes)
     for note in notes:
         tell(Notice(note))

@@ -135,6 +135,7 @@ def _prepare(
     step = section.bucket_step or family.pixel_step
     _demand_fit(section, index, step, family)
     opened = open_dataset(section, index, tell, ledger)
+    found = len(opened.samples) + sum(entry.dataset == section.id for entry in ledger.entries)
     plan = buckets.assign(opened.samples, section, step)
     pictures = [
         Picture(sample, size, opened.source)
@@ -145,7 +146,7 @@ def _prepare(
     unreadable = fill_latents(stores.latents, pictures, family.encode_images, encoder, tell)
     for sample, reason in unreadable:
         ledger.record(section.id, sample.key, reason)
-    ledger.check(section.id, len(opened.samples), section.max_corruption_rate)
+    ledger.check(section.id, found, section.max_corruption_rate)
     lost = {sample for sample, _ in unreadable}
     tell(Notice(f"data set {section.id!r}:\n{buckets.report(plan)}"))
     write_text(folder / f"buckets-{index}.json", json.dumps(buckets.as_json(plan), indent=2))

@@ -82,6 +82,13 @@ def restore_optimizer(optimizer: Optimizer, names: list[str], saved: Mapping[str
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
+def seed_generators(seed: int) -> None:
+    """Begin every process-wide generator from the run's seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def generator_tensors() -> dict[str, Tensor]:
     """The states of the process-wide generators, which dropout and libraries draw from."""
     _, words, gauss_next = random.getstate()

@@ -99,10 +99,10 @@ def test_pictures_have_their_colours_places_and_sizes() -> None:
         areas.append(mask.sum())
         middle = pixels[int(rows.mean()), int(columns.mean())]
         assert np.abs(middle - COLOURS["blue"]).max() <= 1
-    assert 9.7 <= np.min(centres) < 10.7
-    assert 13.3 < np.max(centres) <= 14.3
+    assert 10.7 <= np.min(centres) < 11.5
+    assert 12.5 < np.max(centres) <= 13.3
     radii = np.sqrt(np.array(areas) / np.pi)
-    assert 6.2 < radii.min() < 7.0
+    assert 6.7 < radii.min() < 7.5
     assert 8.5 < radii.max() < 9.3
 
 

@@ -167,7 +167,7 @@ def test_the_end_names_what_to_look_at_and_counts_fallbacks(fallbacks: int, said
     plain.tell(*(Notice(f"lesser {n}", fallback=True) for n in range(fallbacks)), Notice("other"))
     outputs = {"result": "runs/x/result.json", "grid": "runs/x/grid.png"}
     assert plain.tell(RunEnded(100, "interrupted", 75.0, outputs, "state saved")) == [
-        "interrupted at step 100 after 1m15s: state saved",
+        "interrupted at step 100 after 1m15s",
         "  result  runs/x/result.json",
         "  grid    runs/x/grid.png",
         said,

@@ -1,0 +1,160 @@
+"""Each mistake ends with exit code 2 and one clear message, never a traceback."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from gracetune.cli.main import main
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run the command in this process; gives the message of its refusal."""
+
+    def call(*words):
+        code = main([str(word) for word in words])
+        message = capsys.readouterr().err
+        assert code == 2, message
+        assert "Traceback" not in message
+        return message
+
+    return call
+
+
+@pytest.fixture
+def folder_run(run_file, tmp_path):
+    """A run over a folder of ten pictures with captions."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for index in range(10):
+        Image.new("RGB", (24, 24), (index * 20, 0, 0)).save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text(f"picture {index}")
+
+    def write(**dataset):
+        section = {"instance_data_dir": str(folder), "resolution": 24, "max_aspect": 1.0}
+        return run_file(datasets=[section | dataset])
+
+    return folder, write
+
+
+def test_missing_folder(refused, folder_run, tmp_path):
+    message = refused("train", folder_run[1](instance_data_dir=str(tmp_path / "nowhere")))
+    assert "datasets[0].instance_data_dir" in message
+    assert "nowhere" in message
+
+
+def test_empty_folder(refused, folder_run, tmp_path):
+    (tmp_path / "void").mkdir()
+    assert "void" in refused("train", folder_run[1](instance_data_dir=str(tmp_path / "void")))
+
+
+def test_missing_caption(refused, folder_run):
+    folder, write = folder_run
+    (folder / "3.txt").unlink()
+    assert "3.png" in refused("train", write())
+
+
+def test_unreadable_picture_past_the_rate(refused, folder_run):
+    folder, write = folder_run
+    (folder / "4.png").write_bytes(b"not a picture")
+    message = refused("train", write())
+    assert "4.png" in message
+    assert "max_corruption_rate" in message
+
+
+@pytest.mark.parametrize("kind", ["local", "in_memory"])
+@pytest.mark.parametrize("harm", ["garbage", "truncated"])
+def test_unreadable_picture_within_the_rate_is_named_and_left_out(
+    folder_run, capsys, kind, harm, tmp_path
+):
+    folder, write = folder_run
+    if harm == "garbage":
+        (folder / "4.png").write_bytes(b"not a picture")
+    else:
+        noise = Image.effect_noise((24, 24), 90).convert("RGB")
+        noise.save(folder / "4.png")
+        data = (folder / "4.png").read_bytes()
+        (folder / "4.png").write_bytes(data[: len(data) // 2])
+    assert main(["train", str(write(type=kind, max_corruption_rate=0.1))]) == 0
+    out = capsys.readouterr().out
+    assert "4.png" in out
+    assert "9 samples" in out
+    assert "4.png" in (tmp_path / "run" / "corruption.json").read_text()
+
+
+def test_wrong_key(refused, run_file):
+    file = run_file()
+    file.write_text(file.read_text().replace("max_train_steps", "max_train_stpes"))
+    message = refused("train", file)
+    assert "max_train_stpes" in message
+    assert "max_train_steps" in message
+    assert str(file) in message
+
+
+def test_wrong_type_and_range(refused, run_file):
+    assert "train.batch_size" in refused("train", run_file(), "--set", "train.batch_size=many")
+    assert "train.batch_size" in refused("train", run_file(), "--set", "train.batch_size=0")
+
+
+def test_impossible_ramp(refused, run_file):
+    ramp = {
+        "enable_batch_size_rampup": True,
+        "initial_effective_batch_size": 64,
+        "target_effective_batch_size": 8,
+    }
+    message = refused("train", run_file(gh200_optimizations=ramp))
+    assert "initial_effective_batch_size" in message
+
+
+def test_output_folder_that_cannot_be_written(refused, run_file, tmp_path):
+    (tmp_path / "file").write_text("")
+    message = refused("train", run_file(output_dir=str(tmp_path / "file" / "run")))
+    assert "output_dir" in message
+
+
+def test_read_only_output_folder(refused, run_file):
+    # No permission of ours matters there, not even root's.
+    assert "output_dir" in refused("train", run_file(output_dir="/sys/kernel/gracetune"))
+
+
+def test_resolution_beyond_the_model(refused, folder_run):
+    assert "takes at most 64" in refused("train", folder_run[1](resolution=512))
+
+
+def test_no_data_set_and_no_run_file(refused, run_file, tmp_path):
+    assert "datasets" in refused("train", run_file(datasets=[]))
+    assert "missing.json" in refused("train", tmp_path / "missing.json")
+
+
+def test_disk_full_while_saving_keeps_the_checkpoint_before(run_file, tmp_path):
+    """A real, small file system fills up while a checkpoint is written.
+
+    Mounted in a namespace of its own, so that no rights on the machine are needed.
+    """
+    mount = tmp_path / "small"
+    mount.mkdir()
+    file = run_file(
+        output_dir=str(mount / "run"),
+        adapter={"rank": 64},
+        train={"max_train_steps": 4, "checkpoint_every": 1, "keep_checkpoints": 9},
+    )
+    script = (
+        f"mount -t tmpfs -o size=24m none {mount} && {sys.executable} -m gracetune train {file}"
+    )
+    check = "; code=$?; ls -a {0}/run/checkpoints; exit $code".format(mount)
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", script + check],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert "cannot be written" in done.stderr
+    assert "is whole" in done.stderr
+    assert "Traceback" not in done.stderr
+    listing = done.stdout.split()
+    assert "step-000001" in listing
+    assert not [name for name in listing if name.endswith(".staging")]

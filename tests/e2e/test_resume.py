@@ -1,0 +1,156 @@
+"""A run that is killed, interrupted or asked to stop goes on as if nothing had happened."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gracetune.config.load import load_run_file
+from gracetune.events.log import loss_by_step
+from gracetune.train.run import run_training
+
+STEPS = 40
+
+
+def settings(**train):
+    """A run with everything a checkpoint has to carry: dropout, accumulation, ramp, EMA, decay."""
+    return {
+        "adapter": {"rank": 4, "dropout": 0.1},
+        "train": {"max_train_steps": STEPS, "checkpoint_every": 20, **train},
+        "optimizer": {"schedule": "cosine", "warmup_steps": 5},
+        "gh200_optimizations": {
+            "enable_batch_size_rampup": True,
+            "initial_effective_batch_size": 4,
+            "target_effective_batch_size": 12,
+            "batch_rampup_steps": 50,
+        },
+    }
+
+
+def wait_for_step(process, folder: Path, step: int):
+    log, deadline = folder / "events.jsonl", time.monotonic() + 120
+    while not (log.exists() and max(loss_by_step(log), default=0) >= step):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, "the run is too slow"
+        time.sleep(0.02)
+
+
+def manifest(folder: Path, step: int) -> dict:
+    return json.loads((folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").read_text())
+
+
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(run_file, start, gracetune, tmp_path):
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    file = run_file(**settings())
+    run_training(load_run_file(file, [f"output_dir={whole}"]).run)
+
+    process = start("train", file, "--set", f"output_dir={torn}")
+    wait_for_step(process, torn, 25)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert [p.name for p in (torn / "checkpoints").glob("step-*")] == ["step-000020"]
+
+    done = gracetune("train", file, "--set", f"output_dir={torn}")
+    assert done.returncode == 0, done.stderr
+    assert "resuming at step 20" in done.stdout
+    ours, theirs = manifest(torn, STEPS), manifest(whole, STEPS)
+    assert set(ours["files"]) == {
+        "weights.safetensors",
+        "optimizer.safetensors",
+        "ema.safetensors",
+        "generators-0.safetensors",
+    }
+    assert ours["files"] == theirs["files"]  # digests of every tensor file
+    assert ours["progress"] == theirs["progress"]
+    losses = loss_by_step(torn / "events.jsonl")
+    assert losses == loss_by_step(whole / "events.jsonl")
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    adapters = [load_file(f / "adapter/pytorch_lora_weights.safetensors") for f in (torn, whole)]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+
+
+def test_the_next_batch_after_a_resume_is_the_right_one(run_file, tmp_path):
+    """6 steps at once, and 3 + 1 + 2 with a resume between, see the same losses."""
+    file = run_file(train={"checkpoint_every": 1})
+    whole = load_run_file(file, [f"output_dir={tmp_path / 'whole'}", "train.max_train_steps=6"])
+    run_training(whole.run)
+    for steps in (3, 4, 6):
+        part = load_run_file(
+            file, [f"output_dir={tmp_path / 'parts'}", f"train.max_train_steps={steps}"]
+        )
+        run_training(part.run)
+    logs = [loss_by_step(tmp_path / name / "events.jsonl") for name in ("whole", "parts")]
+    assert logs[0] == logs[1]
+    assert len(logs[0]) == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_exits_130(run_file, start, number, tmp_path):
+    file = run_file(train={"max_train_steps": 100_000})
+    folder = tmp_path / "run"
+    process = start("train", file)
+    wait_for_step(process, folder, 2)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, (out, err)
+    assert "finishing this step" in err
+    assert "the state is saved" in err
+    steps = max(loss_by_step(folder / "events.jsonl"))
+    assert manifest(folder, steps)["progress"]["step"] == steps
+    last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["status"]) == ("run_ended", "interrupted")
+    assert not (folder / "now" / "listening.json").exists()
+
+
+def test_a_run_answers_to_now(run_file, start, gracetune, tmp_path):
+    file = run_file(
+        train={"max_train_steps": 100_000},
+        validation={
+            "every": 50_000,
+            "sample_steps": 2,
+            "prompts": ["a red star"],
+            "enable_manual_validation": True,
+        },
+    )
+    folder = tmp_path / "run"
+    process = start("train", file)
+    wait_for_step(process, folder, 1)
+    assert gracetune("now", "validate", folder).returncode == 0
+    assert gracetune("now", "save", folder).returncode == 0
+    deadline = time.monotonic() + 60
+    while len(list((folder / "validation").glob("*.png"))) < 2 or not list(
+        (folder / "checkpoints").glob("step-*/manifest.json")
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert gracetune("now", "stop", folder).returncode == 0
+    assert process.wait(timeout=60) == 130
+
+
+def test_another_run_is_refused_by_the_name_of_the_setting(run_file, gracetune, tmp_path):
+    run_training(load_run_file(run_file()).run)
+    refused = gracetune("train", run_file(), "--set", "train.batch_size=2")
+    assert refused.returncode == 2
+    assert "train.batch_size was 4, is 2" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_beginning_anew_never_overwrites(run_file, gracetune, tmp_path):
+    run_training(load_run_file(run_file()).run)
+    refused = gracetune("train", run_file(), "--resume", "none")
+    assert refused.returncode == 2
+    assert "would overwrite the run" in refused.stderr
+
+
+def test_a_finished_run_started_again_only_says_so(run_file, gracetune, tmp_path):
+    run_training(load_run_file(run_file()).run)
+    before = manifest(tmp_path / "run", 3)
+    again = gracetune("train", run_file())
+    assert again.returncode == 0
+    assert "resuming at step 3" in again.stdout
+    assert manifest(tmp_path / "run", 3) == before
