@@ -1,0 +1,271 @@
+"""Known machines as data: memory sizes, link rates and speed, each figure with its source.
+
+What nobody here can measure is taken from who published it; what nobody published is inferred from
+the nearest measurement and marked so. A plan made for one of these machines is named as simulated
+wherever it is printed. One entry is one GPU with its share of the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
+
+from gracetune.errors import ConfigError
+from gracetune.memory.platform import DeviceSpec, Link, Platform, Rates
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Kind = Literal["measured", "published", "inferred", "assumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number and where it is from."""
+
+    value: float
+    kind: Kind
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One GPU, the host memory that is its own, and how fast bytes and products go."""
+
+    title: str
+    link: Link
+    device_memory: Figure
+    """Bytes that a program sees, not those on the box."""
+    host_memory: Figure
+    page_bytes: int
+    attributes: Mapping[str, int]
+    bf16_flops: Figure
+    """Of large matrix products, per second, as achieved."""
+    figures: Mapping[str, Figure]
+    """By field of `Rates`."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory, all of it."""
+        return int(self.host_memory.value)
+
+    def rates(self) -> Rates:
+        """The figures without their sources."""
+        return Rates(**{name: figure.value for name, figure in self.figures.items()})
+
+    def device(self) -> DeviceSpec:
+        """The GPU, for a simulated driver."""
+        return DeviceSpec(int(self.device_memory.value), self.attributes, self.rates())
+
+    def platform(self) -> Platform:
+        """What detection would find there, with all host memory free."""
+        shared = self.link is Link.INTEGRATED
+        why = f"published data of {self.title}, not this machine"
+        return Platform(
+            link=self.link,
+            device=0,
+            device_bytes=self.host_bytes if shared else int(self.device_memory.value),
+            host_bytes=self.host_bytes,
+            host_total_bytes=self.host_bytes,
+            page_bytes=self.page_bytes,
+            host_node=None,
+            device_node=None,
+            c2c=self.link in (Link.COHERENT, Link.INTEGRATED),
+            rates=self.rates(),
+            why={field.name: why for field in fields(Platform) if field.name != "why"},
+        )
+
+
+def machine(name: str) -> Machine:
+    """A machine by its name; the error lists the names there are."""
+    if name not in MACHINES:
+        raise ConfigError(
+            f"machine {name!r} is not known. Known: {', '.join(sorted(MACHINES))}. "
+            "Leave --machine out to plan for this one."
+        )
+    return MACHINES[name]
+
+
+_HERE = "this project, one H200 SXM on a PCIe 5 host, driver 580, torch 2.11, 2026-11-15"
+_DNHKNG = "dnhkng, memory measurements of a GH200 with 480 GB"
+_SCHIEFFER = "Schieffer et al., arXiv 2407.07850, as quoted in later work"
+_MEGATRON = "NVIDIA/Megatron-LM issue 6491: per GPU, both busy"
+_GARDEN = "glennklockwood.com/garden, from NVIDIA's architecture briefs"
+_SPARK = "NVIDIA DGX Spark data sheet"
+_GH200_SHEET = "NVIDIA GH200 data sheet"
+
+_MATMUL_SHARE = 769 / 989.4
+"""Of the published dense rate, what 8192 x 8192 x 8192 reached on the H200."""
+_STREAM_SHARE = 4194 / 4800
+"""Of the published memory rate, what a device copy reached on the H200."""
+_PREFETCH_IN_SHARE = 49.5 / 55.5
+_PREFETCH_OUT_SHARE = 10.5 / 55.3
+
+
+def _measured(value: float, source: str = _HERE) -> Figure:
+    return Figure(value, "measured", source)
+
+
+def _inferred(value: float, source: str) -> Figure:
+    return Figure(value, "inferred", source)
+
+
+def _matmul(published_tflops: float, source: str) -> Figure:
+    return _inferred(
+        published_tflops * 1e12 * _MATMUL_SHARE,
+        f"{published_tflops:g} dense TFLOP/s ({source}) times the share reached on an H200",
+    )
+
+
+def _device_rate(published: float, source: str) -> Figure:
+    return _inferred(
+        published * _STREAM_SHARE,
+        f"{published / 1e12:g} TB/s ({source}) times the share reached on an H200",
+    )
+
+
+_CALLS = {
+    "call_s": _measured(6e-6),
+    "prefetch_call_s": _measured(18e-6),
+    "prefetch_held_share": _measured(1010 / 1389),
+}
+
+_PCIE_5 = {
+    "copy_in": _measured(55.5e9),
+    "copy_out": _measured(55.3e9),
+    "prefetch_in": _measured(49.5e9),
+    "prefetch_out": _measured(10.5e9),
+    "fault": _measured(5.0e9),
+    "read_in_place": _measured(36e9),
+    "host": Figure(100e9, "assumed", "a few channels of DDR5; only simulated CPU work uses it"),
+    "both_ways_share": Figure(1.0, "assumed", "PCIe is full duplex"),
+    **_CALLS,
+}
+
+_C2C = {
+    "copy_in": _measured(375e9, f"{_SCHIEFFER}; 377 by {_DNHKNG}"),
+    "copy_out": _measured(297e9, f"{_SCHIEFFER}; 297 by {_DNHKNG}"),
+    "prefetch_in": _inferred(375e9 * _PREFETCH_IN_SHARE, "the copy's rate times the H200's share"),
+    "prefetch_out": _inferred(
+        297e9 * _PREFETCH_OUT_SHARE, "the copy's rate times the H200's share"
+    ),
+    "fault": _measured(23.5e9, f"{_DNHKNG}: 18 to 29 when CPU and GPU take turns"),
+    "read_in_place": _measured(333e9, f"{_DNHKNG}: 328 to 339"),
+    "host": _measured(348e9, f"{_DNHKNG}: best, at 32 threads"),
+    "both_ways_share": _measured(0.5, "NVIDIA/nvbandwidth issue 41: about half each way"),
+    **_CALLS,
+}
+
+_C2C_SHARED = {
+    **_C2C,
+    "copy_in": _measured(176e9, _MEGATRON),
+    "copy_out": _inferred(176e9 * 297 / 375, "GH200's ratio of the two directions"),
+    "prefetch_in": _inferred(176e9 * _PREFETCH_IN_SHARE, "the copy's rate times the H200's share"),
+    "prefetch_out": _inferred(
+        176e9 * 297 / 375 * _PREFETCH_OUT_SHARE, "the copy's rate times the H200's share"
+    ),
+    "read_in_place": _inferred(176e9 * 333 / 375, "GH200's ratio of reading to copying"),
+    "host": _inferred(348e9 / 2, "GH200's rate, shared by two GPUs"),
+}
+
+_PCIE_ATTRIBUTES = {
+    "managed_memory": 1,
+    "integrated": 0,
+    "concurrent_managed_access": 1,
+    "pageable_memory_access": 0,
+    "pageable_memory_access_uses_host_page_tables": 0,
+    "async_engine_count": 3,
+    "host_numa_id": 0,
+}
+_C2C_ATTRIBUTES = {
+    **_PCIE_ATTRIBUTES,
+    "pageable_memory_access": 1,
+    "pageable_memory_access_uses_host_page_tables": 1,
+    "direct_managed_mem_access_from_host": 1,
+}
+
+_HOST_1_TIB = Figure(1024 * GIB, "assumed", "a common size; say --host-memory for yours")
+
+MACHINES: Mapping[str, Machine] = {
+    "gh200-96": Machine(
+        title="GH200, 96 GB HBM3, 480 GB LPDDR5X",
+        link=Link.COHERENT,
+        device_memory=_measured(94.9 * GIB, "Lightning-AI/litgpt issue 1892: what torch reports"),
+        host_memory=Figure(480e9, "published", _GH200_SHEET),
+        page_bytes=65536,
+        attributes=_C2C_ATTRIBUTES,
+        bf16_flops=_matmul(989.4, _GARDEN),
+        figures={**_C2C, "device": _measured(3.73e12, f"{_DNHKNG}, BabelStream")},
+    ),
+    "gh200-144": Machine(
+        title="GH200, 144 GB HBM3e, 480 GB LPDDR5X",
+        link=Link.COHERENT,
+        device_memory=_measured(142.5 * GIB, "vllm-project/vllm issue 35313: the driver's total"),
+        host_memory=Figure(480e9, "published", _GH200_SHEET),
+        page_bytes=65536,
+        attributes=_C2C_ATTRIBUTES,
+        bf16_flops=_matmul(989.4, _GARDEN),
+        figures={**_C2C, "device": _device_rate(4.9e12, _GH200_SHEET)},
+    ),
+    "gb200": Machine(
+        title="GB200, one of its two GPUs and half of its 480 GB LPDDR5X",
+        link=Link.COHERENT,
+        device_memory=Figure(186e9, "published", "NVIDIA GB200 NVL72: 13.4 TB for 72 GPUs"),
+        host_memory=Figure(240e9, "published", "NVIDIA GB200 data sheet: 480 GB for two GPUs"),
+        page_bytes=65536,
+        attributes=_C2C_ATTRIBUTES,
+        bf16_flops=_matmul(2500, _GARDEN),
+        figures={**_C2C_SHARED, "device": _device_rate(8e12, _GARDEN)},
+    ),
+    "gb10": Machine(
+        title="DGX Spark (GB10), 128 GB of one memory",
+        link=Link.INTEGRATED,
+        device_memory=_inferred(119.6 * GIB, "128 GB less what firmware and kernel keep"),
+        host_memory=_inferred(119.6 * GIB, "128 GB less what firmware and kernel keep"),
+        page_bytes=4096,
+        attributes={**_C2C_ATTRIBUTES, "integrated": 1},
+        bf16_flops=_matmul(125, f"{_SPARK}: 1000 sparse FP4, an eighth of it"),
+        figures={
+            **{
+                name: _inferred(273e9 / 2, "a copy reads and writes the one memory")
+                for name in ("copy_in", "copy_out", "prefetch_in", "prefetch_out", "fault")
+            },
+            "read_in_place": Figure(273e9, "published", _SPARK),
+            "device": Figure(273e9, "published", _SPARK),
+            "host": Figure(273e9, "published", _SPARK),
+            "both_ways_share": _inferred(0.5, "both directions are one memory"),
+            **_CALLS,
+        },
+    ),
+    "h100-pcie": Machine(
+        title="H100 80 GB on a PCIe 5 host",
+        link=Link.MANAGED,
+        device_memory=Figure(79 * GIB, "assumed", "an 80 GB part, less what the driver keeps"),
+        host_memory=_HOST_1_TIB,
+        page_bytes=4096,
+        attributes=_PCIE_ATTRIBUTES,
+        bf16_flops=_matmul(989.4, _GARDEN),
+        figures={**_PCIE_5, "device": _device_rate(3.35e12, _GARDEN)},
+    ),
+    "h200-pcie": Machine(
+        title="H200 141 GB on a PCIe 5 host",
+        link=Link.MANAGED,
+        device_memory=_measured(139 * GIB, f"{_HERE}; to the GiB"),
+        host_memory=_HOST_1_TIB,
+        page_bytes=4096,
+        attributes=_PCIE_ATTRIBUTES,
+        bf16_flops=_measured(769e12),
+        figures={**_PCIE_5, "device": _measured(4194e9)},
+    ),
+    "b200-pcie": Machine(
+        title="B200 on a PCIe 5 host",
+        link=Link.MANAGED,
+        device_memory=Figure(179 * GIB, "published", "Vultr, HGX B200 hardware overview, 2026"),
+        host_memory=_HOST_1_TIB,
+        page_bytes=4096,
+        attributes=_PCIE_ATTRIBUTES,
+        bf16_flops=_matmul(2250, _GARDEN),
+        figures={**_PCIE_5, "device": _device_rate(8e12, _GARDEN)},
+    ),
+}

@@ -1,0 +1,19 @@
+"""The driver contract over every published machine that has managed memory, simulated."""
+
+import pytest
+from driver_contract import CHECKS, Check
+
+from gracetune.memory.driver import Driver
+from gracetune.memory.simulated import SimulatedDriver
+from gracetune.plan.machines import MACHINES
+
+
+@pytest.fixture(params=sorted(MACHINES))
+def driver(request: pytest.FixtureRequest) -> Driver:
+    machine = MACHINES[request.param]
+    return SimulatedDriver([machine.device()], machine.host_bytes, machine.page_bytes)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(driver: Driver, check: Check) -> None:
+    check(driver)

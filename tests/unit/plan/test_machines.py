@@ -1,0 +1,87 @@
+"""Published machines: complete, sourced, and detected as what they are."""
+
+from dataclasses import fields
+
+import pytest
+
+from gracetune.errors import ConfigError
+from gracetune.memory.driver import HOST
+from gracetune.memory.host import HostFacts
+from gracetune.memory.platform import Link, Platform, Rates, detect
+from gracetune.memory.simulated import SimulatedDriver
+from gracetune.plan.machines import MACHINES, machine
+from gracetune.units import GIB
+
+NAMES = sorted(MACHINES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_has_a_value_and_a_source(name: str) -> None:
+    known = MACHINES[name]
+    assert set(known.figures) == {field.name for field in fields(Rates)}
+    for figure in (
+        known.device_memory,
+        known.host_memory,
+        known.bf16_flops,
+        *known.figures.values(),
+    ):
+        assert figure.value > 0
+        assert len(figure.source) > 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_detection_agrees_with_the_machines_link(name: str) -> None:
+    known = MACHINES[name]
+    driver = SimulatedDriver([known.device()], known.host_bytes, known.page_bytes)
+    host = HostFacts(known.host_bytes, known.host_bytes, known.page_bytes)
+    found = detect(driver, 0, host)
+    published = known.platform()
+    assert found.link is published.link is known.link
+    assert found.device_bytes == published.device_bytes
+    assert found.page_bytes == published.page_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_published_platform_says_that_it_is_published(name: str) -> None:
+    platform = MACHINES[name].platform()
+    assert set(platform.why) == {field.name for field in fields(Platform)} - {"why"}
+    assert all("not this machine" in reason for reason in platform.why.values())
+    assert platform.rates == MACHINES[name].rates()
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if MACHINES[n].link is not Link.INTEGRATED])
+def test_planned_movement_beats_faults_on_every_link(name: str) -> None:
+    rates = MACHINES[name].rates()
+    assert rates.fault * 5 < rates.prefetch_in <= rates.copy_in < rates.device
+
+
+def test_the_link_of_a_gh200_is_worth_its_name() -> None:
+    assert MACHINES["gh200-96"].rates().copy_in > 6 * MACHINES["h200-pcie"].rates().copy_in
+
+
+def test_an_unknown_machine_lists_the_known_ones() -> None:
+    assert machine("gb10") is MACHINES["gb10"]
+    with pytest.raises(ConfigError, match=r"'gh300' is not known\. Known: b200-pcie, gb10"):
+        machine("gh300")
+
+
+def test_what_was_measured_on_an_h200_comes_out_of_its_simulation() -> None:
+    """2 GiB: 5 GB/s by faults, 49 to 50 by prefetch, and a first touch then costs nothing."""
+    known = MACHINES["h200-pcie"]
+    driver = SimulatedDriver([known.device()], known.host_bytes, known.page_bytes)
+    _, pointer = driver.allocate_managed(2 * GIB)
+
+    def timed(on_device: bool) -> float:
+        driver.touch(pointer, 2 * GIB, HOST, write=True)
+        began = driver.synchronize()
+        if on_device:
+            driver.prefetch(pointer, 2 * GIB, 0, stream=1)
+        else:
+            driver.touch(pointer, 2 * GIB, 0, stream=1)
+        return 2 * GIB / (driver.synchronize() - began)
+
+    assert timed(on_device=False) == pytest.approx(5.0e9, rel=0.02)
+    assert timed(on_device=True) == pytest.approx(49.5e9, rel=0.02)
+    began = driver.synchronize()
+    driver.touch(pointer, 2 * GIB, 0)
+    assert 2 * GIB / (driver.synchronize() - began) > 4e12
