@@ -1,4 +1,4 @@
-# Each target does its own set-up. Needs Python 3.11 or newer and nothing else.
+# Each target does its own set-up. Needs Python 3.11 or newer; the tests also need a C compiler (cc).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py src/gracetune/memory/shim.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@

@@ -275,12 +275,14 @@ EXPORT CUresult cuMemPrefetchAsync_v2(CUdeviceptr pointer, size_t nbytes, CUmemL
            (size_t)stream);
     return fetched(pointer, at.type == 2 ? -1 : at.id);
 }
+#ifndef OMIT_DISCARD
 EXPORT CUresult cuMemDiscardBatchAsync(CUdeviceptr *pointers, size_t *sizes, size_t count,
                                        unsigned long long flags, void *stream) {
     LOGGED("cuMemDiscardBatchAsync", "discard %zu %zu %llu %zu\n", count, sizes[0], flags,
            (size_t)stream);
     return stream == NULL || find(pointers[0]) == NULL ? 1 : 0;
 }
+#endif
 #endif
 
 /* How cuda-bindings finds every other function; names without a version mean the newest. */
