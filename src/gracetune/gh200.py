@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 
 from gracetune.config.environment import environment_settings, process_environment
-from gracetune.data.staged import StagedSource as GH200InMemoryBackend
 from gracetune.memory.faults import count_faults, import_cupti
 from gracetune.memory.hints import Hint, Hints, Place, Whereabouts, legacy_stream, torch_stream
 from gracetune.memory.ledger import Ledger, Tier
@@ -34,7 +34,6 @@ from gracetune.memory.shim import AccessPattern, find_shim
 from gracetune.memory.stages import Stage, StagePolicy, Stages, managed_cap
 from gracetune.memory.stats import Stats
 from gracetune.memory.stats import memory_stats as collect_stats
-from gracetune.train.ramp import Ramp as GH200GradientRamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,9 +45,14 @@ if TYPE_CHECKING:
     from gracetune.memory.faults import FaultCounter
     from gracetune.memory.shim import ShimCounters
 
-__all__ = [
-    "GH200GradientRamp",
-    "GH200InMemoryBackend",
+_CLASSES = {
+    "GH200GradientRamp": ("gracetune.train.ramp", "Ramp"),
+    "GH200InMemoryBackend": ("gracetune.data.staged", "StagedSource"),
+}
+"""The forks' classes, found when asked for: hints need no codecs."""
+
+__all__ = [  # noqa: PLE0604  the names are strings, resolved lazily
+    *_CLASSES,
     "ProcessMemory",
     "discard",
     "gh200_uvm_enabled",
@@ -259,3 +263,10 @@ def manage_memory() -> Stage:
 def memory_stats() -> Stats:
     """`torch.cuda.memory_stats()` with the `uvm.` keys beside torch's own; works on a CPU too."""
     return _process.stats()
+
+
+def __getattr__(name: str) -> object:
+    if name not in _CLASSES:
+        raise AttributeError(f"module 'gracetune.gh200' has no attribute {name!r}")
+    module, attribute = _CLASSES[name]
+    return getattr(import_module(module), attribute)

@@ -25,6 +25,8 @@ VERBS = {
     "train": ("gracetune.cli.train", "train a model as a run file says, or resume it"),
     "now": ("gracetune.cli.now", "ask a running run to validate, save or stop"),
     "schema": ("gracetune.cli.schema", "print what a run file may say, as JSON Schema"),
+    "diagnose": ("gracetune.cli.diagnose", "check this machine and say what to do"),
+    "env": ("gracetune.cli.env", "show what the environment sets, and what that will do"),
     "examples": ("gracetune.cli.examples", "list, print or copy the example run files"),
 }
 

@@ -10,13 +10,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gracetune.memory.driver import HOST
+from gracetune.memory.driver import HOST, PointerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.memory.driver import Driver
     from gracetune.memory.platform import Platform
+    from gracetune.memory.pool import UnifiedPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,32 @@ class _Bytes:
             "data": (self.pointer, False),
             "version": 3,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTrial:
+    """What became of a tensor made in a managed pool, and of the pool."""
+
+    kind: PointerKind
+    correct: bool
+    """Whether the device read back what it wrote."""
+    live_bytes: int
+    """Managed bytes while the tensor lived."""
+    held_bytes: int
+    """Managed bytes still out after the pool was closed."""
+
+
+def try_pool(pool: UnifiedPool, driver: Driver, nbytes: int) -> PoolTrial:
+    """Make a tensor in the pool, use it, let it go and close the pool."""
+    import torch
+
+    with pool.allocating():
+        tensor = torch.full((nbytes,), 7, dtype=torch.uint8, device=f"cuda:{pool.device}")
+    kind = driver.pointer_kind(tensor.data_ptr())
+    correct = int(tensor.sum(dtype=torch.int64)) == 7 * nbytes
+    live_bytes = pool.counters().live_bytes
+    del tensor
+    return PoolTrial(kind, correct, live_bytes, pool.close().held_bytes)
 
 
 def torch_bench(driver: Driver, platform: Platform, copy_bytes: int) -> Bench:

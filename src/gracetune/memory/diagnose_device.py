@@ -9,15 +9,16 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from gracetune.memory.diagnose import Finding, fail, gb_per_s, ok, skip, warn
+from gracetune.memory.diagnose import Figure, Finding, fail, gb_per_s, ok, skip, warn
 from gracetune.memory.driver import HOST, Advice, PointerKind
 from gracetune.memory.platform import Link
+from gracetune.memory.pool import Unsupported
 from gracetune.units import GIB, MIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gracetune.memory.bench import Bench
+    from gracetune.memory.bench import Bench, PoolTrial
     from gracetune.memory.driver import Driver
 
 SLOW_COPY = {Link.COHERENT: 200e9, Link.MANAGED: 12e9, Link.COPY: 6e9}
@@ -136,6 +137,30 @@ def check_hints(bench: Bench, nbytes: int) -> Finding:
             "Report this with your driver's version: hints cannot be trusted here.",
         )
     return ok(name, "preferred location, accessed-by and prefetch read back as asked")
+
+
+def check_pool(trial: PoolTrial | Unsupported) -> Finding:
+    """A tensor of ordinary torch in managed memory, made, used and given back."""
+    name = "pool round trip"
+    if isinstance(trial, Unsupported):
+        return skip(name, trial.reason)
+    figures: dict[str, Figure] = {
+        "kind": trial.kind.value,
+        "correct": trial.correct,
+        "live_bytes": trial.live_bytes,
+        "held_bytes": trial.held_bytes,
+    }
+    if trial.kind is not PointerKind.MANAGED:
+        text = f"the pool's tensor is {trial.kind.value} memory, not managed"
+        return fail(name, text, "Report this with your versions of torch and driver.", **figures)
+    if not trial.correct:
+        text = "the device did not read back what it wrote"
+        return fail(name, text, "Do not use managed memory on this machine.", **figures)
+    if trial.held_bytes:
+        text = f"{format_bytes(trial.held_bytes)} stayed out after the pool was closed"
+        return warn(name, text, "Report this with your version of torch.", **figures)
+    text = f"a managed tensor of ordinary torch, {format_bytes(trial.live_bytes)} out and back"
+    return ok(name, text, **figures)
 
 
 def check_oversubscription(bench: Bench, scale: float, *, force: bool) -> Finding:

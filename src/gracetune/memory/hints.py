@@ -204,7 +204,9 @@ class Hints:
             place = self._device_of(tensor) if kind is PointerKind.DEVICE else HOST
             why = _NOT_MANAGED[kind]
             return Whereabouts("residency", Verdict.APPLIED, why, span.nbytes, 0, place, kind)
-        state = self._driver.range_state(span.pointer, span.nbytes)
+        pages = span_of(tensor, self.platform.page_bytes)
+        asked = span if isinstance(pages, str) else pages  # of less than a page, what there is
+        state = self._driver.range_state(asked.pointer, asked.nbytes)
         place_asked = state.preferred if state.last_prefetch is None else state.last_prefetch
         why = (
             "managed; nobody has asked for a place"

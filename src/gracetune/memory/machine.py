@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from gracetune.errors import ConfigError
 from gracetune.memory.cuda_driver import NoDriverError, open_cuda_driver
+from gracetune.memory.driver import Driver
 from gracetune.memory.platform import (
     detect,
     import_nvml,
@@ -17,7 +19,8 @@ from gracetune.memory.platform import (
 )
 
 if TYPE_CHECKING:
-    from gracetune.memory.driver import Driver
+    from collections.abc import Callable
+
     from gracetune.memory.platform import HostFacts, Platform
 
 
@@ -30,17 +33,30 @@ class Machine:
     platform: Platform
 
 
+class CountedDriver(Driver, Protocol):
+    """A driver that knows how many devices it drives."""
+
+    device_count: int
+
+
 def read_this_host() -> HostFacts:
     """Host memory as it is now."""
     return read_host(Path("/proc"), Path("/sys"), os.sysconf("SC_PAGE_SIZE"))
 
 
-def open_machine(device: int = 0) -> Machine:
+def open_machine(
+    device: int = 0, open_driver: Callable[[], CountedDriver] = open_cuda_driver
+) -> Machine:
     """One device of this machine, or the machine without one and why."""
     host = read_this_host()
     try:
-        driver = open_cuda_driver()
+        driver = open_driver()
     except NoDriverError as error:
         return Machine(None, without_gpu(host, str(error)))
+    if not 0 <= device < driver.device_count:
+        raise ConfigError(
+            f"device is {device}; this machine shows {driver.device_count} GPU(s), counted from 0. "
+            "CUDA_VISIBLE_DEVICES may hide others."
+        )
     nvml = read_nvml(import_nvml(), driver, device)
     return Machine(driver, detect(driver, device, host, nvml))

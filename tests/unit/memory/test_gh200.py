@@ -177,6 +177,8 @@ class TestThisMachine:
 def test_the_forks_classes_have_their_names() -> None:
     assert gh200.GH200GradientRamp(8, 32, 100, "quadratic", 1).accumulation(0) == 8
     assert gh200.GH200InMemoryBackend.stage.__name__ == "stage"
+    with pytest.raises(AttributeError, match="GH200Magic"):
+        _ = gh200.GH200Magic
 
 
 def test_importing_opens_nothing() -> None:

@@ -1,0 +1,11 @@
+"""The forks' name for `gracetune diagnose`; works from a checkout that was never installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "src"))
+
+from gracetune.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["diagnose", *sys.argv[1:]]))

@@ -1,0 +1,47 @@
+# Defaults of the environment for machines with unified memory. Source it, do not run it:
+#
+#   source scripts/setup_gh200_env.sh
+#
+# What is set already stays: set GH200_UVM_OVERSUBSCRIPTION_RATIO or GH200_UVM_ACCESS_PATTERN before
+# sourcing to choose other values. Sourcing it again changes nothing. `gracetune env` explains each
+# variable, `gracetune env --export` prints the same lines. Works in any POSIX shell, whatever its
+# options, and leaves no function or variable behind.
+
+# The value of one key in PYTORCH_CUDA_ALLOC_CONF, or nothing.
+_gracetune_conf_value() {
+    printf '%s' "${PYTORCH_CUDA_ALLOC_CONF:-}" | tr ',' '\n' | sed -n "s/^ *$1 *: *//p" | tail -n 1
+}
+
+# PYTORCH_CUDA_ALLOC_CONF without the three keys that are written anew.
+_gracetune_conf_rest() {
+    printf '%s' "${PYTORCH_CUDA_ALLOC_CONF:-}" \
+        | sed -E 's/(^|,) *(use_uvm|uvm_oversubscription_ratio|uvm_access_pattern) *:[^,]*/\1/g; s/,+/,/g; s/^,//; s/,$//'
+}
+
+export SIMPLETUNER_GH200_ENABLE_UVM_HINTS="${SIMPLETUNER_GH200_ENABLE_UVM_HINTS:-${AITK_GH200_ENABLE_UVM_HINTS:-1}}"
+export AITK_GH200_ENABLE_UVM_HINTS="${AITK_GH200_ENABLE_UVM_HINTS:-$SIMPLETUNER_GH200_ENABLE_UVM_HINTS}"
+
+_gracetune_ratio="$(_gracetune_conf_value uvm_oversubscription_ratio)"
+_gracetune_pattern="$(_gracetune_conf_value uvm_access_pattern)"
+export GH200_UVM_OVERSUBSCRIPTION_RATIO="${GH200_UVM_OVERSUBSCRIPTION_RATIO:-${_gracetune_ratio:-5.0}}"
+export GH200_UVM_ACCESS_PATTERN="${GH200_UVM_ACCESS_PATTERN:-${_gracetune_pattern:-gpu_first}}"
+
+_gracetune_rest="$(_gracetune_conf_rest)"
+export PYTORCH_CUDA_ALLOC_CONF="use_uvm:True,uvm_oversubscription_ratio:${GH200_UVM_OVERSUBSCRIPTION_RATIO},uvm_access_pattern:${GH200_UVM_ACCESS_PATTERN}${_gracetune_rest:+,$_gracetune_rest}"
+
+export ACCELERATE_MIXED_PRECISION="${ACCELERATE_MIXED_PRECISION:-bf16}"
+
+unset _gracetune_ratio _gracetune_pattern _gracetune_rest
+unset -f _gracetune_conf_value _gracetune_conf_rest
+
+cat <<END
+[setup_gh200_env] exported:
+  SIMPLETUNER_GH200_ENABLE_UVM_HINTS=$SIMPLETUNER_GH200_ENABLE_UVM_HINTS
+  AITK_GH200_ENABLE_UVM_HINTS=$AITK_GH200_ENABLE_UVM_HINTS
+  GH200_UVM_OVERSUBSCRIPTION_RATIO=$GH200_UVM_OVERSUBSCRIPTION_RATIO
+  GH200_UVM_ACCESS_PATTERN=$GH200_UVM_ACCESS_PATTERN
+  PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_CUDA_ALLOC_CONF
+  ACCELERATE_MIXED_PRECISION=$ACCELERATE_MIXED_PRECISION
+gracetune takes its own keys out of PYTORCH_CUDA_ALLOC_CONF before torch starts. Other programs that
+use a stock torch refuse to start on them: unset the variable for those.
+END

@@ -1,0 +1,278 @@
+"""`gracetune diagnose`: numbered checks of this machine, and what to do about each."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform as python_platform
+import re
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from gracetune import __version__
+from gracetune.cli.env import describe_effects, our_variables
+from gracetune.config.environment import environment_settings, process_environment
+from gracetune.errors import ConfigError
+from gracetune.memory.diagnose import Finding, exit_code, fail, lines, report, skip
+from gracetune.memory.diagnose_device import (
+    check_copies,
+    check_faults,
+    check_hints,
+    check_oversubscription,
+    check_pool,
+)
+from gracetune.memory.diagnose_host import (
+    check_environment,
+    check_memory,
+    check_numa,
+    check_pages,
+    check_platform,
+    check_torch_build,
+    check_versions,
+    read_kernel,
+)
+from gracetune.memory.machine import Machine, open_machine
+from gracetune.units import MIB
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+    from gracetune.events.types import Notice
+    from gracetune.memory.bench import Bench, PoolTrial
+    from gracetune.memory.driver import Driver
+    from gracetune.memory.platform import Platform
+    from gracetune.memory.pool import Unsupported
+
+HELP = "check this machine: versions, link, memory, bandwidths, hints; say what to do"
+DEVICE_CHECKS = (
+    "pinned copies",
+    "faults against prefetch",
+    "hint round trip",
+    "pool round trip",
+    "oversubscription",
+)
+ALLOCATION_CHECKS = ("platform", "memory", "hint round trip", "pool round trip", "oversubscription")
+"""What `validate_uvm.py` runs."""
+NO_GPU = "There is no usable GPU: exit code 1. Give --allow-cpu if that is as it should be."
+NO_GPU_ALLOWED = "There is no usable GPU, which --allow-cpu allows."
+_PACKAGES = ("torch", "cuda-bindings", "nvidia-ml-py", "cupti-python", "accelerate", "diffusers")
+_TRIAL_BYTES = 256 * MIB
+_SMALL_SHARE = 16
+"""Ranges are at most this fraction of what is free: a full card is diagnosed too."""
+
+
+class Torch(NamedTuple):
+    """What there is of torch, found out by importing it."""
+
+    version: str | None
+    cuda: str | None
+    problem: str
+    """Why it cannot be imported, or why its CUDA finds no device."""
+
+    @property
+    def sees_gpu(self) -> bool:
+        return self.cuda is not None and not self.problem
+
+
+class Tools(NamedTuple):
+    """How the machine is got at; a test hands in a simulated one's."""
+
+    find_torch: Callable[[], Torch]
+    open_machine: Callable[[int], Machine]
+    open_bench: Callable[[Driver, Platform, int], Bench]
+    """A bench whose copies are of so many bytes."""
+    try_pool: Callable[[Bench], PoolTrial | Unsupported]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The forks' flags, and a few of ours."""
+    parser.add_argument(
+        "--oversubscription-scale",
+        type=float,
+        default=1.5,
+        metavar="X",
+        help="try managed memory of X times the device's (default 1.5)",
+    )
+    parser.add_argument(
+        "--skip-allocation", action="store_true", help="leave the oversubscription check out"
+    )
+    parser.add_argument(
+        "--force-oversubscription",
+        action="store_true",
+        help="try it even on a card that is not coherent with the host, which can hang",
+    )
+    parser.add_argument("--allow-cpu", action="store_true", help="no GPU is no failure")
+    parser.add_argument(
+        "--allocation-only", action="store_true", help="only the checks that allocate"
+    )
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="which GPU (default 0)")
+    parser.add_argument(
+        "--output",
+        default="gh200_diagnostic_report.json",
+        metavar="FILE",
+        help="where the JSON report goes (default gh200_diagnostic_report.json)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report instead of lines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Diagnose this machine."""
+    return diagnose(args, Tools(find_torch, open_machine, _open_bench, _try_pool))
+
+
+def diagnose(args: argparse.Namespace, tools: Tools) -> int:
+    """Find out, print, write the report."""
+    if not 0 < args.oversubscription_scale < math.inf:
+        raise ConfigError(
+            f"--oversubscription-scale is {args.oversubscription_scale}; it must be above 0, "
+            "such as 1.5."
+        )
+    torch = tools.find_torch()
+    machine = tools.open_machine(args.device)
+    findings = [*_host_findings(torch, machine), *_device_findings(torch, machine, args, tools)]
+    if args.allocation_only:
+        findings = [finding for finding in findings if finding.name in ALLOCATION_CHECKS]
+    has_gpu = machine.driver is not None or torch.sees_gpu
+    code = exit_code(findings, has_gpu=has_gpu, allow_cpu=args.allow_cpu)
+    document = report(findings, code, datetime.now(UTC).date().isoformat(), __version__)
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    if args.json:
+        print(text)
+    else:
+        print(*lines(findings), sep="\n")
+    _write(Path(args.output), text)
+    if not args.json:
+        print(f"The report is in {args.output}.")
+    if not (args.json or has_gpu):
+        print(NO_GPU_ALLOWED if args.allow_cpu else NO_GPU)
+    return code
+
+
+def find_torch() -> Torch:
+    """Import torch if that is possible, and ask for its GPU."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of torch's is missing
+        return Torch(None, None, str(error))
+    cuda = torch.version.cuda
+    if cuda is None or torch.cuda.is_available():
+        return Torch(torch.__version__, cuda, "")
+    try:
+        torch.empty(1, device="cuda")
+    except (RuntimeError, AssertionError) as error:
+        return Torch(torch.__version__, cuda, str(error).splitlines()[0])
+    return Torch(torch.__version__, cuda, "torch counts no devices")
+
+
+def _host_findings(torch: Torch, machine: Machine) -> Iterator[Finding]:
+    release = re.match(r"[\d.]*", python_platform.release())
+    kernel = read_kernel(
+        Path("/proc"), Path("/sys"), release[0] if release else "", python_platform.machine()
+    )
+    versions = {"Python": python_platform.python_version()}
+    yield check_versions({**versions, **{name: _version(name) for name in _PACKAGES}}, kernel)
+    yield _environment()
+    yield check_torch_build(torch.version, torch.cuda, torch.problem)
+    platform = machine.platform
+    yield check_platform(platform)
+    free = 0 if machine.driver is None else machine.driver.memory_info(platform.device)[0]
+    yield check_memory(platform, free)
+    yield check_pages(platform, kernel)
+    yield check_numa(platform, kernel, frozenset(os.sched_getaffinity(0)))
+
+
+def _environment() -> Finding:
+    variables = our_variables(process_environment())
+    try:
+        settings = environment_settings(process_environment())
+    except ConfigError as error:
+        return check_environment(variables, (), str(error))
+    return check_environment(variables, describe_effects(settings), "")
+
+
+def _device_findings(
+    torch: Torch, machine: Machine, args: argparse.Namespace, tools: Tools
+) -> Iterator[Finding]:
+    why = _no_device(torch, machine)
+    if why:
+        for name in DEVICE_CHECKS:
+            yield skip(name, why)
+        return
+    assert machine.driver is not None
+    free, _ = machine.driver.memory_info(machine.platform.device)
+    nbytes = min(_TRIAL_BYTES, free // _SMALL_SHARE // MIB * MIB)
+    if nbytes < MIB:
+        for name in DEVICE_CHECKS:
+            yield fail(name, f"only {free} bytes are free", "See `nvidia-smi` for who holds them.")
+        return
+    bench = tools.open_bench(machine.driver, machine.platform, nbytes)
+    checks: dict[str, Callable[[], Finding]] = {
+        "pinned copies": lambda: check_copies(bench, nbytes),
+        "faults against prefetch": lambda: check_faults(bench, nbytes),
+        "hint round trip": lambda: check_hints(bench, MIB),
+        "pool round trip": lambda: check_pool(tools.try_pool(bench)),
+        "oversubscription": lambda: _oversubscription(bench, args),
+    }
+    for name, check in checks.items():
+        if args.allocation_only and name not in ALLOCATION_CHECKS:
+            continue
+        try:
+            yield check()
+        except RuntimeError as error:  # torch reports every CUDA error as one
+            yield fail(name, str(error).splitlines()[0], "See `nvidia-smi` and the kernel's log.")
+
+
+def _no_device(torch: Torch, machine: Machine) -> str:
+    if machine.driver is None:
+        return "there is no GPU: see the platform check"
+    if not torch.sees_gpu:
+        return "torch sees no GPU, so nothing can be timed"
+    return ""
+
+
+def _open_bench(driver: Driver, platform: Platform, nbytes: int) -> Bench:
+    from gracetune.memory.bench import torch_bench
+
+    return torch_bench(driver, platform, nbytes)
+
+
+def _try_pool(bench: Bench) -> PoolTrial | Unsupported:
+    from gracetune.memory.bench import try_pool
+    from gracetune.memory.pool import CudaPools, PoolSettings, Unsupported, open_pool
+    from gracetune.memory.shim import find_shim
+
+    settings = PoolSettings(cap_bytes=64 * MIB)
+    pool = open_pool(bench.platform, find_shim(), settings, CudaPools(), _say)
+    return pool if isinstance(pool, Unsupported) else try_pool(pool, bench.driver, 16 * MIB)
+
+
+def _oversubscription(bench: Bench, args: argparse.Namespace) -> Finding:
+    if args.skip_allocation:
+        return skip("oversubscription", "--skip-allocation was given")
+    scale: float = args.oversubscription_scale
+    return check_oversubscription(bench, scale, force=args.force_oversubscription)
+
+
+def _say(notice: Notice) -> None:
+    print(notice.text, file=sys.stderr)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output is {path}: it cannot be written ({error.strerror}). Name another file."
+        ) from error

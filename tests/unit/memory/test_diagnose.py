@@ -1,0 +1,502 @@
+"""The checks over simulated machines, and the verb itself on this one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from by_hand import GPU_LINKS, RATES, Machine, machine
+
+from gracetune.cli.diagnose import (
+    ALLOCATION_CHECKS,
+    DEVICE_CHECKS,
+    Tools,
+    Torch,
+    add_arguments,
+    diagnose,
+    find_torch,
+)
+from gracetune.cli.env import VARIABLES
+from gracetune.errors import ConfigError
+from gracetune.memory.bench import Bench, PoolTrial
+from gracetune.memory.cuda_driver import NoDriverError
+from gracetune.memory.diagnose import MARKS, Status, exit_code, fail, lines, ok, report, skip, warn
+from gracetune.memory.diagnose_device import (
+    PIECE,
+    check_copies,
+    check_faults,
+    check_hints,
+    check_oversubscription,
+    check_pool,
+)
+from gracetune.memory.diagnose_host import (
+    Kernel,
+    check_environment,
+    check_memory,
+    check_numa,
+    check_pages,
+    check_platform,
+    check_torch_build,
+    check_versions,
+    read_kernel,
+)
+from gracetune.memory.driver import PointerKind, RangeState
+from gracetune.memory.machine import Machine as OpenMachine
+from gracetune.memory.machine import open_machine
+from gracetune.memory.platform import Link
+from gracetune.memory.pool import Unsupported
+from gracetune.units import GIB, KIB, MIB
+
+ROOT = Path(__file__).parents[3]
+KERNEL = Kernel("6.1", "x86_64", "0", "madvise", {0: frozenset({0, 1}), 1: frozenset({2, 3})})
+GOOD_TRIAL = PoolTrial(PointerKind.MANAGED, True, 20 * MIB, 0)
+MANAGED_LINKS = (Link.MANAGED, Link.COHERENT)
+
+
+def bench(here: Machine) -> Bench:
+    return Bench(
+        driver=here.gpu,
+        platform=here.platform,
+        clock=lambda: here.gpu.time.now_s,
+        synchronize=here.gpu.synchronize,
+        copy=lambda nbytes, source, target: here.gpu.copy(nbytes, source, target, 0),
+        touch=lambda pointer, nbytes, place: here.gpu.touch(pointer, nbytes, place, write=True),
+    )
+
+
+class TestDevice:
+    """What is tried and timed."""
+
+    @pytest.mark.parametrize("link", GPU_LINKS)
+    def test_copies_are_timed(self, link: Link) -> None:
+        finding = check_copies(bench(machine(link)), 256 * MIB)
+        assert finding.figures["in_gb_per_s"] == pytest.approx(50, rel=0.02)
+        assert finding.figures["out_gb_per_s"] == pytest.approx(50, rel=0.02)
+        # 50 GB/s is healthy for PCIe and a quarter of what NVLink-C2C should give.
+        assert finding.status is (Status.WARN if link is Link.COHERENT else Status.OK)
+
+    @pytest.mark.parametrize("link", MANAGED_LINKS)
+    def test_faults_against_prefetch(self, link: Link) -> None:
+        finding = check_faults(bench(machine(link)), 256 * MIB)
+        assert finding.status is Status.OK
+        assert finding.figures["prefetch_in_gb_per_s"] == pytest.approx(45, rel=0.02)
+        assert finding.figures["prefetch_out_gb_per_s"] == pytest.approx(10, rel=0.02)
+        assert finding.figures["fault_gb_per_s"] == pytest.approx(5, rel=0.02)
+        assert float(finding.figures["first_touch_gain"]) > 5
+
+    def test_a_prefetch_that_gains_nothing_is_said(self) -> None:
+        here = machine(Link.MANAGED)
+        spec = replace(here.gpu.devices[0], rates=replace(RATES, fault=4000e9))
+        here.gpu.devices = (spec,)
+        assert check_faults(bench(here), 256 * MIB).status is Status.WARN
+
+    @pytest.mark.parametrize("link", MANAGED_LINKS)
+    def test_hints_are_read_back(self, link: Link) -> None:
+        assert check_hints(bench(machine(link)), MIB).status is Status.OK
+
+    def test_a_driver_that_forgets_its_hints_is_caught(self) -> None:
+        here = machine(Link.MANAGED)
+        here.gpu.range_state = lambda pointer, nbytes: RangeState(None, None, False, ())
+        finding = check_hints(bench(here), MIB)
+        assert finding.status is Status.FAIL
+        assert finding.advice
+
+    @pytest.mark.parametrize("link", [Link.COPY, Link.INTEGRATED])
+    def test_managed_memory_is_not_tried_where_it_makes_no_sense(self, link: Link) -> None:
+        here = machine(link, failing={"allocate_managed": 999})
+        for finding in (
+            check_faults(bench(here), MIB),
+            check_hints(bench(here), MIB),
+            check_oversubscription(bench(here), 1.5, force=True),
+        ):
+            assert finding.status is Status.SKIP
+            assert finding.text
+
+    @pytest.mark.parametrize("verb", ["allocate_managed", "prefetch"])
+    def test_a_refusal_is_a_failure_with_its_code_and_leaks_nothing(self, verb: str) -> None:
+        here = machine(Link.COHERENT, failing={verb: 999})
+        before = here.gpu.memory_info(0)
+        for finding in (
+            check_faults(bench(here), MIB),
+            check_hints(bench(here), MIB),
+            check_oversubscription(bench(here), 1.5, force=False),
+        ):
+            assert finding.status is Status.FAIL
+            assert "999" in finding.text
+            assert finding.advice
+        assert here.gpu.memory_info(0) == before
+
+    def test_oversubscription_on_a_coherent_machine(self) -> None:
+        here = machine(Link.COHERENT)
+        finding = check_oversubscription(bench(here), 1.5, force=False)
+        assert finding.status is Status.OK
+        assert finding.figures["nbytes"] == 12 * GIB
+        assert here.gpu.memory_info(0) == (8 * GIB, 8 * GIB)
+
+    def test_on_pcie_it_is_skipped_unless_forced(self) -> None:
+        finding = check_oversubscription(bench(machine(Link.MANAGED)), 1.5, force=False)
+        assert finding.status is Status.SKIP
+        assert "hang" in finding.text
+        assert "--force-oversubscription" in finding.advice
+        forced = check_oversubscription(bench(machine(Link.MANAGED)), 1.5, force=True)
+        assert forced.status is Status.OK
+
+    def test_a_host_too_small_for_the_scale(self) -> None:
+        finding = check_oversubscription(bench(machine(Link.COHERENT)), 9.0, force=False)
+        assert finding.status is Status.SKIP
+        assert finding.advice == "Lower --oversubscription-scale."
+
+    def test_a_scale_too_small_to_try(self) -> None:
+        scale = PIECE / (16 * GIB)
+        finding = check_oversubscription(bench(machine(Link.COHERENT)), scale, force=False)
+        assert finding.status is Status.SKIP
+
+    @pytest.mark.parametrize(
+        ("trial", "status"),
+        [
+            (PoolTrial(PointerKind.MANAGED, True, 20 * MIB, 0), Status.OK),
+            (PoolTrial(PointerKind.DEVICE, True, 0, 0), Status.FAIL),
+            (PoolTrial(PointerKind.MANAGED, False, 20 * MIB, 0), Status.FAIL),
+            (PoolTrial(PointerKind.MANAGED, True, 20 * MIB, 20 * MIB), Status.WARN),
+            (Unsupported("no compiler"), Status.SKIP),
+        ],
+    )
+    def test_the_pools_round_trip(self, trial: PoolTrial | Unsupported, status: Status) -> None:
+        finding = check_pool(trial)
+        assert finding.status is status
+        assert finding.advice or status in (Status.OK, Status.SKIP)
+
+
+class TestHost:
+    """What can be read."""
+
+    @pytest.mark.parametrize(
+        ("torch", "status"),
+        [("2.13.0+cpu", "OK"), ("2.11.0", "OK"), ("2.9.1", "FAIL"), (None, "FAIL")],
+    )
+    def test_versions(self, torch: str | None, status: str) -> None:
+        finding = check_versions({"Python": "3.12", "torch": torch, "cupti-python": None}, KERNEL)
+        assert finding.status == status
+        assert finding.figures["cupti-python"] == "absent"
+
+    def test_environment(self) -> None:
+        assert check_environment({}, (), "").status is Status.OK
+        fine = check_environment({"A": "1"}, ("hints are on",), "")
+        assert (fine.status, fine.text, fine.figures) == (Status.OK, "hints are on", {"A": "1"})
+        wrong = check_environment({"A": "x"}, (), "A is 'x'")
+        assert wrong.status is Status.FAIL
+        assert wrong.advice
+
+    @pytest.mark.parametrize(
+        ("version", "cuda", "problem", "status"),
+        [
+            (None, None, "No module named torch", "FAIL"),
+            ("2.13", None, "", "WARN"),
+            ("2.13", "13.0", "driver too old", "FAIL"),
+            ("2.13", "13.0", "", "OK"),
+        ],
+    )
+    def test_torch_build(
+        self, version: str | None, cuda: str | None, problem: str, status: str
+    ) -> None:
+        finding = check_torch_build(version, cuda, problem)
+        assert finding.status == status
+        assert problem in finding.text
+
+    @pytest.mark.parametrize("link", list(Link))
+    def test_platform_says_why(self, link: Link) -> None:
+        finding = check_platform(machine(link).platform)
+        assert finding.text.startswith(f"{link.value}: ")
+        assert (finding.status is Status.WARN) == (link in (Link.NONE, Link.COPY))
+
+    def test_memory(self) -> None:
+        platform = machine(Link.MANAGED).platform
+        assert check_memory(platform, 8 * GIB).status is Status.OK
+        assert "nvidia-smi" in check_memory(platform, 3 * GIB).advice
+        small = check_memory(replace(platform, host_bytes=GIB), 8 * GIB)
+        assert "gain little" in small.advice
+        assert check_memory(machine(Link.NONE).platform, 0).status is Status.OK
+
+    def test_pages(self) -> None:
+        assert check_pages(machine(Link.MANAGED).platform, KERNEL).status is Status.OK
+        assert "64 KiB" in check_pages(machine(Link.COHERENT).platform, KERNEL).advice
+        large = machine(Link.COHERENT, page_bytes=64 * KIB).platform
+        assert check_pages(large, KERNEL).status is Status.OK
+        never = replace(KERNEL, huge_pages="never")
+        assert "madvise" in check_pages(machine(Link.MANAGED).platform, never).advice
+        silent = replace(KERNEL, huge_pages="")
+        assert check_pages(machine(Link.NONE).platform, silent).figures["huge_pages"] == "unknown"
+
+    def test_numa(self) -> None:
+        near = replace(machine(Link.COHERENT).platform, host_node=1)
+        away = check_numa(near, KERNEL, frozenset({0, 2}))
+        assert "--cpunodebind=1 --membind=1" in away.advice
+        assert check_numa(near, KERNEL, frozenset({2})).status is Status.OK
+        balancing = replace(KERNEL, numa_balancing="1")
+        assert "numa_balancing=0" in check_numa(near, balancing, frozenset({2})).advice
+        unnamed = replace(machine(Link.MANAGED).platform, host_node=None)
+        assert check_numa(unnamed, KERNEL, frozenset({0})).status is Status.OK
+        assert check_numa(machine(Link.NONE).platform, KERNEL, frozenset()).status is Status.SKIP
+
+    def test_the_kernels_settings_are_read(self, tmp_path: Path) -> None:
+        files = {
+            "proc/sys/kernel/numa_balancing": "1\n",
+            "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+            "sys/devices/system/node/node0/cpulist": "0-2,8\n",
+            "sys/devices/system/node/node2/cpulist": "\n",
+        }
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        kernel = read_kernel(tmp_path / "proc", tmp_path / "sys", "6.1", "aarch64")
+        nodes = {0: frozenset({0, 1, 2, 8}), 2: frozenset()}
+        assert kernel == Kernel("6.1", "aarch64", "1", "madvise", nodes)
+        empty = read_kernel(tmp_path / "no", tmp_path / "no", "6.1", "aarch64")
+        assert empty == Kernel("6.1", "aarch64", "", "", {})
+
+
+class TestReport:
+    """Numbers, marks, exit codes."""
+
+    findings = (ok("a", "fine", x=1), warn("bb", "slow", "hurry"), skip("c", "no GPU"))
+
+    def test_lines(self) -> None:
+        assert list(lines(self.findings)) == [
+            " 1 OK   a   fine",
+            " 2 WARN bb  slow",
+            "            -> hurry",
+            " 3 SKIP c   no GPU",
+        ]
+        assert list(lines([])) == []
+
+    def test_report(self) -> None:
+        document = report(self.findings, 0, "2026-01-02", "1.0")
+        assert document["summary"] == {"ok": 1, "warn": 1, "fail": 0, "skip": 1}
+        checks = document["checks"]
+        assert [check["number"] for check in checks] == [1, 2, 3]
+        assert checks[0]["mark"] == "✅"
+        assert checks[0]["figures"] == {"x": 1}
+        assert set(MARKS) == set(Status)
+
+    @pytest.mark.parametrize(
+        ("failed", "has_gpu", "allow_cpu", "code"),
+        [
+            (False, True, False, 0),
+            (True, True, True, 1),
+            (False, False, False, 1),
+            (False, False, True, 0),
+        ],
+    )
+    def test_exit_code(self, failed: bool, has_gpu: bool, allow_cpu: bool, code: int) -> None:
+        findings = [*self.findings, *([fail("d", "broken", "mend")] if failed else [])]
+        assert exit_code(findings, has_gpu=has_gpu, allow_cpu=allow_cpu) == code
+
+
+def arguments(folder: Path, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["--output", str(folder / "report.json"), *words])
+
+
+def simulated(here: Machine, trial: PoolTrial | Unsupported = GOOD_TRIAL) -> Tools:
+    return Tools(
+        find_torch=lambda: Torch("2.13.0", "13.0", ""),
+        open_machine=lambda device: OpenMachine(here.driver, here.platform),
+        open_bench=lambda driver, platform, nbytes: bench(here),
+        try_pool=lambda bench: trial,
+    )
+
+
+class TestWholeDiagnosis:
+    """All checks together, over simulated devices."""
+
+    def diagnose(self, folder: Path, tools: Tools, *words: str) -> tuple[int, dict[str, dict]]:
+        code = diagnose(arguments(folder, *words), tools)
+        document = json.loads((folder / "report.json").read_text())
+        assert document["exit_code"] == code
+        return code, {check["name"]: check for check in document["checks"]}
+
+    def test_a_coherent_machine(self, tmp_path: Path) -> None:
+        code, checks = self.diagnose(tmp_path, simulated(machine(Link.COHERENT)))
+        assert code == 0
+        assert len(checks) == 12
+        assert all(checks[name]["status"] in ("OK", "WARN") for name in DEVICE_CHECKS)
+        assert checks["oversubscription"]["figures"]["scale"] == 1.5
+
+    def test_skipping_the_allocation(self, tmp_path: Path) -> None:
+        here = simulated(machine(Link.COHERENT))
+        _, checks = self.diagnose(tmp_path, here, "--skip-allocation")
+        assert checks["oversubscription"]["text"] == "--skip-allocation was given"
+
+    def test_the_allocation_part_times_no_copies(self, tmp_path: Path) -> None:
+        here = simulated(machine(Link.COHERENT))
+        _, checks = self.diagnose(tmp_path, here, "--allocation-only")
+        assert tuple(checks) == ALLOCATION_CHECKS
+
+    @pytest.mark.parametrize("link", GPU_LINKS)
+    def test_every_check_says_something_on_every_link(self, tmp_path: Path, link: Link) -> None:
+        code, checks = self.diagnose(tmp_path, simulated(machine(link)))
+        assert code == 0
+        for check in checks.values():
+            assert check["text"]
+            assert check["advice"] or check["status"] in ("OK", "SKIP")
+
+    def test_an_error_of_cuda_is_a_failed_check_not_the_end(self, tmp_path: Path) -> None:
+        def broken(bench: Bench) -> PoolTrial:
+            raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+        tools = simulated(machine(Link.COHERENT))._replace(try_pool=broken)
+        code, checks = self.diagnose(tmp_path, tools)
+        assert code == 1
+        assert checks["pool round trip"]["text"] == "CUDA error: an illegal memory access"
+        assert checks["oversubscription"]["status"] == "OK"
+
+    def test_a_full_device(self, tmp_path: Path) -> None:
+        here = machine(Link.MANAGED)
+        assert here.gpu.allocate_device(8 * GIB - MIB, 0)[0] == 0
+        code, checks = self.diagnose(tmp_path, simulated(here))
+        assert code == 1
+        assert {checks[name]["status"] for name in DEVICE_CHECKS} == {"FAIL"}
+
+    def test_a_gpu_that_torch_does_not_see(self, tmp_path: Path) -> None:
+        tools = simulated(machine(Link.MANAGED))
+        tools = tools._replace(find_torch=lambda: Torch("2.13.0", "13.0", "driver too old"))
+        code, checks = self.diagnose(tmp_path, tools)
+        assert code == 1
+        assert {checks[name]["status"] for name in DEVICE_CHECKS} == {"SKIP"}
+
+    def test_no_gpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        tools = simulated(machine(Link.NONE))
+        tools = tools._replace(find_torch=lambda: Torch("2.13.0", None, ""))
+        assert self.diagnose(tmp_path, tools)[0] == 1
+        assert "--allow-cpu" in capsys.readouterr().out
+        assert self.diagnose(tmp_path, tools, "--allow-cpu")[0] == 0
+        assert "allows" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("words", "says"),
+        [
+            (("--oversubscription-scale", "0"), "--oversubscription-scale is 0.0"),
+            (("--oversubscription-scale", "nan"), "--oversubscription-scale is nan"),
+            (("--output", "no/such/folder/r.json"), "cannot be written"),
+        ],
+    )
+    def test_wrong_arguments(self, tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+        with pytest.raises(ConfigError, match=says):
+            diagnose(arguments(tmp_path, *words), simulated(machine(Link.COHERENT)))
+
+    def test_this_machines_torch(self) -> None:
+        found = find_torch()
+        assert found.version is not None
+        assert found.sees_gpu or found.cuda is None or found.problem
+
+
+class CountedDriver:
+    """A simulated driver that says how many devices it has, as the real one does."""
+
+    def __init__(self, here: Machine) -> None:
+        self._driver = here.gpu
+        self.device_count = 1
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._driver, name)
+
+
+def test_opening_a_machine() -> None:
+    opened = open_machine(0, lambda: CountedDriver(machine(Link.COHERENT)))
+    assert opened.platform.link is Link.COHERENT
+    assert opened.platform.host_bytes > 0
+    with pytest.raises(ConfigError, match="device is 3; this machine shows 1"):
+        open_machine(3, lambda: CountedDriver(machine(Link.COHERENT)))
+
+    def absent() -> CountedDriver:
+        raise NoDriverError("the driver is gone")
+
+    without = open_machine(0, absent)
+    assert (without.driver, without.platform.link) == (None, Link.NONE)
+    assert without.platform.why["link"] == "the driver is gone"
+
+
+class TestVerb:
+    """`gracetune diagnose` and the forks' scripts, on this machine."""
+
+    def call(self, folder: Path, script: str, *words: str, env: dict[str, str] | None = None):
+        ours = {variable.name for variable in VARIABLES}
+        outside = {name: value for name, value in os.environ.items() if name not in ours}
+        return subprocess.run(
+            [sys.executable, str(ROOT / script), *words],
+            cwd=folder,
+            env={**outside, **(env or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def test_without_a_gpu_it_says_so(self, tmp_path: Path) -> None:
+        done = self.call(tmp_path, "gh200_diagnostic.py", "--skip-allocation", "--allow-cpu")
+        document = json.loads((tmp_path / "gh200_diagnostic_report.json").read_text())
+        assert done.returncode == document["exit_code"] == 0, done.stderr
+        assert len(document["checks"]) == 12
+        for check in document["checks"]:
+            assert f"{check['number']:>2} {check['status']:<4} {check['name']}" in done.stdout
+            assert check["text"]
+        hidden = self.call(tmp_path, "gh200_diagnostic.py", env={"CUDA_VISIBLE_DEVICES": ""})
+        assert hidden.returncode == 1
+        assert "--allow-cpu" in hidden.stdout
+
+    def test_the_forks_variables_do_not_stop_it(self, tmp_path: Path) -> None:
+        conf = "use_uvm:True,uvm_oversubscription_ratio:3.0,uvm_access_pattern:gpu_first"
+        done = self.call(
+            tmp_path,
+            "gh200_diagnostic.py",
+            *("--allow-cpu", "--json", "--output", "r.json"),
+            env={"PYTORCH_CUDA_ALLOC_CONF": conf},
+        )
+        document = json.loads(done.stdout)
+        assert document == json.loads((tmp_path / "r.json").read_text())
+        environment = document["checks"][1]
+        assert environment["status"] == "OK"
+        assert "3.0 times" in environment["text"]
+
+    def test_a_wrong_variable_is_a_failed_check(self, tmp_path: Path) -> None:
+        done = self.call(
+            tmp_path,
+            "gh200_diagnostic.py",
+            *("--allow-cpu", "--json"),
+            env={"GH200_UVM_OVERSUBSCRIPTION_RATIO": "lots"},
+        )
+        assert done.returncode == 1
+        assert json.loads(done.stdout)["checks"][1]["status"] == "FAIL"
+
+    def test_no_torch_at_all(self, tmp_path: Path) -> None:
+        (tmp_path / "torch.py").write_text("raise ImportError('libtorch is broken')")
+        done = self.call(
+            tmp_path, "gh200_diagnostic.py", "--allow-cpu", env={"PYTHONPATH": str(tmp_path)}
+        )
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 1
+        assert "libtorch is broken" in done.stdout
+
+    def test_the_allocation_part_alone(self, tmp_path: Path) -> None:
+        done = self.call(tmp_path, "validate_uvm.py", "--allow-cpu", "--json")
+        names = [check["name"] for check in json.loads(done.stdout)["checks"]]
+        assert names == [
+            "platform",
+            "memory",
+            "hint round trip",
+            "pool round trip",
+            "oversubscription",
+        ]
+
+
+def test_the_committed_report_names_no_machine() -> None:
+    text = (ROOT / "docs" / "reports" / "diagnostic-cpu.json").read_text(encoding="utf-8")
+    document = json.loads(text)
+    assert [check["number"] for check in document["checks"]] == list(range(1, 13))
+    assert not any(word in text for word in ("/home", "/root", "/work", "/tmp", "localhost"))

@@ -1,0 +1,144 @@
+"""The script to source, and `gracetune env`, which says the same."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gracetune.cli import env
+from gracetune.cli.main import main
+from gracetune.config.environment import claim_alloc_conf, environment_settings
+from gracetune.errors import ConfigError
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "setup_gh200_env.sh"
+DEFAULTS = {
+    "SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "1",
+    "AITK_GH200_ENABLE_UVM_HINTS": "1",
+    "GH200_UVM_OVERSUBSCRIPTION_RATIO": "5.0",
+    "GH200_UVM_ACCESS_PATTERN": "gpu_first",
+    "PYTORCH_CUDA_ALLOC_CONF": (
+        "use_uvm:True,uvm_oversubscription_ratio:5.0,uvm_access_pattern:gpu_first"
+    ),
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+}
+STARTS = (
+    {},
+    {"GH200_UVM_OVERSUBSCRIPTION_RATIO": "3.0", "GH200_UVM_ACCESS_PATTERN": "balanced"},
+    {"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "0"},
+    {"AITK_GH200_ENABLE_UVM_HINTS": "0"},
+    {"ACCELERATE_MIXED_PRECISION": "no"},
+    {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"},
+    {"PYTORCH_CUDA_ALLOC_CONF": "use_uvm:True,uvm_oversubscription_ratio:3.0"},
+    {"PYTORCH_CUDA_ALLOC_CONF": "uvm_stage1_threshold:0.15,max_split_size_mb:64,use_uvm:False"},
+)
+
+
+def source(
+    start: dict[str, str], times: int = 1, shell: str = "bash", before: str = ""
+) -> dict[str, str]:
+    """The variables after sourcing, from a shell that had only these."""
+    lines = [before, *[f'. "{SCRIPT}" > /dev/null'] * times, "echo options:$-", "env"]
+    done = subprocess.run(
+        [shutil.which(shell) or shell, "-c", "\n".join(lines)],
+        env={"PATH": "/usr/bin:/bin", **start},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    pairs = (line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    return {name: value for name, value in pairs if name in DEFAULTS or "gracetune" in name.lower()}
+
+
+def test_the_seeds_variables_and_defaults() -> None:
+    assert source({}) == DEFAULTS
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_again_changes_nothing(start: dict[str, str]) -> None:
+    assert source(start, times=3) == source(start)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_verb_exports_the_same(start: dict[str, str]) -> None:
+    sourced = source(start)
+    for environment in (dict(start), dict(start)):
+        lines = env.export_lines(environment, environment_settings(environment))
+        exported = dict(line.removeprefix("export ").split("=", 1) for line in lines)
+        assert {name: value.strip("'") for name, value in exported.items()} == sourced
+        claim_alloc_conf(environment)
+
+
+def test_choices_made_before_stay() -> None:
+    after = source(STARTS[1])
+    assert after["PYTORCH_CUDA_ALLOC_CONF"] == (
+        "use_uvm:True,uvm_oversubscription_ratio:3.0,uvm_access_pattern:balanced"
+    )
+    assert source(STARTS[6])["GH200_UVM_OVERSUBSCRIPTION_RATIO"] == "3.0"
+    assert source(STARTS[5])["PYTORCH_CUDA_ALLOC_CONF"].endswith(
+        ",expandable_segments:True,max_split_size_mb:128"
+    )
+    for hints_off in STARTS[2:4]:
+        assert environment_settings(source(hints_off)).uvm_hints is False
+
+
+def test_a_new_ratio_takes_hold_when_sourced_again() -> None:
+    change = f'. "{SCRIPT}" > /dev/null\nGH200_UVM_OVERSUBSCRIPTION_RATIO=2.5'
+    assert "ratio:2.5" in source({}, before=change)["PYTORCH_CUDA_ALLOC_CONF"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_strict_shells_survive_and_keep_their_options(shell: str) -> None:
+    assert source({}, shell=shell, before="set -eu") == DEFAULTS
+    probe = f'. "{SCRIPT}" > /dev/null\ncase $- in *e*|*u*) exit 9;; esac\nfalse\necho alive'
+    done = subprocess.run([shell, "-c", probe], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "alive\n")
+
+
+def test_it_leaves_nothing_of_its_own_behind() -> None:
+    probe = f'. "{SCRIPT}" > /dev/null\nset | grep ^_gracetune || true'
+    done = subprocess.run(["bash", "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
+def test_the_table_names_values_meanings_and_effects() -> None:
+    environment = {
+        "SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": (
+            "use_uvm:True,uvm_oversubscription_ratio:3.0,uvm_access_pattern:cpu_first,"
+            "uvm_stage1_threshold:0.15,uvm_stage1_min_bytes:10737418240"
+        ),
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+    }
+    text = "\n".join(env.table(environment, environment_settings(environment)))
+    for words in (
+        "hints are on",
+        "managed pools are wanted",
+        "capped at 3.0 times",
+        "placed cpu_first",
+        "below 15% free",
+        "below 10.0 GiB free",
+        "`auto` means bf16",
+        "(not set)",
+        *(variable.meaning for variable in env.VARIABLES),
+    ):
+        assert words in text
+
+
+def test_nothing_set_says_so() -> None:
+    assert "defaults hold" in "\n".join(env.table({}, environment_settings({})))
+
+
+def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    assert "What we will do:" in capsys.readouterr().out
+    assert main(["env", "--export"]) == 0
+    assert capsys.readouterr().out.count("export ") == len(DEFAULTS)
+
+
+def test_a_wrong_value_is_named() -> None:
+    with pytest.raises(ConfigError, match="GH200_UVM_ACCESS_PATTERN"):
+        environment_settings({"GH200_UVM_ACCESS_PATTERN": "sideways"})
