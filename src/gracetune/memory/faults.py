@@ -11,7 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _BUFFER_BYTES = 1 << 20
 _ANY_NUMBER_OF_RECORDS = 0
@@ -37,15 +37,17 @@ class Record(Protocol):
     value: int
 
 
-class _Named(Protocol):
-    """An enumeration of CUPTI's: members by name, and from a number."""
-
-    def __getitem__(self, name: str) -> int: ...
-    def __call__(self, number: int) -> _Member: ...
-
-
 class _Member(Protocol):
     name: str
+
+    def __int__(self) -> int: ...
+
+
+class _Named(Protocol):
+    """An enumeration of CUPTI's: numbers by name, and members one by one."""
+
+    def __getitem__(self, name: str) -> int: ...
+    def __iter__(self) -> Iterator[_Member]: ...
 
 
 class _Config(Protocol):
@@ -107,7 +109,7 @@ def count_faults(cupti: Cupti, device: int) -> FaultCounter | str:
         cupti.activity_register_callbacks(_offer_buffer, counter.take)
         cupti.activity_configure_unified_memory_counter(config.ptr, len(kinds))
         cupti.activity_enable(cupti.ActivityKind["UNIFIED_MEMORY_COUNTER"])
-    except cupti.cuptiError as error:
+    except (cupti.cuptiError, RuntimeError) as error:  # the second: a library it needs is missing
         return f"CUPTI refused to count unified memory: {error}"
     return counter
 
@@ -122,6 +124,8 @@ class FaultCounter:
     def __init__(self, cupti: Cupti) -> None:
         self._cupti = cupti
         self._kind = cupti.ActivityKind["UNIFIED_MEMORY_COUNTER"]
+        self._counters = _names(cupti.ActivityUnifiedMemoryCounterKind)
+        self._causes = _names(cupti.ActivityUnifiedMemoryMigrationCause)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
@@ -154,8 +158,13 @@ class FaultCounter:
         self._cupti.activity_disable(self._kind)
 
     def _name(self, record: Record) -> str:
-        name = self._cupti.ActivityUnifiedMemoryCounterKind(record.counter_kind).name.lower()
+        name = self._counters.get(record.counter_kind, "unknown")
         if not name.startswith("bytes_transfer_"):
             return name
-        cause = self._cupti.ActivityUnifiedMemoryMigrationCause(record.flags_).name.lower()
+        cause = self._causes.get(record.flags_, "unknown")
         return f"{name.removeprefix('bytes_transfer_')}.{cause}"
+
+
+def _names(members: _Named) -> dict[int, str]:
+    """Names by number; a newer CUPTI may count what these bindings do not name."""
+    return {int(member): member.name.lower() for member in members}

@@ -171,16 +171,26 @@ def test_cuptis_records_are_added_up_by_cause() -> None:
         Record(Counters.BYTES_TRANSFER_HTOD, 1000, Causes.PREFETCH),
         Record(Counters.BYTES_TRANSFER_DTOH, 7, Causes.EVICTION),
         Record(Counters.GPU_PAGE_FAULT, 99, kind=Kinds.MEMCPY),
+        Record(77, 99),
+        Record(Counters.BYTES_TRANSFER_HTOD, 3, 77),
     ]
     stats = memory_stats({}, NO_GPU, HintCounts(), StageState(), Ledger(), counter, "")
     assert stats["uvm.gpu_page_faults"] == 7
     assert stats["uvm.cpu_page_faults"] == 2
     assert stats["uvm.faulted_bytes"] == 150
     assert stats["uvm.evicted_bytes"] == 7
-    assert stats["uvm.migrated_bytes"] == 1157
+    assert stats["uvm.migrated_bytes"] == 1160
     assert "uvm.faults_unavailable" not in stats
     counter.close()
     assert cupti.enabled == set()
+
+
+def test_a_library_that_cupti_misses_is_the_reason() -> None:
+    class Lonely(FakeCupti):
+        def activity_enable(self, kind: int) -> None:
+            raise RuntimeError("libcuda.so.1: cannot open shared object file")
+
+    assert "libcuda.so.1" in str(count_faults(Lonely(), 0))
 
 
 def test_cuptis_refusal_is_the_reason() -> None:
