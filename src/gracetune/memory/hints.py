@@ -140,6 +140,7 @@ class Hints:
         self.platform = platform
         self.enabled = enabled
         self._driver = driver
+        self._refusal = _refusal(platform)
         self._current_stream = current_stream
         self._tell = tell
         self._lock = threading.Lock()
@@ -234,9 +235,8 @@ class Hints:
         """The driver and the pages to name to it, or the reason why not."""
         if not self.enabled:
             return self._unsupported(verb, HINTS_OFF)
-        link = self.platform.link
-        if self._driver is None or link in _NO_HINTS_HERE:
-            return self._unsupported(verb, f"{_NO_HINTS_HERE[link]}: {self.platform.why['link']}")
+        if self._driver is None or self._refusal:
+            return self._unsupported(verb, self._refusal)
         span = span_of(tensor, self.platform.page_bytes)
         if isinstance(span, str):
             return self._unsupported(verb, span)
@@ -247,7 +247,8 @@ class Hints:
 
     def _device_of(self, tensor: Tensor) -> int:
         """A managed tensor may be a CPU tensor too; then the platform's device is meant."""
-        return self.platform.device if tensor.device.index is None else tensor.device.index
+        index = tensor.get_device()
+        return self.platform.device if index < 0 else index
 
     def _place(self, tensor: Tensor, device: Place) -> int | None:
         if device is None:
@@ -287,22 +288,30 @@ class Hints:
     def _count(self, hint: Hint, counted: str) -> None:
         with self._lock:
             self._counts.verdicts[hint.verb, hint.verdict] += 1
-            if hint and counted:
-                self._counts.nbytes[counted] += hint.nbytes
+            if hint.verdict is Verdict.APPLIED:
+                if counted:
+                    self._counts.nbytes[counted] += hint.nbytes
+                return
             reason = f"{hint.reason} (code {hint.code})" if hint.code else hint.reason
-            new = not hint and self.enabled and (hint.verb, reason) not in self._told
-            if new:
-                self._told.add((hint.verb, reason))
-        if new:
-            text = f"{hint.verb} is {hint.verdict}: {reason}"
-            self._tell(Notice(text, level="warning", fallback=True))
+            if not self.enabled or (hint.verb, reason) in self._told:
+                return
+            self._told.add((hint.verb, reason))
+        text = f"{hint.verb} is {hint.verdict}: {reason}"
+        self._tell(Notice(text, level="warning", fallback=True))
+
+
+def _refusal(platform: Platform) -> str:
+    """Why no hint makes sense on this platform, or nothing."""
+    if platform.link not in _NO_HINTS_HERE:
+        return ""
+    return f"{_NO_HINTS_HERE[platform.link]}: {platform.why['link']}"
 
 
 def span_of(tensor: Tensor, page_bytes: int) -> Span | str:
     """The whole pages inside a tensor's own bytes, or why there are none."""
     if tensor.layout is not torch.strided:
         return "a sparse tensor has no one range of bytes; hint its indices and values"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "a meta tensor has no memory"
     nbytes = dense_nbytes(tensor)
     if nbytes is None:
@@ -327,8 +336,8 @@ def dense_nbytes(tensor: Tensor) -> int | None:
 
     Any order of dimensions will do, and so will a dimension that repeats the same bytes.
     """
-    if tensor.numel() == 0:
-        return 0
+    if tensor.is_contiguous():
+        return tensor.nbytes
     run = 1
     strides_and_sizes = sorted(
         (stride, size)
