@@ -227,10 +227,11 @@ class UnifiedPool:
                     f"this managed pool is open in {self._num_open} place(s); torch would abort. "
                     "Leave every `with pool.allocating():` first."
                 )
-            self._pool = None
+            pool, self._pool = self._pool, None
         if self._slot is None:
             return Released(0, 0)
         before = self._shim.counters(self._slot).live_bytes
+        del pool  # torch gives its cached segments back here
         self._torch.release_cached(self.device)
         held = self._shim.counters(self._slot).live_bytes
         if self._shim.close(self._slot):

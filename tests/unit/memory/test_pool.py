@@ -1,8 +1,8 @@
 """Managed pools: the real shim over a fake driver, with torch's part played by a few lines."""
 
 import ctypes
-import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +31,7 @@ MIB = 1024**2
 
 
 class Segments:
-    """What a MemPool is to us: memory taken through the slot's two functions."""
+    """A pool's part of the cache: memory taken through the slot's two functions."""
 
     def __init__(self, library: Path, slot: int) -> None:
         functions = ctypes.CDLL(str(library))
@@ -40,28 +40,53 @@ class Segments:
         self.alloc.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
         self.free = functions[f"gracetune_free_{slot}"]
         self.free.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        self.cached: list[int] = []
+
+    def release(self) -> None:
+        for pointer in self.cached:
+            self.free(pointer, 0, 0, None)
+        self.cached.clear()
+
+
+class Handle:
+    """What a MemPool is to us: while it lives, nothing cached is given back."""
+
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
+
+    def __del__(self) -> None:
+        self.segments.release()
+
+
+class Tensorlike:
+    """Memory that goes to the cache, not to the driver, when dropped."""
+
+    def __init__(self, segments: Segments, pointer: int) -> None:
+        self.drop = lambda: segments.cached.append(pointer)
 
 
 class FewLinesOfTorch:
-    """Routes `allocate` to the innermost open pool; like torch, frees only what nobody holds."""
+    """Routes `allocate` to the innermost open pool; frees only what no handle keeps."""
 
     def __init__(self) -> None:
         self.made: list[PoolSettings] = []
         self.devices: list[int] = []
         self.open: list[Segments] = []
         self.in_capture = False
-        self.cached: list[tuple[Segments, int]] = []
+        self.known: list[tuple[Segments, weakref.ref[Handle]]] = []
 
     def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
         self.made.append(settings)
         self.devices.append(device)
-        return Segments(library, slot)
+        handle = Handle(Segments(library, slot))
+        self.known.append((handle.segments, weakref.ref(handle)))
+        return handle
 
     @contextmanager
     def routing(self, pool: object, device: int) -> Iterator[None]:
-        assert isinstance(pool, Segments)
+        assert isinstance(pool, Handle)
         assert device == self.devices[-1]
-        self.open.append(pool)
+        self.open.append(pool.segments)
         try:
             yield
         finally:
@@ -71,23 +96,17 @@ class FewLinesOfTorch:
         return self.in_capture
 
     def release_cached(self, device: int) -> None:
-        for segments, pointer in self.cached:
-            segments.free(pointer, 0, device, None)
-        self.cached.clear()
+        assert device == self.devices[-1]
+        for segments, handle in self.known:
+            if handle() is None:
+                segments.release()
 
-    def allocate(self, nbytes: int) -> "Tensorlike":
+    def allocate(self, nbytes: int) -> Tensorlike:
         segments = self.open[-1]
         pointer = segments.alloc(nbytes, 0, None)
         if pointer is None:
             raise MemoryError(nbytes)
-        return Tensorlike(self, segments, pointer)
-
-
-class Tensorlike:
-    """Memory that goes to the cache, not to the driver, when dropped."""
-
-    def __init__(self, torch: FewLinesOfTorch, segments: Segments, pointer: int) -> None:
-        self.drop = lambda: torch.cached.append((segments, pointer))
+        return Tensorlike(segments, pointer)
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +212,9 @@ def test_closing_drops_the_last_reference_to_torchs_pool(
     pool = opened(shim, settings, torch)
     with pool.allocating():
         pass
+    assert torch.known[0][1]() is not None
     pool.close()
-    gc.collect()
-    assert not [thing for thing in gc.get_objects() if isinstance(thing, Segments)]
+    assert torch.known[0][1]() is None
 
 
 def test_an_open_pool_cannot_be_closed(

@@ -1,0 +1,368 @@
+"""What managed memory costs and gains on this GPU: pools, prefetches, first touches, hints.
+
+    PYTHONPATH=src python benchmarks/memory_core.py [--out FILE] [--commit ID]
+
+Managed bytes in all of it stay under a quarter of the free device memory. Ends with 1 when a target
+is missed; the file is written either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform as python_platform
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.memory.hints import Hint, Hints, torch_stream
+from gracetune.memory.machine import open_machine
+from gracetune.memory.pool import CudaPools, PoolSettings, UnifiedPool, open_pool
+from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, build_shim, find_shim
+from gracetune.units import GIB, MIB, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from gracetune.events.types import Notice
+    from gracetune.memory.driver import Driver
+    from gracetune.memory.platform import Platform
+
+RESULT = Path(__file__).parent / "results" / "memory_core.json"
+WIDTH, LAYERS, BATCH = 4096, 8, 2048
+STEPS, ROUNDS, WARM_UP = 20, 7, 5
+SIZES_MIB = (64, 128, 256, 512)
+TOUCHED = 512 * MIB
+LATENT = 128 * 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """A promise about one figure."""
+
+    name: str
+    value: float
+    rule: str
+    met: bool
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--commit", default=None, help="where there is no git to ask")
+    arguments = parser.parse_args()
+    machine = open_machine()
+    if machine.driver is None:
+        print(f"no GPU: {machine.platform.why['link']}")
+        return 2
+    torch.zeros(1, device="cuda")
+    free, total = torch.cuda.mem_get_info(0)
+    print(f"{torch.cuda.get_device_name(0)}: {format_bytes(free)} free of {format_bytes(total)}")
+    # One pool at a time, capped at an eighth; the plain range of `first_touch` is half a GiB.
+    bench = Bench(machine.driver, machine.platform, load_shim(), cap_bytes=free // 8)
+    if bench.cap_bytes < 4 * GIB:
+        print(f"{format_bytes(free)} of device memory are free; 32 GiB are needed")
+        return 2
+
+    began = time.perf_counter()
+    figures: dict[str, object] = {}
+    figures["pool_step"] = bench.pool_step()
+    figures["prefetch"] = bench.prefetch()
+    figures["first_touch"] = bench.first_touch()
+    figures["hint_128_kib"] = bench.hint_cost()
+    figures["managed_peak_bytes"] = bench.peak_bytes
+    figures["free_device_bytes"] = free
+    figures["seconds"] = time.perf_counter() - began
+    targets = judge(figures, free)
+    figures["targets"] = [asdict(target) for target in targets]
+    write(arguments.out, arguments.commit or commit(), machine.platform, figures)
+    for target in targets:
+        verdict = "met   " if target.met else "MISSED"
+        print(f"{verdict} {target.name}: {target.value:.4g}, {target.rule}")
+    return 0 if all(target.met for target in targets) else 1
+
+
+def load_shim() -> Shim:
+    """The installed shim, or one compiled for this run."""
+    found = find_shim()
+    if isinstance(found, MissingShim):
+        found = Shim(build_shim(Path(tempfile.mkdtemp()) / LIBRARY))
+    return found
+
+
+class Bench:
+    """One device, its hints, and the pools that are opened one after the other."""
+
+    def __init__(self, driver: Driver, platform: Platform, shim: Shim, cap_bytes: int) -> None:
+        self.driver = driver
+        self.platform = platform
+        self.shim = shim
+        self.cap_bytes = cap_bytes
+        self.peak_bytes = 0
+        self.hints = Hints(driver, platform, current_stream=torch_stream)
+
+    def in_pool(
+        self, settings: PoolSettings, measure: Callable[[UnifiedPool], dict[str, float]]
+    ) -> dict[str, float]:
+        """Measure something whose tensors are gone when it returns; then give everything back."""
+        pool = open_pool(self.platform, self.shim, settings, CudaPools(), tell=show)
+        assert isinstance(pool, UnifiedPool), pool.reason
+        figures = measure(pool)
+        gc.collect()
+        counters = pool.counters()
+        assert counters.failed_hints == 0, counters
+        self.peak_bytes = max(self.peak_bytes, counters.peak_bytes)
+        released = pool.close()
+        assert released, released
+        return figures
+
+    def pool_step(self) -> dict[str, float]:
+        """A bf16 training step with everything in a managed pool, against the native one."""
+        settings = PoolSettings(self.cap_bytes, AccessPattern.GPU_FIRST)
+        return self.in_pool(settings, compare_steps)
+
+    def prefetch(self) -> dict[str, dict[str, float]]:
+        """`prefetch_to_device` against a copy from pinned memory, by size."""
+        settings = PoolSettings(self.cap_bytes, AccessPattern.BALANCED, no_split=True)
+        return {
+            f"{size}_mib": self.in_pool(settings, partial(self._fetch_and_copy, size * MIB))
+            for size in SIZES_MIB
+        }
+
+    def first_touch(self) -> dict[str, float]:
+        """A kernel's first pass over pages of the host: faulting, and after our prefetch."""
+        code, pointer = self.driver.allocate_managed(TOUCHED)
+        assert code == 0, code
+        self.peak_bytes = max(self.peak_bytes, TOUCHED)
+        figures = self._touch(pointer)
+        torch.cuda.synchronize()
+        assert self.driver.free(pointer) == 0
+        return figures
+
+    def hint_cost(self) -> dict[str, float]:
+        """Microseconds of the calling thread for one hint about a latent of 128 KiB."""
+        settings = PoolSettings(self.cap_bytes, AccessPattern.BALANCED, no_split=True)
+        return self.in_pool(settings, self._time_hints)
+
+    def _fetch_and_copy(self, nbytes: int, pool: UnifiedPool) -> dict[str, float]:
+        with pool.allocating():
+            tensor = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
+        pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
+        resident = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        fetched, copied = [], []
+        for _ in range(10):
+            must(self.hints.prefetch_to_device(tensor, "cpu"))
+            fetched.append(timed(lambda: must(self.hints.prefetch_to_device(tensor))))
+            copied.append(timed(lambda: resident.copy_(pinned, non_blocking=True)))
+        return {
+            "prefetch_gb_s": nbytes / median(fetched) / 1e9,
+            "pinned_copy_gb_s": nbytes / median(copied) / 1e9,
+            "ratio": median(copied) / median(fetched),
+        }
+
+    def _touch(self, pointer: int) -> dict[str, float]:
+        tensor = torch.as_tensor(Bytes(pointer, TOUCHED), device="cuda:0").view(torch.int64)
+        timed(torch.ones(TOUCHED // 8, dtype=torch.int64, device="cuda").sum)
+        faulting, prefetched = [], []
+        for _ in range(3):
+            ctypes.memset(pointer, 1, TOUCHED)
+            faulting.append(timed(tensor.sum))
+            ctypes.memset(pointer, 1, TOUCHED)
+            must(self.hints.prefetch_to_device(tensor))
+            prefetched.append(timed(tensor.sum))
+        return {
+            "faulting_gb_s": TOUCHED / median(faulting) / 1e9,
+            "after_prefetch_gb_s": TOUCHED / median(prefetched) / 1e9,
+            "ratio": median(faulting) / median(prefetched),
+        }
+
+    def _time_hints(self, pool: UnifiedPool) -> dict[str, float]:
+        hints = self.hints
+        with pool.allocating():
+            latent = torch.ones(LATENT, dtype=torch.uint8, device="cuda")
+
+        def to_host() -> Hint:
+            return hints.prefetch_to_device(latent, "cpu")
+
+        def to_device() -> Hint:
+            return hints.prefetch_to_device(latent)
+
+        def prefer_host() -> Hint:
+            return hints.prefer_cpu_residency(latent)
+
+        def prefer_device() -> Hint:
+            return hints.prefer_gpu_residency(latent)
+
+        return {
+            "prefetch_to_device_us": median_us(to_host, to_device),
+            "prefetch_already_there_us": median_us(to_device, to_device),
+            "prefer_cpu_residency_us": median_us(prefer_device, prefer_host),
+            "prefer_gpu_residency_us": median_us(prefer_host, prefer_device),
+        }
+
+
+def compare_steps(pool: UnifiedPool) -> dict[str, float]:
+    """Blocks of steps in turn, so that clocks and heat are the same for both."""
+    steps = {"native_s": make_step(nullcontext), "managed_s": make_step(pool.allocating)}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            torch.cuda.synchronize()
+            seconds[name].append((time.perf_counter() - start) / STEPS)
+    medians = {name: median(values) for name, values in seconds.items()}
+    ratio = medians["managed_s"] / medians["native_s"]
+    return {**medians, "ratio": ratio, "managed_bytes": pool.counters().peak_bytes}
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A range that torch takes as a tensor without a copy."""
+
+    pointer: int
+    nbytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.pointer, False),
+            "version": 3,
+        }
+
+
+def make_step(routed: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """A step of an 8-layer, 4096-wide bf16 model, whose memory comes from where `routed` says.
+
+    Backward is kept on this thread, because only then does it allocate from an open pool.
+    """
+    with routed():
+        layers = [
+            torch.nn.Linear(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16)
+            for _ in range(LAYERS)
+        ]
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        batch = torch.randn(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        with routed(), torch.autograd.set_multithreading_enabled(False):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(WARM_UP):
+        step()
+    return step
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds from idle to idle."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def median_us(prepare: Callable[[], Hint], verb: Callable[[], Hint]) -> float:
+    """Microseconds that a hint holds its caller, each from the same state of an idle device."""
+    seconds = []
+    for _ in range(200):
+        must(prepare())
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        hint = verb()
+        seconds.append(time.perf_counter() - start)
+        must(hint)
+    return median(seconds) * 1e6
+
+
+def must(hint: Hint) -> Hint:
+    """A hint that was not applied makes every figure after it worthless."""
+    assert hint, hint
+    return hint
+
+
+def show(notice: Notice) -> None:
+    """Print what a pool tells."""
+    print(notice.text)
+
+
+def judge(figures: dict[str, object], free: int) -> list[Target]:
+    """The promises, and whether they hold."""
+    step, fetch = figures["pool_step"], figures["prefetch"]
+    touch, cost = figures["first_touch"], figures["hint_128_kib"]
+    assert isinstance(step, dict)
+    assert isinstance(fetch, dict)
+    assert isinstance(touch, dict)
+    assert isinstance(cost, dict)
+    slowest = min(size["ratio"] for size in fetch.values())
+    dearest = max(
+        cost[name]
+        for name in ("prefetch_to_device_us", "prefer_cpu_residency_us", "prefer_gpu_residency_us")
+    )
+    peak = figures["managed_peak_bytes"]
+    assert isinstance(peak, int)
+    return [
+        Target("managed step / native step", step["ratio"], "at most 1.02", step["ratio"] <= 1.02),
+        Target(
+            "prefetch / pinned copy, 64 MiB and more", slowest, "at least 0.85", slowest >= 0.85
+        ),
+        Target("faulting / prefetched touch", touch["ratio"], "at least 5", touch["ratio"] >= 5),
+        Target("a hint for 128 KiB, us", dearest, "under 30", dearest < 30),
+        Target("managed / free device memory", peak / free, "under 0.25", peak < free / 4),
+    ]
+
+
+def commit() -> str:
+    """The commit that is measured, marked where the tree differs from it."""
+    here = Path(__file__).parent
+    asked = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return told.stdout.strip() if told.returncode == 0 else "unknown"
+
+
+def write(path: Path, measured: str, platform: Platform, figures: dict[str, object]) -> None:
+    """The result file."""
+    result = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": measured,
+        "machine": {
+            "gpu": torch.cuda.get_device_name(0),
+            "link": platform.link.value,
+            "device_bytes": platform.device_bytes,
+            "host_bytes": platform.host_total_bytes,
+            "cpus": os.cpu_count(),
+            "architecture": python_platform.machine(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": python_platform.python_version(),
+        },
+        "figures": figures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
