@@ -255,7 +255,10 @@ class Hints:
             return self._device_of(tensor)
         if isinstance(device, int):
             return device
-        asked = torch.device(device)
+        try:
+            asked = torch.device(device)
+        except RuntimeError:  # a word that torch does not know
+            return None
         if asked.type == "cpu":
             return HOST
         if asked.type != "cuda":

@@ -77,11 +77,12 @@ def test_prefetch_goes_where_it_is_told(asked: object, place: int) -> None:
     assert hints.counts().nbytes == {way: MIB}
 
 
-def test_a_place_that_is_no_place_is_refused() -> None:
+@pytest.mark.parametrize("place", ["mps", "the moon"])
+def test_a_place_that_is_no_place_is_refused(place: str) -> None:
     here = machine(Link.MANAGED)
-    hint = here.hints().prefetch_to_device(here.tensor(MIB), "mps")
+    hint = here.hints().prefetch_to_device(here.tensor(MIB), place)
     assert hint.verdict is Verdict.UNSUPPORTED
-    assert "mps" in hint.reason
+    assert place in hint.reason
 
 
 def test_a_device_that_is_not_there_fails_with_the_drivers_code() -> None:
