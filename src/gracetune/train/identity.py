@@ -45,6 +45,7 @@ def identity_of(
     for dataset in settings["datasets"]:
         for key in FREE_IN_DATASETS:
             dataset.pop(key)
+    settings["gh200_optimizations"].pop("placement")  # where tensors live shapes no weight
     flat = {key: value for key, value in _flatten(settings) if key not in FREE}
     if DEPENDS_ON_LENGTH[run.optimizer.schedule]:
         flat["train.max_train_steps"] = run.train.max_train_steps
