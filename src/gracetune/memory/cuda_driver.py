@@ -6,6 +6,7 @@ The only file that knows cuda-bindings. torch's CUDA builds bring it; a CPU buil
 
 from __future__ import annotations
 
+import threading
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,10 @@ class CudaDriver:
         self._prefetch = bindings.cuMemPrefetchAsync if newest else bindings.cuMemPrefetchAsync_v2
         self._discard = bindings.cuMemDiscardBatchAsync if newest else None
         self._contexts: dict[int, object] = {}
+        self._thread = threading.local()
+        kinds = bindings.CUpointer_attribute
+        self._is_managed = kinds.CU_POINTER_ATTRIBUTE_IS_MANAGED
+        self._memory_type = kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         self._places = {place: self._location(place) for place in range(HOST, self.device_count)}
         self._advices = {advice: bindings.CUmem_advise(advice.value) for advice in Advice}
 
@@ -123,16 +128,11 @@ class CudaDriver:
     def pointer_kind(self, pointer: int) -> PointerKind:
         """What the driver knows about an address; a plain host address it does not know."""
         self._need_context()
-        attributes = self._cuda.CUpointer_attribute
-        code, managed = self._cuda.cuPointerGetAttribute(
-            attributes.CU_POINTER_ATTRIBUTE_IS_MANAGED, pointer
-        )
-        if int(code) == Code.SUCCESS and managed:
+        code, managed = self._cuda.cuPointerGetAttribute(self._is_managed, pointer)
+        if not int(code) and managed:
             return PointerKind.MANAGED
-        code, kind = self._cuda.cuPointerGetAttribute(
-            attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer
-        )
-        if int(code) != Code.SUCCESS:
+        code, kind = self._cuda.cuPointerGetAttribute(self._memory_type, pointer)
+        if int(code):
             return PointerKind.UNKNOWN
         return PointerKind.DEVICE if int(kind) == _MEMORY_TYPE_DEVICE else PointerKind.HOST
 
@@ -211,6 +211,12 @@ class CudaDriver:
         return self._contexts[ordinal]
 
     def _need_context(self) -> None:
-        """A thread that never used CUDA has no context; like the runtime, take device 0's."""
+        """A thread that never used CUDA has no context; like the runtime, take device 0's.
+
+        Looked at once a thread: contexts change hands there, but none goes back to having none.
+        """
+        if "ready" in self._thread.__dict__:
+            return
         if int(self._cuda.cuCtxGetCurrent()[1]) == 0:
             self._cuda.cuCtxSetCurrent(self._context(0))
+        self._thread.ready = True

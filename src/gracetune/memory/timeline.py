@@ -24,10 +24,6 @@ class Timeline:
         self.now_s = 0.0
         self._free_at: dict[Queue, float] = defaultdict(float)
 
-    def free_at(self, queue: Queue) -> float:
-        """When the queue will have done all that was issued to it."""
-        return self._free_at[queue]
-
     def run(self, queues: tuple[Queue, ...], seconds: float) -> None:
         """Work that holds all of these queues for a time."""
         start = max(self.now_s, *(self._free_at[queue] for queue in queues))
