@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from gracetune.memory.platform import Platform
 
 OLDEST_TORCH = (2, 11)
-OURS = ("use_uvm", "uvm_")
-"""What begins a key of PYTORCH_CUDA_ALLOC_CONF that only we understand."""
 
 
 @dataclass(frozen=True, slots=True)
