@@ -116,6 +116,8 @@ class Platform:
     rates: Rates | None
     why: Mapping[str, str] = field(hash=False)
     """The reason for each field, by its name."""
+    numa_nodes: tuple[NumaNode, ...] = ()
+    """Every node with memory, the devices' own among them."""
 
     @property
     def has_managed(self) -> bool:
@@ -215,8 +217,9 @@ def detect(
         device_node=device_node,
         c2c=None if c2c is None else bool(c2c),
         rates=rates,
+        numa_nodes=host.nodes,
         why={
-            "link": f"{rule.why} ({_spell(facts)})",
+            "link": f"{rule.why} ({_spell(facts)}){_addressing(nvml)}",
             "device_bytes": device_why,
             "host_bytes": host_why,
             "host_total_bytes": "MemTotal, less the memory nodes that are GPUs",
@@ -228,6 +231,7 @@ def detect(
             ),
             "device_node": node_why,
             "c2c": c2c_why,
+            "numa_nodes": "the kernel's list of nodes with memory",
             "rates": (
                 "not measured yet: `gracetune diagnose` measures them"
                 if rates is None
@@ -251,6 +255,7 @@ def without_gpu(host: HostFacts, reason: str) -> Platform:
         device_node=None,
         c2c=None,
         rates=None,
+        numa_nodes=host.nodes,
         why={"link": reason, "host_bytes": host_why, "page_bytes": "the kernel's page size"},
     )
 
@@ -274,6 +279,10 @@ def _c2c(nvml: NvmlFacts | None) -> tuple[int | None, str]:
     if nvml.c2c is None:
         return None, nvml.c2c_why
     return int(nvml.c2c), nvml.c2c_why
+
+
+def _addressing(nvml: NvmlFacts | None) -> str:
+    return "" if nvml is None or nvml.addressing is None else f"; {nvml.addressing_why}"
 
 
 def _node(value: int | None) -> int | None:

@@ -89,8 +89,11 @@ class Shim:
                 f"the memory shim {path} cannot be loaded: {error}. Build it again on this "
                 "machine: pip install --force-reinstall --no-deps gracetune."
             ) from error
-        found = library.gracetune_shim_abi()
-        if found != ABI:
+        try:
+            found = str(library.gracetune_shim_abi())
+        except AttributeError:
+            found = "none"
+        if found != str(ABI):
             raise ShimError(
                 f"the memory shim {path} has version {found}, this gracetune needs {ABI}. "
                 "Build it again: pip install --force-reinstall --no-deps gracetune."

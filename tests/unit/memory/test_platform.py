@@ -122,6 +122,16 @@ def test_gpu_memory_that_is_a_node_is_not_host_memory() -> None:
     assert "less 90.0 GiB of it that is GPU memory" in platform.why["host_bytes"]
 
 
+def test_nodes_without_memory_are_not_listed() -> None:
+    platform, _ = detected("gh200-numa")
+    assert [(node.id, node.has_cpus) for node in platform.numa_nodes] == [(0, True), (1, False)]
+
+
+def test_nvml_seconds_the_link() -> None:
+    assert detected("gh200-numa")[0].why["link"].endswith("; NVML says addressing mode ats")
+    assert "NVML" not in detected("gb10")[0].why["link"]
+
+
 def test_cdmm_is_named_as_the_reason_for_no_node() -> None:
     assert "CDMM" in detected("gh200-cdmm")[0].why["device_node"]
     assert "CDMM" not in detected("h200-pcie")[0].why["device_node"]

@@ -1,8 +1,10 @@
 """The compiled shim against a driver library that the tests compile themselves."""
 
 import ctypes
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -131,14 +133,31 @@ def test_a_broken_shim_is_an_error_with_its_path(tmp_path: Path) -> None:
         find_shim(tmp_path)
 
 
-def test_a_shim_of_another_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "version"), [("int gracetune_shim_abi(void) { return 99; }", "99"), ("int x;", "none")]
+)
+def test_a_shim_of_another_version_is_refused(tmp_path: Path, code: str, version: str) -> None:
     source = tmp_path / "old.c"
-    source.write_text(
-        '__attribute__((visibility("default"))) int gracetune_shim_abi(void) { return 99; }\n'
-    )
+    source.write_text(f'__attribute__((visibility("default"))) {code}\n')
     build_shim(tmp_path / LIBRARY, source=source)
-    with pytest.raises(ShimError, match="has version 99, this gracetune needs 1"):
+    with pytest.raises(ShimError, match=f"has version {version}, this gracetune needs 1"):
         find_shim(tmp_path)
+
+
+@pytest.mark.parametrize("compiler", ["cc", "no-such-cc"])
+def test_the_packages_build_goes_on_without_a_compiler(tmp_path: Path, compiler: str) -> None:
+    folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", *folders],
+        cwd=SOURCE.parents[3],
+        env={**os.environ, "CC": compiler},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    built = find_shim(tmp_path / "lib" / "gracetune" / "memory")
+    assert isinstance(built, Shim if compiler == "cc" else MissingShim)
 
 
 def test_building_without_a_compiler_names_it(tmp_path: Path) -> None:
