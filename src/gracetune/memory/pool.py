@@ -3,7 +3,8 @@
 A pool is opened around the lines that allocate, never around a loop: while any pool is open torch
 defers the frees of tensors that other streams have used, skips the retry before it reports out of
 memory, and releases nothing. Only the opening thread allocates from it; backward runs on others.
-Past its cap the pool refuses, and the user sees torch's own OutOfMemoryError.
+What a library keeps for itself (the workspace of a first matrix product) stays in the pool it was
+made in. Past its cap the pool refuses, and the user sees torch's own OutOfMemoryError.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -86,7 +87,11 @@ class TorchPools(Protocol):
         """Whether a CUDA graph is being captured on this thread's stream."""
         ...
 
-    def release_cached(self, device: int) -> None:
+    def synchronize(self, device: int) -> None:
+        """Wait for the device."""
+        ...
+
+    def release_cached(self) -> None:
         """Give cached segments without an owner back to their allocators."""
         ...
 
@@ -124,11 +129,16 @@ class CudaPools:
 
         return bool(torch.cuda.is_current_stream_capturing())
 
-    def release_cached(self, device: int) -> None:
-        """Wait for the device, then release."""
+    def synchronize(self, device: int) -> None:
+        """All streams of the device."""
         import torch
 
         torch.cuda.synchronize(device)
+
+    def release_cached(self) -> None:
+        """Of every pool that nobody holds any more."""
+        import torch
+
         torch.cuda.empty_cache()
 
 
@@ -156,7 +166,11 @@ def open_pool(
         slot = shim.open(settings.pattern, settings.cap_bytes, settings.driver_library)
     except ShimError as error:
         return Unsupported(str(error))
-    return UnifiedPool(shim, slot, platform.device, settings, torch_pools, tell, clock)
+    with ExitStack() as undo:  # torch may refuse; the slot must not stay taken
+        undo.callback(shim.close, slot)
+        pool = UnifiedPool(shim, slot, platform.device, settings, torch_pools, tell, clock)
+        undo.pop_all()
+    return pool
 
 
 class UnifiedPool:
@@ -180,7 +194,7 @@ class UnifiedPool:
         self._tell = tell
         self._clock = clock
         self._told_long = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may ask for counters while we close
         self._num_open = 0
         self._pool: object | None = torch_pools.make(shim.path, slot, device, settings)
 
@@ -209,15 +223,17 @@ class UnifiedPool:
 
     def counters(self) -> ShimCounters:
         """What the pool took from the driver, gave back and was refused."""
-        if self._slot is None:
-            raise PoolError("this managed pool is closed; its counters went with it.")
-        return self._shim.counters(self._slot)
+        with self._lock:
+            if self._slot is None:
+                raise PoolError("this managed pool is closed; its counters went with it.")
+            return self._shim.counters(self._slot)
 
     def set_cap(self, cap_bytes: int) -> None:
         """Move the cap; what is above a lower one stays until its tensors go."""
-        if self._slot is None:
-            raise PoolError("this managed pool is closed; it has no cap to move.")
-        self._shim.set_cap(self._slot, cap_bytes)
+        with self._lock:
+            if self._slot is None:
+                raise PoolError("this managed pool is closed; it has no cap to move.")
+            self._shim.set_cap(self._slot, cap_bytes)
 
     def close(self) -> Released:
         """Give every segment without a living tensor back; call again when the last is gone."""
@@ -227,16 +243,16 @@ class UnifiedPool:
                     f"this managed pool is open in {self._num_open} place(s); torch would abort. "
                     "Leave every `with pool.allocating():` first."
                 )
-            pool, self._pool = self._pool, None
-        if self._slot is None:
-            return Released(0, 0)
-        before = self._shim.counters(self._slot).live_bytes
-        del pool  # torch gives its cached segments back here
-        self._torch.release_cached(self.device)
-        held = self._shim.counters(self._slot).live_bytes
-        if self._shim.close(self._slot):
-            self._slot = None
-        return Released(before - held, held)
+            if self._slot is None:
+                return Released(0, 0)
+            before = self._shim.counters(self._slot).live_bytes
+            self._torch.synchronize(self.device)  # kernels may still use what is freed next
+            self._pool = None  # torch gives the pool's cached segments back here
+            self._torch.release_cached()
+            held = self._shim.counters(self._slot).live_bytes
+            if self._shim.close(self._slot):
+                self._slot = None
+            return Released(before - held, held)
 
     def _warn_once(self, seconds: float) -> None:
         if seconds <= LONGEST_OPEN_S or self._told_long:

@@ -73,6 +73,7 @@ class FewLinesOfTorch:
         self.devices: list[int] = []
         self.open: list[Segments] = []
         self.in_capture = False
+        self.waited = 0
         self.known: list[tuple[Segments, weakref.ref[Handle]]] = []
 
     def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
@@ -95,8 +96,11 @@ class FewLinesOfTorch:
     def capturing(self) -> bool:
         return self.in_capture
 
-    def release_cached(self, device: int) -> None:
+    def synchronize(self, device: int) -> None:
         assert device == self.devices[-1]
+        self.waited += 1
+
+    def release_cached(self) -> None:
         for segments, handle in self.known:
             if handle() is None:
                 segments.release()
@@ -215,6 +219,7 @@ def test_closing_drops_the_last_reference_to_torchs_pool(
     assert torch.known[0][1]() is not None
     pool.close()
     assert torch.known[0][1]() is None
+    assert torch.waited == 1
 
 
 def test_an_open_pool_cannot_be_closed(
@@ -310,6 +315,18 @@ def test_a_driver_that_cannot_be_opened_makes_pools_unsupported(
     refused = open_pool(platform(Link.MANAGED), shim, settings, torch, tell=lambda _: None)
     assert isinstance(refused, Unsupported)
     assert "libnowhere.so.1" in refused.reason
+
+
+def test_a_pool_that_torch_refuses_leaves_no_slot_behind(
+    shim: Shim, settings: PoolSettings
+) -> None:
+    class Refusing(FewLinesOfTorch):
+        def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
+            raise RuntimeError(f"slot {slot}")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="slot 0"):
+            opened(shim, settings, Refusing())
 
 
 def test_a_cap_of_nothing_is_the_users_error(
