@@ -1,15 +1,11 @@
-"""The simulated driver: its books, its clock, and its manners against a plain model."""
+"""The simulated driver: its books, its codes and its clock."""
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gracetune.errors import RunFailedError
 from gracetune.memory.driver import HOST, Advice, Code, PointerKind, RangeState
-from gracetune.memory.pages import PageState, PageTable
 from gracetune.memory.platform import DeviceSpec, Rates
 from gracetune.memory.simulated import SimulatedDriver
 
@@ -375,69 +371,3 @@ def test_the_cpu_waits_for_its_stream_before_it_reads() -> None:
     driver.compute(1.0, 0, stream=3)
     driver.touch(pointer, MIB, HOST, stream=3)
     assert driver.time.now_s == pytest.approx(1.0 + MIB / (100 * GB))
-
-
-# Against plain models.
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(-1, 2)), max_size=30))
-def test_runs_of_pages_behave_like_a_list_of_pages(changes: list[tuple[int, int, int]]) -> None:
-    table, plain = PageTable(40), [PageState()] * 40
-    for first, last, place in changes:
-        state = PageState(places=frozenset({place}))
-        table.update(first, last, lambda _, state=state: state)
-        plain[first:last] = [state] * len(plain[first:last])
-        runs = list(table.runs())
-        assert [run.state for run in runs for _ in range(run.first, run.last)] == plain
-        assert all(one.state != two.state for one, two in pairwise(runs))
-        cut = list(table.runs(first, last))
-        assert [run.state for run in cut for _ in range(run.first, run.last)] == plain[first:last]
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["in", "out", "read", "write", "cpu", "mostly", "drop", "fixed"]),
-            st.integers(0, 23),
-            st.integers(1, 24),
-        ),
-        max_size=40,
-    )
-)
-def test_no_trace_makes_or_loses_bytes(trace: list[tuple[str, int, int]]) -> None:
-    """Two ranges of 24 pages on a device of 20: used bytes are resident bytes, and fit."""
-    spec = DeviceSpec(20 * PAGE, MANAGED, RATES)
-    driver = SimulatedDriver([spec], 200 * PAGE, PAGE)
-    bases = [managed(driver, 24 * PAGE, at=None) for _ in range(2)]
-    fixed: list[int] = []
-    for number, (verb, page, count) in enumerate(trace):
-        start = bases[number % 2] + page * PAGE
-        nbytes = min(count, 24 - page) * PAGE
-        if verb == "in":
-            driver.prefetch(start, nbytes, 0, 1)
-        elif verb == "out":
-            driver.prefetch(start, nbytes, HOST, 1)
-        elif verb in ("read", "write"):
-            driver.touch(start, nbytes, 0, 1, write=verb == "write")
-        elif verb == "cpu":
-            driver.touch(start, nbytes, HOST, 1, write=True)
-        elif verb == "mostly":
-            advice = Advice.SET_READ_MOSTLY if count % 2 else Advice.UNSET_READ_MOSTLY
-            driver.advise(start, nbytes, advice, 0)
-        elif verb == "drop":
-            driver.discard(start, nbytes, 1)
-        elif fixed:
-            driver.free(fixed.pop())
-        else:
-            code, pointer = driver.allocate_device(5 * PAGE, 0)
-            assert code == Code.SUCCESS
-            fixed.append(pointer)
-        resident = sum(driver.residency(base, 24 * PAGE).get(0, 0) for base in bases)
-        free, total = driver.memory_info(0)
-        assert total - free == resident + len(fixed) * 5 * PAGE
-        assert 0 <= free <= total
-    for pointer in [*bases, *fixed]:
-        assert driver.free(pointer) == Code.SUCCESS
-    assert driver.memory_info(0) == (20 * PAGE, 20 * PAGE)
-    assert driver.allocate_pinned(200 * PAGE)[0] == Code.SUCCESS
