@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
 from gracetune.errors import ConfigError
@@ -61,8 +62,11 @@ class Built:
 
 def start_accelerator(run: RunFile) -> Accelerator:
     """Join the other ranks, if any, and settle the precision."""
+    # Accelerate keeps its settings for the whole process; a second run there must not inherit them.
+    AcceleratorState._reset_state()
     accelerator = Accelerator(
         mixed_precision=resolve_precision(run),
+        cpu=not torch.cuda.is_available(),  # else it takes the ranks of a CPU machine for strangers
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=run.distributed.timeout_s)),
             DistributedDataParallelKwargs(find_unused_parameters=run.adapter is None),

@@ -1,0 +1,143 @@
+"""What the trainer costs over a loop of thirty lines: same model, same batches, same arithmetic.
+
+Both run by turns in one process, so that a noisy machine disturbs them alike; the figure is the
+median ratio of neighbouring turns.
+
+    python benchmarks/bare_loop.py [--turns 8] [--steps 40]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from gracetune.config.load import load_run_file
+from gracetune.events.fan import Fan
+from gracetune.events.log import JsonlLog
+from gracetune.events.requests import Requests
+from gracetune.events.tensorboard import TensorBoardSink
+from gracetune.events.types import StepDone
+from gracetune.train.build import build, start_accelerator
+from gracetune.train.interrupt import Interrupt
+from gracetune.train.loop import train_loop
+from gracetune.train.state import Progress
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "bare_loop.json"
+
+
+def bare_loop(model, batches, steps: int) -> float:
+    """The thirty lines; gives seconds a step."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    averages = [p.detach().clone() for p in parameters]
+    optimizer = torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.99), fused=True)
+    generator = torch.Generator().manual_seed(0)
+    started = time.perf_counter()
+    for step in range(steps):
+        x0, text = batches[step % len(batches)]
+        s = torch.randn(len(x0), generator=generator).sigmoid()
+        noise = torch.randn(x0.shape, generator=generator)
+        level = s.view(-1, 1, 1, 1)
+        predicted = model(
+            (1 - level) * x0 + level * noise,
+            encoder_hidden_states=text["tokens"],
+            pooled_projections=text["pooled"],
+            timestep=s * 1000,
+            return_dict=False,
+        )[0]
+        loss = torch.nn.functional.mse_loss(predicted, noise - x0)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, parameters, 0.005)
+    return (time.perf_counter() - started) / steps
+
+
+class Seconds:
+    """A sink that keeps the time of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def handle(self, event: object) -> None:
+        if isinstance(event, StepDone):
+            self.steps.append(event.seconds)
+
+    def close(self) -> None:
+        pass
+
+
+def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]:
+    """Seconds a step of (ours, bare), by turns."""
+    run = load_run_file(
+        ROOT / "examples" / "demo.json",
+        [
+            f"output_dir={folder}",
+            f"datasets.0.instance_data_dir={folder / 'data'}",
+            "validation.every=0",
+            "optimizer.schedule=constant",
+            "train.checkpoint_every=0",
+        ],
+        environment={},
+    ).run
+    seconds = Seconds()
+    sinks = [seconds, JsonlLog(folder / "events.jsonl"), TensorBoardSink(folder / "tb", 1)]
+    with Fan(sinks) as fan:
+        built = build(run, start_accelerator(run), fan.tell, Requests(folder), Interrupt())
+        session = built.session
+        batches = [session.feed.load(session.feed.order.at(i)) for i in range(steps)]
+        pairs = [(batch.latents, batch.text) for batch in batches if len(batch) == 16]
+        bare_model = type(session.trainee.family.transformer)(
+            **{k: v for k, v in session.trainee.family.transformer.config.items() if k[0] != "_"}
+        )
+        progress, results = Progress(), []
+        for turn in range(num_turns + 1):
+            train = run.train.model_copy(update={"max_train_steps": (turn + 1) * steps})
+            trainee = replace(session.trainee, run=run.model_copy(update={"train": train}))
+            seconds.steps.clear()
+            progress = train_loop(replace(session, trainee=trainee), progress)
+            ours = statistics.mean(seconds.steps)
+            results.append((ours, bare_loop(bare_model, pairs, steps)))
+    return results[1:]  # the first turn warms both up
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        results = turns(args.turns, args.steps, Path(folder))
+    figures = {
+        "trainer_over_bare_loop": statistics.median(ours / bare for ours, bare in results),
+        "trainer_ms_a_step": 1000 * statistics.median(ours for ours, _ in results),
+        "bare_ms_a_step": 1000 * statistics.median(bare for _, bare in results),
+        "turns": len(results),
+    }
+    for name, value in figures.items():
+        print(f"{name:<24} {value:.4g}")
+    if args.write:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+        ).stdout.strip()
+        machine = f"{platform.machine()} CPU, one thread, torch {torch.__version__}"
+        record = {"date": str(date.today()), "commit": commit, "machine": machine}
+        RESULT.write_text(json.dumps({**record, "figures": figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

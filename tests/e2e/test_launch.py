@@ -1,0 +1,82 @@
+"""The guides' launch lines, and more than one rank."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+
+
+def call(command, folder):
+    """From a folder of its own, so that relative paths of run files land there."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=folder,
+        env=os.environ,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_guides_line_under_plain_python(tmp_path):
+    config = ROOT / "config/examples/minimal.json"
+    out = call(
+        [
+            *(sys.executable, ROOT / "train.py", "--config", config),
+            *("--enable_manual_validation", "--max_train_steps", 3),
+        ],
+        tmp_path,
+    )
+    assert "done at step 3" in out
+
+
+def test_the_guides_line_under_accelerate(tmp_path, run_file):
+    out = call(
+        [
+            *(*LAUNCH, "--config_file", ROOT / "config/accelerate_config_gh200.yaml"),
+            *(ROOT / "train.py", "--config", run_file(), "--max_train_steps", 2),
+        ],
+        tmp_path,
+    )
+    assert "done at step 2" in out
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 2}])
+def test_two_ranks_train_one_model_and_the_ramp_counts_both(tmp_path, run_file, adapter):
+    file = run_file(
+        adapter=adapter,
+        train={"max_train_steps": 3, "batch_size": 2},
+        gh200_optimizations={
+            "enable_batch_size_rampup": True,
+            "initial_effective_batch_size": 4,
+            "target_effective_batch_size": 8,
+            "batch_rampup_steps": 2,
+        },
+    )
+    out = call(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", 2, "-m", "gracetune", "train", file),
+        ],
+        tmp_path,
+    )
+    assert out.count("done at step 3") == 1  # one rank speaks
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["event"] == "step_done"]
+    assert [step["samples"] for step in steps] == [4, 8, 8]
+    state = tmp_path / "run/checkpoints/step-000003"
+    manifest = json.loads((state / "manifest.json").read_text())
+    assert manifest["progress"] == {"step": 3, "micro_batches": 5, "consumed": 10}
+    assert {"generators-0.safetensors", "generators-1.safetensors"} <= set(manifest["files"])
+    weights = load_file(state / "weights.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())

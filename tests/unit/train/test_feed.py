@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from gracetune.cache.store import FolderStore, MemoryStore
+from gracetune.config.schema import RunFile
+from gracetune.data.loader import Group
+from gracetune.data.sample import Sample
+from gracetune.errors import ConfigError, DataError
+from gracetune.models.tiny import load
+from gracetune.train.feed import build_feed, open_stores, split
+
+
+def samples(count, prefix="s"):
+    return tuple(
+        Sample("d", f"{prefix}{i}", f"caption {i}", f"{prefix}{i}", 8, 8) for i in range(count)
+    )
+
+
+@pytest.fixture
+def feed(tiny_run, told, tmp_path):
+    def make(**sections):
+        run = tiny_run(**sections)
+        folder = Path(run.output_dir)
+        folder.mkdir(exist_ok=True)
+        return build_feed(run, load(run.model), torch.device("cpu"), folder, told)
+
+    return make
+
+
+def test_batches_hold_the_latents_and_texts_of_their_own_samples(feed):
+    made = feed()
+    draws = made.order.at(0)
+    batch = made.load(draws)
+    assert len(batch) == 4
+    assert batch.latents.shape == (4, 48, 6, 6)
+    for index, draw in enumerate(draws):
+        alone = made.load([draw])
+        assert torch.equal(batch.latents[index], alone.latents[0])
+        assert torch.equal(batch.text["tokens"][index], alone.text["tokens"][0])
+
+
+def test_the_bucket_report_is_told_and_written(feed, told, tmp_path):
+    feed()
+    assert any("24x24" in text for text in told.texts())
+    assert (tmp_path / "run" / "buckets-0.json").exists()
+
+
+def test_a_holdout_is_kept_out_and_complete(feed):
+    made = feed(validation={"holdout": 0.25})
+    held = {draw.sample for batch in made.held_out for draw in batch}
+    assert len(held) == 16
+    assert len(made.trained) == 48
+    assert not held & set(made.trained)
+
+
+def test_a_holdout_of_everything_is_refused(feed):
+    with pytest.raises(DataError, match=r"validation\.holdout"):
+        feed(validation={"holdout": 1.0})
+
+
+def test_adding_samples_moves_few_of_the_held_out():
+    groups = [Group(samples(200), 1, 0.0, (8, 8))]
+    more = [Group(samples(220), 1, 0.0, (8, 8))]
+    before, after = (set(split(g, 0.1, 0)[1][0].samples) for g in (groups, more))
+    assert len(before) == 20
+    assert len(before & after) >= 16
+
+
+def test_the_split_is_the_same_in_any_order():
+    forward = [Group(samples(50), 1, 0.0, (8, 8))]
+    backward = [Group(tuple(reversed(samples(50))), 1, 0.0, (8, 8))]
+    first, second = (set(split(g, 0.2, 3)[1][0].samples) for g in (forward, backward))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("cache", "dataset", "latents", "text"),
+    [
+        ({}, {}, MemoryStore, MemoryStore),
+        ({"persistent_cache": True}, {}, FolderStore, FolderStore),
+        ({"vae_cache_type": "disk"}, {}, FolderStore, MemoryStore),
+        ({}, {"cache_latents_to_disk": True}, FolderStore, FolderStore),
+    ],
+)
+def test_stores_are_what_the_run_file_says(cache, dataset, latents, text, told, tmp_path):
+    run = RunFile.model_validate({"cache_config": cache, "datasets": [dataset]})
+    stores = open_stores(run, tmp_path, told)
+    assert type(stores.latents) is latents
+    assert type(stores.text) is text
+
+
+def test_unified_memory_says_where_entries_live(told, tmp_path):
+    run = RunFile.model_validate({"cache_config": {"vae_cache_type": "unified_memory"}})
+    open_stores(run, tmp_path, told)
+    assert "unified_memory" in told.texts()[0]
+
+
+def test_a_cache_folder_is_found_by_the_next_run(feed, told, tmp_path):
+    cache = {"persistent_cache": True, "cache_dir": str(tmp_path / "cache")}
+    feed(cache_config=cache)
+    stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
+    assert "encoding pictures" in stages
+    told.events.clear()
+    feed(cache_config=cache)
+    stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
+    assert "encoding pictures" not in stages
+    assert "encoding captions" not in stages
+
+
+def test_steps_and_sizes_that_do_not_suit_the_model_are_refused(feed, tiny_run):
+    dataset = tiny_run().datasets[0].model_dump(mode="json", exclude_unset=True)
+    with pytest.raises(ConfigError, match="bucket_step is 6"):
+        feed(datasets=[dataset | {"bucket_step": 6}])
+    with pytest.raises(ConfigError, match="takes at most 64"):
+        feed(datasets=[dataset | {"resolution": 128}])

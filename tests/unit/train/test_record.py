@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from gracetune.errors import RunFailedError
+from gracetune.events.types import MemoryUsed, StepDone
+from gracetune.train.record import Record
+from gracetune.train.step import StepResult
+
+
+def result(loss=1.0, samples=4):
+    return StepResult(torch.tensor(loss), torch.tensor(2.0), 0.1, torch.tensor(float(samples)), 1)
+
+
+def test_nothing_is_read_before_the_window_is_full(told):
+    record = Record(told, every=3)
+    for step in (1, 2):
+        record.add(step, 0, result())
+    assert told.events == []
+    record.add(3, 0, result(loss=0.25))
+    assert [e.step for e in told.of(StepDone)] == [1, 2, 3]
+    assert told.of(StepDone)[-1].loss == 0.25
+    assert told.of(MemoryUsed)[0].host > 0
+
+
+def test_what_is_left_is_flushed_once(told):
+    record = Record(told, every=10)
+    record.add(1, 0, result())
+    record.flush()
+    record.flush()
+    assert len(told.of(StepDone)) == 1
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_told_and_ends_the_run(told, loss):
+    record = Record(told, every=1)
+    with pytest.raises(RunFailedError, match=r"at step 5.*optimizer\.lr"):
+        record.add(5, 0, result(loss))
+    assert told.of(StepDone)[0].step == 5

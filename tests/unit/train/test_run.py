@@ -1,0 +1,128 @@
+import json
+
+import pytest
+import torch
+
+from gracetune.config.schema import RunFile
+from gracetune.errors import CheckpointError, ConfigError, RunFailedError
+from gracetune.events.requests import Requests
+from gracetune.events.types import (
+    CheckpointSaved,
+    Notice,
+    RampChanged,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    Validated,
+)
+from gracetune.models.family import load_family
+from gracetune.train import checkpoint
+from gracetune.train.build import resolve_precision
+from gracetune.train.run import run_training
+
+
+def test_a_full_training_leaves_a_model_that_can_be_trained_on(tiny_run, told, tmp_path):
+    ended = run_training(tiny_run(), sinks=[told])
+    assert ended.status == "done"
+    started = told.of(RunStarted)[0]
+    assert (started.start_step, started.num_samples) == (0, 64)
+    assert [e.step for e in told.of(StepDone)] == [1, 2, 3]
+    assert told.of(RunEnded) == [ended]
+
+    section = RunFile.model_validate({"model": {"path": ended.outputs["result"]}}).model
+    averages = checkpoint.read(tmp_path / "run/checkpoints/step-000003").tensors["ema"]
+    weights = dict(load_family(section).transformer.named_parameters())
+    assert all(torch.equal(weights[name], averages[name]) for name in averages)
+
+
+def test_the_resolved_run_file_is_in_the_run_folder(tiny_run, tmp_path):
+    run = tiny_run()
+    run_training(run)
+    assert RunFile.model_validate_json((tmp_path / "run/run.json").read_text()) == run
+
+
+def test_training_lowers_the_loss(tiny_run, told):
+    run_training(tiny_run(train={"max_train_steps": 60, "batch_size": 8}), sinks=[told])
+    losses = [event.loss for event in told.of(StepDone)]
+    assert sum(losses[-10:]) < 0.75 * sum(losses[:10])
+
+
+def test_bf16_trains_too(tiny_run, told):
+    run_training(tiny_run(train={"max_train_steps": 30, "mixed_precision": "bf16"}), sinks=[told])
+    losses = [event.loss for event in told.of(StepDone)]
+    assert told.of(RunStarted)[0].precision == "bf16"
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+def test_validation_at_zero_every_n_and_the_end(tiny_run, told):
+    section = {"every": 2, "sample_steps": 1, "prompts": ["one"]}
+    run_training(tiny_run(validation=section), sinks=[told])
+    assert [e.step for e in told.of(Validated)] == [0, 2, 3]
+
+
+def test_checkpoints_every_n_steps_and_at_the_end(tiny_run, told, tmp_path):
+    train = {"checkpoint_every": 2, "max_train_steps": 5, "keep_checkpoints": 2}
+    run_training(tiny_run(train=train), sinks=[told])
+    assert [e.step for e in told.of(CheckpointSaved)] == [2, 4, 5]
+    kept = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
+    assert kept == ["step-000004", "step-000005"]
+
+
+def test_checkpoints_by_time(tiny_run, told):
+    run_training(tiny_run(train={"checkpoint_minutes": 1e-9}), sinks=[told])
+    assert [e.step for e in told.of(CheckpointSaved)] == [1, 2, 3]
+
+
+def test_the_ramp_changes_between_steps_and_is_told(tiny_run, told):
+    ramp = {
+        "enable_batch_size_rampup": True,
+        "initial_effective_batch_size": 4,
+        "target_effective_batch_size": 12,
+        "batch_rampup_steps": 4,
+        "rampup_shape": "linear",
+    }
+    run_training(tiny_run(train={"max_train_steps": 4}, gh200_optimizations=ramp), sinks=[told])
+    assert [e.accumulation for e in told.of(StepDone)] == [1, 2, 3, 3]
+    assert [e.samples for e in told.of(StepDone)] == [4, 8, 12, 12]
+    assert [(e.step, e.accumulation) for e in told.of(RampChanged)] == [(1, 2), (2, 3)]
+
+
+def test_a_loss_that_explodes_fails_the_run_and_keeps_what_was_good(tiny_run, told, tmp_path):
+    train = {"max_train_steps": 50, "checkpoint_every": 1, "max_grad_norm": 0}
+    with pytest.raises(RunFailedError, match="the loss is"):
+        run_training(tiny_run(train=train, optimizer={"lr": 1e30}), sinks=[told])
+    assert told.of(RunEnded)[0].status == "failed"
+    for path in checkpoint.complete(tmp_path / "run/checkpoints"):
+        checkpoint.read(path)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(tiny_run, told, tmp_path):
+    run_training(tiny_run(train={"checkpoint_every": 1, "max_train_steps": 2}))
+    file = tmp_path / "run/checkpoints/step-000002/weights.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    run_training(tiny_run(train={"checkpoint_every": 1, "max_train_steps": 3}), sinks=[told])
+    assert told.of(RunStarted)[0].start_step == 1
+    assert any("step-000002" in n.text and n.fallback for n in told.of(Notice))
+
+
+def test_a_folder_in_use_is_refused_and_the_other_run_is_left_alone(tiny_run, tmp_path):
+    requests = Requests(tmp_path / "run")
+    requests.open(1)  # the first process, which lives as long as the machine
+    with pytest.raises(ConfigError, match="in use by process 1"):
+        run_training(tiny_run())
+    assert not (tmp_path / "run/events.jsonl").exists()
+    assert json.loads((tmp_path / "run/now/listening.json").read_text())["pid"] == 1
+
+
+def test_an_adapter_of_another_shape_is_refused(tiny_run):
+    run_training(tiny_run(adapter={"rank": 4}))
+    with pytest.raises(CheckpointError, match=r"adapter\.rank was 4, is 8"):
+        run_training(tiny_run(adapter={"rank": 8}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"), [("auto", "no"), ("no", "no"), ("bf16", "bf16"), ("fp16", "bf16")]
+)
+def test_precision_on_a_cpu(asked, used):
+    run = RunFile.model_validate({"train": {"mixed_precision": asked}})
+    assert resolve_precision(run) == used
