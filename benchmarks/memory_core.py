@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.memory.hints import Hint, Hints, torch_stream
+from gracetune.memory.hints import Hint, Hints, Span, Verdict, span_of, torch_stream
 from gracetune.memory.machine import open_machine
 from gracetune.memory.pool import CudaPools, PoolSettings, UnifiedPool, open_pool
 from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, build_shim, find_shim
 from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from gracetune.events.types import Notice
@@ -88,7 +88,6 @@ def main() -> int:
     figures["free_device_bytes"] = free
     figures["seconds"] = time.perf_counter() - began
     targets = judge(figures, free)
-    figures["targets"] = [asdict(target) for target in targets]
     write(arguments.out, arguments.commit or commit(), machine.platform, figures)
     for target in targets:
         verdict = "met   " if target.met else "MISSED"
@@ -207,7 +206,15 @@ class Bench:
         def prefer_device() -> Hint:
             return hints.prefer_gpu_residency(latent)
 
+        span = span_of(latent, self.platform.page_bytes)
+        assert isinstance(span, Span), span
+
+        def driver_alone() -> Hint:
+            code = self.driver.prefetch(span.pointer, span.nbytes, 0, torch_stream(0))
+            return Hint("driver", Verdict.APPLIED if code == 0 else Verdict.FAILED, code=code)
+
         return {
+            "prefetch_driver_alone_us": median_us(to_host, driver_alone),
             "prefetch_to_device_us": median_us(to_host, to_device),
             "prefetch_already_there_us": median_us(to_device, to_device),
             "prefer_cpu_residency_us": median_us(prefer_device, prefer_host),
@@ -333,6 +340,17 @@ def judge(figures: dict[str, object], free: int) -> list[Target]:
     ]
 
 
+def flatten(
+    figures: Mapping[str, object], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Every number with the names that lead to it."""
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            yield from flatten(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
 def commit() -> str:
     """The commit that is measured, marked where the tree differs from it."""
     here = Path(__file__).parent
@@ -343,6 +361,9 @@ def commit() -> str:
 
 def write(path: Path, measured: str, platform: Platform, figures: dict[str, object]) -> None:
     """The result file."""
+    numbers = {
+        ".".join(path): value for path, value in flatten(figures) if isinstance(value, (int, float))
+    }
     result = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": measured,
@@ -357,7 +378,7 @@ def write(path: Path, measured: str, platform: Platform, figures: dict[str, obje
             "cuda": torch.version.cuda,
             "python": python_platform.python_version(),
         },
-        "figures": figures,
+        "figures": numbers,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")

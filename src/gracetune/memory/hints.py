@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -87,8 +87,7 @@ class Whereabouts(Hint):
         return self.verdict is Verdict.APPLIED
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Whole pages that belong to one tensor alone."""
 
     pointer: int
@@ -115,8 +114,8 @@ def legacy_stream(device: int) -> int:  # noqa: ARG001  every device has it unde
 
 
 def torch_stream(device: int) -> int:
-    """The stream that torch is issuing to."""
-    return torch.cuda.current_stream(device).cuda_stream
+    """The stream that torch is issuing to, without making a stream object for each question."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def say_nothing(notice: Notice) -> None:
@@ -145,6 +144,7 @@ class Hints:
         self._tell = tell
         self._lock = threading.Lock()
         self._counts = HintCounts()
+        self._applied: dict[tuple[str, int], Hint] = {}  # equal hints are one object: made once
         self._told: set[tuple[str, str]] = set()
 
     def prefer_cpu_residency(self, tensor: Tensor) -> Hint:
@@ -274,7 +274,10 @@ class Hints:
 
     def _done(self, verb: str, span: Span, code: int, counted: str) -> Hint:
         if code == Code.SUCCESS:
-            hint = Hint(verb, Verdict.APPLIED, nbytes=span.nbytes)
+            key = (verb, span.nbytes)
+            if key not in self._applied:
+                self._applied[key] = Hint(verb, Verdict.APPLIED, nbytes=span.nbytes)
+            hint = self._applied[key]
         elif code == Code.NOT_SUPPORTED:
             why = "the driver or its bindings are too old for it"
             hint = Hint(verb, Verdict.UNSUPPORTED, why, span.nbytes, code)
