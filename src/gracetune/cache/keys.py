@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
+from gracetune.data.recipe import PLAIN
+
 if TYPE_CHECKING:
-    from gracetune.data.sample import Sample
+    from gracetune.data.recipe import Recipe
+    from gracetune.data.sample import Sample, Shape
 
 SCHEMA_VERSION = 1
 
 
-def latent_key(sample: Sample, size: tuple[int, int], encoder: str) -> str:
-    """The picture's bytes, the geometry it is fitted to, and the encoder."""
-    return _key("latents", sample.digest, f"cover-lanczos-centre {size[0]}x{size[1]}", encoder)
+def latent_key(sample: Sample, size: Shape, encoder: str, recipe: Recipe = PLAIN) -> str:
+    """The picture's bytes, the geometry and draw it is fitted by, and the encoder."""
+    geometry = f"{recipe.name} {'x'.join(map(str, size))}"
+    return _key("latents", sample.digest, geometry, encoder)
 
 
 def text_key(caption: str, encoder: str) -> str:

@@ -58,6 +58,8 @@ class InMemorySection(Section):
     """The codec of staged files; `auto` keeps one only where it shrinks them."""
     num_workers: Positive | None = None
     """Readers in parallel; none: min(72, CPUs)."""
+    chunk_size: Positive | None = None
+    """Most files that a reader takes at a time; none: by files and bytes, so that all have work."""
     memory_limit_gb: PositiveFloat | None = None
     """Most GiB that the staged bytes may take; more stops the run before it starts."""
 
@@ -75,6 +77,29 @@ class ShapesSection(Section):
     """Make only this new shape (`star`), in every colour, instead of the usual ones."""
 
 
+class AugmentationSection(Section):
+    """One random change of a picture; masks and controls get the same warp."""
+
+    name: Literal[
+        "flip",
+        "vertical_flip",
+        "crop",
+        "rotate",
+        "brightness",
+        "contrast",
+        "saturation",
+        "hue",
+        "blur",
+        "grayscale",
+        "erase",
+    ]
+    """What changes. They are applied in the order of the list."""
+    probability: Share = 0.5
+    """How many of the samples it changes."""
+    amount: PositiveFloat | None = None
+    """How far at most: degrees for `rotate` and `hue`, else a share; none: a mild amount."""
+
+
 class DatasetSection(Section):
     """One data set: where it is, how it is captioned, cropped and repeated."""
 
@@ -82,22 +107,44 @@ class DatasetSection(Section):
     """A name for messages and reports."""
     type: str = "local"
     """`local`: read from the folder; `in_memory`: staged once; `shapes`: made, then staged."""
-    dataset_type: Literal["image"] = "image"
+    dataset_type: Literal["image", "video", "audio"] = "image"
     """The kind of sample."""
     instance_data_dir: str | None = None
     """The folder of samples."""
+    conditioning_data_dir: str | None = None
+    """The folder of control or reference pictures: one for each sample, of the same stem."""
+    mask_data_dir: str | None = None
+    """The folder of masks (white: learn this): one for each sample, of the same stem."""
     in_memory: InMemorySection = InMemorySection()
     """Settings of staging."""
     shapes: ShapesSection = ShapesSection()
     """Settings of the made data set."""
     resolution: Annotated[int, Field(ge=8)] = 1024
-    """Edge in pixels of the square whose area each bucket has."""
+    """Edge in pixels of the square whose area each bucket has, or each bucket's shorter edge."""
+    resolution_type: Literal["area", "edge"] = "area"
+    """What `resolution` measures: buckets of one area, or of one shorter edge."""
+    crop: Literal["center", "top", "random"] = "center"
+    """Which part of a picture stays where its bucket has another aspect; `random`: by the seed."""
+    decode: Literal["exact", "fast"] = "exact"
+    """`fast`: large JPEG files are reduced while they are decoded; pixels differ a little."""
     bucket_step: Annotated[int, Field(ge=1)] | None = None
     """Bucket edges are multiples of this many pixels; none: the family's own step."""
     max_aspect: Annotated[float, Field(ge=1)] = 3.0
     """Pictures whose long edge is more than this times the short one are dropped, and reported."""
     min_edge: Count = 0
     """Pictures with a shorter edge than this are dropped, and reported; 0: enlarge any."""
+    frames: Positive | tuple[Positive, ...] = 81
+    """Video: frames of a clip, 4n+1; of several, the most that a video is long enough for."""
+    fps: PositiveFloat | None = None
+    """Video: frames a second that clips are resampled to; none: the file's own."""
+    sample_rate: Positive = 44100
+    """Audio: samples a second that clips are resampled to."""
+    channels: Literal[1, 2] = 2
+    """Audio: mono or stereo."""
+    seconds: PositiveFloat | tuple[PositiveFloat, ...] = 10.0
+    """Audio: length of a clip; of several, the longest that a file is long enough for."""
+    clip: Literal["start", "center", "random"] = "start"
+    """Which part of a longer video or sound is the clip; `random`: by the seed."""
     caption_strategy: Literal["auto", "textfile", "jsonl", "filename", "instanceprompt"] = "auto"
     """Where captions come from; `auto`: metadata.jsonl if there is one, else a .txt beside each."""
     instance_prompt: str | None = None
@@ -106,10 +153,16 @@ class DatasetSection(Section):
     """Share of samples trained with the empty caption, drawn anew each epoch."""
     repeats: Positive = 1
     """How often an epoch shows each sample."""
+    weight: PositiveFloat = 1.0
+    """Times `repeats`, and may be a fraction: 0.5 shows half of the samples an epoch, in turn."""
     max_corruption_rate: Share = 0.01
     """Share of unreadable samples past which the run stops; below it they are left out, by name."""
+    timeout_s: PositiveFloat = 300.0
+    """How long one sample may take to be read and decoded; longer ends the run, by its name."""
     cache_latents_to_disk: bool | None = None
     """ai-toolkit's spelling of `cache_config.persistent_cache`."""
+    augmentations: tuple[AugmentationSection, ...] = ()
+    """Random changes of each picture, drawn from the run's seed and the picture's content."""
     augmentations_cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] | None = None
     """How augmentations and the latent cache meet; without augmentations it changes nothing."""
 

@@ -1,4 +1,4 @@
-"""Which pictures share a shape: pure functions from samples to buckets, and a report of both."""
+"""Which samples share a shape: pure functions from samples to buckets, and a report of both."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gracetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gracetune.config.schema import DatasetSection
-    from gracetune.data.sample import Sample, Size
+    from gracetune.data.sample import Sample, Shape, Size
 
 NAMED = 5
 """How many dropped samples a report names for each reason."""
@@ -32,16 +32,21 @@ class Dropped:
 class BucketPlan:
     """Where every sample goes."""
 
-    buckets: Mapping[Size, tuple[Sample, ...]]
-    """Only those that hold samples, from tall to wide."""
+    buckets: Mapping[Shape, tuple[Sample, ...]]
+    """Only those that hold samples, from tall to wide and from short to long."""
     dropped: tuple[Dropped, ...]
 
 
-def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
-    """Sizes whose edges are multiples of `step` and whose area is close to resolution^2.
+def bucket_sizes(
+    resolution: int,
+    step: int,
+    max_aspect: float,
+    resolution_type: Literal["area", "edge"] = "area",
+) -> list[Size]:
+    """Sizes whose edges are multiples of `step`, from tall to wide; the square is one of them.
 
-    The square, and for each shorter edge the long one that comes nearest in area, both ways round;
-    from tall to wide.
+    By area, each shorter edge has the long one that comes nearest to resolution^2. By edge, the
+    shorter one is always the resolution.
     """
     if resolution < step:
         raise ConfigError(
@@ -50,40 +55,59 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
         )
     square = _nearest(resolution, step)
     sizes: set[Size] = {(square, square)}
-    for short in range(step, square, step):
-        long = _nearest(resolution**2 / short, step)
+    if resolution_type == "edge":
+        pairs = [(square, long) for long in range(square, int(square * max_aspect) + 1, step)]
+    else:
+        pairs = [(s, _nearest(resolution**2 / s, step)) for s in range(step, square, step)]
+    for short, long in pairs:
         if long / short <= max_aspect:
             sizes |= {(short, long), (long, short)}
     return sorted(sizes, key=lambda size: (size[0] / size[1], size))
 
 
+def frame_counts(section: DatasetSection) -> tuple[int, ...]:
+    """The lengths of a video's clips, from short to long; each 4n+1, as video encoders need."""
+    counts = section.frames if isinstance(section.frames, tuple) else (section.frames,)
+    for count in counts:
+        if count % 4 != 1:
+            raise ConfigError(
+                f"data set {section.id!r}: frames is {count}; video models take 4n+1 frames. "
+                f"Set {count - (count - 1) % 4} or {count - (count - 1) % 4 + 4}."
+            )
+    return _some(counts, section, "frames")
+
+
+def sound_lengths(section: DatasetSection) -> tuple[int, ...]:
+    """The lengths of a sound's clips in samples, from short to long."""
+    seconds = section.seconds if isinstance(section.seconds, tuple) else (section.seconds,)
+    return _some([max(1, round(s * section.sample_rate)) for s in seconds], section, "seconds")
+
+
 def assign(samples: Sequence[Sample], section: DatasetSection, step: int) -> BucketPlan:
-    """Give each sample the bucket that crops it least. `step` is what the model's grid needs."""
-    sizes = bucket_sizes(section.resolution, _step(section, step), section.max_aspect)
-    aspects = [math.log(width / height) for width, height in sizes]
-    members: dict[Size, list[Sample]] = {size: [] for size in sizes}
+    """Give each sample the bucket that cuts off least. `step` is what the model's grid needs."""
+    place = _place_sounds(section) if section.dataset_type == "audio" else _place(section, step)
+    members: dict[Shape, list[Sample]] = {}
     dropped: list[Dropped] = []
     for sample in samples:
-        reason = _why_not(sample, section)
-        if reason is not None:
-            dropped.append(Dropped(sample, reason))
-            continue
-        # The share cropped away grows with the distance of the logarithms of both aspects.
-        aspect = math.log(sample.width / sample.height)
-        place = bisect_left(aspects, aspect)
-        near = range(max(0, place - 1), min(len(sizes), place + 1))
-        members[sizes[min(near, key=lambda at: abs(aspects[at] - aspect))]].append(sample)
+        shape = place(sample)
+        if isinstance(shape, str):
+            dropped.append(Dropped(sample, shape))
+        else:
+            members.setdefault(shape, []).append(sample)
     if samples and len(dropped) == len(samples):
         raise DataError(
             f"data set {section.id!r}: every one of its {len(samples)} samples is dropped; the "
-            f"first, {dropped[0].sample.key}: {dropped[0].reason}. Loosen max_aspect or min_edge."
+            f"first, {dropped[0].sample.key}: {dropped[0].reason}. "
+            f"Loosen {_LOOSEN[section.dataset_type]}."
         )
-    buckets = {size: tuple(group) for size, group in members.items() if group}
+    buckets = {shape: tuple(members[shape]) for shape in sorted(members, key=_tall_to_wide)}
     return BucketPlan(buckets, tuple(dropped))
 
 
-def cropped_share(size: Size, samples: Sequence[Sample]) -> float:
-    """The share of these samples' pixels that this bucket cuts off."""
+def cropped_share(size: Shape, samples: Sequence[Sample]) -> float:
+    """The share of these samples' pixels that this bucket cuts off; a sound has none to lose."""
+    if samples[0].kind == "audio":
+        return 0.0
     pixels = sum(sample.width * sample.height for sample in samples)
     kept = 0.0
     for sample in samples:
@@ -96,7 +120,7 @@ def report(plan: BucketPlan) -> str:
     """The plan as a table for people."""
     lines = ["bucket       samples  cropped"]
     for size, samples in plan.buckets.items():
-        shape = f"{size[0]}x{size[1]}"
+        shape = "x".join(map(str, size))
         lines.append(f"{shape:<11} {len(samples):>8}  {cropped_share(size, samples):>7.1%}")
     kinds = Counter(_kind(item) for item in plan.dropped)
     for kind, count in kinds.items():
@@ -111,8 +135,7 @@ def as_json(plan: BucketPlan) -> dict[str, object]:
     return {
         "buckets": [
             {
-                "width": size[0],
-                "height": size[1],
+                **dict(zip(_AXES[samples[0].kind], size, strict=True)),
                 "samples": len(samples),
                 "cropped_share": cropped_share(size, samples),
             }
@@ -123,6 +146,75 @@ def as_json(plan: BucketPlan) -> dict[str, object]:
             for item in plan.dropped
         ],
     }
+
+
+_AXES = {
+    "image": ("width", "height"),
+    "video": ("width", "height", "frames"),
+    "audio": ("channels", "length"),
+}
+_LOOSEN = {
+    "image": "max_aspect or min_edge",
+    "video": "max_aspect or min_edge, or ask for fewer frames",
+    "audio": "it: ask for fewer seconds",
+}
+
+
+def _place(section: DatasetSection, step: int) -> Callable[[Sample], Shape | str]:
+    """From a picture or a video to its bucket, or the reason why it has none."""
+    sizes = bucket_sizes(
+        section.resolution, _step(section, step), section.max_aspect, section.resolution_type
+    )
+    aspects = [math.log(width / height) for width, height in sizes]
+    counts = frame_counts(section) if section.dataset_type == "video" else ()
+
+    def place(sample: Sample) -> Shape | str:
+        reason = _why_not(sample, section)
+        if reason is not None:
+            return reason
+        # The share cropped away grows with the distance of the logarithms of both aspects.
+        aspect = math.log(sample.width / sample.height)
+        at = bisect_left(aspects, aspect)
+        near = range(max(0, at - 1), min(len(sizes), at + 1))
+        size = sizes[min(near, key=lambda at: abs(aspects[at] - aspect))]
+        if not counts:
+            return size
+        have = available_frames(sample, section)
+        fitting = [count for count in counts if count <= have]
+        if not fitting:
+            return f"frames is {counts[0]}, it has {have}"
+        return (*size, fitting[-1])
+
+    return place
+
+
+def available_frames(sample: Sample, section: DatasetSection) -> int:
+    """How many frames a video has at the rate that the run file asks for."""
+    # a hair more than the product: 81 frames at 25 a second last 3.24 s, and 3.24 * 25 < 81
+    return int(sample.seconds * (section.fps or sample.fps) + 1e-3)
+
+
+def _place_sounds(section: DatasetSection) -> Callable[[Sample], Shape | str]:
+    lengths = sound_lengths(section)
+
+    def place(sample: Sample) -> Shape | str:
+        have = int(sample.seconds * section.sample_rate + 1e-3)
+        fitting = [length for length in lengths if length <= have]
+        if not fitting:
+            return f"seconds is {lengths[0] / section.sample_rate:g}, it has {sample.seconds:g}"
+        return (section.channels, fitting[-1])
+
+    return place
+
+
+def _some(values: Sequence[int], section: DatasetSection, key: str) -> tuple[int, ...]:
+    if not values:
+        raise ConfigError(f"data set {section.id!r}: {key} is an empty list. Name one length.")
+    return tuple(sorted(set(values)))
+
+
+def _tall_to_wide(shape: Shape) -> tuple[float, Shape]:
+    return (shape[0] / shape[1], shape)
 
 
 def _nearest(length: float, step: int) -> int:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Protocol, cast
 
 from blake3 import blake3
 
 from gracetune import registry
+from gracetune.data import audio, images, video
 from gracetune.data.captions import read_captions
-from gracetune.data.images import EXTENSIONS, UnreadableImageError, probe
+from gracetune.data.conditioning import find_companions, same_aspect
 from gracetune.data.parallel import default_workers, ordered_map
 from gracetune.data.progress import Progress
-from gracetune.data.sample import Sample
+from gracetune.data.sample import Companion, Sample, UnreadableSampleError
 from gracetune.data.staged import StagedSource
 from gracetune.errors import DataError
 from gracetune.events.types import Notice
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gracetune.config.schema import DatasetSection
+    from gracetune.data.conditioning import Role
     from gracetune.data.corruption import CorruptionLedger
     from gracetune.data.progress import Tell
     from gracetune.data.source import Source
@@ -32,6 +34,12 @@ SOURCES = {
     "shapes": "gracetune.data.shapes:open_shapes",
 }
 STAGED = frozenset(("in_memory", "shapes"))
+EXTENSIONS = {
+    "image": images.EXTENSIONS,
+    "video": video.EXTENSIONS,
+    "audio": audio.EXTENSIONS,
+}
+NOUNS = {"image": "picture", "video": "video", "audio": "sound"}
 
 
 class Opener(Protocol):
@@ -48,6 +56,7 @@ class OpenDataset:
 
     section: DatasetSection
     source: Source
+    """Has the bytes of samples and of their companions."""
     samples: tuple[Sample, ...]
 
 
@@ -56,30 +65,55 @@ class _Seen:
     digest: str
     width: int
     height: int
+    seconds: float = 0.0
+    fps: float = 0.0
+    companions: tuple[Companion, ...] = ()
 
 
 def open_dataset(
     section: DatasetSection, index: int, tell: Tell, ledger: CorruptionLedger
 ) -> OpenDataset:
-    """Find pictures and captions, stage where asked, and look into every picture once."""
+    """Find samples and captions, stage where asked, and look into every sample once."""
     setting = f"datasets[{index}]"
     opener = cast("Opener", registry.load("source", section.type, SOURCES))
     source = opener(section, setting, tell)
-    keys = _image_keys(source, setting)
+    keys = _sample_keys(source, section, setting)
     captions = read_captions(source, keys, section, setting)
     _tell_empty(section, captions, tell)
+    beside = find_companions(
+        section, setting, source, keys, lambda folder, of: _open_beside(section, folder, of, tell)
+    )
+    source = beside.source
     if section.type in STAGED:
-        source = StagedSource.stage(source, keys, section.in_memory, tell, setting)
+        needed = [*keys, *(key for pairs in beside.keys.values() for _, key in pairs)]
+        source = StagedSource.stage(source, needed, section.in_memory, tell, setting)
 
     samples = []
     progress = Progress("reading", len(keys), tell)
     num_workers = section.in_memory.num_workers or default_workers()
     for key, seen in zip(
-        keys, ordered_map(lambda key: _look(source, key), keys, num_workers), strict=True
+        keys,
+        ordered_map(
+            lambda key: _look(source, key, section.dataset_type, beside.keys.get(key, ())),
+            keys,
+            num_workers,
+        ),
+        strict=True,
     ):
         if isinstance(seen, _Seen):
             samples.append(
-                Sample(section.id, key, captions[key], seen.digest, seen.width, seen.height)
+                Sample(
+                    section.id,
+                    key,
+                    captions[key],
+                    seen.digest,
+                    seen.width,
+                    seen.height,
+                    section.dataset_type,
+                    seen.seconds,
+                    seen.fps,
+                    seen.companions,
+                )
             )
         else:
             ledger.record(section.id, key, seen)
@@ -88,33 +122,73 @@ def open_dataset(
     ledger.check(section.id, len(keys), section.max_corruption_rate)
     if not samples:
         raise DataError(
-            f"{setting} ({section.id!r}): none of the {len(keys)} pictures in {source.describe()} "
-            "can be read. Mend the files, or name another folder."
+            f"{setting} ({section.id!r}): none of the {len(keys)} "
+            f"{NOUNS[section.dataset_type]}s in {source.describe()} can be read. "
+            "Mend the files, or name another folder."
         )
     return OpenDataset(section, source, tuple(samples))
 
 
-def _image_keys(source: Source, setting: str) -> Sequence[str]:
-    names = source.keys()
-    keys = [name for name in names if PurePosixPath(name).suffix.lower() in EXTENSIONS]
+def _open_beside(section: DatasetSection, folder: str, setting: str, tell: Tell) -> Source:
+    """A folder of companions is read as the samples are; made samples have theirs in a folder."""
+    kind = "local" if section.type == "shapes" else section.type
+    opener = cast("Opener", registry.load("source", kind, SOURCES))
+    return opener(section.model_copy(update={"instance_data_dir": folder}), setting, tell)
+
+
+def _sample_keys(source: Source, section: DatasetSection, setting: str) -> Sequence[str]:
+    names, known = source.keys(), EXTENSIONS[section.dataset_type]
+    keys = [name for name in names if PurePosixPath(name).suffix.lower() in known]
     if not keys:
         raise DataError(
-            f"{setting}: {source.describe()} has {len(names)} files and no picture among "
-            f"them. Known endings: {' '.join(sorted(EXTENSIONS))}."
+            f"{setting}: {source.describe()} has {len(names)} files and no "
+            f"{NOUNS[section.dataset_type]} among them. Known endings: {' '.join(sorted(known))}."
         )
     return keys
 
 
-def _look(source: Source, key: str) -> _Seen | str:
-    """What a sample needs to know of its picture, or the reason why it cannot be one."""
+def _look(
+    source: Source, key: str, kind: str, companions: Sequence[tuple[Role, str]]
+) -> _Seen | str:
+    """What a sample needs to know of its file, or the reason why it cannot be one."""
     try:
         data = source.read(key)
-        width, height = probe(data)
-    except UnreadableImageError as error:
+        seen = _facts(data, kind)
+        if not companions:
+            return seen
+        size = (seen.width, seen.height)
+        return replace(
+            seen, companions=tuple(_companion(source, *pair, size) for pair in companions)
+        )
+    except UnreadableSampleError as error:
         return error.reason
     except OSError as error:
         return error.strerror or str(error)
-    return _Seen(blake3(data).hexdigest(), width, height)
+
+
+def _facts(data: bytes, kind: str) -> _Seen:
+    digest = blake3(data).hexdigest()
+    match kind:
+        case "video":
+            film = video.probe_video(data)
+            return _Seen(digest, film.width, film.height, film.seconds, film.fps)
+        case "audio":
+            return _Seen(digest, 0, 0, audio.probe_audio(data).seconds)
+    return _Seen(digest, *images.probe(data))
+
+
+def _companion(source: Source, role: Role, key: str, size: tuple[int, int]) -> Companion:
+    data = source.read(key)
+    try:
+        shown = images.probe(data)
+    except UnreadableSampleError as error:
+        raise UnreadableSampleError(f"its companion {key}: {error.reason}") from error
+    if not same_aspect(shown, size):
+        raise UnreadableSampleError(
+            f"its companion {key} is {shown[0]}x{shown[1]}, of another aspect than "
+            f"{size[0]}x{size[1]}"
+        )
+    return Companion(role, key, blake3(data).hexdigest())
 
 
 def _tell_empty(section: DatasetSection, captions: dict[str, str], tell: Tell) -> None:

@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
-from gracetune.errors import DataError
+from gracetune.data.decoders import MODES, PILLOW
+from gracetune.data.sample import UnreadableSampleError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+
+    from gracetune.data.decoders import Decoders
+    from gracetune.data.sample import Size
 
 EXTENSIONS = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"))
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
@@ -58,12 +62,14 @@ _FILTERS = threading.Lock()
 """Warning filters belong to the whole process; two threads must not swap them at once."""
 
 
-class UnreadableImageError(DataError):
-    """These bytes are not a picture that can be trained on."""
+CENTRE = (0.5, 0.5)
+"""Where a crop lies: the share of what is cut off that goes at the left, and at the top."""
+WHOLE: Size = (0, 0)
+"""The least size that stands for no reduction at all."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+
+class UnreadableImageError(UnreadableSampleError):
+    """These bytes are not a picture that can be trained on."""
 
 
 def probe(data: bytes) -> tuple[int, int]:
@@ -76,31 +82,40 @@ def probe(data: bytes) -> tuple[int, int]:
     return (height, width) if orientation in _ON_ITS_SIDE else (width, height)
 
 
-def decode(data: bytes) -> Image.Image:
-    """The picture as an RGB image: orientation applied, profile to sRGB, alpha over white."""
+def decode(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE) -> Image.Image:
+    """The picture as an RGB image: orientation applied, profile to sRGB, alpha over white.
+
+    With `least`, a JPEG may come out smaller than it is, but in both edges no smaller than that.
+    """
     with _readable():
         image, orientation = _open(data)
         profile = image.info.get("icc_profile")
-        image.load()
+        image = _load(image, data, decoders, least[::-1] if orientation in _ON_ITS_SIDE else least)
         image = _over_white(_to_srgb(_eight_bits(image), profile))
         return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
-def fit(image: Image.Image, width: int, height: int) -> Tensor:
-    """Resize to cover by Lanczos and crop the centre: CHW, float32, in [-1, 1]."""
+def fit(image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE) -> Tensor:
+    """Resize to cover by Lanczos and crop: CHW, float32, in [-1, 1]."""
     import torch  # here alone, so that opening a data set does not wait for torch
 
-    scale = max(width / image.width, height / image.height)
-    left = (image.width - width / scale) / 2
-    top = (image.height - height / scale) / 2
-    box = (
-        max(0.0, left),
-        max(0.0, top),
-        min(image.width - left, image.width),
-        min(image.height - top, image.height),
-    )
-    pixels = np.array(image.resize((width, height), Image.Resampling.LANCZOS, box))
+    pixels = np.array(cover(image, width, height, crop))
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous().float().div_(127.5).sub_(1.0)
+
+
+def cover(
+    image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE
+) -> Image.Image:
+    """One resampling from the part that stays to the size of the bucket."""
+    scale = max(width / image.width, height / image.height)
+    beside, above = image.width - width / scale, image.height - height / scale
+    box = (
+        max(0.0, beside * crop[0]),
+        max(0.0, above * crop[1]),
+        min(image.width - beside * (1 - crop[0]), image.width),
+        min(image.height - above * (1 - crop[1]), image.height),
+    )
+    return image.resize((width, height), Image.Resampling.LANCZOS, box)
 
 
 @contextmanager
@@ -131,6 +146,20 @@ def _open(data: bytes) -> tuple[Image.Image, int]:
             image.load()
             return image, 1
         return image, _orientation(image)
+
+
+def _load(image: Image.Image, data: bytes, decoders: Decoders, least: Size) -> Image.Image:
+    """The pixels as the file has them, by the fastest that can; Pillow has the last word."""
+    if least != WHOLE:
+        image.draft(None, least)
+    fast = decoders.by_format.get(image.format or "")
+    if fast is not None and image.mode in MODES and "transparency" not in image.info:
+        pixels = fast(data, image.mode, least)
+        expected = (image.height, image.width) + ((len(image.mode),) if image.mode != "L" else ())
+        if pixels is not None and pixels.shape == expected:
+            return Image.fromarray(pixels)
+    image.load()
+    return image
 
 
 def _orientation(image: Image.Image) -> int:
@@ -184,6 +213,8 @@ def _plain_mode(image: Image.Image) -> Image.Image:
 
 
 def _over_white(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        return image
     if image.mode != "RGBA":
         return image.convert("RGB")
     paper = Image.new("RGB", image.size, "white")

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from blake3 import blake3
 
+from gracetune.data.randomness import permutation, uniform
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from gracetune.data.sample import Batch, Sample, Size
+    from gracetune.data.sample import Batch, Sample, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,16 @@ class Group:
     samples: tuple[Sample, ...]
     repeats: int
     caption_dropout: float
-    size: Size
+    size: Shape
+    weight: float = 1.0
+    """Times `repeats`: how often an epoch shows each sample on average."""
+
+    @property
+    def length(self) -> int:
+        """Draws in an epoch; at least one, so that no sample is lost to rounding."""
+        if not self.samples:
+            return 0
+        return max(1, round(len(self.samples) * self.repeats * self.weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class Draw:
     sample: Sample
     caption: str
     """Empty where it was dropped."""
-    size: Size
+    size: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +69,23 @@ class _Epoch:
     """Every entry, shuffled within its size."""
     batches: NDArray[np.int64]
     """Bounds (first, past the last) of each batch in `entries`, shuffled."""
+    extras: Mapping[int, NDArray[np.int64]]
+    """By group with a fraction: the samples that this epoch shows once more than the others."""
 
 
 class BatchOrder:
-    """Epochs without end: each shows every sample `repeats` times, batches never mix sizes."""
+    """Epochs without end; batches never mix sizes.
+
+    An epoch shows every sample `repeats` times. Where a weight makes that a fraction, epochs take
+    turns: every sample is shown once more before any is again.
+    """
 
     def __init__(self, groups: Sequence[Group], batch_size: int, seed: int) -> None:
         assert batch_size >= 1, f"a batch of {batch_size}"
         self._groups = sorted(groups, key=lambda group: group.size)
         self._batch_size = batch_size
         self._seed = seed
-        lengths = [len(group.samples) * group.repeats for group in self._groups]
+        lengths = [group.length for group in self._groups]
         self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         if self._starts[-1] == 0:
             raise DataError(
@@ -101,7 +116,7 @@ class BatchOrder:
 
     def _spans_by_size(self) -> list[tuple[int, int]]:
         """Groups are sorted by size, so the entries of one size lie side by side."""
-        spans: dict[Size, tuple[int, int]] = {}
+        spans: dict[Shape, tuple[int, int]] = {}
         for group, first, last in zip(
             self._groups, self._starts[:-1], self._starts[1:], strict=True
         ):
@@ -116,19 +131,36 @@ class BatchOrder:
     def _shuffled(self, number: int) -> _Epoch:
         entries = np.arange(self._starts[-1], dtype=np.int64)
         for first, last in self._spans:
-            entries[first:last] = first + _permutation(
+            entries[first:last] = first + permutation(
                 last - first, f"entries {self._seed} {number} {first}"
             )
-        order = _permutation(len(self._bounds), f"batches {self._seed} {number}")
-        return _Epoch(number, entries, self._bounds[order])
+        order = permutation(len(self._bounds), f"batches {self._seed} {number}")
+        extras = {
+            at: self._extras(at, number)
+            for at, group in enumerate(self._groups)
+            if group.samples and group.length % len(group.samples)
+        }
+        return _Epoch(number, entries, self._bounds[order], extras)
+
+    def _extras(self, at: int, number: int) -> NDArray[np.int64]:
+        """The next few of an endless row of shuffles of the group's samples."""
+        group = self._groups[at]
+        count, share = len(group.samples), group.length % len(group.samples)
+        first = number * share
+        rounds = range(first // count, (first + share - 1) // count + 1)
+        about = f"extras {self._seed} {group.samples[0].dataset!r} {group.size}"
+        row = np.concatenate([permutation(count, f"{about} {turn}") for turn in rounds])
+        return row[first - rounds[0] * count :][:share]
 
     def _draw(self, entry: int, epoch: int) -> Draw:
         at = int(np.searchsorted(self._starts, entry, side="right")) - 1
         group = self._groups[at]
         repeat, place = divmod(entry - int(self._starts[at]), len(group.samples))
+        if repeat == group.length // len(group.samples):
+            place = int(self._epoch.extras[at][place])
         sample = group.samples[place]
         what = f"caption {self._seed} {epoch} {repeat} {sample.dataset!r} {sample.key!r}"
-        dropped = group.caption_dropout > 0 and _uniform(what) < group.caption_dropout
+        dropped = group.caption_dropout > 0 and uniform(what) < group.caption_dropout
         return Draw(sample, "" if dropped else sample.caption, group.size)
 
 
@@ -157,17 +189,3 @@ class Loader:
         batch = self._load(self._order.at(self._consumed + self._rank))
         self._consumed += self._world
         return batch, LoaderState(self._consumed)
-
-
-def _permutation(length: int, what: str) -> NDArray[np.int64]:
-    """A shuffle that no numpy release changes: only raw bits and a stable sort are promised."""
-    bits = np.random.PCG64(_bits(what, 16)).random_raw(length)
-    return np.argsort(bits, kind="stable")
-
-
-def _uniform(what: str) -> float:
-    return (_bits(what, 8) >> 11) / 2**53
-
-
-def _bits(what: str, nbytes: int) -> int:
-    return int.from_bytes(blake3(what.encode()).digest(length=nbytes), "big")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from gracetune.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -12,11 +14,32 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]
 """Width and height in pixels."""
+Shape = tuple[int, ...]
+"""Of a bucket: width and height; for videos also frames; for sounds channels and samples."""
+Kind = Literal["image", "video", "audio"]
+
+
+class UnreadableSampleError(DataError):
+    """These bytes are not a sample that can be trained on."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A picture that belongs to a sample: it gets the same crop and the same warp."""
+
+    role: Literal["control", "mask"]
+    key: str
+    """Its name in its own source."""
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A picture and its caption, not yet decoded."""
+    """A picture, video or sound and its caption, not yet decoded."""
 
     dataset: str
     """The id of its data set."""
@@ -24,10 +47,16 @@ class Sample:
     """Its name in the source."""
     caption: str
     digest: str
-    """Of the picture's bytes: what caches and a run's identity are made of."""
+    """Of the file's bytes: what caches and a run's identity are made of."""
     width: int
     height: int
-    """As shown: after the EXIF orientation."""
+    """As shown: after the EXIF orientation. Sounds have neither: 0."""
+    kind: Kind = "image"
+    seconds: float = 0.0
+    """How long a video or a sound lasts."""
+    fps: float = 0.0
+    """Frames a second of a video, on average."""
+    companions: tuple[Companion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

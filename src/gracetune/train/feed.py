@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.cache.fill import Picture, fill_latents, fill_text
+from gracetune.cache.fill import BATCH, Picture, fill_latents, fill_text
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.store import FolderStore, MemoryStore
 from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
+from gracetune.data.decoders import choose_decoders
 from gracetune.data.loader import BatchOrder, Draw, Group
+from gracetune.data.prefetch import by_threads
+from gracetune.data.recipe import demand_known_mode, recipe_of
 from gracetune.data.sample import Batch
 from gracetune.durable import write_text
 from gracetune.errors import ConfigError, DataError
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
     from gracetune.cache.store import Store
     from gracetune.config.schema import DatasetSection, RunFile
+    from gracetune.data.decoders import Decoders
+    from gracetune.data.recipe import Recipe
     from gracetune.data.sample import Sample
     from gracetune.events.types import Event
     from gracetune.models.family import Family
@@ -61,9 +66,11 @@ def build_feed(
     """Prepare every data set; all that can be wrong with one is found here, before training."""
     stores = open_stores(run, folder, tell)
     ledger = CorruptionLedger(tell)
+    decoders = choose_decoders()
+    tell(Notice(decoders.why))
     groups: list[Group] = []
-    for index, section in enumerate(run.datasets):
-        groups += _prepare(section, index, family, stores, ledger, tell, folder)
+    for index in range(len(run.datasets)):
+        groups += _prepare(run, index, family, stores, ledger, tell, folder, decoders)
     if ledger.entries:
         ledger.write(folder / "corruption.json")
     trained, held_out = split(groups, run.validation.holdout, run.seed)
@@ -79,7 +86,7 @@ def build_feed(
         order=BatchOrder(trained, batch, run.seed),
         trained=tuple(sample for group in trained for sample in group.samples),
         held_out=tuple(_held_out_draws(held_out, batch)),
-        load=_loader_of(family, stores, device),
+        load=_loader_of(family, stores, device, recipes(run)),
     )
 
 
@@ -115,6 +122,12 @@ def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group]
     )
 
 
+def recipes(run: RunFile) -> Callable[[Sample], Recipe]:
+    """How each sample becomes pixels, as its own data set says."""
+    sections = {section.id: section for section in run.datasets}
+    return lambda sample: recipe_of(sections[sample.dataset], sample, run.seed)
+
+
 def _only(groups: Sequence[Group], keep: Callable[[Sample], bool]) -> list[Group]:
     chosen = [
         replace(group, samples=tuple(s for s in group.samples if keep(s))) for group in groups
@@ -123,27 +136,39 @@ def _only(groups: Sequence[Group], keep: Callable[[Sample], bool]) -> list[Group
 
 
 def _prepare(
-    section: DatasetSection,
+    run: RunFile,
     index: int,
     family: Family,
     stores: Stores,
     ledger: CorruptionLedger,
     tell: Tell,
     folder: Path,
+    decoders: Decoders,
 ) -> list[Group]:
     """One data set: open, bucket, encode, and leave out what turned out to be unreadable."""
+    section, recipe = run.datasets[index], recipes(run)
+    _demand_kind(section, index, family)
+    demand_known_mode(section, index)
     step = section.bucket_step or family.pixel_step
     _demand_fit(section, index, step, family)
     opened = open_dataset(section, index, tell, ledger)
     found = len(opened.samples) + sum(entry.dataset == section.id for entry in ledger.entries)
     plan = buckets.assign(opened.samples, section, step)
     pictures = [
-        Picture(sample, size, opened.source)
+        Picture(sample, (size[0], size[1]), opened.source, recipe(sample))
         for size, samples in plan.buckets.items()
         for sample in samples
     ]
     encoder = family.identity()["latents"]
-    unreadable = fill_latents(stores.latents, pictures, family.encode_images, encoder, tell)
+    unreadable = fill_latents(
+        stores.latents,
+        pictures,
+        family.encode_images,
+        encoder,
+        tell,
+        decoders,
+        by_threads(section.in_memory.num_workers, BATCH, section.timeout_s),
+    )
     for sample, reason in unreadable:
         ledger.record(section.id, sample.key, reason)
     ledger.check(section.id, found, section.max_corruption_rate)
@@ -151,7 +176,7 @@ def _prepare(
     tell(Notice(f"data set {section.id!r}:\n{buckets.report(plan)}"))
     write_text(folder / f"buckets-{index}.json", json.dumps(buckets.as_json(plan), indent=2))
     groups = [
-        Group(samples, section.repeats, section.caption_dropout, size)
+        Group(samples, section.repeats, section.caption_dropout, size, section.weight)
         for size, samples in plan.buckets.items()
     ]
     kept = _only(groups, lambda sample: sample not in lost)
@@ -162,15 +187,32 @@ def _prepare(
     return kept
 
 
+def _demand_kind(section: DatasetSection, index: int, family: Family) -> None:
+    """No family encodes anything but pictures yet; what would not be used is not read either."""
+    if section.dataset_type != "image":
+        raise ConfigError(
+            f"datasets[{index}].dataset_type is {section.dataset_type!r}; {family.name} encodes "
+            "images alone. Set dataset_type: image, or choose another model.family."
+        )
+    for key in ("conditioning_data_dir", "mask_data_dir"):
+        folder = section.model_dump(include={key})[key]
+        if folder is not None:
+            raise ConfigError(
+                f"datasets[{index}].{key} is {folder!r}; {family.name} trains on pictures and "
+                "captions alone, so these files would have no effect. Leave it out."
+            )
+
+
 def _demand_fit(section: DatasetSection, index: int, step: int, family: Family) -> None:
     if step % family.pixel_step:
         raise ConfigError(
             f"datasets[{index}].bucket_step is {step}; {family.name} needs a multiple of "
             f"{family.pixel_step}."
         )
-    longest = max(
-        max(s) for s in buckets.bucket_sizes(section.resolution, step, section.max_aspect)
+    sizes = buckets.bucket_sizes(
+        section.resolution, step, section.max_aspect, section.resolution_type
     )
+    longest = max(max(size) for size in sizes)
     if longest > family.max_edge:
         raise ConfigError(
             f"datasets[{index}].resolution {section.resolution} with max_aspect "
@@ -190,7 +232,7 @@ def _held_out_draws(groups: Sequence[Group], batch_size: int) -> list[tuple[Draw
 
 
 def _loader_of(
-    family: Family, stores: Stores, device: torch.device
+    family: Family, stores: Stores, device: torch.device, recipe: Callable[[Sample], Recipe]
 ) -> Callable[[Sequence[Draw]], Batch]:
     """A function from draws to a batch on the device."""
     identity = family.identity()
@@ -206,7 +248,10 @@ def _loader_of(
 
     def load(draws: Sequence[Draw]) -> Batch:
         latents = [
-            fetch(stores.latents, latent_key(d.sample, d.size, identity["latents"]))["latents"]
+            fetch(
+                stores.latents,
+                latent_key(d.sample, d.size, identity["latents"], recipe(d.sample)),
+            )["latents"]
             for d in draws
         ]
         texts = [fetch(stores.text, text_key(d.caption, identity["text"])) for d in draws]

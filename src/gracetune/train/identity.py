@@ -30,10 +30,13 @@ the precision as it was resolved."""
 FREE_IN_DATASETS = {
     "type",
     "instance_data_dir",
+    "conditioning_data_dir",
+    "mask_data_dir",
     "in_memory",
     "shapes",
     "cache_latents_to_disk",
     "max_corruption_rate",
+    "timeout_s",
 }
 
 
@@ -60,6 +63,8 @@ def digest_of_samples(samples: Iterable[Sample]) -> str:
     hasher = blake3()
     for sample in samples:
         hasher.update(f"{sample.dataset}\0{sample.digest}\0{sample.caption}\n".encode())
+        for companion in sample.companions:
+            hasher.update(f"{companion.role}\0{companion.digest}\n".encode())
     return hasher.hexdigest(length=16)
 
 

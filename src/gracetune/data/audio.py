@@ -1,0 +1,178 @@
+"""From the bytes of a sound file to a clip: one rate, one number of channels, one length.
+
+soundfile reads what libsndfile knows (WAV, FLAC, OGG, MP3, ...), PyAV all else (M4A, AAC, WMA,
+...). Shapes: C channels, N samples.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from gracetune.data.media import opened, reason_of
+from gracetune.data.sample import UnreadableSampleError
+from gracetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    Waves = NDArray[np.float32]
+    """N samples of C channels."""
+
+EXTENSIONS = frozenset(
+    (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac", ".aif", ".aiff", ".wma")
+)
+MAX_SECONDS = 6 * 3600
+MAX_CHANNELS = 64
+
+_BLOCK = 1 << 18
+_MARGIN = 256
+"""Samples read past the clip, so that the resampler's end lies outside it."""
+_SOUNDFILE_BROKEN = (RuntimeError, OSError, ValueError, TypeError, OverflowError)
+
+
+class AudioFacts(NamedTuple):
+    """What buckets need to know."""
+
+    seconds: float
+    sample_rate: int
+    channels: int
+
+
+def probe_audio(data: bytes) -> AudioFacts:
+    """The whole file is decoded, so that one that is truncated or holds a NaN is found here."""
+    _check_riff(data)
+    count, facts = 0, None
+    for block, facts in _blocks(data):
+        if not np.isfinite(block).all():
+            at = (count + int(np.argmin(np.isfinite(block).all(axis=1)))) / facts.sample_rate
+            raise UnreadableSampleError(
+                f"it holds values that are not numbers, first at {at:.3f} s"
+            )
+        count += len(block)
+        if count > MAX_SECONDS * facts.sample_rate:
+            raise UnreadableSampleError(f"longer than {MAX_SECONDS} seconds; cut it into clips")
+    if facts is None or count == 0:
+        raise UnreadableSampleError("the file has no sound in it")
+    return facts._replace(seconds=count / facts.sample_rate)
+
+
+def decode_audio(
+    data: bytes, channels: int, length: int, sample_rate: int, clip: float = 0.0
+) -> Tensor:
+    """A clip as CN, float32. `clip` is the share of what is left over that comes before it."""
+    import soxr
+    import torch
+
+    whole, facts = _read(data)
+    rate = facts.sample_rate
+    needed = -(-length * rate // sample_rate)
+    first = int(clip * max(0, len(whole) - needed))
+    part = to_channels(whole[first : first + needed + _MARGIN], channels)
+    if not np.isfinite(part).all():
+        raise UnreadableSampleError("it holds values that are not numbers")
+    if rate != sample_rate:
+        part = soxr.resample(part, rate, sample_rate, quality="HQ")
+    missing = length - len(part)
+    if missing > _MARGIN:
+        raise UnreadableSampleError(
+            f"the sound ends after {len(part) / sample_rate:.3f} of {length / sample_rate:g} s"
+        )
+    # resampling may round the last few samples away; they are silence then
+    padded = np.pad(part[:length], ((0, max(0, missing)), (0, 0)))
+    return torch.from_numpy(np.ascontiguousarray(padded.T, dtype=np.float32))
+
+
+def to_channels(waves: Waves, channels: int) -> Waves:
+    """Mono is the mean of all channels; stereo doubles a mono file, or takes the front two."""
+    if waves.shape[1] == channels:
+        return waves
+    if channels == 1:
+        return np.asarray(waves.mean(axis=1, keepdims=True), np.float32)
+    return np.repeat(waves, 2, axis=1) if waves.shape[1] == 1 else waves[:, :2]
+
+
+def _read(data: bytes) -> tuple[Waves, AudioFacts]:
+    blocks = list(_blocks(data))
+    if not blocks:
+        raise UnreadableSampleError("the file has no sound in it")
+    return np.concatenate([block for block, _ in blocks]), blocks[0][1]
+
+
+def _blocks(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
+    """The sound piece by piece, by whoever can read it."""
+    soundfile = _load_soundfile()
+    if not data:
+        raise UnreadableSampleError("the file is empty")
+    try:
+        file = soundfile.SoundFile(io.BytesIO(data))
+    except _SOUNDFILE_BROKEN:
+        yield from _blocks_of_ffmpeg(data)
+        return
+    facts = _checked(AudioFacts(0.0, file.samplerate, file.channels))
+    count = 0
+    try:
+        with file:
+            while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+                count += len(block)
+                yield block, facts
+            expected = file.frames
+    except _SOUNDFILE_BROKEN as error:
+        raise UnreadableSampleError(reason_of(error, "sound")) from error
+    if count < expected:
+        raise UnreadableSampleError(f"truncated: {count} of {expected} samples are there")
+
+
+def _blocks_of_ffmpeg(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
+    import av
+
+    with opened(data, "audio") as container:
+        if not container.streams.audio:
+            raise UnreadableSampleError("the file has no sound in it")
+        stream = container.streams.audio[0]
+        facts = _checked(AudioFacts(0.0, stream.rate or 0, stream.channels))
+        # planar floats in the file's own layout and rate: mixing and resampling are ours
+        resampler = av.AudioResampler(format="fltp")
+        for frame in container.decode(stream):
+            for part in resampler.resample(frame):
+                waves = np.asarray(part.to_ndarray().T, np.float32)
+                if waves.shape[1] != facts.channels or part.sample_rate != facts.sample_rate:
+                    raise UnreadableSampleError("its rate or number of channels changes midway")
+                yield waves, facts
+
+
+def _checked(facts: AudioFacts) -> AudioFacts:
+    if not 1 <= facts.channels <= MAX_CHANNELS or facts.sample_rate < 1:
+        raise UnreadableSampleError(
+            f"{facts.channels} channels at {facts.sample_rate} samples a second cannot be read"
+        )
+    return facts
+
+
+def _check_riff(data: bytes) -> None:
+    """libsndfile takes a WAV file that ends too early as a shorter one."""
+    at = 12
+    while data[:4] == b"RIFF" and data[8:12] == b"WAVE" and at + 8 <= len(data):
+        name, size = struct.unpack_from("<4sI", data, at)
+        at += 8 + size + size % 2
+        streamed = size in (0, 0xFFFFFFFF, 0x7FFFFFFF)
+        if name == b"data" and not streamed and at > len(data) + 1:
+            raise UnreadableSampleError(f"truncated: {at - len(data)} bytes are missing")
+
+
+def _load_soundfile() -> ModuleType:
+    try:
+        return import_module("soundfile")
+    except ImportError as error:
+        raise ConfigError(
+            "dataset_type is 'audio', which needs the package soundfile. Run `pip install "
+            "gracetune[audio]`."
+        ) from error

@@ -1,0 +1,235 @@
+"""Random changes of a picture: drawn as plain numbers, and applied to all that belongs to it.
+
+A draw comes from the seed, the sample and the generation alone, and is recorded: masks and controls
+get the same warp, and a cache names the draw. Numbers are shares of the edges, so a control of
+another size is warped alike.
+
+Pillow does the pixel work. Albumentations ended in 2025 and its successor is AGPL; kornia replays
+its draws too, but takes them from torch's global generator and its own release's algorithm; neither
+can be asked for the draw of one sample again. Drawing a few numbers is the part that must be ours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+
+from gracetune.data.randomness import uniform
+from gracetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from gracetune.config.schema import AugmentationSection, DatasetSection
+
+Role = Literal["image", "mask", "control"]
+Numbers = dict[str, float]
+
+VERSION = 1
+"""Counted up when the same numbers would change a picture otherwise."""
+NO_CHANGE = "as it is"
+
+
+class Step(NamedTuple):
+    """One change that is made, with its numbers."""
+
+    name: str
+    numbers: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class AugmentationDraw:
+    """Every change of one sample in one generation."""
+
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Short, and another one for other numbers: part of cache keys."""
+        if not self.steps:
+            return NO_CHANGE
+        text = json.dumps([VERSION, *self.steps], sort_keys=True)
+        return "augmented " + blake3(text.encode()).hexdigest(length=12)
+
+    def as_json(self) -> list[dict[str, object]]:
+        """For reports and manifests; `from_json` reads it back."""
+        return [{"name": step.name, **step.numbers} for step in self.steps]
+
+    @classmethod
+    def from_json(cls, steps: list[dict[str, object]]) -> AugmentationDraw:
+        """The draw that was recorded."""
+        return cls(
+            tuple(
+                Step(str(step["name"]), {k: float(str(v)) for k, v in step.items() if k != "name"})
+                for step in steps
+            )
+        )
+
+
+NOTHING = AugmentationDraw()
+
+
+class Change(NamedTuple):
+    """One kind of augmentation. What is not geometry leaves masks and controls alone."""
+
+    amount: float | None
+    """How far at most where the run file does not say; none: there is no more or less of it."""
+    most: float
+    draw: Callable[[float, Callable[[str], float]], Numbers]
+    apply: Callable[[Image.Image, Numbers, Role], Image.Image]
+
+
+def draw_augmentations(
+    section: DatasetSection, seed: int, sample_digest: str, generation: int
+) -> AugmentationDraw:
+    """What happens to one sample in one generation, whatever else there is to draw."""
+    steps = []
+    for place, one in enumerate(section.augmentations):
+        change, amount = CHANGES[one.name], _amount(one, f"{section.id!r}: augmentations[{place}]")
+        about = f"augment {seed} {sample_digest} {generation} {place} {one.name}"
+        if uniform(f"{about} at all") < one.probability:
+            numbers = change.draw(amount, partial(_chance, about))
+            steps.append(Step(one.name, {key: round(x, 6) for key, x in numbers.items()}))
+    return AugmentationDraw(tuple(steps))
+
+
+def apply(draw: AugmentationDraw, image: Image.Image, kind: Role = "image") -> Image.Image:
+    """The picture, mask or control after every step; a mask keeps its levels unmixed."""
+    for name, numbers in draw.steps:
+        image = CHANGES[name].apply(image, numbers, kind)
+    return image
+
+
+def _chance(about: str, what: str) -> float:
+    return uniform(f"{about} {what}")
+
+
+def _amount(one: AugmentationSection, where: str) -> float:
+    change = CHANGES[one.name]
+    if change.amount is None:
+        if one.amount is not None:
+            raise ConfigError(
+                f"data set {where}.amount is {one.amount:g}; {one.name} happens or does not. "
+                "Leave it out, and set its probability."
+            )
+        return 0.0
+    amount = change.amount if one.amount is None else one.amount
+    if amount > change.most:
+        raise ConfigError(
+            f"data set {where}.amount is {amount:g}; {one.name} takes at most {change.most:g}. "
+            "Lower it."
+        )
+    return amount
+
+
+def _nothing(amount: float, chance: Callable[[str], float]) -> Numbers:  # noqa: ARG001
+    return {}
+
+
+def _symmetric(key: str) -> Callable[[float, Callable[[str], float]], Numbers]:
+    return lambda amount, chance: {key: amount * (2 * chance(key) - 1)}
+
+
+def _positive(key: str) -> Callable[[float, Callable[[str], float]], Numbers]:
+    return lambda amount, chance: {key: amount * chance(key)}
+
+
+def _draw_crop(amount: float, chance: Callable[[str], float]) -> Numbers:
+    return {"cut": amount * chance("cut"), "left": chance("left"), "top": chance("top")}
+
+
+def _draw_erase(amount: float, chance: Callable[[str], float]) -> Numbers:
+    """A box of up to `amount` of the area, its aspect between 1:2 and 2:1."""
+    edge, stretch = math.sqrt(amount * chance("area")), 2 ** (chance("aspect") - 0.5)
+    width, height = min(1.0, edge * stretch), min(1.0, edge / stretch)
+    left, top = chance("left") * (1 - width), chance("top") * (1 - height)
+    return {"left": left, "top": top, "width": width, "height": height}
+
+
+def _crop(image: Image.Image, numbers: Numbers, kind: Role) -> Image.Image:  # noqa: ARG001
+    width, height = (max(1, round(edge * (1 - numbers["cut"]))) for edge in image.size)
+    left = round((image.width - width) * numbers["left"])
+    top = round((image.height - height) * numbers["top"])
+    return image.crop((left, top, left + width, top + height))
+
+
+def _rotate(image: Image.Image, numbers: Numbers, kind: Role) -> Image.Image:
+    """Turned about the centre, and enlarged so far that no corner is empty."""
+    angle = math.radians(numbers["degrees"])
+    width, height = image.size
+    grow = abs(math.cos(angle)) + abs(math.sin(angle)) * max(width / height, height / width)
+    cos, sin = math.cos(angle) / grow, math.sin(angle) / grow
+    x, y = width / 2, height / 2
+    inverse = (cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
+    how = Image.Resampling.NEAREST if kind == "mask" else Image.Resampling.BICUBIC
+    return image.transform(image.size, Image.Transform.AFFINE, inverse, how)
+
+
+def _enhance(
+    enhancer: type[ImageEnhance.Brightness | ImageEnhance.Contrast | ImageEnhance.Color],
+) -> Callable[[Image.Image, Numbers], Image.Image]:
+    return lambda image, numbers: enhancer(image).enhance(1 + numbers["change"])
+
+
+def _hue(image: Image.Image, numbers: Numbers) -> Image.Image:
+    hsv = np.array(image.convert("HSV"))
+    hsv[..., 0] += np.uint8(round(numbers["degrees"] / 360 * 256) % 256)
+    return Image.fromarray(hsv, "HSV").convert("RGB")
+
+
+def _blur(image: Image.Image, numbers: Numbers) -> Image.Image:
+    return image.filter(ImageFilter.GaussianBlur(numbers["radius"] * min(image.size)))
+
+
+def _erase(image: Image.Image, numbers: Numbers, kind: Role) -> Image.Image:
+    """Grey in the picture, black in the mask: no loss asks for what cannot be seen."""
+    if kind == "control":
+        return image
+    left, top = round(numbers["left"] * image.width), round(numbers["top"] * image.height)
+    width, height = (
+        round(numbers["width"] * image.width),
+        round(numbers["height"] * image.height),
+    )
+    erased = image.copy()
+    fill = 0 if kind == "mask" else 127
+    erased.paste(
+        fill if image.mode == "L" else (fill,) * 3, (left, top, left + width, top + height)
+    )
+    return erased
+
+
+def _pixels_only(
+    change: Callable[[Image.Image, Numbers], Image.Image],
+) -> Callable[[Image.Image, Numbers, Role], Image.Image]:
+    return lambda image, numbers, kind: change(image, numbers) if kind == "image" else image
+
+
+CHANGES: Mapping[str, Change] = {
+    "flip": Change(None, 0, _nothing, lambda image, _, __: ImageOps.mirror(image)),
+    "vertical_flip": Change(None, 0, _nothing, lambda image, _, __: ImageOps.flip(image)),
+    "crop": Change(0.2, 0.9, _draw_crop, _crop),
+    "rotate": Change(5.0, 45.0, _symmetric("degrees"), _rotate),
+    "brightness": Change(
+        0.1, 1.0, _symmetric("change"), _pixels_only(_enhance(ImageEnhance.Brightness))
+    ),
+    "contrast": Change(
+        0.1, 1.0, _symmetric("change"), _pixels_only(_enhance(ImageEnhance.Contrast))
+    ),
+    "saturation": Change(
+        0.1, 1.0, _symmetric("change"), _pixels_only(_enhance(ImageEnhance.Color))
+    ),
+    "hue": Change(10.0, 180.0, _symmetric("degrees"), _pixels_only(_hue)),
+    "blur": Change(0.002, 0.1, _positive("radius"), _pixels_only(_blur)),
+    "grayscale": Change(
+        None, 0, _nothing, _pixels_only(lambda image, _: image.convert("L").convert("RGB"))
+    ),
+    "erase": Change(0.1, 0.5, _draw_erase, _erase),
+}
+"""By the names of the run file."""

@@ -1,0 +1,125 @@
+"""Pictures that belong to samples: controls, references and masks, found by equal stems."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Literal
+
+from gracetune.data.images import EXTENSIONS
+from gracetune.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gracetune.config.schema import DatasetSection
+    from gracetune.data.source import Source
+
+    Role = Literal["control", "mask"]
+
+NAMED = 5
+"""How many samples an error names."""
+ASPECT_TOLERANCE = 0.02
+"""A companion is cropped as its sample is: with another aspect it would not lie over it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """Which picture belongs to which sample, and a source that has both."""
+
+    source: Source
+    keys: Mapping[str, tuple[tuple[Role, str], ...]] = field(default_factory=dict)
+    """By sample key: role and key in `source`."""
+
+
+class JoinedSource:
+    """Several sources as one, so that all is staged together, under one limit."""
+
+    def __init__(self, parts: Mapping[str, Source]) -> None:
+        """By prefix; the samples' own is empty."""
+        self._parts = parts
+        self._where: dict[str, tuple[Source, str]] = {}
+        for prefix, source in parts.items():
+            for key in source.keys():  # noqa: SIM118  a source is no mapping
+                if prefix + key in self._where:
+                    raise DataError(
+                        f"{source.describe()}: {prefix + key!r} is the name of a sample too. "
+                        "Rename the sample."
+                    )
+                self._where[prefix + key] = (source, key)
+        self._keys = tuple(sorted(self._where))
+
+    def keys(self) -> Sequence[str]:
+        return self._keys
+
+    def read(self, key: str) -> bytes:
+        source, name = self._find(key)
+        return source.read(name)
+
+    def nbytes(self, key: str) -> int:
+        source, name = self._find(key)
+        return source.nbytes(name)
+
+    def describe(self) -> str:
+        return " with ".join(source.describe() for source in self._parts.values())
+
+    def _find(self, key: str) -> tuple[Source, str]:
+        if key not in self._where:
+            raise FileNotFoundError(f"{self.describe()} has no {key!r}")
+        return self._where[key]
+
+
+def find_companions(
+    section: DatasetSection,
+    setting: str,
+    source: Source,
+    keys: Sequence[str],
+    open_folder: Callable[[str, str], Source],
+) -> Companions:
+    """One picture for each sample and each folder that the run file names; none may be missing."""
+    roles: dict[Role, tuple[str, str | None]] = {
+        "control": ("conditioning_data_dir", section.conditioning_data_dir),
+        "mask": ("mask_data_dir", section.mask_data_dir),
+    }
+    parts: dict[str, Source] = {"": source}
+    found: dict[str, list[tuple[Role, str]]] = {key: [] for key in keys}
+    for role, (name, folder) in roles.items():
+        if folder is None:
+            continue
+        parts[f"({role}) "] = beside = open_folder(folder, f"{setting} ({name})")
+        for key, match in _by_stem(keys, beside, f"{setting}.{name}", folder).items():
+            found[key].append((role, f"({role}) {match}"))
+    if len(parts) == 1:
+        return Companions(source)
+    return Companions(JoinedSource(parts), {key: tuple(pairs) for key, pairs in found.items()})
+
+
+def same_aspect(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two pictures show the same part of the world once they have one size."""
+    ratio = one[0] * other[1] / (one[1] * other[0])
+    return abs(ratio - 1) <= ASPECT_TOLERANCE
+
+
+def _by_stem(keys: Sequence[str], beside: Source, name: str, folder: str) -> dict[str, str]:
+    stems: dict[str, list[str]] = defaultdict(list)
+    for key in beside.keys():  # noqa: SIM118  a source is no mapping
+        if PurePosixPath(key).suffix.lower() in EXTENSIONS:
+            stems[_stem(key)].append(key)
+    missing = [key for key in keys if not stems.get(_stem(key))]
+    if missing:
+        named = ", ".join(missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
+        raise DataError(
+            f"{name} is {folder!r}: {len(missing)} of {len(keys)} samples have no picture of the "
+            f"same stem there: {named}. Add them, or take the samples out."
+        )
+    twice = [stems[_stem(key)] for key in keys if len(stems[_stem(key)]) > 1]
+    if twice:
+        raise DataError(
+            f"{name} is {folder!r}: {' and '.join(twice[0])} are of one stem. Leave one of them."
+        )
+    return {key: stems[_stem(key)][0] for key in keys}
+
+
+def _stem(key: str) -> str:
+    return str(PurePosixPath(key).with_suffix(""))
