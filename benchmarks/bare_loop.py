@@ -9,16 +9,13 @@ median ratio of neighbouring turns.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
+import results
 import torch
 
 from gracetune.config.load import load_run_file
@@ -33,7 +30,6 @@ from gracetune.train.loop import train_loop
 from gracetune.train.state import Progress
 
 ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "bare_loop.json"
 
 
 def bare_loop(model, batches, steps: int) -> float:
@@ -114,29 +110,25 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
 
 
 def main() -> None:
+    """Measure, print, and write the result where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    parser.add_argument("--write", action="store_true", help="write results/bare_loop.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        results = turns(args.turns, args.steps, Path(folder))
+        pairs = turns(args.turns, args.steps, Path(folder))
     figures = {
-        "trainer_over_bare_loop": statistics.median(ours / bare for ours, bare in results),
-        "trainer_ms_a_step": 1000 * statistics.median(ours for ours, _ in results),
-        "bare_ms_a_step": 1000 * statistics.median(bare for _, bare in results),
-        "turns": len(results),
+        "trainer_over_bare_loop": statistics.median(ours / bare for ours, bare in pairs),
+        "trainer_ms_a_step": 1000 * statistics.median(ours for ours, _ in pairs),
+        "bare_ms_a_step": 1000 * statistics.median(bare for _, bare in pairs),
+        "turns": len(pairs),
     }
     for name, value in figures.items():
         print(f"{name:<24} {value:.4g}")
     if args.write:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-        ).stdout.strip()
-        machine = f"{platform.machine()} CPU, one thread, torch {torch.__version__}"
-        record = {"date": str(date.today()), "commit": commit, "machine": machine}
-        RESULT.write_text(json.dumps({**record, "figures": figures}, indent=2) + "\n")
+        results.write("bare_loop", figures)
 
 
 if __name__ == "__main__":

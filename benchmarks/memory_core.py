@@ -1,6 +1,6 @@
 """What managed memory costs and gains on this GPU: pools, prefetches, first touches, hints.
 
-    PYTHONPATH=src python benchmarks/memory_core.py [--out FILE] [--commit ID]
+    PYTHONPATH=src python benchmarks/memory_core.py [--out FOLDER] [--commit ID]
 
 Managed bytes in all of it stay under a quarter of the free device memory. Ends with 1 when a target
 is missed; the file is written either way.
@@ -11,10 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
-import os
-import platform as python_platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import results
 import torch
 
 from gracetune.memory.hints import Hint, Hints, Span, Verdict, span_of, torch_stream
@@ -34,14 +31,13 @@ from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, bui
 from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from gracetune.events.types import Notice
     from gracetune.memory.driver import Driver
     from gracetune.memory.platform import Platform
 
-RESULT = Path(__file__).parent / "results" / "memory_core.json"
 WIDTH, LAYERS, BATCH = 4096, 8, 2048
 STEPS, ROUNDS, WARM_UP = 20, 7, 5
 SIZES_MIB = (64, 128, 256, 512)
@@ -62,8 +58,8 @@ class Target:
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--commit", default=None, help="where there is no git to ask")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
+    parser.add_argument("--commit", default="", help="where there is no git to ask")
     arguments = parser.parse_args()
     machine = open_machine()
     if machine.driver is None:
@@ -88,7 +84,8 @@ def main() -> int:
     figures["free_device_bytes"] = free
     figures["seconds"] = time.perf_counter() - began
     targets = judge(figures, free)
-    write(arguments.out, arguments.commit or commit(), machine.platform, figures)
+    path = results.write("memory_core", figures, arguments.out, arguments.commit)
+    print(path.read_text())
     for target in targets:
         verdict = "met   " if target.met else "MISSED"
         print(f"{verdict} {target.name}: {target.value:.4g}, {target.rule}")
@@ -338,51 +335,6 @@ def judge(figures: dict[str, object], free: int) -> list[Target]:
         Target("a hint for 128 KiB, us", dearest, "under 30", dearest < 30),
         Target("managed / free device memory", peak / free, "under 0.25", peak < free / 4),
     ]
-
-
-def flatten(
-    figures: Mapping[str, object], above: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Every number with the names that lead to it."""
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            yield from flatten(value, (*above, name))
-        else:
-            yield (*above, name), value
-
-
-def commit() -> str:
-    """The commit that is measured, marked where the tree differs from it."""
-    here = Path(__file__).parent
-    asked = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return told.stdout.strip() if told.returncode == 0 else "unknown"
-
-
-def write(path: Path, measured: str, platform: Platform, figures: dict[str, object]) -> None:
-    """The result file."""
-    numbers = {
-        ".".join(path): value for path, value in flatten(figures) if isinstance(value, (int, float))
-    }
-    result = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": measured,
-        "machine": {
-            "gpu": torch.cuda.get_device_name(0),
-            "link": platform.link.value,
-            "device_bytes": platform.device_bytes,
-            "host_bytes": platform.host_total_bytes,
-            "cpus": os.cpu_count(),
-            "architecture": python_platform.machine(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "python": python_platform.python_version(),
-        },
-        "figures": numbers,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def test_disk_full_while_saving_keeps_the_checkpoint_before(run_file, tmp_path):
     script = (
         f"mount -t tmpfs -o size=24m none {mount} && {sys.executable} -m gracetune train {file}"
     )
-    check = "; code=$?; ls -a {0}/run/checkpoints; exit $code".format(mount)
+    check = f"; code=$?; ls -a {mount}/run/checkpoints; exit $code"
     done = subprocess.run(
         ["unshare", "--map-root-user", "--mount", "sh", "-c", script + check],
         capture_output=True,

@@ -97,6 +97,9 @@ def memory_event(step: int, stats: Mapping[str, int | str], host: int) -> Memory
         host=host,
         device=int(stats.get("allocated_bytes.all.current", 0)),
         device_peak=int(stats.get("allocated_bytes.all.peak", 0)),
-        managed=int(stats[f"uvm.bytes.{Tier.MANAGED}.current"]),
+        managed=max(
+            int(stats[f"uvm.bytes.{Tier.MANAGED}.current"]),
+            int(stats.get("uvm.pool.live_bytes", 0)),  # what torch holds for a pool's tensors
+        ),
         stage=int(stats["uvm.stage"]),
     )

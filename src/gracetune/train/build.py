@@ -23,6 +23,7 @@ from gracetune.train.export import export
 from gracetune.train.feed import EMPTY, build_feed
 from gracetune.train.identity import demand_same, identity_of
 from gracetune.train.loop import Session
+from gracetune.train.mover import build_mover
 from gracetune.train.ramp import build_ramp
 from gracetune.train.state import (
     Progress,
@@ -105,7 +106,8 @@ def build(
     family.to(device)
     choose_attention(family.transformer, run.model.attention_mechanism)
     weights = family.identity()["weights"]
-    feed = build_feed(run, family, device, folder, tell)
+    mover = build_mover(run.gh200_optimizations, device, tell)
+    feed = build_feed(run, family, mover, folder, tell)
     modules = _make_trainable(run, family, tell)
     parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
     trainee = Trainee(
@@ -126,6 +128,7 @@ def build(
         validation=_build_validation(run, family, feed, device, folder, tell),
         checkpoints=folder / CHECKPOINT_FOLDER,
         identity=identity_of(run, feed.trained, weights, accelerator.mixed_precision),
+        mover=mover,
         requests=requests,
         interrupt=interrupt,
         tell=tell,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Sample
     from gracetune.events.types import Event
     from gracetune.models.family import Family
+    from gracetune.train.mover import Mover
 
     Tell = Callable[[Event], None]
 
@@ -60,9 +61,7 @@ class Stores:
     text: Store
 
 
-def build_feed(
-    run: RunFile, family: Family, device: torch.device, folder: Path, tell: Tell
-) -> Feed:
+def build_feed(run: RunFile, family: Family, mover: Mover, folder: Path, tell: Tell) -> Feed:
     """Prepare every data set; all that can be wrong with one is found here, before training."""
     stores = open_stores(run, folder, tell)
     ledger = CorruptionLedger(tell)
@@ -86,7 +85,7 @@ def build_feed(
         order=BatchOrder(trained, batch, run.seed),
         trained=tuple(sample for group in trained for sample in group.samples),
         held_out=tuple(_held_out_draws(held_out, batch)),
-        load=_loader_of(family, stores, device, recipes(run)),
+        load=_loader_of(family, stores, mover, recipes(run)),
     )
 
 
@@ -232,19 +231,15 @@ def _held_out_draws(groups: Sequence[Group], batch_size: int) -> list[tuple[Draw
 
 
 def _loader_of(
-    family: Family, stores: Stores, device: torch.device, recipe: Callable[[Sample], Recipe]
+    family: Family, stores: Stores, mover: Mover, recipe: Callable[[Sample], Recipe]
 ) -> Callable[[Sequence[Draw]], Batch]:
     """A function from draws to a batch on the device."""
     identity = family.identity()
-    pin = device.type == "cuda"
 
     def fetch(store: Store, key: str) -> dict[str, torch.Tensor]:
         entry = store.get(key)
         assert entry is not None, f"{key} was encoded before training and is gone now"
         return dict(entry)
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory().to(device, non_blocking=True) if pin else tensor
 
     def load(draws: Sequence[Draw]) -> Batch:
         latents = [
@@ -255,10 +250,11 @@ def _loader_of(
             for d in draws
         ]
         texts = [fetch(stores.text, text_key(d.caption, identity["text"])) for d in draws]
-        return Batch(
-            latents=move(torch.stack(latents)),
-            text={key: move(t) for key, t in family.stack_text(texts).items()},
+        batch = Batch(
+            latents=mover.move(torch.stack(latents)),
+            text={key: mover.move(t) for key, t in family.stack_text(texts).items()},
             samples=tuple(draw.sample for draw in draws),
         )
+        return mover.place(batch)
 
     return load

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.train.feed import Feed
     from gracetune.train.interrupt import Interrupt
+    from gracetune.train.mover import Mover
     from gracetune.train.ramp import Ramp
     from gracetune.train.step import Trainee
     from gracetune.train.validate import Validation
@@ -44,6 +45,7 @@ class Session:
     validation: Validation | None
     checkpoints: Path
     identity: Mapping[str, object]
+    mover: Mover
     requests: Requests
     interrupt: Interrupt
     tell: Callable[[Event], None]
@@ -66,7 +68,8 @@ class Stream:
 def train_loop(s: Session, progress: Progress) -> Progress:
     """Train to the end, or until someone asks to stop."""
     run, accelerator = s.trainee.run, s.trainee.accelerator
-    total, record = run.train.max_train_steps, Record(s.tell, run.logging.every)
+    total = run.train.max_train_steps
+    record = Record(s.tell, run.logging.every, s.mover.used)
     stream = Stream(s.feed, accelerator.process_index, accelerator.num_processes, progress.consumed)
     accumulation = s.ramp.accumulation(progress.micro_batches)
     saved_at, saved_step = time.monotonic(), progress.step

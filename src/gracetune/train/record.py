@@ -6,24 +6,26 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from gracetune.errors import RunFailedError
-from gracetune.events.types import MemoryUsed, StepDone
+from gracetune.events.types import StepDone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.events.types import Event
+    from gracetune.events.types import Event, MemoryUsed
     from gracetune.train.step import StepResult
 
 
 class Record:
     """Keeps results as tensors until a window is full, then reads them all at once."""
 
-    def __init__(self, tell: Callable[[Event], None], every: int) -> None:
+    def __init__(
+        self, tell: Callable[[Event], None], every: int, memory_used: Callable[[int], MemoryUsed]
+    ) -> None:
         self._tell = tell
+        self._memory_used = memory_used
         self._every = every
         self._pending: list[tuple[int, int, StepResult]] = []
         self._since = time.monotonic()
@@ -62,21 +64,10 @@ class Record:
                     f"the loss is {loss} at step {step}. The newest checkpoint is from before; "
                     "lower optimizer.lr or set train.max_grad_norm, then start again to resume it."
                 )
-        self._tell(memory_used(self._pending[-1][0]))
+        self._tell(self._memory_used(self._pending[-1][0]))
         self._pending.clear()
         self._since = time.monotonic()
 
     def resume(self) -> None:
         """Steps count again from now."""
         self._since = time.monotonic()
-
-
-def memory_used(step: int) -> MemoryUsed:
-    """What this process holds now."""
-    on_device = torch.cuda.is_available()
-    return MemoryUsed(
-        step=step,
-        host=psutil.Process().memory_info().rss,
-        device=torch.cuda.memory_allocated() if on_device else 0,
-        device_peak=torch.cuda.max_memory_allocated() if on_device else 0,
-    )

@@ -9,6 +9,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from gracetune.config.render import resolved
+from gracetune.config.schema import Gh200Section
 from gracetune.durable import write_text
 from gracetune.errors import ConfigError, GracetuneError, InterruptedRunError
 from gracetune.events.fan import Fan
@@ -65,6 +66,9 @@ def run_training(
 ) -> RunEnded:
     """Train, and give the last event; an error that a user can mend is logged, then raised."""
     started = time.monotonic()
+    if not run.use_gh200_trainer:
+        run = run.model_copy(update={"gh200_optimizations": Gh200Section(enable_uvm_hints=False)})
+        notices = (*notices, "use_gh200_trainer is false: gh200_optimizations are left out")
     accelerator = start_accelerator(run)
     folder, landmarks = Path(run.output_dir), Landmarks(Path(run.output_dir))
     demand_writable(folder)

@@ -13,15 +13,16 @@ from by_hand import machine
 
 import gracetune
 from gracetune import gh200
+from gracetune.config.environment import environment_settings
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.gh200 import ProcessMemory
 from gracetune.memory.driver import HOST
 from gracetune.memory.hints import Verdict
 from gracetune.memory.ledger import Tier
 from gracetune.memory.machine import Machine
 from gracetune.memory.platform import Link
 from gracetune.memory.pool import Unsupported
+from gracetune.memory.session import MemorySession
 from gracetune.memory.stages import Stage
 from gracetune.units import GIB, MIB
 
@@ -37,10 +38,12 @@ FREE_FUNCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def process(link: Link, environment: dict[str, str] | None = None) -> ProcessMemory:
+def process(link: Link, environment: dict[str, str] | None = None) -> MemorySession:
     here = machine(link)
-    return ProcessMemory(
-        lambda: Machine(here.driver, here.platform), lambda: environment or {}, lambda notice: None
+    return MemorySession(
+        lambda: Machine(here.driver, here.platform),
+        lambda: environment_settings(environment or {}),
+        lambda notice: None,
     )
 
 
@@ -73,7 +76,11 @@ def test_a_flag_that_is_no_flag_is_an_error() -> None:
 
 def test_switching_reaches_the_hints_at_once() -> None:
     here = machine(Link.MANAGED)
-    memory = ProcessMemory(lambda: Machine(here.driver, here.platform), dict, lambda notice: None)
+    memory = MemorySession(
+        lambda: Machine(here.driver, here.platform),
+        lambda: environment_settings({}),
+        lambda notice: None,
+    )
     tensor = here.tensor(MIB)
     assert memory.hints.prefer_cpu_residency(tensor).verdict is Verdict.UNSUPPORTED
     memory.override = True
@@ -102,7 +109,11 @@ def test_the_cap_never_passes_what_the_host_has() -> None:
 
 def test_statistics_of_a_simulated_machine() -> None:
     here = machine(Link.COHERENT)
-    memory = ProcessMemory(lambda: Machine(here.driver, here.platform), dict, lambda notice: None)
+    memory = MemorySession(
+        lambda: Machine(here.driver, here.platform),
+        lambda: environment_settings({}),
+        lambda notice: None,
+    )
     memory.hints.prefetch_to_device(here.tensor(MIB))
     stats = memory.stats()
     assert stats["uvm.platform"] == "coherent"

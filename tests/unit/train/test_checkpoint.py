@@ -98,6 +98,6 @@ def test_a_write_that_fails_half_way_leaves_the_one_before(tmp_path):
 def test_too_little_room_is_seen_before_anything_is_written(tmp_path, monkeypatch):
     usage = checkpoint.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=100))
-    with pytest.raises(CheckpointError, match="100 B are free. There is none before it"):
+    with pytest.raises(CheckpointError, match=r"100 B are free\. There is none before it"):
         checkpoint.save(tmp_path, snapshot(1), keep=1)
     assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError
 from gracetune.models.tiny import load
 from gracetune.train.feed import build_feed, open_stores, split
+from gracetune.train.mover import build_mover
 
 
 def samples(count, prefix="s"):
@@ -24,7 +25,8 @@ def feed(tiny_run, told, tmp_path):
         run = tiny_run(**sections)
         folder = Path(run.output_dir)
         folder.mkdir(exist_ok=True)
-        return build_feed(run, load(run.model), torch.device("cpu"), folder, told)
+        mover = build_mover(run.gh200_optimizations, torch.device("cpu"), told)
+        return build_feed(run, load(run.model), mover, folder, told)
 
     return make
 

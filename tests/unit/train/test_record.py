@@ -11,8 +11,12 @@ def result(loss=1.0, samples=4):
     return StepResult(torch.tensor(loss), torch.tensor(2.0), 0.1, torch.tensor(float(samples)), 1)
 
 
+def record_of(told, every):
+    return Record(told, every, lambda step: MemoryUsed(step, 1, 0, 0))
+
+
 def test_nothing_is_read_before_the_window_is_full(told):
-    record = Record(told, every=3)
+    record = record_of(told, every=3)
     for step in (1, 2):
         record.add(step, 0, result())
     assert told.events == []
@@ -23,7 +27,7 @@ def test_nothing_is_read_before_the_window_is_full(told):
 
 
 def test_what_is_left_is_flushed_once(told):
-    record = Record(told, every=10)
+    record = record_of(told, every=10)
     record.add(1, 0, result())
     record.flush()
     record.flush()
@@ -32,7 +36,7 @@ def test_what_is_left_is_flushed_once(told):
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_is_told_and_ends_the_run(told, loss):
-    record = Record(told, every=1)
+    record = record_of(told, every=1)
     with pytest.raises(RunFailedError, match=r"at step 5.*optimizer\.lr"):
         record.add(5, 0, result(loss))
     assert told.of(StepDone)[0].step == 5

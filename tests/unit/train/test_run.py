@@ -126,3 +126,11 @@ def test_an_adapter_of_another_shape_is_refused(tiny_run):
 def test_precision_on_a_cpu(asked, used):
     run = RunFile.model_validate({"train": {"mixed_precision": asked}})
     assert resolve_precision(run) == used
+
+
+def test_use_gh200_trainer_false_leaves_the_optimizations_out_and_says_so(tiny_run, told):
+    ramp = {"enable_batch_size_rampup": True, "initial_effective_batch_size": 8}
+    run = tiny_run(use_gh200_trainer=False, gh200_optimizations=ramp)
+    run_training(run, sinks=[told])
+    assert {e.accumulation for e in told.of(StepDone)} == {1}
+    assert any("use_gh200_trainer is false" in text for text in told.texts())

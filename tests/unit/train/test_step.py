@@ -1,6 +1,7 @@
 """The step's arithmetic: whatever the window looks like, every sample weighs the same."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def batches(session, sizes):
     """Batches of the given sizes, cut from the order's own draws."""
     draws = [draw for index in range(8) for draw in session.feed.order.at(index)]
     cuts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    return [session.feed.load(draws[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [session.feed.load(draws[a:b]) for a, b in pairwise(cuts)]
 
 
 def weights(session):

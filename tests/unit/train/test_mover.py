@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from gracetune.config.schema import Gh200Section
+from gracetune.data.sample import Batch
+from gracetune.errors import ConfigError
+from gracetune.train.mover import build_mover
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def batch():
+    return Batch(torch.zeros(2, 4), {"tokens": torch.zeros(2, 3)}, ())
+
+
+def test_the_machine_and_the_decision_are_told(told):
+    build_mover(Gh200Section(), CPU, told)
+    (text,) = told.texts()
+    assert text.startswith("memory link: none")
+    assert text.endswith("hints off")
+
+
+def test_without_hints_a_batch_stays_as_it_is(told, batch):
+    mover = build_mover(Gh200Section(), CPU, told)
+    assert mover.place(batch) is batch
+    assert mover.move(batch.latents) is batch.latents
+    assert len(told.events) == 1
+
+
+def test_hints_that_cannot_be_applied_are_told_once(told, batch):
+    mover = build_mover(Gh200Section(enable_uvm_hints=True), CPU, told)
+    for _ in range(3):
+        mover.place(batch)
+    fallbacks = [e.text for e in told.events if e.fallback]
+    assert fallbacks
+    assert len(fallbacks) == len(set(fallbacks))
+    assert all("no GPU" in text for text in fallbacks)
+
+
+def test_memory_in_use_is_a_number_of_bytes(told):
+    used = build_mover(Gh200Section(), CPU, told).used(7)
+    assert used.step == 7
+    assert used.host > 10**6
+    assert (used.device, used.managed, used.stage) == (0, 0, 1)
+
+
+def test_an_unknown_role_is_refused_by_name(told):
+    with pytest.raises(ConfigError, match=r"placement\.latent "):
+        build_mover(Gh200Section(placement={"latent": "host"}), CPU, told)
