@@ -15,7 +15,7 @@ class Codec(NamedTuple):
     """Bytes to fewer bytes, and back."""
 
     compress: Callable[[bytes], bytes]
-    decompress: Callable[[bytes], bytes]
+    decompress: Callable[[bytes | memoryview], bytes]
 
 
 CODECS: dict[str, Codec] = {
@@ -60,3 +60,10 @@ def choose(sampled: Sequence[bytes]) -> Choice:
     }
     best = max(CANDIDATES, key=lambda name: savings[name])
     return Choice(best if savings[best] >= WORTHWHILE else None, savings)
+
+
+def pack(data: bytes, codec: str, keep: float) -> bytes | None:
+    """The compressed bytes, where they save more than the share `keep`; else none."""
+    packed = CODECS[codec].compress(data)
+    worthwhile = len(packed) < len(data) and len(packed) <= (1 - keep) * len(data)
+    return packed if worthwhile else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.data.source import Span, check_name
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,26 +45,35 @@ class FolderSource:
         if not self._keys:
             raise DataError(f"{name} is {str(path)!r}: the folder is empty. Put samples into it.")
         for key in self._keys:
-            _check_name(name, key)
+            check_name(name, key)
         self._known = frozenset(self._keys)
 
     def keys(self) -> Sequence[str]:
         return self._keys
 
     def read(self, key: str) -> bytes:
-        return self._path(key).read_bytes()
+        with self.span(key) as span, open(span.fd, "rb", closefd=False) as file:
+            return file.read()
+
+    @contextmanager
+    def span(self, key: str) -> Iterator[Span]:
+        descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield Span(descriptor, 0, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
 
     def nbytes(self, key: str) -> int:
-        return self._path(key).stat().st_size
+        return os.stat(self._path(key)).st_size
 
     def describe(self) -> str:
         return f"the folder {self._root}"
 
-    def _path(self, key: str) -> Path:
+    def _path(self, key: str) -> str:
         """Only what was listed: a key never leads out of the folder."""
         if key not in self._known:
             raise FileNotFoundError(f"{self.describe()} has no {key!r}")
-        return self._root / key
+        return f"{self._root}/{key}"
 
 
 def open_folder(section: DatasetSection, setting: str, tell: Tell) -> FolderSource:  # noqa: ARG001
@@ -98,14 +109,3 @@ def _walk(folder: Path, prefix: str, above: tuple[Identity, ...]) -> Iterator[st
                 yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", (*above, identity))
             elif entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)):
                 yield prefix + entry.name
-
-
-def _check_name(setting: str, key: str) -> None:
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        shown = os.fsencode(key).decode(errors="backslashreplace")
-        raise DataError(
-            f"{setting} holds a file whose name is not UTF-8: {shown}. Logs and reports could not "
-            "name it; rename it."
-        ) from None

@@ -8,10 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+CHUNK_FILES = 256
+CHUNK_NBYTES = 16 * 1024**2
+"""What a worker takes at a time: enough to make the hand-over cheap, little enough to share out."""
 
 
 def default_workers() -> int:
@@ -34,3 +38,20 @@ def ordered_map(
             yield window.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def chunks(sizes: Sequence[int], num_workers: int, most_files: int | None) -> Iterator[range]:
+    """Cut rows with these sizes into the pieces that workers take: by files and by bytes.
+
+    Every worker gets some, however few there are: a piece has no more than its share.
+    """
+    fair = -(-len(sizes) // (4 * num_workers))
+    limit = most_files or max(1, min(CHUNK_FILES, fair))
+    first = nbytes = 0
+    for row, size in enumerate(sizes):
+        if row > first and (row - first >= limit or nbytes + size > CHUNK_NBYTES):
+            yield range(first, row)
+            first, nbytes = row, 0
+        nbytes += size
+    if first < len(sizes):
+        yield range(first, len(sizes))

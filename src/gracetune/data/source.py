@@ -1,11 +1,15 @@
-"""What every place that samples come from can do."""
+"""What every place that samples come from can do, and what some can do beside it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import os
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from gracetune.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
 
 class Source(Protocol):
@@ -26,3 +30,51 @@ class Source(Protocol):
     def describe(self) -> str:
         """One phrase for messages: what and where this is."""
         ...
+
+
+class Span(NamedTuple):
+    """Bytes that lie in one piece in an open file."""
+
+    fd: int
+    offset: int
+    nbytes: int
+
+
+@runtime_checkable
+class SpanSource(Source, Protocol):
+    """A source of plain files or parts of them: staging copies these inside the kernel."""
+
+    def span(self, key: str) -> AbstractContextManager[Span]:
+        """Where the bytes are, open until the block ends; OSError where they cannot be read."""
+        ...
+
+
+@runtime_checkable
+class EstimatingSource(Source, Protocol):
+    """A source that must decode to know one length, but can tell them all roughly for nothing."""
+
+    def estimate(self) -> int:
+        """About how many bytes its samples have together."""
+        ...
+
+
+def check_name(setting: str, key: str) -> None:
+    """Logs and reports are UTF-8; a name that is not could not stand in one."""
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(key).decode(errors="backslashreplace")
+        raise DataError(
+            f"{setting} holds a file whose name is not UTF-8: {shown}. Logs and reports could not "
+            "name it; rename it."
+        ) from None
+
+
+def printable(key: str) -> str:
+    """The name on one line of a message, whatever characters it has."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in key)
+
+
+def is_hidden(key: str) -> bool:
+    """Whether a part of the name begins with a dot: `.git/x`, `a/._b.jpg`, and also `../x`."""
+    return key.startswith(".") or "/." in key

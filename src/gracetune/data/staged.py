@@ -1,53 +1,42 @@
-"""A source held in host memory: every file is read once, and none is opened again."""
+"""A source held in host memory: every file is read once, and none is opened again.
+
+All bytes lie in one arena that the processes of a machine share; how they get there is `staging`'s.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import json
+from typing import TYPE_CHECKING, cast
 
-from gracetune.data.codecs import CODECS, WORTHWHILE, choose
-from gracetune.data.parallel import default_workers, ordered_map
-from gracetune.data.progress import Progress
-from gracetune.errors import DataError
+from blake3 import blake3
+
+from gracetune.data.budget import host_room
+from gracetune.data.codecs import CODECS
+from gracetune.data.index import Index
+from gracetune.data.parallel import default_workers
+from gracetune.data.staging import CODEC_NAMES, UNREADABLE, fill_arena, sizes_of
 from gracetune.events.types import Notice
-from gracetune.units import GIB, format_bytes
+from gracetune.memory.arena import Arena
+from gracetune.memory.rendezvous import share
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from gracetune.config.schema import InMemorySection
     from gracetune.data.progress import Tell
     from gracetune.data.source import Source
-
-SAMPLED_FILES = 16
-"""How many files `auto` tries its codecs on."""
-
-
-class _Stored(NamedTuple):
-    data: bytes
-    nbytes: int
-    codec: str | None
-
-
-class _Packing(NamedTuple):
-    """How each file is stored: `keep` is the share it must save to stay compressed."""
-
-    codec: str | None
-    keep: float
-    why: str
-    sampled: Mapping[str, bytes]
-    """Files that the choice has read already; none is read twice."""
+    from gracetune.memory.arena import Ticket
 
 
 class StagedSource:
     """The staged files. One that could not be read says why again whenever it is asked for."""
 
-    def __init__(
-        self, origin: str, stored: Mapping[str, _Stored], unreadable: Mapping[str, str]
-    ) -> None:
-        self._origin = origin
-        self._stored = stored
-        self._unreadable = unreadable
-        self._keys = tuple(sorted([*stored, *unreadable]))
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._index = Index(arena)
+        self._origin = str(self._index.facts["origin"])
+        self._unreadable = cast("Mapping[str, str]", self._index.facts["unreadable"])
 
     @classmethod
     def stage(
@@ -57,128 +46,105 @@ class StagedSource:
         section: InMemorySection,
         tell: Tell,
         setting: str = "datasets",
+        meet_in: Path | None = None,
+        room: Callable[[], int] = host_room,
     ) -> StagedSource:
-        """Read `keys` by threads into host memory, never past `memory_limit_gb`."""
-        raw_nbytes = sum(_estimate(source, key) for key in keys)
-        budget = _Budget(section, raw_nbytes, setting)
-        packing = _packing(source, keys, section)
-        if packing.codec is None:
-            budget.check(raw_nbytes)
+        """Read `keys` by threads into host memory, never past `memory_limit_gb` or the host's room.
 
-        stored: dict[str, _Stored] = {}
-        unreadable: dict[str, str] = {}
-        progress = Progress("staging", len(keys), tell)
-        results = ordered_map(
-            lambda key: _read(source, key, packing), keys, section.num_workers or default_workers()
+        Processes of one machine that name the same folder in `meet_in` end up with one copy: the
+        first stages, the others wait and map what it made.
+        """
+        keys = sorted(keys)
+        sizes = sizes_of(source, keys, section.num_workers or default_workers())
+
+        def make() -> Arena:
+            return fill_arena(source, keys, sizes, section, tell, setting, room)
+
+        if meet_in is None:
+            return cls(make())
+        what = source.describe()
+        shared = share(
+            meet_in,
+            _identity(source, keys, sizes, section),
+            make,
+            lambda: tell(Notice(f"waiting for another process that is staging {what}")),
         )
-        for key, result in zip(keys, results, strict=True):
-            if isinstance(result, _Stored):
-                budget.take(result)
-                stored[key] = result
-            else:
-                unreadable[key] = result
-            progress.advance()
-        tell(Notice(_summary(source, stored, packing)))
-        return cls(source.describe(), stored, unreadable)
+        if shared.refused is not None:
+            tell(
+                Notice(
+                    f"another process has {what} in memory, but it cannot be mapped "
+                    f"({shared.refused}); this one holds a copy of its own. Run both as one user",
+                    level="warning",
+                    fallback=True,
+                )
+            )
+        staged = cls(shared.arena)
+        if not shared.is_ours:
+            tell(Notice(f"sharing {what} with process {shared.made_by}, which staged it"))
+        return staged
+
+    @classmethod
+    def attach(cls, ticket: Ticket) -> StagedSource:
+        """Map what another process of this machine has staged; OSError where it is gone."""
+        return cls(Arena.attach(ticket))
+
+    @property
+    def ticket(self) -> Ticket:
+        """What `attach` needs: plain numbers, for a process that was not forked from this one."""
+        return self._arena.ticket
 
     @property
     def stored_nbytes(self) -> int:
         """What the files take in memory, compressed as they are."""
-        return sum(len(item.data) for item in self._stored.values())
+        return self._index.totals()[0]
+
+    @property
+    def index_nbytes(self) -> int:
+        """What it takes to find them."""
+        return self._index.nbytes
+
+    @property
+    def resident_nbytes(self) -> int:
+        """What the machine spends on files and index, however many processes share them."""
+        return self._arena.resident_nbytes
 
     def keys(self) -> Sequence[str]:
-        return self._keys
+        return self._index
 
     def read(self, key: str) -> bytes:
-        item = self._item(key)
-        return item.data if item.codec is None else CODECS[item.codec].decompress(item.data)
+        data = self._data(key)
+        return data if isinstance(data, bytes) else bytes(data)
+
+    def view(self, key: str) -> memoryview:
+        """The bytes in place, without a copy, where they are stored as they are."""
+        return memoryview(self._data(key))
 
     def nbytes(self, key: str) -> int:
-        return self._item(key).nbytes
+        return self._find(key)[2]
 
     def describe(self) -> str:
         return f"{self._origin}, staged in memory"
 
-    def _item(self, key: str) -> _Stored:
-        if key in self._unreadable:
-            raise OSError(self._unreadable[key])
-        if key not in self._stored:
+    def _data(self, key: str) -> bytes | memoryview:
+        at, stored_nbytes, _, codec = self._find(key)
+        stored = self._arena.view(at, stored_nbytes)
+        name = CODEC_NAMES[codec]
+        return stored if name is None else CODECS[name].decompress(stored)
+
+    def _find(self, key: str) -> tuple[int, int, int, int]:
+        row = self._index.find(key)
+        if row is None:
             raise FileNotFoundError(f"{self.describe()} has no {key!r}")
-        return self._stored[key]
+        if row[3] == UNREADABLE:
+            raise OSError(self._unreadable[key])
+        return row
 
 
-class _Budget:
-    """Counts stored bytes against the limit; the error foretells what the whole would need."""
-
-    def __init__(self, section: InMemorySection, raw_nbytes: int, setting: str) -> None:
-        self._limit_gib = section.memory_limit_gb
-        self._raw_total = raw_nbytes
-        self._setting = setting
-        self._raw = 0
-        self._stored = 0
-
-    def take(self, item: _Stored) -> None:
-        self._raw += item.nbytes
-        self._stored += len(item.data)
-        if self._raw:
-            self.check(self._stored, max(self._stored, self._stored * self._raw_total // self._raw))
-
-    def check(self, stored: int, need: int | None = None) -> None:
-        """`stored` bytes must fit; `need` is what to tell the user where that is only a part."""
-        if self._limit_gib is None or stored <= self._limit_gib * GIB:
-            return
-        need_gib = (stored if need is None else need) / GIB
-        raise DataError(
-            f"{self._setting}.in_memory.memory_limit_gb is {self._limit_gib:g}; the data set needs "
-            f"about {need_gib:.3g} GiB. Raise the limit, set in_memory.compression: zstd where the "
-            "files are not compressed already, or read from disk with type: local."
-        )
-
-
-def _estimate(source: Source, key: str) -> int:
-    try:
-        return source.nbytes(key)
-    except OSError:
-        return 0  # reading it will say why
-
-
-def _packing(source: Source, keys: Sequence[str], section: InMemorySection) -> _Packing:
-    if section.compression in (None, "none"):
-        return _Packing(None, 0.0, "compression is off", {})
-    if section.compression != "auto":
-        return _Packing(section.compression, 0.0, f"{section.compression} as asked", {})
-    sampled: dict[str, bytes] = {}
-    for key in keys[:: max(1, len(keys) // SAMPLED_FILES)][:SAMPLED_FILES]:
-        try:
-            sampled[key] = source.read(key)
-        except OSError:
-            continue  # recorded when its turn comes
-    choice = choose(list(sampled.values()))
-    found = ", ".join(f"{name} saves {share:.1%}" for name, share in choice.savings.items())
-    chosen = choice.codec or "no compression"
-    why = f"auto chose {chosen}: on {len(sampled)} sampled files {found}"
-    return _Packing(choice.codec, WORTHWHILE, why, sampled)
-
-
-def _read(source: Source, key: str, packing: _Packing) -> _Stored | str:
-    """The stored file, or the reason why it cannot be read."""
-    try:
-        data = packing.sampled[key] if key in packing.sampled else source.read(key)
-    except OSError as error:
-        return error.strerror or str(error)
-    if packing.codec is None or not data:
-        return _Stored(data, len(data), None)
-    packed = CODECS[packing.codec].compress(data)
-    if len(packed) < len(data) and len(packed) <= (1 - packing.keep) * len(data):
-        return _Stored(packed, len(data), packing.codec)
-    return _Stored(data, len(data), None)
-
-
-def _summary(source: Source, stored: Mapping[str, _Stored], packing: _Packing) -> str:
-    raw = sum(item.nbytes for item in stored.values())
-    held = sum(len(item.data) for item in stored.values())
-    text = f"staged {len(stored)} files of {source.describe()} in {format_bytes(held)}"
-    if packing.codec is not None:
-        packed = sum(item.codec is not None for item in stored.values())
-        text += f" ({packed} compressed, {format_bytes(raw - held)} saved)"
-    return f"{text}; {packing.why}"
+def _identity(
+    source: Source, keys: Sequence[str], sizes: Sequence[int], section: InMemorySection
+) -> str:
+    """What must be the same for two processes to share: where from, which files, how stored."""
+    digest = blake3()
+    for part in (source.describe(), section.compression, list(keys), list(sizes)):
+        digest.update(json.dumps(part).encode() + b"\n")
+    return digest.hexdigest(length=16)

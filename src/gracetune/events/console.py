@@ -122,8 +122,10 @@ class LiveConsole:
         self._live.start()
         if isinstance(event, StageProgress):
             self._move(event.stage, event.done, event.total)
+            self._numbers.plain = "  ".join(lines.stage_pace(event))
             if event.done >= event.total:
                 self._bars.remove_task(self._tasks.pop(event.stage))
+                self._numbers.plain = ""
                 self._print(lines.stage(event))
         elif isinstance(event, StepDone):
             self._step(event)

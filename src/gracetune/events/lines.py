@@ -71,8 +71,23 @@ def notice(event: Notice) -> str:
 
 
 def stage(event: StageProgress) -> str:
-    """How far a stage is."""
-    return f"{event.stage}: {event.done:,} of {event.total:,} {event.unit}"
+    """How far a stage is, and how fast where it says so."""
+    far = f"{event.stage}: {event.done:,} of {event.total:,} {event.unit}"
+    return ", ".join([far, *stage_pace(event)])
+
+
+def stage_pace(event: StageProgress) -> list[str]:
+    """Files and bytes a second, and how long the rest will take: by bytes, for files differ."""
+    if not event.seconds:
+        return []
+    parts = [f"{event.done / event.seconds:,.0f} {event.unit}/s"]
+    share = event.done / event.total
+    if event.nbytes:
+        parts.append(f"{event.nbytes / event.seconds / 1e9:.2f} GB/s")
+        share = event.nbytes / event.total_nbytes
+    if event.done < event.total and share > 0:
+        parts.append(f"eta {format_seconds(event.seconds * (1 - share) / share)}")
+    return parts
 
 
 def step(event: StepDone, total_steps: int, pace: Pace, memory: MemoryUsed | None) -> str:

@@ -41,6 +41,12 @@ class StageProgress:
     done: int
     total: int
     unit: str = "files"
+    nbytes: int = 0
+    """Bytes done; 0 where the stage does not count them."""
+    total_nbytes: int = 0
+    """Bytes in all, as far as they are known."""
+    seconds: float = 0.0
+    """Since the stage began; 0 where its pace is not told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,227 @@
+"""Filling an arena from a source: every file is read once, by threads, and none is held twice.
+
+A worker takes a run of files. Large ones are copied inside the kernel where they lie in plain files
+and stay as they are; the others are gathered, compressed where that helps, and written together.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gracetune.data.budget import Budget
+from gracetune.data.codecs import CODECS, pack
+from gracetune.data.index import Columns, write_index
+from gracetune.data.packing import Packing, choose_packing
+from gracetune.data.parallel import chunks, default_workers, ordered_map
+from gracetune.data.progress import Progress
+from gracetune.data.source import EstimatingSource, SpanSource
+from gracetune.events.types import Notice
+from gracetune.memory.arena import ArenaFullError, ArenaWriter
+from gracetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gracetune.config.schema import InMemorySection
+    from gracetune.data.progress import Tell
+    from gracetune.data.source import Source
+    from gracetune.memory.arena import Arena, Hand
+
+PLAIN = 0
+UNREADABLE = 255
+CODEC_NAMES = (None, *sorted(CODECS))
+"""The number of a codec in the index is its place here."""
+GATHERED_NBYTES = 1024**2
+"""Small files are written to the arena in pieces of this size."""
+SMALL_NBYTES = 64 * 1024
+"""Below this a copy inside the kernel costs more calls than it saves."""
+
+
+def sizes_of(source: Source, keys: Sequence[str], num_workers: int) -> list[int]:
+    """The length of each file before it is read; 0 for one that cannot be asked."""
+    if isinstance(source, EstimatingSource):
+        return [source.estimate() // max(1, len(keys))] * len(keys)
+
+    def ask(rows: range) -> list[int]:
+        return [_size(source, keys[row]) for row in rows]
+
+    pieces = ordered_map(ask, chunks([0] * len(keys), num_workers, None), num_workers)
+    return [size for piece in pieces for size in piece]
+
+
+def fill_arena(
+    source: Source,
+    keys: Sequence[str],
+    sizes: Sequence[int],
+    section: InMemorySection,
+    tell: Tell,
+    setting: str,
+    room: Callable[[], int],
+) -> Arena:
+    """Read `keys`, which are sorted, into a new arena, never past the limits."""
+    num_workers = section.num_workers or default_workers()
+    budget = Budget(section.memory_limit_gb, sum(sizes), len(keys), setting, room)
+    packing = choose_packing(source, keys, sizes, section.compression, num_workers)
+    budget.check(_sure(keys, sizes, packing))
+
+    writer = ArenaWriter()
+    columns = Columns.empty(len(keys))
+    unreadable: dict[str, str] = {}
+    progress = Progress("staging", len(keys), tell, total_nbytes=sum(sizes))
+    filler = _Filler(source, keys, packing, writer, budget)
+    raw = 0
+    try:
+        pieces = chunks(sizes, num_workers, section.chunk_size)
+        for rows in ordered_map(filler.fill, pieces, num_workers):
+            rows.copy_to(columns)
+            unreadable.update(rows.unreadable)
+            raw += sum(rows.nbytes)
+            progress.advance(len(rows.at), sum(rows.nbytes))
+    except ArenaFullError as error:
+        raise budget.out_of_memory(str(error)) from error
+    stored = int(columns.stored_nbytes.sum())
+    tell(Notice(_summary(source, columns, packing, raw, stored)))
+    facts = {"origin": source.describe(), "unreadable": unreadable}
+    write_index(writer, keys, columns, facts)
+    return writer.seal()
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What became of one run of files."""
+
+    first: int
+    at: list[int] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    codec: list[int] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    def add(self, at: int, stored: int, nbytes: int, codec: int) -> None:
+        self.at.append(at)
+        self.stored.append(stored)
+        self.nbytes.append(nbytes)
+        self.codec.append(codec)
+
+    def copy_to(self, columns: Columns) -> None:
+        rows = slice(self.first, self.first + len(self.at))
+        columns.at[rows] = self.at
+        columns.stored_nbytes[rows] = self.stored
+        columns.nbytes[rows] = self.nbytes
+        columns.codec[rows] = self.codec
+
+
+class _Gathered:
+    """Small files on their way into the arena, written together."""
+
+    def __init__(self, hand: Hand, rows: _Rows) -> None:
+        self._hand = hand
+        self._rows = rows
+        self._waiting: list[bytes] = []
+        self._places: list[int] = []
+        self._nbytes = 0
+
+    def add(self, data: bytes, nbytes: int, codec: int) -> None:
+        self._places.append(len(self._rows.at))
+        self._rows.add(self._nbytes, len(data), nbytes, codec)
+        self._waiting.append(data)
+        self._nbytes += len(data)
+        if self._nbytes >= GATHERED_NBYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        start = self._hand.write(b"".join(self._waiting))
+        for place in self._places:
+            self._rows.at[place] += start
+        self._waiting, self._places, self._nbytes = [], [], 0
+
+
+class _Filler:
+    """What workers share: the source, how to pack, and where to."""
+
+    def __init__(
+        self,
+        source: Source,
+        keys: Sequence[str],
+        packing: Packing,
+        writer: ArenaWriter,
+        budget: Budget,
+    ) -> None:
+        self._source = source
+        self._spans = source if isinstance(source, SpanSource) else None
+        self._keys = keys
+        self._packing = packing
+        self._writer = writer
+        self._budget = budget
+
+    def fill(self, numbers: range) -> _Rows:
+        """Bring one run of files into the arena."""
+        rows = _Rows(numbers.start)
+        with self._writer.hand() as hand:
+            gathered = _Gathered(hand, rows)
+            for number in numbers:
+                key = self._keys[number]
+                try:
+                    self._fill_one(key, rows, gathered, hand)
+                except OSError as error:
+                    rows.add(0, 0, 0, UNREADABLE)
+                    rows.unreadable[key] = error.strerror or str(error)
+            gathered.flush()
+        return rows
+
+    def _fill_one(self, key: str, rows: _Rows, gathered: _Gathered, hand: Hand) -> None:
+        codec = self._packing.codec_of(key)
+        if key in self._packing.sampled:
+            data = self._packing.sampled[key]
+        elif self._spans is None:
+            data = self._source.read(key)
+        else:
+            with self._spans.span(key) as span:
+                if codec is None and span.nbytes >= SMALL_NBYTES:
+                    self._budget.take(span.nbytes, span.nbytes)
+                    at, done = hand.copy_from(*span)
+                    rows.add(at, done, done, PLAIN)
+                    return
+                data = _read_span(span.fd, span.offset, span.nbytes)
+        packed = pack(data, codec, self._packing.keep) if codec is not None and data else None
+        stored = data if packed is None else packed
+        self._budget.take(len(data), len(stored))
+        gathered.add(stored, len(data), PLAIN if packed is None else CODEC_NAMES.index(codec))
+
+
+def _read_span(descriptor: int, offset: int, nbytes: int) -> bytes:
+    """All of it, or as much as the file still has; the kernel gives at most 2 GiB a call."""
+    data = os.pread(descriptor, nbytes, offset)
+    while 0 < len(data) < nbytes:
+        more = os.pread(descriptor, nbytes - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _size(source: Source, key: str) -> int:
+    try:
+        return source.nbytes(key)
+    except OSError:
+        return 0  # reading it will say why
+
+
+def _sure(keys: Sequence[str], sizes: Sequence[int], packing: Packing) -> int:
+    """Bytes that will be stored however well the codecs do."""
+    if not packing.compresses:
+        return sum(sizes)
+    return sum(size for key, size in zip(keys, sizes, strict=True) if packing.codec_of(key) is None)
+
+
+def _summary(source: Source, columns: Columns, packing: Packing, raw: int, stored: int) -> str:
+    readable = int(np.count_nonzero(columns.codec != UNREADABLE))
+    text = f"staged {readable:,} files of {source.describe()} in {format_bytes(stored)}"
+    if packing.compresses:
+        packed = readable - int(np.count_nonzero(columns.codec == PLAIN))
+        text += f" ({packed:,} compressed, {format_bytes(raw - stored)} saved)"
+    return f"{text}; {packing.why}"

@@ -1,0 +1,198 @@
+"""Host memory for many byte strings, which every process of a machine can map.
+
+It is made of anonymous files (memfd): they have no names, so nothing is left when the last process
+ends, however that ends. Bytes are written, never copied through a mapping, so no page faults and
+none is zeroed first; each writer has a segment of its own, because the kernel lets one in at a
+time. Once sealed an arena cannot be changed by anyone, and is read in place.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+_NO_SENDFILE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""How a file system says that the kernel cannot copy from it directly."""
+_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM)
+_COPY_NBYTES = 512 * 1024
+"""The buffer where it cannot: large enough for a disk, small enough for a core's cache."""
+_OFFSET_BITS = 44
+"""A place is the number of a segment and an offset of so many bits: segments of up to 16 TiB."""
+_OFFSETS = (1 << _OFFSET_BITS) - 1
+
+
+class ArenaFullError(Exception):
+    """The machine has no memory left; who fills the arena tells the user what to do."""
+
+
+class ArenaWriter:
+    """An arena while it is filled."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hands: list[Hand] = []
+        self._free: list[Hand] = []
+
+    @contextmanager
+    def hand(self) -> Iterator[Hand]:
+        """A way in that no one else uses meanwhile; there are as many as were needed at once."""
+        with self._lock:
+            if self._free:
+                hand = self._free.pop()
+            else:
+                hand = Hand(len(self._hands))
+                self._hands.append(hand)
+        try:
+            yield hand
+        finally:
+            with self._lock:
+                self._free.append(hand)
+
+    def seal(self) -> Arena:
+        """The finished arena. Nothing can write to it from here on, not even another process."""
+        return Arena([hand.seal() for hand in self._hands])
+
+
+class Hand:
+    """Fills one segment from its start, without gaps."""
+
+    def __init__(self, number: int) -> None:
+        self._fd = os.memfd_create("gracetune-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._base = number << _OFFSET_BITS
+        self._end = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Put `data` behind all else; its place."""
+        place = self._base + self._end
+        left = memoryview(data)
+        try:
+            while left:
+                done = os.pwrite(self._fd, left, self._end)
+                left = left[done:]
+                self._end += done
+        except OSError as error:
+            raise ArenaFullError(error.strerror) from error
+        return place
+
+    def copy_from(self, source_fd: int, offset: int, nbytes: int) -> tuple[int, int]:
+        """Bring bytes of an open file here inside the kernel; their place and number.
+
+        There are fewer than asked for where the file ends before. OSError: it cannot be read.
+        """
+        os.lseek(self._fd, self._end, os.SEEK_SET)
+        done = 0
+        while done < nbytes:
+            try:
+                sent = os.sendfile(self._fd, source_fd, offset + done, nbytes - done)
+            except OSError as error:
+                if error.errno in _NO_MEMORY:
+                    raise ArenaFullError(error.strerror) from error
+                if done or error.errno not in _NO_SENDFILE:
+                    raise
+                return self._copy_through_a_buffer(source_fd, offset, nbytes)
+            if sent == 0:
+                break
+            done += sent
+        place = self._base + self._end
+        self._end += done
+        return place, done
+
+    def seal(self) -> int:
+        """Give the segment up for a descriptor that can only be read."""
+        os.ftruncate(self._fd, self._end)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        descriptor = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self._close()
+        return descriptor
+
+    def _copy_through_a_buffer(self, source_fd: int, offset: int, nbytes: int) -> tuple[int, int]:
+        place = self._base + self._end
+        done = 0
+        while done < nbytes:
+            data = os.pread(source_fd, min(_COPY_NBYTES, nbytes - done), offset + done)
+            if not data:
+                break
+            self.write(data)
+            done += len(data)
+        return place, done
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Where another process of this machine finds an arena, as long as its holder lives."""
+
+    pid: int
+    segments: tuple[tuple[int, int, int], ...]
+    """Descriptor, device and inode of each: processes and descriptors are numbered again."""
+
+
+class Arena:
+    """Sealed segments, mapped for reading. A fork inherits them; others come with a ticket."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        """Takes over descriptors that were opened for reading."""
+        self._fds = tuple(descriptors)
+        for descriptor in self._fds:
+            weakref.finalize(self, os.close, descriptor)
+        self.segments = tuple(_map(descriptor) for descriptor in self._fds)
+        """Everything, in place; slices cost nothing and keep the mapping alive."""
+
+    @classmethod
+    def attach(cls, ticket: Ticket) -> Arena:
+        """Map what another process holds; OSError where it is gone or not ours to see."""
+        opened: list[int] = []
+        try:
+            for descriptor, *identity in ticket.segments:
+                opened.append(_open_again(f"/proc/{ticket.pid}/fd/{descriptor}", tuple(identity)))
+        except OSError:
+            for descriptor in opened:
+                os.close(descriptor)
+            raise
+        return cls(opened)
+
+    def view(self, place: int, nbytes: int) -> memoryview:
+        """What `write` or `copy_from` put at a place."""
+        offset = place & _OFFSETS
+        return self.segments[place >> _OFFSET_BITS][offset : offset + nbytes]
+
+    @property
+    def ticket(self) -> Ticket:
+        """For a process that is neither this one nor its fork."""
+        return Ticket(os.getpid(), tuple((fd, *_identity(os.fstat(fd))) for fd in self._fds))
+
+    @property
+    def resident_nbytes(self) -> int:
+        """What the machine spends on it, however many processes map it."""
+        return sum(os.fstat(descriptor).st_blocks * 512 for descriptor in self._fds)
+
+
+def _map(descriptor: int) -> memoryview:
+    if os.fstat(descriptor).st_size == 0:
+        return memoryview(b"")  # nothing cannot be mapped
+    return memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+
+
+def _open_again(path: str, identity: tuple[int, ...]) -> int:
+    # Looked at before it is opened: what a number leads to by now may be a pipe or a device.
+    if _identity(os.stat(path)) == identity:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if _identity(os.fstat(descriptor)) == identity:
+            return descriptor
+        os.close(descriptor)
+    raise FileNotFoundError(f"{path} is no longer the arena it was")
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
