@@ -1,4 +1,4 @@
-"""Set before torch's first operation (the Makefile says why), and what most training tests share."""
+"""What must be set before torch's first operation, and what most training tests share."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The demo as `make demo` runs it: pictures of combinations that were never trained on are right."""
+"""The demo as `make demo` runs it: combinations it was never trained on come out right."""
 
 import json
 import subprocess

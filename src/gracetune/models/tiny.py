@@ -139,7 +139,7 @@ class Tiny:
         return [{"tokens": self._tokens(caption.lower().split())} for caption in captions]
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Pad with zeros to a multiple of `TOKEN_STEP` words; the words' sum is the pooled vector."""
+        """Pad with zeros to a multiple of `TOKEN_STEP` words; the pooled vector is their sum."""
         longest = max(len(text["tokens"]) for text in texts)
         length = max(1, -(-longest // TOKEN_STEP)) * TOKEN_STEP
         tokens = torch.stack(

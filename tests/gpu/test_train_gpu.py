@@ -1,0 +1,64 @@
+"""The trainer on a CUDA device: the same losses with and without managed memory, and no waiting."""
+
+import pytest
+import torch
+
+from gracetune.events.requests import Requests
+from gracetune.events.types import MemoryUsed, StepDone
+from gracetune.train.build import build, start_accelerator
+from gracetune.train.interrupt import Interrupt
+from gracetune.train.run import run_training
+from gracetune.train.state import Progress
+from gracetune.train.step import train_step
+
+pytestmark = pytest.mark.gpu
+
+
+def losses(told):
+    return [event.loss for event in told.of(StepDone)]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_hints_put_batches_into_managed_memory_and_change_no_loss(
+    tiny_run, told, precision, tmp_path
+):
+    train = {"max_train_steps": 12, "mixed_precision": precision}
+    plain = tiny_run(train=train, output_dir=str(tmp_path / "plain"))
+    run_training(plain, sinks=[told])
+    expected = losses(told)
+    assert {event.managed for event in told.of(MemoryUsed)} == {0}
+    told.events.clear()
+
+    hinted = tiny_run(
+        train=train,
+        output_dir=str(tmp_path / "hinted"),
+        gh200_optimizations={"enable_uvm_hints": True},
+    )
+    run_training(hinted, sinks=[told])
+    torch.testing.assert_close(losses(told), expected, rtol=2e-2, atol=0)
+    assert told.of(MemoryUsed)[-1].managed > 0
+    assert not [e.text for e in told.events if type(e).__name__ == "Notice" and e.fallback]
+
+
+def test_resuming_on_the_device_goes_on_where_it_was(tiny_run, told):
+    run_training(tiny_run(train={"max_train_steps": 6}), sinks=[told])
+    told.events.clear()
+    run_training(tiny_run(train={"max_train_steps": 9}), sinks=[told])
+    assert [event.step for event in told.of(StepDone)] == [7, 8, 9]
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}])
+def test_a_step_never_waits_for_the_device(tiny_run, told, tmp_path, adapter):
+    run = tiny_run(adapter=adapter, train={"mixed_precision": "bf16"})
+    (tmp_path / "run").mkdir()
+    session = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt()).session
+    batches = [session.feed.load(session.feed.order.at(i)) for i in range(6)]
+    for index in range(3):  # the first steps make optimizer state and choose kernels
+        train_step(session.trainee, [batches[index]], 1, Progress(index, index))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index in range(3, 6):
+            train_step(session.trainee, [batches[index]], 1, Progress(index, index))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
