@@ -49,7 +49,7 @@ class AudioFacts(NamedTuple):
 
 def probe_audio(data: bytes) -> AudioFacts:
     """The whole file is decoded, so that one that is truncated or holds a NaN is found here."""
-    _check_riff(data)
+    _check_whole(data)
     count, facts = 0, None
     for block, facts in _blocks(data):
         if not np.isfinite(block).all():
@@ -124,7 +124,7 @@ def _blocks(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
             while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
                 count += len(block)
                 yield block, facts
-            expected = file.frames
+            expected = file.frames if _length_is_known(file.format, data) else 0
     except _SOUNDFILE_BROKEN as error:
         raise UnreadableSampleError(reason_of(error, "sound")) from error
     if count < expected:
@@ -134,7 +134,7 @@ def _blocks(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
 def _blocks_of_ffmpeg(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
     import av
 
-    with opened(data, "audio") as container:
+    with opened(data, "sound") as container:
         if not container.streams.audio:
             raise UnreadableSampleError("the file has no sound in it")
         stream = container.streams.audio[0]
@@ -157,15 +157,34 @@ def _checked(facts: AudioFacts) -> AudioFacts:
     return facts
 
 
-def _check_riff(data: bytes) -> None:
-    """libsndfile takes a WAV file that ends too early as a shorter one."""
+def _check_whole(data: bytes) -> None:
+    """libsndfile takes a file of blocks that ends too early as a shorter one; we do not."""
+    end = 0
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        end = _end_of_riff(data)
+    elif data[:4] == b"FORM":
+        end = 8 + int.from_bytes(data[4:8], "big")
+    elif data[:4] == b"OggS" and (page := data.rfind(b"OggS")) + 27 <= len(data):
+        table = data[page + 27 : page + 27 + data[page + 26]]
+        end = page + 27 + data[page + 26] + sum(table)
+    if end > len(data) + 1:  # a writer may forget the byte that pads an odd chunk
+        raise UnreadableSampleError(f"truncated: {end - len(data)} bytes are missing")
+
+
+def _length_is_known(file_format: str, data: bytes) -> bool:
+    """An MP3 without a table of contents has only a guess at its length."""
+    return file_format != "MP3" or any(mark in data[:8192] for mark in (b"Xing", b"Info", b"VBRI"))
+
+
+def _end_of_riff(data: bytes) -> int:
+    """Where the sound itself should end; 0 where the writer streamed and did not know."""
     at = 12
-    while data[:4] == b"RIFF" and data[8:12] == b"WAVE" and at + 8 <= len(data):
+    while at + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, at)
         at += 8 + size + size % 2
-        streamed = size in (0, 0xFFFFFFFF, 0x7FFFFFFF)
-        if name == b"data" and not streamed and at > len(data) + 1:
-            raise UnreadableSampleError(f"truncated: {at - len(data)} bytes are missing")
+        if name == b"data":
+            return 0 if size in (0, 0x7FFFFFFF, 0xFFFFFFFF) else at
+    return 0
 
 
 def _load_soundfile() -> ModuleType:

@@ -161,8 +161,8 @@ def _crop(image: Image.Image, numbers: Numbers, kind: Role) -> Image.Image:  # n
 
 
 def _rotate(image: Image.Image, numbers: Numbers, kind: Role) -> Image.Image:
-    """Turned about the centre, and enlarged so far that no corner is empty."""
-    angle = math.radians(numbers["degrees"])
+    """Turned counterclockwise about the centre, and enlarged until no corner is empty."""
+    angle = math.radians(-numbers["degrees"])
     width, height = image.size
     grow = abs(math.cos(angle)) + abs(math.sin(angle)) * max(width / height, height / width)
     cos, sin = math.cos(angle) / grow, math.sin(angle) / grow

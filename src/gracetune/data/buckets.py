@@ -190,8 +190,9 @@ def _place(section: DatasetSection, step: int) -> Callable[[Sample], Shape | str
 
 def available_frames(sample: Sample, section: DatasetSection) -> int:
     """How many frames a video has at the rate that the run file asks for."""
-    # a hair more than the product: 81 frames at 25 a second last 3.24 s, and 3.24 * 25 < 81
-    return int(sample.seconds * (section.fps or sample.fps) + 1e-3)
+    rate = section.fps or sample.fps
+    # Matroska rounds times to milliseconds, so that 30 frames may last a little less than 30 do.
+    return int((sample.seconds + 1.5e-3) * rate + 1e-6)
 
 
 def _place_sounds(section: DatasetSection) -> Callable[[Sample], Shape | str]:

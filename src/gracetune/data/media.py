@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import ConfigError
@@ -29,7 +30,7 @@ BROKEN = (
 
 
 @contextmanager
-def opened(data: bytes, what: str) -> Iterator[InputContainer]:
+def opened(data: bytes, what: Literal["video", "sound"]) -> Iterator[InputContainer]:
     """The container in these bytes; whatever goes wrong inside the block is the file's fault."""
     av = load_av(what)
     if not data:
@@ -46,18 +47,21 @@ def opened(data: bytes, what: str) -> Iterator[InputContainer]:
 
 
 def reason_of(error: BaseException, what: str) -> str:
-    """FFmpeg's words without its numbers and our file's lack of a name."""
-    text = str(error).rpartition("] ")[2].partition(":")[0]
+    """The library's words, without its numbers and the name that bytes do not have."""
+    if isinstance(error, EOFError):
+        return f"the {what} has no frames: the file ends before the first"
+    text = re.sub(r"^\[Errno -?\d+\] |^Error : |: '.*$|\.$", "", str(error))
     return f"not a {what} that can be read ({text or type(error).__name__})"
 
 
-def load_av(what: str) -> ModuleType:
+def load_av(what: Literal["video", "sound"]) -> ModuleType:
     """PyAV; the error names the extra to install."""
     try:
         import av
     except ImportError as error:
+        kind = "video" if what == "video" else "audio"
         raise ConfigError(
-            f"dataset_type is {what!r}, which needs the package av. Run `pip install "
-            f"gracetune[{what}]`."
+            f"dataset_type is {kind!r}, and this {what} needs the package av. Run `pip install "
+            f"gracetune[{kind}]`."
         ) from error
     return av

@@ -32,8 +32,8 @@ MAX_PIXELS = 2**26
 MAX_FRAMES = 2**20
 """Twelve hours at 24 a second; a file that claims more is not a clip."""
 
-_HAIR_S = 1e-4
-"""Times come from fractions; two that are this close are the same."""
+_HAIR_S = 1.5e-3
+"""Matroska rounds times to milliseconds; two that are this close are the same."""
 _SEEK_S = 1.0
 _HD_HEIGHT = 720
 """From here on colours that are not said are BT.709, below BT.601: what every player assumes."""
@@ -137,6 +137,8 @@ def _frames(container: InputContainer, stream: VideoStream) -> Iterator[_Timed]:
     for number, frame in enumerate(container.decode(stream)):
         if frame.width * frame.height > MAX_PIXELS:
             raise UnreadableSampleError(f"frame {number} has {frame.width}x{frame.height} pixels")
+        if frame.is_corrupt:
+            raise UnreadableSampleError(f"frame {number} is damaged")
         yield _Timed(number / rate if frame.time is None else frame.time, frame)
 
 

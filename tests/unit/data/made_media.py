@@ -1,0 +1,86 @@
+"""Pictures, videos and sounds that tests make for themselves."""
+
+from __future__ import annotations
+
+import io
+from fractions import Fraction
+
+import numpy as np
+from PIL import Image
+
+
+def photo(width: int, height: int, seed: int = 0) -> np.ndarray:
+    """Noise whose amplitude falls as 1/f, as in photographs: HWC, eight bits."""
+    noise = np.fft.rfft2(np.random.default_rng(seed).standard_normal((3, height, width)))
+    distance = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    distance[0, 0] = 1
+    waves = np.fft.irfft2(noise / distance, s=(height, width))
+    levels = (waves - waves.mean()) / waves.std() * 50 + 120
+    return levels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0).copy()
+
+
+def picture_bytes(pixels: np.ndarray, file_format: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+def grey_frames(count: int, width: int = 64, height: int = 48, step: int = 4) -> list[np.ndarray]:
+    """Frame n is plain grey of the level n * step."""
+    return [np.full((height, width, 3), n * step % 256, np.uint8) for n in range(count)]
+
+
+def video_bytes(
+    frames: list[np.ndarray],
+    fps: int = 24,
+    container: str = "mp4",
+    codec: str = "libx264",
+    colorspace: int | None = None,
+) -> bytes:
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=Fraction(fps))
+        stream.pix_fmt = "yuv420p"
+        if frames:
+            stream.height, stream.width = frames[0].shape[:2]
+        if colorspace is not None:
+            stream.codec_context.colorspace = colorspace
+        for pixels in frames:
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            if colorspace is not None:
+                frame = frame.reformat(format="yuv420p", dst_colorspace=colorspace)
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def tone(seconds: float, rate: int, *hertz: float) -> np.ndarray:
+    """One channel a frequency: N samples of C channels."""
+    times = np.arange(round(seconds * rate)) / rate
+    return np.stack([0.5 * np.sin(2 * np.pi * f * times) for f in hertz], 1).astype(np.float32)
+
+
+def sound_bytes(waves: np.ndarray, rate: int, file_format: str = "WAV", **options: object) -> bytes:
+    import soundfile
+
+    buffer = io.BytesIO()
+    soundfile.write(buffer, waves, rate, format=file_format, **options)
+    return buffer.getvalue()
+
+
+def m4a_bytes(waves: np.ndarray, rate: int) -> bytes:
+    import av
+
+    buffer = io.BytesIO()
+    layout = {1: "mono", 2: "stereo", 6: "5.1"}[waves.shape[1]]
+    with av.open(buffer, "w", format="ipod") as output:
+        stream = output.add_stream("aac", rate=rate, layout=layout)
+        frame = av.AudioFrame.from_ndarray(
+            np.ascontiguousarray(waves.T), format="fltp", layout=layout
+        )
+        frame.sample_rate = rate
+        output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return buffer.getvalue()

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from made_media import grey_frames, m4a_bytes, sound_bytes, tone, video_bytes
+
+from gracetune.data.audio import decode_audio, probe_audio, to_channels
+from gracetune.data.sample import UnreadableSampleError
+
+RATE = 16000
+WAVES = tone(1.0, RATE, 440, 880)
+WRITTEN = {
+    "wav": sound_bytes(WAVES, RATE),
+    "float": sound_bytes(WAVES, RATE, subtype="FLOAT"),
+    "flac": sound_bytes(WAVES, RATE, "FLAC"),
+    "ogg": sound_bytes(WAVES, RATE, "OGG"),
+    "opus": sound_bytes(WAVES, RATE, "OGG", subtype="OPUS"),
+    "mp3": sound_bytes(WAVES, RATE, "MP3"),
+    "aiff": sound_bytes(WAVES, RATE, "AIFF"),
+    "m4a": m4a_bytes(WAVES, RATE),
+}
+
+
+def _pitch(channel: object, rate: int) -> float:
+    spectrum = np.abs(np.fft.rfft(np.asarray(channel)))
+    return float(np.argmax(spectrum)) * rate / len(np.asarray(channel))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_format_is_read_and_resampled(name: str) -> None:
+    facts = probe_audio(WRITTEN[name])
+    assert facts[1:] == (RATE, 2) or name == "opus"
+    assert facts.seconds == pytest.approx(1.0, abs=0.15)
+    clip = decode_audio(WRITTEN[name], 2, 18000, 24000)
+    assert tuple(clip.shape) == (2, 18000)
+    assert str(clip.dtype) == "torch.float32"
+    assert _pitch(clip[0], 24000) == pytest.approx(440, abs=2)
+    assert _pitch(clip[1], 24000) == pytest.approx(880, abs=2)
+    assert float(clip.abs().max()) == pytest.approx(0.5, abs=0.1)
+
+
+def test_at_its_own_rate_nothing_is_changed() -> None:
+    clip = decode_audio(WRITTEN["float"], 2, RATE, RATE)
+    assert np.array_equal(clip.numpy().T, WAVES)
+
+
+@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
+def test_the_whole_file_has_the_whole_length_at_any_rate(rate: int) -> None:
+    clip = decode_audio(WRITTEN["float"], 1, rate, rate)
+    assert clip.shape[1] == rate
+    assert float(clip[0, rate // 4 : rate // 2].std()) > 0.2
+
+
+def test_resampling_keeps_high_tones_from_folding() -> None:
+    data = sound_bytes(tone(1.0, 48000, 15000), 48000, subtype="FLOAT")
+    assert float(decode_audio(data, 1, 16000, 16000)[0, 1000:15000].abs().max()) < 1e-3
+
+
+def test_the_clip_lies_where_it_is_asked_for() -> None:
+    ramp = np.linspace(-1, 1, 1001, dtype=np.float32)[:, None]
+    data = sound_bytes(ramp, RATE, subtype="FLOAT")
+    first = [decode_audio(data, 1, 1, RATE, clip).item() for clip in (0.0, 0.5, 1.0)]
+    assert first == pytest.approx([-1, 0, 1], abs=1e-6)
+
+
+def test_channels_are_mixed_doubled_or_taken() -> None:
+    six = np.arange(12, dtype=np.float32).reshape(2, 6)
+    assert to_channels(six, 1).tolist() == [[2.5], [8.5]]
+    assert to_channels(six, 2).tolist() == [[0, 1], [6, 7]]
+    assert to_channels(six[:, :1], 2).tolist() == [[0, 0], [6, 6]]
+    assert to_channels(six[:, :2], 2) is not None
+    assert probe_audio(m4a_bytes(tone(0.3, 48000, *[200] * 6), 48000)).channels == 6
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "m4a"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
+def test_truncated_files_are_unreadable(name: str, share: float) -> None:
+    data = WRITTEN[name]
+    with pytest.raises(UnreadableSampleError, match=r"truncated|lost sync|not a sound"):
+        probe_audio(data[: int(len(data) * share)])
+
+
+def test_a_streamed_wav_that_does_not_know_its_length_is_read() -> None:
+    data = bytearray(WRITTEN["wav"])
+    at = data.index(b"data") + 4
+    data[at : at + 4] = b"\xff\xff\xff\xff"
+    assert probe_audio(bytes(data)).seconds == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_a_number_is_unreadable_by_its_place(bad: float) -> None:
+    waves = WAVES.copy()
+    waves[8000, 1] = bad
+    data = sound_bytes(waves, RATE, subtype="FLOAT")
+    with pytest.raises(UnreadableSampleError, match=r"not numbers, first at 0\.500 s"):
+        probe_audio(data)
+    with pytest.raises(UnreadableSampleError, match="not numbers"):
+        decode_audio(data, 2, RATE, RATE)
+    assert decode_audio(data, 2, RATE // 4, RATE).isfinite().all()
+
+
+def test_a_sound_that_is_too_short_is_unreadable() -> None:
+    with pytest.raises(UnreadableSampleError, match=r"ends after 1\.000 of 2 s"):
+        decode_audio(WRITTEN["wav"], 2, 2 * RATE, RATE)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b"hello, I am a text" * 9, "not a sound that can be read"),
+        (video_bytes(grey_frames(3)), "the file has no sound in it"),
+        (sound_bytes(WAVES[:0], RATE), "the file has no sound in it"),
+    ],
+    ids=["empty", "text", "silent video", "no samples"],
+)
+def test_what_is_no_sound_says_why(data: bytes, reason: str) -> None:
+    for read in (probe_audio, lambda data: decode_audio(data, 1, 9, RATE)):
+        with pytest.raises(UnreadableSampleError, match=reason):
+            read(data)
+
+
+def test_a_sound_of_many_hours_is_refused_without_holding_it() -> None:
+    """A few seconds that claim one sample a second: a small file, days long."""
+    data = bytearray(sound_bytes(np.zeros((30_000, 1), np.float32), 1000, subtype="PCM_U8"))
+    at = data.index(b"fmt ") + 12
+    data[at : at + 4] = (1).to_bytes(4, "little")
+    with pytest.raises(UnreadableSampleError, match="longer than 21600 seconds"):
+        probe_audio(bytes(data))
+
+
+def test_without_the_extra_the_error_names_it() -> None:
+    program = (
+        "import sys; sys.modules['soundfile'] = None\n"
+        "from gracetune.data.audio import probe_audio\n"
+        "from gracetune.errors import ConfigError\n"
+        "try: probe_audio(b'x')\n"
+        "except ConfigError as error: print(error)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "pip install gracetune[audio]" in run.stdout

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from made_media import photo, picture_bytes
+from PIL import Image
+
+from gracetune.data.decoders import PILLOW, Decoders, choose_decoders
+from gracetune.data.images import UnreadableImageError, decode
+
+FAST = choose_decoders()
+
+
+class Counting:
+    """The fast decoders, and what became of each call."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[bool] = []
+
+    def decoders(self) -> Decoders:
+        def counted(fast: object) -> object:
+            def call(data: bytes, mode: str, least: tuple[int, int]) -> object:
+                assert callable(fast)
+                pixels = fast(data, mode, least)
+                self.outcomes.append(pixels is not None)
+                return pixels
+
+            return call
+
+        return Decoders({name: counted(fast) for name, fast in FAST.by_format.items()})
+
+
+def test_the_extras_are_installed_and_told() -> None:
+    assert set(FAST.by_format) == {"JPEG", "PNG", "WEBP"}
+    assert FAST.why == (
+        "pictures are decoded by simplejpeg (JPEG) and imagecodecs (PNG, WebP), else by Pillow"
+    )
+
+
+def test_without_the_extras_pillow_decodes_and_the_extra_is_named() -> None:
+    program = (
+        "import sys; sys.modules['simplejpeg'] = None; sys.modules['imagecodecs'] = None\n"
+        "from gracetune.data.decoders import choose_decoders\n"
+        "chosen = choose_decoders(); print(len(chosen.by_format), chosen.why)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == (
+        "0 pictures are decoded by Pillow; `pip install gracetune[images]` is faster"
+    )
+
+
+COLOURED = photo(61, 47)
+GREY = COLOURED[..., 0].copy()
+SEE_THROUGH = np.dstack([COLOURED, GREY])
+CASES = [
+    ("JPEG", COLOURED, {"subsampling": 0}),
+    ("JPEG", COLOURED, {"subsampling": 1, "quality": 97}),
+    ("JPEG", COLOURED, {"subsampling": 2, "progressive": True}),
+    ("JPEG", COLOURED, {"keep_rgb": True}),
+    ("JPEG", GREY, {}),
+    ("PNG", COLOURED, {}),
+    ("PNG", GREY, {}),
+    ("PNG", SEE_THROUGH, {"compress_level": 9}),
+    ("WEBP", COLOURED, {"quality": 80}),
+    ("WEBP", SEE_THROUGH, {"quality": 60}),
+    ("WEBP", COLOURED, {"lossless": True}),
+]
+
+
+@pytest.mark.parametrize(("file_format", "pixels", "options"), CASES)
+def test_fast_decoders_give_pillows_pixels(
+    file_format: str, pixels: np.ndarray, options: dict[str, object]
+) -> None:
+    data = picture_bytes(pixels, file_format, **options)
+    counting = Counting()
+    assert np.array_equal(np.asarray(decode(data, counting.decoders())), np.asarray(decode(data)))
+    assert counting.outcomes == [True]
+
+
+def _animated(file_format: str) -> bytes:
+    buffer = io.BytesIO()
+    frames = [Image.fromarray(photo(24, 16, seed)) for seed in range(3)]
+    frames[0].save(
+        buffer, file_format, save_all=True, append_images=frames[1:], duration=100, lossless=True
+    )
+    return buffer.getvalue()
+
+
+def _sixteen_bits() -> bytes:
+    levels = np.linspace(0, 65535, 256).reshape(16, 16).astype(np.uint16)
+    return picture_bytes(levels)
+
+
+def _palette() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(COLOURED).quantize(16).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _cmyk() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(COLOURED).convert("CMYK").save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [_animated("WEBP"), _animated("PNG"), _sixteen_bits(), _palette(), _cmyk()],
+    ids=["animated WebP", "animated PNG", "16 bits", "palette", "CMYK"],
+)
+def test_what_is_out_of_the_ordinary_is_pillows(data: bytes) -> None:
+    counting = Counting()
+    assert np.array_equal(np.asarray(decode(data, counting.decoders())), np.asarray(decode(data)))
+    assert True not in counting.outcomes
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
+def test_damage_is_pillows_to_judge(file_format: str) -> None:
+    data = picture_bytes(COLOURED, file_format)
+    counting = Counting()
+    with pytest.raises(UnreadableImageError) as slow:
+        decode(data[: len(data) // 2])
+    with pytest.raises(UnreadableImageError) as fast:
+        decode(data[: len(data) // 2], counting.decoders())
+    assert fast.value.reason == slow.value.reason
+    assert True not in counting.outcomes
+
+
+@pytest.mark.parametrize("decoders", [PILLOW, FAST])
+def test_reduced_decoding_stays_above_what_is_needed(decoders: Decoders) -> None:
+    data = picture_bytes(photo(640, 480), "JPEG", quality=95)
+    reduced = decode(data, decoders, (150, 110))
+    assert reduced.size == (160, 120)
+    near = np.asarray(decode(data).resize((160, 120), Image.Resampling.BOX)).astype(int)
+    assert np.abs(np.asarray(reduced) - near).mean() < 3
+    assert decode(data, decoders, (150, 121)).size == (320, 240)
+    assert decode(picture_bytes(photo(64, 48)), decoders, (8, 6)).size == (64, 48)
+
+
+@pytest.mark.parametrize("decoders", [PILLOW, FAST])
+def test_reduced_decoding_knows_which_way_is_up(decoders: Decoders) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = picture_bytes(photo(640, 320), "JPEG", exif=exif)
+    assert decode(data, decoders, (80, 150)).size == (80, 160)
+    assert decode(data, decoders, (81, 150)).size == (160, 320)

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from made_media import grey_frames, photo, picture_bytes, sound_bytes, tone, video_bytes
+
+from gracetune.data.sample import UnreadableSampleError
+from gracetune.data.video import VideoFacts, decode_video, probe_video
+
+CLIP = video_bytes(grey_frames(60))
+MATROSKA = video_bytes(grey_frames(60), container="matroska")
+CONTAINERS = [("mp4", "libx264"), ("matroska", "libx264"), ("webm", "libvpx-vp9"), ("avi", "ffv1")]
+
+
+def _levels(data: bytes, count: int, fps: float, clip: float = 0.0) -> list[int]:
+    """The number of the frame that each moment shows."""
+    pixels = decode_video(data, (16, 16), count, fps, clip)
+    assert tuple(pixels.shape) == (3, count, 16, 16)
+    return [round(float(level + 1) * 127.5 / 4) for level in pixels[0, :, 8, 8]]
+
+
+@pytest.mark.parametrize(("container", "codec"), CONTAINERS)
+def test_every_container_is_read_frame_by_frame(container: str, codec: str) -> None:
+    data = video_bytes(grey_frames(60), container=container, codec=codec)
+    facts = probe_video(data)
+    assert (facts.width, facts.height) == (64, 48)
+    assert facts.fps == pytest.approx(24)
+    assert facts.seconds == pytest.approx(2.5, abs=0.002)
+    assert _levels(data, 57, 24.0) == list(range(57))
+
+
+@pytest.mark.parametrize(
+    ("fps", "count", "shown"),
+    [
+        (12.0, 13, [2 * n for n in range(13)]),
+        (48.0, 13, [n // 2 for n in range(13)]),
+        (16.0, 9, [int(n * 1.5) for n in range(9)]),
+        (30.0, 17, [int(n * 0.8 + 0.03) for n in range(17)]),
+    ],
+)
+def test_each_moment_shows_what_a_player_would(fps: float, count: int, shown: list[int]) -> None:
+    assert _levels(CLIP, count, fps) == shown
+
+
+def test_the_clip_lies_where_it_is_asked_for() -> None:
+    assert _levels(CLIP, 5, 24.0, 0.0) == [0, 1, 2, 3, 4]
+    assert _levels(CLIP, 5, 24.0, 1.0) == [55, 56, 57, 58, 59]
+    middle = _levels(CLIP, 5, 24.0, 0.5)
+    assert middle[0] in (27, 28)
+    assert middle == list(range(middle[0], middle[0] + 5))
+
+
+def test_a_late_clip_of_a_long_video_is_found_by_seeking() -> None:
+    frames = [np.full((48, 64, 3), n // 10 * 8, np.uint8) for n in range(240)]
+    data = video_bytes(frames)
+    pixels = decode_video(data, (16, 16), 21, 24.0, 1.0)
+    assert [round(float(v + 1) * 127.5 / 8) for v in pixels[0, ::10, 8, 8]] == [21, 22, 23]
+
+
+def test_a_video_that_is_too_short_is_unreadable() -> None:
+    assert len(_levels(CLIP, 60, 24.0)) == 60
+    with pytest.raises(UnreadableSampleError, match="ends after 60 of 61 frames at 24 a second"):
+        decode_video(CLIP, (16, 16), 61, 24.0)
+
+
+def test_clips_cover_their_bucket_as_pictures_do() -> None:
+    frame = np.zeros((48, 96, 3), np.uint8)
+    frame[:, 48:] = 255
+    data = video_bytes([frame] * 5)
+    centre = decode_video(data, (48, 48), 5, 24.0)
+    assert centre[0, 2, 24, 8] < -0.9
+    assert centre[0, 2, 24, 40] > 0.9
+    assert decode_video(data, (48, 48), 5, 24.0, crop=(0.0, 0.5))[0, 2].max() < -0.9
+
+
+@pytest.mark.parametrize("colorspace", [1, 5])
+@pytest.mark.parametrize("size", [(64, 48), (1280, 720)])
+def test_colours_are_those_of_the_matrix_that_the_file_names(
+    colorspace: int, size: tuple[int, int]
+) -> None:
+    frame = np.empty((size[1], size[0], 3), np.uint8)
+    frame[:] = (200, 60, 30)
+    data = video_bytes([frame] * 2, colorspace=colorspace)
+    shown = (decode_video(data, (16, 16), 1, 24.0)[:, 0, 8, 8] + 1) * 127.5
+    assert shown.tolist() == pytest.approx([200, 60, 30], abs=4)
+
+
+def test_a_turned_video_is_upright() -> None:
+    """What a phone stores: pixels on their side, and a matrix that says so."""
+    frame = np.zeros((48, 64, 3), np.uint8)
+    frame[:, :32] = 255
+    data = bytearray(video_bytes([frame] * 5))
+    matrix = data.index(b"tkhd") + 4 + 40
+    quarter = [0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30]
+    data[matrix : matrix + 36] = b"".join(v.to_bytes(4, "big", signed=True) for v in quarter)
+    facts = probe_video(bytes(data))
+    assert (facts.width, facts.height) == (48, 64)
+    pixels = decode_video(bytes(data), (48, 64), 1, 24.0)
+    top, bottom = pixels[0, 0, 8].mean(), pixels[0, 0, 56].mean()
+    assert (float(top), float(bottom)) == pytest.approx((1, -1), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "the file is empty"),
+        (b"hello, I am a text" * 9, "not a video that can be read"),
+        (CLIP[: len(CLIP) // 2], "not a video that can be read"),
+        (sound_bytes(tone(0.5, 8000, 440), 8000), "the file has no video in it"),
+        (MATROSKA[: MATROSKA.index(b"\x1f\x43\xb6\x75")], "the video has no frames"),
+    ],
+    ids=["empty", "text", "truncated", "sound", "no frames"],
+)
+def test_what_is_no_video_says_why(data: bytes, reason: str) -> None:
+    with pytest.raises(UnreadableSampleError, match=reason):
+        probe_video(data)
+    with pytest.raises(UnreadableSampleError):
+        decode_video(data, (16, 16), 1, 24.0)
+
+
+def test_a_truncated_stream_is_as_long_as_what_is_there() -> None:
+    data = video_bytes([photo(64, 48, n) for n in range(60)], container="matroska")
+    half = probe_video(data[: len(data) // 2])
+    assert 0.3 < half.seconds < 1.6
+    with pytest.raises(UnreadableSampleError, match=r"ends after|damaged"):
+        decode_video(data[: len(data) // 2], (16, 16), 57, 24.0)
+
+
+def test_a_frame_of_too_many_pixels_is_not_decoded() -> None:
+    data = bytearray(video_bytes(grey_frames(2), codec="rawvideo", container="avi"))
+    at = data.index(b"strf") + 8 + 4
+    data[at : at + 8] = (10_000).to_bytes(4, "little") * 2
+    with pytest.raises(UnreadableSampleError, match="10000x10000 pixels; at most 67108864"):
+        probe_video(bytes(data))
+
+
+def test_a_picture_is_a_video_of_one_frame_at_most() -> None:
+    try:
+        facts = probe_video(picture_bytes(photo(64, 48), "JPEG"))
+    except UnreadableSampleError:
+        return
+    assert isinstance(facts, VideoFacts)
+    assert facts.seconds * facts.fps < 1.5
+
+
+def test_without_the_extra_the_error_names_it() -> None:
+    program = (
+        "import sys; sys.modules['av'] = None\n"
+        "from gracetune.data.video import probe_video\n"
+        "from gracetune.errors import ConfigError\n"
+        "try: probe_video(b'x')\n"
+        "except ConfigError as error: print(error)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "pip install gracetune[video]" in run.stdout
