@@ -14,6 +14,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Plain = str | int | float | bool | None
 CacheType = Literal["unified_memory", "memory", "disk"]
 
 
@@ -64,6 +65,26 @@ class InMemorySection(Section):
     """Most GiB that the staged bytes may take; more stops the run before it starts."""
 
 
+class ColumnsSection(Section):
+    """Which columns of a table (parquet, or a data set saved to disk) have what."""
+
+    image: str | None = None
+    """The files' bytes, plain or as `{bytes, path}`; none: found by type and usual name."""
+    caption: str | None = None
+    """The captions; none: the first of the usual names that is there, if any."""
+
+
+class RemoteSection(Section):
+    """How files at an address (`s3://...`, `https://...`) are asked for."""
+
+    timeout_s: PositiveFloat = 60.0
+    """How long one request may take before it counts as failed."""
+    retries: Count = 5
+    """How often a failed request is repeated, a little later each time."""
+    options: dict[str, Plain | dict[str, Plain]] = {}
+    """What fsspec's file system is made with, such as `anon` or `endpoint_url` for s3."""
+
+
 class ShapesSection(Section):
     """The made data set of coloured shapes."""
 
@@ -106,17 +127,25 @@ class DatasetSection(Section):
     id: str = "default"
     """A name for messages and reports."""
     type: str = "local"
-    """`local`: read from the folder; `in_memory`: staged once; `shapes`: made, then staged."""
+    """`local`: read where it is; `in_memory`: staged once; `shapes`: made, then staged.
+
+    Both take a folder, tar shards, parquet files, a saved Hugging Face data set or an address, and
+    see which it is; `tar`, `parquet`, `hf` and `remote` say so.
+    """
     dataset_type: Literal["image", "video", "audio"] = "image"
     """The kind of sample."""
     instance_data_dir: str | None = None
-    """The folder of samples."""
+    """The folder of samples; or shards, tables or an address, as `type` tells."""
     conditioning_data_dir: str | None = None
     """The folder of control or reference pictures: one for each sample, of the same stem."""
     mask_data_dir: str | None = None
     """The folder of masks (white: learn this): one for each sample, of the same stem."""
     in_memory: InMemorySection = InMemorySection()
     """Settings of staging."""
+    columns: ColumnsSection = ColumnsSection()
+    """Settings of tables."""
+    remote: RemoteSection = RemoteSection()
+    """Settings of addresses."""
     shapes: ShapesSection = ShapesSection()
     """Settings of the made data set."""
     resolution: Annotated[int, Field(ge=8)] = 1024
@@ -126,7 +155,7 @@ class DatasetSection(Section):
     crop: Literal["center", "top", "random"] = "center"
     """Which part of a picture stays where its bucket has another aspect; `random`: by the seed."""
     decode: Literal["exact", "fast"] = "exact"
-    """`fast`: large JPEG files are reduced while they are decoded; pixels differ a little."""
+    """`fast`: large JPEG files are reduced while they are decoded; pixels differ by a few levels."""
     bucket_step: Annotated[int, Field(ge=1)] | None = None
     """Bucket edges are multiples of this many pixels; none: the family's own step."""
     max_aspect: Annotated[float, Field(ge=1)] = 3.0
@@ -145,7 +174,9 @@ class DatasetSection(Section):
     """Audio: length of a clip; of several, the longest that a file is long enough for."""
     clip: Literal["start", "center", "random"] = "start"
     """Which part of a longer video or sound is the clip; `random`: by the seed."""
-    caption_strategy: Literal["auto", "textfile", "jsonl", "filename", "instanceprompt"] = "auto"
+    caption_strategy: Literal[
+        "auto", "textfile", "jsonl", "parquet", "filename", "instanceprompt"
+    ] = "auto"
     """Where captions come from; `auto`: metadata.jsonl if there is one, else a .txt beside each."""
     instance_prompt: str | None = None
     """The one caption of `instanceprompt`."""

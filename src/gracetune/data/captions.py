@@ -8,15 +8,20 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from gracetune.data.parallel import default_workers, ordered_map
+from gracetune.data.source import printable
 from gracetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.source import Source
 
+    Rows = Iterator[tuple[str, str, str]]
+    """Where a row is, for messages; the name of its sample; its caption."""
+
 METADATA = "metadata.jsonl"
+PARQUET = "metadata.parquet"
 NAMED = 5
 """How many pictures without a caption an error names."""
 
@@ -25,24 +30,26 @@ def read_captions(
     source: Source, image_keys: Sequence[str], section: DatasetSection, setting: str = "datasets"
 ) -> dict[str, str]:
     """A caption for every picture, empty only where the user wrote an empty one."""
-    names = source.keys()
     strategy = section.caption_strategy
     if strategy == "auto":
-        has_table = any(PurePosixPath(name).name == METADATA for name in names)
-        strategy = "jsonl" if has_table else "textfile"
+        strategy = "jsonl" if _tables(source, METADATA) else "textfile"
     match strategy:
         case "textfile":
             num_workers = section.in_memory.num_workers or default_workers()
             captions = _from_text_files(source, image_keys, num_workers, setting)
         case "jsonl":
-            captions = _from_tables(source, setting)
+            captions = _from_tables(source, METADATA, _read_jsonl, setting)
+        case "parquet":
+            captions = _from_tables(source, PARQUET, _read_parquet, setting)
         case "filename":
             captions = _from_names(image_keys)
         case "instanceprompt":
             captions = dict.fromkeys(image_keys, _prompt(section, setting))
     missing = [key for key in image_keys if key not in captions]
     if missing:
-        named = ", ".join(missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
+        named = ", ".join(map(printable, missing[:NAMED])) + (
+            ", ..." if len(missing) > NAMED else ""
+        )
         raise DataError(
             f"{setting}.caption_strategy is {section.caption_strategy!r}: {len(missing)} of "
             f"{len(image_keys)} pictures have no caption: {named}. {_WAY_OUT[strategy]}."
@@ -54,6 +61,7 @@ _OR = ", or set caption_strategy: instanceprompt with one instance_prompt for al
 _WAY_OUT = {
     "textfile": f"Put a .txt of the same name beside each (empty: an empty caption){_OR}",
     "jsonl": f"Add a line with file_name and text to {METADATA} for each{_OR}",
+    "parquet": f"Add a row with file_name and text to {PARQUET} for each{_OR}",
     "filename": f"Give each a name with words in it{_OR}",
 }
 
@@ -72,13 +80,21 @@ def _from_text_files(
     return {key: text.strip() for key, text in zip(beside, read, strict=True)}
 
 
-def _from_tables(source: Source, setting: str) -> dict[str, str]:
-    """Every metadata.jsonl; the one nearest to a picture has the last word."""
-    names = source.keys()
-    tables = [name for name in names if PurePosixPath(name).name == METADATA]
+def _tables(source: Source, name: str) -> list[str]:
+    """Every table of this name, the outermost first."""
+    found = [key for key in source.keys() if PurePosixPath(key).name == name]  # noqa: SIM118
+    return sorted(found, key=lambda key: key.count("/"))
+
+
+def _from_tables(
+    source: Source, name: str, rows_of: Callable[[bytes, str], Rows], setting: str
+) -> dict[str, str]:
+    """Every table of this name; the one nearest to a sample has the last word."""
     captions: dict[str, str] = {}
-    for table in sorted(tables, key=lambda name: name.count("/")):
-        captions |= _read_table(table, _text(source, table, setting), setting)
+    for table in _tables(source, name):
+        where = f"{setting}: {printable(table)}"
+        rows = rows_of(_bytes(source, table, setting), where)
+        captions |= _by_key(rows, PurePosixPath(table).parent)
     return captions
 
 
@@ -98,32 +114,53 @@ def _prompt(section: DatasetSection, setting: str) -> str:
 
 
 def _text(source: Source, key: str, setting: str) -> str:
+    return _decode(_bytes(source, key, setting), f"{setting}: {printable(key)}")
+
+
+def _bytes(source: Source, key: str, setting: str) -> bytes:
     try:
-        return source.read(key).decode("utf-8-sig")
+        return source.read(key)
+    except OSError as error:
+        raise DataError(
+            f"{setting}: {printable(key)} cannot be read ({error}). Mend or remove it."
+        ) from error
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{setting}: {key} is not UTF-8 (byte {error.start}: {error.reason}). Save it as UTF-8."
+            f"{where} is not UTF-8 (byte {error.start}: {error.reason}). Save it as UTF-8."
         ) from error
-    except OSError as error:
-        raise DataError(f"{setting}: {key} cannot be read ({error}). Mend or remove it.") from error
 
 
-def _read_table(table: str, text: str, setting: str) -> dict[str, str]:
-    """One table's captions by key; `file_name` starts at the table's own folder."""
-    folder = PurePosixPath(table).parent
+def _by_key(rows: Rows, folder: PurePosixPath) -> dict[str, str]:
+    """Captions by key; `file_name` starts at the table's own folder."""
     captions: dict[str, str] = {}
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        name, caption = _read_row(line, f"{setting}: {table}, line {number}")
+    for where, name, caption in rows:
         key = str(folder / name)
         if key in captions:
             raise DataError(
-                f"{setting}: {table}, line {number}: file_name {name!r} is there twice. "
-                "Leave one line a picture."
+                f"{where}: file_name {name!r} is there twice. Leave one line a picture."
             )
-        captions[key] = caption
+        captions[key] = caption.strip()
     return captions
+
+
+def _read_jsonl(data: bytes, where: str) -> Rows:
+    for number, line in enumerate(_decode(data, where).split("\n"), 1):
+        if line.strip():
+            place = f"{where}, line {number}"
+            yield place, *_read_row(line, place)
+
+
+def _read_parquet(data: bytes, where: str) -> Rows:
+    # Here, because only who has such a table needs the package behind it.
+    from gracetune.data.parquet import read_caption_table
+
+    for number, (name, caption) in enumerate(read_caption_table(data, where)):
+        yield f"{where}, row {number}", name, caption
 
 
 def _read_row(line: str, where: str) -> tuple[str, str]:
@@ -134,5 +171,5 @@ def _read_row(line: str, where: str) -> tuple[str, str]:
     values = [row.get(name) for name in ("file_name", "text")] if isinstance(row, dict) else []
     match values:
         case [str(name), str(caption)]:
-            return name, caption.strip()
+            return name, caption
     raise DataError(f'{where} must be {{"file_name": "...", "text": "..."}}; it is {line.strip()}')

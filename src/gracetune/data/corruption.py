@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from gracetune.data.source import printable
+from gracetune.durable import write_text
 from gracetune.errors import DataError
 from gracetune.events.types import Notice
 
@@ -30,8 +32,10 @@ class Corruption:
 class CorruptionLedger:
     """Keeps every unreadable sample of a run, once each, and tells it by name."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, report: Path | None = None) -> None:
+        """`report` is written before a run stops for its broken files, which must be mended."""
         self._tell = tell
+        self._report = report
         self._entries: dict[tuple[str, str], Corruption] = {}
 
     @property
@@ -44,15 +48,19 @@ class CorruptionLedger:
         if (dataset, key) in self._entries:
             return
         self._entries[dataset, key] = Corruption(dataset, key, reason)
-        self._tell(Notice(f"data set {dataset!r}: {key} is left out: {reason}", level="warning"))
+        text = f"data set {dataset!r}: {printable(key)} is left out: {printable(reason)}"
+        self._tell(Notice(text, level="warning"))
 
     def check(self, dataset: str, total: int, rate: float) -> None:
         """Stop once more than `rate` of the `total` samples are unreadable."""
         broken = [entry for entry in self.entries if entry.dataset == dataset]
         if len(broken) / total <= rate:
             return
-        named = "; ".join(f"{entry.key} ({entry.reason})" for entry in broken[:NAMED])
+        named = "; ".join(f"{printable(e.key)} ({printable(e.reason)})" for e in broken[:NAMED])
         more = f"; and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
+        if self._report is not None:
+            self.write(self._report)
+            more += f" (all of them in {self._report})"
         raise DataError(
             f"data set {dataset!r}: {len(broken)} of {total} samples cannot be read, more than "
             f"max_corruption_rate {rate:g} allows: {named}{more}. Mend or remove these files, or "
@@ -65,4 +73,4 @@ class CorruptionLedger:
             "unreadable": len(self._entries),
             "samples": [asdict(entry) for entry in self.entries],
         }
-        path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(report, indent=2, ensure_ascii=False) + "\n")

@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from gracetune.data.source import Source
 
 SOURCES = {
-    "local": "gracetune.data.folder:open_folder",
-    "in_memory": "gracetune.data.folder:open_folder",
+    "local": "gracetune.data.address:open_address",
+    "in_memory": "gracetune.data.address:open_address",
+    "tar": "gracetune.data.tar:open_tar",
+    "parquet": "gracetune.data.parquet:open_parquet",
+    "hf": "gracetune.data.hf_datasets:open_hf",
+    "remote": "gracetune.data.remote:open_remote",
     "shapes": "gracetune.data.shapes:open_shapes",
 }
 STAGED = frozenset(("in_memory", "shapes"))

@@ -54,7 +54,7 @@ class StagedSource:
         Processes of one machine that name the same folder in `meet_in` end up with one copy: the
         first stages, the others wait and map what it made.
         """
-        keys = sorted(keys)
+        keys = sorted(set(keys))
         sizes = sizes_of(source, keys, section.num_workers or default_workers())
 
         def make() -> Arena:

@@ -64,7 +64,7 @@ class Stores:
 def build_feed(run: RunFile, family: Family, mover: Mover, folder: Path, tell: Tell) -> Feed:
     """Prepare every data set; all that can be wrong with one is found here, before training."""
     stores = open_stores(run, folder, tell)
-    ledger = CorruptionLedger(tell)
+    ledger = CorruptionLedger(tell, folder / "corruption.json")
     decoders = choose_decoders()
     tell(Notice(decoders.why))
     groups: list[Group] = []

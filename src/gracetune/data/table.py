@@ -1,0 +1,241 @@
+"""Tables of samples as a source: rows of parquet and arrow files look like pictures and captions.
+
+A row is `row-000000.jpg` and `row-000000.txt`, so that captions beside pictures work as ever. What
+differs between the two file formats, how a group of rows is read, arrives as `Group`s.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gracetune.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "picture", "video", "mp4", "audio")
+CAPTION_NAMES = ("text", "caption", "captions", "prompt", "txt", "description")
+_ENDINGS = (
+    (0, b"\xff\xd8\xff", ".jpg"),
+    (0, b"\x89PNG", ".png"),
+    (8, b"WEBP", ".webp"),
+    (8, b"WAVE", ".wav"),
+    (0, b"GIF8", ".gif"),
+    (0, b"BM", ".bmp"),
+    (0, b"II*\x00", ".tiff"),
+    (0, b"MM\x00*", ".tiff"),
+    (4, b"ftypavif", ".avif"),
+    (4, b"ftyp", ".mp4"),
+    (0, b"\x1aE\xdf\xa3", ".mkv"),
+    (0, b"fLaC", ".flac"),
+    (0, b"OggS", ".ogg"),
+    (0, b"ID3", ".mp3"),
+)
+"""Where a format writes its name, and the ending that goes with it."""
+
+
+class Group(Protocol):
+    """Rows that can only be read together."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes the samples of the group have."""
+        ...
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """One column of the group."""
+        ...
+
+
+class Part(NamedTuple):
+    """One file of a table."""
+
+    name: str
+    """For keys, and for messages."""
+    folder: Path
+    """Where paths that it names start."""
+    schema: pa.Schema
+    groups: Sequence[Group]
+
+
+class _Place(NamedTuple):
+    part: int
+    group: int
+    row: int
+    is_text: bool
+
+
+class TableSource:
+    """Every row of a table with an image column, and a text column where there is one."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        origin: str,
+        setting: str,
+        image: str | None = None,
+        caption: str | None = None,
+    ) -> None:
+        """`image` and `caption` name columns; none: found by their types and usual names."""
+        self._parts = parts
+        self._origin = origin
+        schema = parts[0].schema
+        self._image = image_column(schema, image, f"{setting}.columns.image", origin)
+        self._caption = caption_column(schema, caption, f"{setting}.columns.caption", origin)
+        self._places: dict[str, _Place] = {}
+        for number, part in enumerate(parts):
+            self._list(number, part)
+        if not self._places:
+            raise DataError(f"{setting}.instance_data_dir: {origin} has no rows. Name another.")
+        self._keys = tuple(sorted(self._places))
+        self._last = _Last()
+
+    def keys(self) -> Sequence[str]:
+        return self._keys
+
+    def read(self, key: str) -> bytes:
+        place = self._place(key)
+        value = self._value(place)
+        if place.is_text:
+            return str(value or "").encode()
+        data, path = _data_and_path(value)
+        if data is not None:
+            return bytes(data)
+        if path is not None:
+            return (self._parts[place.part].folder / path).read_bytes()
+        raise OSError("the row has neither bytes nor a path")
+
+    def nbytes(self, key: str) -> int:
+        place = self._place(key)
+        value = self._value(place)
+        data, path = (None, None) if place.is_text else _data_and_path(value)
+        if path is not None and data is None:
+            return (self._parts[place.part].folder / path).stat().st_size
+        return len(self.read(key))
+
+    def estimate(self) -> int:
+        return sum(group.nbytes for part in self._parts for group in part.groups)
+
+    def describe(self) -> str:
+        return self._origin
+
+    def _list(self, number: int, part: Part) -> None:
+        prefix = f"{part.name}/" if len(self._parts) > 1 else ""
+        width = max(6, len(str(sum(group.num_rows for group in part.groups) - 1)))
+        row = 0
+        usual: str | None = None
+        for place, group in enumerate(part.groups):
+            endings = _endings_by_path(group, part.schema, self._image)
+            for within in range(group.num_rows):
+                ending = endings[within] if endings is not None else ""
+                if not ending:
+                    usual = usual or _usual_ending(group.column(self._image))
+                    ending = usual
+                stem = f"{prefix}row-{row:0{width}d}"
+                self._places[stem + ending] = _Place(number, place, within, is_text=False)
+                if self._caption is not None:
+                    self._places[stem + ".txt"] = _Place(number, place, within, is_text=True)
+                row += 1
+
+    def _place(self, key: str) -> _Place:
+        if key not in self._places:
+            raise FileNotFoundError(f"{self.describe()} has no {key!r}")
+        return self._places[key]
+
+    def _value(self, place: _Place) -> object:
+        """Read its group, unless it is the one that this thread read last: rows come in order."""
+        name = self._caption if place.is_text else self._image
+        assert name is not None, "a caption without a caption column"
+        wanted = (place.part, place.group, name)
+        if self._last.what != wanted:
+            group = self._parts[place.part].groups[place.group]
+            try:
+                self._last.column = group.column(name)
+            except pa.ArrowException as error:
+                raise OSError(f"its row group cannot be read ({error})") from error
+            self._last.what = wanted
+        return self._last.column[place.row].as_py()
+
+
+class _Last(threading.local):
+    """The column that a thread read last: whoever goes through the rows decodes each once."""
+
+    what: tuple[int, int, str] | None = None
+    column: pa.ChunkedArray = None
+
+
+def image_column(schema: pa.Schema, asked: str | None, setting: str, origin: str) -> str:
+    """The column of bytes: the one asked for, else by its type and the usual names."""
+    fitting = [field.name for field in schema if _holds_bytes(field.type)]
+    if asked is not None and asked in fitting:
+        return asked
+    if asked is None:
+        by_name = [name for name in IMAGE_NAMES if name in fitting]
+        if by_name or len(fitting) == 1:
+            return (by_name or fitting)[0]
+    have = ", ".join(f"{field.name} ({field.type})" for field in schema)
+    raise DataError(
+        f"{setting} is {asked!r}: {origin} has {'no such' if asked else 'no one obvious'} column "
+        f"of bytes. It has: {have}. Name the one with the files' bytes."
+    )
+
+
+def caption_column(schema: pa.Schema, asked: str | None, setting: str, origin: str) -> str | None:
+    """The column of captions; none where no column has a usual name."""
+    fitting = [field.name for field in schema if _holds_text(field.type)]
+    if asked is not None and asked not in fitting:
+        raise DataError(
+            f"{setting} is {asked!r}: {origin} has no such column of text. It has: "
+            f"{', '.join(fitting) or 'none'}. Name one of them, or leave it out."
+        )
+    return asked or next((name for name in CAPTION_NAMES if name in fitting), None)
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _data_and_path(value: object) -> tuple[bytes | None, str | None]:
+    if isinstance(value, dict):
+        return value["bytes"], value.get("path")
+    return (value, None) if isinstance(value, bytes) else (None, None)
+
+
+def _endings_by_path(group: Group, schema: pa.Schema, name: str) -> list[str] | None:
+    """The endings of the paths that rows keep beside their bytes, where they do."""
+    kind = schema.field(name).type
+    if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
+        return None
+    paths = group.column(f"{name}.path").to_pylist()
+    return [PurePosixPath(path).suffix.lower() if path else "" for path in paths]
+
+
+def _usual_ending(column: pa.ChunkedArray) -> str:
+    """What the first sample is, by its first bytes; decoders look at the bytes anyway."""
+    for value in column:
+        data, _ = _data_and_path(value.as_py())
+        if data:
+            for offset, mark, ending in _ENDINGS:
+                if data[offset : offset + len(mark)] == mark:
+                    return ending
+            break
+    return ".bin"
+
+
+def flatten(column: pa.ChunkedArray, inner: str) -> pa.ChunkedArray:
+    """One field of a column of structs."""
+    return pc.struct_field(column, inner)
