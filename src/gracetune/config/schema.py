@@ -155,7 +155,7 @@ class DatasetSection(Section):
     crop: Literal["center", "top", "random"] = "center"
     """Which part of a picture stays where its bucket has another aspect; `random`: by the seed."""
     decode: Literal["exact", "fast"] = "exact"
-    """`fast`: large JPEG files are reduced while they are decoded; pixels differ by a few levels."""
+    """`fast`: large JPEG files are reduced while they are decoded; pixels differ by few levels."""
     bucket_step: Annotated[int, Field(ge=1)] | None = None
     """Bucket edges are multiples of this many pixels; none: the family's own step."""
     max_aspect: Annotated[float, Field(ge=1)] = 3.0

@@ -190,9 +190,8 @@ def _place(section: DatasetSection, step: int) -> Callable[[Sample], Shape | str
 
 def available_frames(sample: Sample, section: DatasetSection) -> int:
     """How many frames a video has at the rate that the run file asks for."""
-    rate = section.fps or sample.fps
-    # Matroska rounds times to milliseconds, so that 30 frames may last a little less than 30 do.
-    return int((sample.seconds + 1.5e-3) * rate + 1e-6)
+    # Moments 0, 1/fps, ... before the end; Matroska rounds the end to milliseconds.
+    return max(1, math.ceil((sample.seconds - 1.5e-3) * (section.fps or sample.fps)))
 
 
 def _place_sounds(section: DatasetSection) -> Callable[[Sample], Shape | str]:

@@ -124,3 +124,112 @@ def test_json_names_every_dropped_sample() -> None:
             {"dataset": "cats", "key": "10x99.png", "reason": "max_aspect is 3, its aspect 9.90"}
         ],
     }
+
+
+def _film(seconds: float, fps: float, width: int = 64, height: int = 64) -> Sample:
+    key = f"{seconds}s{fps}.mp4"
+    return Sample("cats", key, "", "0", width, height, "video", seconds, fps)
+
+
+def _sound(seconds: float) -> Sample:
+    return Sample("cats", f"{seconds}s.wav", "", "0", 0, 0, "audio", seconds)
+
+
+def test_by_edge_every_bucket_has_the_same_shorter_edge() -> None:
+    sizes = bucket_sizes(64, 32, 2.0, "edge")
+    assert sizes == [(64, 128), (64, 96), (64, 64), (96, 64), (128, 64)]
+    section = _section(resolution=64, resolution_type="edge", max_aspect=2.0)
+    plan = assign([_sample(100, 100), _sample(160, 100), _sample(100, 195)], section, 32)
+    assert set(plan.buckets) == {(64, 64), (96, 64), (64, 128)}
+
+
+@given(
+    step=st.sampled_from([1, 8, 16]),
+    steps=st.integers(1, 20),
+    max_aspect=st.floats(1, 4),
+)
+def test_by_edge_no_bucket_is_above_the_aspect_or_off_the_grid(
+    step: int, steps: int, max_aspect: float
+) -> None:
+    edge = step * steps
+    sizes = bucket_sizes(edge, step, max_aspect, "edge")
+    assert sizes == sorted(set(sizes), key=lambda size: size[0] / size[1])
+    for width, height in sizes:
+        assert min(width, height) == edge
+        assert max(width, height) % step == 0
+        assert max(width, height) <= edge * max_aspect
+    assert len(sizes) == 1 + 2 * int((edge * max_aspect - edge) // step)
+
+
+def test_videos_take_the_longest_clip_they_have() -> None:
+    section = _section(resolution=64, dataset_type="video", frames=[81, 17, 49])
+    films = [_film(81 / 24, 24), _film(80 / 24, 24), _film(1.0, 24), _film(16 / 24, 24)]
+    wide = _film(5.0, 24, 128, 32)
+    plan = assign([*films, wide], _section_like(section, max_aspect=5.0), 32)
+    assert {shape: [film.key for film in group] for shape, group in plan.buckets.items()} == {
+        (64, 64, 17): [films[2].key],
+        (64, 64, 49): [films[1].key],
+        (64, 64, 81): [films[0].key],
+        (128, 32, 81): [wide.key],
+    }
+    assert [item.reason for item in plan.dropped] == ["frames is 17, it has 16"]
+    assert next(iter(plan.buckets)) == (64, 64, 17)
+    assert "128x32x81" in report(plan)
+    first = as_json(plan)["buckets"][0]  # type: ignore[index]
+    assert first == {
+        "width": 64,
+        "height": 64,
+        "frames": 17,
+        "samples": 1,
+        "cropped_share": 0.0,
+    }
+
+
+def _section_like(section: DatasetSection, **changes: object) -> DatasetSection:
+    return section.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(("fps", "frames"), [(None, 49), (12.0, 25), (48.0, 97)])
+def test_the_rate_of_the_run_file_decides_how_many_frames_there_are(
+    fps: float | None, frames: int
+) -> None:
+    section = _section(resolution=64, dataset_type="video", frames=[25, 49, 97], fps=fps)
+    (shape,) = assign([_film(97 / 48, 25)], section, 32).buckets
+    assert shape == (64, 64, frames)
+
+
+def test_milliseconds_that_matroska_rounds_away_cost_no_frame() -> None:
+    section = _section(resolution=64, dataset_type="video", frames=29)
+    assert assign([_film(1.208, 24)], section, 32).buckets  # 29 frames last 1.20833 s
+
+
+@pytest.mark.parametrize(
+    ("frames", "message"),
+    [(80, "frames is 80; video models take 4n.1 frames. Set 77 or 81"), ([], "frames is an empty")],
+)
+def test_frames_that_no_video_model_takes_are_refused(frames: object, message: str) -> None:
+    section = _section(resolution=64, dataset_type="video", frames=frames)
+    with pytest.raises(ConfigError, match=message):
+        assign([_film(9, 24)], section, 32)
+
+
+def test_sounds_take_the_longest_clip_they_have() -> None:
+    section = _section(dataset_type="audio", sample_rate=100, channels=1, seconds=[2, 0.5])
+    plan = assign([_sound(2.0), _sound(1.99), _sound(0.4)], section, 32)
+    assert {shape: len(group) for shape, group in plan.buckets.items()} == {(1, 50): 1, (1, 200): 1}
+    assert [item.reason for item in plan.dropped] == ["seconds is 0.5, it has 0.4"]
+    assert as_json(plan)["buckets"][0] == {  # type: ignore[index]
+        "channels": 1,
+        "length": 200,
+        "samples": 1,
+        "cropped_share": 0.0,
+    }
+
+
+def test_dropped_videos_and_sounds_say_what_to_ask_for() -> None:
+    with pytest.raises(
+        DataError, match=r"frames is 81, it has 24\. Loosen .* ask for fewer frames"
+    ):
+        assign([_film(1, 24)], _section(resolution=64, dataset_type="video"), 32)
+    with pytest.raises(DataError, match=r"seconds is 10, it has 1\. .* fewer seconds"):
+        assign([_sound(1)], _section(dataset_type="audio"), 32)

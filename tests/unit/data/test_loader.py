@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -230,3 +231,65 @@ def test_loader_is_its_own_iterator() -> None:
     loader = Loader(BatchOrder([_group("cats", 3)], 2, 0), _load)
     states = [state for _, state in itertools.islice(loader, 5)]
     assert [state.consumed for state in states] == [1, 2, 3, 4, 5]
+
+
+def _shown(order: BatchOrder, number: int, dataset: str = "cats") -> Counter[str]:
+    return Counter(
+        draw.sample.key
+        for batch in _epoch(order, number)
+        for draw in batch
+        if draw.sample.dataset == dataset
+    )
+
+
+@given(
+    count=st.integers(1, 30),
+    repeats=st.integers(1, 3),
+    weight=st.floats(0.05, 4),
+    seed=seeds,
+)
+def test_a_weight_is_kept_in_every_epoch_and_evenly_over_many(
+    count: int, repeats: int, weight: float, seed: int
+) -> None:
+    group = replace(_group("cats", count, repeats), weight=weight)
+    order = BatchOrder([group, _group("dogs", 5)], 4, seed)
+    total: Counter[str] = Counter()
+    for number in range(6):
+        shown = _shown(order, number)
+        assert sum(shown.values()) == max(1, round(count * repeats * weight))
+        assert sum(_shown(order, number, "dogs").values()) == 5
+        total += shown
+    every = [total[sample.key] for sample in group.samples]
+    assert max(every) - min(every) <= 1  # nobody comes twice before everybody came
+
+
+def test_weights_of_one_are_the_plain_order() -> None:
+    groups = [_group("cats", 9), _group("dogs", 7, 2, 0.5, (16, 8))]
+    heavy = [replace(group, weight=1.0) for group in groups]
+    plain, weighted = BatchOrder(groups, 4, 3), BatchOrder(heavy, 4, 3)
+    assert [_epoch(plain, n) for n in range(3)] == [_epoch(weighted, n) for n in range(3)]
+
+
+def test_weights_change_with_epochs_and_repeat_exactly() -> None:
+    groups = [replace(_group("cats", 10), weight=0.5)]
+    epochs = [set(_shown(BatchOrder(groups, 2, 0), n)) for n in range(4)]
+    everyone = {sample.key for sample in groups[0].samples}
+    assert epochs[0] | epochs[1] == epochs[2] | epochs[3] == everyone
+    assert epochs[0] != epochs[2]
+    forward = BatchOrder(groups, 2, 0)
+    backward = [set(_shown(forward, n)) for n in (3, 2, 1, 0)]
+    assert backward == epochs[::-1]
+
+
+@given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 3))
+def test_weighted_streams_resume_anywhere_with_any_world(
+    consumed: int, before: int, after: int
+) -> None:
+    groups = [replace(_group("cats", 7), weight=1.3), replace(_group("dogs", 5), weight=0.4)]
+    order = BatchOrder(groups, 2, 11)
+    straight = [order.at(index) for index in range(consumed * before + after)]
+    resumed = [
+        next(Loader(BatchOrder(groups, 2, 11), _load, rank, after, consumed * before))[0]
+        for rank in range(after)
+    ]
+    assert resumed == straight[consumed * before :]

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from made_media import photo, picture_bytes
+from PIL import Image
+
+from gracetune.config.schema import DatasetSection
+from gracetune.data.conditioning import JoinedSource, same_aspect
+from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.dataset import open_dataset
+from gracetune.data.folder import FolderSource
+from gracetune.data.recipe import recipe_of, render, render_control, render_mask
+from gracetune.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gracetune.data.dataset import OpenDataset
+    from gracetune.events.types import Event
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    """Two pictures; controls and masks of other formats and sizes, and one control too many."""
+    for name in ("pictures/deep", "controls/deep", "masks/deep"):
+        (tmp_path / name).mkdir(parents=True)
+    for stem, seed in (("a", 1), ("deep/b", 2)):
+        pixels = photo(60, 40, seed)
+        (tmp_path / f"pictures/{stem}.png").write_bytes(picture_bytes(pixels))
+        large = np.asarray(Image.fromarray(pixels).resize((120, 80), Image.Resampling.BICUBIC))
+        (tmp_path / f"controls/{stem}.webp").write_bytes(
+            picture_bytes(large, "WEBP", lossless=True)
+        )
+        mask = (pixels[..., 0] > 120).astype(np.uint8) * 255
+        (tmp_path / f"masks/{stem}.PNG").write_bytes(picture_bytes(mask))
+    (tmp_path / "controls/c.webp").write_bytes(b"of nothing")
+    return tmp_path
+
+
+def _open(folders: Path, **settings: object) -> tuple[OpenDataset, list[Event]]:
+    events: list[Event] = []
+    values = {
+        "id": "cats",
+        "caption_strategy": "filename",
+        "instance_data_dir": str(folders / "pictures"),
+        "conditioning_data_dir": str(folders / "controls"),
+        "mask_data_dir": str(folders / "masks"),
+        **settings,
+    }
+    section = DatasetSection.model_validate(values)
+    return open_dataset(section, 0, events.append, CorruptionLedger(events.append)), events
+
+
+@pytest.mark.parametrize("kind", ["local", "in_memory"])
+def test_companions_are_found_by_stem_and_read_from_one_source(folders: Path, kind: str) -> None:
+    dataset, _ = _open(folders, type=kind)
+    pairs = [[(c.role, c.key) for c in sample.companions] for sample in dataset.samples]
+    assert pairs == [
+        [("control", "(control) a.webp"), ("mask", "(mask) a.PNG")],
+        [("control", "(control) deep/b.webp"), ("mask", "(mask) deep/b.PNG")],
+    ]
+    for sample in dataset.samples:
+        for companion in sample.companions:
+            folder = {"control": "controls", "mask": "masks"}[companion.role]
+            on_disk = folders / folder / companion.key.partition(") ")[2]
+            assert dataset.source.read(companion.key) == on_disk.read_bytes()
+    assert len({c.digest for sample in dataset.samples for c in sample.companions}) == 4
+
+
+def test_picture_control_and_mask_lie_over_each_other(folders: Path) -> None:
+    dataset, _ = _open(
+        folders,
+        crop="random",
+        augmentations=[
+            {"name": "flip", "probability": 1},
+            {"name": "rotate", "probability": 1, "amount": 20},
+            {"name": "contrast", "probability": 1, "amount": 0.9},
+        ],
+    )
+    for sample in dataset.samples:
+        recipe = recipe_of(dataset.section, sample, seed=3)
+        control, mask = (dataset.source.read(c.key) for c in sample.companions)
+        image = render(dataset.source.read(sample.key), recipe, (32, 32))
+        shown = render_control(control, recipe, (32, 32))
+        learnt = render_mask(mask, recipe, (32, 32))
+        assert tuple(learnt.shape) == (1, 32, 32)
+        assert 0 <= float(learnt.min()) < float(learnt.max()) <= 1
+        aligned = np.corrcoef(image[0].flatten(), shown[0].flatten())[0, 1]
+        turned_away = np.corrcoef(image[0].flatten(), shown[0].flip(1).flatten())[0, 1]
+        assert aligned > 0.95 > turned_away
+        assert np.corrcoef(image[0].flatten(), learnt[0].flatten())[0, 1] > 0.7
+        assert float((image - shown).abs().mean()) > 0.01  # only the picture's colours changed
+
+
+def test_a_missing_companion_is_an_error_by_name(folders: Path) -> None:
+    (folders / "masks/deep/b.PNG").unlink()
+    with pytest.raises(DataError, match=r"datasets\[0\]\.mask_data_dir.*1 of 2.*deep/b\.png\. Add"):
+        _open(folders)
+
+
+def test_two_companions_of_one_stem_are_an_error(folders: Path) -> None:
+    (folders / "controls/a.jpg").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"a\.jpg and a\.webp are of one stem\. Leave one"):
+        _open(folders)
+
+
+def test_a_missing_folder_is_an_error_that_names_the_setting(folders: Path) -> None:
+    with pytest.raises(DataError, match="conditioning_data_dir"):
+        _open(folders, conditioning_data_dir=str(folders / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"no picture", r"its companion \(mask\) a\.PNG: not a picture"),
+        (picture_bytes(photo(40, 40)), r"\(mask\) a\.PNG is 40x40, of another aspect than 60x40"),
+    ],
+)
+def test_a_broken_companion_leaves_its_sample_out(
+    folders: Path, content: bytes, reason: str
+) -> None:
+    (folders / "masks/a.PNG").write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        _open(folders)
+    dataset, _ = _open(folders, max_corruption_rate=0.5)
+    assert [sample.key for sample in dataset.samples] == ["deep/b.png"]
+
+
+def test_aspects_are_compared_with_room_for_rounding() -> None:
+    assert same_aspect((1024, 768), (341, 256))
+    assert not same_aspect((1024, 768), (768, 1024))
+    assert not same_aspect((1000, 1000), (1000, 960))
+
+
+def test_a_joined_source_keeps_its_parts_apart(folders: Path) -> None:
+    pictures, masks = FolderSource(folders / "pictures"), FolderSource(folders / "masks")
+    joined = JoinedSource({"": pictures, "(mask) ": masks})
+    assert joined.keys() == ("(mask) a.PNG", "(mask) deep/b.PNG", "a.png", "deep/b.png")
+    assert joined.nbytes("(mask) a.PNG") == (folders / "masks/a.PNG").stat().st_size
+    assert joined.describe() == f"{pictures.describe()} with {masks.describe()}"
+    with pytest.raises(FileNotFoundError, match=r"has no 'b\.png'"):
+        joined.read("b.png")
+    (folders / "pictures/(mask) a.PNG").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"'\(mask\) a\.PNG' is the name of a sample too"):
+        JoinedSource({"": FolderSource(folders / "pictures"), "(mask) ": masks})

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+from made_media import photo, picture_bytes
+
+from gracetune.config.schema import DatasetSection
+from gracetune.data.decoders import PILLOW, choose_decoders
+from gracetune.data.images import decode, fit
+from gracetune.data.recipe import PLAIN, Recipe, demand_known_mode, recipe_of, render
+from gracetune.data.sample import Sample
+from gracetune.errors import ConfigError
+
+SAMPLE = Sample("cats", "a.png", "a cat", "abc", 64, 48)
+OTHER = Sample("cats", "b.png", "a cat", "abd", 64, 48)
+
+
+def _section(**settings: object) -> DatasetSection:
+    return DatasetSection.model_validate({"id": "cats", **settings})
+
+
+def test_the_plain_recipe_has_the_name_it_always_had() -> None:
+    assert recipe_of(_section(), SAMPLE, 0) == PLAIN
+    assert PLAIN.name == "cover-lanczos-centre"
+
+
+def test_whatever_changes_pixels_changes_the_name() -> None:
+    flip = [{"name": "flip", "probability": 1}]
+    turn = [{"name": "rotate", "probability": 1}]
+    recipes = [
+        recipe_of(_section(), SAMPLE, 0),
+        recipe_of(_section(crop="top"), SAMPLE, 0),
+        recipe_of(_section(crop="random"), SAMPLE, 0),
+        recipe_of(_section(crop="random"), OTHER, 0),
+        recipe_of(_section(crop="random"), SAMPLE, 1),
+        recipe_of(_section(crop="random"), SAMPLE, 0, generation=1),
+        recipe_of(_section(decode="fast"), SAMPLE, 0),
+        recipe_of(_section(augmentations=flip), SAMPLE, 0),
+        recipe_of(_section(augmentations=turn), SAMPLE, 0),
+        recipe_of(_section(augmentations=turn), SAMPLE, 0, generation=1),
+        recipe_of(_section(augmentations=flip, decode="fast"), SAMPLE, 0),
+    ]
+    assert len({recipe.name for recipe in recipes}) == len(recipes)
+
+
+def test_a_draw_that_changes_nothing_shares_the_plain_entry() -> None:
+    never = _section(augmentations=[{"name": "flip", "probability": 0}])
+    assert recipe_of(never, SAMPLE, 0).name == PLAIN.name
+
+
+def test_random_crops_lie_anywhere_and_names_are_exact() -> None:
+    section = _section(crop="random")
+    places = [recipe_of(section, Sample("cats", "a", "", str(n), 9, 9), 0).crop for n in range(300)]
+    for axis in (0, 1):
+        values = [place[axis] for place in places]
+        assert min(values) < 0.03
+        assert max(values) > 0.97
+        assert sum(values) / len(values) == pytest.approx(0.5, abs=0.05)
+        assert all(0 <= value <= 1 and value * 1024 == int(value * 1024) for value in values)
+    assert Recipe(crop=(1 / 1024, 1.0)).name == "cover-lanczos-0.0009765625,1"
+
+
+def test_crops_take_the_part_they_name() -> None:
+    data = picture_bytes(photo(64, 96))
+    whole = decode(data)
+    top = render(data, recipe_of(_section(crop="top"), SAMPLE, 0), (64, 64))
+    assert top.equal(fit(whole.crop((0, 0, 64, 64)), 64, 64))
+    assert render(data, PLAIN, (64, 64)).equal(fit(whole.crop((0, 16, 64, 80)), 64, 64))
+    bottom = render(data, Recipe(crop=(0.5, 1.0)), (64, 64))
+    assert bottom.equal(fit(whole.crop((0, 32, 64, 96)), 64, 64))
+
+
+@pytest.mark.parametrize("decoders", [PILLOW, choose_decoders()])
+def test_fast_is_near_and_exact_is_exact(decoders: object) -> None:
+    data = picture_bytes(photo(800, 600), "JPEG", quality=95)
+    exact = render(data, PLAIN, (96, 64), decoders)
+    assert exact.equal(render(data, PLAIN, (96, 64)))
+    fast = render(data, Recipe(fast=True), (96, 64), decoders)
+    assert not fast.equal(exact)
+    assert float((fast - exact).abs().mean()) < 0.05
+
+
+def test_fast_waits_where_augmentations_need_the_whole_picture() -> None:
+    data = picture_bytes(photo(800, 600), "JPEG", quality=95)
+    section = _section(augmentations=[{"name": "crop", "probability": 1, "amount": 0.9}])
+    exact = recipe_of(section, SAMPLE, 0)
+    fast = recipe_of(section.model_copy(update={"decode": "fast"}), SAMPLE, 0)
+    assert fast.fast
+    assert render(data, fast, (96, 64)).equal(render(data, exact, (96, 64)))
+
+
+@pytest.mark.parametrize("mode", [None, "disable_cache", "refresh_each_epoch"])
+def test_modes_that_are_not_there_yet_are_refused_by_name(mode: str | None) -> None:
+    section = _section(augmentations=[{"name": "flip"}], augmentations_cache_mode=mode)
+    with pytest.raises(ConfigError, match=rf"datasets\[2\]\.augmentations_cache_mode is {mode!r}"):
+        demand_known_mode(section, 2)
+    demand_known_mode(_section(augmentations_cache_mode=mode), 2)
+    demand_known_mode(section.model_copy(update={"augmentations_cache_mode": "static"}), 2)
