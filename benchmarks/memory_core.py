@@ -43,6 +43,8 @@ STEPS, ROUNDS, WARM_UP = 20, 7, 5
 SIZES_MIB = (64, 128, 256, 512)
 TOUCHED = 512 * MIB
 LATENT = 128 * 1024
+BATCH_OF_LATENTS = 16
+TURNS = 15
 
 
 @dataclass(frozen=True)
@@ -187,35 +189,40 @@ class Bench:
         }
 
     def _time_hints(self, pool: UnifiedPool) -> dict[str, float]:
+        """A batch's worth of hints in a row, as a run gives them, and one alone, all idle else."""
         hints = self.hints
         with pool.allocating():
-            latent = torch.ones(LATENT, dtype=torch.uint8, device="cuda")
+            latents = [
+                torch.ones(LATENT, dtype=torch.uint8, device="cuda")
+                for _ in range(BATCH_OF_LATENTS)
+            ]
 
-        def to_host() -> Hint:
+        def to_host(latent: torch.Tensor) -> Hint:
             return hints.prefetch_to_device(latent, "cpu")
 
-        def to_device() -> Hint:
-            return hints.prefetch_to_device(latent)
-
-        def prefer_host() -> Hint:
-            return hints.prefer_cpu_residency(latent)
-
-        def prefer_device() -> Hint:
-            return hints.prefer_gpu_residency(latent)
-
-        span = span_of(latent, self.platform.page_bytes)
-        assert isinstance(span, Span), span
-
-        def driver_alone() -> Hint:
+        def driver_alone(latent: torch.Tensor) -> Hint:
+            span = span_of(latent, self.platform.page_bytes)
+            assert isinstance(span, Span), span
             code = self.driver.prefetch(span.pointer, span.nbytes, 0, torch_stream(0))
             return Hint("driver", Verdict.APPLIED if code == 0 else Verdict.FAILED, code=code)
 
+        fetch, to_cpu, to_gpu = (
+            hints.prefetch_to_device,
+            hints.prefer_cpu_residency,
+            hints.prefer_gpu_residency,
+        )
         return {
-            "prefetch_driver_alone_us": median_us(to_host, driver_alone),
-            "prefetch_to_device_us": median_us(to_host, to_device),
-            "prefetch_already_there_us": median_us(to_device, to_device),
-            "prefer_cpu_residency_us": median_us(prefer_device, prefer_host),
-            "prefer_gpu_residency_us": median_us(prefer_host, prefer_device),
+            name: min(us)
+            for name, us in by_turns(
+                {
+                    "prefetch_driver_alone_us": partial(median_us, latents, to_host, driver_alone),
+                    "prefetch_to_device_us": partial(median_us, latents, to_host, fetch),
+                    "prefetch_already_there_us": partial(median_us, latents, fetch, fetch),
+                    "prefer_cpu_residency_us": partial(median_us, latents, to_gpu, to_cpu),
+                    "prefer_gpu_residency_us": partial(median_us, latents, to_cpu, to_gpu),
+                    "one_prefetch_alone_us": partial(median_us, latents[:1], to_host, fetch),
+                }
+            ).items()
         }
 
 
@@ -287,16 +294,32 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def median_us(prepare: Callable[[], Hint], verb: Callable[[], Hint]) -> float:
-    """Microseconds that a hint holds its caller, each from the same state of an idle device."""
+def by_turns(measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Each measure once a turn. A shared CPU is slower by whole factors for seconds at a time, so
+    that the least disturbed turn is the figure, as with timeit."""
+    figures: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(TURNS):
+        for name, measure in measures.items():
+            figures[name].append(measure())
+    return figures
+
+
+def median_us(
+    tensors: list[torch.Tensor],
+    prepare: Callable[[torch.Tensor], Hint],
+    verb: Callable[[torch.Tensor], Hint],
+) -> float:
+    """Microseconds that a hint holds its caller, over rounds that start from the same state."""
     seconds = []
-    for _ in range(200):
-        must(prepare())
+    for _ in range(20):
+        for tensor in tensors:
+            must(prepare(tensor))
         torch.cuda.synchronize()
         start = time.perf_counter()
-        hint = verb()
-        seconds.append(time.perf_counter() - start)
-        must(hint)
+        hints = [verb(tensor) for tensor in tensors]
+        seconds.append((time.perf_counter() - start) / len(tensors))
+        for hint in hints:
+            must(hint)
     return median(seconds) * 1e6
 
 

@@ -1,5 +1,7 @@
 """The trainer on a CUDA device: the same losses with and without managed memory, and no waiting."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -37,7 +39,8 @@ def test_hints_put_batches_into_managed_memory_and_change_no_loss(
     run_training(hinted, sinks=[told])
     torch.testing.assert_close(losses(told), expected, rtol=2e-2, atol=0)
     assert told.of(MemoryUsed)[-1].managed > 0
-    assert not [e.text for e in told.events if type(e).__name__ == "Notice" and e.fallback]
+    refused = [e.text for e in told.events if type(e).__name__ == "Notice" and e.fallback]
+    assert all("no whole page" in text for text in refused), refused  # tiny's text is that small
 
 
 def test_resuming_on_the_device_goes_on_where_it_was(tiny_run, told):
@@ -56,7 +59,9 @@ def test_a_step_never_waits_for_the_device(tiny_run, told, tmp_path, adapter):
     for index in range(3):  # the first steps make optimizer state and choose kernels
         train_step(session.trainee, [batches[index]], 1, Progress(index, index))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for index in range(3, 6):
             train_step(session.trainee, [batches[index]], 1, Progress(index, index))

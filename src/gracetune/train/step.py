@@ -63,13 +63,14 @@ def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progr
     Each backward adds the *sum* of its samples' losses; the division by the samples really seen, on
     all ranks, comes once at the end. So a short batch or a changed window can never weigh too much.
     """
-    totals = torch.zeros(2, device=t.accelerator.device)
+    totals = torch.zeros(2, device=t.accelerator.device)  # the sum of losses, and their number
     for index, batch in enumerate(window):
         last = index == length - 1
         with nullcontext() if last else t.accelerator.no_sync(t.transformer):
             losses = batch_losses(t, batch, progress.micro_batches + index)
             t.accelerator.backward(losses.sum())
-        totals += torch.stack([losses.detach().sum(), losses.new_tensor(float(len(batch)))])
+        totals[0] += losses.detach().sum()
+        totals[1] += len(batch)
     loss_sum, samples = t.accelerator.reduce(totals, "sum")
     # Accelerate averages gradients over ranks, hence the world size.
     grad_norm = scale_and_clip(
