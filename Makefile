@@ -25,6 +25,8 @@ demo: venv  ## train the demo, then a LoRA on top of it, and judge the pictures
 	$(BIN)/gracetune train examples/demo.json
 	$(BIN)/gracetune train examples/demo-lora.json
 	$(BIN)/python examples/judge_shapes.py runs/demo
+	$(BIN)/python examples/judge_shapes.py runs/demo-lora --min-colour 0.85 --min-shape 0.85
+	@echo 'Pictures: runs/demo/validation and runs/demo-lora/validation'
 
 test: venv  ## the tests, with coverage
 	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=90
@@ -49,7 +51,7 @@ types: venv
 check: lint types test  ## format, lint, types, tests
 
 bench: venv  ## per-step overhead over a bare loop
-	$(BIN)/python benchmarks/bare_loop.py
+	$(BIN)/python benchmarks/bare_loop.py --write
 
 clean:  ## remove the environment and the demo's runs
 	rm -rf $(VENV) runs/demo runs/demo-lora .pytest_cache .mypy_cache .ruff_cache
