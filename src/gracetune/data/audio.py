@@ -32,6 +32,8 @@ EXTENSIONS = frozenset(
 )
 MAX_SECONDS = 6 * 3600
 MAX_CHANNELS = 64
+MAX_LEVEL = 1e6
+"""Full scale is 1, or 32768 where a writer forgot to scale; beyond all that is damage."""
 
 _BLOCK = 1 << 18
 _MARGIN = 256
@@ -52,11 +54,7 @@ def probe_audio(data: bytes) -> AudioFacts:
     _check_whole(data)
     count, facts = 0, None
     for block, facts in _blocks(data):
-        if not np.isfinite(block).all():
-            at = (count + int(np.argmin(np.isfinite(block).all(axis=1)))) / facts.sample_rate
-            raise UnreadableSampleError(
-                f"it holds values that are not numbers, first at {at:.3f} s"
-            )
+        _check_levels(block, count / facts.sample_rate, facts.sample_rate)
         count += len(block)
         if count > MAX_SECONDS * facts.sample_rate:
             raise UnreadableSampleError(f"longer than {MAX_SECONDS} seconds; cut it into clips")
@@ -77,8 +75,7 @@ def decode_audio(
     needed = -(-length * rate // sample_rate)
     first = int(clip * max(0, len(whole) - needed))
     part = to_channels(whole[first : first + needed + _MARGIN], channels)
-    if not np.isfinite(part).all():
-        raise UnreadableSampleError("it holds values that are not numbers")
+    _check_levels(part, first / rate, rate)
     if rate != sample_rate:
         part = soxr.resample(part, rate, sample_rate, quality="HQ")
     missing = length - len(part)
@@ -138,6 +135,8 @@ def _blocks_of_ffmpeg(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
         if not container.streams.audio:
             raise UnreadableSampleError("the file has no sound in it")
         stream = container.streams.audio[0]
+        if stream.codec_context is None:
+            raise UnreadableSampleError("its codec is not known")
         facts = _checked(AudioFacts(0.0, stream.rate or 0, stream.channels))
         # planar floats in the file's own layout and rate: mixing and resampling are ours
         resampler = av.AudioResampler(format="fltp")
@@ -147,6 +146,16 @@ def _blocks_of_ffmpeg(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
                 if waves.shape[1] != facts.channels or part.sample_rate != facts.sample_rate:
                     raise UnreadableSampleError("its rate or number of channels changes midway")
                 yield waves, facts
+
+
+def _check_levels(block: Waves, begin: float, rate: int) -> None:
+    """NaN and infinities fail the comparison too."""
+    sound = (np.abs(block) <= MAX_LEVEL).all(axis=1)
+    if not sound.all():
+        at = begin + float(np.argmin(sound)) / rate
+        raise UnreadableSampleError(
+            f"it holds values that are not numbers, or above {MAX_LEVEL:g}, first at {at:.3f} s"
+        )
 
 
 def _checked(facts: AudioFacts) -> AudioFacts:

@@ -26,7 +26,7 @@ BROKEN = (
     RuntimeError,
     ZeroDivisionError,
 )
-"""What FFmpeg's readers raise on hostile bytes, among them all of PyAV's own errors."""
+"""What PyAV's readers raise on hostile bytes, beside FFmpeg's own errors."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def opened(data: bytes, what: Literal["video", "sound"]) -> Iterator[InputContai
         raise
     except MemoryError as error:
         raise UnreadableSampleError("it needs more memory than there is") from error
-    except BROKEN as error:
+    except (*BROKEN, av.FFmpegError) as error:
         raise UnreadableSampleError(reason_of(error, what)) from error
 
 

@@ -125,6 +125,8 @@ def _stream(container: InputContainer) -> VideoStream:
     if not container.streams.video:
         raise UnreadableSampleError("the file has no video in it")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise UnreadableSampleError("its codec is not known")
     width, height = stream.codec_context.width, stream.codec_context.height
     if width * height > MAX_PIXELS:
         raise UnreadableSampleError(f"{width}x{height} pixels; at most {MAX_PIXELS} are read")

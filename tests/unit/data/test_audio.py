@@ -90,14 +90,16 @@ def test_a_streamed_wav_that_does_not_know_its_length_is_read() -> None:
     assert probe_audio(bytes(data)).seconds == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_a_number_is_unreadable_by_its_place(bad: float) -> None:
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -3e38])
+def test_what_is_no_level_is_unreadable_by_its_place(bad: float) -> None:
     waves = WAVES.copy()
     waves[8000, 1] = bad
     data = sound_bytes(waves, RATE, subtype="FLOAT")
-    with pytest.raises(UnreadableSampleError, match=r"not numbers, first at 0\.500 s"):
+    with pytest.raises(
+        UnreadableSampleError, match=r"not numbers, or above 1e\+06, first at 0\.500 s"
+    ):
         probe_audio(data)
-    with pytest.raises(UnreadableSampleError, match="not numbers"):
+    with pytest.raises(UnreadableSampleError, match=r"first at 0\.500 s"):
         decode_audio(data, 2, RATE, RATE)
     assert decode_audio(data, 2, RATE // 4, RATE).isfinite().all()
 

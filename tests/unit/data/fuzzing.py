@@ -1,0 +1,133 @@
+"""Files that are damaged by chance, and what becomes of each; run in processes that may die."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from made_media import grey_frames, m4a_bytes, photo, picture_bytes, sound_bytes, tone, video_bytes
+
+from gracetune.data.audio import decode_audio, probe_audio
+from gracetune.data.decoders import choose_decoders
+from gracetune.data.images import decode, probe
+from gracetune.data.sample import UnreadableSampleError
+from gracetune.data.video import decode_video, probe_video
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Damaged(NamedTuple):
+    """One file of a fuzz run: what it was, and the chance that damaged it."""
+
+    name: str
+    number: int
+
+
+def _picture(file_format: str, **options: object) -> bytes:
+    return picture_bytes(photo(48, 32), file_format, **options)
+
+
+PICTURES: dict[str, Callable[[], bytes]] = {
+    "jpeg": lambda: _picture("JPEG"),
+    "progressive": lambda: _picture("JPEG", progressive=True, subsampling=0),
+    "png": lambda: _picture("PNG"),
+    "alpha png": lambda: picture_bytes(np.dstack([photo(24, 16), photo(24, 16)[..., 0]])),
+    "webp": lambda: _picture("WEBP"),
+    "lossless webp": lambda: _picture("WEBP", lossless=True),
+    "gif": lambda: _picture("GIF"),
+    "tiff": lambda: _picture("TIFF"),
+    "packed tiff": lambda: _picture("TIFF", compression="tiff_lzw"),
+    "bmp": lambda: _picture("BMP"),
+    "avif": lambda: _picture("AVIF", speed=10),
+}
+VIDEOS: dict[str, Callable[[], bytes]] = {
+    "mp4": lambda: video_bytes(grey_frames(9)),
+    "matroska": lambda: video_bytes(grey_frames(9), container="matroska"),
+    "webm": lambda: video_bytes(grey_frames(9), container="webm", codec="libvpx-vp9"),
+    "avi": lambda: video_bytes(grey_frames(9), container="avi", codec="mpeg4"),
+}
+SOUNDS: dict[str, Callable[[], bytes]] = {
+    "wav": lambda: sound_bytes(tone(0.1, 8000, 440, 880), 8000),
+    "float wav": lambda: sound_bytes(tone(0.1, 8000, 440), 8000, subtype="FLOAT"),
+    "flac": lambda: sound_bytes(tone(0.1, 8000, 440), 8000, "FLAC"),
+    "ogg": lambda: sound_bytes(tone(0.1, 8000, 440), 8000, "OGG"),
+    "mp3": lambda: sound_bytes(tone(0.1, 8000, 440), 8000, "MP3"),
+    "m4a": lambda: m4a_bytes(tone(0.1, 8000, 440), 8000),
+}
+
+
+@functools.cache
+def clean(name: str) -> bytes:
+    return (PICTURES | VIDEOS | SOUNDS)[name]()
+
+
+def damage(task: Damaged) -> bytes:
+    """Bytes changed, runs blanked, parts cut out, doubled or moved, the end torn off."""
+    random = np.random.default_rng([task.number, *task.name.encode()])
+    data = bytearray(clean(task.name))
+    for _ in range(random.integers(1, 4)):
+        # half of the damage hits the header, where it hurts more
+        reach = min(len(data), 96) if random.random() < 0.5 else len(data)
+        at = int(random.integers(0, max(1, reach)))
+        length = int(random.integers(1, 40))
+        match int(random.integers(0, 7)):
+            case 0:
+                data[at : at + 1] = random.bytes(1)
+            case 1:
+                data[at : at + length] = random.bytes(length)
+            case 2:
+                data[at : at + 4] = bytes(
+                    [255, 0, 127, 128][int(random.integers(0, 4))] for _ in "1234"
+                )
+            case 3:
+                del data[at : at + length]
+            case 4:
+                data[at:at] = data[at : at + length]
+            case 5:
+                data[at : at + length] = bytes(length)
+            case 6:
+                del data[int(random.integers(0, len(data) + 1)) :]
+    return bytes(data)
+
+
+def read(task: Damaged) -> str:
+    """How it ended; anything but a clear line or a sample of the right shape is an error."""
+    data = damage(task)
+    try:
+        if task.name in PICTURES:
+            return _read_picture(data)
+        if task.name in VIDEOS:
+            return _read_video(data)
+        return _read_sound(data)
+    except UnreadableSampleError as error:
+        if not error.reason or "\n" in error.reason:
+            raise AssertionError(f"no line for people: {error.reason!r}") from error
+        return "unreadable"
+
+
+def _read_picture(data: bytes) -> str:
+    size = probe(data)
+    slow = decode(data)
+    assert slow.size == size, (slow.size, size)
+    fast = decode(data, choose_decoders())
+    assert fast.tobytes() == slow.tobytes(), "the fast decoder differs"
+    return "read"
+
+
+def _read_video(data: bytes) -> str:
+    facts = probe_video(data)
+    assert facts.width > 0 < facts.height
+    assert facts.fps > 0 <= facts.seconds
+    clip = decode_video(data, (16, 16), 5, min(facts.fps, 1000.0))
+    assert tuple(clip.shape) == (3, 5, 16, 16)
+    return "read"
+
+
+def _read_sound(data: bytes) -> str:
+    facts = probe_audio(data)
+    assert facts.seconds > 0
+    clip = decode_audio(data, 1, max(1, int(facts.seconds * 4000)), 4000)
+    assert clip.isfinite().all()
+    return "read"
