@@ -93,6 +93,7 @@ def test_sampling_gives_pictures(family, size):
 def test_exported_weights_load_again(family, tmp_path):
     family.export(tmp_path)
     back = load_family(ModelSection(family=family.name, path=str(tmp_path)))
+    assert back.weights_digest() == family.weights_digest()
     assert back.identity() == family.identity()
 
 

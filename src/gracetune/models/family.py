@@ -51,7 +51,11 @@ class Family(Protocol):
         ...
 
     def identity(self) -> Mapping[str, str]:
-        """What `latents` and `text` depend on: caches are keyed by it; `weights` for resuming."""
+        """What `latents` and `text` depend on: caches are keyed by it."""
+        ...
+
+    def weights_digest(self) -> str:
+        """A name for the transformer's weights as they are now; reads all of them."""
         ...
 
     def blocks(self) -> Sequence[nn.Module]:

@@ -106,8 +106,11 @@ class Tiny:
         return {
             "latents": f"tiny-unshuffle-{CELL}",
             "text": f"tiny-words-{TEXT_WIDTH}-{POSITION_SHARE}",
-            "weights": digest_of_weights(self.transformer),
         }
+
+    def weights_digest(self) -> str:
+        """Of the transformer alone: nothing else has weights."""
+        return digest_of_weights(self.transformer)
 
     def blocks(self) -> Sequence[nn.Module]:
         """The joint transformer blocks."""

@@ -105,7 +105,7 @@ def build(
     family = load_family(run.model)
     family.to(device)
     choose_attention(family.transformer, run.model.attention_mechanism)
-    weights = family.identity()["weights"]
+    weights = family.weights_digest()
     mover = build_mover(run.gh200_optimizations, device, tell)
     feed = build_feed(run, family, mover, folder, tell)
     modules = _make_trainable(run, family, tell)

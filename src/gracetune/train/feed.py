@@ -95,10 +95,7 @@ def open_stores(run: RunFile, folder: Path, tell: Tell) -> Stores:
     root = Path(section.cache_dir) if section.cache_dir else folder / "cache"
     persistent = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
     if "unified_memory" in (section.vae_cache_type, section.text_cache_type):
-        where = "pinned host memory" if torch.cuda.is_available() else "host memory"
-        tell(
-            Notice(f"cache type unified_memory: entries live in {where} and are copied before use")
-        )
+        tell(Notice("cache type unified_memory: entries live in host memory, moved before use"))
 
     def store(kind: str, cache_type: str) -> Store:
         if persistent or cache_type == "disk":

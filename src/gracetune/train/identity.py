@@ -43,6 +43,15 @@ FREE_IN_DATASETS = {
 def identity_of(
     run: RunFile, samples: Iterable[Sample], weights: str, precision: str
 ) -> dict[str, object]:
+    """The settings, and the contents that they lead to."""
+    return {
+        **settings_of(run, precision),
+        "the model's weights at the start": weights,
+        "the training samples and captions": digest_of_samples(samples),
+    }
+
+
+def settings_of(run: RunFile, precision: str) -> dict[str, object]:
     """Every setting that shapes the weights, by its name in the run file."""
     settings = run.model_dump(mode="json", include=set(SECTIONS))
     for dataset in settings["datasets"]:
@@ -53,8 +62,6 @@ def identity_of(
     if DEPENDS_ON_LENGTH[run.optimizer.schedule]:
         flat["train.max_train_steps"] = run.train.max_train_steps
     flat["train.mixed_precision"] = precision
-    flat["the model's weights at the start"] = weights
-    flat["the training samples and captions"] = digest_of_samples(samples)
     return flat
 
 
@@ -68,9 +75,12 @@ def digest_of_samples(samples: Iterable[Sample]) -> str:
     return hasher.hexdigest(length=16)
 
 
-def demand_same(saved: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Refuse to go on with another run's checkpoint."""
-    differing = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
+def demand_same(
+    saved: Mapping[str, object], now: Mapping[str, object], *, contents: bool = True
+) -> None:
+    """Refuse to go on with another run's checkpoint; without `contents`, by settings alone."""
+    names = {**saved, **now} if contents else now
+    differing = [key for key in names if saved.get(key) != now.get(key)]
     if differing:
         lines = [f"{key} was {saved.get(key)!r}, is {now.get(key)!r}" for key in differing]
         raise CheckpointError(

@@ -26,6 +26,7 @@ from gracetune.events.types import (
 )
 from gracetune.train import checkpoint
 from gracetune.train.build import CHECKPOINT_FOLDER, build, resume, start_accelerator
+from gracetune.train.identity import demand_same, settings_of
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from gracetune.train.state import Progress
 
 LOG = "events.jsonl"
+PRECISION_NAMES = {"no": "fp32", "bf16": "bf16"}
 
 
 class Landmarks:
@@ -74,7 +76,12 @@ def run_training(
     demand_writable(folder)
     warnings: list[str] = []
     snapshot = find_snapshot(folder, resume_from, warnings.append)
-    first_step = snapshot.progress.step if snapshot is not None else 0
+    first_step = 0
+    if snapshot is not None:
+        first_step = snapshot.progress.step
+        # What can be refused now is not refused after an hour of encoding.
+        settings = settings_of(run, accelerator.mixed_precision)
+        demand_same(snapshot.identity, settings, contents=False)
     requests, interrupt = Requests(folder), Interrupt()
     if accelerator.is_main_process:
         requests.open(os.getpid(), _verbs(run))
@@ -161,5 +168,5 @@ def _started(session: Session, progress: Progress) -> RunStarted:
         start_step=progress.step,
         num_samples=len(session.feed.trained),
         device=str(t.accelerator.device),
-        precision=t.accelerator.mixed_precision,
+        precision=PRECISION_NAMES[t.accelerator.mixed_precision],
     )

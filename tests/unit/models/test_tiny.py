@@ -10,9 +10,11 @@ from gracetune.models.tiny import load
 
 
 def test_weights_are_a_function_of_the_seed():
-    first, again, other = (load(ModelSection(init_seed=seed)).identity() for seed in (1, 1, 2))
+    first, again, other = (
+        load(ModelSection(init_seed=seed)).weights_digest() for seed in (1, 1, 2)
+    )
     assert first == again
-    assert first["weights"] != other["weights"]
+    assert first != other
 
 
 def test_loading_leaves_the_process_generator_alone():
@@ -44,7 +46,7 @@ def test_what_is_exported_is_what_is_loaded(tmp_path):
     family = load(ModelSection(init_seed=5))
     family.export(tmp_path)
     back = load_family(ModelSection(path=str(tmp_path)))
-    assert back.identity() == family.identity()
+    assert back.weights_digest() == family.weights_digest()
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
