@@ -1,92 +1,199 @@
-"""What every source promises, whichever it is."""
+"""The source contract over every source that gracetune has."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
+from made_sources import (
+    FILES,
+    JPEG,
+    PNG,
+    image_table,
+    save_to_disk,
+    write_folder,
+    write_parquet,
+    write_tar,
+)
 
-from gracetune.config.schema import InMemorySection, ShapesSection
+from gracetune.config.schema import (
+    ColumnsSection,
+    DatasetSection,
+    InMemorySection,
+    RemoteSection,
+    ShapesSection,
+)
+from gracetune.data.contract import CHECKS, Check
 from gracetune.data.folder import FolderSource
+from gracetune.data.hf_datasets import open_hf
+from gracetune.data.parquet import open_parquet
+from gracetune.data.remote import RemoteSource
 from gracetune.data.shapes import ShapesSource
 from gracetune.data.staged import StagedSource
+from gracetune.data.tar import TarSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from gracetune.data.source import Source
 
-FILES = {
-    "b.png": b"second",
-    "a.png": b"first " * 100,
-    "deep/er/ünï cødé.txt": b"",
-    "deep/z.bin": bytes(range(256)),
+    Made = tuple[Source, Mapping[str, bytes]]
+
+IMAGES = [JPEG + bytes([number]) * 50_000 for number in range(5)]
+TEXTS = ["a cat", "a dog", "", "zwölf", "a bird"]
+ROWS = {f"row-00000{n}.jpg": data for n, data in enumerate(IMAGES)} | {
+    f"row-00000{n}.txt": text.encode() for n, text in enumerate(TEXTS)
 }
 
 
-def _folder(root: Path) -> FolderSource:
-    for name, data in FILES.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(data)
-    return FolderSource(root)
+def _quiet(event: object) -> None:
+    pass
 
 
-def _staged(compression: str) -> Callable[[Path], Source]:
-    def make(root: Path) -> Source:
-        folder = _folder(root)
-        section = InMemorySection.model_validate({"compression": compression})
-        return StagedSource.stage(folder, folder.keys(), section, lambda event: None)
+def _folder(root: Path) -> Made:
+    return FolderSource(write_folder(root)), FILES
+
+
+def _shapes(root: Path) -> Made:
+    source = ShapesSource(root / "made", ShapesSection(copies=1, concept="star"), _quiet)
+    return source, {
+        str(path.relative_to(root / "made")): path.read_bytes()
+        for path in (root / "made").rglob("[!.]*")
+        if path.is_file()
+    }
+
+
+def _tar(root: Path) -> Made:
+    return TarSource([write_tar(root / "one.tar", FILES)], _quiet), FILES
+
+
+def _tars(root: Path) -> Made:
+    shards = [write_tar(root / f"{name}.tar", FILES) for name in ("first", "second")]
+    expected = {f"{shard.stem}/{key}": data for shard in shards for key, data in FILES.items()}
+    return TarSource(shards, _quiet), expected
+
+
+def _parquet(root: Path) -> Made:
+    path = write_parquet(root / "rows.parquet", image_table(IMAGES, TEXTS))
+    section = DatasetSection(instance_data_dir=str(path))
+    return open_parquet(section, "datasets[0]", _quiet), ROWS
+
+
+def _parquets(root: Path) -> Made:
+    names = ["x.png", "y.png", "z.JPEG", None, "v.png"]
+    write_parquet(root / "a.parquet", image_table(IMAGES, TEXTS, names))
+    write_parquet(root / "b.parquet", image_table([PNG + b"1"], ["one"]))
+    columns = ColumnsSection(image="image", caption="text")
+    section = DatasetSection(instance_data_dir=str(root), columns=columns)
+    endings = [".png", ".png", ".jpeg", ".jpg", ".png"]
+    expected = {f"a/row-00000{n}{endings[n]}": data for n, data in enumerate(IMAGES)}
+    expected |= {f"a/row-00000{n}.txt": text.encode() for n, text in enumerate(TEXTS)}
+    expected |= {"b/row-000000.png": PNG + b"1", "b/row-000000.txt": b"one"}
+    return open_parquet(section, "datasets[0]", _quiet), expected
+
+
+def _hf(stream: bool) -> Callable[[Path], Made]:
+    def make(root: Path) -> Made:
+        folder = save_to_disk(root / "saved", image_table(IMAGES, TEXTS), stream=stream)
+        section = DatasetSection(instance_data_dir=str(folder))
+        return open_hf(section, "datasets[0]", _quiet), ROWS
 
     return make
 
 
-def _shapes(root: Path) -> ShapesSource:
-    return ShapesSource(root / "made", ShapesSection(copies=1, concept="star"), lambda event: None)
+def _file_address(root: Path) -> Made:
+    return RemoteSource(f"file://{write_folder(root)}", RemoteSection(), range_nbytes=1000), FILES
 
 
-MAKERS = {
+def _staged(compression: str, origin: Callable[[Path], Made]) -> Callable[[Path], Made]:
+    def make(root: Path) -> Made:
+        source, expected = origin(root)
+        section = InMemorySection.model_validate({"compression": compression})
+        return StagedSource.stage(source, list(source.keys()), section, _quiet), expected
+
+    return make
+
+
+def _attached(root: Path) -> Made:
+    source, expected = _staged("auto", _folder)(root)
+    assert isinstance(source, StagedSource)
+    return _Holding(StagedSource.attach(source.ticket), source), expected
+
+
+class _Holding(StagedSource):
+    """An attached source beside the one that it was attached to, which must stay."""
+
+    def __init__(self, attached: StagedSource, holder: StagedSource) -> None:
+        super().__init__(attached._arena)
+        self.holder = holder
+
+
+MAKERS: dict[str, Callable[[Path], Made]] = {
     "folder": _folder,
     "shapes": _shapes,
+    "tar": _tar,
+    "tars": _tars,
+    "parquet": _parquet,
+    "parquets": _parquets,
+    "hf": _hf(stream=True),
+    "hf-file": _hf(stream=False),
+    "address": _file_address,
+    "attached": _attached,
+    "staged-tars": _staged("none", _tars),
+    "staged-parquet": _staged("auto", _parquet),
     **{
-        f"staged-{name}": _staged(name)
+        f"staged-{name}": _staged(name, _folder)
         for name in ("none", "auto", "lz4", "zlib", "snappy", "zstd")
     },
 }
-HOLDING_FILES = [name for name in MAKERS if name != "shapes"]
 
 
-@pytest.fixture(params=MAKERS)
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
-    return MAKERS[request.param](tmp_path)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_contract(maker: str, check: Check, tmp_path: Path) -> None:
+    check(*MAKERS[maker](tmp_path))
 
 
-def test_keys_are_sorted_relative_and_the_same_each_time(source: Source) -> None:
-    keys = list(source.keys())
-    assert keys
-    assert keys == sorted(set(keys)) == list(source.keys())
-    assert not any(key.startswith(("/", ".")) or "\\" in key for key in keys)
+class _Lying:
+    """A folder source that breaks one promise."""
+
+    def __init__(self, root: Path, **lies: object) -> None:
+        self._true = FolderSource(root)
+        self._lies = lies
+
+    def keys(self) -> list[str]:
+        return list(self._lies.get("keys", self._true.keys()))  # type: ignore[call-overload]
+
+    def read(self, key: str) -> bytes:
+        return self._lies["read"] if "read" in self._lies else self._true.read(key)  # type: ignore[return-value]
+
+    def nbytes(self, key: str) -> int:
+        return self._true.nbytes(key) + int("nbytes" in self._lies)
+
+    def describe(self) -> str:
+        return str(self._lies.get("describe", "files"))
 
 
-def test_nbytes_is_the_length_of_what_is_read(source: Source) -> None:
-    for key in source.keys():  # noqa: SIM118
-        assert source.nbytes(key) == len(source.read(key))
-
-
-@pytest.mark.parametrize("key", ["absent", "", "../outside", "/etc/hostname", "A.PNG"])
-def test_an_unknown_key_is_an_os_error_that_names_it(source: Source, key: str) -> None:
-    with pytest.raises(FileNotFoundError, match="has no"):
-        source.read(key)
-    with pytest.raises(FileNotFoundError, match="has no"):
-        source.nbytes(key)
-
-
-def test_describe_is_one_phrase(source: Source) -> None:
-    assert source.describe()
-    assert "\n" not in source.describe()
-
-
-@pytest.mark.parametrize("maker", HOLDING_FILES)
-def test_bytes_come_back_as_they_were(maker: str, tmp_path: Path) -> None:
-    source = MAKERS[maker](tmp_path)
-    assert {key: source.read(key) for key in source.keys()} == FILES  # noqa: SIM118
+@pytest.mark.parametrize(
+    ("lie", "check"),
+    [
+        ({"keys": ["b", "a"]}, "keys_are_sorted_and_complete"),
+        ({"keys": ["a"]}, "keys_are_sorted_and_complete"),
+        ({"keys": ["/a"]}, "keys_are_relative_names"),
+        ({"keys": ["a/../b"]}, "keys_are_relative_names"),
+        ({"read": b"other"}, "bytes_come_back_as_they_were"),
+        ({"read": bytearray(b"1")}, "bytes_come_back_as_they_were"),
+        ({"read": b"any"}, "unknown_keys_are_not_found"),
+        ({"read": b"other"}, "threads_may_read_at_once"),
+        ({"nbytes": True}, "nbytes_is_the_length_of_what_is_read"),
+        ({"describe": "two\nlines"}, "describe_is_one_phrase"),
+        ({"describe": ""}, "describe_is_one_phrase"),
+    ],
+)
+def test_the_contract_catches(lie: dict[str, object], check: str, tmp_path: Path) -> None:
+    files = {"a": b"1", "b": b"2"}
+    source = _Lying(write_folder(tmp_path, files), **lie)
+    (chosen,) = (each for each in CHECKS if each.__name__ == check)
+    with pytest.raises(AssertionError):
+        chosen(source, files)

@@ -150,7 +150,10 @@ def test_errors_carry_the_place_in_the_run_file(tmp_path: Path, pictures: Path) 
 
 
 def test_an_unknown_type_lists_the_known_ones(pictures: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'tape' is not known.* hf, in_memory, local, parquet, remote, shapes, tar"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'tape' is not known.* hf, in_memory, local, parquet",
+    ):
         Opened(pictures, type="tape").open()
 
 

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.data.index import LONGEST_NAME, Columns, Index, write_index
+from gracetune.memory.arena import ArenaWriter
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+def _index(keys: list[str]) -> Index:
+    columns = Columns.empty(len(keys))
+    columns.at[:] = np.arange(len(keys))
+    columns.stored_nbytes[:] = 10
+    columns.nbytes[:] = 1000 + np.arange(len(keys), dtype=np.uint64)
+    columns.codec[:] = np.arange(len(keys)) % 4
+    writer = ArenaWriter()
+    write_index(writer, keys, columns, {"origin": "here"})
+    return Index(writer.seal())
+
+
+@given(names=st.sets(NAMES, max_size=200), others=st.sets(NAMES, max_size=50))
+def test_every_name_is_found_and_no_other(names: set[str], others: set[str]) -> None:
+    keys = sorted(names)
+    index = _index(keys)
+    assert list(index) == keys
+    for row, key in enumerate(keys):
+        assert index.find(key) == (row, 10, 1000 + row, row % 4)
+        assert key in index
+    for key in others - names:
+        assert index.find(key) is None
+        assert key not in index
+
+
+def test_it_is_a_sequence() -> None:
+    index = _index(["a", "b", "ü"])
+    assert len(index) == 3
+    assert (index[0], index[-1], index[1:]) == ("a", "ü", ["b", "ü"])
+    assert 3 not in index
+    assert "\ud800" not in index
+    with pytest.raises(IndexError):
+        index[3]
+
+
+def test_totals_and_facts() -> None:
+    index = _index(["a", "b", "c"])
+    assert index.totals() == (30, 3003)
+    assert index.facts == {"origin": "here"}
+
+
+def test_the_longest_path_has_room() -> None:
+    name = "x" * 4096
+    assert LONGEST_NAME > 4096
+    assert _index([name])[0] == name
+
+
+def test_a_file_costs_far_less_than_300_bytes() -> None:
+    keys = [f"pictures/of/cats/{number:012d}.jpeg" for number in range(20_000)]
+    assert _index(keys).nbytes / len(keys) < 100

@@ -1,0 +1,333 @@
+"""Staging against files that misbehave, and with other processes. The plain case: test_staged."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from made_sources import FILES, write_folder, write_tar
+
+from gracetune.config.schema import InMemorySection
+from gracetune.data import staging
+from gracetune.data.folder import FolderSource
+from gracetune.data.staged import StagedSource
+from gracetune.data.tar import TarSource
+from gracetune.errors import DataError
+from gracetune.events.types import Event, Notice, StageProgress
+from gracetune.memory.arena import ArenaFullError, Hand
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gracetune.data.source import Source, Span
+
+BIG = bytes(range(256)) * 1000
+"""Large enough to be copied inside the kernel."""
+
+
+def _stage(source: Source, events: list[Event] | None = None, **section: object) -> StagedSource:
+    told: list[Event] = [] if events is None else events
+    settings = InMemorySection.model_validate({"compression": "none", **section})
+    return StagedSource.stage(source, source.keys(), settings, told.append, "datasets[0]")
+
+
+class Treacherous(FolderSource):
+    """Does something to a file between the moment it was sized and the moment it is opened."""
+
+    def __init__(self, root: Path, key: str, change: str) -> None:
+        super().__init__(root)
+        self._victim = (root / key, key)
+        self._change = change
+
+    @contextmanager
+    def span(self, key: str) -> Iterator[Span]:
+        path, victim = self._victim
+        if key != victim:
+            with super().span(key) as span:
+                yield span
+            return
+        if self._change == "vanish":
+            path.unlink()
+        if self._change == "grow":
+            path.write_bytes(path.read_bytes() * 2)
+        with super().span(key) as span:
+            if self._change == "shrink":
+                os.truncate(path, 7)
+            yield span
+
+
+@pytest.mark.parametrize("data", [b"small", BIG], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("change", "left"), [("vanish", None), ("shrink", 7), ("grow", 2.0), ("nothing", 1.0)]
+)
+def test_a_file_that_changes_while_it_is_staged(
+    tmp_path: Path, data: bytes, change: str, left: float | None
+) -> None:
+    write_folder(tmp_path, {"a": b"before", "b": data * 3, "c": b"after"})
+    staged = _stage(Treacherous(tmp_path, "b", change))
+    assert (staged.read("a"), staged.read("c")) == (b"before", b"after")
+    if left is None:
+        with pytest.raises(OSError, match="No such file"):
+            staged.read("b")
+    else:
+        whole = (data * 6)[: int(left * len(data) * 3) if isinstance(left, float) else left]
+        assert staged.read("b") == whole
+        assert staged.nbytes("b") == len(whole)
+
+
+def test_a_file_without_permission_is_named_and_the_rest_is_staged() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = write_folder(Path(name), {"a": b"mine", "b": b"secret", "c": BIG})
+        for path, mode in ((root, 0o755), (root / "a", 0o644), (root / "b", 0), (root / "c", 0)):
+            path.chmod(mode)
+        child = os.fork()
+        if child == 0:
+            os._exit(_stage_as_nobody(root))
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def _stage_as_nobody(root: Path) -> int:
+    """Root may read anything, so it must be someone else who tries."""
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    staged = _stage(FolderSource(root))
+    if staged.read("a") != b"mine":
+        return 2
+    for key in ("b", "c"):
+        try:
+            staged.read(key)
+        except OSError as error:
+            if str(error) != "Permission denied":
+                return 3
+        else:
+            return 4
+    return 0
+
+
+def test_a_folder_named_like_a_picture_is_no_file(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"x.png/inner.png": b"in", "y.png": b""})
+    staged = _stage(FolderSource(tmp_path))
+    assert list(staged.keys()) == ["x.png/inner.png", "y.png"]
+    assert staged.read("y.png") == b""
+
+
+def test_large_and_small_files_mix(tmp_path: Path) -> None:
+    files = {f"{n:03d}": BIG[: n * 2500] for n in range(100)}
+    staged = _stage(FolderSource(write_folder(tmp_path, files)), num_workers=3, chunk_size=7)
+    assert {key: staged.read(key) for key in staged.keys()} == files  # noqa: SIM118
+    assert staged.stored_nbytes == sum(map(len, files.values()))
+
+
+def test_what_is_gathered_is_written_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "GATHERED_NBYTES", 1000)
+    files = {f"{n:03d}": bytes([n]) * 300 for n in range(50)}
+    staged = _stage(FolderSource(write_folder(tmp_path, files)))
+    assert {key: staged.read(key) for key in staged.keys()} == files  # noqa: SIM118
+
+
+@pytest.mark.parametrize("chunk_size", [1, 10, 1000, None])
+def test_chunk_size_changes_nothing_but_the_pace(tmp_path: Path, chunk_size: int | None) -> None:
+    path = write_tar(tmp_path / "x.tar", FILES)
+    staged = _stage(TarSource([path], lambda event: None), chunk_size=chunk_size)
+    assert {key: staged.read(key) for key in staged.keys()} == FILES  # noqa: SIM118
+
+
+def test_the_limit_holds_for_files_copied_in_the_kernel(tmp_path: Path) -> None:
+    class Unsized(FolderSource):
+        def nbytes(self, key: str) -> int:
+            raise OSError("who knows")
+
+    source = Unsized(write_folder(tmp_path, {"a": BIG, "b": BIG}))
+    with pytest.raises(DataError, match=r"datasets\[0\]\.in_memory\.memory_limit_gb"):
+        _stage(source, memory_limit_gb=1.9 * len(BIG) / GIB)
+    assert _stage(source, memory_limit_gb=2 * len(BIG) / GIB).stored_nbytes == 2 * len(BIG)
+
+
+def test_a_host_without_room_stages_nothing(tmp_path: Path) -> None:
+    source = FolderSource(write_folder(tmp_path, {"a": BIG}))
+    with pytest.raises(DataError, match="this machine has 0 B to spare"):
+        StagedSource.stage(
+            source, source.keys(), InMemorySection(), lambda event: None, room=lambda: -1
+        )
+
+
+def test_a_machine_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Hand, data: bytes) -> int:
+        raise ArenaFullError("No space left on device")
+
+    monkeypatch.setattr(Hand, "write", full)
+    source = FolderSource(write_folder(tmp_path, {"a": b"x"}))
+    with pytest.raises(DataError, match=r"datasets\[0\].*ran out of memory.*No space left"):
+        _stage(source)
+
+
+def test_progress_tells_files_and_bytes_and_seconds(tmp_path: Path) -> None:
+    events: list[Event] = []
+    _stage(FolderSource(write_folder(tmp_path, {"a": BIG, "b": BIG})), events)
+    last = [event for event in events if isinstance(event, StageProgress)][-1]
+    assert (last.done, last.nbytes, last.total_nbytes) == (2, 2 * len(BIG), 2 * len(BIG))
+    assert last.seconds > 0
+
+
+def test_each_kind_says_what_was_chosen_and_saved(tmp_path: Path) -> None:
+    events: list[Event] = []
+    words = {f"{n}.txt": b"the same words again " * 100 for n in range(5)}
+    source = FolderSource(write_folder(tmp_path, {"n.jpg": os.urandom(5000), **words}))
+    staged = _stage(source, events, compression="auto")
+    (text,) = (event.text for event in events if isinstance(event, Notice))
+    assert "5 compressed" in text
+    assert "no compression for .jpg" in text
+    assert staged.read("3.txt") == words["3.txt"]
+
+
+def test_no_file_is_opened_once_it_is_staged(tmp_path: Path) -> None:
+    """Every open of this process is counted by the interpreter's own audit."""
+    write_folder(tmp_path, {f"{n}.png": BIG for n in range(5)})
+    program = f"""
+import sys
+from gracetune.config.schema import InMemorySection
+from gracetune.data.folder import FolderSource
+from gracetune.data.staged import StagedSource
+source = FolderSource({str(tmp_path)!r})
+opened = []
+sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" else None)
+staged = StagedSource.stage(source, source.keys(), InMemorySection(), lambda event: None)
+while_staging = sum(str(name).startswith({str(tmp_path)!r}) for name in opened)
+opened.clear()
+for key in list(staged.keys()) * 3:
+    staged.read(key), staged.view(key), staged.nbytes(key)
+print(while_staging, opened)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "5 []\n"
+
+
+RANK = """
+import os, re, signal, sys
+from pathlib import Path
+from gracetune.config.schema import InMemorySection
+from gracetune.data.folder import FolderSource
+from gracetune.data.staged import StagedSource
+
+def private():
+    found = re.search(r"^RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text(), re.M)
+    return int(found[1]) * 1024
+
+source = FolderSource(sys.argv[1])
+before = private()
+told = []
+staged = StagedSource.stage(source, source.keys(), InMemorySection(compression="none"), told.append,
+                            meet_in=Path(sys.argv[2]))
+total = sum(map(sum, (staged.view(key)[::4096] for key in staged.keys())))
+texts = [event.text for event in told if type(event).__name__ == "Notice"]
+print(private() - before, total, staged.resident_nbytes, "|".join(texts), sep="\\t", flush=True)
+signal.pause()
+"""
+
+
+def test_ranks_share_one_copy(tmp_path: Path) -> None:
+    data = {f"{n}": os.urandom(1024**2) for n in range(64)}
+    folder = write_folder(tmp_path / "data", data)
+    command = [sys.executable, "-c", RANK, str(folder), str(tmp_path / "meet")]
+    ranks = []
+    answers = []
+    try:
+        for _ in range(3):
+            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            assert ranks[-1].stdout is not None
+            answers.append(ranks[-1].stdout.readline().rstrip("\n").split("\t"))
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+            rank.communicate()
+    assert "staged 64 files" in answers[0][3]
+    for answer in answers[1:]:
+        assert answer[1:3] == answers[0][1:3]
+        assert (
+            answer[3] == f"sharing the folder {folder} with process {ranks[0].pid}, which staged it"
+        )
+        assert int(answer[0]) < 0.05 * 64 * 1024**2
+
+
+def test_another_data_set_is_not_shared(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "data", {"a": b"one"})
+    kept = [_meet(folder, tmp_path / "meet")]
+    (folder / "a").write_bytes(b"other")  # of another size
+    kept.append(_meet(folder, tmp_path / "meet"))
+    assert [staged.read("a") for staged in kept] == [b"one", b"other"]
+
+
+def test_who_may_not_map_it_says_so_and_holds_a_copy(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        folder = write_folder(root / "data", {"a": b"one"})
+        held = _meet(folder, root / "meet")
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o777)
+        libc = ctypes.CDLL(None)
+        libc.prctl(4, 0)
+        child = os.fork()
+        if child == 0:
+            os._exit(_meet_as_nobody(folder, root / "meet"))
+        _, status = os.waitpid(child, 0)
+        libc.prctl(4, 1)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert held.read("a") == b"one"
+
+
+def _meet_as_nobody(folder: Path, meet_in: Path) -> int:
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    told: list[Event] = []
+    staged = _meet(folder, meet_in, told)
+    warned = [
+        e for e in told if isinstance(e, Notice) and e.fallback and "copy of its own" in e.text
+    ]
+    return 0 if staged.read("a") == b"one" and len(warned) == 1 else 2
+
+
+def _meet(folder: Path, meet_in: Path, told: list[Event] | None = None) -> StagedSource:
+    source = FolderSource(folder)
+    tell = ([] if told is None else told).append
+    return StagedSource.stage(source, source.keys(), InMemorySection(), tell, meet_in=meet_in)
+
+
+def test_a_hundred_thousand_files_take_seconds() -> None:
+    class Made:
+        """Names that are their own contents."""
+
+        def __init__(self, count: int) -> None:
+            self._keys = [f"deep/folder/{number:09d}.bin" for number in range(count)]
+
+        def keys(self) -> Sequence[str]:
+            return self._keys
+
+        def read(self, key: str) -> bytes:
+            return key.encode()
+
+        def nbytes(self, key: str) -> int:
+            return len(key)
+
+        def describe(self) -> str:
+            return "made names"
+
+    staged = _stage(Made(100_000))
+    assert len(staged.keys()) == 100_000
+    assert staged.read("deep/folder/000077777.bin") == b"deep/folder/000077777.bin"
+    assert staged.index_nbytes < 100 * 100_000
