@@ -63,18 +63,20 @@ class RemoteSource:
         name = f"{setting}.instance_data_dir"
         try:
             self._fs, root = fsspec.url_to_fs(address, **section.options)
-            listed: dict[str, dict[str, Any]] = self._fs.find(root, detail=True)
+            # Left to itself, http skips the folders that it cannot list.
+            over_http = "http" in self._fs.protocol
+            strictly = {"on_error": "raise"} if over_http else {}
+            listed: dict[str, dict[str, Any]] = self._fs.find(root, detail=True, **strictly)
         except (*_FAILURES, ValueError, ImportError) as error:
             raise DataError(
                 f"{name} is {address!r}: it cannot be listed ({_reason(error)}). Check the "
                 f"address, your credentials and {setting}.remote.options."
             ) from error
-        quoted = "http" in self._fs.protocol
         self._paths: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
         for path, found in listed.items():
             relative = path.removeprefix(root).lstrip("/")
-            key = unquote(relative) if quoted else relative
+            key = unquote(relative) if over_http else relative
             if found["type"] == "file" and key and not is_hidden(key):
                 check_name(name, key)
                 self._paths[key] = path

@@ -159,8 +159,9 @@ class TableSource:
             group = self._parts[place.part].groups[place.group]
             try:
                 self._last.column = group.column(name)
-            except pa.ArrowException as error:
-                raise OSError(f"its row group cannot be read ({error})") from error
+            except (pa.ArrowException, OSError) as error:
+                why = " ".join(str(error).split())  # arrow writes several lines
+                raise OSError(f"its row group cannot be read: {why}") from error
             self._last.what = wanted
         return self._last.column[place.row].as_py()
 

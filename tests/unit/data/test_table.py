@@ -1,0 +1,192 @@
+"""Parquet files and saved Hugging Face data sets: rows as pictures with captions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pytest
+from made_sources import JPEG, PNG, image_table, save_to_disk, write_parquet
+
+from gracetune.config.schema import ColumnsSection, DatasetSection, InMemorySection
+from gracetune.data.hf_datasets import open_hf
+from gracetune.data.parquet import open_parquet
+from gracetune.data.staged import StagedSource
+from gracetune.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gracetune.data.table import TableSource
+
+
+def _parquet(address: Path, **columns: str) -> TableSource:
+    section = DatasetSection(instance_data_dir=str(address), columns=ColumnsSection(**columns))
+    return open_parquet(section, "datasets[1]", lambda event: None)
+
+
+def _hf(address: Path) -> TableSource:
+    section = DatasetSection(instance_data_dir=str(address))
+    return open_hf(section, "datasets[1]", lambda event: None)
+
+
+def test_plain_bytes_and_text_are_found_by_type_and_name(tmp_path: Path) -> None:
+    table = pa.table({"id": [1, 2], "caption": ["x", "y"], "jpg": [JPEG, JPEG + b"2"]})
+    source = _parquet(write_parquet(tmp_path / "t.parquet", table))
+    assert source.read("row-000001.jpg") == JPEG + b"2"
+    assert source.read("row-000001.txt") == b"y"
+
+
+def test_the_only_column_of_bytes_needs_no_name(tmp_path: Path) -> None:
+    table = pa.table({"blob": pa.array([PNG], pa.large_binary())})
+    source = _parquet(write_parquet(tmp_path / "t.parquet", table))
+    assert list(source.keys()) == ["row-000000.png"]
+
+
+@pytest.mark.parametrize(
+    ("data", "ending"),
+    [
+        (b"RIFF....WEBP", ".webp"),
+        (b"\0\0\0 ftypavif", ".avif"),
+        (b"\0\0\0 ftypisom", ".mp4"),
+        (b"RIFF....WAVE", ".wav"),
+        (b"who knows", ".bin"),
+        (b"", ".bin"),
+    ],
+)
+def test_the_ending_is_what_the_bytes_say(tmp_path: Path, data: bytes, ending: str) -> None:
+    source = _parquet(write_parquet(tmp_path / "t.parquet", pa.table({"image": [data]})))
+    assert list(source.keys()) == [f"row-000000{ending}"]
+
+
+def test_columns_can_be_named(tmp_path: Path) -> None:
+    table = pa.table({"a": [PNG], "b": [JPEG], "text": ["no"], "long_text": ["yes"]})
+    path = write_parquet(tmp_path / "t.parquet", table)
+    source = _parquet(path, image="b", caption="long_text")
+    assert source.read("row-000000.jpg") == JPEG
+    assert source.read("row-000000.txt") == b"yes"
+    with pytest.raises(DataError, match=r"columns\.image is None.*no one obvious.*a \(binary\), b"):
+        _parquet(path)
+    with pytest.raises(DataError, match=r"datasets\[1\]\.columns\.image is 'c'.*no such column"):
+        _parquet(path, image="c")
+    with pytest.raises(DataError, match=r"columns\.caption is 'a'.*It has: text, long_text"):
+        _parquet(path, image="a", caption="a")
+
+
+def test_a_null_caption_is_empty_and_a_null_picture_unreadable(tmp_path: Path) -> None:
+    source = _parquet(write_parquet(tmp_path / "t.parquet", image_table([JPEG, None], [None, "x"])))
+    assert source.read("row-000000.txt") == b""
+    for ask in (source.read, source.nbytes):
+        with pytest.raises(OSError, match="neither bytes nor a path"):
+            ask("row-000001.jpg")
+
+
+def test_a_path_without_bytes_is_read_from_beside_the_table(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(PNG + b"x")
+    path = write_parquet(
+        tmp_path / "t.parquet", image_table([None, None], ["x", "y"], ["x.png", "gone.png"])
+    )
+    source = _parquet(path)
+    assert source.read("row-000000.png") == PNG + b"x"
+    assert source.nbytes("row-000000.png") == len(PNG) + 1
+    with pytest.raises(FileNotFoundError):
+        source.read("row-000001.png")
+
+
+def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "no.parquet").write_bytes(b"PAR1 but not really")
+    with pytest.raises(DataError, match=r"datasets\[1\].*no\.parquet cannot be read as parquet"):
+        _parquet(tmp_path / "no.parquet")
+    with pytest.raises(DataError, match=r"no \.parquet file is there"):
+        _parquet(tmp_path / "nothing")
+    with pytest.raises(DataError, match="has no rows"):
+        _parquet(write_parquet(tmp_path / "empty.parquet", image_table([], [])))
+
+
+def test_a_damaged_row_group_makes_its_rows_unreadable(tmp_path: Path) -> None:
+    images = [JPEG + bytes([n]) * 20_000 for n in range(4)]
+    path = write_parquet(tmp_path / "t.parquet", image_table(images, list("abcd"), ["x.jpg"] * 4))
+    source = _parquet(path)
+    data = bytearray(path.read_bytes())
+    data[4:60] = bytes(56)  # the first page's header
+    path.write_bytes(data)
+    with pytest.raises(OSError, match="row group cannot be read"):
+        source.read("row-000000.jpg")
+    assert source.read("row-000003.jpg") == images[3]
+
+
+def test_each_row_group_is_decoded_once_by_whoever_goes_in_order(tmp_path: Path) -> None:
+    images = [JPEG + bytes([n]) * 1000 for n in range(40)]
+    source = _parquet(write_parquet(tmp_path / "t.parquet", image_table(images, ["x"] * 40), 10))
+    decoded = []
+    for group in source._parts[0].groups:
+        true = group.column
+        group.column = lambda name, true=true: decoded.append(name) or true(name)
+    keys = [key for key in source.keys() if key.endswith(".jpg")]  # noqa: SIM118
+    assert [source.read(key) for key in keys] == images
+    assert decoded == ["image"] * 4
+
+
+def test_staging_needs_no_length_of_each_row(tmp_path: Path) -> None:
+    images = [JPEG + bytes([n]) * 1000 for n in range(40)]
+    source = _parquet(write_parquet(tmp_path / "t.parquet", image_table(images, ["x"] * 40), 10))
+    asked = []
+    source.nbytes = asked.append
+    keys = [key for key in source.keys() if key.endswith(".jpg")]  # noqa: SIM118
+    staged = StagedSource.stage(source, keys, InMemorySection(), lambda event: None)
+    assert [staged.read(key) for key in keys] == images
+    assert asked == []
+
+
+def test_splits_are_folders(tmp_path: Path) -> None:
+    root = tmp_path / "saved"
+    for split, data in (("train", JPEG), ("test", PNG)):
+        save_to_disk(root / split, image_table([data], [split]))
+    (root / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    source = _hf(root)
+    assert source.read("train/data-00000-of-00001/row-000000.jpg") == JPEG
+    assert source.read("test/data-00000-of-00001/row-000000.txt") == b"test"
+    assert source.describe() == f"the data set on disk {root}"
+
+
+def test_what_is_no_saved_data_set_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"datasets\[1\].*has no state\.json"):
+        _hf(tmp_path)
+    folder = save_to_disk(tmp_path / "saved", image_table([JPEG], ["x"]))
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"not arrow at all")
+    with pytest.raises(DataError, match="cannot be read as an arrow file"):
+        _hf(folder)
+    (folder / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(DataError, match="cannot be read as an arrow file"):
+        _hf(folder)
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"state\.json cannot be read"):
+        _hf(folder)
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("parquet", "pyarrow", "parquet"),
+        ("hf_datasets", "pyarrow", "parquet"),
+        ("remote", "aiohttp", "remote"),
+    ],
+)
+def test_a_missing_package_names_the_extra(module: str, package: str, extra: str) -> None:
+    program = f"""
+import sys
+sys.modules[{package!r}] = None
+from gracetune.errors import DataError
+try:
+    import gracetune.data.{module}
+except DataError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert f"pip install 'gracetune[{extra}]'" in done.stdout
+    assert package in done.stdout

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from typing import TYPE_CHECKING
+
+import pytest
+from made_sources import FILES, write_tar
+
+from gracetune.config.schema import DatasetSection
+from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.dataset import open_dataset
+from gracetune.data.tar import TarSource, open_tar
+from gracetune.errors import DataError
+from gracetune.events.types import Event, Notice
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def _open(address: Path | str, told: list[Event] | None = None) -> TarSource:
+    tell = ([] if told is None else told).append
+    return open_tar(DatasetSection(instance_data_dir=str(address)), "datasets[2]", tell)
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_every_form_of_tar_is_read(tmp_path: Path, form: int) -> None:
+    files = {"a/b.jpg": b"1" * 70_000, "é.txt": b"two", "deep/" * 10 + "n.txt": b"three"}
+    source = _open(write_tar(tmp_path / "x.tar", files, form))
+    assert {key: source.read(key) for key in source.keys()} == files  # noqa: SIM118
+
+
+def test_names_are_made_relative_and_the_last_of_two_counts(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name, data in (("./a.jpg", b"old"), ("/b.jpg", b"b"), (".//./a.jpg", b"new")):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    source = _open(tmp_path / "x.tar")
+    assert {key: source.read(key) for key in source.keys()} == {  # noqa: SIM118
+        "a.jpg": b"new",
+        "b.jpg": b"b",
+    }
+
+
+def test_what_is_no_sample_is_left_out_aloud(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name in ("a.jpg", "._a.jpg", "deep/../b.jpg", ".git/config"):
+            archive.addfile(tarfile.TarInfo(name))
+        for kind, name in ((tarfile.SYMTYPE, "link.jpg"), (tarfile.DIRTYPE, "folder")):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "a.jpg"
+            archive.addfile(member)
+    told: list[Event] = []
+    assert list(_open(tmp_path / "x.tar", told).keys()) == ["a.jpg"]
+    (notice,) = told
+    assert isinstance(notice, Notice)
+    assert "4 members are links, sparse or hidden files" in notice.text
+    assert notice.level == "warning"
+
+
+def test_shards_of_a_folder_or_a_pattern_are_folders(tmp_path: Path) -> None:
+    for name in ("s/0.tar", "s/1.tar"):
+        write_tar(tmp_path / name, {"000.jpg": name.encode(), "000.txt": b"x"})
+    keys = ["0/000.jpg", "0/000.txt", "1/000.jpg", "1/000.txt"]
+    for address in (tmp_path / "s", tmp_path / "s/*.tar", f"{tmp_path}/s/[01].tar"):
+        source = _open(address)
+        assert list(source.keys()) == keys
+        assert source.read("1/000.jpg") == b"s/1.tar"
+    assert source.describe() == f"2 shards from {tmp_path}/s/0.tar on"
+
+
+def test_pairs_are_pictures_and_captions(tmp_path: Path, png: bytes) -> None:
+    write_tar(tmp_path / "x.tar", {"7.png": png, "7.txt": b"a pair", "8.png": png, "8.txt": b""})
+    for kind in ("tar", "local", "in_memory"):
+        section = DatasetSection(type=kind, instance_data_dir=str(tmp_path / "x.tar"))
+        opened = open_dataset(section, 0, lambda e: None, CorruptionLedger(lambda e: None))
+        assert [(s.key, s.caption) for s in opened.samples] == [("7.png", "a pair"), ("8.png", "")]
+
+
+@pytest.fixture
+def png() -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16), (9, 9, 9)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_a_shard_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    """It lacks samples that nobody could name."""
+    path = write_tar(tmp_path / "x.tar", {"a.jpg": b"whole", "b.jpg": b"x" * 100_000})
+    with path.open("r+b") as file:
+        file.truncate(50_000)
+    with pytest.raises(DataError, match=r"x\.tar cannot be read.*unexpected end of data"):
+        _open(path)
+
+
+def test_a_shard_that_shrinks_later_has_an_unreadable_member(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", {"a.jpg": b"whole", "b.jpg": b"x" * 100_000})
+    source = _open(path)
+    with path.open("r+b") as file:
+        file.truncate(50_000)
+    assert source.read("a.jpg") == b"whole"
+    with pytest.raises(OSError, match=r"its shard ends 5\d+ bytes too early"):
+        source.read("b.jpg")
+
+
+def test_what_is_no_tar_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "no.tar").write_bytes(b"not a tar" * 1000)
+    with pytest.raises(DataError, match=r"datasets\[2\]\.instance_data_dir.*no\.tar cannot be"):
+        _open(tmp_path / "no.tar")
+    (tmp_path / "gz.tar").write_bytes(gzip.compress(write_tar(tmp_path / "x", FILES).read_bytes()))
+    with pytest.raises(DataError, match="compressed must be unpacked"):
+        _open(tmp_path / "gz.tar")
+
+
+def test_nothing_there_names_the_ways_to_say_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"datasets\[2\].*no \.tar file is there.*shards/\*\.tar"):
+        _open(tmp_path / "*.tar")
+    with pytest.raises(DataError, match="hold no files"):
+        _open(write_tar(tmp_path / "empty.tar", {}))
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"not UTF-8: caf\\xe9\.jpg"):
+        _open(write_tar(tmp_path / "x.tar", {"caf\udce9.jpg": b"x"}, tarfile.GNU_FORMAT))
