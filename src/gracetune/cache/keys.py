@@ -1,4 +1,8 @@
-"""Cache keys: a digest of everything an entry depends on, so that a stale entry cannot be found."""
+"""Cache keys: a digest of everything an entry depends on, so that a stale entry cannot be found.
+
+A key carries what it is a digest of. Stores keep that beside the entry, and `cache inspect` tells
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +13,51 @@ from blake3 import blake3
 from gracetune.data.recipe import PLAIN
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gracetune.data.recipe import Recipe
     from gracetune.data.sample import Sample, Shape
 
 SCHEMA_VERSION = 1
 
 
-def latent_key(sample: Sample, size: Shape, encoder: str, recipe: Recipe = PLAIN) -> str:
+class Key(str):
+    """The digest as text, and what went into it."""
+
+    __slots__ = ("about",)
+    about: Mapping[str, str]
+
+    def __new__(cls, digest: str, about: Mapping[str, str]) -> Key:
+        """Two keys are equal when their digests are."""
+        key = super().__new__(cls, digest)
+        key.about = about
+        return key
+
+    def __getnewargs__(self) -> tuple[str, Mapping[str, str]]:  # type: ignore[override]
+        """For copies and other processes."""
+        return str(self), self.about
+
+
+def latent_key(sample: Sample, size: Shape, encoder: str, recipe: Recipe = PLAIN) -> Key:
     """The picture's bytes, the geometry and draw it is fitted by, and the encoder."""
     geometry = f"{recipe.name} {'x'.join(map(str, size))}"
-    return _key("latents", sample.digest, geometry, encoder)
+    return _key(kind="latents", sample=sample.digest, geometry=geometry, encoder=encoder)
 
 
-def text_key(caption: str, encoder: str) -> str:
+def text_key(caption: str, encoder: str) -> Key:
     """The caption and the encoder; equal captions share one entry."""
-    return _key("text", caption, encoder)
+    return _key(kind="text", caption=caption, encoder=encoder)
 
 
-def _key(*parts: str) -> str:
+def about(key: str) -> Mapping[str, str]:
+    """What a key is a digest of; nothing where it is a bare digest."""
+    return key.about if isinstance(key, Key) else {}
+
+
+def _key(**parts: str) -> Key:
     hasher = blake3(f"{SCHEMA_VERSION}".encode())
-    for part in parts:
+    for part in parts.values():
         encoded = part.encode()
         hasher.update(len(encoded).to_bytes(8, "big"))
         hasher.update(encoded)
-    return hasher.hexdigest(length=20)
+    return Key(hasher.hexdigest(length=20), {**parts, "schema": f"{SCHEMA_VERSION}"})
