@@ -11,7 +11,11 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gracetune.config.environment import environment_settings, process_environment
+from gracetune.config.environment import (
+    claim_process_alloc_conf,
+    environment_settings,
+    process_environment,
+)
 from gracetune.memory.machine import open_machine
 from gracetune.memory.placement import DEFAULT_TABLE, BatchReport, PlacementTable, place_batch
 from gracetune.memory.session import MemorySession
@@ -48,6 +52,10 @@ __all__ = [  # noqa: PLE0604  the names are strings, resolved lazily
 ]
 
 log = logging.getLogger("gracetune.memory")
+
+# The one piece of work done at import: a script written for the forks imports these names and then
+# uses torch, which refuses to start CUDA on the forks' allocator keys.
+claim_process_alloc_conf()
 
 
 def log_notice(notice: Notice) -> None:

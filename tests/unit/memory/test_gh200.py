@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -198,3 +199,19 @@ def test_importing_opens_nothing() -> None:
         "assert 'machine' not in vars(g._process), 'a machine was opened at import'"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_importing_the_names_keeps_the_forks_allocator_keys_from_torch() -> None:
+    script = (
+        "import os\n"
+        "from gracetune.gh200 import prefer_cpu_residency\n"
+        "print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])\n"
+    )
+    conf = "use_uvm:True,max_split_size_mb:64,uvm_oversubscription_ratio:5.0"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": conf},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "max_split_size_mb:64", done.stderr
