@@ -127,11 +127,24 @@ def test_another_name_is_another_arena(tmp_path: Path) -> None:
     assert kept[0].arena.ticket != kept[1].arena.ticket
 
 
-def test_an_arena_that_was_let_go_is_made_anew(tmp_path: Path) -> None:
-    share(tmp_path, "a", lambda: _make(b"x"), _never)
+def test_who_asks_again_gets_it_made_anew(tmp_path: Path) -> None:
+    held = share(tmp_path, "a", lambda: _make(b"x"), _never)
     again = share(tmp_path, "a", lambda: _make(b"y"), _never)
     assert bytes(again.arena.segments[0]) == b"y"
+    assert bytes(held.arena.segments[0]) == b"x"
     assert again.refused is None
+
+
+def test_an_arena_that_was_let_go_is_made_anew(ranks: list[Rank], tmp_path: Path) -> None:
+    """The process lives, and the number that its offer names is another file by now."""
+    first = _start(ranks, tmp_path)
+    assert [first.line(), first.line()][0] == "making"
+    (offer,) = tmp_path.glob("*.json")
+    ticket = json.loads(offer.read_text())
+    ticket["segments"][0][0] = 1
+    offer.write_text(json.dumps(ticket))
+    second = _start(ranks, tmp_path)
+    assert [second.line(), second.line()] == ["making", f"True made by {second.process.pid}"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": "x", "segments": 3}'])
