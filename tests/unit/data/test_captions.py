@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import io
 import json
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from gracetune.config.schema import DatasetSection
@@ -130,3 +133,46 @@ def test_one_prompt_for_all(tmp_path: Path) -> None:
 def test_the_one_prompt_must_be_given(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs datasets\[0\]\.instance_prompt"):
         _read(tmp_path, {"a.png": b""}, caption_strategy="instanceprompt")
+
+
+def _parquet(**columns: list[str | None]) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer)
+    return buffer.getvalue()
+
+
+def test_captions_in_parquet(tmp_path: Path) -> None:
+    files = {
+        "a.png": b"",
+        "deep/b.png": b"",
+        "deep/c.png": b"",
+        "metadata.parquet": _parquet(filename=["a.png", "deep/b.png"], caption=[" a cat", "no"]),
+        "deep/metadata.parquet": _parquet(file_name=["b.png", "c.png"], text=["nearer", None]),
+    }
+    assert _read(tmp_path, files, caption_strategy="parquet") == {
+        "a.png": "a cat",
+        "deep/b.png": "nearer",
+        "deep/c.png": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("table", "rule"),
+    [
+        (b"PAR1", r"datasets\[0\]: metadata\.parquet is no parquet file"),
+        (_parquet(name=["a.png"]), r"must have the columns file_name and text.*it has name"),
+        (_parquet(file_name=["a.png", "a.png"], text=["x", "y"]), r"row 1: file_name.*twice"),
+        (_parquet(file_name=["b.png"], text=["x"]), r"1 of 1 pictures.*Add a row"),
+    ],
+)
+def test_a_wrong_parquet_table_says_what_is_wrong(tmp_path: Path, table: bytes, rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        _read(tmp_path, {"a.png": b"", "metadata.parquet": table}, caption_strategy="parquet")
+
+
+def test_a_name_of_two_lines_is_named_on_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        _read(tmp_path, {"two\nlines.png": b"", "two\nlines.txt": b"\xff"})
+    assert "two\\nlines.txt is not UTF-8" in str(caught.value)
+    with pytest.raises(DataError, match=r"no caption: b\\nb\.png"):
+        _read(tmp_path / "deeper", {"b\nb.png": b""})

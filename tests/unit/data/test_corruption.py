@@ -72,3 +72,27 @@ def test_the_report_has_them_all(tmp_path: Path) -> None:
         "unreadable": 1,
         "samples": [{"dataset": "cats", "key": "ü.png", "reason": "empty"}],
     }
+
+
+def test_a_run_that_stops_leaves_the_report_behind(tmp_path: Path) -> None:
+    report = tmp_path / "corruption.json"
+    ledger = CorruptionLedger(lambda event: None, report)
+    ledger.record("cats", "a.png", "truncated")
+    ledger.check("cats", 100, 0.01)
+    assert not report.exists()
+    with pytest.raises(DataError, match=r"all of them in .*corruption\.json"):
+        ledger.check("cats", 10, 0.01)
+    assert json.loads(report.read_text())["samples"][0]["key"] == "a.png"
+
+
+def test_a_name_of_two_lines_is_told_on_one() -> None:
+    told: list[Event] = []
+    ledger = CorruptionLedger(told.append)
+    ledger.record("cats", "two\nlines.png", "bad\nbytes")
+    assert told == [
+        Notice("data set 'cats': two\\nlines.png is left out: bad\\nbytes", level="warning")
+    ]
+    with pytest.raises(DataError) as caught:
+        ledger.check("cats", 1, 0.0)
+    assert "\n" not in str(caught.value)
+    assert ledger.entries[0].key == "two\nlines.png"

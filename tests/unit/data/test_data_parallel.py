@@ -4,8 +4,10 @@ import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gracetune.data.parallel import default_workers, ordered_map
+from gracetune.data.parallel import CHUNK_FILES, CHUNK_NBYTES, chunks, default_workers, ordered_map
 
 
 def test_results_come_in_order_whoever_is_first() -> None:
@@ -44,3 +46,23 @@ def test_an_error_comes_out_where_it_belongs() -> None:
 
 def test_default_workers_is_bounded() -> None:
     assert 1 <= default_workers() <= 72
+
+
+@given(
+    sizes=st.lists(st.integers(0, 2 * CHUNK_NBYTES), max_size=300),
+    num_workers=st.integers(1, 80),
+    most_files=st.none() | st.integers(1, 50),
+)
+def test_chunks_are_every_row_once_and_no_larger_than_allowed(
+    sizes: list[int], num_workers: int, most_files: int | None
+) -> None:
+    cut = list(chunks(sizes, num_workers, most_files))
+    assert [row for piece in cut for row in piece] == list(range(len(sizes)))
+    for piece in cut:
+        assert 1 <= len(piece) <= (most_files or CHUNK_FILES)
+        assert len(piece) == 1 or sum(sizes[row] for row in piece) <= CHUNK_NBYTES
+
+
+def test_few_files_are_shared_out() -> None:
+    assert len(list(chunks([1] * 40, 10, None))) == 40
+    assert len(list(chunks([1] * 1_000_000, 10, None))) == -(-1_000_000 // CHUNK_FILES)

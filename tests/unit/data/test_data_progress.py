@@ -27,3 +27,17 @@ def test_a_slow_stage_tells_each_one() -> None:
         now += 5
         progress.advance()
     assert told == [StageProgress("reading", done, 3) for done in (1, 2, 3)]
+
+
+def test_bytes_and_seconds_are_told_where_bytes_are_foretold() -> None:
+    now = 100.0
+    told: list[Event] = []
+    progress = Progress("staging", 10, told.append, lambda: now, total_nbytes=1000)
+    now += 2
+    progress.advance(4, 500)
+    now += 2
+    progress.advance(6, 700)  # more than was foretold
+    assert told == [
+        StageProgress("staging", 4, 10, nbytes=500, total_nbytes=1000, seconds=2.0),
+        StageProgress("staging", 10, 10, nbytes=1200, total_nbytes=1200, seconds=4.0),
+    ]

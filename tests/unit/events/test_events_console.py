@@ -135,6 +135,19 @@ def test_stages_are_shown_first_last_and_now_and_then() -> None:
     assert plain.tell(StageProgress("encoding", 1, 4, "texts")) == ["encoding: 1 of 4 texts"]
 
 
+def test_a_stage_that_counts_bytes_shows_its_pace() -> None:
+    half = StageProgress("staging", 500, 1000, nbytes=10**9, total_nbytes=4 * 10**9, seconds=2.0)
+    whole = StageProgress("staging", 9, 9, nbytes=10**9, total_nbytes=10**9, seconds=2.0)
+    files = StageProgress("reading", 1, 4, seconds=2.0)
+    empty = StageProgress("staging", 1, 2, nbytes=0, total_nbytes=0, seconds=0.5)
+    assert [line for event in (half, whole, files, empty) for line in Plain().tell(event)] == [
+        "staging: 500 of 1,000 files, 250 files/s, 0.50 GB/s, eta 6.0s",
+        "staging: 9 of 9 files, 4 files/s, 0.50 GB/s",
+        "reading: 1 of 4 files, 0 files/s, eta 6.0s",
+        "staging: 1 of 2 files, 2 files/s, eta 500ms",
+    ]
+
+
 def test_the_numbers_of_a_step() -> None:
     plain = Plain()
     plain.tell(started(61), MemoryUsed(0, 2 * GIB, 0, 0))

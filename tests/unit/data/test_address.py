@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from made_sources import JPEG, image_table, save_to_disk, write_folder, write_parquet, write_tar
+
+from gracetune.config.schema import DatasetSection
+from gracetune.data.address import kind_of_address, open_address
+from gracetune.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        (["a.jpg", "a.txt"], "folder"),
+        (["0.tar", "deep/1.TAR", "README.md", "sizes.json"], "tar"),
+        (["data/train-0.parquet", ".gitattributes", ".git/x.jpg", "README.md"], "parquet"),
+        (["0.tar", "1.parquet"], "folder"),
+        (["0.tar", "a.jpg"], "folder"),
+        (["metadata.parquet", "a.jpg"], "folder"),
+        (["README.md"], "folder"),
+        (["state.json", "data.arrow"], "hf"),
+        (["dataset_dict.json", "train/state.json"], "hf"),
+    ],
+)
+def test_a_folder_is_what_it_holds(tmp_path: Path, files: list[str], kind: str) -> None:
+    write_folder(tmp_path, dict.fromkeys(files, b"x"))
+    assert kind_of_address(str(tmp_path)) == kind
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [
+        ("s3://bucket/data", "remote"),
+        ("https://host/data.tar", "remote"),
+        ("shards/*.tar", "tar"),
+        ("one.parquet", "parquet"),
+        ("no/such/folder", "folder"),
+    ],
+)
+def test_a_name_is_what_it_says(address: str, kind: str) -> None:
+    assert kind_of_address(address) == kind
+
+
+def test_a_folder_named_like_a_shard_is_a_folder(tmp_path: Path) -> None:
+    write_folder(tmp_path / "x.tar", {"a.jpg": b"x"})
+    assert kind_of_address(str(tmp_path / "x.tar")) == "folder"
+
+
+def test_each_kind_is_opened(tmp_path: Path) -> None:
+    table = image_table([JPEG], ["x"])
+    places = {
+        write_folder(tmp_path / "folder", {"a.jpg": JPEG}): "a.jpg",
+        write_tar(tmp_path / "x.tar", {"a.jpg": JPEG}): "a.jpg",
+        write_parquet(tmp_path / "tables/x.parquet", table).parent: "row-000000.jpg",
+        save_to_disk(tmp_path / "saved", table): "row-000000.jpg",
+        f"file://{tmp_path}/folder": "a.jpg",
+    }
+    for address, key in places.items():
+        section = DatasetSection(instance_data_dir=str(address))
+        assert open_address(section, "datasets[0]", lambda event: None).read(key) == JPEG
+
+
+def test_the_section_must_name_something() -> None:
+    with pytest.raises(DataError, match=r"datasets\[4\]\.instance_data_dir is not set"):
+        open_address(DatasetSection(), "datasets[4]", lambda event: None)
