@@ -49,6 +49,12 @@ class AudioFacts(NamedTuple):
     channels: int
 
 
+def demand_packages() -> None:
+    """Say now which extra is missing, not at the first file."""
+    _load("soundfile")
+    _load("soxr")
+
+
 def probe_audio(data: bytes) -> AudioFacts:
     """The whole file is decoded, so that one that is truncated or holds a NaN is found here."""
     _check_whole(data)
@@ -67,7 +73,6 @@ def decode_audio(
     data: bytes, channels: int, length: int, sample_rate: int, clip: float = 0.0
 ) -> Tensor:
     """A clip as CN, float32. `clip` is the share of what is left over that comes before it."""
-    import soxr
     import torch
 
     whole, facts = _read(data)
@@ -77,7 +82,7 @@ def decode_audio(
     part = to_channels(whole[first : first + needed + _MARGIN], channels)
     _check_levels(part, first / rate, rate)
     if rate != sample_rate:
-        part = soxr.resample(part, rate, sample_rate, quality="HQ")
+        part = _load("soxr").resample(part, rate, sample_rate, quality="HQ")
     missing = length - len(part)
     if missing > _MARGIN:
         raise UnreadableSampleError(
@@ -106,7 +111,7 @@ def _read(data: bytes) -> tuple[Waves, AudioFacts]:
 
 def _blocks(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
     """The sound piece by piece, by whoever can read it."""
-    soundfile = _load_soundfile()
+    soundfile = _load("soundfile")
     if not data:
         raise UnreadableSampleError("the file is empty")
     try:
@@ -196,11 +201,11 @@ def _end_of_riff(data: bytes) -> int:
     return 0
 
 
-def _load_soundfile() -> ModuleType:
+def _load(package: str) -> ModuleType:
     try:
-        return import_module("soundfile")
+        return import_module(package)
     except ImportError as error:
         raise ConfigError(
-            "dataset_type is 'audio', which needs the package soundfile. Run `pip install "
+            f"dataset_type is 'audio', which needs the package {package}. Run `pip install "
             "gracetune[audio]`."
         ) from error

@@ -12,7 +12,7 @@ from gracetune import registry
 from gracetune.data import audio, images, video
 from gracetune.data.captions import read_captions
 from gracetune.data.conditioning import find_companions, same_aspect
-from gracetune.data.parallel import default_workers, ordered_map
+from gracetune.data.prefetch import by_threads, prefetched
 from gracetune.data.progress import Progress
 from gracetune.data.sample import Companion, Sample, UnreadableSampleError
 from gracetune.data.staged import StagedSource
@@ -20,7 +20,8 @@ from gracetune.errors import DataError
 from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.conditioning import Role
@@ -43,6 +44,14 @@ EXTENSIONS = {
     "video": video.EXTENSIONS,
     "audio": audio.EXTENSIONS,
 }
+PACKAGES: dict[str, Callable[[], None]] = {
+    "image": lambda: None,
+    "video": video.demand_packages,
+    "audio": audio.demand_packages,
+}
+"""What a kind cannot do without is asked for before any file is."""
+AHEAD = 256
+"""How many samples are looked into before the first of them is taken."""
 NOUNS = {"image": "picture", "video": "video", "audio": "sound"}
 
 
@@ -75,10 +84,18 @@ class _Seen:
 
 
 def open_dataset(
-    section: DatasetSection, index: int, tell: Tell, ledger: CorruptionLedger
+    section: DatasetSection,
+    index: int,
+    tell: Tell,
+    ledger: CorruptionLedger,
+    meet_in: Path | None = None,
 ) -> OpenDataset:
-    """Find samples and captions, stage where asked, and look into every sample once."""
+    """Find samples and captions, stage where asked, and look into every sample once.
+
+    Processes of one machine that give the same folder in `meet_in` share what is staged.
+    """
     setting = f"datasets[{index}]"
+    PACKAGES[section.dataset_type]()
     opener = cast("Opener", registry.load("source", section.type, SOURCES))
     source = opener(section, setting, tell)
     keys = _sample_keys(source, section, setting)
@@ -90,20 +107,17 @@ def open_dataset(
     source = beside.source
     if section.type in STAGED:
         needed = [*keys, *(key for pairs in beside.keys.values() for _, key in pairs)]
-        source = StagedSource.stage(source, needed, section.in_memory, tell, setting)
+        source = StagedSource.stage(source, needed, section.in_memory, tell, setting, meet_in)
 
     samples = []
     progress = Progress("reading", len(keys), tell)
-    num_workers = section.in_memory.num_workers or default_workers()
-    for key, seen in zip(
+    looks = prefetched(
         keys,
-        ordered_map(
-            lambda key: _look(source, key, section.dataset_type, beside.keys.get(key, ())),
-            keys,
-            num_workers,
-        ),
-        strict=True,
-    ):
+        lambda key: _look(source, key, section.dataset_type, beside.keys.get(key, ())),
+        lambda key: f"data set {section.id!r}: {key}",
+        by_threads(section.in_memory.num_workers, AHEAD, section.timeout_s),
+    )
+    for key, seen in zip(keys, looks, strict=True):
         if isinstance(seen, _Seen):
             samples.append(
                 Sample(

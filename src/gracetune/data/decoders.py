@@ -1,14 +1,16 @@
-"""Decoders that are faster than Pillow's, format by format, where their packages are installed.
+"""Decoders and a resizer that are faster than Pillow's, where they are installed.
 
-Each gives the pixels that Pillow would, bit for bit, or none at all: then Pillow reads the file, or
-says what is wrong with it. Measured here on one core (1024x768, photographic): JPEG by simplejpeg
-1.6 times Pillow's speed, PNG by imagecodecs 1.7, lossless WebP 1.2, lossy WebP 1.1.
+Each decoder gives the pixels that Pillow would, bit for bit, or none at all: then Pillow reads the
+file, or says what is wrong with it. torch's Lanczos differs from Pillow's by one level in one of a
+hundred values and takes a quarter of the time, so recipes and cache keys name which it was.
+Figures: benchmarks/results/data_decode.json.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,10 +24,12 @@ if TYPE_CHECKING:
     Decode = Callable[[bytes, str, Size], Pixels | None]
     """From a file, the Pillow mode of its header and the smallest size that will do."""
 
+Lanczos = Literal["pillow", "torch"]
 MODES = ("L", "RGB", "RGBA")
 """Eight bits a channel: in all others Pillow's reading is the definition."""
 
-_PNG_DEPTH, _PNG_ANIMATION, _PNG_PIXELS = 24, b"acTL", b"IDAT"
+_PNG_DEPTH = 24
+_PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt")
 _WEBP_CHUNK, _WEBP_FLAGS, _WEBP_ANIMATION = slice(12, 16), 20, 2
 
 
@@ -34,10 +38,23 @@ class Decoders:
     """What reads which format; where there is none, Pillow does."""
 
     by_format: Mapping[str, Decode] = field(default_factory=dict)
-    why: str = "pictures are decoded by Pillow"
+    lanczos: Lanczos = "pillow"
+    why: str = "pictures are decoded and resized by Pillow"
 
 
 PILLOW = Decoders()
+
+
+def png_chunks(data: bytes) -> set[bytes]:
+    """The names of a PNG file's chunks, and the keywords of its texts, without reading pixels."""
+    names, at = set(), 8
+    while at + 8 <= len(data):
+        length, name = struct.unpack_from(">I4s", data, at)
+        names.add(name)
+        if name in _PNG_TEXTS:
+            names.add(data[at + 8 : at + 88].partition(b"\0")[0])
+        at += 12 + length
+    return names
 
 
 def choose_decoders() -> Decoders:
@@ -49,12 +66,22 @@ def choose_decoders() -> Decoders:
             names.append(add(found))
         except ImportError:
             continue  # an extra that is not installed
-    if len(names) == 2:
-        return Decoders(found, f"pictures are decoded by {' and '.join(names)}, else by Pillow")
-    have = " and ".join([*names, "Pillow"])
-    return Decoders(
-        found, f"pictures are decoded by {have}; `pip install gracetune[images]` is faster"
-    )
+    lanczos: Lanczos = "torch" if _torch_has_lanczos() else "pillow"
+    who = f"pictures are decoded by {', '.join([*names, 'Pillow'])} and resized by {lanczos}"
+    more = "" if len(names) == 2 else "; `pip install gracetune[images]` makes it faster"
+    return Decoders(found, lanczos, who + more)
+
+
+def _torch_has_lanczos() -> bool:
+    """Since torch 2.13, for eight bits on the CPU."""
+    import torch
+
+    try:
+        pixels = torch.zeros((1, 3, 2, 2), dtype=torch.uint8)
+        torch.nn.functional.interpolate(pixels, size=(1, 1), mode="lanczos", antialias=True)
+    except (ValueError, NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _add_simplejpeg(found: dict[str, Decode]) -> str:
@@ -81,8 +108,7 @@ def _add_imagecodecs(found: dict[str, Decode]) -> str:
     import imagecodecs
 
     def png(data: bytes, mode: str, least: Size) -> Pixels | None:  # noqa: ARG001
-        animated = data.find(_PNG_ANIMATION, 0, data.find(_PNG_PIXELS)) >= 0
-        if data[_PNG_DEPTH] != 8 or animated:
+        if data[_PNG_DEPTH] != 8 or b"acTL" in png_chunks(data):
             return None
         try:
             pixels: Pixels = imagecodecs.png_decode(data)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
-from gracetune.data.decoders import MODES, PILLOW
+from gracetune.data.decoders import MODES, PILLOW, png_chunks
 from gracetune.data.sample import UnreadableSampleError
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.data.decoders import Decoders
+    from gracetune.data.decoders import Decoders, Pixels
     from gracetune.data.sample import Size
 
 EXTENSIONS = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"))
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 
+_PNG_EXIF = frozenset((b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp"))
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -95,6 +96,42 @@ def decode(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE) -> Ima
         return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
+def decode_pixels(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE) -> Pixels:
+    """What `decode` shows as HWC; a fast decoder's plain RGB takes no detour over an image."""
+    with _readable():
+        image, orientation = _open(data)
+        if image.mode == "RGB" and orientation == 1 and not image.info.get("icc_profile"):
+            pixels = _fast(image, data, decoders, least)
+            if pixels is not None:
+                return pixels
+    return np.array(decode(data, decoders, least))
+
+
+def fit_pixels(
+    pixels: Pixels, width: int, height: int, crop: tuple[float, float] = CENTRE
+) -> Tensor:
+    """As `fit`, by torch: the part that stays is cut out in whole pixels."""
+    import torch
+
+    left, top, right, bottom = whole_box((pixels.shape[1], pixels.shape[0]), (width, height), crop)
+    part = torch.from_numpy(pixels[top:bottom, left:right]).permute(2, 0, 1)
+    if tuple(part.shape[1:]) != (height, width):
+        part = torch.nn.functional.interpolate(
+            part.unsqueeze(0), size=(height, width), mode="lanczos", antialias=True
+        )[0]
+    return part.contiguous().float().div_(127.5).sub_(1.0)
+
+
+def whole_box(shown: Size, wanted: Size, crop: tuple[float, float]) -> tuple[int, int, int, int]:
+    """The part that stays, in whole pixels: left, top, right, bottom."""
+    scale = max(wanted[0] / shown[0], wanted[1] / shown[1])
+    width, height = (
+        min(edge, max(1, round(to / scale))) for edge, to in zip(shown, wanted, strict=True)
+    )
+    left, top = round((shown[0] - width) * crop[0]), round((shown[1] - height) * crop[1])
+    return left, top, left + width, top + height
+
+
 def fit(image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE) -> Tensor:
     """Resize to cover by Lanczos and crop: CHW, float32, in [-1, 1]."""
     import torch  # here alone, so that opening a data set does not wait for torch
@@ -145,21 +182,29 @@ def _open(data: bytes) -> tuple[Image.Image, int]:
             # Its tags are read with its pixels, and Pillow turns it upright itself.
             image.load()
             return image, 1
+        if image.format == "PNG" and _PNG_EXIF.isdisjoint(png_chunks(data)):
+            return image, 1  # asked for EXIF, Pillow would decode all pixels to look behind them
         return image, _orientation(image)
 
 
 def _load(image: Image.Image, data: bytes, decoders: Decoders, least: Size) -> Image.Image:
     """The pixels as the file has them, by the fastest that can; Pillow has the last word."""
-    if least != WHOLE:
-        image.draft(None, least)
-    fast = decoders.by_format.get(image.format or "")
-    if fast is not None and image.mode in MODES and "transparency" not in image.info:
-        pixels = fast(data, image.mode, least)
-        expected = (image.height, image.width) + ((len(image.mode),) if image.mode != "L" else ())
-        if pixels is not None and pixels.shape == expected:
-            return Image.fromarray(pixels)
+    pixels = _fast(image, data, decoders, least)
+    if pixels is not None:
+        return Image.fromarray(pixels)
     image.load()
     return image
+
+
+def _fast(image: Image.Image, data: bytes, decoders: Decoders, least: Size) -> Pixels | None:
+    if least != WHOLE:
+        image.draft(None, least)
+    decoder = decoders.by_format.get(image.format or "")
+    if decoder is None or image.mode not in MODES or "transparency" in image.info:
+        return None
+    pixels = decoder(data, image.mode, least)
+    expected = (image.height, image.width) + ((len(image.mode),) if image.mode != "L" else ())
+    return pixels if pixels is not None and pixels.shape == expected else None
 
 
 def _orientation(image: Image.Image) -> int:

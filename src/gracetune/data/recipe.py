@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from gracetune.data import augment
 from gracetune.data.decoders import PILLOW
-from gracetune.data.images import CENTRE, WHOLE, cover, decode, fit
+from gracetune.data.images import (
+    CENTRE,
+    WHOLE,
+    cover,
+    decode,
+    decode_pixels,
+    fit,
+    fit_pixels,
+    whole_box,
+)
 from gracetune.data.randomness import uniform
 from gracetune.errors import ConfigError
 
@@ -16,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.config.schema import DatasetSection
-    from gracetune.data.decoders import Decoders
+    from gracetune.data.decoders import Decoders, Lanczos
     from gracetune.data.sample import Sample, Size
 
 STEPS = 1024
@@ -31,13 +42,15 @@ class Recipe:
     crop: tuple[float, float] = CENTRE
     draw: augment.AugmentationDraw = augment.NOTHING
     fast: bool = False
+    lanczos: Lanczos = "pillow"
 
     @property
     def name(self) -> str:
         """Another one wherever the pixels may differ."""
         place = "centre" if self.crop == CENTRE else f"{self.crop[0]:.10g},{self.crop[1]:.10g}"
         draw = f" {self.draw.name}" if self.draw.steps else ""
-        return f"cover-lanczos-{place}{' reduced' if self.fast else ''}{draw}"
+        by = "" if self.lanczos == "pillow" else f"{self.lanczos}-"
+        return f"cover-{by}lanczos-{place}{' reduced' if self.fast else ''}{draw}"
 
 
 PLAIN = Recipe()
@@ -54,7 +67,13 @@ def demand_known_mode(section: DatasetSection, index: int) -> None:
         )
 
 
-def recipe_of(section: DatasetSection, sample: Sample, seed: int, generation: int = 0) -> Recipe:
+def recipe_of(
+    section: DatasetSection,
+    sample: Sample,
+    seed: int,
+    generation: int = 0,
+    lanczos: Lanczos = "pillow",
+) -> Recipe:
     """What the run file says for this sample; the same for equal bytes, whatever their name."""
     draw = augment.draw_augmentations(section, seed, sample.digest, generation)
     match section.crop:
@@ -66,26 +85,37 @@ def recipe_of(section: DatasetSection, sample: Sample, seed: int, generation: in
             about = f"crop {seed} {sample.digest} {generation}"
             across, down = (int(uniform(f"{about} {axis}") * (STEPS + 1)) for axis in "xy")
             crop = (across / STEPS, down / STEPS)
-    return Recipe(crop, draw, section.decode == "fast")
+    return Recipe(crop, draw, section.decode == "fast", lanczos)
 
 
 def render(data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PILLOW) -> Tensor:
     """A picture of the bucket's size: CHW in [-1, 1]."""
-    return fit(_changed(data, recipe, size, decoders, "image"), *size, recipe.crop)
+    if recipe.lanczos == "torch" and not recipe.draw.steps:
+        pixels = decode_pixels(data, decoders, size if recipe.fast else WHOLE)
+        return fit_pixels(pixels, *size, recipe.crop)
+    return _fitted(_changed(data, recipe, size, decoders, "image"), recipe, size)
 
 
 def render_control(data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PILLOW) -> Tensor:
     """The control of a picture: the same crop and warp, no change of its colours."""
-    return fit(_changed(data, recipe, size, decoders, "control"), *size, recipe.crop)
+    return _fitted(_changed(data, recipe, size, decoders, "control"), recipe, size)
 
 
 def render_mask(data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PILLOW) -> Tensor:
     """The mask of a picture: 1HW in [0, 1], the same crop and warp."""
-    import numpy as np
     import torch
 
-    mask = cover(_changed(data, recipe, size, decoders, "mask"), *size, recipe.crop)
-    return torch.from_numpy(np.array(mask)).unsqueeze(0).float().div_(255)
+    mask = _changed(data, recipe, size, decoders, "mask")
+    if recipe.lanczos == "torch":
+        mask = mask.crop(whole_box(mask.size, size, recipe.crop))
+    fitted = np.array(cover(mask, *size, recipe.crop))
+    return torch.from_numpy(fitted).unsqueeze(0).float().div_(255)
+
+
+def _fitted(image: Image.Image, recipe: Recipe, size: Size) -> Tensor:
+    if recipe.lanczos == "torch":
+        return fit_pixels(np.array(image), *size, recipe.crop)
+    return fit(image, *size, recipe.crop)
 
 
 def _changed(

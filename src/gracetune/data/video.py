@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from PIL import Image
 
-from gracetune.data.images import CENTRE, cover
-from gracetune.data.media import opened
+from gracetune.data.images import CENTRE, fit, fit_pixels
+from gracetune.data.media import load_av, opened
 from gracetune.data.sample import UnreadableSampleError
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from av import VideoFrame
     from av.container import InputContainer
     from av.video.stream import VideoStream
-    from numpy.typing import NDArray
     from torch import Tensor
 
+    from gracetune.data.decoders import Lanczos
     from gracetune.data.sample import Size
 
 EXTENSIONS = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi"))
@@ -61,6 +61,11 @@ class _Timed(NamedTuple):
     frame: VideoFrame
 
 
+def demand_packages() -> None:
+    """Say now which extra is missing, not at the first file."""
+    load_av("video")
+
+
 def probe_video(data: bytes) -> VideoFacts:
     """Every packet is read, the first frame is decoded; the rest only when its clip is."""
     with opened(data, "video") as container:
@@ -96,6 +101,7 @@ def decode_video(
     fps: float,
     clip: float = 0.0,
     crop: tuple[float, float] = CENTRE,
+    lanczos: Lanczos = "pillow",
 ) -> Tensor:
     """A clip as CFHW in [-1, 1]. `clip` is the share of what is left over that comes before it.
 
@@ -105,20 +111,25 @@ def decode_video(
 
     facts = probe_video(data) if clip else None
     start = clip * max(0.0, facts.seconds - num_frames / fps) if facts else 0.0
-    pictures: list[NDArray[np.uint8]] = []
+    pictures: list[Tensor] = []
     with opened(data, "video") as container:
-        stream = _stream(container)
-        last: tuple[VideoFrame, NDArray[np.uint8]] | None = None
-        for frame in _shown(container, stream, start, num_frames, fps):
-            if last is None or last[0] is not frame:
-                last = (frame, np.asarray(cover(_upright(frame), *size, crop)))
-            pictures.append(last[1])
+        shown: VideoFrame | None = None
+        for frame in _shown(container, _stream(container), start, num_frames, fps):
+            if frame is not shown:
+                image = _upright(frame)
+                by_torch = lanczos == "torch"
+                fitted = (
+                    fit_pixels(np.array(image), *size, crop)
+                    if by_torch
+                    else fit(image, *size, crop)
+                )
+            pictures.append(fitted)
+            shown = frame
     if len(pictures) < num_frames:
         raise UnreadableSampleError(
             f"the video ends after {len(pictures)} of {num_frames} frames at {fps:g} a second"
         )
-    pixels_FHWC = torch.from_numpy(np.stack(pictures))  # noqa: N806  shapes are part of the name
-    return pixels_FHWC.permute(3, 0, 1, 2).contiguous().float().div_(127.5).sub_(1.0)
+    return torch.stack(pictures, dim=1)
 
 
 def _stream(container: InputContainer) -> VideoStream:

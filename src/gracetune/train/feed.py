@@ -85,7 +85,7 @@ def build_feed(run: RunFile, family: Family, mover: Mover, folder: Path, tell: T
         order=BatchOrder(trained, batch, run.seed),
         trained=tuple(sample for group in trained for sample in group.samples),
         held_out=tuple(_held_out_draws(held_out, batch)),
-        load=_loader_of(family, stores, mover, recipes(run)),
+        load=_loader_of(family, stores, mover, recipes(run, decoders)),
     )
 
 
@@ -118,10 +118,12 @@ def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group]
     )
 
 
-def recipes(run: RunFile) -> Callable[[Sample], Recipe]:
+def recipes(run: RunFile, decoders: Decoders) -> Callable[[Sample], Recipe]:
     """How each sample becomes pixels, as its own data set says."""
     sections = {section.id: section for section in run.datasets}
-    return lambda sample: recipe_of(sections[sample.dataset], sample, run.seed)
+    return lambda sample: recipe_of(
+        sections[sample.dataset], sample, run.seed, lanczos=decoders.lanczos
+    )
 
 
 def _only(groups: Sequence[Group], keep: Callable[[Sample], bool]) -> list[Group]:
@@ -142,12 +144,12 @@ def _prepare(
     decoders: Decoders,
 ) -> list[Group]:
     """One data set: open, bucket, encode, and leave out what turned out to be unreadable."""
-    section, recipe = run.datasets[index], recipes(run)
+    section, recipe = run.datasets[index], recipes(run, decoders)
     _demand_kind(section, index, family)
     demand_known_mode(section, index)
     step = section.bucket_step or family.pixel_step
     _demand_fit(section, index, step, family)
-    opened = open_dataset(section, index, tell, ledger)
+    opened = open_dataset(section, index, tell, ledger, folder / "staged")
     found = len(opened.samples) + sum(entry.dataset == section.id for entry in ledger.entries)
     plan = buckets.assign(opened.samples, section, step)
     pictures = [

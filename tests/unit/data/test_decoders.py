@@ -37,7 +37,8 @@ class Counting:
 def test_the_extras_are_installed_and_told() -> None:
     assert set(FAST.by_format) == {"JPEG", "PNG", "WEBP"}
     assert FAST.why == (
-        "pictures are decoded by simplejpeg (JPEG) and imagecodecs (PNG, WebP), else by Pillow"
+        "pictures are decoded by simplejpeg (JPEG), imagecodecs (PNG, WebP), Pillow "
+        f"and resized by {FAST.lanczos}"
     )
 
 
@@ -51,7 +52,8 @@ def test_without_the_extras_pillow_decodes_and_the_extra_is_named() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == (
-        "0 pictures are decoded by Pillow; `pip install gracetune[images]` is faster"
+        f"0 pictures are decoded by Pillow and resized by {FAST.lanczos}; "
+        "`pip install gracetune[images]` makes it faster"
     )
 
 

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from gracetune.data.images import UnreadableImageError, decode, fit, probe
+from gracetune.data.decoders import choose_decoders
+from gracetune.data.images import (
+    UnreadableImageError,
+    decode,
+    decode_pixels,
+    fit,
+    fit_pixels,
+    probe,
+    whole_box,
+)
 
 
 def _bytes(image: Image.Image, file_format: str = "PNG", **options: object) -> bytes:
@@ -280,3 +289,67 @@ def test_fit_at_the_same_size_changes_nothing() -> None:
     image = _noise(24, 16)
     restored = (fit(image, 24, 16) + 1) * 127.5
     assert np.array_equal(restored.permute(1, 2, 0).round().numpy(), np.asarray(image))
+
+
+@pytest.mark.parametrize(
+    ("image", "file_format"),
+    [(_noise(), "JPEG"), (_noise(), "PNG"), (_noise().convert("L"), "PNG"), (_noise(), "BMP")],
+)
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_pixels_are_those_of_the_image(
+    image: Image.Image, file_format: str, orientation: int
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = _bytes(image, file_format, exif=exif) if file_format != "BMP" else _bytes(image, "BMP")
+    pixels = decode_pixels(data, choose_decoders())
+    assert np.array_equal(pixels, np.asarray(decode(data)))
+
+
+def test_pixels_are_those_of_the_profile() -> None:
+    data = _bytes(_noise(), "JPEG", icc_profile=_gamma_profile())
+    assert np.array_equal(decode_pixels(data, choose_decoders()), np.asarray(decode(data)))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((64, 48), (48, 32)), ((200, 60), (32, 32)), ((33, 77), (80, 80)), ((24, 16), (24, 16))],
+)
+@pytest.mark.parametrize("crop", [(0.5, 0.5), (0.0, 1.0)])
+def test_torch_fits_as_pillow_does(
+    source: tuple[int, int], target: tuple[int, int], crop: tuple[float, float]
+) -> None:
+    image = _noise(*source).resize(source, Image.Resampling.BOX)
+    box = whole_box(source, target, crop)
+    assert 0 <= box[0] < box[2] <= source[0]
+    assert 0 <= box[1] < box[3] <= source[1]
+    by_torch = fit_pixels(np.array(image), *target, crop)
+    assert by_torch.is_contiguous()
+    part = image.crop(box).resize(target, Image.Resampling.LANCZOS)
+    levels = (by_torch + 1) * 127.5
+    off = np.abs(levels.permute(1, 2, 0).numpy() - np.asarray(part, np.float32)).round()
+    assert off.max() <= 2
+    assert (off > 0).mean() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((1000, 3), (8, 8)), ((3, 1000), (8, 24)), ((1, 1), (8, 8)), ((7, 9), (64, 32))],
+)
+def test_torch_takes_any_size(source: tuple[int, int], target: tuple[int, int]) -> None:
+    tensor = fit_pixels(np.array(Image.new("RGB", source, (255, 0, 127))), *target)
+    assert tuple(tensor.shape) == (3, target[1], target[0])
+    assert tensor[0].min() == 1
+    assert tensor[1].max() == -1
+
+
+def test_exif_behind_the_pixels_of_a_png_is_seen() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = _bytes(_corners(), exif=exif)
+    start = data.index(b"eXIf") - 4
+    length = 12 + struct.unpack_from(">I", data, start)[0]
+    chunk, end = data[start : start + length], data.index(b"IEND") - 4
+    moved = data[:start] + data[start + length : end] + chunk + data[end:]
+    assert probe(moved) == (16, 24)
+    assert decode(moved).size == (16, 24)

@@ -6,7 +6,15 @@ from made_media import photo, picture_bytes
 from gracetune.config.schema import DatasetSection
 from gracetune.data.decoders import PILLOW, choose_decoders
 from gracetune.data.images import decode, fit
-from gracetune.data.recipe import PLAIN, Recipe, demand_known_mode, recipe_of, render
+from gracetune.data.recipe import (
+    PLAIN,
+    Recipe,
+    demand_known_mode,
+    recipe_of,
+    render,
+    render_control,
+    render_mask,
+)
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError
 
@@ -38,6 +46,7 @@ def test_whatever_changes_pixels_changes_the_name() -> None:
         recipe_of(_section(augmentations=turn), SAMPLE, 0),
         recipe_of(_section(augmentations=turn), SAMPLE, 0, generation=1),
         recipe_of(_section(augmentations=flip, decode="fast"), SAMPLE, 0),
+        recipe_of(_section(), SAMPLE, 0, lanczos="torch"),
     ]
     assert len({recipe.name for recipe in recipes}) == len(recipes)
 
@@ -95,3 +104,26 @@ def test_modes_that_are_not_there_yet_are_refused_by_name(mode: str | None) -> N
         demand_known_mode(section, 2)
     demand_known_mode(_section(augmentations_cache_mode=mode), 2)
     demand_known_mode(section.model_copy(update={"augmentations_cache_mode": "static"}), 2)
+
+
+@pytest.mark.parametrize("draw", [[], [{"name": "flip", "probability": 1}]])
+def test_torchs_lanczos_is_pillows_to_the_eye(draw: list[object]) -> None:
+    data = picture_bytes(photo(160, 120), "JPEG")
+    section = _section(augmentations=draw)
+    ours, theirs = (
+        render(data, recipe_of(section, SAMPLE, 0, lanczos=who), (64, 48), choose_decoders())
+        for who in ("torch", "pillow")
+    )
+    assert not ours.equal(theirs)
+    assert float((ours - theirs).abs().max()) <= 2.01 / 127.5
+
+
+def test_masks_and_controls_follow_either_lanczos() -> None:
+    pixels = photo(150, 60)
+    control, mask = picture_bytes(pixels), picture_bytes(pixels[..., 0])
+    for who in ("torch", "pillow"):
+        recipe = Recipe(crop=(0.2, 0.5), lanczos=who)
+        image = render(control, recipe, (32, 32))
+        assert render_control(control, recipe, (32, 32)).equal(image)
+        grey = render_mask(mask, recipe, (32, 32))
+        assert float((grey * 2 - 1 - image[:1]).abs().max()) <= 2.01 / 127.5

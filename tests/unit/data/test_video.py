@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ from made_media import grey_frames, photo, picture_bytes, sound_bytes, tone, vid
 
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.data.video import VideoFacts, decode_video, probe_video
+
+if TYPE_CHECKING:
+    from gracetune.data.decoders import Lanczos
 
 CLIP = video_bytes(grey_frames(60))
 MATROSKA = video_bytes(grey_frames(60), container="matroska")
@@ -66,14 +70,20 @@ def test_a_video_that_is_too_short_is_unreadable() -> None:
         decode_video(CLIP, (16, 16), 61, 24.0)
 
 
-def test_clips_cover_their_bucket_as_pictures_do() -> None:
+@pytest.mark.parametrize("lanczos", ["pillow", "torch"])
+def test_clips_cover_their_bucket_as_pictures_do(lanczos: Lanczos) -> None:
     frame = np.zeros((48, 96, 3), np.uint8)
     frame[:, 48:] = 255
     data = video_bytes([frame] * 5)
-    centre = decode_video(data, (48, 48), 5, 24.0)
+    centre = decode_video(data, (48, 48), 5, 24.0, lanczos=lanczos)
     assert centre[0, 2, 24, 8] < -0.9
     assert centre[0, 2, 24, 40] > 0.9
-    assert decode_video(data, (48, 48), 5, 24.0, crop=(0.0, 0.5))[0, 2].max() < -0.9
+    left = decode_video(data, (48, 48), 5, 24.0, crop=(0.0, 0.5), lanczos=lanczos)
+    assert left[0, 2].max() < -0.9
+    small = decode_video(data, (24, 24), 5, 24.0, lanczos=lanczos)
+    assert (float(small[0, 2, 12, 4]), float(small[0, 2, 12, 20])) == pytest.approx(
+        (-1, 1), abs=0.1
+    )
 
 
 @pytest.mark.parametrize("colorspace", [1, 5])

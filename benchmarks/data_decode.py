@@ -1,0 +1,352 @@
+"""How fast samples are decoded: ours against Pillow, torch's DataLoader, and two trainers' ways.
+
+The script makes its data: 5,000 JPEG files with the statistics of photographs (amplitude falls as
+1/f), some PNG and WebP files, and a few videos. All ways get the same files, the same bucket and as
+many workers; they take turns within one run, so that a noisy machine disturbs them alike, and each
+figure is the median over the turns.
+
+    python benchmarks/data_decode.py [--pictures 5000] [--turns 5] [--workers 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import av
+import cv2
+import imagecodecs
+import numpy as np
+import results
+import simplejpeg
+import torch
+from PIL import Image, ImageOps
+
+from gracetune.config.schema import DatasetSection
+from gracetune.data import buckets
+from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.dataset import open_dataset
+from gracetune.data.decoders import PILLOW, choose_decoders
+from gracetune.data.images import decode_pixels
+from gracetune.data.loader import BatchOrder, Group, Loader
+from gracetune.data.prefetch import Prefetch, prefetched
+from gracetune.data.recipe import Recipe, render
+from gracetune.data.video import decode_video
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+WIDTH, HEIGHT = 640, 480
+SIZE = (448, 336)
+"""Of the bucket."""
+CLIP = (17, 24.0)
+"""Frames and rate."""
+
+
+def photographs(count: int, width: int, height: int) -> Iterable[np.ndarray]:
+    """Parts of a few large fields of 1/f noise, each with another tint: no two alike."""
+    random = np.random.default_rng(0)
+    edge = 1536
+    distance = np.hypot(np.fft.fftfreq(edge)[:, None], np.fft.rfftfreq(edge)[None])
+    distance[0, 0] = np.inf
+    fields = []
+    for _ in range(6):
+        noise = np.fft.rfft2(random.standard_normal((edge, edge)))
+        field = np.fft.irfft2(noise / distance, s=(edge, edge))
+        fields.append((field / field.std()).astype(np.float32))
+    for _ in range(count):
+        light, tint = random.choice(6, 2, replace=False)
+        parts = []
+        for field in (fields[light], fields[tint]):
+            x, y = random.integers(0, edge - width), random.integers(0, edge - height)
+            parts.append(field[y : y + height, x : x + width])
+        mix = 40 * parts[0][..., None] + 15 * parts[1][..., None] * random.uniform(-1, 1, 3)
+        yield (mix + 120).clip(0, 255).astype(np.uint8)
+
+
+def make_pictures(folder: Path, count: int) -> None:
+    """JPEG files of quality 90, 4:2:0: what a web crawl has most of."""
+    folder.mkdir()
+    for number, pixels in enumerate(photographs(count, WIDTH, HEIGHT)):
+        data = simplejpeg.encode_jpeg(pixels, quality=90, colorsubsampling="420")
+        (folder / f"{number:05}.jpg").write_bytes(data)
+
+
+def make_video(frames: int) -> bytes:
+    """H.264, a slow pan over a photograph."""
+    (wide,) = photographs(1, 960, 540)
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as output:
+        stream = output.add_stream("libx264", rate=Fraction(24))
+        stream.width, stream.height, stream.pix_fmt = 640, 480, "yuv420p"
+        for n in range(frames):
+            part = np.ascontiguousarray(wide[n : n + 480, 2 * n : 2 * n + 640])
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(part, format="rgb24")))
+        output.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def to_tensor(pixels: np.ndarray) -> torch.Tensor:
+    """What torchvision's ToTensor and Normalize([0.5], [0.5]) do."""
+    chw = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+    return chw.to(torch.float32).div(255).sub(0.5).div(0.5)
+
+
+def cover(image: Image.Image, how: Image.Resampling) -> torch.Tensor:
+    """Resize to cover, then cut the centre out: two steps, as both trainers do."""
+    scale = max(SIZE[0] / image.width, SIZE[1] / image.height)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), how)
+    left, top = (image.width - SIZE[0]) // 2, (image.height - SIZE[1]) // 2
+    image = image.crop((left, top, left + SIZE[0], top + SIZE[1]))
+    return to_tensor(np.array(image))
+
+
+def pillow_way(path: Path) -> torch.Tensor:
+    """The shortest: open, convert, resize."""
+    with Image.open(path) as image:
+        return cover(image.convert("RGB"), Image.Resampling.LANCZOS)
+
+
+def simpletuner_way(path: Path) -> torch.Tensor:
+    """Read all bytes; OpenCV decodes twice, first to look for an alpha channel."""
+    data = np.frombuffer(path.read_bytes(), np.uint8)
+    looked = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)
+    assert looked.shape[2] == 3
+    pixels = cv2.cvtColor(cv2.imdecode(data, cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
+    return cover(Image.fromarray(pixels), Image.Resampling.LANCZOS)
+
+
+def ai_toolkit_way(path: Path) -> torch.Tensor:
+    """Pillow with the orientation applied, bicubic; read anew each epoch by DataLoader workers."""
+    image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+    return cover(image, Image.Resampling.BICUBIC)
+
+
+class Files(torch.utils.data.Dataset):
+    """A data set as tutorials write it."""
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[Path], torch.Tensor]) -> None:
+        self.paths, self.read = paths, read
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.read(self.paths[index])
+
+
+def by_threads(read: Callable[[Path], torch.Tensor], workers: int, paths: Sequence[Path]) -> int:
+    """A pool over files."""
+    with ThreadPoolExecutor(workers) as pool:
+        return sum(1 for _ in pool.map(read, paths))
+
+
+def by_data_loader(
+    read: Callable[[Path], torch.Tensor], workers: int, paths: Sequence[Path]
+) -> int:
+    """Processes over files, in batches."""
+    loader = torch.utils.data.DataLoader(Files(paths, read), batch_size=8, num_workers=workers)
+    return sum(len(batch) for batch in loader)
+
+
+def ours(source: object, workers: int, paths: Sequence[Path]) -> int:
+    """As the cache is filled: bytes from the source, decoded ahead by threads."""
+    decoders = choose_decoders()
+    recipe = Recipe(lanczos=decoders.lanczos)
+    rendered = prefetched(
+        [path.name for path in paths],
+        lambda key: render(source.read(key), recipe, SIZE, decoders),
+        str,
+        Prefetch(workers, 32, 60.0),
+    )
+    return sum(1 for _ in rendered)
+
+
+def take_turns(
+    ways: dict[str, Callable[[Sequence[Path]], int]], paths: Sequence[Path], turns: int
+) -> dict[str, list[float]]:
+    """Samples a second of each way in each turn; every turn has other files, and another first."""
+    names, rates = list(ways), {name: [] for name in ways}
+    share = len(paths) // turns
+    for turn in range(turns):
+        part = paths[turn * share : (turn + 1) * share]
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            started = time.perf_counter()
+            assert ways[name](part) == len(part)
+            rates[name].append(len(part) / (time.perf_counter() - started))
+    return rates
+
+
+def pictures(folder: Path, count: int, turns: int, workers: int) -> dict[str, object]:
+    """Decoded samples a second, end to end."""
+    make_pictures(folder, count)
+    section = DatasetSection(
+        id="photographs",
+        type="in_memory",
+        instance_data_dir=str(folder),
+        caption_strategy="filename",
+        resolution=384,
+    )
+
+    def silent(_: object) -> None:
+        """Nobody listens."""
+
+    staged = open_dataset(section, 0, silent, CorruptionLedger(silent))
+    files = open_dataset(
+        section.model_copy(update={"type": "local"}), 0, silent, CorruptionLedger(silent)
+    )
+    ways = {
+        "gracetune, staged": partial(ours, staged.source, workers),
+        "gracetune, files": partial(ours, files.source, workers),
+        "Pillow threads": partial(by_threads, pillow_way, workers),
+        "torch DataLoader": partial(by_data_loader, pillow_way, workers),
+        "SimpleTuner's way": partial(by_threads, simpletuner_way, workers),
+        "ai-toolkit's way": partial(by_data_loader, ai_toolkit_way, workers),
+    }
+    rates = take_turns(ways, sorted(folder.iterdir()), turns)
+    others = [name for name in ways if not name.startswith("gracetune")]
+    ratio = {
+        name: statistics.median(
+            rates[name][turn] / max(rates[other][turn] for other in others) for turn in range(turns)
+        )
+        for name in ways
+        if name not in others
+    }
+    return {
+        "files": count,
+        "workers": workers,
+        "samples a second": {name: round(statistics.median(r), 1) for name, r in rates.items()},
+        "times the best other": {name: round(value, 3) for name, value in ratio.items()},
+        **loader_figures(staged.samples),
+    }
+
+
+def loader_figures(samples: Sequence[object]) -> dict[str, object]:
+    """What the order and the hand-over cost, where loading itself costs nothing."""
+    section = DatasetSection(id="photographs", resolution=384)
+    plan = buckets.assign(samples, section, 16)
+    groups = [Group(group, 1, 0.1, size, 0.7) for size, group in plan.buckets.items()]
+    loader = Loader(BatchOrder(groups, 8, 0), tuple)
+    started = time.perf_counter()
+    for _ in range(2000):
+        next(loader)
+    each = (time.perf_counter() - started) / 2000
+    return {"loader: microseconds a batch of 8": round(1e6 * each, 1)}
+
+
+def formats(turns: int) -> dict[str, object]:
+    """Decoding alone, one thread, from memory: each format against every wheel that reads it."""
+    pixels = list(photographs(12, 1024, 768))
+
+    def encoded(file_format: str, **options: object) -> list[bytes]:
+        files = []
+        for one in pixels:
+            buffer = io.BytesIO()
+            Image.fromarray(one).save(buffer, file_format, **options)
+            files.append(buffer.getvalue())
+        return files
+
+    def by_pillow(data: bytes) -> np.ndarray:
+        return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+    def by_cv2(data: bytes) -> np.ndarray:
+        return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
+
+    decoders = choose_decoders()
+    cases = {
+        "JPEG": (encoded("JPEG", quality=90), simplejpeg.decode_jpeg, imagecodecs.jpeg8_decode),
+        "PNG": (encoded("PNG"), imagecodecs.png_decode, imagecodecs.spng_decode),
+        "WebP": (encoded("WEBP", quality=90), imagecodecs.webp_decode),
+        "lossless WebP": (encoded("WEBP", lossless=True), imagecodecs.webp_decode),
+    }
+    figures: dict[str, object] = {}
+    for name, (files, *others) in cases.items():
+        ways = {
+            "gracetune": lambda data: decode_pixels(data, decoders),
+            "gracetune with Pillow alone": lambda data: decode_pixels(data, PILLOW),
+            "Pillow": by_pillow,
+            "OpenCV": by_cv2,
+            **{f"{way.__module__.partition('.')[0]}.{way.__name__}": way for way in others},
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(turns):
+            for way, read in ways.items():
+                started = time.perf_counter()
+                for data in files:
+                    read(data)
+                seconds[way].append((time.perf_counter() - started) / len(files))
+        best = {way: min(values) for way, values in seconds.items()}
+        fastest = min(
+            (way for way in ways if not way.startswith("gracetune")), key=best.__getitem__
+        )
+        figures[name] = {
+            "milliseconds": {way: round(1e3 * value, 2) for way, value in best.items()},
+            "fastest wheel": fastest,
+            "share of the fastest wheel's speed": round(best[fastest] / best["gracetune"], 3),
+            "times Pillow": round(best["Pillow"] / best["gracetune"], 2),
+        }
+    return figures
+
+
+def videos(turns: int) -> dict[str, object]:
+    """Clips a second from one file: ours, and every frame by OpenCV as SimpleTuner reads."""
+    data, lanczos = make_video(49), choose_decoders().lanczos
+
+    def by_cv2(path: str) -> torch.Tensor:
+        capture, frames = cv2.VideoCapture(path), []
+        while len(frames) < CLIP[0]:
+            _, frame = capture.read()
+            image = Image.fromarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB))
+            frames.append(cover(image, Image.Resampling.LANCZOS))
+        capture.release()
+        return torch.stack(frames, 1)
+
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+        file.write(data)
+        file.flush()
+        ways = {
+            "gracetune": lambda: decode_video(data, SIZE, *CLIP, lanczos=lanczos),
+            "OpenCV": lambda: by_cv2(file.name),
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(turns):
+            for way, read in ways.items():
+                started = time.perf_counter()
+                assert tuple(read().shape) == (3, CLIP[0], SIZE[1], SIZE[0])
+                seconds[way].append(time.perf_counter() - started)
+    rates = {way: round(1 / statistics.median(s), 2) for way, s in seconds.items()}
+    return {"clips a second": rates, "times OpenCV": round(rates["gracetune"] / rates["OpenCV"], 3)}
+
+
+def main() -> None:
+    """Measure all, print it, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pictures", type=int, default=5000)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    cv2.setNumThreads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = {
+            "end to end": pictures(
+                Path(folder) / "pictures", arguments.pictures, arguments.turns, arguments.workers
+            ),
+            "decoding alone": formats(arguments.turns),
+            "video": videos(2 * arguments.turns + 1),
+        }
+    for name, value in results.flatten(figures):
+        print(f"{name}: {value}")
+    print("wrote", results.write("data_decode", figures).name)
+
+
+if __name__ == "__main__":
+    main()
