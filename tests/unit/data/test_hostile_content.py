@@ -1,0 +1,201 @@
+"""Folders with the worst files there are: each bad one ends in one clear line, the rest trains."""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from made_media import grey_frames, photo, picture_bytes, sound_bytes, tone, video_bytes
+from PIL import Image
+
+from gracetune.config.schema import DatasetSection
+from gracetune.data.buckets import assign
+from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.dataset import open_dataset
+from gracetune.data.decoders import choose_decoders
+from gracetune.data.images import decode
+from gracetune.data.recipe import Recipe, render
+from gracetune.errors import DataError, RunFailedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gracetune.events.types import Event
+
+
+def _bomb(width: int, height: int) -> bytes:
+    """A PNG of a kilobyte that unpacks to gigabytes."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(100_000))
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    )
+
+
+def _hundred_megapixels() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("1", (10_000, 10_000), 1).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _cmyk() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("CMYK", (64, 48), (0, 255, 255, 0)).save(buffer, "JPEG", quality=95)
+    return buffer.getvalue()
+
+
+PICTURE = picture_bytes(photo(64, 48))
+MATROSKA = video_bytes(grey_frames(24), container="matroska")
+NAN = tone(2.0, 8000, 440)
+NAN[9000] = np.nan
+
+FOLDERS: dict[str, tuple[dict[str, object], dict[str, bytes], dict[str, tuple[bytes, str]]]] = {
+    "image": (
+        {"resolution": 64},
+        {
+            "fine.png": PICTURE,
+            "wrong extension.jpg": PICTURE,
+            "cmyk.jpg": _cmyk(),
+            "large.png": _hundred_megapixels(),
+        },
+        {
+            "truncated.jpg": (
+                picture_bytes(photo(64, 48), "JPEG")[:-200],
+                "image file is truncated (",
+            ),
+            "zero bytes.webp": (b"", "the file is empty"),
+            "text.png": (b"I am a text", "not a picture in a known format (PNG,"),
+            "bomb.png": (_bomb(60_000, 60_000), "Image size (3600000000 pixels) exceeds limit"),
+            "sound.png": (sound_bytes(tone(0.1, 8000, 440), 8000), "not a picture in a known"),
+        },
+    ),
+    "video": (
+        {"resolution": 64, "frames": 5},
+        {"fine.mp4": video_bytes(grey_frames(24)), "wrong extension.mov": MATROSKA},
+        {
+            "no frames.mkv": (
+                MATROSKA[: MATROSKA.index(b"\x1f\x43\xb6\x75")],
+                "the video has no frames: the file ends before the first",
+            ),
+            "truncated.mp4": (
+                video_bytes(grey_frames(24))[:900],
+                "not a video that can be read (Invalid data found",
+            ),
+            "zero bytes.webm": (b"", "the file is empty"),
+            "picture.mp4": (b"I am a text" * 9, "not a video that can be read (Invalid data"),
+            "sound.mp4": (sound_bytes(tone(0.1, 8000, 440), 8000), "the file has no video in it"),
+        },
+    ),
+    "audio": (
+        {"sample_rate": 8000, "channels": 1, "seconds": 1},
+        {
+            "fine.wav": sound_bytes(tone(2.0, 8000, 440), 8000),
+            "wrong extension.mp3": sound_bytes(tone(2.0, 8000, 440), 8000, "FLAC"),
+        },
+        {
+            "nan.wav": (
+                sound_bytes(NAN, 8000, subtype="FLOAT"),
+                "it holds values that are not numbers, or above 1e+06, first at 1.125 s",
+            ),
+            "truncated.wav": (
+                sound_bytes(tone(2.0, 8000, 440), 8000)[:-999],
+                "truncated: 999 bytes are missing",
+            ),
+            "zero bytes.ogg": (b"", "the file is empty"),
+            "text.flac": (b"I am a text" * 9, "not a sound that can be read (Invalid data"),
+            "silent film.m4a": (video_bytes(grey_frames(5)), "the file has no sound in it"),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("source", ["local", "in_memory"])
+def test_each_bad_file_is_one_line_and_the_others_train(
+    tmp_path: Path, kind: str, source: str
+) -> None:
+    settings, good, bad = FOLDERS[kind]
+    for name, data in {**good, **{name: data for name, (data, _) in bad.items()}}.items():
+        (tmp_path / name).write_bytes(data)
+    section = DatasetSection.model_validate(
+        {
+            "id": "worst",
+            "type": source,
+            "dataset_type": kind,
+            "instance_data_dir": str(tmp_path),
+            "caption_strategy": "filename",
+            "max_corruption_rate": 0.9,
+            **settings,
+        }
+    )
+    events: list[Event] = []
+    ledger = CorruptionLedger(events.append)
+    dataset = open_dataset(section, 0, events.append, ledger)
+    assert [sample.key for sample in dataset.samples] == sorted(good)
+    assert all(sample.kind == kind for sample in dataset.samples)
+    reasons = {entry.key: entry.reason for entry in ledger.entries}
+    assert set(reasons) == set(bad)
+    for name, (_, words) in bad.items():
+        assert reasons[name].startswith(words)
+        assert "\n" not in reasons[name]
+    plan = assign(dataset.samples, section, 16)
+    assert sum(map(len, plan.buckets.values())) == len(good)
+    with pytest.raises(DataError, match=rf"{len(bad)} of {len(good) + len(bad)} samples cannot"):
+        open_dataset(
+            section.model_copy(update={"max_corruption_rate": 0.1}),
+            0,
+            events.append,
+            CorruptionLedger(events.append),
+        )
+
+
+def test_a_hundred_megapixels_are_read() -> None:
+    decoders = choose_decoders()
+    recipe = Recipe(lanczos=decoders.lanczos)
+    pixels = render(_hundred_megapixels(), recipe, (64, 64), decoders)
+    assert tuple(pixels.shape) == (3, 64, 64)
+    assert float(pixels.min()) == 1
+
+
+def test_cmyk_is_red_by_every_decoder() -> None:
+    red, green, blue = np.asarray(decode(_cmyk(), choose_decoders()))[20, 20].astype(int)
+    assert red > 230
+    assert max(green, blue) < 25
+
+
+class Stuck:
+    """A source one of whose files never arrives."""
+
+    def keys(self) -> list[str]:
+        return ["a.png", "stuck.png"]
+
+    def read(self, key: str) -> bytes:
+        if key == "stuck.png":
+            time.sleep(3600)
+        return PICTURE
+
+    def nbytes(self, key: str) -> int:
+        return len(PICTURE)
+
+    def describe(self) -> str:
+        return "a stuck disk"
+
+
+def test_a_file_that_never_arrives_ends_the_run_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gracetune.registry.load", lambda *_: lambda *_: Stuck())
+    section = DatasetSection(id="worst", caption_strategy="filename", timeout_s=0.5)
+    with pytest.raises(RunFailedError, match=r"data set 'worst': stuck\.png: loading it keeps"):
+        open_dataset(section, 0, lambda _: None, CorruptionLedger(lambda _: None))
