@@ -7,10 +7,12 @@ ranks take in turn. Where a run stands in it is one number, whatever the number 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gracetune.data.prefetch import Prefetch, prefetched
 from gracetune.data.randomness import permutation, uniform
 from gracetune.errors import DataError
 
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gracetune.data.sample import Batch, Sample, Shape
+
+INLINE = Prefetch()
+"""Each batch is loaded when it is asked for: right where loading is a look into memory."""
+NAMED = 8
+"""How many samples of a batch a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +172,11 @@ class BatchOrder:
 
 
 class Loader:
-    """An endless iterator of (batch, state); handing the state's number back resumes it."""
+    """An endless iterator of (batch, state); handing the state's number back resumes it.
+
+    With `prefetch` the next batches are loaded ahead. The state is that of the batches taken, never
+    of those loaded, so that it resumes alike with any number of workers or ranks.
+    """
 
     def __init__(
         self,
@@ -174,18 +185,26 @@ class Loader:
         rank: int = 0,
         world: int = 1,
         consumed: int = 0,
+        prefetch: Prefetch = INLINE,
     ) -> None:
         assert 0 <= rank < world, f"rank {rank} of {world}"
-        self._order = order
-        self._load = load
-        self._rank = rank
         self._world = world
         self._consumed = consumed
+        mine = (order.at(index) for index in count(consumed + rank, world))
+        self._batches = (
+            prefetched(mine, load, name_of, prefetch) if prefetch.num_workers else map(load, mine)
+        )
 
     def __iter__(self) -> Iterator[tuple[Batch, LoaderState]]:
         return self
 
     def __next__(self) -> tuple[Batch, LoaderState]:
-        batch = self._load(self._order.at(self._consumed + self._rank))
+        batch = next(self._batches)
         self._consumed += self._world
         return batch, LoaderState(self._consumed)
+
+
+def name_of(draws: Sequence[Draw]) -> str:
+    """A batch by its samples, for the message of a worker that failed on it."""
+    keys = [draw.sample.key for draw in draws[:NAMED]] + ["..."] * (len(draws) > NAMED)
+    return f"data set {draws[0].sample.dataset!r}: {', '.join(keys)}"

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.loader import BatchOrder, Draw, Group, Loader, LoaderState
+from gracetune.data.loader import BatchOrder, Draw, Group, Loader, LoaderState, name_of
+from gracetune.data.prefetch import Prefetch
 from gracetune.data.sample import Sample
-from gracetune.errors import DataError
+from gracetune.errors import DataError, RunFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -293,3 +294,58 @@ def test_weighted_streams_resume_anywhere_with_any_world(
         for rank in range(after)
     ]
     assert resumed == straight[consumed * before :]
+
+
+THREADS = Prefetch(num_workers=3, depth=6, timeout_s=20)
+
+
+def load_keys(draws: Sequence[Draw]) -> Batch:
+    """What a process can be given: a function of a module."""
+    return cast("Batch", tuple(draw.sample.key for draw in draws))
+
+
+def refuse_three(draws: Sequence[Draw]) -> Batch:
+    if any(draw.sample.key.endswith("/3.png") for draw in draws):
+        raise OSError("the disk is gone")
+    return cast("Batch", tuple(draws))
+
+
+@pytest.mark.parametrize("prefetch", [THREADS, THREADS._replace(processes=True)])
+def test_prefetching_changes_neither_batches_nor_states(prefetch: Prefetch) -> None:
+    groups = [_group("cats", 11, 2, 0.3), replace(_group("dogs", 7, size=(16, 8)), weight=0.6)]
+    plain = Loader(BatchOrder(groups, 3, 5), load_keys, 1, 2, 4)
+    ahead = Loader(BatchOrder(groups, 3, 5), load_keys, 1, 2, 4, prefetch)
+    for _ in range(25):
+        assert next(ahead) == next(plain)
+
+
+def test_a_state_taken_while_others_are_loaded_ahead_resumes_exactly() -> None:
+    groups = [_group("cats", 11, 2, 0.3)]
+    ahead = Loader(BatchOrder(groups, 3, 5), _load, prefetch=THREADS)
+    for _ in range(9):
+        _, state = next(ahead)
+    rest = [next(ahead)[0] for _ in range(9)]
+    for prefetch in (Prefetch(), THREADS, THREADS._replace(num_workers=1, depth=1)):
+        again = Loader(BatchOrder(groups, 3, 5), _load, 0, 1, state.consumed, prefetch)
+        assert [next(again)[0] for _ in range(9)] == rest
+
+
+def test_a_batch_that_cannot_be_loaded_is_named_by_its_samples() -> None:
+    loader = Loader(BatchOrder([_group("cats", 4)], 4, 0), refuse_three, prefetch=THREADS)
+    with pytest.raises(RunFailedError, match=r"data set 'cats': .*/3\.png.*OSError: the disk is"):
+        next(loader)
+    many = BatchOrder([_group("cats", 20)], 20, 0).at(0)
+    assert name_of(many).count(".png") == 8
+    assert name_of(many).endswith(", ...")
+
+
+def test_a_batch_that_hangs_ends_the_run_in_time() -> None:
+    def hang(_: Sequence[Draw]) -> Batch:
+        time.sleep(3600)
+        raise AssertionError
+
+    start = time.monotonic()
+    loader = Loader(BatchOrder([_group("cats", 4)], 2, 0), hang, prefetch=Prefetch(2, 4, 0.5))
+    with pytest.raises(RunFailedError, match=r"'cats': .*\.png, .*\.png: loading it keeps the run"):
+        next(loader)
+    assert time.monotonic() - start < 3
