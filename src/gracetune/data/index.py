@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from zlib import crc32
 
 import numpy as np
 
@@ -57,7 +57,7 @@ def write_index(
     names = [key.encode() for key in keys]
     lengths = np.fromiter(map(len, names), np.uint64, len(names))
     assert lengths.max(initial=0) <= LONGEST_NAME, f"a name of {lengths.max()} bytes"
-    buckets = np.fromiter(map(zlib.crc32, names), np.uint32, len(names))
+    buckets = np.fromiter(map(crc32, names), np.uint32, len(names))
     num_buckets = 1 << max(0, len(names) - 1).bit_length()
     buckets &= np.uint32(num_buckets - 1)
     order = np.argsort(buckets, kind="stable")
@@ -127,8 +127,11 @@ class Index(Sequence[str]):
 
     def find(self, key: str) -> tuple[int, int, int, int] | None:
         """Place, stored bytes, bytes as read and codec of one name; none where there is none."""
-        wanted = key.encode(errors="surrogatepass")
-        bucket = zlib.crc32(wanted) & self._mask
+        try:
+            wanted = key.encode()
+        except UnicodeEncodeError:
+            return None  # no name that we keep is such
+        bucket = crc32(wanted) & self._mask
         row = self._bounds[bucket]
         end = self._bounds[bucket + 1]
         while row < end:

@@ -38,7 +38,7 @@ class Packing:
 
     def codec_of(self, key: str) -> str | None:
         """The codec to try on this file."""
-        return self.by_kind.get(kind_of(key), self.others)
+        return self.by_kind.get(kind_of(key), self.others) if self.by_kind else self.others
 
     @property
     def compresses(self) -> bool:

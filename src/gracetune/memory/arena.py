@@ -79,7 +79,7 @@ class Hand:
         left = memoryview(data)
         try:
             while left:
-                done = os.pwrite(self._fd, left, self._end)
+                done = os.write(self._fd, left)
                 left = left[done:]
                 self._end += done
         except OSError as error:
@@ -91,12 +91,12 @@ class Hand:
 
         There are fewer than asked for where the file ends before. OSError: it cannot be read.
         """
-        os.lseek(self._fd, self._end, os.SEEK_SET)
         done = 0
         while done < nbytes:
             try:
                 sent = os.sendfile(self._fd, source_fd, offset + done, nbytes - done)
             except OSError as error:
+                os.lseek(self._fd, self._end, os.SEEK_SET)  # what came is written over
                 if error.errno in _NO_MEMORY:
                     raise ArenaFullError(error.strerror) from error
                 if done or error.errno not in _NO_SENDFILE:
