@@ -21,6 +21,10 @@ class DataError(GracetuneError):
     """A data set is missing, empty or too broken to train on."""
 
 
+class CacheError(GracetuneError):
+    """A cache cannot be read or written, or is not ours to change."""
+
+
 class CheckpointError(GracetuneError):
     """A checkpoint cannot be written, read or continued."""
 

@@ -9,30 +9,47 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.cache.fill import BATCH, Picture, fill_latents, fill_text
+from gracetune.cache.ahead import FIRST_DEPTH, Ahead, Depth, Inline
+from gracetune.cache.arena import ArenaStore, Budget, Tally, pageable
+from gracetune.cache.fill import BATCH, Picture, fill_latents, fill_text, find_unreadable
+from gracetune.cache.generations import (
+    FillingStopped,
+    GenerationFolder,
+    Generations,
+    demand_mode,
+    mode_of,
+)
 from gracetune.cache.keys import latent_key, text_key
-from gracetune.cache.store import FolderStore, MemoryStore
+from gracetune.cache.ranks import ALONE
+from gracetune.cache.serve import Recipes, Server
+from gracetune.cache.staging import HotTexts, keep_hot
+from gracetune.cache.store import ShardStore
 from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
 from gracetune.data.loader import BatchOrder, Draw, Group
 from gracetune.data.prefetch import by_threads
-from gracetune.data.recipe import demand_known_mode, recipe_of
 from gracetune.data.sample import Batch
 from gracetune.durable import write_text
-from gracetune.errors import ConfigError, DataError
-from gracetune.events.types import Notice
+from gracetune.errors import ConfigError, DataError, RunFailedError
+from gracetune.events.types import BatchesFed, Notice, StageProgress
 from gracetune.train.draws import seed_of
+from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import threading
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch import Tensor
+
+    from gracetune.cache.ahead import Batches
+    from gracetune.cache.ranks import Ranks
     from gracetune.cache.store import Store
-    from gracetune.config.schema import DatasetSection, RunFile
-    from gracetune.data.decoders import Decoders
-    from gracetune.data.recipe import Recipe
+    from gracetune.config.schema import CacheSection, DatasetSection, RunFile
+    from gracetune.data.loader import LoaderState
     from gracetune.data.sample import Sample
+    from gracetune.data.source import Source
     from gracetune.events.types import Event
     from gracetune.models.family import Family
     from gracetune.train.mover import Mover
@@ -99,7 +116,7 @@ def open_stores(run: RunFile, folder: Path, tell: Tell) -> Stores:
 
     def store(kind: str, cache_type: str) -> Store:
         if persistent or cache_type == "disk":
-            return FolderStore(root / kind, keep_in_memory=cache_type != "disk")
+            return ShardStore(root / kind, tell)
         return MemoryStore()
 
     return Stores(store("latents", section.vae_cache_type), store("text", section.text_cache_type))

@@ -6,7 +6,7 @@ from PIL import Image
 
 from gracetune.cache.fill import Picture, fill_latents, fill_text
 from gracetune.cache.keys import latent_key, text_key
-from gracetune.cache.store import FolderStore, MemoryStore
+from gracetune.cache.store import MemoryStore, ShardStore
 from gracetune.data.sample import Sample
 
 
@@ -54,27 +54,15 @@ def test_keys_do_not_depend_on_names_or_folders():
     assert latent_key(here, (8, 8), "e") == latent_key(there, (8, 8), "e")
 
 
-@pytest.fixture(params=["memory", "folder", "disk"])
+@pytest.fixture(params=["memory", "shards"])
 def store(request, tmp_path):
-    if request.param == "memory":
-        return MemoryStore()
-    return FolderStore(tmp_path, keep_in_memory=request.param == "folder")
+    return MemoryStore() if request.param == "memory" else ShardStore(tmp_path)
 
 
 def test_a_store_gives_back_what_it_took(store):
     assert store.get("ab12") is None
     store.put("ab12", {"x": torch.arange(6).view(2, 3).T})
     assert torch.equal(store.get("ab12")["x"], torch.arange(6).view(2, 3).T)
-
-
-def test_a_folder_outlives_the_process_and_a_damaged_file_is_as_good_as_none(tmp_path):
-    FolderStore(tmp_path, keep_in_memory=True).put("ab12", {"x": torch.ones(2)})
-    later = FolderStore(tmp_path, keep_in_memory=False)
-    assert later.get("ab12")["x"].tolist() == [1.0, 1.0]
-    file = next(tmp_path.rglob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-3])
-    assert FolderStore(tmp_path, keep_in_memory=False).get("ab12") is None
-    assert not file.exists()
 
 
 def test_only_what_is_missing_is_encoded(store, told):

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.cache.store import FolderStore, MemoryStore
+from gracetune.cache.store import MemoryStore, ShardStore
 from gracetune.config.schema import RunFile
 from gracetune.data.loader import Group
 from gracetune.data.sample import Sample
@@ -81,9 +81,9 @@ def test_the_split_is_the_same_in_any_order():
     ("cache", "dataset", "latents", "text"),
     [
         ({}, {}, MemoryStore, MemoryStore),
-        ({"persistent_cache": True}, {}, FolderStore, FolderStore),
-        ({"vae_cache_type": "disk"}, {}, FolderStore, MemoryStore),
-        ({}, {"cache_latents_to_disk": True}, FolderStore, FolderStore),
+        ({"persistent_cache": True}, {}, ShardStore, ShardStore),
+        ({"vae_cache_type": "disk"}, {}, ShardStore, MemoryStore),
+        ({}, {"cache_latents_to_disk": True}, ShardStore, ShardStore),
     ],
 )
 def test_stores_are_what_the_run_file_says(cache, dataset, latents, text, told, tmp_path):

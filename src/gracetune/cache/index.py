@@ -1,0 +1,255 @@
+"""Where each entry of a cache lies: one SQLite file beside the shards.
+
+A row appears only after its bytes are durable, so a row can be believed. Write-ahead logging lets
+any number of processes read while one of them commits. Memory stays bounded however many entries
+there are: rows are found by their key, never held.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from gracetune.errors import CacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+FORMAT = 1
+"""Of the tables below and of the shards; another one is refused."""
+WAIT_S = 60.0
+"""How long one process waits for another's commit."""
+_AT_ONCE = 900
+"""Keys in one question: SQLite takes 999 values."""
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS shards (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, "
+    "room INTEGER NOT NULL, length INTEGER NOT NULL)",
+    # Numbers are never used twice: what is remembered of a number stays true.
+    "CREATE TABLE IF NOT EXISTS entries (id INTEGER PRIMARY KEY AUTOINCREMENT, "
+    "key TEXT NOT NULL UNIQUE, shard INTEGER NOT NULL REFERENCES shards, begin INTEGER NOT NULL, "
+    "nbytes INTEGER NOT NULL, tensors TEXT NOT NULL, checksum BLOB NOT NULL, about TEXT NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS entries_by_shard ON entries (shard, begin)",
+)
+_ROW = (
+    "SELECT e.id, e.key, s.name, e.begin, e.nbytes, e.tensors, e.checksum, e.about "
+    "FROM entries e JOIN shards s ON s.id = e.shard "
+)
+
+
+class TensorPlace(NamedTuple):
+    """One tensor of an entry; `begin` counts from the entry's own."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One entry: where its bytes are, what they must hash to, and what it was made of."""
+
+    number: int
+    key: str
+    shard: str
+    begin: int
+    nbytes: int
+    tensors: tuple[TensorPlace, ...]
+    checksum: bytes
+    about: Mapping[str, str]
+
+    @property
+    def end(self) -> int:
+        """Where the next entry may begin."""
+        return self.begin + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """One file: its name without suffix, the room for its header, and how far it is filled."""
+
+    name: str
+    room: int
+    length: int
+    """Bytes past this were never committed. Deleting an entry does not lower it: someone may still
+    look at the bytes."""
+
+
+class Index:
+    """The table of entries and that of shards; one connection, used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._db = sqlite3.connect(path, WAIT_S, isolation_level=None, check_same_thread=False)
+            self._prepare()
+        except sqlite3.DatabaseError as error:
+            raise CacheError(
+                f"The cache index {path} cannot be used: {error}. Remove its folder, and the next "
+                "build makes the cache anew."
+            ) from error
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+
+    def find(self, keys: Sequence[str]) -> dict[str, Row]:
+        """The rows of those keys that have one."""
+        found: dict[str, Row] = {}
+        for chunk in _chunks(keys):
+            question = f"{_ROW} WHERE e.key IN ({_marks(chunk)})"
+            found.update((row[1], _row(row)) for row in self._db.execute(question, chunk))
+        return found
+
+    def which(self, keys: Sequence[str]) -> set[str]:
+        """Those of these keys that have a row."""
+        found: set[str] = set()
+        for chunk in _chunks(keys):
+            question = f"SELECT key FROM entries WHERE key IN ({_marks(chunk)})"
+            found.update(key for (key,) in self._db.execute(question, chunk))
+        return found
+
+    def page(self, after: int) -> list[tuple[int, str]]:
+        """Numbers and keys of the next entries past a number; nothing is locked between pages."""
+        question = "SELECT id, key FROM entries WHERE id > ? ORDER BY id LIMIT 10000"
+        return self._db.execute(question, (after,)).fetchall()
+
+    def in_shard(self, name: str) -> list[Row]:
+        """What one file holds, in its order."""
+        question = f"{_ROW} WHERE s.name = ? ORDER BY e.begin"
+        return [_row(row) for row in self._db.execute(question, (name,))]
+
+    def made_of(self, part: str, value: str) -> list[Row]:
+        """Entries whose explanation has this value."""
+        question = f"{_ROW} WHERE json_extract(e.about, ?) = ? ORDER BY e.id"
+        return [_row(row) for row in self._db.execute(question, (f"$.{part}", value))]
+
+    def beginning(self, prefix: str) -> list[Row]:
+        """Entries whose key begins so."""
+        question = f"{_ROW} WHERE e.key >= ? AND e.key < ? ORDER BY e.key LIMIT 20"
+        return [_row(row) for row in self._db.execute(question, (prefix, prefix + "\U0010ffff"))]
+
+    def shards(self) -> list[ShardRow]:
+        """Every file that the index knows."""
+        return [ShardRow(*row) for row in self._db.execute("SELECT name, room, length FROM shards")]
+
+    def shard(self, name: str) -> ShardRow | None:
+        """One file, if the index knows it."""
+        question = "SELECT name, room, length FROM shards WHERE name = ?"
+        found = self._db.execute(question, (name,)).fetchone()
+        return None if found is None else ShardRow(*found)
+
+    def totals(self) -> list[tuple[str, str, int, int]]:
+        """Kind, encoder, number of entries and their bytes."""
+        return self._db.execute(
+            "SELECT coalesce(json_extract(about, '$.kind'), '?'), "
+            "coalesce(json_extract(about, '$.encoder'), '?'), count(*), sum(nbytes) "
+            "FROM entries GROUP BY 1, 2 ORDER BY 1, 2"
+        ).fetchall()
+
+    def add_shard(self, shard: ShardRow) -> None:
+        """A new file, empty so far."""
+        self._db.execute(
+            "INSERT INTO shards (name, room, length) VALUES (?, ?, ?)",
+            (shard.name, shard.room, shard.length),
+        )
+
+    def add(self, rows: Sequence[Row], shard: str, length: int, moved: bool = False) -> None:
+        """Entries whose bytes are durable, all or none. A key that has a row keeps it, unless its
+        entry was moved here."""
+        verb = "UPDATE entries SET shard = :shard, begin = :begin WHERE id = :number"
+        if not moved:
+            verb = (
+                "INSERT OR IGNORE INTO entries (key, shard, begin, nbytes, tensors, checksum, "
+                "about) VALUES (:key, :shard, :begin, :nbytes, :tensors, :checksum, :about)"
+            )
+        with self._transaction():
+            ((number,),) = self._db.execute("SELECT id FROM shards WHERE name = ?", (shard,))
+            self._db.executemany(verb, [_values(row, number) for row in rows])
+            self._db.execute("UPDATE shards SET length = ? WHERE id = ?", (length, number))
+
+    def drop(self, keys: Sequence[str]) -> int:
+        """Forget entries; how many there were. Their bytes stay until the shard is compacted."""
+        with self._transaction():
+            return sum(
+                self._db.execute(
+                    f"DELETE FROM entries WHERE key IN ({_marks(chunk)})", chunk
+                ).rowcount
+                for chunk in _chunks(keys)
+            )
+
+    def drop_row(self, row: Row) -> None:
+        """Forget this entry, but not another one that took its key since."""
+        self._db.execute("DELETE FROM entries WHERE id = ?", (row.number,))
+
+    def drop_shard(self, name: str) -> bool:
+        """Forget a file that no entry is in; whether that is so."""
+        with self._transaction():
+            done = self._db.execute(
+                "DELETE FROM shards WHERE name = ? AND NOT EXISTS "
+                "(SELECT 1 FROM entries WHERE entries.shard = shards.id)",
+                (name,),
+            )
+            return done.rowcount == 1
+
+    def _prepare(self) -> None:
+        for setting in ("journal_mode=WAL", "synchronous=NORMAL", "cache_size=-16384"):
+            self._db.execute(f"PRAGMA {setting}")
+        ((version,),) = self._db.execute("PRAGMA user_version")
+        if version not in (0, FORMAT):
+            raise CacheError(
+                f"{self._path} has format {version}; this version of gracetune reads {FORMAT}. "
+                "Use the version that wrote it, or name another cache_dir."
+            )
+        if version == 0:
+            with self._transaction():
+                for table in _TABLES:
+                    self._db.execute(table)
+                self._db.execute(f"PRAGMA user_version={FORMAT}")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or nothing; takes the write lock at once, so that two writers cannot wait for each
+        other."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+def _row(values: tuple[int, str, str, int, int, str, bytes, str]) -> Row:
+    number, key, shard, begin, nbytes, tensors, checksum, about = values
+    places = tuple(
+        TensorPlace(name, dtype, tuple(shape), start, size)
+        for name, dtype, shape, start, size in json.loads(tensors)
+    )
+    return Row(number, key, shard, begin, nbytes, places, checksum, json.loads(about))
+
+
+def _values(row: Row, shard: int) -> dict[str, object]:
+    return {
+        "number": row.number,
+        "key": str(row.key),
+        "shard": shard,
+        "begin": row.begin,
+        "nbytes": row.nbytes,
+        "tensors": json.dumps(row.tensors, separators=(",", ":")),
+        "checksum": row.checksum,
+        "about": json.dumps(dict(row.about), ensure_ascii=False),
+    }
+
+
+def _marks(chunk: Sequence[str]) -> str:
+    return ",".join("?" * len(chunk))
+
+
+def _chunks(keys: Sequence[str]) -> Iterator[list[str]]:
+    return ([*map(str, keys[i : i + _AT_ONCE])] for i in range(0, len(keys), _AT_ONCE))
