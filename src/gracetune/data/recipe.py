@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gracetune.data import augment
+from gracetune.data.audio import decode_audio
 from gracetune.data.decoders import PILLOW
 from gracetune.data.images import (
     CENTRE,
@@ -20,6 +21,7 @@ from gracetune.data.images import (
     whole_box,
 )
 from gracetune.data.randomness import uniform
+from gracetune.data.video import decode_video
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,10 +30,10 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.decoders import Decoders, Lanczos
-    from gracetune.data.sample import Sample, Size
+    from gracetune.data.sample import Sample, Shape, Size
 
 STEPS = 1024
-"""A random crop lies on one of so many places along each edge, so that its name is exact."""
+"""A random crop or clip begins at one of so many places, so that its name is exact."""
 TOP = (0.5, 0.0)
 
 
@@ -43,14 +45,19 @@ class Recipe:
     draw: augment.AugmentationDraw = augment.NOTHING
     fast: bool = False
     lanczos: Lanczos = "pillow"
+    rate: float = 0.0
+    """Frames a second of a video, samples a second of a sound; pictures have none."""
+    clip: float = 0.0
+    """The share of what is left over of a video or a sound that comes before the clip."""
 
     @property
     def name(self) -> str:
         """Another one wherever the pixels may differ."""
         place = "centre" if self.crop == CENTRE else f"{self.crop[0]:.10g},{self.crop[1]:.10g}"
         draw = f" {self.draw.name}" if self.draw.steps else ""
+        clip = f" {self.rate:.10g} a second from {self.clip:.10g}" if self.rate else ""
         by = "" if self.lanczos == "pillow" else f"{self.lanczos}-"
-        return f"cover-{by}lanczos-{place}{' reduced' if self.fast else ''}{draw}"
+        return f"cover-{by}lanczos-{place}{' reduced' if self.fast else ''}{draw}{clip}"
 
 
 PLAIN = Recipe()
@@ -58,6 +65,11 @@ PLAIN = Recipe()
 
 def demand_known_mode(section: DatasetSection, index: int) -> None:
     """Augmentations meet the latent cache in one way so far: drawn once."""
+    if section.augmentations and section.dataset_type != "image":
+        raise ConfigError(
+            f"datasets[{index}].augmentations has {len(section.augmentations)} entries; a data set "
+            f"of dataset_type {section.dataset_type!r} cannot be augmented. Leave them out."
+        )
     mode = section.augmentations_cache_mode
     if section.augmentations and mode != "static":
         raise ConfigError(
@@ -75,17 +87,48 @@ def recipe_of(
     lanczos: Lanczos = "pillow",
 ) -> Recipe:
     """What the run file says for this sample; the same for equal bytes, whatever their name."""
-    draw = augment.draw_augmentations(section, seed, sample.digest, generation)
+    about = f"{seed} {sample.digest} {generation}"
     match section.crop:
         case "center":
             crop = CENTRE
         case "top":
             crop = TOP
         case "random":
-            about = f"crop {seed} {sample.digest} {generation}"
-            across, down = (int(uniform(f"{about} {axis}") * (STEPS + 1)) for axis in "xy")
-            crop = (across / STEPS, down / STEPS)
-    return Recipe(crop, draw, section.decode == "fast", lanczos)
+            crop = (_step(f"crop {about} x"), _step(f"crop {about} y"))
+    return Recipe(
+        crop,
+        augment.draw_augmentations(section, seed, sample.digest, generation),
+        section.decode == "fast",
+        lanczos,
+        _rate(section, sample),
+        _clip(section, about),
+    )
+
+
+def _step(what: str) -> float:
+    return int(uniform(what) * (STEPS + 1)) / STEPS
+
+
+def _rate(section: DatasetSection, sample: Sample) -> float:
+    match section.dataset_type:
+        case "image":
+            return 0.0
+        case "video":
+            return section.fps or sample.fps
+        case "audio":
+            return float(section.sample_rate)
+
+
+def _clip(section: DatasetSection, about: str) -> float:
+    if section.dataset_type == "image":
+        return 0.0
+    match section.clip:
+        case "start":
+            return 0.0
+        case "center":
+            return 0.5
+        case "random":
+            return _step(f"clip {about}")
 
 
 def render(data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PILLOW) -> Tensor:
@@ -110,6 +153,20 @@ def render_mask(data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PI
         mask = mask.crop(whole_box(mask.size, size, recipe.crop))
     fitted = np.array(cover(mask, *size, recipe.crop))
     return torch.from_numpy(fitted).unsqueeze(0).float().div_(255)
+
+
+def render_video(data: bytes, recipe: Recipe, shape: Shape) -> Tensor:
+    """A clip of the bucket's width, height and frames: CFHW in [-1, 1]."""
+    width, height, frames = shape
+    return decode_video(
+        data, (width, height), frames, recipe.rate, recipe.clip, recipe.crop, recipe.lanczos
+    )
+
+
+def render_sound(data: bytes, recipe: Recipe, shape: Shape) -> Tensor:
+    """A clip of the bucket's channels and length: CN."""
+    channels, length = shape
+    return decode_audio(data, channels, length, round(recipe.rate), recipe.clip)
 
 
 def _fitted(image: Image.Image, recipe: Recipe, size: Size) -> Tensor:

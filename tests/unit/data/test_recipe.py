@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
-from made_media import photo, picture_bytes
+from made_media import grey_frames, photo, picture_bytes, sound_bytes, video_bytes
 
 from gracetune.config.schema import DatasetSection
+from gracetune.data.audio import probe_audio
+from gracetune.data.buckets import assign
 from gracetune.data.decoders import PILLOW, choose_decoders
 from gracetune.data.images import decode, fit
 from gracetune.data.recipe import (
@@ -14,8 +19,11 @@ from gracetune.data.recipe import (
     render,
     render_control,
     render_mask,
+    render_sound,
+    render_video,
 )
 from gracetune.data.sample import Sample
+from gracetune.data.video import probe_video
 from gracetune.errors import ConfigError
 
 SAMPLE = Sample("cats", "a.png", "a cat", "abc", 64, 48)
@@ -127,3 +135,46 @@ def test_masks_and_controls_follow_either_lanczos() -> None:
         assert render_control(control, recipe, (32, 32)).equal(image)
         grey = render_mask(mask, recipe, (32, 32))
         assert float((grey * 2 - 1 - image[:1]).abs().max()) <= 2.01 / 127.5
+
+
+def test_videos_are_rendered_as_the_run_file_says() -> None:
+    data = video_bytes(grey_frames(60))
+    facts = probe_video(data)
+    film = Sample("cats", "a.mp4", "", "abc", 64, 48, "video", facts.seconds, facts.fps)
+    names = set()
+    for clip, first in (("start", 0), ("center", 25), ("random", None)):
+        section = _section(dataset_type="video", frames=5, fps=12, clip=clip, resolution=32)
+        recipe = recipe_of(section, film, 1)
+        (shape,) = assign([film], section, 16).buckets
+        pixels = render_video(data, recipe, shape)
+        assert tuple(pixels.shape) == (3, 5, shape[1], shape[0])
+        levels = [round(float(v + 1) * 127.5 / 4) for v in pixels[0, :, 4, 4]]
+        assert [b - a for a, b in itertools.pairwise(levels)] == [2, 2, 2, 2]
+        assert first is None or abs(levels[0] - first) <= 1
+        names.add(recipe.name)
+    names.add(recipe_of(_section(dataset_type="video"), film, 1).name)
+    assert len(names) == 4
+
+
+def test_sounds_are_rendered_as_the_run_file_says() -> None:
+    ramp = np.linspace(-1, 1, 4001, dtype=np.float32)[:, None]
+    data = sound_bytes(ramp, 1000, subtype="FLOAT")
+    sound = Sample("cats", "a.wav", "", "abc", 0, 0, "audio", probe_audio(data).seconds)
+    settings = {"dataset_type": "audio", "seconds": 0.001, "channels": 1, "sample_rate": 1000}
+    starts = {}
+    for clip in ("start", "center", "random"):
+        section = _section(**settings, clip=clip)
+        (shape,) = assign([sound], section, 16).buckets
+        starts[clip] = render_sound(data, recipe_of(section, sound, 1), shape).item()
+    assert starts["start"] == -1
+    assert starts["center"] == pytest.approx(0, abs=0.01)
+    assert starts["random"] not in (starts["start"], starts["center"])
+
+
+@pytest.mark.parametrize("kind", ["video", "audio"])
+def test_only_pictures_are_augmented(kind: str) -> None:
+    section = _section(
+        dataset_type=kind, augmentations=[{"name": "flip"}], augmentations_cache_mode="static"
+    )
+    with pytest.raises(ConfigError, match=rf"dataset_type '{kind}' cannot be augmented"):
+        demand_known_mode(section, 0)
