@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from gracetune import registry
-from gracetune.data.folder import data_dir
+from gracetune.data.folder import data_dir, walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,7 @@ OPENERS = {
 }
 SAVED_DATASET = ("dataset_dict.json", "state.json")
 """What only a folder has that Hugging Face `datasets` saved."""
+SHARDS = (".tar", ".parquet")
 BESIDE = frozenset((".md", ".json", ".yaml", ".yml", ""))
 """Endings of files that lie beside shards and tables and are not samples."""
 
@@ -40,25 +41,26 @@ def kind_of_address(address: str) -> str:
     """By its scheme, its ending, or what the folder holds; a name in OPENERS."""
     if "://" in address:
         return "remote"
-    for ending, kind in ((".tar", "tar"), (".parquet", "parquet")):
-        if address.endswith(ending) and not Path(address).expanduser().is_dir():
-            return kind
-    folder = Path(address).expanduser()
-    if any((folder / name).is_file() for name in SAVED_DATASET):
+    root = os.path.expanduser(address)
+    if not os.path.isdir(root):
+        ending = os.path.splitext(root)[1].lower()
+        return ending[1:] if ending in SHARDS else "folder"
+    if any(os.path.isfile(os.path.join(root, name)) for name in SAVED_DATASET):
         return "hf"
-    return _kind_of_folder(folder) or "folder"
+    return _kind_of_folder(Path(root))
 
 
-def _kind_of_folder(folder: Path) -> str | None:
+def _kind_of_folder(folder: Path) -> str:
     """A folder of nothing but shards, or nothing but tables; the first other file settles it."""
-    found = None
-    for _, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            ending = os.path.splitext(name)[1].lower()
-            if name.startswith(".") or ending in BESIDE:
+    found = ""
+    try:
+        for key in walk(folder):
+            ending = os.path.splitext(key)[1].lower()
+            if ending in BESIDE:
                 continue
-            if ending not in (".tar", ".parquet") or found not in (None, ending):
-                return None
+            if ending not in SHARDS or found not in ("", ending):
+                return "folder"
             found = ending
-    return None if found is None else found[1:]
+    except OSError:
+        return "folder"  # opening it says what is wrong
+    return found[1:] or "folder"

@@ -24,7 +24,7 @@ class FolderSource:
 
     def __init__(self, path: str | Path, setting: str = "datasets") -> None:
         """`setting` is the data set's place in the run file, for messages: `datasets[0]`."""
-        self._root = Path(path).expanduser()
+        self._root = Path(os.path.expanduser(path))
         name = f"{setting}.instance_data_dir"
         try:
             if not self._root.exists():
@@ -36,7 +36,7 @@ class FolderSource:
                 raise DataError(
                     f"{name} is {str(path)!r}: that is a file. Name the folder it is in."
                 )
-            self._keys = tuple(sorted(_walk(self._root, "", ())))
+            self._keys = tuple(sorted(walk(self._root)))
         except OSError as error:
             raise DataError(
                 f"{name} is {str(path)!r}: it cannot be listed ({error.strerror}). Make every "
@@ -88,11 +88,16 @@ def data_dir(section: DatasetSection, setting: str) -> str:
             f"{setting}.instance_data_dir is not set; a data set of type {section.type!r} needs "
             "it. Name the folder of its samples."
         )
+    if "\0" in section.instance_data_dir:
+        raise DataError(
+            f"{setting}.instance_data_dir is {section.instance_data_dir!r}: no name can have a NUL "
+            "in it. Take it out."
+        )
     return section.instance_data_dir
 
 
-def _walk(folder: Path, prefix: str, above: tuple[Identity, ...]) -> Iterator[str]:
-    """Keys below `folder`. Links are followed, unless they lead back to a folder above.
+def walk(folder: Path, prefix: str = "", above: tuple[Identity, ...] = ()) -> Iterator[str]:
+    """Keys below `folder`, hidden ones left out; links are followed, unless they lead back up.
 
     A link that leads nowhere is listed too: it is a sample the user believes to have, so it must
     show up as unreadable instead of vanishing.
@@ -106,6 +111,6 @@ def _walk(folder: Path, prefix: str, above: tuple[Identity, ...]) -> Iterator[st
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", (*above, identity))
+                yield from walk(Path(entry.path), f"{prefix}{entry.name}/", (*above, identity))
             elif entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)):
                 yield prefix + entry.name

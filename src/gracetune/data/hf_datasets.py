@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ class RecordBatchGroup:
 def open_hf(section: DatasetSection, setting: str, tell: Tell) -> TableSource:  # noqa: ARG001
     """The source of `hf`: what `save_to_disk` wrote, with or without splits."""
     address = data_dir(section, setting)
-    root = Path(address).expanduser()
+    root = Path(os.path.expanduser(address))
     name = f"{setting}.instance_data_dir"
     folders = {"": root}
     if (root / SPLITS).is_file():
@@ -57,11 +58,6 @@ def open_hf(section: DatasetSection, setting: str, tell: Tell) -> TableSource:  
     ]
     origin = f"the data set on disk {address}"
     return TableSource(parts, origin, setting, section.columns.image, section.columns.caption)
-
-
-def is_saved_dataset(folder: Path) -> bool:
-    """Whether `save_to_disk` made this folder."""
-    return (folder / SPLITS).is_file() or (folder / STATE).is_file()
 
 
 def _arrow_files(folder: Path, setting: str) -> list[Path]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gracetune.data.folder import data_dir
+from gracetune.data.folder import data_dir, walk
 from gracetune.data.source import Span, check_name, is_hidden
 from gracetune.errors import DataError
 from gracetune.events.types import Notice
@@ -46,7 +46,7 @@ class TarSource:
                 check_name(name, key)
                 found[key] = (number, member.offset_data, member.size)
         if not found:
-            raise DataError(f"{name}: {self.describe()} hold no files. Name other shards.")
+            raise DataError(f"{name}: there are no files in {self.describe()}. Name other shards.")
         if left_out:
             tell(
                 Notice(
@@ -100,13 +100,20 @@ def open_tar(section: DatasetSection, setting: str, tell: Tell) -> TarSource:
 
 def find_files(address: str, ending: str, setting: str) -> list[Path]:
     """The files that an address means: itself, those in it, or those that match it."""
-    path = Path(address).expanduser()
-    if path.is_dir():
-        found = sorted(each for each in path.rglob(f"*{ending}") if each.is_file())
-    elif path.exists():
-        found = [path]
-    else:
-        found = sorted(map(Path, glob(str(path), recursive=True)))
+    root = os.path.expanduser(address)
+    try:
+        if os.path.isdir(root):
+            keys = sorted(key for key in walk(Path(root)) if key.lower().endswith(ending))
+            found = [Path(root, key) for key in keys]
+        elif os.path.exists(root):
+            found = [Path(root)]
+        else:
+            found = [Path(name) for name in sorted(glob(root, recursive=True))]
+    except OSError as error:
+        raise DataError(
+            f"{setting}.instance_data_dir is {address!r}: it cannot be listed ({error.strerror}). "
+            "Make every folder in it readable."
+        ) from error
     if not found:
         raise DataError(
             f"{setting}.instance_data_dir is {address!r}: no {ending} file is there. Name a file, "

@@ -40,6 +40,8 @@ def test_a_folder_is_what_it_holds(tmp_path: Path, files: list[str], kind: str) 
         ("shards/*.tar", "tar"),
         ("one.parquet", "parquet"),
         ("no/such/folder", "folder"),
+        ("x" * 300, "folder"),
+        ("~no-such-user/x.TAR", "tar"),
     ],
 )
 def test_a_name_is_what_it_says(address: str, kind: str) -> None:
@@ -63,6 +65,32 @@ def test_each_kind_is_opened(tmp_path: Path) -> None:
     for address, key in places.items():
         section = DatasetSection(instance_data_dir=str(address))
         assert open_address(section, "datasets[0]", lambda event: None).read(key) == JPEG
+
+
+@pytest.mark.parametrize(
+    ("address", "rule"),
+    [
+        ("x" * 300, "File name too long"),
+        ("~no-such-user/pictures", "no such folder"),
+        ("a\0b", "NUL"),
+        ("a\0*.tar", "NUL"),
+        ("no-*.parquet", r"no \.parquet file is there"),
+    ],
+)
+def test_an_impossible_address_is_a_clear_error(address: str, rule: str) -> None:
+    section = DatasetSection(instance_data_dir=address)
+    with pytest.raises(DataError, match=rf"datasets\[0\]\.instance_data_dir.*{rule}"):
+        open_address(section, "datasets[0]", lambda event: None)
+
+
+def test_shards_behind_links_and_in_capitals_are_found(tmp_path: Path) -> None:
+    write_tar(tmp_path / "far/1.TAR", {"a.jpg": JPEG})
+    write_tar(tmp_path / "near/0.tar", {"a.jpg": JPEG})
+    write_tar(tmp_path / "near/.hidden/2.tar", {"a.jpg": JPEG})
+    (tmp_path / "near/link").symlink_to(tmp_path / "far")
+    section = DatasetSection(instance_data_dir=str(tmp_path / "near"))
+    source = open_address(section, "datasets[0]", lambda event: None)
+    assert list(source.keys()) == ["0/a.jpg", "link/1/a.jpg"]
 
 
 def test_the_section_must_name_something() -> None:
