@@ -58,6 +58,18 @@ class EstimatingSource(Source, Protocol):
         ...
 
 
+def read_span(span: Span) -> bytes:
+    """All of it, or as much as the file still has; the kernel gives at most 2 GiB a call."""
+    data = os.pread(span.fd, span.nbytes, span.offset)
+    parts = [data]
+    done = len(data)
+    while data and done < span.nbytes:
+        data = os.pread(span.fd, span.nbytes - done, span.offset + done)
+        parts.append(data)
+        done += len(data)
+    return b"".join(parts) if len(parts) > 1 else parts[0]
+
+
 def check_name(setting: str, key: str) -> None:
     """Logs and reports are UTF-8; a name that is not could not stand in one."""
     try:

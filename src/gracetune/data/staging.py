@@ -6,7 +6,6 @@ and stay as they are; the others are gathered, compressed where that helps, and 
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from gracetune.data.index import Columns, write_index
 from gracetune.data.packing import Packing, choose_packing
 from gracetune.data.parallel import chunks, default_workers, ordered_map
 from gracetune.data.progress import Progress
-from gracetune.data.source import EstimatingSource, SpanSource
+from gracetune.data.source import EstimatingSource, SpanSource, read_span
 from gracetune.events.types import Notice
 from gracetune.memory.arena import ArenaFullError, ArenaWriter
 from gracetune.units import format_bytes
@@ -38,7 +37,7 @@ CODEC_NAMES = (None, *sorted(CODECS))
 """The number of a codec in the index is its place here."""
 GATHERED_NBYTES = 1024**2
 """Small files are written to the arena in pieces of this size."""
-TIMED_FILES = 64
+TIMED_FILES = 16
 QUICK_S = 20e-6
 """A file whose length is asked for in less than this is on a disk of this machine."""
 SMALL_NBYTES = 16 * 1024
@@ -96,12 +95,12 @@ def fill_arena(
             unreadable.update(rows.unreadable)
             raw += sum(rows.nbytes)
             progress.advance(len(rows.at), sum(rows.nbytes))
+        facts = {"origin": source.describe(), "unreadable": unreadable}
+        write_index(writer, keys, columns, facts)
     except ArenaFullError as error:
         raise budget.out_of_memory(str(error)) from error
     stored = int(columns.stored_nbytes.sum())
     tell(Notice(_summary(source, columns, packing, raw, stored)))
-    facts = {"origin": source.describe(), "unreadable": unreadable}
-    write_index(writer, keys, columns, facts)
     return writer.seal()
 
 
@@ -201,22 +200,11 @@ class _Filler:
                     at, done = hand.copy_from(*span)
                     rows.add(at, done, done, PLAIN)
                     return
-                data = _read_span(span.fd, span.offset, span.nbytes)
+                data = read_span(span)
         packed = pack(data, codec, self._packing.keep) if codec is not None and data else None
         stored = data if packed is None else packed
         self._budget.take(len(data), len(stored))
         gathered.add(stored, len(data), PLAIN if packed is None else CODEC_NAMES.index(codec))
-
-
-def _read_span(descriptor: int, offset: int, nbytes: int) -> bytes:
-    """All of it, or as much as the file still has; the kernel gives at most 2 GiB a call."""
-    data = os.pread(descriptor, nbytes, offset)
-    while 0 < len(data) < nbytes:
-        more = os.pread(descriptor, nbytes - len(data), offset + len(data))
-        if not more:
-            break
-        data += more
-    return data
 
 
 def _size(source: Source, key: str) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gracetune.data.folder import data_dir, walk
-from gracetune.data.source import Span, check_name, is_hidden
+from gracetune.data.source import Span, check_name, is_hidden, read_span
 from gracetune.errors import DataError
 from gracetune.events.types import Notice
 
@@ -64,7 +64,7 @@ class TarSource:
 
     def read(self, key: str) -> bytes:
         with self.span(key) as span:
-            return os.pread(span.fd, span.nbytes, span.offset)
+            return read_span(span)
 
     @contextmanager
     def span(self, key: str) -> Iterator[Span]:

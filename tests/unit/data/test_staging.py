@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from forked import hidden_from_others, holds_in_a_fork
 from made_sources import FILES, write_folder, write_tar
 
 from gracetune.config.schema import InMemorySection
@@ -89,30 +90,18 @@ def test_a_file_without_permission_is_named_and_the_rest_is_staged() -> None:
         root = write_folder(Path(name), {"a": b"mine", "b": b"secret", "c": BIG})
         for path, mode in ((root, 0o755), (root / "a", 0o644), (root / "b", 0), (root / "c", 0)):
             path.chmod(mode)
-        child = os.fork()
-        if child == 0:
-            os._exit(_stage_as_nobody(root))
-        _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        assert holds_in_a_fork(lambda: _only_a_is_readable(root), as_nobody=True)
 
 
-def _stage_as_nobody(root: Path) -> int:
-    """Root may read anything, so it must be someone else who tries."""
-    if os.geteuid() == 0:
-        os.setgid(65534)
-        os.setuid(65534)
+def _only_a_is_readable(root: Path) -> bool:
     staged = _stage(FolderSource(root))
-    if staged.read("a") != b"mine":
-        return 2
+    reasons = []
     for key in ("b", "c"):
         try:
             staged.read(key)
         except OSError as error:
-            if str(error) != "Permission denied":
-                return 3
-        else:
-            return 4
-    return 0
+            reasons.append(str(error))
+    return staged.read("a") == b"mine" and reasons == ["Permission denied"] * 2
 
 
 def test_a_folder_named_like_a_picture_is_no_file(tmp_path: Path) -> None:
@@ -191,6 +180,14 @@ def test_each_kind_says_what_was_chosen_and_saved(tmp_path: Path) -> None:
     assert "5 compressed" in text
     assert "no compression for .jpg" in text
     assert staged.read("3.txt") == words["3.txt"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["quick", "slow"])
+def test_lengths_are_asked_in_order_by_one_or_by_many(tmp_path: Path, seconds: float) -> None:
+    source = FolderSource(write_folder(tmp_path, {f"{n:03d}": b"x" * n for n in range(200)}))
+    times = iter([0.0, seconds])
+    keys = list(source.keys())
+    assert staging.sizes_of(source, keys, 3, lambda: next(times)) == list(range(200))
 
 
 def test_no_file_is_opened_once_it_is_staged(tmp_path: Path) -> None:
@@ -279,33 +276,36 @@ def test_who_may_not_map_it_says_so_and_holds_a_copy(tmp_path: Path) -> None:
         held = _meet(folder, root / "meet")
         for path in (root, *root.rglob("*")):
             path.chmod(0o777)
-        libc = ctypes.CDLL(None)
-        libc.prctl(4, 0)
-        child = os.fork()
-        if child == 0:
-            os._exit(_meet_as_nobody(folder, root / "meet"))
-        _, status = os.waitpid(child, 0)
-        libc.prctl(4, 1)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert held.read("a") == b"one"
+        with hidden_from_others():
+            claim = partial(_says_it_holds_a_copy, folder, root / "meet")
+            assert holds_in_a_fork(claim, as_nobody=True)
+        assert held.read("a") == b"one"
 
 
-def _meet_as_nobody(folder: Path, meet_in: Path) -> int:
-    if os.geteuid() == 0:
-        os.setgid(65534)
-        os.setuid(65534)
+def _says_it_holds_a_copy(folder: Path, meet_in: Path) -> bool:
     told: list[Event] = []
     staged = _meet(folder, meet_in, told)
-    warned = [
-        e for e in told if isinstance(e, Notice) and e.fallback and "copy of its own" in e.text
-    ]
-    return 0 if staged.read("a") == b"one" and len(warned) == 1 else 2
+    notices = [event for event in told if isinstance(event, Notice)]
+    warned = [notice for notice in notices if notice.fallback and "of its own" in notice.text]
+    return staged.read("a") == b"one" and len(warned) == 1
 
 
 def _meet(folder: Path, meet_in: Path, told: list[Event] | None = None) -> StagedSource:
     source = FolderSource(folder)
     tell = ([] if told is None else told).append
     return StagedSource.stage(source, source.keys(), InMemorySection(), tell, meet_in=meet_in)
+
+
+@pytest.mark.slow
+def test_a_file_larger_than_one_call_can_copy(tmp_path: Path) -> None:
+    """The kernel moves at most 2 GiB at a time."""
+    nbytes = 2 * GIB + 12345
+    with (tmp_path / "huge").open("wb") as file:
+        file.seek(nbytes - 3)
+        file.write(b"end")
+    staged = _stage(FolderSource(tmp_path))
+    assert staged.nbytes("huge") == nbytes
+    assert staged.view("huge")[-3:] == b"end"
 
 
 def test_a_hundred_thousand_files_take_seconds() -> None:

@@ -5,7 +5,6 @@ import fcntl
 import gc
 import mmap
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from forked import holds_in_a_fork
 
 from gracetune.memory.arena import Arena, ArenaFullError, ArenaWriter, Hand
 
@@ -212,15 +212,7 @@ def test_another_process_maps_it_by_ticket() -> None:
 
 def test_a_fork_inherits_it() -> None:
     arena, (place,) = _filled(b"inherited")
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, bytes(arena.view(place, 9)))
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with open(reader, "rb") as file:
-        assert file.read() == b"inherited"
+    assert holds_in_a_fork(lambda: arena.view(place, 9) == b"inherited")
 
 
 def test_a_ticket_whose_number_leads_elsewhere_is_refused() -> None:

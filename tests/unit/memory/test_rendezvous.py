@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from forked import hidden_from_others, holds_in_a_fork
 
 from gracetune.memory.arena import Arena, ArenaWriter
 from gracetune.memory.rendezvous import share
@@ -177,24 +177,11 @@ def test_an_arena_that_is_not_ours_to_see_is_refused_aloud() -> None:
         held = share(folder, "a", lambda: _make(b"x"), _never)
         for path in (folder, *folder.iterdir()):
             path.chmod(0o777)
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_DUMPABLE, 0)  # hides our descriptors from others of our user too
-        child = os.fork()
-        if child == 0:
-            os._exit(_ask_as_nobody(folder))
-        _, status = os.waitpid(child, 0)
-        libc.prctl(_PR_SET_DUMPABLE, 1)
-        assert os.waitstatus_to_exitcode(status) == 0
+
+        def asks() -> bool:
+            shared = share(folder, "a", lambda: _make(b"y"), _never)
+            return shared.is_ours and "Permission denied" in str(shared.refused)
+
+        with hidden_from_others():
+            assert holds_in_a_fork(asks, as_nobody=True)
         assert held.is_ours
-
-
-_PR_SET_DUMPABLE = 4
-_NOBODY = 65534
-
-
-def _ask_as_nobody(folder: Path) -> int:
-    if os.geteuid() == 0:
-        os.setgid(_NOBODY)
-        os.setuid(_NOBODY)
-    shared = share(folder, "a", lambda: _make(b"y"), _never)
-    return 0 if shared.is_ours and "Permission denied" in str(shared.refused) else 2
