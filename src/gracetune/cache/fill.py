@@ -1,39 +1,48 @@
 """Encoding what the cache does not hold yet: pictures by bucket, captions once each.
 
-The encoders arrive as callables; which model they belong to is not known here.
+The encoders arrive as callables; which model they belong to is not known here. Pictures are decoded
+by workers while the encoder works. Ranks take a share each, and find the others' in the store.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from gracetune.cache.keys import latent_key, text_key
+from gracetune.cache.ranks import ALONE
 from gracetune.data.decoders import PILLOW
 from gracetune.data.parallel import default_workers
 from gracetune.data.prefetch import Prefetch, prefetched
 from gracetune.data.recipe import PLAIN, Recipe, render
 from gracetune.data.sample import UnreadableSampleError
-from gracetune.events.types import StageProgress
+from gracetune.errors import RunFailedError
+from gracetune.events.types import Notice, StageProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
+    from gracetune.cache.keys import Key
+    from gracetune.cache.ranks import Ranks
     from gracetune.cache.store import Entry, Store
     from gracetune.data.decoders import Decoders
     from gracetune.data.sample import Sample
     from gracetune.data.source import Source
     from gracetune.events.types import Event
 
-T = TypeVar("T")
+    Tell = Callable[[Event], None]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 BATCH = 32
-"""Pictures or captions encoded together."""
+"""Pictures or captions encoded together, as long as memory allows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,36 +60,36 @@ def fill_latents(
     pictures: Sequence[Picture],
     encode: Callable[[Tensor], Tensor],
     encoder: str,
-    tell: Callable[[Event], None],
+    tell: Tell,
     decoders: Decoders = PILLOW,
     prefetch: Prefetch | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[tuple[Sample, str]]:
     """Encode what is missing; gives back the samples that could not be read, with the reason.
 
-    The next pictures are decoded while the encoder works; `prefetch` says by whom.
+    Files with equal bytes are encoded once. `prefetch` says who decodes.
     """
-    missing = [p for p in pictures if store.get(_key_of(p, encoder)) is None]
-    missing.sort(key=lambda picture: picture.size)
-    rendered = prefetched(
-        missing,
-        lambda picture: _pixels(picture, decoders),
-        lambda picture: f"data set {picture.sample.dataset!r}: {picture.sample.key}",
-        prefetch or Prefetch(default_workers(), BATCH),
+    keyed = dict(_each(pictures, encoder))
+    missing = sorted(_missing(store, keyed), key=lambda key: (keyed[key].size, key))
+    mine = ranks.share(missing)
+    rendered = _rendered([keyed[key] for key in mine], decoders, prefetch)
+    pace = _Pace("encoding pictures", len(mine), "pictures", tell)
+    fitting: _Fitting[tuple[Key, Tensor], Tensor] = _Fitting(
+        lambda part: encode(torch.stack([x for _, x in part])), "pictures", tell
     )
-    unreadable: list[tuple[Sample, str]] = []
-    done = 0
-    for size in dict.fromkeys(picture.size for picture in missing):
-        for chunk in _chunks([p for p in missing if p.size == size]):
-            pixels = list(zip(chunk, islice(rendered, len(chunk)), strict=True))
-            good = [(p, x) for p, x in pixels if not isinstance(x, str)]
-            unreadable += [(p.sample, x) for p, x in pixels if isinstance(x, str)]
-            if good:
-                latents = encode(torch.stack([x for _, x in good]))
-                for (picture, _), latent in zip(good, latents.cpu(), strict=True):
-                    store.put(_key_of(picture, encoder), {"latents": latent.clone()})
-            done += len(chunk)
-            tell(StageProgress("encoding pictures", done, len(missing), "pictures"))
-    return unreadable
+    bad: dict[str, str] = {}
+    for _, alike in groupby(mine, key=lambda key: keyed[key].size):
+        for chunk in _chunks(list(alike)):
+            decoded = list(zip(chunk, islice(rendered, len(chunk)), strict=True))
+            bad |= {key: x for key, x in decoded if isinstance(x, str)}
+            good = [(key, x) for key, x in decoded if not isinstance(x, str)]
+            for part, latents in fitting(good):
+                pairs = zip(part, latents.cpu(), strict=True)
+                store.put_many({key: {"latents": latent.clone()} for (key, _), latent in pairs})
+            pace.advance(len(chunk))
+    found = ranks.exchange("encoding pictures", bad, lambda: sum(store.has(missing)))
+    samples = {p.sample: found.get(key) for key, p in _each(pictures, encoder)} if found else {}
+    return [(sample, reason) for sample, reason in samples.items() if reason is not None]
 
 
 def fill_text(
@@ -88,24 +97,43 @@ def fill_text(
     captions: Iterable[str],
     encode: Callable[[Sequence[str]], Sequence[Entry]],
     encoder: str,
-    tell: Callable[[Event], None],
+    tell: Tell,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Encode each distinct caption that is missing."""
-    distinct = sorted(set(captions))
-    missing = [text for text in distinct if store.get(text_key(text, encoder)) is None]
-    done = 0
-    for chunk in _chunks(missing):
-        for caption, entry in zip(chunk, encode(chunk), strict=True):
-            store.put(text_key(caption, encoder), {k: t.cpu() for k, t in entry.items()})
-        done += len(chunk)
-        tell(StageProgress("encoding captions", done, len(missing), "captions"))
+    keyed = {text_key(caption, encoder): caption for caption in sorted(set(captions))}
+    missing = _missing(store, keyed)
+    mine = ranks.share(missing)
+    pace = _Pace("encoding captions", len(mine), "captions", tell)
+    fitting: _Fitting[Key, Sequence[Entry]] = _Fitting(
+        lambda part: encode([keyed[key] for key in part]), "captions", tell
+    )
+    for chunk in _chunks(mine):
+        for part, entries in fitting(chunk):
+            store.put_many(
+                {
+                    key: {name: t.cpu() for name, t in entry.items()}
+                    for key, entry in zip(part, entries, strict=True)
+                }
+            )
+        pace.advance(len(chunk))
+    ranks.exchange("encoding captions", {}, lambda: sum(store.has(missing)))
 
 
-def _key_of(picture: Picture, encoder: str) -> str:
-    return latent_key(picture.sample, picture.size, encoder, picture.recipe)
+def find_unreadable(
+    pictures: Sequence[Picture], tell: Tell, decoders: Decoders, prefetch: Prefetch
+) -> list[tuple[Sample, str]]:
+    """Decode every picture once and keep none: for runs that encode while they train."""
+    pace = _Pace("reading pictures", len(pictures), "pictures", tell)
+    bad = []
+    for picture, pixels in zip(pictures, _rendered(pictures, decoders, prefetch), strict=True):
+        if isinstance(pixels, str):
+            bad.append((picture.sample, pixels))
+        pace.advance(1)
+    return bad
 
 
-def _pixels(picture: Picture, decoders: Decoders) -> Tensor | str:
+def pixels_of(picture: Picture, decoders: Decoders) -> Tensor | str:
     """The fitted picture, or why there is none."""
     try:
         data = picture.source.read(picture.sample.key)
@@ -116,5 +144,76 @@ def _pixels(picture: Picture, decoders: Decoders) -> Tensor | str:
         return str(error)
 
 
-def _chunks(items: Sequence[T]) -> Iterable[Sequence[T]]:
+class _Fitting(Generic[Item, Result]):
+    """An encoder whose batch is halved when memory runs out, and stays so."""
+
+    def __init__(self, encode: Callable[[Sequence[Item]], Result], unit: str, tell: Tell) -> None:
+        self._encode = encode
+        self._unit = unit
+        self._tell = tell
+        self._most = BATCH
+
+    def __call__(self, items: Sequence[Item]) -> Iterator[tuple[Sequence[Item], Result]]:
+        """Parts that fit, each with what the encoder made of it."""
+        start = 0
+        while start < len(items):
+            part = items[start : start + self._most]
+            try:
+                with torch.no_grad():
+                    made = self._encode(part)
+            except torch.OutOfMemoryError as error:
+                self._halve(len(part), error)
+                continue
+            yield part, made
+            start += len(part)
+
+    def _halve(self, tried: int, error: torch.OutOfMemoryError) -> None:
+        if tried == 1:
+            raise RunFailedError(
+                f"encoding runs out of memory with one of the {self._unit}: {error}. "
+                "Lower datasets[].resolution, or free the device."
+            ) from error
+        self._most = tried // 2
+        text = f"encoding {tried} {self._unit} at once ran out of memory; going on by {self._most}"
+        self._tell(Notice(text, level="warning", fallback=True))
+
+
+class _Pace:
+    """Tells how far a stage is and since when; sinks make pictures a second and an ETA of it."""
+
+    def __init__(self, stage: str, total: int, unit: str, tell: Tell) -> None:
+        self._stage, self._total, self._unit, self._tell = stage, total, unit, tell
+        self._done = 0
+        self._began_at = time.monotonic()
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        if self._done == self._total or self._done % BATCH == 0:
+            seconds = time.monotonic() - self._began_at
+            self._tell(
+                StageProgress(self._stage, self._done, self._total, self._unit, seconds=seconds)
+            )
+
+
+def _each(pictures: Sequence[Picture], encoder: str) -> Iterator[tuple[Key, Picture]]:
+    return ((latent_key(p.sample, p.size, encoder, p.recipe), p) for p in pictures)
+
+
+def _missing(store: Store, keyed: dict[Key, Item]) -> list[Key]:
+    keys = list(keyed)
+    return [key for key, there in zip(keys, store.has(keys), strict=True) if not there]
+
+
+def _rendered(
+    pictures: Sequence[Picture], decoders: Decoders, prefetch: Prefetch | None
+) -> Iterator[Tensor | str]:
+    return prefetched(
+        pictures,
+        lambda picture: pixels_of(picture, decoders),
+        lambda picture: f"data set {picture.sample.dataset!r}: {picture.sample.key}",
+        prefetch or Prefetch(default_workers(), BATCH),
+    )
+
+
+def _chunks(items: Sequence[Item]) -> Iterable[Sequence[Item]]:
     return (items[i : i + BATCH] for i in range(0, len(items), BATCH))

@@ -195,7 +195,13 @@ class DatasetSection(Section):
     augmentations: tuple[AugmentationSection, ...] = ()
     """Random changes of each picture, drawn from the run's seed and the picture's content."""
     augmentations_cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] | None = None
-    """How augmentations and the latent cache meet; without augmentations it changes nothing."""
+    """How random crops and augmentations meet the latent cache; without them it changes nothing.
+
+    `static`: drawn once, and so where nothing is said; `refresh_each_epoch`: drawn anew for each
+    epoch and encoded ahead of it; `disable_cache`: the same draws, encoded when they are used.
+    """
+    variants: Positive = 1
+    """With `static`: so many draws of each sample are encoded, and epochs take turns with them."""
 
 
 class CacheSection(Section):
@@ -209,6 +215,14 @@ class CacheSection(Section):
     """Folder of a persistent cache; none: `cache` in the run folder."""
     persistent_cache: bool = False
     """Keep encoded entries on disk, so that the next run finds them."""
+    host_budget_gb: PositiveFloat | None = None
+    """Most GiB of host memory for entries; none: three quarters of what is free at the start."""
+    device_budget_gb: Annotated[float, Field(ge=0)] | None = None
+    """Most GiB of device memory for text that stays there; none: one 64th of the device's."""
+    prefetch_depth: Literal["auto"] | Positive = "auto"
+    """Batches brought to the device ahead of use; `auto`: more while steps wait for one."""
+    prefetch_budget_gb: PositiveFloat = 2.0
+    """With `auto`: most GiB that batches brought ahead may take."""
 
 
 class Gh200Section(Section):

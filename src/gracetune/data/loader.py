@@ -56,6 +56,8 @@ class Draw:
     caption: str
     """Empty where it was dropped."""
     size: Shape
+    epoch: int = -1
+    """Whose random crops and augmentations are shown; -1: always the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ class BatchOrder:
         sample = group.samples[place]
         what = f"caption {self._seed} {epoch} {repeat} {sample.dataset!r} {sample.key!r}"
         dropped = group.caption_dropout > 0 and uniform(what) < group.caption_dropout
-        return Draw(sample, "" if dropped else sample.caption, group.size)
+        return Draw(sample, "" if dropped else sample.caption, group.size, epoch)
 
 
 class Loader:

@@ -63,19 +63,12 @@ class Recipe:
 PLAIN = Recipe()
 
 
-def demand_known_mode(section: DatasetSection, index: int) -> None:
-    """Augmentations meet the latent cache in one way so far: drawn once."""
+def demand_augmentable(section: DatasetSection, index: int) -> None:
+    """Warps and colours are changes of pictures."""
     if section.augmentations and section.dataset_type != "image":
         raise ConfigError(
             f"datasets[{index}].augmentations has {len(section.augmentations)} entries; a data set "
             f"of dataset_type {section.dataset_type!r} cannot be augmented. Leave them out."
-        )
-    mode = section.augmentations_cache_mode
-    if section.augmentations and mode != "static":
-        raise ConfigError(
-            f"datasets[{index}].augmentations_cache_mode is {mode!r}; latents are always cached, "
-            "so augmentations are drawn once a sample. Set augmentations_cache_mode: static, or "
-            "leave augmentations out."
         )
 
 

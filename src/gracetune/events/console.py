@@ -13,6 +13,7 @@ from rich.text import Text
 
 from gracetune.events import lines
 from gracetune.events.types import (
+    BatchesFed,
     CheckpointSaved,
     MemoryUsed,
     Notice,
@@ -60,7 +61,7 @@ class PlainConsole:
         elif isinstance(event, StepDone):
             self._step(event)
         else:
-            if not isinstance(event, Notice | MemoryUsed):
+            if not isinstance(event, Notice | MemoryUsed | BatchesFed):
                 self._release()
             for line in self._story.landmark(event):
                 self._print(line)
@@ -167,6 +168,7 @@ class Story:
         self.total_steps = 0
         self.pace = lines.Pace()
         self.memory: MemoryUsed | None = None
+        self._fed: BatchesFed | None = None
         self._fallbacks = 0
 
     def add(self, event: Event) -> None:
@@ -177,6 +179,8 @@ class Story:
             self.pace.add(event)
         elif isinstance(event, MemoryUsed):
             self.memory = event
+        elif isinstance(event, BatchesFed):
+            self._fed = event
         elif isinstance(event, Notice) and event.fallback:
             self._fallbacks += 1
 
@@ -194,6 +198,7 @@ class Story:
             case CheckpointSaved():
                 return [lines.checkpoint_saved(event)]
             case RunEnded():
-                return lines.run_ended(event, self._fallbacks)
-            case StageProgress() | StepDone() | MemoryUsed():
+                fed = [] if self._fed is None else [lines.batches_fed(self._fed)]
+                return [*fed, *lines.run_ended(event, self._fallbacks)]
+            case StageProgress() | StepDone() | MemoryUsed() | BatchesFed():
                 return []

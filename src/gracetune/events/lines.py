@@ -9,6 +9,7 @@ from gracetune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from gracetune.events.types import (
+        BatchesFed,
         CheckpointSaved,
         MemoryUsed,
         Notice,
@@ -112,6 +113,16 @@ def memory_used(event: MemoryUsed) -> str:
         return host
     device = f"device {format_bytes(event.device)} (peak {format_bytes(event.device_peak)})"
     return f"{device}  {host}"
+
+
+def batches_fed(event: BatchesFed) -> str:
+    """Where entries came from, and what waiting was spared."""
+    found = f"{event.hits:,} in memory, {event.reads:,} read from files, {event.hot:,} hot"
+    return (
+        f"fed {event.batches:,} batches ({found}; {format_bytes(event.nbytes)} moved); "
+        f"steps waited {event.waits:,} times for {format_seconds(event.waited_s)}, "
+        f"{format_seconds(event.hidden_s)} of work hidden, {event.depth} ahead"
+    )
 
 
 def ramp_changed(event: RampChanged) -> str:

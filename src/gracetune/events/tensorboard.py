@@ -21,7 +21,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from gracetune.errors import RunFailedError
-from gracetune.events.types import MemoryUsed, StepDone, Validated
+from gracetune.events.types import BatchesFed, MemoryUsed, StepDone, Validated
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class TensorBoardSink:
             self._scalars(event.step, _of_step(event))
         elif isinstance(event, MemoryUsed):
             self._scalars(event.step, _of_memory(event))
+        elif isinstance(event, BatchesFed):
+            self._scalars(event.step, _of_feed(event))
         elif isinstance(event, Validated):
             losses = {f"validation/{name}": loss for name, loss in event.losses.items()}
             self._scalars(event.step, losses)
@@ -124,4 +126,13 @@ def _of_memory(event: MemoryUsed) -> dict[str, float]:
         "memory/host_gib": event.host / GIB,
         "memory/device_gib": event.device / GIB,
         "memory/device_peak_gib": event.device_peak / GIB,
+    }
+
+
+def _of_feed(event: BatchesFed) -> dict[str, float]:
+    return {
+        "feed/waits": event.waits,
+        "feed/waited_s": event.waited_s,
+        "feed/hidden_s": event.hidden_s,
+        "feed/depth": event.depth,
     }

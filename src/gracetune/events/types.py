@@ -80,6 +80,30 @@ class MemoryUsed:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchesFed:
+    """What bringing batches has cost and spared so far; counted from the start of the process."""
+
+    step: int
+    batches: int
+    hits: int
+    """Entries that were found in memory."""
+    reads: int
+    """Entries that were read from files."""
+    hot: int
+    """Texts that were on the device already."""
+    waits: int
+    """Batches that were not there when a step asked for them; the first always is one."""
+    nbytes: int
+    """Brought to the device."""
+    waited_s: float
+    """How long steps waited."""
+    hidden_s: float
+    """How long batches were worked on while steps went on."""
+    depth: int
+    """Batches that are brought ahead by now; 0: each when it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class RampChanged:
     """The ramp chose another number of micro-batches for the steps to come."""
 
@@ -129,6 +153,7 @@ Event = (
     | StageProgress
     | StepDone
     | MemoryUsed
+    | BatchesFed
     | RampChanged
     | Validated
     | CheckpointSaved
@@ -141,6 +166,7 @@ KINDS: dict[type[Event], str] = {
     StageProgress: "stage_progress",
     StepDone: "step_done",
     MemoryUsed: "memory_used",
+    BatchesFed: "batches_fed",
     RampChanged: "ramp_changed",
     Validated: "validated",
     CheckpointSaved: "checkpoint_saved",

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
 
+from gracetune.cache.ranks import Ranks
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.models.attention import choose_attention
@@ -107,7 +109,7 @@ def build(
     choose_attention(family.transformer, run.model.attention_mechanism)
     weights = family.weights_digest()
     mover = build_mover(run.gh200_optimizations, device, tell)
-    feed = build_feed(run, family, mover, folder, tell)
+    feed = build_feed(run, family, mover, folder, tell, _ranks(run, accelerator, folder))
     modules = _make_trainable(run, family, tell)
     parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
     trainee = Trainee(
@@ -153,6 +155,17 @@ def resume(session: Session, snapshot: Snapshot | None) -> Progress:
         text = "more ranks than the checkpoint was made with: theirs draw dropout from fresh seeds"
         session.tell(Notice(text, level="warning", fallback=True))
     return snapshot.progress
+
+
+def _ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
+    """Ranks agree on a folder that no earlier run has left reports in."""
+    (token,) = broadcast_object_list([uuid4().hex])
+    return Ranks(
+        accelerator.process_index,
+        accelerator.num_processes,
+        folder / "ranks" / token,
+        run.distributed.timeout_s,
+    )
 
 
 def _make_trainable(run: RunFile, family: Family, tell: Tell) -> list[str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from gracetune.cache.ahead import FIRST_DEPTH, Ahead, Depth, Inline
-from gracetune.cache.arena import ArenaStore, Budget, Tally, pageable
+from gracetune.cache.arena import ArenaStore
 from gracetune.cache.fill import BATCH, Picture, fill_latents, fill_text, find_unreadable
 from gracetune.cache.generations import (
     FillingStopped,
@@ -23,41 +21,49 @@ from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.ranks import ALONE
 from gracetune.cache.serve import Recipes, Server
 from gracetune.cache.staging import HotTexts, keep_hot
-from gracetune.cache.store import ShardStore
 from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
 from gracetune.data.loader import BatchOrder, Draw, Group
 from gracetune.data.prefetch import by_threads
+from gracetune.data.recipe import demand_augmentable
 from gracetune.data.sample import Batch
 from gracetune.durable import write_text
-from gracetune.errors import ConfigError, DataError, RunFailedError
+from gracetune.errors import DataError, RunFailedError
 from gracetune.events.types import BatchesFed, Notice, StageProgress
+from gracetune.train.demands import demand_fit, demand_kind
 from gracetune.train.draws import seed_of
+from gracetune.train.stores import open_stores
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
     from gracetune.cache.ahead import Batches
     from gracetune.cache.ranks import Ranks
     from gracetune.cache.store import Store
-    from gracetune.config.schema import CacheSection, DatasetSection, RunFile
+    from gracetune.config.schema import RunFile
     from gracetune.data.loader import LoaderState
     from gracetune.data.sample import Sample
     from gracetune.data.source import Source
     from gracetune.events.types import Event
     from gracetune.models.family import Family
     from gracetune.train.mover import Mover
+    from gracetune.train.stores import Stores
 
     Tell = Callable[[Event], None]
 
 EMPTY = ""
 """The caption of dropped captions and of guidance."""
+
+
+HOT_SHARE = 64
+"""One part in so many of the device's memory is for text that stays there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +74,47 @@ class Feed:
     trained: tuple[Sample, ...]
     held_out: tuple[tuple[Draw, ...], ...]
     load: Callable[[Sequence[Draw]], Batch]
+    ahead: Callable[[Iterator[tuple[Batch, LoaderState]]], Batches]
+    """Brings batches before they are asked for, where that is of use."""
+    fed: Callable[[int, Batches], BatchesFed]
+    """What that has cost, up to a step."""
+    close: Callable[[], None]
+    """Stop what is encoded in the background; who goes on training begins it again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stores:
-    """Where encoded pictures and captions are."""
+class Preparation:
+    """What preparing a data set needs, whichever it is."""
 
-    latents: Store
-    text: Store
+    run: RunFile
+    family: Family
+    stores: Stores
+    recipes: Recipes
+    ledger: CorruptionLedger
+    folder: Path
+    ranks: Ranks
+    tell: Tell
 
 
-def build_feed(run: RunFile, family: Family, mover: Mover, folder: Path, tell: Tell) -> Feed:
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A data set whose pictures are encoded, or known to be readable."""
+
+    groups: list[Group]
+    source: Source
+
+
+def build_feed(
+    run: RunFile, family: Family, mover: Mover, folder: Path, tell: Tell, ranks: Ranks = ALONE
+) -> Feed:
     """Prepare every data set; all that can be wrong with one is found here, before training."""
-    stores = open_stores(run, folder, tell)
+    stores = open_stores(run, folder, tell, mover.host_memory, ranks)
     ledger = CorruptionLedger(tell, folder / "corruption.json")
-    decoders = choose_decoders()
-    tell(Notice(decoders.why))
-    groups: list[Group] = []
-    for index in range(len(run.datasets)):
-        groups += _prepare(run, index, family, stores, ledger, tell, folder, decoders)
+    recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
+    tell(Notice(recipes.decoders.why))
+    preparation = Preparation(run, family, stores, recipes, ledger, folder, ranks, tell)
+    prepared = [_prepare(preparation, index) for index in range(len(run.datasets))]
+    groups = [group for one in prepared for group in one.groups]
     if ledger.entries:
         ledger.write(folder / "corruption.json")
     trained, held_out = split(groups, run.validation.holdout, run.seed)
@@ -95,31 +123,33 @@ def build_feed(run: RunFile, family: Family, mover: Mover, folder: Path, tell: T
             f"validation.holdout is {run.validation.holdout}, which leaves no sample to train on. "
             "Lower it."
         )
-    captions = {sample.caption for group in groups for sample in group.samples}
-    fill_text(stores.text, captions | {EMPTY}, family.encode_text, family.identity()["text"], tell)
+    captions = {sample.caption for group in groups for sample in group.samples} | {EMPTY}
+    identity = family.identity()
+    fill_text(stores.text, captions, family.encode_text, identity["text"], tell, ranks)
+    _warm(stores.text, [text_key(caption, identity["text"]) for caption in sorted(captions)])
+    sources = {d.id: one.source for d, one in zip(run.datasets, prepared, strict=True)}
+    generations = _generations(preparation, trained, sources)
+    server = Server(
+        recipes,
+        stores.latents,
+        stores.text,
+        generations,
+        {d.id: sources[d.id] for d in run.datasets if mode_of(d) == "disable_cache"},
+        family.encode_images,
+        identity,
+        stores.tally,
+    )
+    hot = _hot(run, trained, server, mover, tell)
     batch = run.train.batch_size
     return Feed(
         order=BatchOrder(trained, batch, run.seed),
         trained=tuple(sample for group in trained for sample in group.samples),
         held_out=tuple(_held_out_draws(held_out, batch)),
-        load=_loader_of(family, stores, mover, recipes(run, decoders)),
+        load=_loader_of(family, server, mover, hot),
+        ahead=_ahead_of(run, mover),
+        fed=_counter_of(stores, mover, hot),
+        close=generations.close,
     )
-
-
-def open_stores(run: RunFile, folder: Path, tell: Tell) -> Stores:
-    """A store a kind, as `cache_config` says."""
-    section = run.cache_config
-    root = Path(section.cache_dir) if section.cache_dir else folder / "cache"
-    persistent = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
-    if "unified_memory" in (section.vae_cache_type, section.text_cache_type):
-        tell(Notice("cache type unified_memory: entries live in host memory, moved before use"))
-
-    def store(kind: str, cache_type: str) -> Store:
-        if persistent or cache_type == "disk":
-            return ShardStore(root / kind, tell)
-        return MemoryStore()
-
-    return Stores(store("latents", section.vae_cache_type), store("text", section.text_cache_type))
 
 
 def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group], list[Group]]:
@@ -135,14 +165,6 @@ def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group]
     )
 
 
-def recipes(run: RunFile, decoders: Decoders) -> Callable[[Sample], Recipe]:
-    """How each sample becomes pixels, as its own data set says."""
-    sections = {section.id: section for section in run.datasets}
-    return lambda sample: recipe_of(
-        sections[sample.dataset], sample, run.seed, lanczos=decoders.lanczos
-    )
-
-
 def _only(groups: Sequence[Group], keep: Callable[[Sample], bool]) -> list[Group]:
     chosen = [
         replace(group, samples=tuple(s for s in group.samples if keep(s))) for group in groups
@@ -150,90 +172,139 @@ def _only(groups: Sequence[Group], keep: Callable[[Sample], bool]) -> list[Group
     return [group for group in chosen if group.samples]
 
 
-def _prepare(
-    run: RunFile,
-    index: int,
-    family: Family,
-    stores: Stores,
-    ledger: CorruptionLedger,
-    tell: Tell,
-    folder: Path,
-    decoders: Decoders,
-) -> list[Group]:
+def _prepare(prep: Preparation, index: int) -> Prepared:
     """One data set: open, bucket, encode, and leave out what turned out to be unreadable."""
-    section, recipe = run.datasets[index], recipes(run, decoders)
-    _demand_kind(section, index, family)
-    demand_known_mode(section, index)
-    step = section.bucket_step or family.pixel_step
-    _demand_fit(section, index, step, family)
-    opened = open_dataset(section, index, tell, ledger, folder / "staged")
-    found = len(opened.samples) + sum(entry.dataset == section.id for entry in ledger.entries)
+    section = prep.run.datasets[index]
+    demand_kind(section, index, prep.family)
+    demand_augmentable(section, index)
+    demand_mode(section, index)
+    step = section.bucket_step or prep.family.pixel_step
+    demand_fit(section, index, step, prep.family)
+    opened = open_dataset(section, index, prep.tell, prep.ledger, prep.folder / "staged")
+    found = len(opened.samples) + sum(entry.dataset == section.id for entry in prep.ledger.entries)
     plan = buckets.assign(opened.samples, section, step)
-    pictures = [
-        Picture(sample, (size[0], size[1]), opened.source, recipe(sample))
-        for size, samples in plan.buckets.items()
-        for sample in samples
-    ]
-    encoder = family.identity()["latents"]
-    unreadable = fill_latents(
-        stores.latents,
-        pictures,
-        family.encode_images,
-        encoder,
-        tell,
-        decoders,
-        by_threads(section.in_memory.num_workers, BATCH, section.timeout_s),
-    )
-    for sample, reason in unreadable:
-        ledger.record(section.id, sample.key, reason)
-    ledger.check(section.id, found, section.max_corruption_rate)
-    lost = {sample for sample, _ in unreadable}
-    tell(Notice(f"data set {section.id!r}:\n{buckets.report(plan)}"))
-    write_text(folder / f"buckets-{index}.json", json.dumps(buckets.as_json(plan), indent=2))
     groups = [
         Group(samples, section.repeats, section.caption_dropout, size, section.weight)
         for size, samples in plan.buckets.items()
     ]
+    if mode_of(section) == "disable_cache":
+        prefetch = by_threads(section.in_memory.num_workers, BATCH, section.timeout_s)
+        pictures = _pictures(groups, opened.source, prep.recipes, 0)
+        unreadable = find_unreadable(pictures, prep.tell, prep.recipes.decoders, prefetch)
+    else:
+        pictures = [
+            picture
+            for epoch in range(section.variants)
+            for picture in _pictures(groups, opened.source, prep.recipes, epoch)
+        ]
+        unreadable = _encode(
+            prep, index, prep.stores.latents, pictures, prep.family.encode_images, prep.tell
+        )
+    for sample, reason in unreadable:
+        prep.ledger.record(section.id, sample.key, reason)
+    prep.ledger.check(section.id, found, section.max_corruption_rate)
+    lost = {sample for sample, _ in unreadable}
+    prep.tell(Notice(f"data set {section.id!r}:\n{buckets.report(plan)}"))
+    write_text(prep.folder / f"buckets-{index}.json", json.dumps(buckets.as_json(plan), indent=2))
     kept = _only(groups, lambda sample: sample not in lost)
     if not kept:
         raise DataError(
             f"datasets[{index}] ({section.id!r}): every picture was dropped; see above."
         )
-    return kept
+    return Prepared(kept, opened.source)
 
 
-def _demand_kind(section: DatasetSection, index: int, family: Family) -> None:
-    """No family encodes anything but pictures yet; what would not be used is not read either."""
-    if section.dataset_type != "image":
-        raise ConfigError(
-            f"datasets[{index}].dataset_type is {section.dataset_type!r}; {family.name} encodes "
-            "images alone. Set dataset_type: image, or choose another model.family."
-        )
-    for key in ("conditioning_data_dir", "mask_data_dir"):
-        folder = section.model_dump(include={key})[key]
-        if folder is not None:
-            raise ConfigError(
-                f"datasets[{index}].{key} is {folder!r}; {family.name} trains on pictures and "
-                "captions alone, so these files would have no effect. Leave it out."
-            )
+def _pictures(
+    groups: Sequence[Group], source: Source, recipes: Recipes, epoch: int
+) -> list[Picture]:
+    return [
+        Picture(sample, (group.size[0], group.size[1]), source, recipes(sample, epoch))
+        for group in groups
+        for sample in group.samples
+    ]
 
 
-def _demand_fit(section: DatasetSection, index: int, step: int, family: Family) -> None:
-    if step % family.pixel_step:
-        raise ConfigError(
-            f"datasets[{index}].bucket_step is {step}; {family.name} needs a multiple of "
-            f"{family.pixel_step}."
-        )
-    sizes = buckets.bucket_sizes(
-        section.resolution, step, section.max_aspect, section.resolution_type
+def _encode(
+    prep: Preparation,
+    index: int,
+    store: Store,
+    pictures: Sequence[Picture],
+    encode: Callable[[Tensor], Tensor],
+    tell: Tell,
+    what: str = "cache",
+) -> list[tuple[Sample, str]]:
+    """Fill a store, then have its entries in memory; the samples that cannot be read."""
+    section, encoder = prep.run.datasets[index], prep.family.identity()["latents"]
+    prefetch = by_threads(section.in_memory.num_workers, BATCH, section.timeout_s)
+    ranks = replace(prep.ranks, reports=prep.ranks.reports / f"{what}-{index}")
+    bad = fill_latents(
+        store, pictures, encode, encoder, tell, prep.recipes.decoders, prefetch, ranks
     )
-    longest = max(max(size) for size in sizes)
-    if longest > family.max_edge:
-        raise ConfigError(
-            f"datasets[{index}].resolution {section.resolution} with max_aspect "
-            f"{section.max_aspect:g} gives edges of {longest} pixels; {family.name} takes at most "
-            f"{family.max_edge}. Lower one of them."
-        )
+    _warm(store, [latent_key(p.sample, p.size, encoder, p.recipe) for p in pictures])
+    return bad
+
+
+def _warm(store: Store, keys: Sequence[str]) -> None:
+    if isinstance(store, ArenaStore):
+        store.warm(keys)
+
+
+def _generations(
+    prep: Preparation, trained: Sequence[Group], sources: Mapping[str, Source]
+) -> Generations:
+    """The refreshed data sets: where their generations are, and how one is made."""
+    own = GenerationFolder(prep.folder / "generations", prep.ranks)
+
+    def fill(store: Store, number: int, stopping: threading.Event) -> None:
+        def encode(pixels: Tensor) -> Tensor:
+            if stopping.is_set():
+                raise FillingStopped
+            return prep.family.encode_images(pixels)
+
+        def tell(event: Event) -> None:
+            if isinstance(event, StageProgress):
+                event = replace(event, stage=f"encoding generation {number}")
+            prep.tell(event)
+
+        for index, section in enumerate(prep.run.datasets):
+            if mode_of(section) == "refresh_each_epoch":
+                groups = [group for group in trained if group.samples[0].dataset == section.id]
+                pictures = _pictures(groups, sources[section.id], prep.recipes, number)
+                bad = _encode(prep, index, store, pictures, encode, tell, f"generation-{number}")
+                if bad:
+                    raise RunFailedError(
+                        f"data set {section.id!r}: {bad[0][0].key} was readable when the run "
+                        f"began and is not now: {bad[0][1]}. Mend it, and start again to resume."
+                    )
+
+    return Generations(
+        first=prep.stores.latents,
+        open_store=lambda number: prep.stores.latents_in(
+            f"latents of generation {number}", own.path(number)
+        ),
+        fill=fill,
+        entered=own.entered if prep.stores.in_files else lambda _: None,
+    )
+
+
+def _hot(
+    run: RunFile, trained: Sequence[Group], server: Server, mover: Mover, tell: Tell
+) -> HotTexts:
+    """The captions that are used most, as far as the device's budget goes."""
+    if not mover.moves:
+        return HotTexts({})
+    counts: Counter[str] = Counter()
+    for group in trained:
+        counts[EMPTY] += round(group.length * group.caption_dropout)
+        for sample in group.samples:
+            counts[sample.caption] += group.repeats
+    row = sorted(counts, key=lambda caption: (-counts[caption], caption))
+    asked = run.cache_config.device_budget_gb
+    budget = mover.device_nbytes // HOT_SHARE if asked is None else int(asked * GIB)
+    hot = keep_hot(row, server.texts_of, mover.device, budget)
+    limit = format_bytes(budget)
+    tell(Notice(f"{len(hot)} of {len(row)} texts stay on the device, within {limit}"))
+    return hot
 
 
 def _held_out_draws(groups: Sequence[Group], batch_size: int) -> list[tuple[Draw, ...]]:
@@ -247,30 +318,49 @@ def _held_out_draws(groups: Sequence[Group], batch_size: int) -> list[tuple[Draw
 
 
 def _loader_of(
-    family: Family, stores: Stores, mover: Mover, recipe: Callable[[Sample], Recipe]
+    family: Family, server: Server, mover: Mover, hot: HotTexts
 ) -> Callable[[Sequence[Draw]], Batch]:
     """A function from draws to a batch on the device."""
-    identity = family.identity()
-
-    def fetch(store: Store, key: str) -> dict[str, torch.Tensor]:
-        entry = store.get(key)
-        assert entry is not None, f"{key} was encoded before training and is gone now"
-        return dict(entry)
 
     def load(draws: Sequence[Draw]) -> Batch:
-        latents = [
-            fetch(
-                stores.latents,
-                latent_key(d.sample, d.size, identity["latents"], recipe(d.sample)),
-            )["latents"]
-            for d in draws
-        ]
-        texts = [fetch(stores.text, text_key(d.caption, identity["text"])) for d in draws]
-        batch = Batch(
-            latents=mover.move(torch.stack(latents)),
-            text={key: mover.move(t) for key, t in family.stack_text(texts).items()},
-            samples=tuple(draw.sample for draw in draws),
-        )
-        return mover.place(batch)
+        captions = [draw.caption for draw in draws]
+        texts = hot.all_of(captions) or server.texts_of(captions)
+        latents, text = mover.bring(server.latents_of(draws), family.stack_text(texts))
+        return mover.place(Batch(latents, text, tuple(draw.sample for draw in draws)))
 
     return load
+
+
+def _ahead_of(
+    run: RunFile, mover: Mover
+) -> Callable[[Iterator[tuple[Batch, LoaderState]]], Batches]:
+    """Where the device has no memory of its own, nothing is brought ahead."""
+    section = run.cache_config
+    if not mover.moves:
+        return Inline
+
+    def ahead(batches: Iterator[tuple[Batch, LoaderState]]) -> Batches:
+        if section.prefetch_depth == "auto":
+            depth = Depth(FIRST_DEPTH, int(section.prefetch_budget_gb * GIB))
+        else:
+            depth = Depth(section.prefetch_depth, None)
+        return Ahead(batches, mover.lane(), depth)
+
+    return ahead
+
+
+def _counter_of(
+    stores: Stores, mover: Mover, hot: HotTexts
+) -> Callable[[int, Batches], BatchesFed]:
+    return lambda step, batches: BatchesFed(
+        step=step,
+        batches=batches.counts.batches,
+        hits=stores.tally.hits,
+        reads=stores.tally.reads,
+        hot=hot.found,
+        waits=batches.counts.waits,
+        nbytes=mover.nbytes_moved,
+        waited_s=batches.counts.waited_s,
+        hidden_s=batches.counts.hidden_s,
+        depth=batches.depth.batches,
+    )

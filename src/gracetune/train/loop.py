@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from gracetune.data.sample import Batch
     from gracetune.events.requests import Requests
-    from gracetune.events.types import Event
+    from gracetune.events.types import BatchesFed, Event
     from gracetune.train.feed import Feed
     from gracetune.train.interrupt import Interrupt
     from gracetune.train.mover import Mover
@@ -56,21 +57,37 @@ class Stream:
 
     def __init__(self, feed: Feed, rank: int, world_size: int, consumed: int) -> None:
         self.state = LoaderState(consumed)
-        self._batches = iter(Loader(feed.order, feed.load, rank, world_size, consumed))
+        self._feed = feed
+        self._batches = feed.ahead(iter(Loader(feed.order, feed.load, rank, world_size, consumed)))
 
     def take(self, count: int) -> Iterator[Batch]:
-        """The next few, each loaded when it is asked for."""
+        """The next few, each loaded or awaited when it is asked for."""
         for _ in range(count):
             batch, self.state = next(self._batches)
             yield batch
 
+    def fed(self, step: int) -> BatchesFed:
+        """What the batches so far have cost."""
+        return self._feed.fed(step, self._batches)
+
+    def close(self) -> None:
+        """End what works beside the steps."""
+        self._batches.close()
+        self._feed.close()
+
 
 def train_loop(s: Session, progress: Progress) -> Progress:
     """Train to the end, or until someone asks to stop."""
-    run, accelerator = s.trainee.run, s.trainee.accelerator
+    accelerator = s.trainee.accelerator
+    rank, world = accelerator.process_index, accelerator.num_processes
+    with closing(Stream(s.feed, rank, world, progress.consumed)) as stream:
+        return _steps(s, stream, progress)
+
+
+def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
+    run = s.trainee.run
     total = run.train.max_train_steps
     record = Record(s.tell, run.logging.every, s.mover.used)
-    stream = Stream(s.feed, accelerator.process_index, accelerator.num_processes, progress.consumed)
     accumulation = s.ramp.accumulation(progress.micro_batches)
     saved_at, saved_step = time.monotonic(), progress.step
 
@@ -90,6 +107,7 @@ def train_loop(s: Session, progress: Progress) -> Progress:
         if _due(progress.step, run.train.checkpoint_every, total) or asked & {"save", "stop"}:
             reason = "stopping" if stop else "asked for" if "save" in asked else "every N steps"
             _save(s, record, progress, reason)
+            s.tell(stream.fed(progress.step))
             saved_at, saved_step = time.monotonic(), progress.step
         if stop:
             raise InterruptedRunError(

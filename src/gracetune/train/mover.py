@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from gracetune.cache.ahead import CudaLane
+from gracetune.cache.arena import pageable, pinned
+from gracetune.cache.staging import Staging
 from gracetune.config.environment import environment_settings, process_environment
 from gracetune.events.types import Notice
 from gracetune.memory.machine import open_machine
@@ -16,7 +19,7 @@ from gracetune.memory.session import MemorySession
 from gracetune.memory.stats import memory_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -33,23 +36,54 @@ class Mover:
     """Copies from pinned memory; into managed memory, with hints, where a run asks for that."""
 
     def __init__(self, session: MemorySession, device: torch.device, table: PlacementTable) -> None:
+        self.device = device
         self._session = session
-        self._device = device
         self._table = table
         self._hints = session.hints if session.enabled else None
         pool = session.pool() if self._hints is not None else None
         self._pool = pool if isinstance(pool, UnifiedPool) else None
+        self._staging = Staging(self.host_memory, _mark_of_this_stream)
 
-    def move(self, tensor: Tensor) -> Tensor:
-        """To the device, without waiting for it."""
-        if self._device.type != "cuda":
-            return tensor
-        pinned = tensor.pin_memory()
-        if self._pool is None:
-            return pinned.to(self._device, non_blocking=True)
-        with self._pool.allocating():
-            moved = torch.empty_like(pinned, device=self._device)
-        return moved.copy_(pinned, non_blocking=True)
+    @property
+    def moves(self) -> bool:
+        """Whether the device has a memory of its own that batches must be brought to."""
+        return self.device.type == "cuda"
+
+    @property
+    def device_nbytes(self) -> int:
+        """The device's own memory; 0 where it has none."""
+        return self._session.machine.platform.device_bytes if self.moves else 0
+
+    @property
+    def nbytes_moved(self) -> int:
+        """So far, in all."""
+        return self._staging.nbytes_sent
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Memory that the device copies from at full speed."""
+        return pinned(nbytes) if self.moves else pageable(nbytes)
+
+    def lane(self) -> CudaLane:
+        """A way to the device beside the step's."""
+        return CudaLane(self.device)
+
+    def bring(
+        self, latents: Sequence[Tensor], text: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Stack the latents and bring all to the device, without waiting for it.
+
+        What is there already stays: latents that were just encoded, texts that are kept hot.
+        """
+        if not self.moves:
+            return torch.stack(list(latents)), dict(text)
+        parts = {f"text {name}": [t] for name, t in text.items() if not t.is_cuda}
+        if not latents[0].is_cuda:
+            parts["latents"] = list(latents)
+        moved = self._staging.send(parts, self._new_on_device) if parts else {}
+        there = {name: t for name, t in text.items() if t.is_cuda}
+        texts = {name: there[name] if name in there else moved[f"text {name}"][0] for name in text}
+        stacked = moved["latents"] if "latents" in moved else torch.stack(list(latents))
+        return stacked, texts
 
     def place(self, batch: Batch) -> Batch:
         """Give each tensor of a batch the home of its role; what cannot be done is told once."""
@@ -61,6 +95,12 @@ class Mover:
         """What is in use now; between steps, so that stages may change and reclaim here."""
         self._session.observe(act=True)
         return memory_event(step, self._session.stats(), psutil.Process().memory_info().rss)
+
+    def _new_on_device(self, like: Tensor) -> Tensor:
+        if self._pool is None:
+            return torch.empty_like(like, device=self.device)
+        with self._pool.allocating():
+            return torch.empty_like(like, device=self.device)
 
 
 def build_mover(
@@ -82,3 +122,9 @@ def build_mover(
             text = f"hints are on, but batches are not in managed memory: {pool.reason}"
             tell(Notice(text, level="warning", fallback=True))
     return Mover(session, device, placement_table({**MOVED_AHEAD, **section.placement}))
+
+
+def _mark_of_this_stream() -> torch.cuda.Event:
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record()
+    return mark

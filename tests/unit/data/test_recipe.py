@@ -14,7 +14,7 @@ from gracetune.data.images import decode, fit
 from gracetune.data.recipe import (
     PLAIN,
     Recipe,
-    demand_known_mode,
+    demand_augmentable,
     recipe_of,
     render,
     render_control,
@@ -105,15 +105,6 @@ def test_fast_waits_where_augmentations_need_the_whole_picture() -> None:
     assert render(data, fast, (96, 64)).equal(render(data, exact, (96, 64)))
 
 
-@pytest.mark.parametrize("mode", [None, "disable_cache", "refresh_each_epoch"])
-def test_modes_that_are_not_there_yet_are_refused_by_name(mode: str | None) -> None:
-    section = _section(augmentations=[{"name": "flip"}], augmentations_cache_mode=mode)
-    with pytest.raises(ConfigError, match=rf"datasets\[2\]\.augmentations_cache_mode is {mode!r}"):
-        demand_known_mode(section, 2)
-    demand_known_mode(_section(augmentations_cache_mode=mode), 2)
-    demand_known_mode(section.model_copy(update={"augmentations_cache_mode": "static"}), 2)
-
-
 @pytest.mark.parametrize("draw", [[], [{"name": "flip", "probability": 1}]])
 def test_torchs_lanczos_is_pillows_to_the_eye(draw: list[object]) -> None:
     data = picture_bytes(photo(160, 120), "JPEG")
@@ -177,4 +168,4 @@ def test_only_pictures_are_augmented(kind: str) -> None:
         dataset_type=kind, augmentations=[{"name": "flip"}], augmentations_cache_mode="static"
     )
     with pytest.raises(ConfigError, match=rf"dataset_type '{kind}' cannot be augmented"):
-        demand_known_mode(section, 0)
+        demand_augmentable(section, 0)

@@ -3,14 +3,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.cache.store import MemoryStore, ShardStore
+from gracetune.cache.arena import ArenaStore
+from gracetune.cache.store import ShardStore
 from gracetune.config.schema import RunFile
 from gracetune.data.loader import Group
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError
 from gracetune.models.tiny import load
-from gracetune.train.feed import build_feed, open_stores, split
+from gracetune.train.feed import build_feed, split
 from gracetune.train.mover import build_mover
+from gracetune.train.stores import open_stores
 
 
 def samples(count, prefix="s"):
@@ -80,10 +82,11 @@ def test_the_split_is_the_same_in_any_order():
 @pytest.mark.parametrize(
     ("cache", "dataset", "latents", "text"),
     [
-        ({}, {}, MemoryStore, MemoryStore),
-        ({"persistent_cache": True}, {}, ShardStore, ShardStore),
-        ({"vae_cache_type": "disk"}, {}, ShardStore, MemoryStore),
-        ({}, {"cache_latents_to_disk": True}, ShardStore, ShardStore),
+        ({}, {}, ArenaStore, ArenaStore),
+        ({"persistent_cache": True}, {}, ArenaStore, ArenaStore),
+        ({"vae_cache_type": "disk"}, {}, ShardStore, ArenaStore),
+        ({"text_cache_type": "disk"}, {}, ArenaStore, ShardStore),
+        ({}, {"cache_latents_to_disk": True}, ArenaStore, ArenaStore),
     ],
 )
 def test_stores_are_what_the_run_file_says(cache, dataset, latents, text, told, tmp_path):

@@ -24,7 +24,10 @@ def test_the_machine_and_the_decision_are_told(told):
 def test_without_hints_a_batch_stays_as_it_is(told, batch):
     mover = build_mover(Gh200Section(), CPU, told)
     assert mover.place(batch) is batch
-    assert mover.move(batch.latents) is batch.latents
+    latents, text = mover.bring(list(batch.latents), batch.text)
+    assert torch.equal(latents, batch.latents)
+    assert text["tokens"] is batch.text["tokens"]
+    assert (mover.moves, mover.nbytes_moved, mover.device_nbytes) == (False, 0, 0)
     assert len(told.events) == 1
 
 

@@ -1,0 +1,292 @@
+"""Cache entries in one budget of host memory: views of slabs, the least recently used leave first.
+
+What does not fit is read from the store behind, where there is one. An entry's room is used again
+only when its last reader is gone: a view keeps it, however it was derived.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.data.parallel import default_workers, ordered_map
+from gracetune.errors import ConfigError
+from gracetune.events.types import Notice
+from gracetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from gracetune.cache.store import Entry, Store
+    from gracetune.events.types import Event
+
+SLAB_NBYTES = 64 * 1024**2
+"""A power of two: pinned memory is handed out in powers of two, whatever is asked for."""
+LEAST_NBYTES = 4096
+ALIGNMENT = 64
+LOADED_TOGETHER = 64
+
+
+class Budget:
+    """Bytes that several stores share; what one gives back another may take."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.used = 0
+        self._lock = threading.RLock()  # a slab may die, and give back, while another is taken
+
+    def take(self, nbytes: int) -> bool:
+        """Whether there was as much left; then it is taken."""
+        with self._lock:
+            if self.used + nbytes > self.nbytes:
+                return False
+            self.used += nbytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        """Somebody else may have it."""
+        with self._lock:
+            self.used -= nbytes
+
+
+@dataclass(slots=True)
+class Tally:
+    """Where entries were found."""
+
+    hits: int = 0
+    """In memory."""
+    reads: int = 0
+    """In files."""
+
+
+class ArenaStore:
+    """Entries of one kind, within a budget that is never exceeded."""
+
+    def __init__(
+        self,
+        what: str,
+        budget: Budget,
+        behind: Store | None,
+        tell: Callable[[Event], None],
+        allocate: Callable[[int], Tensor],
+        tally: Tally,
+    ) -> None:
+        """`what` is for messages; `allocate` gives so many bytes of host memory."""
+        self._what = what
+        self._behind = behind
+        self._tell = tell
+        self._slabs = Slabs(budget, allocate)
+        self._budget = budget
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._lock = threading.Lock()
+        self._told = False
+        self._tally = tally
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that it holds, entries and room for more."""
+        return self._slabs.nbytes
+
+    def get(self, key: str) -> Entry | None:
+        """From memory, else from behind."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        """Those in memory as views; the others are read together, and kept where they fit."""
+        with self._lock:
+            found = {key: self._entries[key] for key in keys if key in self._entries}
+            for key in found:
+                self._entries.move_to_end(key)
+            self._tally.hits += sum(key in found for key in keys)
+        lacking = list(dict.fromkeys(key for key in keys if key not in found))
+        if lacking and self._behind is not None:
+            for key, entry in zip(lacking, self._behind.get_many(lacking), strict=True):
+                if entry is not None:
+                    found[key] = self._keep(key, entry) or entry
+                    self._tally.reads += 1
+        return [found.get(key) for key in keys]
+
+    def put(self, key: str, entry: Entry) -> None:
+        """Write it behind, then keep it."""
+        self.put_many({key: entry})
+
+    def put_many(self, entries: Mapping[str, Entry]) -> None:
+        """Write them behind, then keep them; without a store behind they must fit."""
+        if self._behind is not None:
+            self._behind.put_many(entries)
+        for key, entry in entries.items():
+            kept = self._keep(key, entry)
+            if kept is None and self._behind is None:
+                raise ConfigError(
+                    f"cache_config.host_budget_gb leaves {format_bytes(self._budget.nbytes)} for "
+                    f"{self._what}, and they need more. Raise it, or set "
+                    "cache_config.persistent_cache: true, so that the rest is read from files."
+                )
+
+    def has(self, keys: Sequence[str]) -> list[bool]:
+        """In memory or behind."""
+        with self._lock:
+            there = {key for key in keys if key in self._entries}
+        lacking = [key for key in keys if key not in there]
+        if lacking and self._behind is not None:
+            answers = zip(lacking, self._behind.has(lacking), strict=True)
+            there |= {key for key, answer in answers if answer}
+        return [key in there for key in keys]
+
+    def warm(self, keys: Sequence[str], num_workers: int | None = None) -> None:
+        """Bring entries into memory by several readers, until the budget is spent."""
+        if self._behind is None:
+            return
+        with self._lock:
+            lacking = [key for key in dict.fromkeys(keys) if key not in self._entries]
+        chunks = [lacking[i : i + LOADED_TOGETHER] for i in range(0, len(lacking), LOADED_TOGETHER)]
+        behind = self._behind
+        loaded = ordered_map(behind.get_many, chunks, num_workers or default_workers())
+        for chunk, entries in zip(chunks, loaded, strict=True):
+            for key, entry in zip(chunk, entries, strict=True):
+                if entry is not None and self._keep(key, entry, evict=False) is None:
+                    loaded.close()  # type: ignore[attr-defined]
+                    return
+
+    def _keep(self, key: str, entry: Entry, *, evict: bool = True) -> Entry | None:
+        """A copy in a slab; none where there is no room for it, even without all others."""
+        places, nbytes = _layout(entry)
+        room = self._room(nbytes, evict=evict and self._behind is not None)
+        if room is None:
+            self._tell_once()
+            return None
+        kept = {}
+        for name, (start, tensor) in places.items():
+            view = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            kept[name] = view.copy_(tensor)
+        with self._lock:
+            self._entries[key] = kept
+        return kept
+
+    def _room(self, nbytes: int, *, evict: bool) -> Tensor | None:
+        with self._lock:
+            room = self._slabs.take(nbytes)
+            while room is None and evict and self._entries:
+                self._tell_once()
+                self._entries.popitem(last=False)
+                room = self._slabs.take(nbytes)
+            return room
+
+    def _tell_once(self) -> None:
+        if not self._told and self._behind is not None:
+            self._told = True
+            text = (
+                f"{self._what} do not fit {format_bytes(self._budget.nbytes)} of host memory "
+                "(cache_config.host_budget_gb): the least recently used are read from files"
+            )
+            self._tell(Notice(text, level="warning", fallback=True))
+
+
+class Slabs:
+    """Room in a few large pieces of host memory. Whoever calls holds a lock."""
+
+    def __init__(self, budget: Budget, allocate: Callable[[int], Tensor]) -> None:
+        self._budget = budget
+        self._allocate = allocate
+        self._slabs: list[NDArray[np.uint8]] = []
+        self._free: list[list[tuple[int, int]]] = []
+        self._returned: deque[tuple[int, int, int]] = deque()
+        self.nbytes = 0
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """So many bytes; they come back by themselves when the last view of them is gone."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        length = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        found = self._first_fit(length)
+        if found is None:
+            self._collect()
+            found = self._first_fit(length)
+        if found is None and self._grow(length):
+            found = self._first_fit(length)
+        if found is None:
+            return None
+        slab, start = found
+        # An array of its own for each room: its storage lives as long as any view of it does.
+        array = self._slabs[slab][start : start + nbytes]
+        weakref.finalize(array, self._returned.append, (slab, start, length)).atexit = False
+        return torch.from_numpy(array)
+
+    def _first_fit(self, length: int) -> tuple[int, int] | None:
+        for slab, spans in enumerate(self._free):
+            for at, (start, size) in enumerate(spans):
+                if size >= length:
+                    if size == length:
+                        del spans[at]
+                    else:
+                        spans[at] = (start + length, size - length)
+                    return slab, start
+        return None
+
+    def _collect(self) -> None:
+        """Merge what came back with its free neighbours."""
+        changed = set()
+        while self._returned:
+            slab, start, length = self._returned.popleft()
+            self._free[slab].append((start, length))
+            changed.add(slab)
+        for slab in changed:
+            self._free[slab] = list(_merged(sorted(self._free[slab])))
+
+    def _grow(self, length: int) -> bool:
+        """Another slab, as large as all so far: few are looked through, however much there is."""
+        size = max(SLAB_NBYTES, _power_up(length), _power_up(self.nbytes + 1) // 2)
+        while not self._budget.take(size):
+            size //= 2
+            if size < max(LEAST_NBYTES, length):
+                return False
+        slab: NDArray[np.uint8] = self._allocate(size).numpy()
+        weakref.finalize(slab, self._budget.give, size).atexit = False
+        self._slabs.append(slab)
+        self._free.append([(0, size)])
+        self.nbytes += size
+        return True
+
+
+def pageable(nbytes: int) -> Tensor:
+    """Plain host memory."""
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def pinned(nbytes: int) -> Tensor:
+    """Host memory that a GPU's copy engine reads directly."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _layout(entry: Entry) -> tuple[dict[str, tuple[int, Tensor]], int]:
+    """Where each tensor of an entry lies in its room, and how much that needs."""
+    places, end = {}, 0
+    for name, tensor in entry.items():
+        places[name] = (end, tensor)
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return places, end
+
+
+def _power_up(nbytes: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+def _merged(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    start, length = spans[0]
+    for following, more in spans[1:]:
+        if following == start + length:
+            length += more
+        else:
+            yield start, length
+            start, length = following, more
+    yield start, length
