@@ -93,6 +93,10 @@ class StagedSource:
         """What `attach` needs: plain numbers, for a process that was not forked from this one."""
         return self._arena.ticket
 
+    def __reduce__(self) -> tuple[Callable[[Ticket], StagedSource], tuple[Ticket]]:
+        """What a worker process is handed is the ticket: it maps the arena, nothing is copied."""
+        return StagedSource.attach, (self.ticket,)
+
     @property
     def stored_nbytes(self) -> int:
         """What the files take in memory, compressed as they are."""

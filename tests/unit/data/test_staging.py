@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -259,6 +260,21 @@ def test_ranks_share_one_copy(tmp_path: Path) -> None:
             answer[3] == f"sharing the folder {folder} with process {ranks[0].pid}, which staged it"
         )
         assert int(answer[0]) < 0.05 * 64 * 1024**2
+
+
+def test_a_spawned_worker_is_handed_a_ticket(tmp_path: Path) -> None:
+    staged = _stage(FolderSource(write_folder(tmp_path, {"a": BIG})))
+    handed = pickle.dumps(staged)
+    assert len(handed) < 1000
+    program = """
+import pickle, sys
+staged = pickle.load(sys.stdin.buffer)
+print(staged.describe(), len(staged.read("a")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=handed, capture_output=True, check=True
+    )
+    assert done.stdout.decode() == f"the folder {tmp_path}, staged in memory {len(BIG)}\n"
 
 
 def test_another_data_set_is_not_shared(tmp_path: Path) -> None:
