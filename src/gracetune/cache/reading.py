@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gracetune.cache.shards import find_file, map_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
     from torch import Tensor
@@ -43,18 +43,19 @@ class MappedShards:
         self._maps.move_to_end(row.shard)
         return data if len(data) >= row.end else None
 
-    def ask_disk(self, rows: Sequence[Row]) -> None:
-        """Start reading these rows, all at once, instead of a page at a time when touched."""
-        for shard, alike in groupby(sorted(rows, key=_place), key=lambda row: row.shard):
-            descriptor = find_file(self._folder, shard)
-            if descriptor is not None:
-                for row in alike:
-                    os.posix_fadvise(descriptor, row.begin, row.nbytes, os.POSIX_FADV_WILLNEED)
-                os.close(descriptor)
-
     def clear(self) -> None:
         """Unmap what no view needs."""
         self._maps.clear()
+
+
+def ask_disk(folder: Path, rows: Iterable[Row]) -> None:
+    """Start reading these rows, all at once, instead of a page at a time when touched."""
+    for shard, alike in groupby(sorted(rows, key=_place), key=lambda row: row.shard):
+        descriptor = find_file(folder, shard)
+        if descriptor is not None:
+            for row in alike:
+                os.posix_fadvise(descriptor, row.begin, row.nbytes, os.POSIX_FADV_WILLNEED)
+            os.close(descriptor)
 
 
 class Bits:

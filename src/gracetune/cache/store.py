@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, Self
 
 from gracetune.cache.index import FORMAT, Index
-from gracetune.cache.reading import Bits, MappedShards
+from gracetune.cache.reading import Bits, MappedShards, ask_disk
 from gracetune.cache.shards import row_checksum, unpack
 from gracetune.cache.writing import ShardWriter
 from gracetune.durable import write_text
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 MARKER = "gracetune-cache.json"
 INDEX = "index.sqlite"
-_REMEMBERED = 65536
-"""Places of entries that a process keeps in memory: about 50 MB."""
 
 
 class Store(Protocol):
@@ -105,13 +103,16 @@ class ShardStore:
         *,
         check: bool = True,
         max_maps: int = 1024,
+        max_ready: int = 65536,
     ) -> None:
-        """`check`: compare each entry with its checksum when it is first read."""
+        """`check`: compare each entry with its checksum when it is first read. At most so many
+        files are mapped for the next reader, and so many views kept ready (about 1 kB each)."""
         self.folder = folder
         self.shards = folder / "shards"
         self._tell = tell
         self._check = check
         self._max_maps = max_maps
+        self._max_ready = max_ready
         mark_folder(folder)
         self.shards.mkdir(exist_ok=True)
         self._begin()
@@ -122,11 +123,12 @@ class ShardStore:
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         """The same for a batch; the disk is asked for all of it before the first is looked at."""
-        rows = self._rows(keys)
-        if self._check and len(keys) > 1:
-            new = [row for row in rows if row is not None and row.number not in self._checked]
-            self._maps.ask_disk(new)
-        return [None if row is None else self._entry(row) for row in rows]
+        self._at_home()
+        with self._lock:
+            new = [key for key in keys if key not in self._ready]
+            if not new:
+                return [self._ready[key] for key in keys]
+        return self._read(keys)
 
     def put(self, key: str, entry: Entry) -> None:
         """Keep one entry; `put_many` waits for the disk once a batch, not once an entry."""
@@ -158,7 +160,7 @@ class ShardStore:
         """Forget entries, and how many there were; `collect.compact` gives their bytes back."""
         with self.index() as index:
             for key in keys:
-                self._found.pop(key, None)
+                self._ready.pop(key, None)
             return index.drop(keys)
 
     def move(self, rows: Sequence[Row], entries: Sequence[Entry]) -> None:
@@ -173,7 +175,9 @@ class ShardStore:
 
     def will_need(self, keys: Sequence[str]) -> None:
         """Have the disk read these ahead; returns at once."""
-        self._maps.ask_disk([row for row in self._rows(keys) if row is not None])
+        with self.index() as index:
+            rows = index.find([key for key in keys if key not in self._ready])
+        ask_disk(self.shards, rows.values())
 
     def close(self) -> None:
         """Seal the file that is being written. Views that were got stay good."""
@@ -184,7 +188,7 @@ class ShardStore:
                 self._writer = None
         with self._lock:
             self._maps.clear()
-            self._found.clear()
+            self._ready.clear()
             self._index.close()
 
     def __enter__(self) -> Self:
@@ -221,7 +225,7 @@ class ShardStore:
         self._index = Index(self.folder / INDEX)
         self._writer = None
         self._maps = MappedShards(self.shards, self._max_maps)
-        self._found: dict[str, Row] = {}
+        self._ready: dict[str, Entry] = {}
         self._checked = Bits()
 
     def _at_home(self) -> None:
@@ -232,20 +236,20 @@ class ShardStore:
                 self._writer.release()
             self._begin()
 
-    def _rows(self, keys: Sequence[str]) -> list[Row | None]:
+    def _read(self, keys: Sequence[str]) -> list[Entry | None]:
         with self.index() as index:
-            rows = {key: self._found[key] for key in keys if key in self._found}
-            unknown = [key for key in keys if key not in rows]
-            if unknown:
-                new = index.find(unknown)
-                rows |= new
-                self._found |= new
-                while len(self._found) > _REMEMBERED:
-                    del self._found[next(iter(self._found))]
-        return [rows.get(key) for key in keys]
+            rows = index.find(keys)
+        if len(keys) > 1:
+            ask_disk(self.shards, [r for r in rows.values() if r.number not in self._checked])
+        entries = {key: self._entry(row) for key, row in rows.items()}
+        with self._lock:
+            self._ready |= {key: entry for key, entry in entries.items() if entry is not None}
+            while len(self._ready) > self._max_ready:
+                del self._ready[next(iter(self._ready))]
+        return [entries.get(key) for key in keys]
 
     def _entry(self, row: Row) -> Entry | None:
-        with self.index():
+        with self._lock:
             data = self._maps.data(row)
         if data is None:
             return self._entry_elsewhere(row)
@@ -253,13 +257,13 @@ class ShardStore:
             if row_checksum(data, row) != row.checksum:
                 self._lose(row, "its bytes differ from their checksum")
                 return None
-            self._checked.add(row.number)
+            with self._lock:
+                self._checked.add(row.number)
         return unpack(data, row)
 
     def _entry_elsewhere(self, before: Row) -> Entry | None:
         """The file is gone: another process moved the entry or deleted it, or it is lost."""
         with self.index() as index:
-            self._found.pop(before.key, None)
             row = index.find([before.key]).get(before.key)
         if row is None:
             return None
@@ -272,7 +276,6 @@ class ShardStore:
         """Never in silence: whoever asked encodes it again."""
         with self.index() as index:
             index.drop_row(row)
-            self._found.pop(row.key, None)
         text = f"cache entry {row.key} in {self.folder} is damaged ({why}): forgotten"
         self._tell(Notice(text, level="warning", fallback=True))
 
