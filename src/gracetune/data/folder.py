@@ -47,6 +47,7 @@ class FolderSource:
         for key in self._keys:
             check_name(name, key)
         self._known = frozenset(self._keys)
+        self._prefix = f"{self._root}/"
 
     def keys(self) -> Sequence[str]:
         return self._keys
@@ -73,7 +74,7 @@ class FolderSource:
         """Only what was listed: a key never leads out of the folder."""
         if key not in self._known:
             raise FileNotFoundError(f"{self.describe()} has no {key!r}")
-        return f"{self._root}/{key}"
+        return self._prefix + key
 
 
 def open_folder(section: DatasetSection, setting: str, tell: Tell) -> FolderSource:  # noqa: ARG001

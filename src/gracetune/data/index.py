@@ -15,11 +15,13 @@ from zlib import crc32
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from gracetune.memory.arena import Arena, ArenaWriter
+
+    Find = Callable[[str], tuple[int, int, int, int] | None]
 
 _ROW = np.dtype(
     [("name", "<u8"), ("at", "<u8"), ("stored", "<u8"), ("nbytes", "<u8"), ("length", "<u2"),
@@ -103,7 +105,8 @@ class Index(Sequence[str]):
         self._rows = tables["rows"]
         self._bounds = tables["bounds"].cast("I")
         self._by_name = tables["by_name"].cast("I")
-        self._mask = len(self._bounds) - 2
+        self.find = _finder(self._names, self._rows, self._bounds)
+        """Place, stored bytes, bytes as read and codec of one name; none where there is none."""
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -125,22 +128,6 @@ class Index(Sequence[str]):
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.find(key) is not None
 
-    def find(self, key: str) -> tuple[int, int, int, int] | None:
-        """Place, stored bytes, bytes as read and codec of one name; none where there is none."""
-        try:
-            wanted = key.encode()
-        except UnicodeEncodeError:
-            return None  # no name that we keep is such
-        bucket = crc32(wanted) & self._mask
-        row = self._bounds[bucket]
-        end = self._bounds[bucket + 1]
-        while row < end:
-            name, at, stored, nbytes, length, codec = _UNPACK(self._rows, row * _ROW_NBYTES)
-            if self._names[name : name + length] == wanted:
-                return at, stored, nbytes, codec
-            row += 1
-        return None
-
     def totals(self) -> tuple[int, int]:
         """Stored bytes and bytes as read, of all files."""
         rows = np.frombuffer(self._rows, _ROW)
@@ -149,3 +136,22 @@ class Index(Sequence[str]):
     def _name(self, number: int) -> str:
         name, _, _, _, length, _ = _UNPACK(self._rows, self._by_name[number] * _ROW_NBYTES)
         return str(self._names[name : name + length], "utf-8")
+
+
+def _finder(names: memoryview, rows: memoryview, bounds: memoryview) -> Find:
+    """A function over tables that do not change: it is all that a read costs, so it is short."""
+    mask = len(bounds) - 2
+
+    def find(key: str) -> tuple[int, int, int, int] | None:
+        try:
+            wanted = key.encode()
+        except UnicodeEncodeError:
+            return None  # no name that we keep is such
+        bucket = crc32(wanted) & mask
+        for row in range(bounds[bucket], bounds[bucket + 1]):
+            name, at, stored, nbytes, length, codec = _UNPACK(rows, row * _ROW_NBYTES)
+            if names[name : name + length] == wanted:
+                return at, stored, nbytes, codec
+        return None
+
+    return find
