@@ -152,6 +152,11 @@ class Index:
             "FROM entries GROUP BY 1, 2 ORDER BY 1, 2"
         ).fetchall()
 
+    def problems(self) -> list[str]:
+        """What SQLite finds wrong with the file; nothing where all is well."""
+        told = [str(text) for (text,) in self._db.execute("PRAGMA quick_check(20)")]
+        return [text for text in told if text != "ok"]
+
     def add_shard(self, shard: ShardRow) -> None:
         """A new file, empty so far."""
         self._db.execute(

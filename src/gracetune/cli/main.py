@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 VERBS = {
     "train": ("gracetune.cli.train", "train a model as a run file says, or resume it"),
     "now": ("gracetune.cli.now", "ask a running run to validate, save or stop"),
+    "cache": ("gracetune.cli.cache", "build, verify, clean up, explain and import caches"),
     "schema": ("gracetune.cli.schema", "print what a run file may say, as JSON Schema"),
     "diagnose": ("gracetune.cli.diagnose", "check this machine and say what to do"),
     "env": ("gracetune.cli.env", "show what the environment sets, and what that will do"),

@@ -1,0 +1,267 @@
+"""`gracetune cache`: build, verify, clean up, explain and import caches of encoded samples."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gracetune.config.load import FORMAT_OF_SUFFIX, load_run_file
+from gracetune.errors import CacheError, ConfigError
+from gracetune.units import format_bytes
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from gracetune.cache.store import ShardStore
+    from gracetune.config.schema import RunFile
+    from gracetune.events.types import Event
+    from gracetune.models.family import Family
+
+    Tell = Callable[[Event], None]
+    Action = Callable[[argparse.Namespace, Tell], int]
+
+HELP = (
+    "Look after caches of encoded pictures and captions. A cache is named by its folder, or by a "
+    "run file that uses it."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One verb, several actions."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, run: Action, text: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=text, description=text)
+        made.set_defaults(run_action=run)
+        return made
+
+    build = action("build", _build, "encode what a run needs and its cache lacks, then stop")
+    build.add_argument("run_file", metavar="RUN")
+    check = action("verify", _verify, "compare every entry with its checksum")
+    check.add_argument("where", metavar="CACHE|RUN", type=Path)
+    check.add_argument(
+        "--repair",
+        action="store_true",
+        help="forget what is damaged; with a run file, encode it again at once",
+    )
+    collect = action("gc", _collect, "delete what none of these runs needs; shows it by default")
+    collect.add_argument("run_files", metavar="RUN", nargs="+")
+    collect.add_argument("--yes", action="store_true", help="delete, instead of only showing")
+    inspect = action("inspect", _inspect, "what an entry is, and why it has its key")
+    inspect.add_argument("where", metavar="CACHE|RUN", type=Path)
+    inspect.add_argument("what", metavar="KEY|FILE", help="a key, its beginning, or a sample")
+    stats = action("stats", _stats, "how much a cache holds, of what")
+    stats.add_argument("where", metavar="CACHE|RUN", type=Path)
+    bring = action("import", _import, "take over cache files of ai-toolkit or SimpleTuner")
+    bring.add_argument("run_file", metavar="RUN")
+    bring.add_argument("folder", metavar="FOLDER", type=Path, help="where their files are")
+    bring.add_argument(
+        "--yes", action="store_true", help="import, instead of only showing what fits"
+    )
+    for made in (check, collect, inspect, stats, bring):
+        made.add_argument("--json", action="store_true", help="print JSON instead of lines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the action says."""
+    from gracetune.events.console import console_sink
+
+    act: Action = args.run_action
+    # Progress goes to stderr: stdout is the answer's.
+    return act(args, console_sink(sys.stderr, is_terminal=False).handle)
+
+
+def _build(args: argparse.Namespace, tell: Tell) -> int:
+    _fill(_persistent(args.run_file), tell)
+    return 0
+
+
+def _verify(args: argparse.Namespace, tell: Tell) -> int:
+    from gracetune.cache.verify import repair, verify
+
+    reports = []
+    with ExitStack() as stack:
+        for store in _stores(args.where, stack, tell):
+            report = verify(store, tell)
+            reports.append((store, report))
+            if args.repair and not report.clean:
+                repair(store, report)
+    clean = all(report.clean for _, report in reports)
+    if args.repair and not clean and _is_run_file(args.where):
+        _fill(_persistent(args.where), tell)
+    lines, told = [], []
+    for store, report in reports:
+        damage = {f"entry {one.row.key}": one.why for one in report.damaged}
+        damage |= {f"shard {name}": "its header cannot be read" for name in report.headers}
+        damage |= {f"index {place}": text for place, text in enumerate(report.index)}
+        told.append({"folder": str(store.folder), "entries": report.num_entries, "damage": damage})
+        verdict = "all whole" if report.clean else f"{len(damage)} damaged"
+        size = f"{report.num_entries} entries, {format_bytes(report.nbytes)}"
+        lines.append(f"{store.folder}: {size}: {verdict}")
+        lines += [f"  {what}: {why}" for what, why in damage.items()]
+    if not clean:
+        lines.append("repaired." if args.repair else "Give --repair to forget what is damaged.")
+    _print(args, told, lines)
+    return 0 if clean or args.repair else 1
+
+
+def _collect(args: argparse.Namespace, tell: Tell) -> int:
+    from gracetune.cache.collect import compact, find_leftovers
+    from gracetune.cache.inspect import caches_in
+    from gracetune.cache.store import ShardStore
+    from gracetune.models.family import load_family
+    from gracetune.train.wanted import cache_root, wanted_keys
+
+    runs = [load_run_file(path).run for path in args.run_files]
+    wanted = {key for run in runs for key in wanted_keys(run, load_family(run.model), tell)}
+    lines, told = [], []
+    for folder in (cache for root in _distinct(map(cache_root, runs)) for cache in caches_in(root)):
+        with ShardStore(folder, tell) as store:
+            left = find_leftovers(store, wanted)
+            freed = 0
+            if args.yes:
+                store.delete(left.keys)
+                freed = compact(store)
+        told.append(
+            {
+                "folder": str(folder),
+                "entries": len(left.keys),
+                "nbytes": left.nbytes,
+                "kinds": left.kinds,
+                "deleted": args.yes,
+                "freed_nbytes": freed,
+            }
+        )
+        verb = "deleted" if args.yes else "would delete"
+        lines.append(f"{folder}: {verb} {len(left.keys)} entries, {format_bytes(left.nbytes)}")
+        lines += [f"  {count} {kind}" for kind, count in left.kinds.items()]
+    if not args.yes:
+        lines.append("Nothing was deleted. Give --yes to do so.")
+    _print(args, told, lines)
+    return 0
+
+
+def _inspect(args: argparse.Namespace, tell: Tell) -> int:
+    from gracetune.cache.inspect import MEANING, explain, find
+
+    with ExitStack() as stack:
+        stores = _stores(args.where, stack, tell)
+        found = [row for store in stores for row in find(store, args.what, Path(args.what))]
+    if not found:
+        raise CacheError(
+            f"{args.what!r} has no entry in {args.where}: no key begins so, and no entry was made "
+            "of such a file. `gracetune cache stats` says what there is."
+        )
+    lines = []
+    for row in found:
+        lines.append(f"{row.key}: {format_bytes(row.nbytes)} in shard {row.shard}")
+        lines += [
+            f"  {part}: {value}  ({MEANING.get(part, part)})" for part, value in row.about.items()
+        ]
+        lines += [f"  tensor {p.name}: {p.dtype} {list(p.shape)}" for p in row.tensors]
+    _print(args, [explain(row) for row in found], lines)
+    return 0
+
+
+def _stats(args: argparse.Namespace, tell: Tell) -> int:
+    from gracetune.cache.inspect import stats
+
+    with ExitStack() as stack:
+        told = [stats(store) for store in _stores(args.where, stack, tell)]
+    lines = []
+    for one in told:
+        size, disk = (format_bytes(int(str(one[name]))) for name in ("nbytes", "disk_nbytes"))
+        lines.append(
+            f"{one['folder']}: {one['entries']} entries, {size} in {one['shards']} shards "
+            f"({disk} on disk)"
+        )
+        kinds = one["kinds"]
+        assert isinstance(kinds, list), "stats gives a list of kinds"
+        lines += [
+            f"  {k['entries']} {k['kind']} by {k['encoder']}: {format_bytes(k['nbytes'])}"
+            for k in kinds
+        ]
+    _print(args, told, lines)
+    return 0
+
+
+def _import(args: argparse.Namespace, tell: Tell) -> int:
+    from gracetune.train.imports import import_foreign
+
+    run = _persistent(args.run_file)
+    outcome = import_foreign(run, _family(run), args.folder, tell, write=args.yes)
+    verb = "imported" if args.yes else "would import"
+    lines = [f"{verb} {len(outcome.taken)} entries from {args.folder}"]
+    lines += [f"  left out {path}: {why}" for path, why in outcome.refused.items()]
+    if not args.yes:
+        lines.append("Nothing was imported. Give --yes to do so.")
+    _print(args, {"imported": outcome.taken, "left_out": outcome.refused}, lines)
+    return 0
+
+
+def _persistent(run_file: str | Path) -> RunFile:
+    """A run whose cache outlives it, with everything on disk: filling needs no memory for it."""
+    run = load_run_file(run_file).run
+    section = run.cache_config
+    kept = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
+    if not kept and "disk" not in (section.vae_cache_type, section.text_cache_type):
+        raise ConfigError(
+            "cache_config.persistent_cache is false, so this run's cache ends with it. "
+            "Set it to true to keep what is built."
+        )
+    disk = section.model_copy(update={"vae_cache_type": "disk", "text_cache_type": "disk"})
+    return run.model_copy(update={"cache_config": disk})
+
+
+def _fill(run: RunFile, tell: Tell) -> None:
+    """Prepare as training does, and stop before the first step."""
+    from gracetune.train.feed import build_feed
+    from gracetune.train.mover import build_mover
+
+    folder = Path(run.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    mover = build_mover(run.gh200_optimizations, _device(), tell)
+    build_feed(run, _family(run), mover, folder, tell).close()
+
+
+def _family(run: RunFile) -> Family:
+    from gracetune.models.family import load_family
+
+    family = load_family(run.model)
+    family.to(_device())
+    return family
+
+
+def _device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _stores(where: Path, stack: ExitStack, tell: Tell) -> list[ShardStore]:
+    from gracetune.cache.inspect import caches_in
+    from gracetune.cache.store import ShardStore
+
+    if _is_run_file(where):
+        from gracetune.train.wanted import cache_root
+
+        where = cache_root(load_run_file(where).run)
+    return [stack.enter_context(ShardStore(path, tell)) for path in caches_in(where)]
+
+
+def _is_run_file(where: Path) -> bool:
+    return where.suffix.lower() in FORMAT_OF_SUFFIX and not where.is_dir()
+
+
+def _distinct(paths: Sequence[Path] | map[Path]) -> list[Path]:
+    return [*dict.fromkeys(path.resolve() for path in paths)]
+
+
+def _print(args: argparse.Namespace, told: object, lines: Sequence[str]) -> None:
+    print(json.dumps(told, indent=2) if args.json else "\n".join(lines))

@@ -1,0 +1,155 @@
+"""Taking over what ai-toolkit or SimpleTuner encoded, where it is what we would have encoded.
+
+Their keys say neither what was in the picture nor which encoder it was, so nothing is believed:
+the picture must be older than its entry, the geometry must be ours, and the first entry of a
+folder is compared with what our own encoder makes of its picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.cache.fill import Picture, pixels_of
+from gracetune.cache.foreign import TEXT_FOLDER, read_foreign
+from gracetune.cache.keys import Key, latent_key
+from gracetune.cache.serve import Recipes
+from gracetune.cache.store import ShardStore
+from gracetune.data import buckets
+from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.dataset import open_dataset
+from gracetune.data.decoders import choose_decoders
+from gracetune.errors import CacheError
+from gracetune.train.wanted import cache_root
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gracetune.cache.foreign import ForeignEntry
+    from gracetune.config.schema import RunFile
+    from gracetune.events.types import Event
+    from gracetune.models.family import Family
+
+    Tell = Callable[[Event], None]
+
+ALIKE = 0.98
+"""Least cosine between their latents and ours; resizing differs between tools by a little."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What was taken, and why the rest was not."""
+
+    taken: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A picture of the run, and the file it comes from."""
+
+    picture: Picture
+    file: Path
+
+
+def import_foreign(
+    run: RunFile, family: Family, folder: Path, tell: Tell, *, write: bool
+) -> Outcome:
+    """Take over the latents in a folder that belong to pictures of the run."""
+    files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".safetensors", ".pt")]
+    if not files:
+        raise CacheError(f"{folder} has no .safetensors or .pt file: nothing to import.")
+    recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
+    places = dict(_places(run, family, recipes, tell))
+    encoder, outcome, compared = family.identity()["latents"], Outcome(), False
+    with ShardStore(cache_root(run) / "latents", tell) as store:
+        for path in files:
+            try:
+                entry = read_foreign(path)
+                place = _demand_ours(path, entry, places, family)
+                if not compared:
+                    _demand_alike(path, entry, place.picture, family, recipes)
+                    compared = True
+            except CacheError as error:
+                outcome.refused[str(path)] = str(error)
+                continue
+            picture = place.picture
+            key = latent_key(picture.sample, picture.size, encoder, picture.recipe)
+            if write:
+                imported = Key(key, {**key.about, "imported from": path.name})
+                store.put(imported, {"latents": entry.tensors["latents"]})
+            outcome.taken.append(key)
+    return outcome
+
+
+def _places(
+    run: RunFile, family: Family, recipes: Recipes, tell: Tell
+) -> Iterator[tuple[str, _Place]]:
+    """By the stem of the file, as the other tools name their entries."""
+    folder = Path(run.output_dir)
+    ledger = CorruptionLedger(tell, folder / "corruption.json")
+    for index, section in enumerate(run.datasets):
+        opened = open_dataset(section, index, tell, ledger, folder / "staged")
+        plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
+        for size, samples in plan.buckets.items():
+            for sample in samples:
+                picture = Picture(sample, (size[0], size[1]), opened.source, recipes(sample, 0))
+                file = Path(section.instance_data_dir or "") / sample.key
+                yield Path(sample.key).stem, _Place(picture, file)
+
+
+def _demand_ours(
+    path: Path, entry: ForeignEntry, places: dict[str, _Place], family: Family
+) -> _Place:
+    if path.parent.name == TEXT_FOLDER:
+        raise CacheError("texts are padded and named by the other tool's rules; build encodes them")
+    if entry.stem not in places:
+        raise CacheError(f"no picture of the run is called {entry.stem!r}")
+    place = places[entry.stem]
+    if place.picture.recipe.draw.steps:
+        raise CacheError("the run augments this picture, and the entry does not say how it was")
+    if not place.file.is_file() or place.file.stat().st_mtime > path.stat().st_mtime:
+        raise CacheError("the picture is newer than the entry, or is not a file here")
+    if "latents" not in entry.tensors:
+        raise CacheError(f"it has {', '.join(entry.tensors) or 'no tensors'}, and no latents")
+    shape = tuple(entry.tensors["latents"].shape)
+    expected = tuple(family.latent_shape(*place.picture.size))
+    if shape != expected:
+        raise CacheError(f"its latents are {shape}; {family.name} makes {expected} here")
+    _demand_geometry(entry.made_by, place.picture.size)
+    return place
+
+
+def _demand_geometry(made_by: dict[str, object], size: tuple[int, int]) -> None:
+    """What ai-toolkit says of the crop; SimpleTuner says nothing."""
+    if made_by.get("flip_x") or made_by.get("flip_y"):
+        raise CacheError("it was flipped")
+    for edge, axis, place in (("width", "x", 0), ("height", "y", 1)):
+        cropped = made_by.get(f"crop_{edge}")
+        if cropped is None:
+            continue
+        room = int(str(made_by.get(f"scale_to_{edge}", cropped))) - int(str(cropped))
+        if (
+            int(str(cropped)) != size[place]
+            or abs(int(str(made_by[f"crop_{axis}"])) * 2 - room) > 2
+        ):
+            raise CacheError(f"its crop is not the centre at {size[0]}x{size[1]}")
+
+
+def _demand_alike(
+    path: Path, entry: ForeignEntry, picture: Picture, family: Family, recipes: Recipes
+) -> None:
+    pixels = pixels_of(picture, recipes.decoders)
+    if isinstance(pixels, str):
+        raise CacheError(f"its picture cannot be read: {pixels}")
+    ours = family.encode_images(pixels.unsqueeze(0))[0].float().cpu().flatten()
+    theirs = entry.tensors["latents"].float().flatten()
+    likeness = torch.cosine_similarity(ours, theirs, dim=0).item()
+    if not likeness >= ALIKE or not 0.9 < (theirs.norm() / ours.norm()).item() < 1.1:
+        raise CacheError(
+            f"{path.name} was made by another encoder or another scaling: its cosine with ours is "
+            f"{likeness:.3f}"
+        )

@@ -1,0 +1,58 @@
+"""Which cache entries a run needs, without encoding any; where a run keeps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gracetune.cache.generations import mode_of
+from gracetune.cache.keys import latent_key, text_key
+from gracetune.cache.serve import Recipes
+from gracetune.data import buckets
+from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.dataset import open_dataset
+from gracetune.data.decoders import choose_decoders
+from gracetune.errors import CacheError
+from gracetune.train.feed import EMPTY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gracetune.cache.keys import Key
+    from gracetune.config.schema import RunFile
+    from gracetune.events.types import Event
+    from gracetune.models.family import Family
+
+
+def cache_root(run: RunFile) -> Path:
+    """The folder of a run's caches."""
+    named = run.cache_config.cache_dir
+    return Path(named) if named else Path(run.output_dir) / "cache"
+
+
+def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> set[Key]:
+    """Every key that training would look up; a sample that cannot be read is an error here."""
+    folder, identity = Path(run.output_dir), family.identity()
+    ledger = CorruptionLedger(tell, folder / "corruption.json")
+    recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
+    wanted = {text_key(EMPTY, identity["text"])}
+    for index, section in enumerate(run.datasets):
+        opened = open_dataset(section, index, tell, ledger, folder / "staged")
+        wanted |= {text_key(sample.caption, identity["text"]) for sample in opened.samples}
+        if mode_of(section) == "disable_cache":
+            continue
+        plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
+        wanted |= {
+            latent_key(sample, (size[0], size[1]), identity["latents"], recipes(sample, epoch))
+            for size, samples in plan.buckets.items()
+            for sample in samples
+            for epoch in range(section.variants)
+        }
+    if ledger.entries:
+        one = ledger.entries[0]
+        raise CacheError(
+            f"{len(ledger.entries)} samples of the run in {folder} cannot be read, such as "
+            f"{one.key!r} of data set {one.dataset!r}; their entries cannot be told from "
+            "leftovers. Mend or remove these samples first."
+        )
+    return wanted
