@@ -3,9 +3,9 @@
 The script makes its data: 5,000 JPEG files with the statistics of photographs (amplitude falls as
 1/f), some PNG and WebP files, and a few videos. All ways get the same files, the same bucket and as
 many workers; they take turns within one run, so that a noisy machine disturbs them alike, and each
-figure is the median over the turns.
+figure is the median over the turns. Every turn reads other files, spread over the whole set.
 
-    python benchmarks/data_decode.py [--pictures 5000] [--turns 5] [--workers 2]
+    python benchmarks/data_decode.py [--pictures 5000] [--turns 5] [--reads 300] [--workers 2]
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from gracetune.data.video import decode_video
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-WIDTH, HEIGHT = 640, 480
-SIZE = (448, 336)
+WIDTH, HEIGHT = 512, 384
+SIZE = (352, 264)
 """Of the bucket."""
 CLIP = (17, 24.0)
 """Frames and rate."""
@@ -171,13 +171,12 @@ def ours(source: object, workers: int, paths: Sequence[Path]) -> int:
 
 
 def take_turns(
-    ways: dict[str, Callable[[Sequence[Path]], int]], paths: Sequence[Path], turns: int
+    ways: dict[str, Callable[[Sequence[Path]], int]], paths: Sequence[Path], turns: int, reads: int
 ) -> dict[str, list[float]]:
     """Samples a second of each way in each turn; every turn has other files, and another first."""
     names, rates = list(ways), {name: [] for name in ways}
-    share = len(paths) // turns
     for turn in range(turns):
-        part = paths[turn * share : (turn + 1) * share]
+        part = paths[turn :: max(turns, len(paths) // reads)]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             started = time.perf_counter()
             assert ways[name](part) == len(part)
@@ -185,7 +184,7 @@ def take_turns(
     return rates
 
 
-def pictures(folder: Path, count: int, turns: int, workers: int) -> dict[str, object]:
+def pictures(folder: Path, count: int, turns: int, reads: int, workers: int) -> dict[str, object]:
     """Decoded samples a second, end to end."""
     make_pictures(folder, count)
     section = DatasetSection(
@@ -211,7 +210,7 @@ def pictures(folder: Path, count: int, turns: int, workers: int) -> dict[str, ob
         "SimpleTuner's way": partial(by_threads, simpletuner_way, workers),
         "ai-toolkit's way": partial(by_data_loader, ai_toolkit_way, workers),
     }
-    rates = take_turns(ways, sorted(folder.iterdir()), turns)
+    rates = take_turns(ways, sorted(folder.iterdir()), turns, reads)
     others = [name for name in ways if not name.startswith("gracetune")]
     ratio = {
         name: statistics.median(
@@ -222,6 +221,7 @@ def pictures(folder: Path, count: int, turns: int, workers: int) -> dict[str, ob
     }
     return {
         "files": count,
+        "reads of each way in each turn": count // max(turns, count // reads),
         "workers": workers,
         "samples a second": {name: round(statistics.median(r), 1) for name, r in rates.items()},
         "times the best other": {name: round(value, 3) for name, value in ratio.items()},
@@ -331,6 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=int, default=5000)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--reads", type=int, default=300)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -338,7 +339,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         figures = {
             "end to end": pictures(
-                Path(folder) / "pictures", arguments.pictures, arguments.turns, arguments.workers
+                Path(folder) / "pictures",
+                arguments.pictures,
+                arguments.turns,
+                arguments.reads,
+                arguments.workers,
             ),
             "decoding alone": formats(arguments.turns),
             "video": videos(2 * arguments.turns + 1),

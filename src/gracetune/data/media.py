@@ -36,7 +36,8 @@ def opened(data: bytes, what: Literal["video", "sound"]) -> Iterator[InputContai
     if not data:
         raise UnreadableSampleError("the file is empty")
     try:
-        with av.open(io.BytesIO(data), "r") as container:
+        # a title in another encoding is no reason to refuse a sample
+        with av.open(io.BytesIO(data), "r", metadata_errors="replace") as container:
             yield container
     except UnreadableSampleError:
         raise

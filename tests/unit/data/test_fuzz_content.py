@@ -7,7 +7,10 @@ from collections import Counter
 import pytest
 from fuzzing import PICTURES, SOUNDS, VIDEOS, Damaged, clean, damage, read
 
+from gracetune.data.audio import probe_audio
 from gracetune.data.prefetch import Prefetch, prefetched
+from gracetune.data.sample import UnreadableSampleError
+from gracetune.data.video import probe_video
 
 # A process a worker: a crash in a decoder ends it, and the file is named.
 WORKERS = Prefetch(num_workers=2, depth=16, timeout_s=30, processes=True)
@@ -35,6 +38,22 @@ def test_damaged_files_are_read_or_unreadable(names: list[str], count: int) -> N
     # Both ends are reached, so that the damage is neither fatal nor harmless throughout.
     assert ends["read"] > count / 20
     assert ends["unreadable"] > count / 20
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        (Damaged("mp4", 67), "its codec is not known"),
+        (Damaged("m4a", 27), "its codec is not known"),
+        (Damaged("mp4", 21), "the video has no frames"),
+        (Damaged("matroska", 157), "frame 0 is damaged"),
+        (Damaged("wav", 165), "218 channels at 8000 samples a second cannot be read"),
+    ],
+)
+def test_known_damage_has_its_own_words(task: Damaged, reason: str) -> None:
+    probe = probe_video if task.name in VIDEOS else probe_audio
+    with pytest.raises(UnreadableSampleError, match=f"^{reason}$"):
+        probe(damage(task))
 
 
 @pytest.mark.slow

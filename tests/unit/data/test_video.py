@@ -147,6 +147,20 @@ def test_a_frame_of_too_many_pixels_is_not_decoded() -> None:
         probe_video(bytes(data))
 
 
+def test_a_video_of_too_many_frames_is_not_read_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gracetune.data.video.MAX_FRAMES", 59)
+    with pytest.raises(UnreadableSampleError, match="more than 59 frames; cut it into clips"):
+        probe_video(CLIP)
+
+
+def test_a_title_in_another_encoding_is_no_damage() -> None:
+    assert b"VideoHandler" in CLIP
+    renamed = CLIP.replace(b"VideoHandler", b"Vid\xe9oHandler")
+    assert probe_video(renamed) == probe_video(CLIP)
+
+
 def test_a_picture_is_a_video_of_one_frame_at_most() -> None:
     try:
         facts = probe_video(picture_bytes(photo(64, 48), "JPEG"))
