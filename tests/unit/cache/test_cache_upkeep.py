@@ -1,0 +1,198 @@
+import os
+
+import pytest
+import torch
+from blake3 import blake3
+
+from gracetune.cache import shards
+from gracetune.cache.collect import compact, find_leftovers
+from gracetune.cache.inspect import caches_in, explain, find, stats
+from gracetune.cache.keys import latent_key, text_key
+from gracetune.cache.store import ShardStore
+from gracetune.cache.verify import repair, verify
+from gracetune.data.sample import Sample
+from gracetune.errors import CacheError
+
+SIZE = 256
+
+
+def fill(store, numbers):
+    store.put_many({f"k{n}": {"x": torch.full((SIZE,), float(n))} for n in numbers})
+
+
+def values(store, numbers):
+    found = store.get_many([f"k{n}" for n in numbers])
+    return [None if one is None else one["x"][0].item() for one in found]
+
+
+def row_of(store, key):
+    with store.index() as index:
+        return index.find([key])[key]
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with ShardStore(tmp_path / "cache") as opened:
+        yield opened
+
+
+def test_a_whole_cache_is_clean_while_it_is_written_and_after(store, told):
+    fill(store, range(5))
+    for _ in range(2):
+        report = verify(store, told)
+        assert report.clean
+        assert (report.num_entries, report.nbytes) == (5, 5 * 4 * SIZE)
+        store.seal()
+
+
+def test_verify_names_each_damaged_entry_and_repair_forgets_it(store, told):
+    fill(store, range(5))
+    store.seal()
+    (path,) = store.shards.iterdir()
+    flip(path, row_of(store, "k3").begin + 17)
+    report = verify(store, told)
+    assert [damage.row.key for damage in report.damaged] == ["k3"]
+    assert store.has(["k3"]) == [True], "verifying changes nothing"
+    repair(store, report)
+    assert store.has(["k3"]) == [False]
+    assert verify(store, told).clean
+    fill(store, [3])
+    assert values(store, range(5)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("how", ["gone", "short"])
+def test_verify_finds_lost_shards(store, told, how):
+    fill(store, range(3))
+    store.seal()
+    (path,) = store.shards.iterdir()
+    if how == "gone":
+        path.unlink()
+    else:
+        os.truncate(path, row_of(store, "k2").begin + 5)
+    report = verify(store, told)
+    assert len(report.damaged) == (3 if how == "gone" else 1)
+    assert ("gone" if how == "gone" else "ends before") in report.damaged[-1].why
+    repair(store, report)
+    assert verify(store, told).clean
+    assert values(store, range(2)) == ([None, None] if how == "gone" else [0, 1])
+
+
+def test_a_damaged_header_costs_no_entry_and_is_written_again(store, told):
+    fill(store, range(3))
+    store.seal()
+    (path,) = store.shards.iterdir()
+    flip(path, 8)
+    report = verify(store, told)
+    assert (report.damaged, len(report.headers)) == ((), 1)
+    repair(store, report)
+    assert verify(store, told).clean
+    assert values(store, range(3)) == [0, 1, 2]
+
+
+def test_compacting_moves_entries_out_of_files_that_are_mostly_gaps(store, told):
+    with ShardStore(store.folder) as reader:
+        fill(store, range(100))
+        before = values(reader, [98, 99])
+        store.delete([f"k{n}" for n in range(98)])
+        freed = compact(store)
+        assert freed > 90 * 4 * SIZE
+        assert [*store.keys()] == ["k98", "k99"]
+        assert values(store, [98, 99]) == values(reader, [98, 99]) == before == [98, 99]
+    with ShardStore(store.folder, told) as later:
+        assert values(later, [98, 99]) == [98, 99]
+        assert verify(later, told).clean
+    assert told.texts() == []
+    assert row_of(store, "k98").about == {}
+
+
+def test_compacting_leaves_files_alone_that_are_mostly_entries_or_another_writers(store):
+    fill(store, range(10))
+    store.delete(["k1"])
+    assert compact(store) == 0
+    with ShardStore(store.folder) as writer:
+        fill(writer, [20])
+        store.delete([f"k{n}" for n in range(10)])
+        assert compact(store) == 0, "the writer holds the file"
+        fill(writer, [21])
+    assert values(store, [20, 21]) == [20, 21]
+
+
+def test_compacting_removes_what_is_empty_or_unknown_and_seals_what_was_left_open(store):
+    fill(store, range(3))
+    store._writer.release()
+    (store.shards / f"{'a' * 16}.safetensors").write_bytes(bytes(100))
+    (store.shards / "notes.txt").write_text("not ours")
+    compact(store)
+    names = sorted(path.name for path in store.shards.iterdir())
+    assert len(names) == 2
+    assert names[1] == "notes.txt"
+    assert names[0].endswith(".safetensors")
+    store.delete(["k0", "k1", "k2"])
+    assert compact(store) > 0
+    assert [path.name for path in store.shards.iterdir()] == ["notes.txt"]
+
+
+def test_a_reader_follows_an_entry_that_was_moved_before_it_looked(store, monkeypatch):
+    """The row was read, then the file went: the question is asked again."""
+    fill(store, range(100))
+    store.seal()
+    with ShardStore(store.folder) as reader:
+        with reader.index() as index:
+            old = index.find(["k99"])["k99"]
+        store.delete([f"k{n}" for n in range(99)])
+        compact(store)
+        assert reader._entry(old)["x"][0] == 99
+        store.delete(["k99"])
+        compact(store)
+        assert reader._entry(old) is None
+
+
+def test_leftovers_are_what_no_one_wants_by_kind(store):
+    keep, drop = text_key("kept", "e1"), text_key("dropped", "e1")
+    store.put_many({key: {"x": torch.ones(2)} for key in (keep, drop, "bare")})
+    left = find_leftovers(store, {keep})
+    assert set(left.keys) == {drop, "bare"}
+    assert left.kinds == {"text by e1": 1, "unexplained by ?": 1}
+    assert left.nbytes == 16
+    assert find_leftovers(store, {keep, drop, "bare"}).keys == ()
+
+
+def test_an_entry_is_found_by_key_file_and_caption(store, tmp_path):
+    picture, caption = tmp_path / "cat.png", tmp_path / "cat.txt"
+    picture.write_bytes(b"pixels")
+    caption.write_text("a cat\n")
+    sample = Sample("d", "cat.png", "a cat", blake3(b"pixels").hexdigest(), 8, 8)
+    latents, text = latent_key(sample, (8, 8), "vae"), text_key("a cat", "clip")
+    store.put_many({latents: {"latents": torch.ones(2, 3)}, text: {"tokens": torch.ones(4)}})
+    assert [row.key for row in find(store, str(picture), picture)] == [latents]
+    assert [row.key for row in find(store, str(caption), caption)] == [text]
+    (row,) = find(store, latents[:9], tmp_path / latents[:9])
+    told = explain(row)
+    assert told["made_of"]["geometry"].endswith("8x8")
+    assert told["tensors"] == {"latents": {"dtype": "F32", "shape": [2, 3]}}
+    assert find(store, "zz", tmp_path / "zz") == []
+
+
+def test_stats_count_entries_bytes_and_gaps(store):
+    store.put_many({text_key(c, "e"): {"x": torch.ones(16)} for c in "abc"})
+    told = stats(store)
+    assert (told["entries"], told["nbytes"], told["shards"]) == (3, 3 * 64, 1)
+    assert told["kinds"] == [{"kind": "text", "encoder": "e", "entries": 3, "nbytes": 192}]
+    assert told["written_nbytes"] >= 192
+    assert told["disk_nbytes"] < shards.ROOM
+
+
+def test_caches_are_found_by_their_marker(tmp_path):
+    with pytest.raises(CacheError, match="no marker file"):
+        caches_in(tmp_path)
+    for kind in ("text", "latents"):
+        ShardStore(tmp_path / kind).close()
+    (tmp_path / "others").mkdir()
+    assert [path.name for path in caches_in(tmp_path)] == ["latents", "text"]
+    assert caches_in(tmp_path / "text") == [tmp_path / "text"]

@@ -1,0 +1,319 @@
+import os
+import threading
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from gracetune.cache import shards
+from gracetune.cache.index import FORMAT, Index
+from gracetune.cache.keys import text_key
+from gracetune.cache.reading import Bits
+from gracetune.cache.store import INDEX, MARKER, MemoryStore, ShardStore, is_cache
+from gracetune.errors import CacheError
+
+DTYPES = [*shards.DTYPES]
+
+
+def entry(number, size=3):
+    return {"latents": torch.full((2, size), float(number))}
+
+
+def fill(store, numbers, size=3):
+    store.put_many({f"k{n}": entry(n, size) for n in numbers})
+
+
+def files(store):
+    return sorted(path.name for path in store.shards.iterdir())
+
+
+@pytest.fixture
+def store(tmp_path):
+    with ShardStore(tmp_path / "cache") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_shape_comes_back_bit_for_bit(store, dtype):
+    bits = torch.arange(96, dtype=torch.uint8) % 2
+    flat = bits.to(torch.bool) if dtype == torch.bool else bits.view(dtype)
+    put = {"a": flat, "nested/é.x": flat[:4].view(2, 2).T, "none": flat[:0].view(0, 7)}
+    put["one"] = flat[1].clone()
+    store.put("k", put)
+    got = store.get("k")
+    assert list(got) == list(put)
+    for name, tensor in put.items():
+        assert (got[name].dtype, got[name].shape) == (dtype, tensor.shape)
+        assert shards.tensor_bytes(got[name]).tobytes() == shards.tensor_bytes(tensor).tobytes()
+        assert got[name].data_ptr() % tensor.element_size() == 0
+
+
+def test_what_no_file_can_hold_is_refused_by_name(store):
+    with pytest.raises(CacheError, match=r"Entry k: q is of torch.complex128.*Known: BF16"):
+        store.put("k", {"q": torch.zeros(2, dtype=torch.complex128)})
+    assert store.has(["k"]) == [False]
+    store.put("k", entry(1))
+    assert store.get("k")["latents"][0, 0] == 1
+
+
+def test_an_entry_without_tensors_is_an_entry(store):
+    store.put("nothing", {})
+    assert store.get("nothing") == {}
+
+
+@pytest.mark.parametrize("make", [lambda path: MemoryStore(), ShardStore], ids=["memory", "shards"])
+def test_batches_are_answered_in_order_with_what_is_missing(tmp_path, make):
+    store = make(tmp_path)
+    fill(store, range(3))
+    got = store.get_many(["k2", "absent", "k0", "k2"])
+    assert [g and g["latents"][0, 0].item() for g in got] == [2, None, 0, 2]
+    assert store.has(["k2", "absent"]) == [True, False]
+    assert store.get_many([]) == []
+
+
+def test_a_sealed_shard_is_a_safetensors_file_that_others_can_read(tmp_path):
+    with ShardStore(tmp_path) as store:
+        fill(store, range(40))
+        store.put("odd", {"x": torch.arange(3, dtype=torch.uint8), "empty": torch.zeros(0)})
+        assert files(store)[0].endswith(".open")
+    (path,) = store.shards.iterdir()
+    with safe_open(path, "pt") as file:
+        assert torch.equal(file.get_tensor("k7/latents"), entry(7)["latents"])
+        assert file.get_tensor("odd/x").tolist() == [0, 1, 2]
+        assert file.get_tensor("odd/empty").shape == (0,)
+    assert path.stat().st_blocks * 512 < shards.ROOM, "the room for the header is a hole"
+
+
+def test_entries_are_views_of_the_file_and_writing_to_one_changes_no_file(tmp_path):
+    with ShardStore(tmp_path) as store:
+        fill(store, [1])
+        first, again = (store.get("k1")["latents"] for _ in range(2))
+        assert first.data_ptr() == again.data_ptr()
+        first.zero_()
+    with ShardStore(tmp_path) as store:
+        assert store.get("k1")["latents"][0, 0] == 1
+
+
+def test_the_next_writer_goes_on_with_a_small_shard(tmp_path):
+    for number in range(3):
+        with ShardStore(tmp_path) as store:
+            fill(store, [number])
+    assert len(files(store)) == 1
+    with ShardStore(tmp_path) as store:
+        assert [g["latents"][0, 0].item() for g in store.get_many(["k0", "k1", "k2"])] == [0, 1, 2]
+
+
+def test_full_shards_are_sealed_and_new_ones_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "FULL", shards.ROOM + 4096)
+    with ShardStore(tmp_path) as store:
+        fill(store, range(20), size=256)
+        assert len(files(store)) == 10
+        assert sum(name.endswith(".open") for name in files(store)) == 1
+        fill(store, range(20, 22), size=256)
+    assert all(name.endswith(".safetensors") for name in files(store))
+    with ShardStore(tmp_path, max_maps=2) as store:
+        found = store.get_many([f"k{n}" for n in range(22)])
+        assert [g["latents"][0, 0].item() for g in found] == [*range(22)]
+
+
+def test_a_shard_is_full_when_its_header_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "ROOM", 4096)
+    with ShardStore(tmp_path) as store:
+        fill(store, range(30))
+        many = {f"part {n}": torch.ones(1) for n in range(200)}
+        store.put("many", many)
+    for path in store.shards.iterdir():
+        with safe_open(path, "pt") as file:
+            assert [*file.keys()]
+    with ShardStore(tmp_path) as store:
+        assert list(store.get("many")) == [*many]
+
+
+def test_two_writers_write_two_shards_and_read_each_others_entries(tmp_path):
+    with ShardStore(tmp_path) as one, ShardStore(tmp_path) as two:
+        fill(one, [1])
+        fill(two, [2, 1])
+        assert len(files(one)) == 2
+        assert one.get("k2")["latents"][0, 0] == 2
+        fill(one, [3])
+        assert two.get("k3")["latents"][0, 0] == 3
+        assert sorted(two.keys()) == ["k1", "k2", "k3"]
+
+
+def test_threads_share_a_store(store):
+    wrong = []
+
+    def work(base):
+        for n in range(base, base + 20):
+            fill(store, [n, n + 1])
+            if store.get(f"k{n}")["latents"][0, 0] != n:
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(base,)) for base in (0, 10, 15, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len([*store.keys()]) == 36 + 21
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_a_writer_and_an_index_of_its_own(store):
+    fill(store, [1])
+    child = os.fork()
+    if child == 0:
+        try:
+            fill(store, [2])
+            assert store.get("k1")["latents"][0, 0] == 1
+            store.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.get("k2")["latents"][0, 0] == 2
+    fill(store, [3])
+    assert store.has(["k1", "k2", "k3"]) == [True] * 3
+
+
+def test_damage_is_told_forgotten_and_encoded_again(tmp_path, told):
+    with ShardStore(tmp_path) as store:
+        fill(store, range(3))
+        row = index_rows(store, "k1")
+    (path,) = store.shards.iterdir()
+    flip(path, row.begin)
+    with ShardStore(tmp_path, told) as store:
+        assert store.get("k1") is None
+        assert "k1" in told.texts()[0]
+        assert "differ from their checksum" in told.texts()[0]
+        assert store.get_many(["k0", "k2"])[1]["latents"][0, 0] == 2
+        assert store.has(["k1"]) == [False]
+        fill(store, [1])
+        assert store.get("k1")["latents"][0, 0] == 1
+
+
+def test_checking_can_be_left_to_verify(tmp_path):
+    with ShardStore(tmp_path) as store:
+        fill(store, [1])
+        row = index_rows(store, "k1")
+    flip(next(store.shards.iterdir()), row.begin)
+    with ShardStore(tmp_path, check=False) as store:
+        assert store.get("k1") is not None
+
+
+@pytest.mark.parametrize("how", ["gone", "short"])
+def test_a_shard_that_is_gone_or_short_loses_its_entries_by_name(tmp_path, told, how):
+    with ShardStore(tmp_path) as store:
+        fill(store, [1])
+    (path,) = store.shards.iterdir()
+    if how == "gone":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size - 8)
+    with ShardStore(tmp_path, told) as store:
+        store.will_need(["k1"])
+        assert store.get("k1") is None
+        assert "gone or too short" in told.texts()[0]
+        assert [*store.keys()] == []
+
+
+def test_a_torn_tail_is_cut_off_by_the_next_writer(tmp_path):
+    left = ShardStore(tmp_path)
+    fill(left, [1])
+    (path,) = left.shards.iterdir()
+    with path.open("ab") as file:
+        file.write(b"torn" * 100)
+    left._writer.release()  # what the kernel does when a process dies
+    with ShardStore(tmp_path) as store:
+        fill(store, [2])
+        assert store.get("k1")["latents"][0, 0] == 1
+        assert b"torn" not in path.read_bytes()
+
+
+def test_a_file_that_no_index_knows_is_removed_by_the_next_writer(tmp_path):
+    with ShardStore(tmp_path) as store:
+        (store.shards / f"{'0' * 16}.open").write_bytes(b"begun")
+        fill(store, [1])
+    assert len(files(store)) == 1
+    assert not files(store)[0].startswith("0000")
+
+
+def test_a_failed_write_leaves_the_cache_as_it_was_and_says_where(tmp_path, monkeypatch):
+    with ShardStore(tmp_path) as store:
+        fill(store, [1])
+        real = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        with pytest.raises(CacheError, match=r"cannot be written: No space.*cache_dir"):
+            fill(store, [2])
+        monkeypatch.setattr(os, "pwrite", real)
+        assert store.has(["k1", "k2"]) == [True, False]
+        fill(store, [2])
+        assert store.get("k2")["latents"][0, 0] == 2
+
+
+def test_deleted_entries_are_gone_and_views_of_them_stay_good(store):
+    fill(store, range(4))
+    view = store.get("k1")["latents"]
+    assert store.delete(["k1", "absent"]) == 1
+    assert store.get("k1") is None
+    fill(store, range(10, 20))
+    assert view[0, 0] == 1
+
+
+def test_few_views_are_kept_ready(tmp_path):
+    with ShardStore(tmp_path, max_ready=3) as store:
+        fill(store, range(10))
+        for n in range(10):
+            assert store.get(f"k{n}")["latents"][0, 0] == n
+        assert len(store._ready) == 3
+
+
+def test_what_a_key_is_made_of_is_kept_beside_the_entry(store):
+    key = text_key("a cat", "encoder 1")
+    store.put(key, entry(1))
+    (row,) = store_index(store, lambda index: index.made_of("caption", "a cat"))
+    assert row.about == {"kind": "text", "caption": "a cat", "encoder": "encoder 1", "schema": "1"}
+    assert row.key == key
+
+
+def test_a_cache_is_marked_and_another_format_is_refused(tmp_path):
+    assert not is_cache(tmp_path)
+    ShardStore(tmp_path).close()
+    assert (tmp_path / MARKER).is_file()
+    index = Index(tmp_path / INDEX)
+    index._db.execute(f"PRAGMA user_version={FORMAT + 1}")
+    index.close()
+    with pytest.raises(CacheError, match=f"has format {FORMAT + 1}; this version.* reads {FORMAT}"):
+        ShardStore(tmp_path)
+
+
+def test_a_file_that_is_no_index_is_refused(tmp_path):
+    ShardStore(tmp_path).close()
+    (tmp_path / INDEX).write_bytes(b"no database" * 100)
+    with pytest.raises(CacheError, match="cannot be used"):
+        ShardStore(tmp_path)
+
+
+def test_bits_remember_numbers():
+    bits = Bits()
+    for number in (0, 9, 100_000):
+        assert number not in bits
+        bits.add(number)
+    assert [n for n in range(100_002) if n in bits] == [0, 9, 100_000]
+
+
+def store_index(store, ask):
+    with store.index() as index:
+        return ask(index)
+
+
+def index_rows(store, key):
+    return store_index(store, lambda index: index.find([key]))[key]
+
+
+def flip(path, offset):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
