@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from gracetune.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.progress import Tell
@@ -56,13 +56,8 @@ class FolderSource:
         with self.span(key) as span, open(span.fd, "rb", closefd=False) as file:
             return file.read()
 
-    @contextmanager
-    def span(self, key: str) -> Iterator[Span]:
-        descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield Span(descriptor, 0, os.fstat(descriptor).st_size)
-        finally:
-            os.close(descriptor)
+    def span(self, key: str) -> AbstractContextManager[Span]:
+        return _Opened(self._path(key))
 
     def nbytes(self, key: str) -> int:
         return os.stat(self._path(key)).st_size
@@ -75,6 +70,22 @@ class FolderSource:
         if key not in self._known:
             raise FileNotFoundError(f"{self.describe()} has no {key!r}")
         return self._prefix + key
+
+
+class _Opened:
+    """A whole file as a span; a class, because a generator would cost as much as opening it."""
+
+    __slots__ = ("_fd", "_path")
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> Span:
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        return Span(self._fd, 0, os.fstat(self._fd).st_size)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
 
 
 def open_folder(section: DatasetSection, setting: str, tell: Tell) -> FolderSource:  # noqa: ARG001

@@ -14,6 +14,8 @@ from zlib import crc32
 
 import numpy as np
 
+from gracetune.memory.arena import OFFSET_BITS, OFFSETS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from gracetune.memory.arena import Arena, ArenaWriter
 
     Find = Callable[[str], tuple[int, int, int, int] | None]
+    View = Callable[[str], memoryview | None]
 
 _ROW = np.dtype(
     [("name", "<u8"), ("at", "<u8"), ("stored", "<u8"), ("nbytes", "<u8"), ("length", "<u2"),
@@ -33,6 +36,8 @@ _TRAILER = struct.Struct("<QQ8s")
 """Where the JSON head is, how long it is, and what all this is."""
 _MAGIC = b"gtindex1"
 
+PLAIN = 0
+"""The codec of what is stored as it is."""
 LONGEST_NAME = 2**16 - 1
 
 
@@ -107,6 +112,8 @@ class Index(Sequence[str]):
         self._by_name = tables["by_name"].cast("I")
         self.find = _finder(self._names, self._rows, self._bounds)
         """Place, stored bytes, bytes as read and codec of one name; none where there is none."""
+        self.view = _viewer(self._names, self._rows, self._bounds, arena.segments)
+        """The bytes of one name in place; none where it is not there, or not stored as it is."""
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -138,8 +145,31 @@ class Index(Sequence[str]):
         return str(self._names[name : name + length], "utf-8")
 
 
+def _viewer(
+    names: memoryview, rows: memoryview, bounds: memoryview, segments: Sequence[memoryview]
+) -> View:
+    """Finding and slicing in one: a read costs a microsecond, and each call is a tenth of it."""
+    mask = len(bounds) - 2
+
+    def view(key: str) -> memoryview | None:
+        try:
+            wanted = key.encode()
+        except UnicodeEncodeError:
+            return None
+        bucket = crc32(wanted) & mask
+        for row in range(bounds[bucket], bounds[bucket + 1]):
+            name, at, stored, _, length, codec = _UNPACK(rows, row * _ROW_NBYTES)
+            if codec == PLAIN and names[name : name + length] == wanted:
+                offset = at & OFFSETS
+                found: memoryview = segments[at >> OFFSET_BITS][offset : offset + stored]
+                return found
+        return None
+
+    return view
+
+
 def _finder(names: memoryview, rows: memoryview, bounds: memoryview) -> Find:
-    """A function over tables that do not change: it is all that a read costs, so it is short."""
+    """A function over tables that do not change."""
     mask = len(bounds) - 2
 
     def find(key: str) -> tuple[int, int, int, int] | None:

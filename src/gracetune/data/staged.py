@@ -14,7 +14,7 @@ from gracetune.data.budget import host_room
 from gracetune.data.codecs import CODECS
 from gracetune.data.index import Index
 from gracetune.data.parallel import default_workers
-from gracetune.data.staging import CODEC_NAMES, PLAIN, UNREADABLE, fill_arena, sizes_of
+from gracetune.data.staging import CODEC_NAMES, UNREADABLE, fill_arena, sizes_of
 from gracetune.events.types import Notice
 from gracetune.memory.arena import Arena
 from gracetune.memory.rendezvous import share
@@ -121,10 +121,8 @@ class StagedSource:
 
     def view(self, key: str) -> memoryview:
         """The bytes in place, without a copy, where they are stored as they are."""
-        row = self._index.find(key)
-        if row is not None and row[3] == PLAIN:  # the usual case, in as few calls as there can be
-            return self._arena.view(row[0], row[1])
-        return memoryview(self._data(key))
+        in_place = self._index.view(key)
+        return memoryview(self._data(key)) if in_place is None else in_place
 
     def nbytes(self, key: str) -> int:
         return self._find(key)[2]

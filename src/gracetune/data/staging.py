@@ -14,7 +14,7 @@ import numpy as np
 
 from gracetune.data.budget import Budget
 from gracetune.data.codecs import CODECS, pack
-from gracetune.data.index import Columns, write_index
+from gracetune.data.index import PLAIN, Columns, write_index
 from gracetune.data.packing import Packing, choose_packing
 from gracetune.data.parallel import chunks, default_workers, ordered_map
 from gracetune.data.progress import Progress
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from gracetune.data.source import Source
     from gracetune.memory.arena import Arena, Hand
 
-PLAIN = 0
 UNREADABLE = 255
 CODEC_NAMES = (None, *sorted(CODECS))
 """The number of a codec in the index is its place here."""

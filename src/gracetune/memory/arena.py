@@ -27,9 +27,9 @@ _NO_SENDFILE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM)
 _COPY_NBYTES = 512 * 1024
 """The buffer where it cannot: large enough for a disk, small enough for a core's cache."""
-_OFFSET_BITS = 44
+OFFSET_BITS = 44
 """A place is the number of a segment and an offset of so many bits: segments of up to 16 TiB."""
-_OFFSETS = (1 << _OFFSET_BITS) - 1
+OFFSETS = (1 << OFFSET_BITS) - 1
 
 
 class ArenaFullError(Exception):
@@ -70,7 +70,7 @@ class Hand:
     def __init__(self, number: int) -> None:
         self._fd = os.memfd_create("gracetune-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self._fd)
-        self._base = number << _OFFSET_BITS
+        self._base = number << OFFSET_BITS
         self._end = 0
 
     def write(self, data: bytes | memoryview) -> int:
@@ -164,8 +164,8 @@ class Arena:
 
     def view(self, place: int, nbytes: int) -> memoryview:
         """What `write` or `copy_from` put at a place."""
-        offset = place & _OFFSETS
-        return self.segments[place >> _OFFSET_BITS][offset : offset + nbytes]
+        offset = place & OFFSETS
+        return self.segments[place >> OFFSET_BITS][offset : offset + nbytes]
 
     @property
     def ticket(self) -> Ticket:

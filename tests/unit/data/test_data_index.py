@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.index import LONGEST_NAME, Columns, Index, write_index
+from gracetune.data.index import LONGEST_NAME, PLAIN, Columns, Index, write_index
 from gracetune.memory.arena import ArenaWriter
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -29,9 +29,11 @@ def test_every_name_is_found_and_no_other(names: set[str], others: set[str]) -> 
     assert list(index) == keys
     for row, key in enumerate(keys):
         assert index.find(key) == (row, 10, 1000 + row, row % 4)
+        assert (index.view(key) is None) == (row % 4 != PLAIN)
         assert key in index
     for key in others - names:
         assert index.find(key) is None
+        assert index.view(key) is None
         assert key not in index
 
 
@@ -41,6 +43,7 @@ def test_it_is_a_sequence() -> None:
     assert (index[0], index[-1], index[1:]) == ("a", "ü", ["b", "ü"])
     assert 3 not in index
     assert "\ud800" not in index
+    assert index.view("\ud800") is None
     with pytest.raises(IndexError):
         index[3]
 
