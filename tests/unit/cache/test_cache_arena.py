@@ -1,0 +1,171 @@
+import gc
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracetune.cache import arena
+from gracetune.cache.arena import ArenaStore, Budget, Slabs, Tally, pageable
+from gracetune.cache.store import MemoryStore
+from gracetune.errors import ConfigError
+
+KIB = 1024
+
+
+def entry(number, count=256):
+    return {"x": torch.full((count,), float(number))}  # 1 KiB
+
+
+def store(told, budget=64 * KIB, behind=None):
+    return ArenaStore("latents", Budget(budget), behind, told, pageable, Tally())
+
+
+def test_entries_of_any_dtype_and_shape_come_back(told):
+    kept = store(told)
+    made = {
+        "tokens": torch.randn(3, 5).bfloat16(),
+        "mask": torch.tensor([True, False, True]),
+        "none": torch.zeros(0, 64),
+        "turned": torch.arange(6).view(2, 3).T,
+    }
+    kept.put("a", made)
+    found = kept.get("a")
+    assert all(
+        torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in made.items()
+    )
+    assert (
+        found["turned"].untyped_storage().data_ptr() != made["turned"].untyped_storage().data_ptr()
+    )
+    assert kept.get("b") is None
+    assert kept.has(["a", "b"]) == [True, False]
+
+
+def test_an_entry_is_a_view_and_not_a_copy(told):
+    kept = store(told)
+    kept.put("a", entry(1))
+    assert kept.get("a")["x"].data_ptr() == kept.get("a")["x"].data_ptr()
+
+
+def test_the_least_recently_used_leaves_and_is_read_from_behind(told):
+    tally, behind = Tally(), MemoryStore()
+    kept = ArenaStore("latents", Budget(4 * KIB), behind, told, pageable, tally)
+    for number in range(4):
+        kept.put(f"{number}", entry(number))
+    assert told.events == []
+    kept.get("0")
+    kept.put("4", entry(4))
+    assert len(told.texts()) == 1
+    assert "host_budget_gb" in told.texts()[0]
+    assert told.events[0].fallback
+    tally.hits = tally.reads = 0
+    assert [kept.get(key)["x"][0].item() for key in "0234"] == [0, 2, 3, 4]
+    assert (tally.hits, tally.reads) == (4, 0)
+    assert kept.get("1")["x"][0].item() == 1
+    assert (tally.hits, tally.reads) == (4, 1)
+    assert len(told.texts()) == 1
+    assert kept.nbytes <= 4 * KIB
+
+
+def test_without_files_what_does_not_fit_is_refused_by_the_name_of_the_setting(told):
+    kept = store(told, budget=4 * KIB)
+    kept.put_many({f"{number}": entry(number) for number in range(4)})
+    with pytest.raises(ConfigError, match=r"host_budget_gb leaves 4\.0 KiB .*persistent_cache"):
+        kept.put("4", entry(4))
+    assert [kept.get(f"{n}")["x"][0].item() for n in range(4)] == [0, 1, 2, 3]
+
+
+def test_an_entry_larger_than_the_budget_is_read_from_behind(told):
+    kept = store(told, budget=4 * KIB, behind=MemoryStore())
+    kept.put("large", entry(1, 4096))
+    assert kept.get("large")["x"].sum().item() == 4096
+    assert len(told.texts()) == 1
+
+
+def test_room_is_not_used_again_while_someone_reads_it(told):
+    kept = store(told, budget=4 * KIB, behind=MemoryStore())
+    for number in range(4):
+        kept.put(f"{number}", entry(number))
+    derived = kept.get("0")["x"][3:7].view(2, 2).T  # a view of a view of the room
+    for number in range(4, 40):
+        kept.put(f"{number}", entry(number))
+    assert derived.tolist() == [[0, 0], [0, 0]]
+    assert kept.nbytes <= 4 * KIB
+
+
+def test_warming_stops_at_the_budget_and_evicts_nothing(told):
+    behind = MemoryStore()
+    behind.put_many({f"{number}": entry(number) for number in range(500)})
+    tally = Tally()
+    kept = ArenaStore("latents", Budget(256 * KIB), behind, told, pageable, tally)
+    kept.warm([f"{number}" for number in range(500)], num_workers=2)
+    assert kept.nbytes == 256 * KIB
+    kept.get_many([f"{number}" for number in range(256)])
+    assert (tally.hits, tally.reads) == (256, 0)
+    store(told).warm(["nothing behind"])
+
+
+def test_a_store_that_goes_gives_its_budget_back(told):
+    budget = Budget(8 * KIB)
+    first = ArenaStore("one", budget, None, told, pageable, Tally())
+    first.put("a", entry(1))
+    held = first.get("a")
+    assert budget.used == 8 * KIB
+    del first
+    gc.collect()
+    assert budget.used == 8 * KIB  # someone still reads
+    del held
+    gc.collect()
+    assert budget.used == 0
+
+
+def test_slabs_double_so_that_few_are_looked_through(monkeypatch):
+    monkeypatch.setattr(arena, "SLAB_NBYTES", 4 * KIB)
+    sizes = []
+    slabs = Slabs(Budget(1024 * KIB), lambda nbytes: sizes.append(nbytes) or pageable(nbytes))
+    rooms = [slabs.take(KIB) for _ in range(1024)]
+    assert None not in rooms
+    assert slabs.take(KIB) is None
+    assert sum(sizes) == 1024 * KIB
+    assert len(sizes) < 12
+    assert all(size & (size - 1) == 0 for size in sizes)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 3000)), min_size=1, max_size=60),
+    st.integers(1, 40),
+)
+@settings(deadline=None, max_examples=40)
+def test_no_sequence_exceeds_the_budget_or_mixes_entries_up(steps, budget_kib):
+    kept = store(lambda event: None, budget_kib * KIB, MemoryStore())
+    sizes, held = {}, []
+    for number, count in steps:
+        sizes.setdefault(number, count)
+        if kept.get(f"{number}") is None:
+            kept.put(f"{number}", entry(number, sizes[number]))
+        held = [*held[-3:], (number, kept.get(f"{number}"))]
+        assert kept.nbytes <= budget_kib * KIB
+        for key, found in held:
+            assert found["x"].eq(key).all()
+            assert len(found["x"]) == sizes[key]
+
+
+def test_threads_may_share_it(told):
+    kept = store(told, 16 * KIB, MemoryStore())
+    kept.put_many({f"{number}": entry(number) for number in range(64)})
+    wrong = []
+
+    def read(offset):
+        for turn in range(300):
+            number = (turn * 7 + offset) % 64
+            if not kept.get(f"{number}")["x"].eq(number).all():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(offset,)) for offset in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert kept.nbytes <= 16 * KIB

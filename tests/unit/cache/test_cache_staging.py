@@ -1,0 +1,93 @@
+import torch
+
+from gracetune.cache.arena import pageable
+from gracetune.cache.staging import SLOTS, HotTexts, Staging, keep_hot
+
+
+class Device:
+    """Copies that are only done when the device is waited for, as a GPU's may be."""
+
+    def __init__(self):
+        self.pending = []
+        self.waits = 0
+
+    def mark(self):
+        device, point = self, list(self.pending)
+        self.pending = []
+
+        class Mark:
+            def synchronize(self):
+                device.waits += 1
+                for target, source in point:
+                    target.real.copy_(source)
+                point.clear()
+
+        self.marks = [*getattr(self, "marks", []), Mark()]
+        return self.marks[-1]
+
+    def new(self, like):
+        device = self
+
+        class Late:
+            real = torch.empty_like(like)
+
+            def copy_(self, source, non_blocking):
+                assert non_blocking
+                device.pending.append((self, source))
+                return self
+
+        return Late()
+
+    def finish(self):
+        for mark in self.marks:
+            mark.synchronize()
+
+
+def test_a_slot_is_written_again_only_after_its_copy_is_done():
+    device = Device()
+    staging = Staging(pageable, device.mark)
+    sent = [
+        staging.send(
+            {"latents": [torch.full((3,), float(n)), torch.full((3,), n + 0.5)]}, device.new
+        )
+        for n in range(7)
+    ]
+    assert device.waits == 7 - SLOTS
+    device.finish()
+    for n, moved in enumerate(sent):
+        assert moved["latents"].real.tolist() == [[n] * 3, [n + 0.5] * 3]
+    assert staging.nbytes_sent == 7 * 2 * 3 * 4
+
+
+def test_parts_of_other_dtypes_lie_side_by_side_and_a_slot_grows():
+    device, sizes = Device(), []
+    staging = Staging(lambda nbytes: sizes.append(nbytes) or pageable(nbytes), device.mark)
+    for length in (3, 700, 5):
+        parts = {
+            "mask": [torch.ones(length, dtype=torch.bool)],
+            "text": [torch.arange(length).bfloat16()] * 2,
+            "latents": [torch.arange(length).double()],
+        }
+        moved = staging.send(parts, device.new)
+        device.finish()
+        for name, tensors in parts.items():
+            assert torch.equal(moved[name].real, torch.stack(tensors))
+    assert sizes == [3 * 512, 1024 + 3072 + 5632]
+
+
+def texts(captions):
+    return [{"tokens": torch.full((128,), float(len(c)))} for c in captions]  # 512 bytes
+
+
+def test_hot_texts_are_the_first_of_the_row_within_the_budget():
+    hot = keep_hot(["a", "bb", "ccc"], texts, torch.device("cpu"), 1100)
+    assert len(hot) == 2
+    assert [e["tokens"][0].item() for e in hot.all_of(["bb", "a", "bb"])] == [2, 1, 2]
+    assert hot.found == 3
+    assert hot.all_of(["a", "ccc"]) is None
+    assert hot.found == 3
+
+
+def test_no_budget_keeps_nothing_hot():
+    assert len(keep_hot(["a"], texts, torch.device("cpu"), 0)) == 0
+    assert HotTexts({}).all_of([]) is None

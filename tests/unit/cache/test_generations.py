@@ -1,0 +1,150 @@
+import threading
+
+import pytest
+
+from gracetune.cache.generations import (
+    NO_EPOCH,
+    FillingStopped,
+    GenerationFolder,
+    Generations,
+    demand_mode,
+    generation_of,
+    mode_of,
+)
+from gracetune.cache.ranks import Ranks
+from gracetune.cache.store import MemoryStore
+from gracetune.config.schema import DatasetSection
+from gracetune.errors import ConfigError, DataError, RunFailedError
+
+FLIP = {"augmentations": [{"name": "flip"}]}
+
+
+def section(**settings):
+    return DatasetSection.model_validate(settings)
+
+
+@pytest.mark.parametrize("mode", [None, "static", "refresh_each_epoch", "disable_cache"])
+def test_where_nothing_is_random_every_mode_is_static(mode):
+    plain = section(augmentations_cache_mode=mode)
+    assert mode_of(plain) == "static"
+    assert {generation_of(plain, epoch) for epoch in range(5)} == {0}
+
+
+@pytest.mark.parametrize(
+    "settings", [FLIP, {"crop": "random"}, {"dataset_type": "audio", "clip": "random"}]
+)
+def test_each_mode_has_its_own_row_of_generations(settings):
+    def row(**more):
+        one = section(**settings, **more)
+        return [generation_of(one, epoch) for epoch in (NO_EPOCH, 0, 1, 2, 3)]
+
+    assert row() == row(augmentations_cache_mode="static") == [0, 0, 0, 0, 0]
+    assert row(variants=3) == [0, 0, 1, 2, 0]
+    assert row(augmentations_cache_mode="refresh_each_epoch") == [0, 0, 1, 2, 3]
+    assert row(augmentations_cache_mode="disable_cache") == [0, 0, 1, 2, 3]
+
+
+def test_variants_that_vary_nothing_are_refused_by_name():
+    demand_mode(section(**FLIP, variants=2), 0)
+    demand_mode(section(), 0)
+    with pytest.raises(ConfigError, match=r"datasets\[1\]\.variants is 2, but nothing"):
+        demand_mode(section(variants=2), 1)
+    mode = "refresh_each_epoch"
+    with pytest.raises(ConfigError, match=f"datasets.0..variants is 4; with .*{mode}"):
+        demand_mode(section(**FLIP, variants=4, augmentations_cache_mode=mode), 0)
+
+
+class Workshop:
+    """Fills generations when it is told to."""
+
+    def __init__(self, *, waits=False):
+        self.begun = []
+        self.done = []
+        self.entered = []
+        self.may_go_on = threading.Event()
+        if not waits:
+            self.may_go_on.set()
+
+    def fill(self, store, number, stopping):
+        self.begun.append(number)
+        while not self.may_go_on.wait(0.002):
+            if stopping.is_set():
+                raise FillingStopped
+        store.put("number", number)
+        self.done.append(number)
+
+    def generations(self, first):
+        return Generations(first, lambda _: MemoryStore(), self.fill, self.entered.append)
+
+
+def test_the_next_generation_is_made_while_this_one_is_read():
+    first, shop = MemoryStore(), Workshop(waits=True)
+    made = shop.generations(first)
+    assert made.at(0) is first
+    assert made.at(0) is first
+    while not shop.begun:
+        pass
+    assert (shop.begun, shop.done) == ([1], [])
+    shop.may_go_on.set()
+    store = made.at(1)
+    assert store.get("number") == 1
+    assert made.at(1) is store
+    assert made.at(2).get("number") == 2
+    made.close()
+    assert shop.entered == [0, 1, 2]
+    assert first.get("number") is None  # the cache itself is not touched
+
+
+def test_a_restart_makes_the_generation_it_needs_first():
+    shop = Workshop()
+    made = shop.generations(MemoryStore())
+    assert made.at(5).get("number") == 5
+    made.close()
+    assert shop.begun[0] == 5
+    assert set(shop.begun) <= {5, 6}
+
+
+def test_closing_stops_what_is_being_made_and_it_can_be_begun_again():
+    shop = Workshop(waits=True)
+    made = shop.generations(MemoryStore())
+    made.at(0)
+    made.close()
+    made.close()
+    assert shop.done == []
+    shop.may_go_on.set()
+    assert made.at(1).get("number") == 1
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(DataError("no"), DataError), (ValueError("odd"), RunFailedError)]
+)
+def test_what_goes_wrong_in_the_background_is_raised_where_it_is_needed(error, raised):
+    def fill(store, number, stopping):
+        raise error
+
+    made = Generations(MemoryStore(), lambda _: MemoryStore(), fill, lambda _: None)
+    made.at(0)
+    with pytest.raises(raised, match=str(error)):
+        made.at(1)
+
+
+def test_a_generation_is_deleted_when_no_rank_reads_it(tmp_path):
+    folders = [GenerationFolder(tmp_path, Ranks(rank, 2)) for rank in range(2)]
+    for number in range(1, 5):
+        folders[0].path(number).mkdir()
+    (tmp_path / "notes").mkdir()
+
+    def left():
+        return sorted(int(path.name[-1]) for path in tmp_path.glob("generation-*"))
+
+    folders[0].entered(2)
+    assert left() == [1, 2, 3, 4]  # where rank 1 is, nobody knows yet
+    folders[1].entered(1)
+    folders[0].entered(2)
+    assert left() == [1, 2, 3]
+    folders[1].entered(3)
+    assert left() == [1, 2, 3]  # only rank 0 deletes
+    folders[0].entered(3)
+    assert left() == [3]
+    assert (tmp_path / "notes").is_dir()
