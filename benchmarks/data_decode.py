@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import statistics
 import tempfile
 import time
@@ -19,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import av
 import cv2
@@ -35,6 +36,7 @@ from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import PILLOW, choose_decoders
+from gracetune.data.folder import FolderSource
 from gracetune.data.images import decode_pixels
 from gracetune.data.loader import BatchOrder, Group, Loader
 from gracetune.data.prefetch import Prefetch, prefetched
@@ -170,18 +172,48 @@ def ours(source: object, workers: int, paths: Sequence[Path]) -> int:
     return sum(1 for _ in rendered)
 
 
+class Rates(NamedTuple):
+    """Samples a second of the clock, and of the CPU: other programs disturb only the former."""
+
+    wall: float
+    cpu: float
+
+
+def cpu_seconds() -> float:
+    """Of this process and of the workers that it has waited for."""
+    return sum(os.times()[:4])
+
+
 def take_turns(
     ways: dict[str, Callable[[Sequence[Path]], int]], paths: Sequence[Path], turns: int, reads: int
-) -> dict[str, list[float]]:
-    """Samples a second of each way in each turn; every turn has other files, and another first."""
-    names, rates = list(ways), {name: [] for name in ways}
+) -> dict[str, list[Rates]]:
+    """The rates of each way in each turn; every turn has other files, and another first."""
+    names = list(ways)
+    rates: dict[str, list[Rates]] = {name: [] for name in ways}
     for turn in range(turns):
         part = paths[turn :: max(turns, len(paths) // reads)]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            started = time.perf_counter()
+            began, used = time.perf_counter(), cpu_seconds()
             assert ways[name](part) == len(part)
-            rates[name].append(len(part) / (time.perf_counter() - started))
+            wall, cpu = time.perf_counter() - began, cpu_seconds() - used
+            rates[name].append(Rates(len(part) / wall, len(part) / cpu))
     return rates
+
+
+def summary(rates: dict[str, list[Rates]], kind: str) -> dict[str, object]:
+    """Medians over the turns, and ours over the best of the others in the same turn."""
+    values = {name: [rate._asdict()[kind] for rate in turns] for name, turns in rates.items()}
+    ours = [name for name in values if name.startswith("gracetune")]
+    best = [max(v) for v in zip(*(v for n, v in values.items() if n not in ours), strict=True)]
+    return {
+        "samples": {name: round(statistics.median(v), 1) for name, v in values.items()},
+        "times the best other": {
+            name: round(
+                statistics.median(a / b for a, b in zip(values[name], best, strict=True)), 3
+            )
+            for name in ours
+        },
+    }
 
 
 def pictures(folder: Path, count: int, turns: int, reads: int, workers: int) -> dict[str, object]:
@@ -199,32 +231,21 @@ def pictures(folder: Path, count: int, turns: int, reads: int, workers: int) -> 
         """Nobody listens."""
 
     staged = open_dataset(section, 0, silent, CorruptionLedger(silent))
-    files = open_dataset(
-        section.model_copy(update={"type": "local"}), 0, silent, CorruptionLedger(silent)
-    )
     ways = {
         "gracetune, staged": partial(ours, staged.source, workers),
-        "gracetune, files": partial(ours, files.source, workers),
+        "gracetune, files": partial(ours, FolderSource(folder), workers),
         "Pillow threads": partial(by_threads, pillow_way, workers),
         "torch DataLoader": partial(by_data_loader, pillow_way, workers),
         "SimpleTuner's way": partial(by_threads, simpletuner_way, workers),
         "ai-toolkit's way": partial(by_data_loader, ai_toolkit_way, workers),
     }
     rates = take_turns(ways, sorted(folder.iterdir()), turns, reads)
-    others = [name for name in ways if not name.startswith("gracetune")]
-    ratio = {
-        name: statistics.median(
-            rates[name][turn] / max(rates[other][turn] for other in others) for turn in range(turns)
-        )
-        for name in ways
-        if name not in others
-    }
     return {
         "files": count,
         "reads of each way in each turn": count // max(turns, count // reads),
         "workers": workers,
-        "samples a second": {name: round(statistics.median(r), 1) for name, r in rates.items()},
-        "times the best other": {name: round(value, 3) for name, value in ratio.items()},
+        "a second": summary(rates, "wall"),
+        "a CPU second": summary(rates, "cpu"),
         **loader_figures(staged.samples),
     }
 
