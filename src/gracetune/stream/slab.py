@@ -1,0 +1,187 @@
+"""Which weights are streamed, and the one piece of host memory that they live in.
+
+Frozen parameters of the blocks are copied into the slab and from then on are views of it: they can
+be read, saved and hashed as before, at the price of host memory. What the blocks share with the
+rest of the model, and everything that is trained, stays out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.stream.movers import StreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+ALIGNMENT = 256
+"""Of each weight, in bytes: what device kernels expect of fresh memory."""
+
+Home = tuple[dict[str, Tensor], str]
+"""The dictionary of a module that a weight is looked up in, and its name there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One frozen parameter of one block, and where its bytes are."""
+
+    name: str
+    parameter: nn.Parameter
+    homes: tuple[Home, ...]
+    """More than one where a block uses a weight twice."""
+    offset: int
+    """In bytes from the start of the block."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, start: Tensor) -> Tensor:
+        """The weight, in any memory that holds the block: bytes seen as this weight's type."""
+        first = int(start.storage_offset()) + self.offset // self.dtype.itemsize
+        return start.as_strided(self.size, self.stride, first)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The frozen weights of one block, and how many bytes they take."""
+
+    places: tuple[Place, ...]
+    nbytes: int
+
+
+def lay_out(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Region]:
+    """Where each block's frozen weights go; what cannot be streamed is refused by name."""
+    names = {module: name for name, module in model.named_modules()}
+    _check_blocks(names, blocks)
+    shared = {
+        parameter
+        for module in _reached_without(model, set(blocks))
+        for parameter in module.parameters(recurse=False)
+    }
+    regions = [_region(names, block, shared) for block in blocks]
+    if not any(region.places for region in regions):
+        raise StreamError(
+            f"there is nothing to stream: all weights of the {len(blocks)} blocks are trained, or "
+            "shared with the rest of the model. Freeze them first, or train without streaming."
+        )
+    return regions
+
+
+def fill(regions: Sequence[Region], allocate: Callable[[int], Tensor]) -> list[Tensor]:
+    """Move the weights into one slab: the bytes of each block. Parameters become views of it."""
+    slab = allocate(sum(region.nbytes for region in regions))
+    pieces = list(torch.split(slab, [region.nbytes for region in regions]))
+    for region, piece in zip(regions, pieces, strict=True):
+        for place in region.places:  # a weight that two blocks share is in both
+            home = place.view(piece.view(place.dtype))
+            home.copy_(place.parameter.detach())
+            place.parameter.data = home
+    return pieces
+
+
+def bring_rest(model: nn.Module, regions: Iterable[Region], device: torch.device) -> None:
+    """What is not streamed must be on the device: adapters, buffers, the rest of the model."""
+    streamed = {place.parameter for region in regions for place in region.places}
+    for parameter in model.parameters():
+        if parameter not in streamed and parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def put_back(regions: Iterable[Region], device: torch.device) -> None:
+    """Make every streamed parameter an ordinary one on the device."""
+    for parameter in {place.parameter for region in regions for place in region.places}:
+        parameter.data = parameter.data.to(device, copy=True)
+
+
+def _check_blocks(names: dict[nn.Module, str], blocks: Sequence[nn.Module]) -> None:
+    if not blocks:
+        raise StreamError("there are no blocks to stream; name at least one module of the model.")
+    for index, block in enumerate(blocks):
+        if block not in names:
+            raise StreamError(
+                f"block {index} ({type(block).__name__}) is not part of the model "
+                f"({type(next(iter(names))).__name__}); give blocks of the model that is called."
+            )
+    for block in blocks:
+        for other in blocks:
+            if other is not block and other in set(block.modules()):
+                raise StreamError(
+                    f"block {names[other]!r} is inside block {names[block]!r}; blocks to stream "
+                    "must not contain each other. Name the outer or the inner ones."
+                )
+    if len(set(blocks)) < len(blocks):
+        raise StreamError("a block is given twice; name each block to stream once.")
+
+
+def _reached_without(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    """Modules that are used outside of the blocks, whoever else has them too."""
+    if module not in blocks:
+        yield module
+        for child in module.children():
+            yield from _reached_without(child, blocks)
+
+
+def _region(names: dict[nn.Module, str], block: nn.Module, shared: set[nn.Parameter]) -> Region:
+    homes: dict[nn.Parameter, list[Home]] = {}
+    called: dict[nn.Parameter, str] = {}
+    for module, name, parameter in _frozen(block):
+        if parameter in shared:
+            continue
+        called.setdefault(parameter, f"{names[module]}.{name}")
+        _check_streamable(called[parameter], module, parameter)
+        homes.setdefault(parameter, []).append(
+            (cast("dict[str, Tensor]", module._parameters), name)
+        )
+    places, offset = [], 0
+    for parameter, its_homes in homes.items():
+        size = tuple(parameter.shape)
+        places.append(
+            Place(
+                name=called[parameter],
+                parameter=parameter,
+                homes=tuple(its_homes),
+                offset=offset,
+                size=size,
+                stride=_dense_stride(parameter),
+                dtype=parameter.dtype,
+            )
+        )
+        offset += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
+    return Region(tuple(places), offset)
+
+
+def _frozen(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in block.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not parameter.requires_grad:
+                yield module, name, parameter
+
+
+def _check_streamable(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
+    reason = ""
+    if type(parameter) is not nn.Parameter:
+        reason = f"it is a {type(parameter).__name__}, whose parts cannot be moved one by one"
+    elif parameter.layout is not torch.strided:
+        reason = f"its layout is {parameter.layout}"
+    elif parameter.is_meta:
+        reason = "it is on the meta device and has no values; load the weights first"
+    elif isinstance(module, nn.RNNBase):
+        reason = f"{type(module).__name__} keeps its own list of weights"
+    if reason:
+        raise StreamError(
+            f"weight {name!r} cannot be streamed: {reason}. Leave its block out of those to "
+            "stream, or load the model with plain weights."
+        )
+
+
+def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
+    """The weight's own order in memory where it has no holes: kernels are chosen by it."""
+    return torch.empty_like(parameter, device="meta").stride()

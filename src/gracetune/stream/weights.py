@@ -1,0 +1,310 @@
+"""The ring: frozen weights live in host memory and pass through a few slots on the device.
+
+Before a block runs, its weights are put where its modules look them up, as views of a slot; after
+it they are taken away again. Meanwhile the blocks that come next are fetched. A weight that
+autograd saves for backward is remembered as a reference to its block and fetched again then.
+
+Nobody reads a slot that is being overwritten: a slot is not filled again while any tensor made of
+it lives (`slots`), a copy waits for the kernels queued before it, and what reads the new contents
+waits for the copy (`movers`). If all slots are held the ring grows rather than take one.
+
+The hooks are on modules; no model code is changed. One thread at a time may run the model, on one
+stream. Which blocks are streamed is for others to decide.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gracetune.events.types import Notice
+from gracetune.stream.movers import StreamError
+from gracetune.stream.schedule import Pass, Schedule
+from gracetune.stream.slab import bring_rest, fill, lay_out, put_back
+from gracetune.stream.slots import Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from gracetune.stream.movers import Mover
+    from gracetune.stream.slots import Slot
+
+LEAST_SLOTS = 2
+DEFAULT_SLOTS = 3
+"""The block in use, the one after it, and one being filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingCounters:
+    """What the ring has done since it was opened."""
+
+    fetches: int
+    fetched_nbytes: int
+    on_time: int
+    """Uses whose weights were there, or arrived before the device got to them."""
+    late: int
+    """Uses whose weights were asked for ahead, and still waited for."""
+    on_demand: int
+    """Uses whose weights nobody had asked for."""
+    surprises: int
+    """Uses in another order than in the passes before."""
+    waited_s: float
+    """How long computing stood still for weights."""
+    slots: int
+    extra_slots: int
+    """How often a slot was added because all others were held."""
+    slot_nbytes: int
+    host_nbytes: int
+
+
+class Reference(NamedTuple):
+    """A weight that autograd saved: where its values are found again."""
+
+    block: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def stream_weights(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mover: Mover,
+    tell: Callable[[Notice], None],
+    slots: int = DEFAULT_SLOTS,
+    poison: bool = False,
+) -> Ring:
+    """Stream the frozen weights of some blocks of a model, given in the order forward uses them.
+
+    All else of the model is brought to the device. `poison` fills a slot with NaN before it is
+    filled with weights: for finding who reads too late.
+    """
+    if slots < LEAST_SLOTS:
+        raise StreamError(
+            f"a ring of {slots} slot(s) was asked for; one holds the block in use and another what "
+            f"comes next, so at least {LEAST_SLOTS} are needed. Ask for {DEFAULT_SLOTS}."
+        )
+    return Ring(model, blocks, mover, tell, slots, poison)
+
+
+class Ring:
+    """Frozen weights on their way; made by `stream_weights`, ended by `close`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        mover: Mover,
+        tell: Callable[[Notice], None],
+        slots: int,
+        poison: bool,
+    ) -> None:
+        self._regions = lay_out(model, blocks)
+        self._mover = mover
+        self._tell = tell
+        self._poison = poison
+        self._host = fill(self._regions, mover.host_memory)
+        bring_rest(model, self._regions, mover.device)
+        self._slots = Slots(mover, max(region.nbytes for region in self._regions), slots)
+        self._schedule = Schedule(len(blocks))
+        self._in_use: int | None = None
+        """The block whose weights were asked for last."""
+        self._calls = [0] * len(blocks)
+        """How deep in each block we are: one may call itself."""
+        self._passes: list[ExitStack] = []
+        self._fetches = self._fetched_nbytes = 0
+        self._foreseen = self._on_demand = self._extra_slots = 0
+        self._told_surprise = False
+        self._closed = False
+        self._hooks = self._hook(model, blocks)
+
+    def counters(self) -> RingCounters:
+        """What was done so far. Waits until the device has got to the last use."""
+        waits = self._mover.waits()
+        return RingCounters(
+            fetches=self._fetches,
+            fetched_nbytes=self._fetched_nbytes,
+            on_time=self._foreseen - waits.late,
+            late=waits.late,
+            on_demand=self._on_demand,
+            surprises=self._schedule.surprises,
+            waited_s=waits.seconds,
+            slots=len(self._slots),
+            extra_slots=self._extra_slots,
+            slot_nbytes=self._slots.nbytes,
+            host_nbytes=sum(len(piece) for piece in self._host),
+        )
+
+    def pack(self, tensor: Tensor) -> Tensor | Reference:
+        """For saved-tensor hooks: a streamed weight as a reference, all else as it is."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return tensor
+        slot = self._slots.at(tensor.untyped_storage().data_ptr())
+        if slot is None:
+            return tensor
+        assert slot.block is not None, "a lease of an empty slot"
+        offset = int(tensor.storage_offset())
+        return Reference(slot.block, tensor.dtype, offset, tensor.shape, tensor.stride())
+
+    def unpack(self, saved: Tensor | Reference) -> Tensor:
+        """The other half: the weight, on the device again."""
+        if not isinstance(saved, Reference):
+            return saved
+        if self._closed:
+            raise StreamError(
+                "backward reached a weight whose ring is closed. Run backward before close(), or "
+                "compute the loss again."
+            )
+        lease = self._use(saved.block).lend()
+        return lease.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+    def close(self) -> None:
+        """Take the hooks away and put all weights onto the device; they must fit."""
+        if self._closed:
+            return
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        while self._passes:
+            self._passes.pop().close()
+        self._slots.clear()
+        put_back(self._regions, self._mover.device)
+        self._host.clear()
+        self._mover.release()
+
+    def _hook(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
+        hooks = [
+            model.register_forward_pre_hook(self._pass_begins, prepend=True),
+            model.register_forward_hook(self._pass_ends, always_call=True),
+        ]
+        for index, block in enumerate(blocks):
+            if self._regions[index].places:
+                begins, ends = partial(self._block_begins, index), partial(self._block_ends, index)
+                hooks.append(block.register_forward_pre_hook(begins, prepend=True))
+                hooks.append(block.register_forward_hook(ends, always_call=True))
+        return hooks
+
+    def _pass_begins(self, *_: object) -> None:
+        training = torch.is_grad_enabled()
+        self._schedule.begin(Pass.TRAIN if training else Pass.SAMPLE)
+        self._in_use = None
+        self._slots.trim()
+        self._fetch_ahead()
+        saving = ExitStack()
+        if training:  # checkpoints inside the model put hooks of their own above these
+            saving.enter_context(saved_tensors_hooks(self.pack, self.unpack))
+        self._passes.append(saving)
+
+    def _pass_ends(self, *_: object) -> None:
+        if self._passes:  # none where beginning failed
+            self._passes.pop().close()
+
+    def _block_begins(self, index: int, *_: object) -> None:
+        if self._calls[index] == 0:
+            self._check_untouched(index)
+            places = self._regions[index].places
+            lease = self._use(index).lend()
+            typed = {place.dtype: lease.view(place.dtype) for place in places}
+            for place in places:
+                weight = place.view(typed[place.dtype])
+                for lookup, name in place.homes:
+                    lookup[name] = weight
+        self._calls[index] += 1
+
+    def _block_ends(self, index: int, *_: object) -> None:
+        if self._calls[index] == 0:  # beginning failed
+            return
+        self._calls[index] -= 1
+        if self._calls[index] == 0:
+            for place in self._regions[index].places:
+                for lookup, name in place.homes:
+                    lookup[name] = place.parameter
+
+    def _check_untouched(self, index: int) -> None:
+        for place in self._regions[index].places:
+            if place.parameter.requires_grad:
+                raise StreamError(
+                    f"weight {place.name!r} is to be trained, but it is streamed and would not "
+                    "change. Choose what is trained before stream_weights(), or close() the ring."
+                )
+            if any(lookup[name] is not place.parameter for lookup, name in place.homes):
+                raise StreamError(
+                    f"weight {place.name!r} was replaced while it is streamed. close() the ring "
+                    "before loading or exchanging weights."
+                )
+
+    def _use(self, index: int) -> Slot:
+        """The slot of a block, for whatever is queued next."""
+        slot = self._slots.holding(index)
+        if index == self._in_use:
+            assert slot is not None, f"block {index} is in use but in no slot"
+            return slot
+        self._take_note(index)
+        self._in_use = index
+        foreseen = slot is not None
+        if slot is None:
+            slot = self._slots.least_needed(self._ranks(), index, -1) or self._one_more_slot()
+            self._fetch(index, slot)
+        self._foreseen += foreseen
+        self._on_demand += not foreseen
+        assert slot.arrival is not None, f"block {index} has a slot but was never fetched"
+        slot.arrival.wait(foreseen)
+        self._fetch_ahead()
+        return slot
+
+    def _fetch_ahead(self) -> None:
+        """Fill slots with what comes soonest, never at the price of what comes sooner."""
+        ranks = self._ranks()
+        for block, rank in ranks.items():
+            if self._slots.holding(block) is not None or not self._regions[block].places:
+                continue
+            slot = self._slots.least_needed(ranks, self._in_use, rank)
+            if slot is None:
+                return
+            self._fetch(block, slot)
+
+    def _fetch(self, index: int, slot: Slot) -> None:
+        source = self._host[index]
+        self._slots.vacate(slot)
+        self._slots.put(slot, index, self._mover.copy(slot.memory, source, self._poison))
+        self._fetches += 1
+        self._fetched_nbytes += len(source)
+
+    def _ranks(self) -> dict[int, int]:
+        """How soon each block comes."""
+        return {block: rank for rank, block in enumerate(self._schedule.ahead())}
+
+    def _take_note(self, index: int) -> None:
+        expected = self._schedule.expected()
+        if self._schedule.used(index) or self._told_surprise:
+            return
+        self._told_surprise = True
+        self._warn(
+            f"the model uses its blocks in another order than before: block {index} where "
+            f"{'none' if expected is None else expected} was expected. Weights that were not "
+            "foreseen are fetched on demand, and the step waits for them."
+        )
+
+    def _one_more_slot(self) -> Slot:
+        if self._extra_slots == 0:
+            self._warn(
+                f"all {len(self._slots)} slots of the ring hold weights that are in use (blocks "
+                f"{', '.join(map(str, self._slots.blocks()))}), so one was added. Someone keeps "
+                "weights beyond their block: a graph that was not made by calling the model, or "
+                "one checkpoint around several blocks. Ask for more slots, or checkpoint each "
+                "block."
+            )
+        self._extra_slots += 1
+        return self._slots.grow()
+
+    def _warn(self, text: str) -> None:
+        self._tell(Notice(text, level="warning", fallback=True))
