@@ -92,7 +92,7 @@ def _places(
     folder = Path(run.output_dir)
     ledger = CorruptionLedger(tell, folder / "corruption.json")
     for index, section in enumerate(run.datasets):
-        opened = open_dataset(section, index, tell, ledger, folder / "staged")
+        opened = open_dataset(section, index, tell, ledger)
         plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
         for size, samples in plan.buckets.items():
             for sample in samples:

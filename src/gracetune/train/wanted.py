@@ -37,7 +37,7 @@ def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> 
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     wanted = {text_key(EMPTY, identity["text"])}
     for index, section in enumerate(run.datasets):
-        opened = open_dataset(section, index, tell, ledger, folder / "staged")
+        opened = open_dataset(section, index, tell, ledger)
         wanted |= {text_key(sample.caption, identity["text"]) for sample in opened.samples}
         if mode_of(section) == "disable_cache":
             continue

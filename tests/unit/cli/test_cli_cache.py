@@ -1,0 +1,228 @@
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gracetune.cache.store import ShardStore
+from gracetune.cli.main import main
+from gracetune.config.schema import RunFile
+from gracetune.data.recipe import render
+from gracetune.models.family import load_family
+
+NUM_PICTURES = 64
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A run whose cache was built once, to be copied by tests that change it."""
+    root = tmp_path_factory.mktemp("built")
+    path = write_run(root, root)
+    assert main(["cache", "build", str(path)]) == 0
+    return root
+
+
+def write_run(root, data_root, name="run", **dataset):
+    section = {
+        "id": "shapes",
+        "type": "shapes",
+        "instance_data_dir": str(data_root / "data"),
+        "shapes": {"copies": 1},
+        "resolution": 24,
+        "max_aspect": 1.0,
+    }
+    settings = {
+        "output_dir": str(root / name),
+        "datasets": [section | dataset],
+        "cache_config": {"persistent_cache": True, "cache_dir": str(root / "cache")},
+        "validation": {"every": 0},
+    }
+    path = root / f"{name}.json"
+    path.write_text(RunFile.model_validate(settings).model_dump_json(exclude_unset=True))
+    return path
+
+
+@pytest.fixture
+def root(built, tmp_path):
+    """A cache of the test's own, over the same pictures."""
+    shutil.copytree(built / "cache", tmp_path / "cache")
+    write_run(tmp_path, built)
+    return tmp_path
+
+
+def answer(capsys, *words, code=0):
+    capsys.readouterr()
+    assert main(["cache", *map(str, words), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def lines(capsys, *words, code=0):
+    capsys.readouterr()
+    assert main(["cache", *map(str, words)]) == code
+    return capsys.readouterr().out
+
+
+def damage_one(folder):
+    with ShardStore(folder) as store:
+        key = next(store.keys())
+        with store.index() as index:
+            row = index.find([key])[key]
+    (path,) = store.shards.iterdir()
+    data = bytearray(path.read_bytes())
+    data[row.begin] ^= 1
+    path.write_bytes(data)
+    return key
+
+
+def test_a_built_cache_is_whole_and_building_again_encodes_nothing(root, capsys):
+    before = answer(capsys, "stats", root / "cache")
+    assert before[0]["entries"] == NUM_PICTURES
+    assert main(["cache", "build", str(root / "run.json")]) == 0
+    assert "encoding" not in capsys.readouterr().err
+    after = answer(capsys, "stats", root / "run.json")
+    assert [one["nbytes"] for one in after] == [one["nbytes"] for one in before]
+    assert all(not one["damage"] for one in answer(capsys, "verify", root / "run.json"))
+    assert "64 entries" in lines(capsys, "stats", root / "cache")
+
+
+def test_building_a_cache_that_would_end_with_the_process_is_refused(root, capsys):
+    path = root / "run.json"
+    settings = json.loads(path.read_text())
+    settings["cache_config"]["persistent_cache"] = False
+    path.write_text(json.dumps(settings))
+    assert main(["cache", "build", str(path)]) == 2
+    assert "persistent_cache is false" in capsys.readouterr().err
+
+
+def test_damage_is_named_repaired_and_encoded_again(root, capsys):
+    key = damage_one(root / "cache" / "latents")
+    latents, text = answer(capsys, "verify", root / "cache", code=1)
+    assert latents["damage"] == {f"entry {key}": "its bytes differ from their checksum"}
+    assert text["damage"] == {}
+    assert "--repair" in lines(capsys, "verify", root / "cache", code=1)
+    assert "repaired" in lines(capsys, "verify", root / "cache", "--repair")
+    assert answer(capsys, "verify", root / "cache")[0]["entries"] == NUM_PICTURES - 1
+    damage_one(root / "cache" / "latents")
+    lines(capsys, "verify", root / "run.json", "--repair")
+    (again, _) = answer(capsys, "verify", root / "cache")
+    assert (again["entries"], again["damage"]) == (NUM_PICTURES, {})
+
+
+def test_collecting_shows_first_and_keeps_what_any_named_run_needs(root, built, capsys):
+    small = write_run(root, built, "small", resolution=16)
+    assert main(["cache", "build", str(small)]) == 0
+    both = answer(capsys, "gc", root / "run.json", small)
+    assert [one["entries"] for one in both] == [0, 0]
+    shown = answer(capsys, "gc", small)
+    assert (shown[0]["entries"], shown[0]["deleted"]) == (NUM_PICTURES, False)
+    assert "would delete 64 entries" in lines(capsys, "gc", small)
+    assert answer(capsys, "stats", root / "cache")[0]["entries"] == 2 * NUM_PICTURES
+    deleted = answer(capsys, "gc", small, "--yes")
+    assert (deleted[0]["entries"], deleted[0]["freed_nbytes"] >= 0) == (NUM_PICTURES, True)
+    assert all(not one["damage"] for one in answer(capsys, "verify", root / "cache"))
+    assert answer(capsys, "gc", small)[0]["entries"] == 0
+    assert answer(capsys, "gc", root / "run.json")[0]["entries"] == NUM_PICTURES
+
+
+def test_a_folder_without_our_marker_is_never_touched(root, capsys):
+    for kind in ("latents", "text"):
+        (root / "cache" / kind / "gracetune-cache.json").unlink()
+    before = sorted(root.rglob("*"))
+    assert main(["cache", "gc", str(root / "run.json"), "--yes"]) == 2
+    assert "no cache of gracetune's" in capsys.readouterr().err
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_key_and_a_picture_are_explained(root, built, capsys):
+    picture = next((built / "data").rglob("*.png"))
+    (entry,) = answer(capsys, "inspect", root / "cache", picture)
+    assert entry["made_of"]["kind"] == "latents"
+    assert "24x24" in entry["made_of"]["geometry"]
+    told = lines(capsys, "inspect", root / "run.json", entry["key"][:12])
+    assert "geometry" in told
+    assert "digest of the file's bytes" in told
+    assert "tensor latents: F32" in told
+    assert main(["cache", "inspect", str(root / "cache"), "nonsense"]) == 2
+    assert "has no entry" in capsys.readouterr().err
+
+
+@pytest.fixture
+def foreign(root, built):
+    """What ai-toolkit would have left beside the pictures, for two of them."""
+    run = RunFile.model_validate_json((root / "run.json").read_text())
+    family = load_family(run.model)
+    folder = root / "theirs" / "_latent_cache"
+    folder.mkdir(parents=True)
+    shutil.rmtree(root / "cache" / "latents")
+    crop = {"scale_to_width": "24", "scale_to_height": "24", "crop_x": "0", "crop_y": "0"}
+    crop |= {"crop_width": "24", "crop_height": "24", "flip_x": "false"}
+    pictures = sorted((built / "data").rglob("*.png"))[:2]
+    for picture in pictures:
+        latent = family.encode_images(render(picture.read_bytes(), plain(), (24, 24))[None])[0]
+        name = folder / f"{picture.stem}_{'h' * 22}.safetensors"
+        save_file({"latent": latent.contiguous()}, name, crop)
+    return folder
+
+
+def plain():
+    from gracetune.data.recipe import PLAIN
+
+    return PLAIN
+
+
+def test_entries_of_ai_toolkit_are_taken_over_where_they_fit(root, foreign, capsys):
+    shown = answer(capsys, "import", root / "run.json", foreign)
+    assert (len(shown["imported"]), shown["left_out"]) == (2, {})
+    assert "would import 2" in lines(capsys, "import", root / "run.json", foreign)
+    answer(capsys, "import", root / "run.json", foreign, "--yes")
+    assert answer(capsys, "stats", root / "cache")[0]["entries"] == 2
+    (entry,) = answer(capsys, "inspect", root / "cache", shown["imported"][0])
+    assert entry["made_of"]["imported from"].endswith(".safetensors")
+    assert main(["cache", "build", str(root / "run.json")]) == 0
+    assert answer(capsys, "stats", root / "cache")[0]["entries"] == NUM_PICTURES
+
+
+def test_entries_that_do_not_fit_are_left_out_by_name_and_reason(root, foreign, capsys):
+    first, second = sorted(foreign.iterdir())
+    noise = torch.randn(*shape_of(first))
+    save_file({"latent": noise}, first)
+    os.utime(second, (1, 1))
+    save_file({"latent": noise}, foreign / f"stranger_{'h' * 22}.safetensors")
+    save_file({"other": noise}, foreign / f"{first.stem[:-23]}_{'i' * 22}.safetensors")
+    texts = foreign.parent / "_t_e_cache"
+    texts.mkdir()
+    save_file({"text_embed": noise}, texts / first.name)
+    turned = {"crop_width": "24", "crop_x": "9", "crop_height": "24", "crop_y": "0"}
+    save_file({"latent": noise}, foreign / f"{first.stem[:-23]}_{'j' * 22}.safetensors", turned)
+    save_file(
+        {"latent": noise},
+        foreign / f"{first.stem[:-23]}_{'k' * 22}.safetensors",
+        {"flip_x": "true"},
+    )
+    save_file({"latent": noise[:1]}, foreign / f"{first.stem[:-23]}_{'l' * 22}.safetensors")
+    told = answer(capsys, "import", root / "run.json", foreign.parent)
+    assert told["imported"] == []
+    reasons = {Path(path).stem[-1]: why for path, why in told["left_out"].items()}
+    assert "no latents" in reasons["i"]
+    assert "not the centre" in reasons["j"]
+    assert "flipped" in reasons["k"]
+    assert "its latents are" in reasons["l"]
+    every = " ".join(told["left_out"].values())
+    for reason in ("another encoder", "newer than the entry", "'stranger'", "padded"):
+        assert reason in every
+
+
+def test_a_folder_with_nothing_to_import_is_an_error(root, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["cache", "import", str(root / "run.json"), str(tmp_path / "empty")]) == 2
+    assert "nothing to import" in capsys.readouterr().err
+
+
+def shape_of(path):
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return file.get_slice("latent").get_shape()
