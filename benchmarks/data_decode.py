@@ -368,6 +368,7 @@ def main() -> None:
             ),
             "decoding alone": formats(arguments.turns),
             "video": videos(2 * arguments.turns + 1),
+            "load average at the end": round(os.getloadavg()[0], 1),
         }
     for name, value in results.flatten(figures):
         print(f"{name}: {value}")
