@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -203,7 +204,8 @@ class Index:
             return done.rowcount == 1
 
     def _prepare(self) -> None:
-        for setting in ("journal_mode=WAL", "synchronous=NORMAL", "cache_size=-16384"):
+        self._log_ahead()
+        for setting in ("synchronous=NORMAL", "cache_size=-16384"):
             self._db.execute(f"PRAGMA {setting}")
         ((version,),) = self._db.execute("PRAGMA user_version")
         if version not in (0, FORMAT):
@@ -216,6 +218,19 @@ class Index:
                 for table in _TABLES:
                     self._db.execute(table)
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
+
+    def _log_ahead(self) -> None:
+        """Ranks open a new index at the same moment, and for this one lock SQLite never waits."""
+        until = time.monotonic() + WAIT_S
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode=WAL")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

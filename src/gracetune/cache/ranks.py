@@ -18,7 +18,7 @@ from gracetune.errors import RunFailedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-T = TypeVar("T")
+Digest = TypeVar("Digest", bound=str)
 
 POLL_S = 0.05
 
@@ -34,9 +34,12 @@ class Ranks:
     timeout_s: float = 1800.0
     """How long the others may go without getting anything done."""
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """What this rank does of work that all of them list in the same order."""
-        return items[self.rank :: self.world]
+    def share(self, keys: Sequence[Digest]) -> list[Digest]:
+        """Which of these digests are this rank's: by themselves, whatever else is in the list.
+
+        A rank that comes late finds less missing, and must not deal the rest out anew.
+        """
+        return [key for key in keys if int(key[:8], 16) % self.world == self.rank]
 
     def exchange(
         self,
