@@ -9,7 +9,7 @@ memory to every way, so no way can be many times faster than another there.
 Cold: the files are written back and the kernel is asked to forget them (posix_fadvise DONTNEED),
 which needs no root; names and sizes of files stay known to it, which favours one file an item.
 Batches are gathered, so that every byte is read, and compared with its checksum by ours. Our store
-is told four batches ahead what will be needed, as a loader that knows its order can; the ways with
+is told sixteen batches ahead what will be needed, as a loader that knows its order can; the ways with
 one file an item have nothing to tell.
 
 `python benchmarks/cache.py --write` takes about 12 GB of disk and three minutes.
@@ -49,7 +49,7 @@ COUNTS = {"shards": 10_000, "safetensors": 10_000, "torch.save": 2_000, "gzip": 
 """Items of each way. The slow ones are measured on fewer; all figures are seconds an item."""
 WARM_PASSES = 2
 COLD_ITEMS = 600
-AHEAD = 4
+AHEAD = 16
 """Batches that our store is told of before they are read cold."""
 TOKENS = 512
 WIDTH = 4096

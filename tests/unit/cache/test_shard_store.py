@@ -1,3 +1,5 @@
+import copy
+import dataclasses
 import os
 import threading
 
@@ -300,6 +302,42 @@ def test_bits_remember_numbers():
         assert number not in bits
         bits.add(number)
     assert [n for n in range(100_002) if n in bits] == [0, 9, 100_000]
+
+
+def test_a_copy_of_a_key_still_explains_itself():
+    key = text_key("a cat", "e")
+    assert copy.deepcopy(key) == key
+    assert copy.deepcopy(key).about == key.about
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_ranks_may_open_a_new_cache_at_the_same_moment(tmp_path):
+    children = []
+    for rank in range(5):
+        child = os.fork()
+        if child == 0:
+            try:
+                with ShardStore(tmp_path / "cache") as store:
+                    fill(store, range(rank * 10, rank * 10 + 12))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 5
+    with ShardStore(tmp_path / "cache") as store:
+        found = store.get_many([f"k{n}" for n in range(52)])
+    assert [one["latents"][0, 0].item() for one in found] == [*range(52)]
+
+
+def test_rows_that_cannot_all_be_committed_are_not_committed_at_all(store):
+    fill(store, [1])
+    row = index_rows(store, "k1")
+    wrong = dataclasses.replace(row, key="k3", about={"odd": "\ud800"})
+    with pytest.raises(UnicodeEncodeError), store.index() as index:
+        index.add([dataclasses.replace(row, key="k2"), wrong], row.shard, 1 << 40)
+    with store.index() as index:
+        assert index.shard(row.shard).length < 1 << 40
+    assert store.has(["k1", "k2", "k3"]) == [True, False, False]
 
 
 def store_index(store, ask):
