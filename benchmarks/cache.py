@@ -9,8 +9,8 @@ memory to every way, so no way can be many times faster than another there.
 Cold: the files are written back and the kernel is asked to forget them (posix_fadvise DONTNEED),
 which needs no root; names and sizes of files stay known to it, which favours one file an item.
 Batches are gathered, so that every byte is read, and compared with its checksum by ours. Our store
-is told sixteen batches ahead what will be needed, as a loader that knows its order can; the ways with
-one file an item have nothing to tell.
+is told sixteen batches ahead what will be needed, as a loader that knows its order can; the ways
+with one file an item have nothing to tell.
 
 `python benchmarks/cache.py --write` takes about 12 GB of disk and three minutes.
 """
