@@ -136,6 +136,25 @@ def test_a_folder_without_our_marker_is_never_touched(root, capsys):
     assert sorted(root.rglob("*")) == before
 
 
+def test_nothing_is_collected_while_a_sample_cannot_be_read(root, tmp_path, built, capsys):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    (pictures / "torn.png").write_bytes(b"no picture")
+    shutil.copy(next((built / "data").rglob("*.png")), pictures / "good.png")
+    for name in ("torn", "good"):
+        (pictures / f"{name}.txt").write_text("a shape")
+    section = {"instance_data_dir": str(pictures), "max_corruption_rate": 1.0}
+    path = write_run(root, built, "torn", type="local", **section)
+    settings = json.loads(path.read_text())
+    del settings["datasets"][0]["shapes"]
+    path.write_text(json.dumps(settings))
+    assert main(["cache", "gc", str(path), "--yes"]) == 2
+    told = capsys.readouterr().err
+    assert "'torn.png'" in told
+    assert "cannot be told from leftovers" in told
+    assert answer(capsys, "stats", root / "cache")[0]["entries"] == NUM_PICTURES
+
+
 def test_a_key_and_a_picture_are_explained(root, built, capsys):
     picture = next((built / "data").rglob("*.png"))
     (entry,) = answer(capsys, "inspect", root / "cache", picture)
