@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -76,7 +77,7 @@ class Mover(Protocol):
         ...
 
     def release(self) -> None:
-        """Wait for the device and let host memory go; nothing is copied after."""
+        """Wait for copies under way and let host memory go; nothing is copied after."""
         ...
 
 
@@ -133,31 +134,29 @@ class CudaMover:
         self.device = torch.device("cuda", index)
         self._pin = pin
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._pinned: list[weakref.finalize[[Tensor], CudaMover]] = []
+        self._lent: list[weakref.finalize[[torch.cuda.Stream, Tensor, bool], CudaMover]] = []
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = deque()
         self._late = 0
         self._seconds = 0.0
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Pinned in place: torch's own pinned memory comes in powers of two."""
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        pages_nbytes = -(-nbytes // PAGESIZE) * PAGESIZE
+        room = torch.empty(pages_nbytes + PAGESIZE, dtype=torch.uint8)
+        first = -room.data_ptr() % PAGESIZE  # a page cannot be pinned twice: none is shared
+        pages = room[first : first + pages_nbytes]
         if self._pin:
-            with torch.cuda.device(self.device):
-                code = int(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
-            if code:
-                raise StreamError(
-                    f"{format_bytes(nbytes)} of host memory for streamed weights cannot be pinned "
-                    f"(cudaHostRegister returned {code}). Stream fewer blocks, or raise the limits "
-                    "on locked memory (ulimit -l, the container's memory)."
-                )
-            unpin = weakref.finalize(self, _unpin, memory)
-            unpin.atexit = False  # the driver lets go by itself, and may be gone before us
-            self._pinned.append(unpin)
-        return memory
+            self._pin_down(pages)
+        let_go = weakref.finalize(self, _let_go, self._stream, pages, self._pin)
+        let_go.atexit = False  # the driver lets go by itself, and may be gone before us
+        self._lent.append(let_go)
+        return pages[:nbytes]
 
     def device_memory(self, nbytes: int) -> Tensor:
-        """From torch's allocator."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        """From torch's allocator, which must not give it out again under a running copy."""
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        memory.record_stream(self._stream)
+        return memory
 
     def copy(self, target: Tensor, source: Tensor, poison: bool) -> Arrival:
         """On the copy stream, behind everything that computing has queued."""
@@ -192,10 +191,19 @@ class CudaMover:
         return Waits(self._late, self._seconds)
 
     def release(self) -> None:
-        """Nothing may read the slab once it is not pinned."""
-        torch.cuda.synchronize(self.device)
-        for unpin in self._pinned:
-            unpin()
+        """Nothing reads the slab any more when this returns."""
+        for let_go in self._lent:
+            let_go()
+
+    def _pin_down(self, pages: Tensor) -> None:
+        with torch.cuda.device(self.device):
+            code = int(_runtime().cudaHostRegister(pages.data_ptr(), len(pages), 0))
+        if code:
+            raise StreamError(
+                f"{format_bytes(len(pages))} of host memory for streamed weights cannot be pinned "
+                f"(cudaHostRegister returned {code}). Stream fewer blocks, or raise the limits on "
+                "locked memory (ulimit -l, the container's memory)."
+            )
 
     def _harvest(self) -> None:
         while self._waits and self._waits[0][1].query():  # type: ignore[no-untyped-call]
@@ -216,9 +224,11 @@ class _Arriving:
         self._mover.wait(self._done, ahead)
 
 
-def _unpin(memory: Tensor) -> None:
-    code = int(_runtime().cudaHostUnregister(memory.data_ptr()))
-    assert code == 0, f"cudaHostUnregister returned {code} for {memory.data_ptr():#x}"
+def _let_go(stream: torch.cuda.Stream, pages: Tensor, pinned: bool) -> None:
+    stream.synchronize()  # a copy that nobody waited for may still be reading
+    if pinned:
+        code = int(_runtime().cudaHostUnregister(pages.data_ptr()))
+        assert code == 0, f"cudaHostUnregister returned {code} for {pages.data_ptr():#x}"
 
 
 def _event(timed: bool = False) -> torch.cuda.Event:

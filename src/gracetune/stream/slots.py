@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import dlpack
 
@@ -112,7 +113,8 @@ class Slots:
 
     def grow(self) -> Slot:
         """One slot more, empty."""
-        slot = Slot(self._mover.device_memory(self.nbytes))
+        with torch.inference_mode(False):  # it outlives the pass that made it necessary
+            slot = Slot(self._mover.device_memory(self.nbytes))
         self._slots.append(slot)
         self._by_address[slot.memory.data_ptr()] = slot
         return slot
@@ -120,13 +122,10 @@ class Slots:
     def trim(self) -> None:
         """Give slots beyond the number asked for back, as far as nobody holds them."""
         for slot in self._slots[self._count :]:
-            if slot.held():
-                continue
-            if slot.arrival is not None:
-                slot.arrival.wait(ahead=False)  # the memory may be given out again right now
-            self.vacate(slot)
-            del self._by_address[slot.memory.data_ptr()]
-            self._slots.remove(slot)
+            if not slot.held():
+                self.vacate(slot)
+                del self._by_address[slot.memory.data_ptr()]
+                self._slots.remove(slot)
 
     def clear(self) -> None:
         """Let all memory go; what is lent lives on until its holder is done."""

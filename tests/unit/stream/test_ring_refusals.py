@@ -9,7 +9,6 @@ from torch import nn
 
 from gracetune.memory.platform import Link
 from gracetune.stream.movers import StreamError, SynchronousMover, open_mover
-from gracetune.stream.slab import bring_rest, lay_out
 from gracetune.stream.weights import stream_weights
 
 
@@ -208,15 +207,3 @@ def test_a_cpu_has_the_plain_mover_whatever_the_link(link):
     mover = open_mover(torch.device("cpu"), link)
     assert isinstance(mover, SynchronousMover)
     assert mover.device == torch.device("cpu")
-
-
-def test_what_is_not_streamed_is_brought_to_the_device():
-    model = made()
-    regions = lay_out(model, list(model.blocks))
-    device = torch.device("meta")  # the one other device that every machine has
-    bring_rest(model, regions, device)
-    streamed_ones = {place.parameter for region in regions for place in region.places}
-    assert len(streamed_ones) > 0
-    for name, parameter in model.named_parameters():
-        assert parameter.is_meta == (parameter not in streamed_ones), name
-    assert all(buffer.is_meta for buffer in model.buffers())

@@ -169,6 +169,14 @@ def test_slots_beyond_the_number_asked_for_go_when_they_can():
     assert slots.blocks() == []
 
 
+def test_a_slot_added_while_sampling_serves_steps_too():
+    slots = slots_of(1)
+    with torch.inference_mode():
+        slot = slots.grow()
+    put(slots, slot, 3)
+    assert int(slot.memory[:4].sum()) == 4
+
+
 def test_a_block_that_fails_leaves_the_model_and_the_ring_whole(told):
     model = made()
     twin, ring = streamed(model, told, slots=2)
