@@ -94,7 +94,7 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
         built = build(run, start_accelerator(run), fan.tell, Requests(folder), Interrupt())
         session = built.session
         batches = [session.feed.load(session.feed.order.at(i)) for i in range(steps)]
-        pairs = [(batch.latents, batch.text) for batch in batches if len(batch) == 16]
+        pairs = [(batch.latents, batch.text) for batch in batches]
         bare_model = type(session.trainee.family.transformer)(
             **{k: v for k, v in session.trainee.family.transformer.config.items() if k[0] != "_"}
         )

@@ -69,7 +69,11 @@ def sync(path: Path) -> None:
 
 
 def clear_staging(folder: Path) -> None:
-    """Remove what killed processes left behind."""
+    """Remove what killed processes left behind; a folder that had stepped aside comes back."""
+    for old in folder.glob(".*.old.staging"):
+        name = old.name.removeprefix(".").removesuffix(".old.staging").rpartition(".")[0]
+        if not (folder / name).exists():
+            os.replace(old, folder / name)
     for leftover in folder.glob(".*.staging"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)

@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gracetune.config.schema import ShapesSection
+from gracetune.data.shapes import ShapesSource
+
 ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 
@@ -38,6 +41,38 @@ def test_the_guides_line_under_plain_python(tmp_path):
         tmp_path,
     )
     assert "done at step 3" in out
+
+
+def test_a_backend_that_is_not_installed_is_refused_by_name(tmp_path):
+    config = ROOT / "config/examples/minimal.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, ROOT / "train.py", "--config", config),
+            *("--attention_mechanism", "flash_attn_3", "--max_train_steps", "10"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "'flash_attn_3' cannot be used here" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["gh200_config.json", "gh200_in_memory_example.json"])
+def test_the_guides_run_files_train_on_a_folder(tmp_path, name, shapes_folder):
+    source = ShapesSource(shapes_folder, ShapesSection(copies=1), lambda event: None)
+    assert source.keys()
+    out = call(
+        [
+            *(sys.executable, ROOT / "train.py", "--config", ROOT / "config" / name),
+            *("--max_train_steps", 2, "--datasets.0.instance_data_dir", shapes_folder),
+            *("--train_batch_size", 2, "--batch_rampup_steps", 2, "--validation.every", 0),
+        ],
+        tmp_path,
+    )
+    assert "GH200 gradient accumulation ramp enabled" in out
+    assert "done at step 2" in out
 
 
 def test_the_guides_line_under_accelerate(tmp_path, run_file):

@@ -98,7 +98,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_130(run_file, start, number,
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, (out, err)
-    assert "finishing this step" in err
+    assert "finishing the step" in err
     assert "the state is saved" in err
     steps = max(loss_by_step(folder / "events.jsonl"))
     assert manifest(folder, steps)["progress"]["step"] == steps

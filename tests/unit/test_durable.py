@@ -50,3 +50,13 @@ def test_what_killed_processes_left_is_cleared(tmp_path):
     (tmp_path / "step-1").mkdir()
     durable.clear_staging(tmp_path)
     assert os.listdir(tmp_path) == ["step-1"]
+
+
+def test_a_folder_that_had_stepped_aside_when_the_process_died_comes_back(tmp_path):
+    old = tmp_path / ".step-000001.77.old.staging"
+    old.mkdir()
+    (old / "x").write_text("kept")
+    (tmp_path / ".step-000001.77.staging").mkdir()
+    durable.clear_staging(tmp_path)
+    assert os.listdir(tmp_path) == ["step-000001"]
+    assert (tmp_path / "step-000001" / "x").read_text() == "kept"

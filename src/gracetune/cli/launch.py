@@ -5,13 +5,13 @@ Every key of a run file is an option, in the forks' flat spelling or dotted; das
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gracetune.cli.main import guarded
 from gracetune.config.environment import claim_process_alloc_conf
 from gracetune.config.load import load_run_file
-from gracetune.errors import ConfigError, GracetuneError
+from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,17 +43,17 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
-    try:
-        launch = parse(argv)
-        claim_process_alloc_conf()
-        loaded = load_run_file(launch.config, launch.overrides)
-        # Only now: torch comes with it, and reads its allocator settings as it is imported.
-        from gracetune.cli.train import run_training
+    return guarded(lambda: _train(argv))
 
-        return run_training(loaded, launch.resume)
-    except GracetuneError as error:
-        print(f"gracetune: {error}", file=sys.stderr)
-        return error.exit_code
+
+def _train(argv: Sequence[str]) -> int:
+    launch = parse(argv)
+    claim_process_alloc_conf()
+    loaded = load_run_file(launch.config, launch.overrides)
+    # Only now: torch comes with it, and reads its allocator settings as it is imported.
+    from gracetune.cli.train import run_training
+
+    return run_training(loaded, launch.resume)
 
 
 def parse(argv: Sequence[str]) -> Launch:

@@ -19,7 +19,7 @@ from gracetune import __version__
 from gracetune.errors import GracetuneError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 VERBS = {
     "train": ("gracetune.cli.train", "train a model as a run file says, or resume it"),
@@ -51,10 +51,15 @@ class Verb(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. The only place that catches everything."""
+    """Run one command; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _call(words))
+
+
+def guarded(call: Callable[[], int]) -> int:
+    """Turn whatever a command ends with into an exit code. The only place that catches all."""
     try:
-        code = _call(words)
+        code = call()
         sys.stdout.flush()
     except GracetuneError as error:
         _say(str(error))

@@ -48,6 +48,15 @@ def check_trainable(run: RunFile) -> None:
         raise ConfigError("\n".join(f"{breach.key} {breach.message}" for breach in found))
 
 
+def _holdout(run: RunFile) -> Iterator[Breach]:
+    if run.validation.holdout > 0 and run.validation.every == 0:
+        yield Breach(
+            "validation.holdout",
+            f"is {run.validation.holdout:g}, but validation.every is 0: nothing would measure what "
+            "is held out. Set validation.every, or holdout to 0.",
+        )
+
+
 def _ramp(run: RunFile) -> Iterator[Breach]:
     ramp = run.gh200_optimizations
     if not ramp.enable_batch_size_rampup:
@@ -204,6 +213,7 @@ def _idle_ramp(run: RunFile) -> Iterator[str]:
 
 
 RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (
+    _holdout,
     _ramp,
     _warmup,
     _automagic,

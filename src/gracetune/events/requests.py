@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from gracetune.durable import write_text
 from gracetune.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 VERBS = ("validate", "save", "stop")
 
@@ -67,6 +68,17 @@ class Requests:
         self.take()
         write_text(self._folder / "listening.json", json.dumps(asdict(listener)))
         self._open = True
+
+    @contextmanager
+    def listening(self, verbs: Iterable[str], is_main: bool = True) -> Iterator[Self]:
+        """Listen while the block runs; of several ranks one does."""
+        if is_main:
+            self.open(os.getpid(), verbs)
+        try:
+            yield self
+        finally:
+            if is_main:
+                self.close()
 
     def take(self) -> set[str]:
         """What was asked since the last call; each request is answered once."""

@@ -6,6 +6,7 @@ free functions of `gracetune.gh200`.
 
 from __future__ import annotations
 
+import gc
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,6 +46,8 @@ class MemorySettings(Protocol):
     @property
     def uvm_hints(self) -> bool | None: ...
     @property
+    def use_uvm(self) -> bool | None: ...
+    @property
     def oversubscription_ratio(self) -> float | None: ...
     @property
     def access_pattern(self) -> str | None: ...
@@ -68,6 +71,7 @@ class MemorySession:
         self._read_settings = read_settings
         self._tell = tell
         self._pool: UnifiedPool | Unsupported | None = None
+        self.trimmers: list[Callable[[], int]] = [self._collect_garbage]
 
     @property
     def settings(self) -> MemorySettings:
@@ -86,6 +90,12 @@ class MemorySession:
             return self.override
         wanted = self.settings.uvm_hints
         return self.machine.platform.link is Link.COHERENT if wanted is None else wanted
+
+    @property
+    def pooled(self) -> bool:
+        """Whether a managed pool is wanted: by `use_uvm` where it is set, else where hints are."""
+        wanted = self.settings.use_uvm
+        return self.enabled if wanted is None else wanted
 
     @property
     def hints(self) -> Hints:
@@ -127,9 +137,10 @@ class MemorySession:
 
     @cached_property
     def stages(self) -> Stages:
-        """The stage machine; nothing here is refillable, so light reclamation trims nothing."""
+        """The stage machine; what owners of refillable memory add to `trimmers` is trimmed too."""
         device = self.machine.platform.device
-        return Stages(self.policy, light_reclamation(()), hard_reclamation(device), self._tell)
+        light = light_reclamation(self.trimmers)
+        return Stages(self.policy, light, hard_reclamation(device), self._tell)
 
     @cached_property
     def faults(self) -> FaultCounter | str:
@@ -155,8 +166,11 @@ class MemorySession:
         return self._pool
 
     def observe(self, *, act: bool) -> Stage:
-        """Take a reading of the device, and reclaim if `act` and the stage calls for it."""
-        if not torch.cuda.is_available():
+        """Take a reading of the device, and reclaim if `act` and the stage calls for it.
+
+        Stages are about managed memory: without a pool of it there is nothing to oversubscribe.
+        """
+        if not isinstance(self._pool, UnifiedPool):
             return self.stages.state.stage
         device = self.machine.platform.device
         reading = read_memory(device, read_this_host().available_bytes)
@@ -174,6 +188,13 @@ class MemorySession:
             self.faults,
             self._pool_counters(),
         )
+
+    def _collect_garbage(self) -> int:
+        """Cycles of Python objects may still hold tensors that nobody can reach."""
+        device = self.machine.platform.device
+        before = torch.cuda.memory_allocated(device)
+        gc.collect()
+        return before - torch.cuda.memory_allocated(device)
 
     def _pool_counters(self) -> ShimCounters | str:
         if isinstance(self._pool, UnifiedPool):

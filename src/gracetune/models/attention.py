@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _check_attention_backend_requirements,
+)
 from diffusers.models.modeling_utils import ModelMixin
 
 from gracetune.errors import ConfigError
@@ -40,19 +43,21 @@ def choose_attention(transformer: nn.Module, name: str) -> None:
         known = ", ".join(["auto", *BACKENDS])
         raise ConfigError(f"model.attention_mechanism {name!r} is not known. Known: {known}.")
     assert isinstance(transformer, ModelMixin), type(transformer)
-    switchable = [m for m in transformer.attn_processors.values() if _takes_backend(m)]
-    if not switchable:
-        raise ConfigError(
-            f"model.attention_mechanism is {name!r}, but {type(transformer).__name__} does not use "
-            "diffusers' attention dispatcher; set it to auto or sdpa."
-        )
+    backend = AttentionBackendName(BACKENDS[name])
     try:
-        transformer.set_attention_backend(AttentionBackendName(BACKENDS[name]).value)
+        _check_attention_backend_requirements(backend)
+        if any(_takes_backend(processor) for processor in transformer.attn_processors.values()):
+            transformer.set_attention_backend(backend.value)
+            return
     except (RuntimeError, ImportError, ValueError) as error:
         raise ConfigError(
             f"model.attention_mechanism {name!r} cannot be used here: {error} "
             "Set it to auto or sdpa."
         ) from error
+    raise ConfigError(
+        f"model.attention_mechanism is {name!r}, but {type(transformer).__name__} does not use "
+        "diffusers' attention dispatcher; set it to auto or sdpa."
+    )
 
 
 def _takes_backend(processor: object) -> bool:

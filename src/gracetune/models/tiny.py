@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from blake3 import blake3
 from diffusers import SD3Transformer2DModel
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -65,14 +66,15 @@ def _read(folder: Path) -> nn.Module:
             f"model.path is {str(folder)!r}, which holds no transformer/config.json. "
             "Name the `model` folder of a finished full training."
         )
-    cls = json.loads((weights / "config.json").read_text()).get("_class_name")
-    if cls != SD3Transformer2DModel.__name__:
-        raise ModelError(
-            f"model.path {str(folder)!r} holds a {cls}; family tiny reads SD3 weights."
+    try:
+        cls = json.loads((weights / "config.json").read_text()).get("_class_name")
+        if cls != SD3Transformer2DModel.__name__:
+            raise ModelError(f"model.path {str(folder)!r} holds a {cls}; tiny reads SD3 weights.")
+        model: nn.Module = SD3Transformer2DModel.from_pretrained(
+            weights, local_files_only=True, low_cpu_mem_usage=False
         )
-    model: nn.Module = SD3Transformer2DModel.from_pretrained(
-        weights, local_files_only=True, low_cpu_mem_usage=False
-    )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"model.path {str(folder)!r} cannot be read: {error}") from error
     return model
 
 

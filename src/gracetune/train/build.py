@@ -38,7 +38,9 @@ from gracetune.train.step import Trainee
 from gracetune.train.validate import Validation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
 
     from gracetune.config.schema import RunFile
     from gracetune.events.requests import Requests
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.feed import Feed
     from gracetune.train.interrupt import Interrupt
+    from gracetune.train.mover import Mover
 
     Tell = Callable[[Event], None]
 
@@ -100,7 +103,6 @@ def build(
 ) -> Built:
     """Load the model, prepare the data, and put everything together."""
     folder, device = Path(run.output_dir), accelerator.device
-    seed_generators(seed_of(run.seed, "process", accelerator.process_index))
     ramp, notes = build_ramp(run, accelerator.num_processes)
     for note in notes:
         tell(Notice(note))
@@ -108,26 +110,32 @@ def build(
     family.to(device)
     choose_attention(family.transformer, run.model.attention_mechanism)
     weights = family.weights_digest()
+    modules = _make_trainable(run, family, tell)
+    # After everything that draws from a seed of its own, and reseeds the generators by the way.
+    seed_generators(seed_of(run.seed, "process", accelerator.process_index))
+    parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
+    optimizer = build_optimizer(parameters.values(), run.optimizer)
+    size = _picture_size(run, family)
+    # All that a run file can have wrong is found above, before the data take their time.
     mover = build_mover(run.gh200_optimizations, device, tell)
     feed = build_feed(run, family, mover, folder, tell, _ranks(run, accelerator, folder))
-    modules = _make_trainable(run, family, tell)
-    parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
     trainee = Trainee(
         run=run,
         family=family,
         transformer=accelerator.prepare(family.transformer),
         parameters=parameters,
-        optimizer=build_optimizer(parameters.values(), run.optimizer),
+        optimizer=optimizer,
         ema=Ema(parameters, run.train.ema_decay) if run.train.ema_decay else None,
         accelerator=accelerator,
         draws=Draws(run.seed, device),
     )
     trainee.transformer.train()
+    _keep_books(trainee, mover)
     session = Session(
         trainee=trainee,
         feed=feed,
         ramp=ramp,
-        validation=_build_validation(run, family, feed, device, folder, tell),
+        validation=_build_validation(run, family, feed, mover, size, tell),
         checkpoints=folder / CHECKPOINT_FOLDER,
         identity=identity_of(run, feed.trained, weights, accelerator.mixed_precision),
         mover=mover,
@@ -144,6 +152,13 @@ def resume(session: Session, snapshot: Snapshot | None) -> Progress:
         return Progress()
     demand_same(snapshot.identity, session.identity)
     t = session.trainee
+    ranks = sum(kind.startswith("generators-") for kind in snapshot.tensors)
+    if ranks != t.accelerator.num_processes:
+        text = (
+            f"{ranks} ranks until here, {t.accelerator.num_processes} from now on: an optimizer "
+            "step averages over another number of samples, unless a ramp sets it"
+        )
+        session.tell(Notice(text, level="warning"))
     restore_weights(t.parameters, snapshot.tensors["weights"])
     restore_optimizer(t.optimizer, list(t.parameters), snapshot.tensors["optimizer"])
     if t.ema is not None:
@@ -155,6 +170,20 @@ def resume(session: Session, snapshot: Snapshot | None) -> Progress:
         text = "more ranks than the checkpoint was made with: theirs draw dropout from fresh seeds"
         session.tell(Notice(text, level="warning", fallback=True))
     return snapshot.progress
+
+
+def _keep_books(t: Trainee, mover: Mover) -> None:
+    """What holds memory for as long as the run: statistics name each by its role."""
+    frozen = [p for p in t.family.transformer.parameters() if not p.requires_grad]
+    averages = list(t.ema.averages.values()) if t.ema is not None else []
+    mover.watch("weights", lambda: _nbytes(frozen))
+    mover.watch("trained", lambda: _nbytes(t.parameters.values()))
+    mover.watch("averages", lambda: _nbytes(averages))
+    mover.watch("optimizer", lambda: sum(_nbytes(s.values()) for s in t.optimizer.state.values()))
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
@@ -185,25 +214,22 @@ def _make_trainable(run: RunFile, family: Family, tell: Tell) -> list[str]:
 
 
 def _build_validation(
-    run: RunFile, family: Family, feed: Feed, device: torch.device, folder: Path, tell: Tell
+    run: RunFile, family: Family, feed: Feed, mover: Mover, size: tuple[int, int], tell: Tell
 ) -> Validation | None:
-    section = run.validation
-    if section.every == 0:
+    section, device = run.validation, mover.device
+    if not validates(run):
         return None
     prompts = section.prompts
     if not prompts:
         captions = dict.fromkeys(sample.caption for sample in feed.trained)
         prompts = tuple(captions)[: section.num_prompts]
         tell(Notice("validation.prompts: none given; picturing " + "; ".join(map(repr, prompts))))
-    edge = run.datasets[0].resolution
-    size = (section.width or edge, section.height or edge)
-    _demand_size(size, family)
     halves = (slice(None, len(prompts)), slice(len(prompts), None))
     both = family.stack_text(family.encode_text([*prompts, *[EMPTY] * len(prompts)]))
     text, empty = ({key: t[part].to(device) for key, t in both.items()} for part in halves)
     return Validation(
         section=section,
-        folder=folder / VALIDATION_FOLDER,
+        folder=Path(run.output_dir) / VALIDATION_FOLDER,
         prompts=prompts,
         text=text,
         empty=empty,
@@ -212,10 +238,19 @@ def _build_validation(
     )
 
 
-def _demand_size(size: tuple[int, int], family: Family) -> None:
-    if any(edge % family.pixel_step or edge > family.max_edge for edge in size):
+def validates(run: RunFile) -> bool:
+    """Whether a run ever makes pictures: by schedule, or when asked."""
+    return run.validation.every > 0 or run.validation.enable_manual_validation
+
+
+def _picture_size(run: RunFile, family: Family) -> tuple[int, int]:
+    edge = run.datasets[0].resolution
+    size = (run.validation.width or edge, run.validation.height or edge)
+    unfit = any(edge % family.pixel_step or edge > family.max_edge for edge in size)
+    if validates(run) and unfit:
         raise ConfigError(
             f"validation pictures of {size[0]}x{size[1]} do not suit {family.name}: edges are "
             f"multiples of {family.pixel_step} up to {family.max_edge}. "
             "Set validation.width and height."
         )
+    return size

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+SET_ASIDE = "set-aside"
 SPARE_BYTES = 1 << 20
 """What a checkpoint may need beside its tensors."""
 
@@ -67,7 +68,8 @@ def save(folder: Path, snapshot: Snapshot, keep: int) -> Saved:
         raise CheckpointError(
             f"the checkpoint {path} cannot be written: {error}. {_survivor(folder)}"
         ) from error
-    for old in complete(folder)[:-keep]:
+    others = [old for old in complete(folder) if old != path]
+    for old in others[: max(0, len(others) - keep + 1)]:
         (old / MANIFEST).unlink()
         shutil.rmtree(old)
     return Saved(path, nbytes, time.monotonic() - started)
@@ -106,13 +108,27 @@ def find(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | N
     if resume == "none":
         return None
     if resume != "auto":
-        return read(Path(resume))
+        snapshot = read(Path(resume))
+        for later in set_aside(folder, snapshot.progress.step):
+            warn(f"resuming before checkpoints that exist: this one is kept as {later}")
+        return snapshot
     for path in reversed(complete(folder)):
         try:
             return read(path)
         except CheckpointError as error:
             warn(f"{error} Going back to the checkpoint before it.")
     return None
+
+
+def set_aside(folder: Path, step: int) -> list[Path]:
+    """Move checkpoints past `step` out of the way: they belong to a branch that is left."""
+    moved = []
+    for path in complete(folder):
+        if int(path.name.removeprefix("step-")) > step:
+            target = folder / SET_ASIDE / f"{path.name}-{time.time_ns()}"
+            target.parent.mkdir(exist_ok=True)
+            moved.append(path.rename(target))
+    return moved
 
 
 def _write(staging: Path, snapshot: Snapshot) -> None:

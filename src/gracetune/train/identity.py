@@ -22,6 +22,7 @@ FREE = {
     "train.checkpoint_every",
     "train.checkpoint_minutes",
     "train.keep_checkpoints",
+    "train.gradient_checkpointing",
     "train.mixed_precision",
     "gh200_optimizations.enable_uvm_hints",
 }

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from gracetune.train.validate import Validation
 
 
+SAVING = {"stop": "stopping", "save": "asked for", "clock": "every N minutes"}
+"""What makes a checkpoint beside the count of steps, and how the log calls it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """A run, built and ready."""
@@ -91,7 +95,7 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
     accumulation = s.ramp.accumulation(progress.micro_batches)
     saved_at, saved_step = time.monotonic(), progress.step
 
-    if progress.step == 0:
+    if progress.step == 0 and run.validation.every > 0:
         _validate(s, record, 0)
     while progress.step < total:
         result = train_step(s.trainee, stream.take(accumulation), accumulation, progress)
@@ -102,11 +106,11 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
 
         asked = _asked(s, progress.step, saved_at)
         stop = "stop" in asked and progress.step < total
-        if _due(progress.step, run.validation.every, total) or "validate" in asked:
+        scheduled = run.validation.every > 0 and _due(progress.step, run.validation.every, total)
+        if scheduled or "validate" in asked:
             _validate(s, record, progress.step)
-        if _due(progress.step, run.train.checkpoint_every, total) or asked & {"save", "stop"}:
-            reason = "stopping" if stop else "asked for" if "save" in asked else "every N steps"
-            _save(s, record, progress, reason)
+        if _due(progress.step, run.train.checkpoint_every, total) or asked & SAVING.keys():
+            _save(s, record, progress, _reason(asked, progress.step, total))
             s.tell(stream.fed(progress.step))
             saved_at, saved_step = time.monotonic(), progress.step
         if stop:
@@ -118,6 +122,13 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
     record.flush()
     assert saved_step == total, (saved_step, total)
     return progress
+
+
+def _reason(asked: set[str], step: int, total: int) -> str:
+    """Why a checkpoint is made, for whoever reads the log."""
+    if step == total:
+        return "the end"
+    return next((why for what, why in SAVING.items() if what in asked), "every N steps")
 
 
 def _due(step: int, every: int, total: int) -> bool:
@@ -142,7 +153,7 @@ def _asked(s: Session, step: int, saved_at: float) -> set[str]:
         asked.add("stop")
     minutes = run.train.checkpoint_minutes
     if minutes and time.monotonic() - saved_at >= 60 * minutes:
-        asked.add("save")
+        asked.add("clock")
     return set(gather_object(list(asked))) if accelerator.num_processes > 1 else asked
 
 

@@ -12,6 +12,7 @@ from gracetune.cache.arena import pageable, pinned
 from gracetune.cache.staging import Staging
 from gracetune.config.environment import environment_settings, process_environment
 from gracetune.events.types import Notice
+from gracetune.memory.ledger import Tier
 from gracetune.memory.machine import open_machine
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.pool import UnifiedPool
@@ -40,8 +41,11 @@ class Mover:
         self._session = session
         self._table = table
         self._hints = session.hints if session.enabled else None
-        pool = session.pool() if self._hints is not None else None
+        pool = session.pool() if session.pooled else None
         self._pool = pool if isinstance(pool, UnifiedPool) else None
+        self._tier = Tier.DEVICE if self.moves else Tier.HOST
+        self._watched: dict[str, Callable[[], int]] = {}
+        self._booked: dict[str, int] = {}
         self._staging = Staging(self.host_memory, _mark_of_this_stream)
 
     @property
@@ -91,9 +95,17 @@ class Mover:
             place_batch(batch, self._hints, self._table)
         return batch
 
+    def watch(self, role: str, nbytes: Callable[[], int]) -> None:
+        """Keep a role in the books: asked whenever memory is told."""
+        self._watched[role] = nbytes
+
     def used(self, step: int) -> MemoryUsed:
         """What is in use now; between steps, so that stages may change and reclaim here."""
         self._session.observe(act=True)
+        for role, nbytes in self._watched.items():
+            self._session.ledger.give_back(self._tier, role, self._booked.get(role, 0))
+            self._booked[role] = nbytes()
+            self._session.ledger.take(self._tier, role, self._booked[role])
         return memory_event(step, self._session.stats(), psutil.Process().memory_info().rss)
 
     def _new_on_device(self, like: Tensor) -> Tensor:
@@ -116,10 +128,10 @@ def build_mover(
     platform = session.machine.platform
     hints = "on" if session.enabled else "off"
     tell(Notice(f"memory link: {platform.link.value} ({platform.why['link']}); hints {hints}"))
-    if session.enabled and platform.has_managed:
+    if session.pooled:
         pool = session.pool()
         if not isinstance(pool, UnifiedPool):
-            text = f"hints are on, but batches are not in managed memory: {pool.reason}"
+            text = f"managed memory is wanted, but batches are not in it: {pool.reason}"
             tell(Notice(text, level="warning", fallback=True))
     return Mover(session, device, placement_table({**MOVED_AHEAD, **section.placement}))
 

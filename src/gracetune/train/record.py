@@ -59,10 +59,11 @@ class Record:
                     seconds=seconds,
                 )
             )
-            if not math.isfinite(loss):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise RunFailedError(
-                    f"the loss is {loss} at step {step}. The newest checkpoint is from before; "
-                    "lower optimizer.lr or set train.max_grad_norm, then start again to resume it."
+                    f"at step {step} the loss is {loss} and the gradient's norm is {norm}. "
+                    "Checkpoints saved before are kept. Begin anew in another output_dir, with a "
+                    "lower optimizer.lr or train.max_grad_norm."
                 )
         self._tell(self._memory_used(self._pending[-1][0]))
         self._pending.clear()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from gracetune.config.render import resolved
 from gracetune.config.schema import Gh200Section
 from gracetune.durable import write_text
-from gracetune.errors import ConfigError, GracetuneError, InterruptedRunError
+from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError
 from gracetune.events.fan import Fan
 from gracetune.events.log import JsonlLog
 from gracetune.events.requests import VERBS, Requests
@@ -25,13 +24,22 @@ from gracetune.events.types import (
     Validated,
 )
 from gracetune.train import checkpoint
-from gracetune.train.build import CHECKPOINT_FOLDER, build, resume, start_accelerator
+from gracetune.train.build import (
+    CHECKPOINT_FOLDER,
+    build,
+    resume,
+    start_accelerator,
+    validates,
+)
 from gracetune.train.identity import demand_same, settings_of
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Literal
+
+    Status = Literal["done", "interrupted", "failed"]
 
     from gracetune.config.schema import RunFile
     from gracetune.events.types import Event, Sink
@@ -46,8 +54,8 @@ PRECISION_NAMES = {"no": "fp32", "bf16": "bf16"}
 class Landmarks:
     """A sink that remembers what the last event should name."""
 
-    def __init__(self, folder: Path) -> None:
-        self.step = 0
+    def __init__(self, folder: Path, step: int) -> None:
+        self.step = step
         self.outputs = {"log": str(folder / LOG)}
 
     def handle(self, event: Event) -> None:
@@ -63,62 +71,81 @@ class Landmarks:
         """Nothing to flush."""
 
 
+class Ending:
+    """Tells how a run ended, whatever ended it."""
+
+    def __init__(self, fan: Fan, landmarks: Landmarks, started: float) -> None:
+        self._fan = fan
+        self._landmarks = landmarks
+        self._started = started
+
+        self.ended: RunEnded | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt)
+        status: Status = "done" if kind is None else "interrupted" if stopped else "failed"
+        self.ended = RunEnded(
+            self._landmarks.step,
+            status,
+            time.monotonic() - self._started,
+            self._landmarks.outputs,
+            "" if error is None else str(error) or type(error).__name__,
+        )
+        self._fan.tell(self.ended)
+
+
 def run_training(
     run: RunFile, resume_from: str = "auto", sinks: Iterable[Sink] = (), notices: Iterable[str] = ()
 ) -> RunEnded:
-    """Train, and give the last event; an error that a user can mend is logged, then raised."""
+    """Train; gives the last event, which names what there is to look at."""
     started = time.monotonic()
     if not run.use_gh200_trainer:
         run = run.model_copy(update={"gh200_optimizations": Gh200Section(enable_uvm_hints=False)})
         notices = (*notices, "use_gh200_trainer is false: gh200_optimizations are left out")
-    accelerator = start_accelerator(run)
-    folder, landmarks = Path(run.output_dir), Landmarks(Path(run.output_dir))
-    demand_writable(folder)
-    warnings: list[str] = []
-    snapshot = find_snapshot(folder, resume_from, warnings.append)
-    first_step = 0
-    if snapshot is not None:
-        first_step = snapshot.progress.step
-        # What can be refused now is not refused after an hour of encoding.
-        settings = settings_of(run, accelerator.mixed_precision)
-        demand_same(snapshot.identity, settings, contents=False)
-    requests, interrupt = Requests(folder), Interrupt()
-    if accelerator.is_main_process:
-        requests.open(os.getpid(), _verbs(run))
-    told = _sinks(run, folder, first_step, sinks) if accelerator.is_main_process else []
-    with Fan([landmarks, *told]) as fan:
-        try:
-            if accelerator.is_main_process:
-                write_text(folder / "run.json", resolved(run))
-            for text in notices:
-                fan.tell(Notice(text))
-            for text in warnings:
-                fan.tell(Notice(text, level="warning", fallback=True))
-            built = build(run, accelerator, fan.tell, requests, interrupt)
-            progress = resume(built.session, snapshot)
-            fan.tell(_started(built.session, progress))
-            with interrupt:
-                progress = train_loop(built.session, progress)
-            if accelerator.is_main_process:
-                landmarks.outputs["result"] = str(built.export())
-            ended = RunEnded(progress.step, "done", time.monotonic() - started, landmarks.outputs)
-            fan.tell(ended)
-        except GracetuneError as error:
-            fan.tell(
-                RunEnded(
-                    landmarks.step,
-                    "interrupted" if isinstance(error, InterruptedRunError) else "failed",
-                    time.monotonic() - started,
-                    landmarks.outputs,
-                    str(error),
-                )
-            )
-            raise
-        finally:
-            if accelerator.is_main_process:
-                requests.close()
+    with Interrupt() as interrupt:
+        accelerator = start_accelerator(run)
+        folder = Path(run.output_dir)
+        demand_writable(folder)
+        warnings: list[str] = []
+        snapshot = find_snapshot(folder, resume_from, warnings.append)
+        if snapshot is not None:
+            demand_continuable(run, snapshot, accelerator.mixed_precision)
+        landmarks = Landmarks(folder, 0 if snapshot is None else snapshot.progress.step)
+        with Requests(folder).listening(_verbs(run), accelerator.is_main_process) as requests:
+            told = _sinks(run, folder, landmarks.step, sinks) if accelerator.is_main_process else []
+            with Fan([landmarks, *told]) as fan, Ending(fan, landmarks, started) as ending:
+                for text in notices:
+                    fan.tell(Notice(text))
+                for text in warnings:
+                    fan.tell(Notice(text, level="warning", fallback=True))
+                built = build(run, accelerator, fan.tell, requests, interrupt)
+                progress = resume(built.session, snapshot)
+                if accelerator.is_main_process:
+                    write_text(folder / "run.json", resolved(run))
+                fan.tell(_started(built.session, progress))
+                with interrupt.between_steps():
+                    train_loop(built.session, progress)
+                    if accelerator.is_main_process:
+                        landmarks.outputs["result"] = str(built.export())
     accelerator.end_training()
-    return ended
+    assert ending.ended is not None
+    return ending.ended
+
+
+def demand_continuable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
+    """What can be refused now is not refused after an hour of encoding."""
+    demand_same(snapshot.identity, settings_of(run, precision), contents=False)
+    done, total = snapshot.progress.step, run.train.max_train_steps
+    if done > total:
+        raise CheckpointError(
+            f"train.max_train_steps is {total}, but the run has done {done} steps. Raise it, or "
+            "name an earlier checkpoint with --resume PATH."
+        )
 
 
 def demand_writable(folder: Path) -> None:
@@ -154,8 +181,7 @@ def _sinks(run: RunFile, folder: Path, first_step: int, sinks: Iterable[Sink]) -
 
 
 def _verbs(run: RunFile) -> list[str]:
-    manual = run.validation.enable_manual_validation and run.validation.every > 0
-    return [verb for verb in VERBS if verb != "validate" or manual]
+    return [verb for verb in VERBS if verb != "validate" or validates(run)]
 
 
 def _started(session: Session, progress: Progress) -> RunStarted:

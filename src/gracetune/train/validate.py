@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from gracetune.durable import new_folder
+from gracetune.errors import CheckpointError
 from gracetune.events.types import Validated
 from gracetune.models.sampling import euler
 from gracetune.train.draws import seed_of
@@ -106,10 +107,13 @@ def held_out_loss(t: Trainee, batches: Sequence[Batch]) -> dict[str, float]:
 
 def _write(validation: Validation, pictures: Sequence[Image.Image], step: int) -> Path:
     """Each picture by itself, with the prompts beside them, and all on one sheet."""
-    with new_folder(validation.folder / f"step-{step:06d}") as folder:
-        for index, picture in enumerate(pictures):
-            picture.save(folder / f"{index:03d}.png")
-        (folder / "prompts.json").write_text(json.dumps(validation.prompts, indent=2))
     sheet = validation.folder / f"step-{step:06d}.png"
-    grid(pictures, validation.prompts, f"step {step}").save(sheet)
+    try:
+        with new_folder(validation.folder / f"step-{step:06d}") as folder:
+            for index, picture in enumerate(pictures):
+                picture.save(folder / f"{index:03d}.png")
+            (folder / "prompts.json").write_text(json.dumps(validation.prompts, indent=2))
+        grid(pictures, validation.prompts, f"step {step}").save(sheet)
+    except OSError as error:
+        raise CheckpointError(f"the pictures {sheet} cannot be written: {error}") from error
     return sheet

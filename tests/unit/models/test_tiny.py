@@ -58,6 +58,16 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         load(ModelSection(path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("harm", ["config", "weights"])
+def test_damaged_files_are_refused_by_the_name_of_the_folder(tmp_path, harm):
+    load(ModelSection()).export(tmp_path)
+    name = "config.json" if harm == "config" else "diffusion_pytorch_model.safetensors"
+    file = tmp_path / "transformer" / name
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ModelError, match="cannot be read"):
+        load(ModelSection(path=str(tmp_path)))
+
+
 def test_an_unknown_family_lists_the_known():
     with pytest.raises(ConfigError, match=r"family 'tinny' is not known\. Known: tiny"):
         load_family(ModelSection(family="tinny"))

@@ -95,6 +95,25 @@ def test_a_write_that_fails_half_way_leaves_the_one_before(tmp_path):
     assert checkpoint.read(tmp_path / "step-000001").progress.step == 1
 
 
+def test_the_one_just_written_is_never_dropped(tmp_path):
+    checkpoint.save(tmp_path, snapshot(12), keep=1)
+    saved = checkpoint.save(tmp_path, snapshot(10), keep=1)
+    assert checkpoint.complete(tmp_path) == [saved.path]
+
+
+def test_resuming_before_newer_ones_sets_them_aside_and_says_so(tmp_path):
+    early = checkpoint.save(tmp_path, snapshot(8), keep=9).path
+    checkpoint.save(tmp_path, snapshot(12, value=7.0), keep=9)
+    warnings = []
+    found = checkpoint.find(tmp_path, str(early), warnings.append)
+    assert found is not None
+    assert found.progress.step == 8
+    assert checkpoint.complete(tmp_path) == [early]
+    (aside,) = (tmp_path / "set-aside").iterdir()
+    assert str(aside) in warnings[0]
+    assert checkpoint.read(aside).tensors["weights"]["w"][0] == 7.0
+
+
 def test_too_little_room_is_seen_before_anything_is_written(tmp_path, monkeypatch):
     usage = checkpoint.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=100))

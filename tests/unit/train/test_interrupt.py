@@ -11,19 +11,19 @@ from gracetune.train.interrupt import Interrupt
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_only_noted(number, capsys):
     before = signal.getsignal(number)
-    with Interrupt() as interrupt:
+    with Interrupt() as interrupt, interrupt.between_steps():
         assert interrupt.asked is None
         os.kill(os.getpid(), number)
         assert interrupt.asked == number.name
     assert signal.getsignal(number) is before
-    assert "finishing this step" in capsys.readouterr().err
+    assert "finishing the step" in capsys.readouterr().err
 
 
 def test_the_second_leaves_at_once():
     script = (
         "import os, signal, time\n"
         "from gracetune.train.interrupt import Interrupt\n"
-        "with Interrupt():\n"
+        "with Interrupt() as interrupt, interrupt.between_steps():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print('still here')\n"
@@ -33,3 +33,10 @@ def test_the_second_leaves_at_once():
     )
     assert done.returncode == 130
     assert "still here" not in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_first_step_either_ends_the_run_at_once(number):
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        os.kill(os.getpid(), number)
+        signal.pause()

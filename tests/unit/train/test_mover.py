@@ -38,7 +38,8 @@ def test_hints_that_cannot_be_applied_are_told_once(told, batch):
     fallbacks = [e.text for e in told.events if e.fallback]
     assert fallbacks
     assert len(fallbacks) == len(set(fallbacks))
-    assert all("no GPU" in text for text in fallbacks)
+    assert fallbacks[0].startswith("managed memory is wanted, but batches are not in it")
+    assert all("no GPU" in text for text in fallbacks[1:])
 
 
 def test_memory_in_use_is_a_number_of_bytes(told):
@@ -51,3 +52,19 @@ def test_memory_in_use_is_a_number_of_bytes(told):
 def test_an_unknown_role_is_refused_by_name(told):
     with pytest.raises(ConfigError, match=r"placement\.latent "):
         build_mover(Gh200Section(placement={"latent": "host"}), CPU, told)
+
+
+def test_roles_are_kept_in_the_books(told):
+    mover = build_mover(Gh200Section(), CPU, told)
+    sizes = iter([100, 300])
+    mover.watch("optimizer", lambda: next(sizes))
+    for expected in (100, 300):
+        mover.used(1)
+        assert mover._session.stats()["uvm.bytes.host.role.optimizer"] == expected
+
+
+@pytest.mark.parametrize(("conf", "wanted"), [("use_uvm:True", True), ("use_uvm:False", False)])
+def test_use_uvm_decides_about_the_pool(told, monkeypatch, conf, wanted):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
+    build_mover(Gh200Section(enable_uvm_hints=not wanted), CPU, told)
+    assert any("managed memory is wanted" in text for text in told.texts()) is wanted

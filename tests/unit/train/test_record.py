@@ -1,3 +1,5 @@
+from math import inf, nan
+
 import pytest
 import torch
 
@@ -7,8 +9,8 @@ from gracetune.train.record import Record
 from gracetune.train.step import StepResult
 
 
-def result(loss=1.0, samples=4):
-    return StepResult(torch.tensor(loss), torch.tensor(2.0), 0.1, torch.tensor(float(samples)), 1)
+def result(loss=1.0, samples=4, norm=2.0):
+    return StepResult(torch.tensor(loss), torch.tensor(norm), 0.1, torch.tensor(float(samples)), 1)
 
 
 def record_of(told, every):
@@ -34,9 +36,9 @@ def test_what_is_left_is_flushed_once(told):
     assert len(told.of(StepDone)) == 1
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_told_and_ends_the_run(told, loss):
+@pytest.mark.parametrize(("loss", "norm"), [(nan, 1.0), (inf, 1.0), (1.0, nan), (1.0, inf)])
+def test_what_is_no_number_is_told_and_ends_the_run(told, loss, norm):
     record = record_of(told, every=1)
     with pytest.raises(RunFailedError, match=r"at step 5.*optimizer\.lr"):
-        record.add(5, 0, result(loss))
+        record.add(5, 0, result(loss, norm=norm))
     assert told.of(StepDone)[0].step == 5

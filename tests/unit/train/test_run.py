@@ -89,7 +89,7 @@ def test_the_ramp_changes_between_steps_and_is_told(tiny_run, told):
 
 def test_a_loss_that_explodes_fails_the_run_and_keeps_what_was_good(tiny_run, told, tmp_path):
     train = {"max_train_steps": 50, "checkpoint_every": 1, "max_grad_norm": 0}
-    with pytest.raises(RunFailedError, match="the loss is"):
+    with pytest.raises(RunFailedError, match="the gradient's norm is"):
         run_training(tiny_run(train=train, optimizer={"lr": 1e30}), sinks=[told])
     assert told.of(RunEnded)[0].status == "failed"
     for path in checkpoint.complete(tmp_path / "run/checkpoints"):
@@ -112,6 +112,47 @@ def test_a_folder_in_use_is_refused_and_the_other_run_is_left_alone(tiny_run, tm
         run_training(tiny_run())
     assert not (tmp_path / "run/events.jsonl").exists()
     assert json.loads((tmp_path / "run/now/listening.json").read_text())["pid"] == 1
+
+
+def test_fewer_steps_than_are_done_are_refused_with_both_numbers(tiny_run):
+    run_training(tiny_run())
+    with pytest.raises(CheckpointError, match="max_train_steps is 2, but the run has done 3"):
+        run_training(tiny_run(train={"max_train_steps": 2}))
+
+
+def test_a_refused_resume_leaves_the_run_folder_as_it_was(tiny_run, tmp_path, shapes_folder):
+    run_training(tiny_run())
+    before = (tmp_path / "run/run.json").read_text()
+    dataset = tiny_run().datasets[0].model_dump(mode="json", exclude_unset=True)
+    other = dataset | {"instance_data_dir": f"{shapes_folder}-other", "shapes": {"seed": 9}}
+    with pytest.raises(CheckpointError, match="the training samples and captions"):
+        run_training(tiny_run(datasets=[other], train={"max_train_steps": 9}))
+    assert (tmp_path / "run/run.json").read_text() == before
+
+
+def test_an_error_of_ours_is_in_the_log_too(tiny_run, told, tmp_path, monkeypatch):
+    monkeypatch.setattr("gracetune.train.run.train_loop", lambda session, progress: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_training(tiny_run(), sinks=[told])
+    assert (told.of(RunEnded)[0].status, told.of(RunEnded)[0].message) == (
+        "failed",
+        "division by zero",
+    )
+    assert not (tmp_path / "run/now/listening.json").exists()
+
+
+def test_a_file_in_the_way_of_the_pictures_is_named(tiny_run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/validation").write_text("")
+    section = {"every": 1, "sample_steps": 1, "prompts": ["one"]}
+    with pytest.raises(CheckpointError, match=r"step-000000\.png cannot be written"):
+        run_training(tiny_run(validation=section))
+
+
+def test_pictures_only_when_asked(tiny_run, told):
+    section = {"every": 0, "enable_manual_validation": True, "prompts": ["one"]}
+    run_training(tiny_run(validation=section), sinks=[told])
+    assert told.of(Validated) == []
 
 
 def test_an_adapter_of_another_shape_is_refused(tiny_run):
