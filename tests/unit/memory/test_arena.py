@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -248,7 +249,10 @@ signal.pause()
         assert process.stdout.readline() == "ready\n"
         assert _shared_memory() > before + 200 * MIB
         process.kill()
-    assert _shared_memory() < before + 100 * MIB
+    deadline = time.monotonic() + 20  # the figure is the machine's: others may come and go
+    while _shared_memory() >= before + 100 * MIB:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert not [name for name in os.listdir("/dev/shm") if "gracetune" in name]
 
 

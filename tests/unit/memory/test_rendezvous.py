@@ -73,7 +73,7 @@ def _start(ranks: list[Rank], folder: Path, seconds: float = 0.0) -> Rank:
 
 
 def test_one_makes_it_and_the_others_wait_and_map_it(ranks: list[Rank], tmp_path: Path) -> None:
-    first = _start(ranks, tmp_path, 1.0)
+    first = _start(ranks, tmp_path, 5.0)  # time enough for two processes to start on a busy machine
     assert first.line() == "making"
     others = [_start(ranks, tmp_path), _start(ranks, tmp_path)]
     assert [rank.line() for rank in others] == ["waiting", "waiting"]
