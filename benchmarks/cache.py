@@ -2,9 +2,10 @@
 
 Latents of 16x128x128 in bf16 are read by shuffled batches of 8. Warm: everything is in the page
 cache, and each way has read everything once; the ways take turns, and the best pass of each counts,
-because other work on the machine only ever adds time. A batch is in hand when its tensors can be
-used (`warm`), and gathered when they are one tensor (`gathered`): the second adds the same copy of
-memory to every way, so no way can be many times faster than another there.
+because other work on the machine only ever adds time. `warm` counts until the
+tensors of a batch are in hand: for shards and safetensors these are views of mapped files, so no
+byte of them is read. `gathered` counts until they are one tensor, with every byte copied: this is
+what a loader pays, and there the copy, which is the same for all, is most of ours.
 
 Cold: the files are written back and the kernel is asked to forget them (posix_fadvise DONTNEED),
 which needs no root; names and sizes of files stay known to it, which favours one file an item.
