@@ -216,7 +216,7 @@ class CacheSection(Section):
     persistent_cache: bool = False
     """Keep encoded entries on disk, so that the next run finds them."""
     host_budget_gb: PositiveFloat | None = None
-    """Most GiB of host memory for entries; none: three quarters of what is free at the start."""
+    """Most GiB of host memory for entries on each rank; none: a share of 3/4 of what is free."""
     device_budget_gb: Annotated[float, Field(ge=0)] | None = None
     """Most GiB of device memory for text that stays there; none: one 64th of the device's."""
     prefetch_depth: Literal["auto"] | Positive = "auto"

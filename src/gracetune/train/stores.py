@@ -58,7 +58,7 @@ def open_stores(
         persistent = True
         tell(Notice(f"{ranks.world} ranks share what they encode: the cache is kept in {root}"))
     kinds = {"latents": section.vae_cache_type, "text": section.text_cache_type}
-    budgets = _budgets(section)
+    budgets = _budgets(section, ranks.world)
     tally = Tally()
 
     def open_one(kind: str, name: str, at: Path) -> Store:
@@ -82,9 +82,9 @@ def open_stores(
     )
 
 
-def _budgets(section: CacheSection) -> dict[str, Budget]:
-    """By kind; a kind on disk needs none."""
-    total = psutil.virtual_memory().available * 3 // 4
+def _budgets(section: CacheSection, num_ranks: int) -> dict[str, Budget]:
+    """By kind; a kind on disk needs none. All ranks may be on this machine."""
+    total = psutil.virtual_memory().available * 3 // 4 // num_ranks
     if section.host_budget_gb is not None:
         total = int(section.host_budget_gb * GIB)
     if "disk" in (section.vae_cache_type, section.text_cache_type):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gracetune.cache.arena import ArenaStore
+from gracetune.cache.ranks import Ranks
 from gracetune.cache.store import ShardStore
 from gracetune.config.schema import RunFile
 from gracetune.data.loader import Group
@@ -120,3 +121,21 @@ def test_steps_and_sizes_that_do_not_suit_the_model_are_refused(feed, tiny_run):
         feed(datasets=[dataset | {"bucket_step": 6}])
     with pytest.raises(ConfigError, match="takes at most 64"):
         feed(datasets=[dataset | {"resolution": 128}])
+
+
+def test_several_ranks_share_files_and_host_memory(told, tmp_path):
+    run = RunFile.model_validate({"datasets": [{}]})
+    alone, shared = (
+        open_stores(run, tmp_path / f"{world}", told, ranks=Ranks(0, world)) for world in (1, 4)
+    )
+    assert not alone.in_files
+    assert shared.in_files
+    assert any("4 ranks share what they encode" in text for text in told.texts())
+
+
+def test_the_host_budget_is_split_between_kinds(told, tmp_path):
+    cache = {"vae_cache_type": "unified_memory", "text_cache_type": "unified_memory"}
+    run = RunFile.model_validate({"cache_config": {**cache, "host_budget_gb": 4}})
+    open_stores(run, tmp_path, told)
+    assert "latents live in host memory, up to 3.0 GiB" in told.texts()[0]
+    assert "text live in host memory, up to 1.0 GiB" in told.texts()[1]
