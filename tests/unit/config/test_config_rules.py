@@ -127,3 +127,9 @@ def test_training_asks_for_everything_at_once():
         "adapter.targets",
         "datasets",
     ]
+
+
+def test_a_holdout_that_nothing_measures_is_remarked_on() -> None:
+    run = RunFile.model_validate({"validation": {"every": 0, "holdout": 0.1}})
+    assert any("nothing measures them" in remark for remark in remarks(run))
+    assert remarks(RunFile.model_validate({"validation": {"holdout": 0.1}})) == []
