@@ -113,6 +113,12 @@ class Ring:
         self._tell = tell
         self._poison = poison
         self._host = fill(self._regions, mover.host_memory)
+        self._addresses = {
+            place.parameter: place.parameter.data_ptr()
+            for region in self._regions
+            for place in region.places
+        }
+        """Where parameters must still be: whoever moves them means something that we do not do."""
         bring_rest(model, self._regions, mover.device)
         self._slots = Slots(mover, max(region.nbytes for region in self._regions), slots)
         self._schedule = Schedule(len(blocks))
@@ -126,6 +132,13 @@ class Ring:
         self._told_surprise = False
         self._closed = False
         self._hooks = self._hook(model, blocks)
+
+    def __deepcopy__(self, memo: object) -> Ring:
+        """Refused: a copied model would have hooks that feed the first one's modules."""
+        raise StreamError(
+            "a model cannot be copied while its weights are streamed. Copy it before "
+            "stream_weights(), or close() the ring first."
+        )
 
     def counters(self) -> RingCounters:
         """What was done so far. Waits until the device has got to the last use."""
@@ -236,10 +249,12 @@ class Ring:
                     f"weight {place.name!r} is to be trained, but it is streamed and would not "
                     "change. Choose what is trained before stream_weights(), or close() the ring."
                 )
-            if any(lookup[name] is not place.parameter for lookup, name in place.homes):
+            if place.parameter.data_ptr() != self._addresses[place.parameter] or any(
+                lookup[name] is not place.parameter for lookup, name in place.homes
+            ):
                 raise StreamError(
-                    f"weight {place.name!r} was replaced while it is streamed. close() the ring "
-                    "before loading or exchanging weights."
+                    f"weight {place.name!r} was moved or replaced while it is streamed. close() "
+                    "the ring before model.to(), or before loading or exchanging weights."
                 )
 
     def _use(self, index: int) -> Slot:

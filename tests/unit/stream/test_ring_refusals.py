@@ -101,9 +101,27 @@ def test_a_weight_that_was_replaced(told):
     twin, _ = streamed(made(), told)
     new = nn.Parameter(torch.zeros(12, 24), requires_grad=False)
     twin.blocks[2].down.weight = new
-    with pytest.raises(StreamError, match=r"'blocks\.2\.down\.weight' was replaced"):
+    with pytest.raises(StreamError, match=r"'blocks\.2\.down\.weight' was moved or replaced"):
         step(twin, 0)
     assert twin.blocks[2].down.weight is new, "theirs is not undone"
+
+
+def test_a_model_that_is_converted(told):
+    twin, ring = streamed(made(), told)
+    step(twin, 0)
+    twin.to(torch.bfloat16)
+    with pytest.raises(StreamError, match="was moved or replaced"):
+        twin(torch.randn(1, 5, 4, dtype=torch.bfloat16))
+    ring.close()
+    assert twin(torch.randn(1, 5, 4, dtype=torch.bfloat16)).isfinite().all()
+
+
+def test_a_model_that_is_copied(told):
+    twin, ring = streamed(made(), told)
+    with pytest.raises(StreamError, match="cannot be copied"):
+        copy.deepcopy(twin)
+    ring.close()
+    copy.deepcopy(twin)
 
 
 def test_backward_after_the_ring_is_closed(told):
