@@ -138,6 +138,7 @@ class CudaMover:
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = deque()
         self._late = 0
         self._seconds = 0.0
+        self._computing = torch.cuda.current_stream(self.device)
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Pinned in place: torch's own pinned memory comes in powers of two."""
@@ -161,7 +162,7 @@ class CudaMover:
     def copy(self, target: Tensor, source: Tensor, poison: bool) -> Arrival:
         """On the copy stream, behind everything that computing has queued."""
         freed = _event()
-        freed.record(torch.cuda.current_stream(self.device))
+        freed.record(self._computing_stream())
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(freed)
             if poison:
@@ -173,7 +174,7 @@ class CudaMover:
 
     def wait(self, done: torch.cuda.Event, ahead: bool) -> None:
         """Hold the computing stream, not the caller, until a copy is done; note when and since."""
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._computing_stream()
         asked = _event(timed=True)
         resumed = _event(timed=True)
         asked.record(stream)
@@ -194,6 +195,14 @@ class CudaMover:
         """Nothing reads the slab any more when this returns."""
         for let_go in self._lent:
             let_go()
+
+    def _computing_stream(self) -> torch.cuda.Stream:
+        """The stream of this thread; another than before waits, for that may still read slots."""
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._computing:
+            stream.wait_stream(self._computing)
+            self._computing = stream
+        return stream
 
     def _pin_down(self, pages: Tensor) -> None:
         with torch.cuda.device(self.device):

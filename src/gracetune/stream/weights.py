@@ -8,8 +8,9 @@ Nobody reads a slot that is being overwritten: a slot is not filled again while 
 it lives (`slots`), a copy waits for the kernels queued before it, and what reads the new contents
 waits for the copy (`movers`). If all slots are held the ring grows rather than take one.
 
-The hooks are on modules; no model code is changed. One thread at a time may run the model, on one
-stream. Which blocks are streamed is for others to decide.
+The hooks are on modules; no model code is changed. One thread at a time may run the model, and a
+block's kernels must be on the stream that is current when it is called. Which blocks are streamed
+is for others to decide.
 """
 
 from __future__ import annotations
