@@ -5,6 +5,9 @@ bf16 LoRA of rank 32, eager. Each step is timed by events on the device; the lin
 the same run, from the same kind of host memory. A streamed step cannot be faster than the larger
 of the resident step and the time its bytes need on the link: `ratio` is how near it comes.
 
+What is in the slots at either turn is not fetched again, which is more of ten blocks than it would
+be of forty: `copied_gib` has what was.
+
     PYTHONPATH=src:benchmarks python benchmarks/ring.py [--out FOLDER] [--commit NAME] [--slots 3]
 """
 
