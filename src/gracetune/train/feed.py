@@ -326,7 +326,7 @@ def _loader_of(
         captions = [draw.caption for draw in draws]
         texts = hot.all_of(captions) or server.texts_of(captions)
         latents, text = mover.bring(server.latents_of(draws), family.stack_text(texts))
-        return mover.place(Batch(latents, text, tuple(draw.sample for draw in draws)))
+        return Batch(latents, text, tuple(draw.sample for draw in draws))
 
     return load
 

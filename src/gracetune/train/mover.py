@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.config.schema import Gh200Section
-    from gracetune.data.sample import Batch
     from gracetune.events.types import Event, MemoryUsed
     from gracetune.memory.placement import PlacementTable
 
@@ -79,21 +78,17 @@ class Mover:
         What is there already stays: latents that were just encoded, texts that are kept hot.
         """
         if not self.moves:
-            return torch.stack(list(latents)), dict(text)
+            stacked, texts = torch.stack(list(latents)), dict(text)
+            self._place(stacked, texts)
+            return stacked, texts
         parts = {f"text {name}": [t] for name, t in text.items() if not t.is_cuda}
         if not latents[0].is_cuda:
             parts["latents"] = list(latents)
         moved = self._staging.send(parts, self._new_on_device) if parts else {}
-        there = {name: t for name, t in text.items() if t.is_cuda}
-        texts = {name: there[name] if name in there else moved[f"text {name}"][0] for name in text}
+        brought = {name: moved[f"text {name}"][0] for name, t in text.items() if not t.is_cuda}
         stacked = moved["latents"] if "latents" in moved else torch.stack(list(latents))
-        return stacked, texts
-
-    def place(self, batch: Batch) -> Batch:
-        """Give each tensor of a batch the home of its role; what cannot be done is told once."""
-        if self._hints is not None:
-            place_batch(batch, self._hints, self._table)
-        return batch
+        self._place(stacked if "latents" in moved else None, brought)
+        return stacked, {name: brought.get(name, t) for name, t in text.items()}
 
     def watch(self, role: str, nbytes: Callable[[], int]) -> None:
         """Keep a role in the books: asked whenever memory is told."""
@@ -107,6 +102,11 @@ class Mover:
             self._booked[role] = nbytes()
             self._session.ledger.take(self._tier, role, self._booked[role])
         return memory_event(step, self._session.stats(), psutil.Process().memory_info().rss)
+
+    def _place(self, latents: Tensor | None, text: Mapping[str, Tensor]) -> None:
+        """Give each tensor that was brought the home of its role; a refusal is told once."""
+        if self._hints is not None:
+            place_batch({"latents": latents, "text": text}, self._hints, self._table)
 
     def _new_on_device(self, like: Tensor) -> Tensor:
         if self._pool is None:

@@ -7,8 +7,8 @@ import mmap
 import os
 import subprocess
 import sys
-import time
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
