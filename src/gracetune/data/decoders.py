@@ -2,7 +2,7 @@
 
 Each decoder gives the pixels that Pillow would, bit for bit, or none at all: then Pillow reads the
 file, or says what is wrong with it. torch's Lanczos differs from Pillow's by one level in one of a
-hundred values and takes a quarter of the time, so recipes and cache keys name which it was.
+hundred values and takes less time, so recipes and cache keys name which it was.
 Figures: benchmarks/results/data_decode.json.
 """
 
