@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -28,6 +27,7 @@ from gracetune.cache.ahead import FIRST_DEPTH, Ahead, CudaLane, Depth
 from gracetune.cache.arena import ArenaStore, Budget, Tally, pinned
 from gracetune.cache.staging import Staging
 from gracetune.data.sample import Batch
+from gracetune.memory.bench import DeviceBytes
 from gracetune.memory.machine import open_machine
 from gracetune.units import GIB, MIB
 
@@ -262,23 +262,6 @@ class Fed:
         return mark
 
 
-@dataclass(frozen=True)
-class Range:
-    """Bytes of managed memory, as torch takes them over."""
-
-    pointer: int
-    nbytes: int
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        return {
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (self.pointer, False),
-            "version": 3,
-        }
-
-
 class Faulting:
     """Every entry in managed memory; kernels gather a batch and fault for its pages."""
 
@@ -291,7 +274,7 @@ class Faulting:
         self._store = store
         self._sample_nbytes = sample_nbytes
         self._managed: Tensor | None = torch.as_tensor(
-            Range(self._pointer, self.nbytes), device=DEVICE
+            DeviceBytes(self._pointer, self.nbytes), device=DEVICE
         )
         self._next = 0
 

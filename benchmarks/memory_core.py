@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import results
 import torch
 
+from gracetune.memory.bench import DeviceBytes
 from gracetune.memory.hints import Hint, Hints, Span, Verdict, span_of, torch_stream
 from gracetune.memory.machine import open_machine
 from gracetune.memory.pool import CudaPools, PoolSettings, UnifiedPool, open_pool
@@ -173,7 +174,7 @@ class Bench:
         }
 
     def _touch(self, pointer: int) -> dict[str, float]:
-        tensor = torch.as_tensor(Bytes(pointer, TOUCHED), device="cuda:0").view(torch.int64)
+        tensor = torch.as_tensor(DeviceBytes(pointer, TOUCHED), device="cuda:0").view(torch.int64)
         timed(torch.ones(TOUCHED // 8, dtype=torch.int64, device="cuda").sum)
         faulting, prefetched = [], []
         for _ in range(3):
@@ -241,23 +242,6 @@ def compare_steps(pool: UnifiedPool) -> dict[str, float]:
     medians = {name: median(values) for name, values in seconds.items()}
     ratio = medians["managed_s"] / medians["native_s"]
     return {**medians, "ratio": ratio, "managed_bytes": pool.counters().peak_bytes}
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """A range that torch takes as a tensor without a copy."""
-
-    pointer: int
-    nbytes: int
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        return {
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (self.pointer, False),
-            "version": 3,
-        }
 
 
 def make_step(routed: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:

@@ -46,7 +46,7 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bytes:
+class DeviceBytes:
     """A range of device-visible bytes, in the form that torch takes without a copy."""
 
     pointer: int
@@ -106,7 +106,7 @@ def torch_bench(driver: Driver, platform: Platform, copy_bytes: int) -> Bench:
             torch.cuda.synchronize(device)
             ctypes.memset(pointer, 1, nbytes)
         else:
-            torch.as_tensor(_Bytes(pointer, nbytes), device=device).view(torch.int64).sum()
+            torch.as_tensor(DeviceBytes(pointer, nbytes), device=device).view(torch.int64).sum()
 
     return Bench(
         driver=driver,
