@@ -45,7 +45,8 @@ SIZES_MIB = (64, 128, 256, 512)
 TOUCHED = 512 * MIB
 LATENT = 128 * 1024
 BATCH_OF_LATENTS = 16
-TURNS = 15
+TURNS = 40
+PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -279,10 +280,12 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def by_turns(measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Each measure once a turn. A shared CPU is slower by whole factors for seconds at a time, so
-    that the least disturbed turn is the figure, as with timeit."""
+    """Each measure once a turn. A shared CPU is slower by whole factors for many seconds at a time,
+    so that turns are spread over most of a minute and the least disturbed one counts, as with timeit.
+    """
     figures: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(TURNS):
+        time.sleep(PAUSE_S)
         for name, measure in measures.items():
             figures[name].append(measure())
     return figures
