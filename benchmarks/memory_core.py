@@ -280,8 +280,8 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def by_turns(measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Each measure once a turn. A shared CPU is slower by whole factors for many seconds at a time,
-    so that turns are spread over most of a minute and the least disturbed one counts, as with timeit.
+    """Each measure once a turn. A shared CPU is slower by whole factors for seconds at a time, so
+    that turns are spread over most of a minute, and the least disturbed one counts as with timeit.
     """
     figures: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(TURNS):
