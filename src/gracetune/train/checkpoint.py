@@ -108,10 +108,7 @@ def find(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | N
     if resume == "none":
         return None
     if resume != "auto":
-        snapshot = read(Path(resume))
-        for later in set_aside(folder, snapshot.progress.step):
-            warn(f"resuming before checkpoints that exist: this one is kept as {later}")
-        return snapshot
+        return read(Path(resume))
     for path in reversed(complete(folder)):
         try:
             return read(path)

@@ -126,7 +126,7 @@ def run_training(
                 built = build(run, accelerator, fan.tell, requests, interrupt)
                 progress = resume(built.session, snapshot)
                 if accelerator.is_main_process:
-                    write_text(folder / "run.json", resolved(run))
+                    _take_over(run, folder, progress, fan)
                 fan.tell(_started(built.session, progress))
                 with interrupt.between_steps():
                     train_loop(built.session, progress)
@@ -135,6 +135,14 @@ def run_training(
     accelerator.end_training()
     assert ending.ended is not None
     return ending.ended
+
+
+def _take_over(run: RunFile, folder: Path, progress: Progress, fan: Fan) -> None:
+    """The run goes on for certain: only now does its folder change. One rank does it."""
+    write_text(folder / "run.json", resolved(run))
+    for later in checkpoint.set_aside(folder / CHECKPOINT_FOLDER, progress.step):
+        text = f"resuming before a checkpoint that exists; that one is kept as {later}"
+        fan.tell(Notice(text, level="warning"))
 
 
 def demand_continuable(run: RunFile, snapshot: Snapshot, precision: str) -> None:

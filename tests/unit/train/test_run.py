@@ -141,6 +141,25 @@ def test_an_error_of_ours_is_in_the_log_too(tiny_run, told, tmp_path, monkeypatc
     assert not (tmp_path / "run/now/listening.json").exists()
 
 
+def test_resuming_before_newer_checkpoints_sets_them_aside_unless_it_is_refused(
+    tiny_run, told, tmp_path
+):
+    train = {"checkpoint_every": 1, "max_train_steps": 3, "keep_checkpoints": 9}
+    run_training(tiny_run(train=train))
+    folder = tmp_path / "run/checkpoints"
+    early = str(folder / "step-000001")
+    with pytest.raises(CheckpointError, match=r"train\.batch_size"):
+        run_training(tiny_run(train=train | {"batch_size": 2}), resume_from=early)
+    assert not (folder / "set-aside").exists()
+
+    run_training(tiny_run(train=train | {"max_train_steps": 2}), resume_from=early, sinks=[told])
+    assert told.of(RunStarted)[0].start_step == 1
+    kept = list((folder / "set-aside").iterdir())
+    assert len(kept) == 2
+    assert all(any(str(path) in text for text in told.texts()) for path in kept)
+    assert [p.name for p in checkpoint.complete(folder)] == ["step-000001", "step-000002"]
+
+
 def test_a_file_in_the_way_of_the_pictures_is_named(tiny_run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/validation").write_text("")
