@@ -6,7 +6,7 @@ levels in [0, 1] with 1 being pure noise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from gracetune import registry
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from gracetune.config.schema import ModelSection
 
 FAMILIES = {"tiny": "gracetune.models.tiny:load"}
+
+Prediction = Literal["flow", "epsilon", "v"]
+"""What a model says of a noisy latent: the velocity e - x0 of flow matching, the noise, or the v of
+Salimans and Ho. Loss weights depend on it."""
 
 
 class Family(Protocol):
@@ -43,6 +47,11 @@ class Family(Protocol):
     @property
     def max_edge(self) -> int:
         """The longest edge, in pixels, that the model can place."""
+        ...
+
+    @property
+    def prediction(self) -> Prediction:
+        """What `predict` gives."""
         ...
 
     @property
@@ -80,6 +89,10 @@ class Family(Protocol):
 
     def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
         """The latent of one picture of this size."""
+        ...
+
+    def num_tokens(self, latent_shape: Sequence[int]) -> int:
+        """How many tokens the transformer makes of one latent: some shift noise levels by it."""
         ...
 
     def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gracetune.config.schema import ModelSection
+    from gracetune.models.family import Prediction
 
 CELL = 4
 """Pixels along the edge of one latent cell."""
@@ -86,6 +87,7 @@ class Tiny:
     name: str = "tiny"
     pixel_step: int = CELL
     max_edge: int = CELL * MAX_CELLS
+    prediction: Prediction = "flow"
     adapter_targets: tuple[str, ...] = (
         "attn.to_q",
         "attn.to_k",
@@ -138,6 +140,11 @@ class Tiny:
     def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
         """Channels, rows and columns of cells."""
         return (3 * CELL * CELL, height // CELL, width // CELL)
+
+    def num_tokens(self, latent_shape: Sequence[int]) -> int:
+        """One a cell."""
+        _, height, width = latent_shape
+        return height * width
 
     def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
         """One vector a word, with a share that tells its place."""
