@@ -21,7 +21,7 @@ def size(family):
 @pytest.fixture(scope="module")
 def latents(family, size):
     width, height = size
-    return family.encode_images(torch.rand(2, 3, height, width) * 2 - 1)
+    return family.encode(torch.rand(2, 3, height, width) * 2 - 1)
 
 
 def test_latents_have_the_shape_it_names(family, size, latents):
@@ -31,7 +31,7 @@ def test_latents_have_the_shape_it_names(family, size, latents):
 def test_decoding_undoes_encoding(family, size):
     width, height = size
     pixels = torch.rand(2, 3, height, width) * 2 - 1
-    decoded = family.decode_images(family.encode_images(pixels))
+    decoded = family.decode(family.encode(pixels))
     assert decoded.shape == pixels.shape
 
 
@@ -87,7 +87,7 @@ def test_sampling_gives_pictures(family, size):
             steps=2,
             guidance=2.0,
         )
-    assert family.decode_images(latents).shape == (1, 3, size[1], size[0])
+    assert family.decode(latents).shape == (1, 3, size[1], size[0])
 
 
 def test_exported_weights_load_again(family, tmp_path):

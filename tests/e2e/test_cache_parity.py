@@ -133,7 +133,7 @@ def trained_live(run, mode, told):
             data = (Path(section.instance_data_dir) / draw.sample.key).read_bytes()
             pixels.append(render(data, recipe, draw.size, decoders))
         text = family.stack_text(family.encode_text([draw.caption for draw in draws]))
-        latents = family.encode_images(torch.stack(pixels))
+        latents = family.encode(torch.stack(pixels))
         return Batch(latents, text, tuple(draw.sample for draw in draws))
 
     train_loop(replace(session, feed=replace(session.feed, load=load)), Progress())

@@ -18,7 +18,14 @@ from gracetune.cache.ranks import ALONE
 from gracetune.data.decoders import PILLOW
 from gracetune.data.parallel import default_workers
 from gracetune.data.prefetch import Prefetch, prefetched
-from gracetune.data.recipe import PLAIN, Recipe, render
+from gracetune.data.recipe import (
+    PLAIN,
+    Recipe,
+    render,
+    render_control,
+    render_sound,
+    render_video,
+)
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import RunFailedError
 from gracetune.events.types import Notice, StageProgress
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     from gracetune.cache.ranks import Ranks
     from gracetune.cache.store import Entry, Store
     from gracetune.data.decoders import Decoders
-    from gracetune.data.sample import Sample
+    from gracetune.data.sample import Sample, Shape
     from gracetune.data.source import Source
     from gracetune.events.types import Event
 
@@ -47,10 +54,10 @@ BATCH = 32
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A sample with the size it is fitted to and the source that has its bytes."""
+    """A sample of any kind with the shape it is fitted to and the source that has its bytes."""
 
     sample: Sample
-    size: tuple[int, int]
+    size: Shape
     source: Source
     recipe: Recipe = PLAIN
 
@@ -136,12 +143,29 @@ def find_unreadable(
 def pixels_of(picture: Picture, decoders: Decoders) -> Tensor | str:
     """The fitted picture, or why there is none."""
     try:
-        data = picture.source.read(picture.sample.key)
-        return render(data, picture.recipe, picture.size, decoders)
+        return _decoded(picture, decoders)
     except UnreadableSampleError as error:
         return error.reason
     except OSError as error:
         return str(error)
+
+
+def _decoded(picture: Picture, decoders: Decoders) -> Tensor:
+    """As the kind of sample asks; a control picture follows as three more channels."""
+    sample, recipe, read = picture.sample, picture.recipe, picture.source.read
+    match sample.kind:
+        case "video":
+            return render_video(read(sample.key), recipe, picture.size)
+        case "audio":
+            return render_sound(read(sample.key), recipe, picture.size)
+    size = (picture.size[0], picture.size[1])
+    controls = [
+        render_control(read(companion.key), recipe, size, decoders)
+        for companion in sample.companions
+        if companion.role == "control"
+    ]
+    pixels = render(read(sample.key), recipe, size, decoders)
+    return torch.cat([pixels, *controls]) if controls else pixels
 
 
 class _Fitting(Generic[Item, Result]):

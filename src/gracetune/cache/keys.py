@@ -39,9 +39,11 @@ class Key(str):
 
 
 def latent_key(sample: Sample, size: Shape, encoder: str, recipe: Recipe = PLAIN) -> Key:
-    """The picture's bytes, the geometry and draw it is fitted by, and the encoder."""
+    """The bytes of sample and control, the geometry and draw it is fitted by, and the encoder."""
     geometry = f"{recipe.name} {'x'.join(map(str, size))}"
-    return _key(kind="latents", sample=sample.digest, geometry=geometry, encoder=encoder)
+    beside = [c.digest for c in sample.companions if c.role == "control"]
+    content = " ".join([sample.digest, *beside])
+    return _key(kind="latents", sample=content, geometry=geometry, encoder=encoder)
 
 
 def text_key(caption: str, encoder: str) -> Key:

@@ -97,7 +97,7 @@ class Server:
         pixels = []
         for d in draws:
             recipe, source = self.recipes(d.sample, d.epoch), self.sources[d.sample.dataset]
-            picture = Picture(d.sample, (d.size[0], d.size[1]), source, recipe)
+            picture = Picture(d.sample, d.size, source, recipe)
             decoded = pixels_of(picture, self.recipes.decoders)
             if isinstance(decoded, str):
                 raise RunFailedError(

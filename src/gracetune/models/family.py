@@ -79,11 +79,11 @@ class Family(Protocol):
         """Move every part."""
         ...
 
-    def encode_images(self, pixels_BCHW: Tensor) -> Tensor:  # noqa: N803  shapes are part of the name
+    def encode(self, pixels_BCHW: Tensor) -> Tensor:  # noqa: N803  shapes are part of the name
         """Pixels in [-1, 1] to latents."""
         ...
 
-    def decode_images(self, latents_BCHW: Tensor) -> Tensor:  # noqa: N803
+    def decode(self, latents_BCHW: Tensor) -> Tensor:  # noqa: N803
         """Latents to pixels in [-1, 1]."""
         ...
 

@@ -129,11 +129,11 @@ class Tiny:
         """Only the transformer has weights."""
         self.transformer.to(device)
 
-    def encode_images(self, pixels_BCHW: Tensor) -> Tensor:  # noqa: N803
+    def encode(self, pixels_BCHW: Tensor) -> Tensor:  # noqa: N803
         """Fold each cell of pixels into channels."""
         return functional.pixel_unshuffle(pixels_BCHW, CELL)
 
-    def decode_images(self, latents_BCHW: Tensor) -> Tensor:  # noqa: N803
+    def decode(self, latents_BCHW: Tensor) -> Tensor:  # noqa: N803
         """Unfold them again, without loss."""
         return functional.pixel_shuffle(latents_BCHW, CELL)
 

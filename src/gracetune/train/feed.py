@@ -135,7 +135,7 @@ def build_feed(
         stores.text,
         generations,
         {d.id: sources[d.id] for d in run.datasets if mode_of(d) == "disable_cache"},
-        family.encode_images,
+        family.encode,
         identity,
         stores.tally,
     )
@@ -198,7 +198,7 @@ def _prepare(prep: Preparation, index: int) -> Prepared:
             for picture in _pictures(groups, opened.source, prep.recipes, epoch)
         ]
         unreadable = _encode(
-            prep, index, prep.stores.latents, pictures, prep.family.encode_images, prep.tell
+            prep, index, prep.stores.latents, pictures, prep.family.encode, prep.tell
         )
     for sample, reason in unreadable:
         prep.ledger.record(section.id, sample.key, reason)
@@ -218,7 +218,7 @@ def _pictures(
     groups: Sequence[Group], source: Source, recipes: Recipes, epoch: int
 ) -> list[Picture]:
     return [
-        Picture(sample, (group.size[0], group.size[1]), source, recipes(sample, epoch))
+        Picture(sample, group.size, source, recipes(sample, epoch))
         for group in groups
         for sample in group.samples
     ]
@@ -259,7 +259,7 @@ def _generations(
         def encode(pixels: Tensor) -> Tensor:
             if stopping.is_set():
                 raise FillingStopped
-            return prep.family.encode_images(pixels)
+            return prep.family.encode(pixels)
 
         def tell(event: Event) -> None:
             if isinstance(event, StageProgress):

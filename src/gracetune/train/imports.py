@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from gracetune.cache.foreign import ForeignEntry
     from gracetune.config.schema import RunFile
+    from gracetune.data.sample import Shape
     from gracetune.events.types import Event
     from gracetune.models.family import Family
 
@@ -123,7 +124,7 @@ def _demand_ours(
     return place
 
 
-def _demand_geometry(made_by: dict[str, object], size: tuple[int, int]) -> None:
+def _demand_geometry(made_by: dict[str, object], size: Shape) -> None:
     """What ai-toolkit says of the crop; SimpleTuner says nothing."""
     if made_by.get("flip_x") or made_by.get("flip_y"):
         raise CacheError("it was flipped")
@@ -145,7 +146,7 @@ def _demand_alike(
     pixels = pixels_of(picture, recipes.decoders)
     if isinstance(pixels, str):
         raise CacheError(f"its picture cannot be read: {pixels}")
-    ours = family.encode_images(pixels.unsqueeze(0))[0].float().cpu().flatten()
+    ours = family.encode(pixels.unsqueeze(0))[0].float().cpu().flatten()
     theirs = entry.tensors["latents"].float().flatten()
     likeness = torch.cosine_similarity(ours, theirs, dim=0).item()
     if not likeness >= ALIKE or not 0.9 < (theirs.norm() / ours.norm()).item() < 1.1:

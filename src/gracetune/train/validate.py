@@ -86,7 +86,7 @@ def sample(t: Trainee, validation: Validation) -> list[Image.Image]:
         steps=section.sample_steps,
         guidance=section.guidance,
     )
-    pixels = t.family.decode_images(latents).clamp(-1, 1).add(1).mul(127.5).round().byte()
+    pixels = t.family.decode(latents).clamp(-1, 1).add(1).mul(127.5).round().byte()
     return [Image.fromarray(x.permute(1, 2, 0).cpu().numpy()) for x in pixels]
 
 

@@ -43,9 +43,9 @@ class World:
             def identity(inner):  # noqa: N805
                 return {"latents": self.encoder, "text": self.text_encoder}
 
-            def encode_images(inner, pixels):  # noqa: N805
+            def encode(inner, pixels):  # noqa: N805
                 encoded["pictures"] += len(pixels)
-                return family.encode_images(pixels)
+                return family.encode(pixels)
 
             def encode_text(inner, captions):  # noqa: N805
                 encoded["captions"] += len(captions)

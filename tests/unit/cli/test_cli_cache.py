@@ -180,7 +180,7 @@ def foreign(root, built):
     crop |= {"crop_width": "24", "crop_height": "24", "flip_x": "false"}
     pictures = sorted((built / "data").rglob("*.png"))[:2]
     for picture in pictures:
-        latent = family.encode_images(render(picture.read_bytes(), plain(), (24, 24))[None])[0]
+        latent = family.encode(render(picture.read_bytes(), plain(), (24, 24))[None])[0]
         name = folder / f"{picture.stem}_{'h' * 22}.safetensors"
         save_file({"latent": latent.contiguous()}, name, crop)
     return folder

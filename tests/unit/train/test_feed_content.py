@@ -68,7 +68,7 @@ def test_batches_hold_the_latents_of_the_drawn_pixels(made, folder, settings):
         for draw, latents in zip(draws, feed.load(draws).latents, strict=True):
             recipe = recipe_of(run.datasets[0], draw.sample, run.seed, lanczos=decoders.lanczos)
             data = (folder / draw.sample.key).read_bytes()
-            wanted = family.encode_images(render(data, recipe, draw.size, decoders)[None])[0]
+            wanted = family.encode(render(data, recipe, draw.size, decoders)[None])[0]
             assert torch.allclose(latents, wanted, atol=1e-5)
 
 
