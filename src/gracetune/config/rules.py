@@ -86,6 +86,15 @@ def _warmup(run: RunFile) -> Iterator[Breach]:
         )
 
 
+def _timesteps(run: RunFile) -> Iterator[Breach]:
+    low, high = run.train.timestep_window
+    if low >= high:
+        yield Breach(
+            "train.timestep_window",
+            f"is [{low:g}, {high:g}]; the first must be below the second.",
+        )
+
+
 def _automagic(run: RunFile) -> Iterator[Breach]:
     settings = run.optimizer.model_dump()
     if run.optimizer.name != "automagic":
@@ -214,6 +223,7 @@ def _idle_holdout(run: RunFile) -> Iterator[str]:
 RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (
     _ramp,
     _warmup,
+    _timesteps,
     _automagic,
     _betas,
     _adapter,

@@ -28,9 +28,21 @@ class ModelSection(Section):
     """Which model is trained, and how its forward pass is computed."""
 
     family: str = "tiny"
-    """The model family: `tiny`, or one that a package adds by an entry point."""
+    """The model family: `tiny`, `wan22`, ..., or one that a package adds by an entry point."""
     path: str | None = None
-    """The folder of the weights (what a full training exports); none: made from `init_seed`."""
+    """A folder as diffusers saves it, or a name on the Hugging Face hub; `tiny` needs none."""
+    revision: str | None = None
+    """Of a hub name: the branch, tag or commit; none: the newest."""
+    transformer_file: str | None = None
+    """One safetensors file, in the model's original names, instead of the folder's transformer."""
+    transformer_2_file: str | None = None
+    """The same for the second transformer: of `wan22`, the low-noise expert."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the weights are kept in; `auto`: what the files have."""
+    quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
+    """Keep the frozen weights of linear layers in fewer bits; adapters are trained beside them."""
+    task: Literal["auto", "text", "image"] = "auto"
+    """What a sample starts from, where a model can do both; `auto`: what it was made for."""
     init_seed: int = 0
     """The seed of the weights where a family can make its own."""
     attention_mechanism: str = "auto"
@@ -259,10 +271,20 @@ class TrainSection(Section):
     """Recompute activations in backward instead of keeping them."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0: never."""
-    timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
+    timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "logit_normal"
     """How noise levels are drawn."""
-    timestep_shift: PositiveFloat = 1.0
-    """Noise levels s become shift*s / (1 + (shift-1)*s)."""
+    timestep_mean: float = 0.0
+    """`logit_normal`: the mean before the sigmoid; above 0 draws more noise."""
+    timestep_std: PositiveFloat = 1.0
+    """`logit_normal`: the standard deviation before the sigmoid."""
+    timestep_shift: PositiveFloat | Literal["flux", "qwen_image", "sd3"] = 1.0
+    """Noise levels s become shift*s / (1 + (shift-1)*s); a name: by size, as that model."""
+    timestep_window: tuple[Share, Share] = (0.0, 1.0)
+    """Levels are drawn from the first up to, and without, the second; the shape stays."""
+    min_snr_gamma: PositiveFloat | None = None
+    """Weigh losses by min-SNR (Hang et al. 2023) with this gamma; flow matching: see the next."""
+    min_snr_in_flow: Literal["identity", "exact"] = "identity"
+    """For flow matching: no weights, or the exact ones, which all but leave out high noise."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay of the moving average of the trained weights; 0: none is kept."""
     checkpoint_every: Count = 500

@@ -77,6 +77,7 @@ ALIASES: Mapping[str, str] = {
     "max_grad_norm": "train.max_grad_norm",
     "flow_schedule_shift": "train.timestep_shift",
     "train.timestep_type": "train.timestep_sampling",
+    "snr_gamma": "train.min_snr_gamma",
     "ema_decay": "train.ema_decay",
     "train.ema_config.ema_decay": "train.ema_decay",
     "train.seed": "seed",
@@ -126,6 +127,7 @@ ELSEWHERE: Mapping[str, str] = {
     "resume_from_checkpoint": "say it at the command line: --resume latest, or a checkpoint",
     "data_backend_config": "put the data sets into `datasets` of this file",
     "config": "put the keys of the process at the top level of this file",
+    "train.snr_gamma": "set train.min_snr_gamma: gamma/SNR without a limit is not offered",
     "job": "put the keys of the process at the top level of this file",
 }
 """Keys that the hosts have and a run file does not, with the way out."""

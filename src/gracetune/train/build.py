@@ -26,6 +26,7 @@ from gracetune.train.feed import EMPTY, build_feed
 from gracetune.train.identity import demand_same, identity_of
 from gracetune.train.loop import Session
 from gracetune.train.mover import build_mover
+from gracetune.train.objective import notes_on_weights
 from gracetune.train.ramp import build_ramp
 from gracetune.train.state import (
     Progress,
@@ -109,6 +110,8 @@ def build(
     family = load_family(run.model)
     family.to(device)
     choose_attention(family.transformer, run.model.attention_mechanism)
+    for note in notes_on_weights(run.train, family.prediction):
+        tell(Notice(note))
     weights = family.weights_digest()
     modules = _make_trainable(run, family, tell)
     # After everything that draws from a seed of its own, and reseeds the generators by the way.

@@ -91,19 +91,23 @@ def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progr
 
 
 def batch_losses(t: Trainee, batch: Batch, micro_batch: int) -> Tensor:
-    """The loss of each sample of one micro-batch."""
+    """The loss of each sample of one micro-batch, as much as it counts."""
     generator = t.draws.at("train", micro_batch, t.accelerator.process_index)
-    levels = draw_levels(t.run.train, len(batch), generator)
+    num_tokens = t.family.num_tokens(batch.latents.shape[1:])
+    levels = draw_levels(t.run.train, len(batch), generator, num_tokens=num_tokens)
     noise = torch.randn(batch.latents.shape, generator=generator, device=generator.device)
-    return losses_at(t, batch, levels, noise)
+    losses = losses_at(t, batch, levels, noise)
+    weights = objective.loss_weights(levels, t.run.train, t.family.prediction)
+    return losses if weights is None else losses * weights
 
 
 def losses_at(t: Trainee, batch: Batch, levels: Tensor, noise: Tensor) -> Tensor:
-    """The same for given levels and noise."""
-    noisy = objective.noisy(batch.latents, noise, levels)
+    """The same for given levels and noise, all samples alike."""
+    kind = t.family.prediction
+    noisy = objective.noisy(batch.latents, noise, levels, kind)
     with t.accelerator.autocast():
         predicted = t.family.predict(t.transformer, noisy, levels, batch.text)
-    return objective.losses(predicted, objective.velocity(batch.latents, noise))
+    return objective.losses(predicted, objective.target(batch.latents, noise, levels, kind))
 
 
 def scale_and_clip(parameters: list[Parameter], scale: Tensor, max_norm: float) -> Tensor:

@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from gracetune.config.schema import TrainSection
 from gracetune.train import objective
 
 
@@ -30,3 +32,67 @@ def test_levels_broadcast_over_video_too():
     out = objective.noisy(x0, torch.ones_like(x0), torch.tensor([0.25, 0.75]))
     assert out[0].unique().tolist() == [0.25]
     assert out[1].unique().tolist() == [0.75]
+
+
+@pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
+def test_every_path_leads_from_picture_to_noise(prediction):
+    x0, noise = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
+    ends = objective.noisy(x0, noise, torch.tensor([0.0, 1.0]), prediction)
+    torch.testing.assert_close(ends[0], x0[0])
+    torch.testing.assert_close(ends[1], noise[1])
+
+
+@pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
+def test_the_target_and_the_noisy_latent_give_the_picture_back(prediction):
+    """What makes a prediction a prediction: x0 follows from it, by the published formulas."""
+    x0, noise = torch.randn(5, 3, 4, 4).double(), torch.randn(5, 3, 4, 4).double()
+    s = torch.linspace(0.1, 0.9, 5).double()
+    x = objective.noisy(x0, noise, s, prediction)
+    said = objective.target(x0, noise, s, prediction)
+    alpha, sigma = (t.view(-1, 1, 1, 1) for t in objective.alpha_sigma(s, prediction))
+    found = {
+        "flow": x - sigma * said,
+        "epsilon": (x - sigma * said) / alpha,
+        "v": alpha * x - sigma * said,
+    }[prediction]
+    torch.testing.assert_close(found, x0)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 5.0])
+@pytest.mark.parametrize("prediction", ["epsilon", "v"])
+def test_min_snr_weights_are_the_published_ones(prediction, gamma):
+    s = torch.linspace(0.01, 0.99, 50).double()
+    alpha, sigma = objective.alpha_sigma(s, prediction)
+    snr = (alpha / sigma) ** 2
+    divisor = {"epsilon": snr, "v": snr + 1}[prediction]
+    weights = objective.loss_weights(s, TrainSection(min_snr_gamma=gamma), prediction)
+    torch.testing.assert_close(weights, snr.clamp(max=gamma) / divisor)
+
+
+def test_min_snr_of_flow_matching_is_identity_unless_it_is_asked_for():
+    s = torch.tensor([0.1, 0.5, 0.875])
+    assert objective.loss_weights(s, TrainSection(), "epsilon") is None
+    assert objective.loss_weights(s, TrainSection(min_snr_gamma=5), "flow") is None
+    exact = TrainSection(min_snr_gamma=5, min_snr_in_flow="exact")
+    weights = objective.loss_weights(s, exact, "flow")
+    torch.testing.assert_close(weights, torch.tensor([0.05, 0.25, 0.015625]))
+
+
+@pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
+def test_weights_are_numbers_at_both_ends(prediction):
+    section = TrainSection(min_snr_gamma=5, min_snr_in_flow="exact")
+    weights = objective.loss_weights(torch.tensor([0.0, 1.0]), section, prediction)
+    expected = {"flow": [0.0, 0.0], "epsilon": [0.0, 1.0], "v": [0.0, 0.0]}[prediction]
+    torch.testing.assert_close(weights, torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+def test_what_min_snr_does_to_flow_matching_is_told():
+    section = TrainSection(min_snr_gamma=5)
+    (identity,) = objective.notes_on_weights(section, "flow")
+    assert "min_snr_gamma 5 changes nothing" in identity
+    (exact,) = objective.notes_on_weights(
+        section.model_copy(update={"min_snr_in_flow": "exact"}), "flow"
+    )
+    assert "0.016 at 0.875" in exact
+    assert objective.notes_on_weights(section, "v") == []
+    assert objective.notes_on_weights(TrainSection(), "flow") == []

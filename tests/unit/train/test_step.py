@@ -10,7 +10,7 @@ from gracetune.events.requests import Requests
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.state import Progress
-from gracetune.train.step import losses_at, scale_and_clip, train_step
+from gracetune.train.step import batch_losses, losses_at, scale_and_clip, train_step
 
 
 @pytest.fixture
@@ -137,3 +137,34 @@ def test_a_window_is_read_lazily(session):
 
     train_step(s.trainee, window(), 2, replace(Progress(), step=0))
     assert taken == [2, 2]
+
+
+def test_weights_of_levels_are_those_of_the_samples_they_were_drawn_for(session):
+    s = session(train={"min_snr_gamma": 5.0, "min_snr_in_flow": "exact"})
+    (batch,) = batches(s, [4])
+    generator = s.trainee.draws.at("train", 0, 0)
+    levels = torch.randn(4, generator=generator).sigmoid()
+    noise = torch.randn(batch.latents.shape, generator=generator)
+    plain = losses_at(s.trainee, batch, levels, noise)
+    weights = torch.minimum((1 - levels) ** 2, 5 * levels**2)
+    torch.testing.assert_close(batch_losses(s.trainee, batch, 0), plain * weights)
+
+
+def test_the_run_files_window_reaches_the_step(session, monkeypatch):
+    s = session(train={"timestep_window": [0.5, 0.6]})
+    seen = []
+    predict = type(s.trainee.family).predict
+
+    def watched(self, transformer, noisy, levels, text):
+        seen.extend(levels.tolist())
+        return predict(self, transformer, noisy, levels, text)
+
+    monkeypatch.setattr(type(s.trainee.family), "predict", watched)
+    train_step(s.trainee, batches(s, [4, 4]), 2, Progress())
+    assert len(seen) == 8
+    assert all(0.5 <= level < 0.6 for level in seen)
+
+
+def test_min_snr_for_flow_matching_is_told_once(session, told):
+    session(train={"min_snr_gamma": 5.0})
+    assert sum("min_snr_gamma 5 changes nothing" in text for text in told.texts()) == 1

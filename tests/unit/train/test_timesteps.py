@@ -1,15 +1,42 @@
+import math
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gracetune.config.schema import TrainSection
-from gracetune.train.timesteps import DISTRIBUTIONS, draw_levels, shifted
+from gracetune.errors import ConfigError
+from gracetune.train.timesteps import (
+    DISTRIBUTIONS,
+    WHOLE,
+    Window,
+    draw_levels,
+    edges,
+    expert_windows,
+    overlap,
+    share_of,
+    shift_of,
+    shifted,
+)
+
+SHIFTS = [0.5, 1.0, 3.0, 12.0]
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def section(name="logit_normal", shift=1.0, **settings):
+    return TrainSection(timestep_sampling=name, timestep_shift=shift, **settings)
 
 
 @pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
-@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("shift", SHIFTS)
 def test_levels_stay_between_picture_and_noise(name, shift):
-    section = TrainSection(timestep_sampling=name, timestep_shift=shift)
-    s = draw_levels(section, 10_000, torch.Generator().manual_seed(0))
+    s = draw_levels(section(name, shift), 10_000, generator())
+    assert s.dtype == torch.float32
     assert s.min() >= 0
     assert s.max() <= 1
 
@@ -21,10 +48,156 @@ def test_the_shift_is_the_published_map():
 
 
 def test_logit_normal_has_its_median_in_the_middle():
-    s = draw_levels(TrainSection(), 100_000, torch.Generator().manual_seed(0))
+    s = draw_levels(TrainSection(), 100_000, generator())
     assert abs(s.median().item() - 0.5) < 0.01
 
 
-def test_the_same_generator_draws_the_same_levels():
-    draws = [draw_levels(TrainSection(), 8, torch.Generator().manual_seed(5)) for _ in range(2)]
+def test_the_mean_and_spread_of_logit_normal_are_those_of_its_logits():
+    s = draw_levels(section(timestep_mean=0.7, timestep_std=0.4), 100_000, generator())
+    logits = s.double().logit()
+    assert logits.mean().item() == pytest.approx(0.7, abs=0.01)
+    assert logits.std().item() == pytest.approx(0.4, abs=0.01)
+
+
+@pytest.mark.parametrize("window", [WHOLE, Window(0.2, 0.9)])
+def test_the_same_generator_draws_the_same_levels(window):
+    draws = [draw_levels(TrainSection(), 8, generator(5), window) for _ in range(2)]
     assert torch.equal(*draws)
+
+
+@pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
+def test_the_density_is_the_published_one(name):
+    """Against diffusers, whose own draws every trainer uses."""
+    from diffusers.training_utils import compute_density_for_timestep_sampling
+
+    scheme = {"uniform": "none"}.get(name, name)
+    if name == "cosmap":  # theirs is another path to the same formula, from a uniform u
+        u = torch.rand(100_000, generator=generator(1)).double()
+        theirs = 1 - 1 / (torch.tan(torch.pi / 2 * u) + 1)
+    else:
+        theirs = compute_density_for_timestep_sampling(
+            scheme, 100_000, 0.0, 1.0, 1.29, generator=generator(1)
+        )
+    ours = draw_levels(section(name), 100_000, generator(2))
+    marks = torch.linspace(0.02, 0.98, 25)
+    torch.testing.assert_close(
+        torch.quantile(ours, marks), torch.quantile(theirs.float(), marks), rtol=0, atol=0.01
+    )
+
+
+@pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
+def test_quantile_and_share_are_inverse(name):
+    distribution, settings_ = DISTRIBUTIONS[name], section(name)
+    for share in (0.001, 0.1, 0.5, 0.87, 0.999):
+        level = distribution.quantile(torch.tensor(share).double(), settings_).item()
+        assert distribution.share_below(level, settings_) == pytest.approx(share, abs=1e-6)
+
+
+@given(
+    name=st.sampled_from(sorted(DISTRIBUTIONS)),
+    shift=st.floats(0.5, 6),
+    low=st.floats(0, 0.9),
+    width=st.floats(0.05, 1),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_window_holds_every_draw_and_keeps_the_shape(name, shift, low, width, seed):
+    window = Window(low, min(1.0, low + width))
+    s = draw_levels(section(name, shift), 400, generator(seed), window)
+    for compared in (s, s.double()):  # as fp32 and as Python numbers see the edges
+        assert bool((compared >= window.low).all())
+        assert bool((compared < window.high).all())
+    whole = draw_levels(section(name, shift), 60_000, generator(seed + 1))
+    inside = whole[(whole >= window.low) & (whole < window.high)]
+    if len(inside) > 2000:  # Kolmogorov and Smirnov: the two samples are of one distribution
+        marks = torch.cat([s, inside]).sort().values
+        below = [torch.searchsorted(part.sort().values, marks, right=True) for part in (s, inside)]
+        gap = (below[0] / len(s) - below[1] / len(inside)).abs().max().item()
+        assert gap < 2.6 * math.sqrt(1 / len(s) + 1 / len(inside))  # one in 10^6
+
+
+@given(boundary=st.floats(0.05, 0.95), name=st.sampled_from(sorted(DISTRIBUTIONS)))
+@settings(max_examples=100, deadline=None)
+def test_no_level_reaches_the_wrong_expert(boundary, name):
+    windows = expert_windows(boundary)
+    for stage, window in windows.items():
+        s = draw_levels(section(name, 5.0), 500, generator(), window)
+        assert bool(((s >= boundary) == (stage == "high")).all())
+        assert all((level >= boundary) == (stage == "high") for level in s.tolist())
+
+
+@pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
+@pytest.mark.parametrize("boundary", [0.875, 0.9])
+def test_a_window_is_covered_up_to_its_edges(name, boundary):
+    for window in expert_windows(boundary).values():
+        s = draw_levels(section(name, 3.0), 200_000, generator(), window)
+        width = window.high - window.low
+        assert s.min() < window.low + 0.06 * width
+        assert s.max() > window.high - 0.06 * width
+
+
+def test_edges_are_the_outermost_numbers_of_a_window():
+    below_nine_tenths = np.float32(0.9)  # 0.89999998
+    assert float(below_nine_tenths) < 0.9
+    low, _ = edges(Window(0.9, 1.0))
+    _, high = edges(Window(0.0, 0.9))
+    assert low == float(np.nextafter(below_nine_tenths, np.float32(1)))
+    assert high == float(np.nextafter(below_nine_tenths, np.float32(0)))
+    assert edges(Window(0.875, 1.0)) == (0.875, float(np.nextafter(np.float32(1), np.float32(0))))
+
+
+@pytest.mark.parametrize(
+    ("name", "shift", "share"),
+    [("uniform", 1.0, 0.125), ("logit_normal", 1.0, 0.0258), ("uniform", 5.0, 0.4167)],
+)
+def test_the_share_of_the_high_expert_is_what_sampling_everywhere_gives_it(name, shift, share):
+    high = expert_windows(0.875)["high"]
+    assert share_of(section(name, shift), high) == pytest.approx(share, abs=1e-3)
+    drawn = draw_levels(section(name, shift), 100_000, generator())
+    assert (drawn >= 0.875).float().mean().item() == pytest.approx(share, abs=5e-3)
+
+
+def test_the_run_files_window_narrows_every_other():
+    half = section(timestep_window=(0.25, 0.5))
+    s = draw_levels(half, 2000, generator())
+    assert s.min() >= 0.25
+    assert s.max() < 0.5
+    assert share_of(half, Window(0.0, 1.0)) == 1.0
+    assert share_of(half, Window(0.0, 0.375)) < 0.5
+    assert overlap(Window(0.1, 0.6), Window(0.3, 0.9)) == Window(0.3, 0.6)
+
+
+def test_windows_without_a_level_are_refused():
+    with pytest.raises(ConfigError, match=r"no noise level is both in .* Widen"):
+        draw_levels(section(timestep_window=(0.0, 0.5)), 1, generator(), Window(0.5, 1.0))
+    with pytest.raises(ConfigError, match=r"Set train\.timestep_sampling: uniform"):
+        draw_levels(section(timestep_std=0.1), 1, generator(), Window(0.99, 1.0))
+
+
+def test_shifts_by_resolution_are_those_of_the_models():
+    assert shift_of(section(shift=2.5), 77) == 2.5
+    assert shift_of(section(shift="flux"), 256) == pytest.approx(math.exp(0.5))
+    assert shift_of(section(shift="flux"), 4096) == pytest.approx(math.exp(1.15))
+    assert shift_of(section(shift="qwen_image"), 8192) == pytest.approx(math.exp(0.9))
+    assert shift_of(section(shift="sd3"), 4096) == 3.0
+    assert shift_of(section(shift="sd3"), 1024) == 1.5
+
+
+@pytest.mark.parametrize("rule", ["flux", "qwen_image"])
+def test_the_shift_equals_diffusers_own(rule):
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    (x0, y0), (x1, y1) = {
+        "flux": ((256, 0.5), (4096, 1.15)),
+        "qwen_image": ((256, 0.5), (8192, 0.9)),
+    }[rule]
+    mu = calculate_shift(1536, x0, x1, y0, y1)
+    assert shift_of(section(shift=rule), 1536) == pytest.approx(math.exp(mu))
+
+
+def test_larger_pictures_are_drawn_noisier():
+    small, large = (
+        draw_levels(section(shift="flux"), 1000, generator(), num_tokens=n).mean()
+        for n in (256, 4096)
+    )
+    assert large > small + 0.05
