@@ -1,26 +1,34 @@
 """What every model family can do; the trainer knows families by this and nothing else.
 
-Shapes: B samples, C channels, H and W in pixels for pictures and in cells for latents, s noise
-levels in [0, 1] with 1 being pure noise.
+Shapes: B samples, C channels, F frames, H and W in pixels for pictures and in cells for latents, s
+noise levels in [0, 1] with 1 being pure noise.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from gracetune import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
     from torch import Tensor, nn
 
     from gracetune.config.schema import ModelSection
+    from gracetune.models.samples import Order, Sampled
 
-FAMILIES = {"tiny": "gracetune.models.tiny:load"}
+    Forward = Callable[..., Any]
+    """A transformer, a wrapper around it, or one expert of a pair."""
 
+FAMILIES = {
+    "tiny": "gracetune.models.tiny:load",
+    "wan22": "gracetune.models.wan22:load",
+}
+
+Kind = Literal["image", "video", "audio"]
 Prediction = Literal["flow", "epsilon", "v"]
 """What a model says of a noisy latent: the velocity e - x0 of flow matching, the noise, or the v of
 Salimans and Ho. Loss weights depend on it."""
@@ -36,7 +44,27 @@ class Family(Protocol):
 
     @property
     def transformer(self) -> nn.Module:
-        """What is trained."""
+        """What is trained; where `boundary` says that there are two, an `Experts` with both."""
+        ...
+
+    @property
+    def boundary(self) -> float | None:
+        """The level from which on the high-noise expert works; none: one transformer does all."""
+        ...
+
+    @property
+    def kinds(self) -> Sequence[Kind]:
+        """The kinds of sample that `encode` takes."""
+        ...
+
+    @property
+    def starts_from(self) -> Literal["text", "image"]:
+        """Whether a sample is made of a caption alone, or of a picture and a caption."""
+        ...
+
+    @property
+    def takes_control(self) -> bool:
+        """Whether training pictures come with a control picture (a reference, to be edited)."""
         ...
 
     @property
@@ -68,7 +96,7 @@ class Family(Protocol):
         ...
 
     def blocks(self) -> Sequence[nn.Module]:
-        """The repeated blocks, in the order a forward pass uses them."""
+        """The repeated blocks in the order of a forward pass; of two experts, high noise first."""
         ...
 
     def enable_gradient_checkpointing(self) -> None:
@@ -79,16 +107,23 @@ class Family(Protocol):
         """Move every part."""
         ...
 
-    def encode(self, pixels_BCHW: Tensor) -> Tensor:  # noqa: N803  shapes are part of the name
-        """Pixels in [-1, 1] to latents."""
+    def release_text_encoder(self) -> None:
+        """Nothing is encoded from here on: give its memory back."""
         ...
 
-    def decode(self, latents_BCHW: Tensor) -> Tensor:  # noqa: N803
-        """Latents to pixels in [-1, 1]."""
+    def encode(self, media: Tensor) -> Tensor:
+        """Pictures (BCHW), clips (BCFHW) in [-1, 1] or sounds (BCN) to what caches keep of them.
+
+        A control picture follows its picture as three more channels.
+        """
         ...
 
-    def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
-        """The latent of one picture of this size."""
+    def parts(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """What is noised of an encoded batch, and what the model is given as it is."""
+        ...
+
+    def latent_shape(self, *shape: int) -> tuple[int, ...]:
+        """What `encode` makes of one sample of this shape, as buckets have them."""
         ...
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
@@ -105,16 +140,23 @@ class Family(Protocol):
 
     def predict(
         self,
-        transformer: nn.Module,
-        noisy_BCHW: Tensor,  # noqa: N803
-        s_B: Tensor,  # noqa: N803
-        text: Mapping[str, Tensor],
+        transformer: Forward,
+        noisy: Tensor,
+        s_B: Tensor,  # noqa: N803  shapes are part of the name
+        conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """The velocity e - x0. `transformer` is ours or a wrapper around it."""
+        """What `prediction` says, of the same shape as `noisy`; the text and the given as one.
+
+        `transformer` is ours, a wrapper around it, or one expert; all levels are that expert's.
+        """
+        ...
+
+    def sample(self, order: Order) -> list[Sampled]:
+        """Make what is ordered with the weights as they are, through the family's own pipeline."""
         ...
 
     def export(self, folder: Path) -> None:
-        """Write the transformer so that `model.path` can name the folder."""
+        """Write the model so that `model.path` can name the folder."""
         ...
 
 

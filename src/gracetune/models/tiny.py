@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from blake3 import blake3
@@ -21,12 +21,15 @@ from torch.nn import functional
 
 from gracetune.errors import ModelError
 from gracetune.models.digest import digest_of_weights
+from gracetune.models.samples import Sampled
+from gracetune.models.sampling import euler
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Prediction
+    from gracetune.models.family import Forward, Kind, Prediction
+    from gracetune.models.samples import Order
 
 CELL = 4
 """Pixels along the edge of one latent cell."""
@@ -85,6 +88,10 @@ class Tiny:
 
     transformer: nn.Module
     name: str = "tiny"
+    boundary: None = None
+    kinds: tuple[Kind, ...] = ("image",)
+    starts_from: Literal["text", "image"] = "text"
+    takes_control: bool = False
     pixel_step: int = CELL
     max_edge: int = CELL * MAX_CELLS
     prediction: Prediction = "flow"
@@ -129,16 +136,24 @@ class Tiny:
         """Only the transformer has weights."""
         self.transformer.to(device)
 
-    def encode(self, pixels_BCHW: Tensor) -> Tensor:  # noqa: N803
+    def release_text_encoder(self) -> None:
+        """It has no weights."""
+
+    def encode(self, media: Tensor) -> Tensor:
         """Fold each cell of pixels into channels."""
-        return functional.pixel_unshuffle(pixels_BCHW, CELL)
+        return functional.pixel_unshuffle(media, CELL)
+
+    def parts(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """All of it is noised."""
+        return encoded, {}
 
     def decode(self, latents_BCHW: Tensor) -> Tensor:  # noqa: N803
         """Unfold them again, without loss."""
         return functional.pixel_shuffle(latents_BCHW, CELL)
 
-    def latent_shape(self, width: int, height: int) -> tuple[int, ...]:
+    def latent_shape(self, *shape: int) -> tuple[int, ...]:
         """Channels, rows and columns of cells."""
+        width, height = shape
         return (3 * CELL * CELL, height // CELL, width // CELL)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
@@ -161,20 +176,43 @@ class Tiny:
 
     def predict(
         self,
-        transformer: nn.Module,
-        noisy_BCHW: Tensor,  # noqa: N803
+        transformer: Forward,
+        noisy: Tensor,
         s_B: Tensor,  # noqa: N803
-        text: Mapping[str, Tensor],
+        conditions: Mapping[str, Tensor],
     ) -> Tensor:
         """One forward pass; SD3 counts noise levels to 1000."""
         velocity: Tensor = transformer(
-            noisy_BCHW,
-            encoder_hidden_states=text["tokens"],
-            pooled_projections=text["pooled"],
+            noisy,
+            encoder_hidden_states=conditions["tokens"],
+            pooled_projections=conditions["pooled"],
             timestep=s_B * 1000,
             return_dict=False,
         )[0]
         return velocity
+
+    def sample(self, order: Order) -> list[Sampled]:
+        """All pictures at once, by Euler's method."""
+        device = next(self.transformer.parameters()).device
+        shape, count = self.latent_shape(*order.shape), len(order.texts)
+        noise = [
+            torch.randn(shape, generator=torch.Generator().manual_seed(order.seed + number))
+            for number in range(count)
+        ]
+        both = self.stack_text([*order.texts, *[order.empty] * count])
+        text, empty = (
+            {key: t[part].to(device) for key, t in both.items()}
+            for part in (slice(None, count), slice(count, None))
+        )
+        latents = euler(
+            lambda x, s, text: self.predict(self.transformer, x, s, text).float(),
+            torch.stack(noise).to(device),
+            text,
+            empty,
+            steps=order.steps,
+            guidance=order.guidance,
+        )
+        return [Sampled("image", picture.cpu()) for picture in self.decode(latents)]
 
     def export(self, folder: Path) -> None:
         """As a diffusers model folder."""

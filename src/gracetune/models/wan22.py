@@ -1,0 +1,356 @@
+"""The family `wan22`: Wan 2.2 in diffusers' classes, for pictures and videos.
+
+T2V-A14B and I2V-A14B have two experts; TI2V-5B has one transformer for both tasks. Which one a
+folder holds is read from the folder. Latents: C channels, F frames, H rows, W columns; an image is
+a video of one frame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch import Tensor, nn
+
+from gracetune.errors import ModelError
+from gracetune.models.captions import cleaned, padded, tokens_of
+from gracetune.models.digest import digest_of_weights
+from gracetune.models.experts import Experts, transformers_of
+from gracetune.models.parts import (
+    copy_rest,
+    demand_class,
+    digest_of_folder,
+    locate,
+    read_index,
+    read_part,
+    read_transformer,
+)
+from gracetune.models.samples import Sampled
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from gracetune.config.schema import ModelSection
+    from gracetune.models.family import Forward, Kind, Prediction
+    from gracetune.models.samples import Order
+
+PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
+TEXT_LENGTH = 512
+"""Captions are cut and padded to this many tokens; the model attends to the zeros as well."""
+NUM_TIMESTEPS = 1000
+FPS = 16.0
+BOUNDARIES = {"text": 0.875, "image": 0.9}
+"""Where the published models change experts, for folders that do not say."""
+FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+TARGETS = (
+    *(f"attn1.{name}" for name in ATTENTION),
+    *(f"attn2.{name}" for name in ATTENTION),
+    "ffn.net.0.proj",
+    "ffn.net.2",
+)
+
+
+def load(section: ModelSection) -> Wan22:
+    """Read every part of the folder `model.path`."""
+    from transformers import AutoTokenizer, UMT5EncoderModel
+
+    folder = locate(section)
+    index = read_index(folder)
+    demand_class(folder, index, PIPELINES, "wan22")
+    high = read_transformer(
+        WanTransformer3DModel, section, folder, "transformer", section.transformer_file
+    )
+    low = None
+    if index.get("transformer_2", (None, None))[1] is not None:
+        low = read_transformer(
+            WanTransformer3DModel, section, folder, "transformer_2", section.transformer_2_file
+        )
+    elif section.transformer_2_file is not None:
+        raise ModelError(
+            f"model.transformer_2_file is {section.transformer_2_file!r}, but {folder} has one "
+            "transformer. Leave it out, or name a folder with two."
+        )
+    vae = read_part(
+        folder,
+        "vae",
+        lambda part: AutoencoderKLWan.from_pretrained(
+            part, torch_dtype=torch.float32, local_files_only=True
+        ),
+    )
+    task = _task(section, high, vae, index)
+    edge = int(vae.config.scale_factor_spatial * high.config.patch_size[1])
+    return Wan22(
+        folder=folder,
+        transformer=high if low is None else Experts(high, low),
+        vae=vae.eval().requires_grad_(False),
+        text=[
+            read_part(
+                folder,
+                "text_encoder",
+                lambda part: UMT5EncoderModel.from_pretrained(
+                    part, dtype="auto", local_files_only=True
+                ).eval(),
+            ).requires_grad_(False)
+        ],
+        tokenizer=read_part(
+            folder, "tokenizer", lambda p: AutoTokenizer.from_pretrained(p, local_files_only=True)
+        ),
+        boundary=None if low is None else index.get("boundary_ratio") or BOUNDARIES[task],
+        starts_from=task,
+        expands_timesteps=bool(index.get("expand_timesteps")),
+        pixel_step=edge,
+        max_edge=high.config.rope_max_seq_len * edge,
+    )
+
+
+def _task(
+    section: ModelSection, transformer: Any, vae: Any, index: Mapping[str, Any]
+) -> Literal["text", "image"]:
+    """More input channels than latents have: a first frame comes with them."""
+    own: Literal["text", "image"]
+    own = "image" if transformer.config.in_channels > vae.config.z_dim else "text"
+    asked = own if section.task == "auto" else section.task
+    if asked != own and not index.get("expand_timesteps"):
+        raise ModelError(
+            f"model.task is {asked!r}, but this model was made for {own!r}: it takes "
+            f"{transformer.config.in_channels} channels. Set model.task: auto, or name another "
+            "model.path."
+        )
+    return asked
+
+
+@dataclass(frozen=True)
+class Wan22:
+    """The loaded parts. See `Family` for what each member means."""
+
+    folder: Path
+    transformer: nn.Module
+    vae: Any
+    text: list[nn.Module]
+    """The text encoder, until it is released."""
+    tokenizer: Any
+    boundary: float | None
+    starts_from: Literal["text", "image"]
+    expands_timesteps: bool
+    """TI2V-5B: each token has a level of its own, and a given first frame has none."""
+    pixel_step: int
+    max_edge: int
+    name: str = "wan22"
+    kinds: tuple[Kind, ...] = ("image", "video")
+    takes_control: bool = False
+    prediction: Prediction = "flow"
+    adapter_targets: tuple[str, ...] = TARGETS
+
+    def identity(self) -> dict[str, str]:
+        """The encoders' own files; a given first frame is a part of what is encoded."""
+        text = "-".join(digest_of_folder(self.folder / p) for p in ("tokenizer", "text_encoder"))
+        return {
+            "latents": f"wan-{self.starts_from}-mode-{digest_of_folder(self.folder / 'vae')}",
+            "text": f"umt5-{TEXT_LENGTH}-{text}",
+        }
+
+    def weights_digest(self) -> str:
+        """Of one transformer or both."""
+        return digest_of_weights(self.transformer)
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """Of one transformer or both, high noise first."""
+        return [
+            block
+            for transformer in transformers_of(self.transformer).values()
+            for block in transformer.get_submodule("blocks").children()
+        ]
+
+    def enable_gradient_checkpointing(self) -> None:
+        """As diffusers does it, block by block."""
+        for transformer in transformers_of(self.transformer).values():
+            assert isinstance(transformer, WanTransformer3DModel)
+            transformer.enable_gradient_checkpointing()
+
+    def to(self, device: torch.device) -> None:
+        """The experts, the VAE and the text encoder as long as it is there."""
+        for part in (self.transformer, self.vae, *self.text):
+            part.to(device)
+
+    def release_text_encoder(self) -> None:
+        """Eleven gigabytes that training does not need."""
+        self.text.clear()
+
+    def encode(self, media: Tensor) -> Tensor:
+        """Normalised latents; a first frame's mask and latents follow where it is given."""
+        clip = media if media.ndim == 5 else media.unsqueeze(2)
+        latents = self._encoded(clip)
+        if not self._concatenates:
+            return latents
+        first = torch.zeros_like(clip)
+        first[:, :, 0] = clip[:, :, 0]
+        mask = latents.new_zeros(
+            len(clip), self.vae.config.scale_factor_temporal, *latents.shape[2:]
+        )
+        mask[:, :, 0] = 1
+        return torch.cat([latents, mask, self._encoded(first)], dim=1)
+
+    def parts(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The clip; its first frame where the model starts from one."""
+        channels = self.vae.config.z_dim
+        latents, beside = encoded[:, :channels], encoded[:, channels:]
+        if self._concatenates:
+            return latents, {"beside": beside}
+        if self.starts_from == "image":
+            return latents, {"first": latents[:, :, :1]}
+        return latents, {}
+
+    def latent_shape(self, *shape: int) -> tuple[int, ...]:
+        """Of width, height and, for clips, frames."""
+        width, height, frames = (*shape, 1)[:3]
+        config = self.vae.config
+        channels = config.z_dim
+        if self._concatenates:
+            channels += config.scale_factor_temporal + config.z_dim
+        return (
+            channels,
+            (frames - 1) // config.scale_factor_temporal + 1,
+            height // config.scale_factor_spatial,
+            width // config.scale_factor_spatial,
+        )
+
+    def num_tokens(self, latent_shape: Sequence[int]) -> int:
+        """One a patch."""
+        _, frames, height, width = latent_shape
+        across, up, along = self._one.config.patch_size
+        return int((frames // across) * (height // up) * (width // along))
+
+    def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
+        """The encoder's last hidden states."""
+        (encoder,) = self.text
+        device = next(encoder.parameters()).device
+        texts = []
+        for caption in captions:
+            found = tokens_of(self.tokenizer, cleaned(caption), TEXT_LENGTH)
+            with torch.no_grad():
+                hidden = encoder(
+                    found["input_ids"].to(device), found["attention_mask"].to(device)
+                ).last_hidden_state
+            texts.append({"tokens": hidden[0]})
+        return texts
+
+    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Zeros up to 512 tokens, as the model was trained."""
+        return {"tokens": padded([text["tokens"] for text in texts], TEXT_LENGTH)}
+
+    def predict(
+        self,
+        transformer: Forward,
+        noisy: Tensor,
+        s_B: Tensor,  # noqa: N803
+        conditions: Mapping[str, Tensor],
+    ) -> Tensor:
+        """One forward pass of one expert."""
+        first = conditions.get("first")
+        x, levels = noisy, s_B * NUM_TIMESTEPS
+        if first is not None:
+            x = torch.cat([first, noisy[:, :, 1:]], dim=2)
+        if "beside" in conditions:
+            x = torch.cat([noisy, conditions["beside"]], dim=1)
+        if self.expands_timesteps:
+            levels = self._level_of_each_token(noisy, levels, given=first is not None)
+        dtype = self._one.patch_embedding.weight.dtype
+        velocity: Tensor = transformer(
+            hidden_states=x.to(dtype),
+            timestep=levels,
+            encoder_hidden_states=conditions["tokens"].to(dtype),
+            return_dict=False,
+        )[0]
+        if first is None:
+            return velocity
+        # What is given is known: its velocity is exact and costs no loss.
+        s = s_B.view(-1, 1, 1, 1, 1).clamp_min(torch.finfo(s_B.dtype).tiny)
+        known = ((noisy[:, :, :1] - first) / s).to(velocity.dtype)
+        return torch.cat([known, velocity[:, :, 1:]], dim=2)
+
+    def sample(self, order: Order) -> list[Sampled]:
+        """One clip or picture a prompt, by the pipeline that the model was published with."""
+        pipeline = self._pipeline()
+        device = next(self.transformer.parameters()).device
+        width, height, frames = (*order.shape, 1)[:3]
+        made = []
+        for number, text in enumerate(order.texts):
+            both = self.stack_text([text, order.empty])["tokens"].to(device)
+            image = {"image": (order.images[number][None] + 1) / 2} if order.images else {}
+            video = pipeline(
+                prompt_embeds=both[:1],
+                negative_prompt_embeds=both[1:],
+                width=width,
+                height=height,
+                num_frames=frames,
+                num_inference_steps=order.steps,
+                guidance_scale=order.guidance,
+                generator=torch.Generator().manual_seed(order.seed + number),
+                output_type="pt",
+                **image,
+            ).frames[0]
+            clip = video.permute(1, 0, 2, 3).float().cpu() * 2 - 1
+            if frames == 1:
+                made.append(Sampled("image", clip[:, 0]))
+            else:
+                made.append(Sampled("video", clip, FPS))
+        return made
+
+    def export(self, folder: Path) -> None:
+        """A whole pipeline's folder; what was not trained is linked or copied."""
+        for expert, transformer in transformers_of(self.transformer).items():
+            assert isinstance(transformer, WanTransformer3DModel)
+            transformer.save_pretrained(folder / FOLDERS[expert])
+        copy_rest(self.folder, folder, leave_out=FOLDERS.values())
+
+    @property
+    def _one(self) -> Any:
+        """Any of the transformers: their shapes are the same."""
+        return next(iter(transformers_of(self.transformer).values()))
+
+    @property
+    def _concatenates(self) -> bool:
+        return self.starts_from == "image" and not self.expands_timesteps
+
+    def _encoded(self, clip: Tensor) -> Tensor:
+        where = next(self.vae.parameters())
+        with torch.no_grad():
+            raw: Tensor = self.vae.encode(clip.to(where)).latent_dist.mode()
+        mean, std = (
+            torch.tensor(values, device=raw.device).view(1, -1, 1, 1, 1)
+            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
+        )
+        return (raw - mean) / std
+
+    def _level_of_each_token(self, noisy: Tensor, levels: Tensor, *, given: bool) -> Tensor:
+        across, up, along = self._one.config.patch_size
+        frames = noisy.shape[2] // across
+        per_frame = (noisy.shape[3] // up) * (noisy.shape[4] // along)
+        each = levels[:, None].expand(-1, frames * per_frame).clone()
+        if given:
+            each[:, :per_frame] = 0
+        return each
+
+    def _pipeline(self) -> Any:
+        import diffusers
+
+        scheduler = getattr(diffusers, read_index(self.folder)["scheduler"][1])
+        experts = transformers_of(self.transformer)
+        starts = self.starts_from == "image"
+        cls = diffusers.WanImageToVideoPipeline if starts else diffusers.WanPipeline
+        pipeline = cls(
+            tokenizer=None,
+            text_encoder=None,
+            vae=self.vae,
+            scheduler=read_part(self.folder, "scheduler", scheduler.from_pretrained),
+            transformer=self._one,
+            transformer_2=experts.get("low"),
+            boundary_ratio=self.boundary,
+            expand_timesteps=self.expands_timesteps,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
