@@ -8,13 +8,14 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
 from gracetune.data.images import EXTENSIONS
+from gracetune.data.source import FileSource, StampedSource
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gracetune.config.schema import DatasetSection
-    from gracetune.data.source import Source
+    from gracetune.data.source import Place, Source
 
     Role = Literal["control", "mask"]
 
@@ -60,6 +61,18 @@ class JoinedSource:
     def nbytes(self, key: str) -> int:
         source, name = self._find(key)
         return source.nbytes(name)
+
+    def place(self, key: str) -> Place | None:
+        source, name = self._find(key)
+        return source.place(name) if isinstance(source, FileSource) else None
+
+    def stamp(self, keys: Sequence[str]) -> str:
+        found = [self._find(key) for key in keys]
+        return " ".join(
+            part.stamp([name for source, name in found if source is part])
+            for part in self._parts.values()
+            if isinstance(part, StampedSource)
+        )
 
     def describe(self) -> str:
         return " with ".join(source.describe() for source in self._parts.values())

@@ -14,7 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from gracetune.data.source import EstimatingSource, Source, SpanSource
+from gracetune.data.source import (
+    EstimatingSource,
+    FileSource,
+    Source,
+    StampedSource,
+    read_place,
+)
 
 Check = Callable[[Source, Mapping[str, bytes]], None]
 
@@ -82,11 +88,14 @@ def describe_is_one_phrase(source: Source, files: Mapping[str, bytes]) -> None: 
 
 def extras_agree_with_the_rest(source: Source, files: Mapping[str, bytes]) -> None:
     """What a source offers beside the four verbs tells the same as they do."""
-    if isinstance(source, SpanSource):
+    if isinstance(source, FileSource):
         for key, data in files.items():
-            with source.span(key) as span, open(span.fd, "rb", closefd=False) as file:
-                file.seek(span.offset)
-                assert file.read(span.nbytes) == data, f"{key} is elsewhere than its span says"
+            place = source.place(key)
+            if place is not None:
+                assert read_place(place) == data, f"{key} is elsewhere than its place says"
+    if isinstance(source, StampedSource):
+        keys = list(files)
+        assert source.stamp(keys) == source.stamp(keys), "the stamp of the same files differs"
     if isinstance(source, EstimatingSource):
         total = sum(map(len, files.values()))
         assert 0.5 * total <= source.estimate() + 4096, f"{source.estimate()} bytes for {total}"

@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.data.source import Span, check_name
+from gracetune.data.source import Place, check_name, read_place, stamp_of
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.progress import Tell
@@ -53,11 +52,13 @@ class FolderSource:
         return self._keys
 
     def read(self, key: str) -> bytes:
-        with self.span(key) as span, open(span.fd, "rb", closefd=False) as file:
-            return file.read()
+        return read_place(self.place(key))
 
-    def span(self, key: str) -> AbstractContextManager[Span]:
-        return _Opened(self._path(key))
+    def place(self, key: str) -> Place:
+        return Place(self._path(key), 0, None)
+
+    def stamp(self, keys: Sequence[str]) -> str:
+        return stamp_of(map(self._path, keys))
 
     def nbytes(self, key: str) -> int:
         return os.stat(self._path(key)).st_size
@@ -70,22 +71,6 @@ class FolderSource:
         if key not in self._known:
             raise FileNotFoundError(f"{self.describe()} has no {key!r}")
         return self._prefix + key
-
-
-class _Opened:
-    """A whole file as a span; a class, because a generator would cost as much as opening it."""
-
-    __slots__ = ("_fd", "_path")
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> Span:
-        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        return Span(self._fd, 0, os.fstat(self._fd).st_size)
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
 
 
 def open_folder(section: DatasetSection, setting: str, tell: Tell) -> FolderSource:  # noqa: ARG001

@@ -1,7 +1,8 @@
-"""From names to places in an arena: a table of numbers that lies in the arena itself.
+"""From names to places in an arena: a table that lies in the arena itself.
 
-Every process that maps the arena has the index with it, at no cost of its own. The rows lie in the
-order of their names' hashes, so that one number leads to the first row to look at.
+Every process that maps the arena has the index with it, at no cost of its own. Records lie in the
+order of their names' hashes. The hash leads to an offset, and what is there is unpacked with the
+name in it: one call of `struct` finds a file and makes sure that it is the one.
 """
 
 from __future__ import annotations
@@ -23,18 +24,27 @@ if TYPE_CHECKING:
 
     from gracetune.memory.arena import Arena, ArenaWriter
 
-    Find = Callable[[str], tuple[int, int, int, int] | None]
-    View = Callable[[str], memoryview | None]
+    View = Callable[[str], memoryview]
 
-_ROW = np.dtype(
-    [("name", "<u8"), ("at", "<u8"), ("stored", "<u8"), ("nbytes", "<u8"), ("length", "<u2"),
-     ("codec", "u1")]
+_RECORD = np.dtype(
+    [("nbytes", "<u8"), ("codec", "u1"), ("last", "u1"),
+     ("start", "<u8"), ("stop", "<u8"), ("kind", "<u4"), ("segment", "<u2")]
 )  # fmt: skip
-_ROW_NBYTES = _ROW.itemsize
-_UNPACK = struct.Struct("<QQQQHB").unpack_from
+"""The name follows. Offsets lead to `start`: what is before it is looked at second."""
+_FIRST_NBYTES = 10
+_FIRST = struct.Struct("<QBB").unpack_from
+_SECOND = "<QQIH"
+_NAME_AT = struct.calcsize(_SECOND)
+_KIND = struct.Struct("<I").unpack_from
+_KIND_AT = 16
+_NOT_PLAIN = 1 << 31
+"""`kind` is the length of the name; with this in it where the file is not stored as it is."""
+_NOBODY = 2**32 - 1
+_SPARSE = 4
+"""Offsets for each file: the fewer share one, the fewer records are looked at in vain."""
 _TRAILER = struct.Struct("<QQ8s")
 """Where the JSON head is, how long it is, and what all this is."""
-_MAGIC = b"gtindex1"
+_MAGIC = b"gtindex2"
 
 PLAIN = 0
 """The codec of what is stored as it is."""
@@ -63,26 +73,23 @@ def write_index(
     assert len(keys) == len(columns.at), f"{len(keys)} names for {len(columns.at)} rows"
     names = [key.encode() for key in keys]
     lengths = np.fromiter(map(len, names), np.uint64, len(names))
-    assert lengths.max(initial=0) <= LONGEST_NAME, f"a name of {lengths.max()} bytes"
-    buckets = np.fromiter(map(crc32, names), np.uint32, len(names))
-    num_buckets = 1 << max(0, len(names) - 1).bit_length()
-    buckets &= np.uint32(num_buckets - 1)
+    longest = int(lengths.max(initial=0))
+    assert longest <= LONGEST_NAME, f"a name of {longest} bytes"
+    num_buckets = _SPARSE << max(0, len(names) - 1).bit_length()
+    buckets = np.fromiter(map(crc32, names), np.uint32, len(names)) & np.uint32(num_buckets - 1)
     order = np.argsort(buckets, kind="stable")
-    bounds = np.zeros(num_buckets + 1, np.uint32)
-    np.cumsum(np.bincount(buckets, minlength=num_buckets), out=bounds[1:])
-    rows = np.zeros(len(names), _ROW)
-    rows["name"] = (np.cumsum(lengths) - lengths)[order]
-    rows["length"] = lengths[order]
-    rows["at"] = columns.at[order]
-    rows["stored"] = columns.stored_nbytes[order]
-    rows["nbytes"] = columns.nbytes[order]
-    rows["codec"] = columns.codec[order]
-    by_name = np.zeros(len(names), np.uint32)
-    by_name[order] = np.arange(len(names), dtype=np.uint32)
+    buckets = buckets[order]
+    sizes = lengths[order] + np.uint64(_RECORD.itemsize)
+    # The record of nobody comes first: where a bucket without a file leads to.
+    offsets = np.cumsum(sizes) - sizes + np.uint64(_RECORD.itemsize + _FIRST_NBYTES)
+    wide = np.uint32 if sizes.sum() < _NOBODY - _RECORD.itemsize else np.uint64
+    firsts = np.full(num_buckets, _FIRST_NBYTES, wide)
+    firsts[buckets[::-1]] = offsets[::-1]  # of those that share a bucket the first stays
+    by_name = np.zeros(len(names), wide)
+    by_name[order] = offsets
     tables: dict[str, bytes | NDArray[Any]] = {
-        "names": b"".join(names),
-        "rows": rows,
-        "bounds": bounds,
+        "records": _records(names, lengths, columns, order, buckets) + bytes(longest),
+        "firsts": firsts,
         "by_name": by_name,
     }
     places = {}
@@ -90,8 +97,52 @@ def write_index(
         for name, table in tables.items():
             data = bytes(table)
             places[name] = (hand.write(data), len(data))
-        head = json.dumps({"places": places, "facts": facts}).encode()
+        about = {
+            "places": places,
+            "lengths": np.unique(lengths).tolist(),
+            "offset_nbytes": np.dtype(wide).itemsize,
+            "totals": [int(columns.stored_nbytes.sum()), int(columns.nbytes.sum())],
+            "facts": facts,
+        }
+        head = json.dumps(about).encode()
         hand.write(head + _TRAILER.pack(hand.write(b""), len(head), _MAGIC))
+
+
+def _records(
+    names: Sequence[bytes],
+    lengths: NDArray[np.uint64],
+    columns: Columns,
+    order: NDArray[np.intp],
+    buckets: NDArray[np.uint32],
+) -> bytes:
+    """Nobody's record, then each file's with its name; `buckets` are in `order` already."""
+    rows = np.zeros(len(names), _RECORD)
+    at = columns.at[order]
+    rows["nbytes"] = columns.nbytes[order]
+    rows["codec"] = columns.codec[order]
+    rows["last"] = np.append(buckets[1:] != buckets[:-1], [True])[: len(names)]
+    rows["start"] = at & np.uint64(OFFSETS)
+    rows["stop"] = rows["start"] + columns.stored_nbytes[order]
+    rows["segment"] = at >> np.uint64(OFFSET_BITS)
+    rows["kind"] = lengths[order]
+    rows["kind"][rows["codec"] != PLAIN] |= np.uint32(_NOT_PLAIN)
+    nobody = np.zeros(1, _RECORD)
+    nobody["kind"], nobody["last"] = _NOBODY, True
+    fixed, size = rows.tobytes(), _RECORD.itemsize
+    pieces = [nobody.tobytes()]
+    for place, row in enumerate(order.tolist()):
+        pieces += (fixed[place * size : place * size + size], names[row])
+    return b"".join(pieces)
+
+
+class Row(NamedTuple):
+    """What the index knows of one file."""
+
+    at: int
+    stored_nbytes: int
+    nbytes: int
+    """As read."""
+    codec: int
 
 
 class Index(Sequence[str]):
@@ -103,17 +154,62 @@ class Index(Sequence[str]):
         at, length, _ = _TRAILER.unpack(trailer)
         head = json.loads(bytes(arena.view(at, length)))
         self.facts: Mapping[str, object] = head["facts"]
+        self.stored_nbytes: int
+        self.raw_nbytes: int
+        self.stored_nbytes, self.raw_nbytes = head["totals"]
+        """Of all files: as they are stored, and as they are read."""
         tables = {name: arena.view(*place) for name, place in head["places"].items()}
         self.nbytes: int = sum(map(len, tables.values())) + length + _TRAILER.size
         """What the index itself takes."""
-        self._names = tables["names"]
-        self._rows = tables["rows"]
-        self._bounds = tables["bounds"].cast("I")
-        self._by_name = tables["by_name"].cast("I")
-        self.find = _finder(self._names, self._rows, self._bounds)
-        """Place, stored bytes, bytes as read and codec of one name; none where there is none."""
-        self.view = _viewer(self._names, self._rows, self._bounds, arena.segments)
-        """The bytes of one name in place; none where it is not there, or not stored as it is."""
+        wide = {4: "I", 8: "Q"}[head["offset_nbytes"]]
+        self._segments = arena.segments
+        self._records = tables["records"]
+        self._firsts = tables["firsts"].cast(wide)
+        self._by_name = tables["by_name"].cast(wide)
+        self._unpack = {n: struct.Struct(f"{_SECOND}{n}s").unpack_from for n in head["lengths"]}
+        """By the length of a name; names of other lengths are not here."""
+
+    def viewer(self, otherwise: View) -> View:
+        """The bytes of one name in place; what is not there or not plain is `otherwise`'s.
+
+        A closure over tables that do not change: a read costs less than a microsecond, and each
+        name that is looked up is a part of that.
+        """
+        unpack, records, firsts = self._unpack, self._records, self._firsts
+        segments, mask = self._segments, len(self._firsts) - 1
+
+        def view(key: str) -> memoryview:
+            try:
+                wanted = key.encode()
+                length = len(wanted)
+                start, stop, kind, segment, name = unpack[length](
+                    records, firsts[crc32(wanted) & mask]
+                )
+            except (UnicodeEncodeError, KeyError):
+                return otherwise(key)
+            if name == wanted and kind == length:
+                return segments[segment][start:stop]
+            return otherwise(key)  # another name of the same bucket, or stored in another way
+
+        return view
+
+    def find(self, key: str) -> Row | None:
+        """The row of one name; none where there is none."""
+        try:
+            wanted = key.encode()
+        except UnicodeEncodeError:
+            return None  # no name that we keep is such
+        if len(wanted) not in self._unpack:
+            return None
+        offset = self._firsts[crc32(wanted) & (len(self._firsts) - 1)]
+        while True:
+            nbytes, codec, last = _FIRST(self._records, offset - _FIRST_NBYTES)
+            start, stop, kind, segment, name = self._unpack[len(wanted)](self._records, offset)
+            if kind & ~_NOT_PLAIN == len(wanted) and name == wanted:
+                return Row(segment << OFFSET_BITS | start, stop - start, nbytes, codec)
+            if last:
+                return None
+            offset += _RECORD.itemsize + (kind & ~_NOT_PLAIN)
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -126,62 +222,15 @@ class Index(Sequence[str]):
 
     def __getitem__(self, place: int | slice) -> str | list[str]:
         if isinstance(place, slice):
-            return [self._name(number) for number in range(*place.indices(len(self)))]
-        return self._name(range(len(self))[place])
+            return [self._name(offset) for offset in self._by_name[place]]
+        return self._name(self._by_name[place])
 
     def __iter__(self) -> Iterator[str]:
-        return map(self._name, range(len(self)))
+        return map(self._name, self._by_name)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.find(key) is not None
 
-    def totals(self) -> tuple[int, int]:
-        """Stored bytes and bytes as read, of all files."""
-        rows = np.frombuffer(self._rows, _ROW)
-        return int(rows["stored"].sum()), int(rows["nbytes"].sum())
-
-    def _name(self, number: int) -> str:
-        name, _, _, _, length, _ = _UNPACK(self._rows, self._by_name[number] * _ROW_NBYTES)
-        return str(self._names[name : name + length], "utf-8")
-
-
-def _viewer(
-    names: memoryview, rows: memoryview, bounds: memoryview, segments: Sequence[memoryview]
-) -> View:
-    """Finding and slicing in one: a read costs a microsecond, and each call is a tenth of it."""
-    mask = len(bounds) - 2
-
-    def view(key: str) -> memoryview | None:
-        try:
-            wanted = key.encode()
-        except UnicodeEncodeError:
-            return None
-        bucket = crc32(wanted) & mask
-        for row in range(bounds[bucket], bounds[bucket + 1]):
-            name, at, stored, _, length, codec = _UNPACK(rows, row * _ROW_NBYTES)
-            if codec == PLAIN and names[name : name + length] == wanted:
-                offset = at & OFFSETS
-                found: memoryview = segments[at >> OFFSET_BITS][offset : offset + stored]
-                return found
-        return None
-
-    return view
-
-
-def _finder(names: memoryview, rows: memoryview, bounds: memoryview) -> Find:
-    """A function over tables that do not change."""
-    mask = len(bounds) - 2
-
-    def find(key: str) -> tuple[int, int, int, int] | None:
-        try:
-            wanted = key.encode()
-        except UnicodeEncodeError:
-            return None  # no name that we keep is such
-        bucket = crc32(wanted) & mask
-        for row in range(bounds[bucket], bounds[bucket + 1]):
-            name, at, stored, nbytes, length, codec = _UNPACK(rows, row * _ROW_NBYTES)
-            if names[name : name + length] == wanted:
-                return at, stored, nbytes, codec
-        return None
-
-    return find
+    def _name(self, offset: int) -> str:
+        length = _KIND(self._records, offset + _KIND_AT)[0] & ~_NOT_PLAIN
+        return str(self._records[offset + _NAME_AT : offset + _NAME_AT + length], "utf-8")

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+from blake3 import blake3
+
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterable, Sequence
+
+
+_PIECE_NBYTES = 1024**2
+"""What is asked for where a file has more than it had."""
 
 
 class Source(Protocol):
@@ -32,20 +37,30 @@ class Source(Protocol):
         ...
 
 
-class Span(NamedTuple):
-    """Bytes that lie in one piece in an open file."""
+class Place(NamedTuple):
+    """Bytes that lie in one piece in a file."""
 
-    fd: int
+    path: str
     offset: int
-    nbytes: int
+    nbytes: int | None
+    """None: all that the file has."""
 
 
 @runtime_checkable
-class SpanSource(Source, Protocol):
+class FileSource(Source, Protocol):
     """A source of plain files or parts of them: staging copies these inside the kernel."""
 
-    def span(self, key: str) -> AbstractContextManager[Span]:
-        """Where the bytes are, open until the block ends; OSError where they cannot be read."""
+    def place(self, key: str) -> Place | None:
+        """Where the bytes are; none where no file of this machine has them as they are."""
+        ...
+
+
+@runtime_checkable
+class StampedSource(Source, Protocol):
+    """A source that can tell whether files have changed, also where their lengths have not."""
+
+    def stamp(self, keys: Sequence[str]) -> str:
+        """Another text once one of these files is another, as far as that shows without reading."""
         ...
 
 
@@ -58,16 +73,46 @@ class EstimatingSource(Source, Protocol):
         ...
 
 
-def read_span(span: Span) -> bytes:
-    """All of it, or as much as the file still has; the kernel gives at most 2 GiB a call."""
-    data = os.pread(span.fd, span.nbytes, span.offset)
-    parts = [data]
-    done = len(data)
-    while data and done < span.nbytes:
-        data = os.pread(span.fd, span.nbytes - done, span.offset + done)
-        parts.append(data)
-        done += len(data)
+def read_place(place: Place) -> bytes:
+    """All of it, or OSError; the kernel gives at most 2 GiB a call."""
+    path, offset, nbytes = place
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        has = os.fstat(descriptor).st_size
+        demand_whole(place, has)
+        likely = has if nbytes is None else nbytes
+        parts = [os.pread(descriptor, likely + (nbytes is None), offset)]
+        done = len(parts[0])
+        while parts[-1] and done != likely:  # it is long, or changes while it is read
+            wanted = max(likely - done, _PIECE_NBYTES) if nbytes is None else nbytes - done
+            parts.append(os.pread(descriptor, wanted, offset + done))
+            done += len(parts[-1])
+    finally:
+        os.close(descriptor)
     return b"".join(parts) if len(parts) > 1 else parts[0]
+
+
+def demand_whole(place: Place, has: int) -> None:
+    """OSError where a file of `has` bytes ends before the place does."""
+    missing = place.offset + (place.nbytes or 0) - has
+    if missing > 0:
+        raise OSError(f"the file that it lies in ends {missing} bytes too early")
+
+
+def stamp_of(paths: Iterable[str]) -> str:
+    """When each file was last changed, and which file it is; one that is gone is another, too.
+
+    The kernel sets the time of the last change itself: no tool that keeps dates can keep it.
+    """
+    digest = blake3()
+    for path in paths:
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            digest.update(f"{error.errno}\n".encode())
+        else:
+            digest.update(f"{found.st_dev} {found.st_ino} {found.st_ctime_ns}\n".encode())
+    return digest.hexdigest(length=16)
 
 
 def check_name(setting: str, key: str) -> None:

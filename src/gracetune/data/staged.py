@@ -6,14 +6,16 @@ All bytes lie in one arena that the processes of a machine share; how they get t
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from blake3 import blake3
 
 from gracetune.data.budget import host_room
 from gracetune.data.codecs import CODECS
-from gracetune.data.index import Index
+from gracetune.data.index import Index, Row
 from gracetune.data.parallel import default_workers
+from gracetune.data.source import StampedSource
 from gracetune.data.staging import CODEC_NAMES, UNREADABLE, fill_arena, sizes_of
 from gracetune.events.types import Notice
 from gracetune.memory.arena import Arena
@@ -35,8 +37,10 @@ class StagedSource:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._index = Index(arena)
-        self._origin = str(self._index.facts["origin"])
-        self._unreadable = cast("Mapping[str, str]", self._index.facts["unreadable"])
+        # Functions, not methods: a source in a ring with itself would hold its memory for longer.
+        self._data = partial(_data, arena, self._index)
+        self.view = self._index.viewer(partial(_view, self._data))
+        """The bytes in place, without a copy, where they are stored as they are."""
 
     @classmethod
     def stage(
@@ -100,7 +104,7 @@ class StagedSource:
     @property
     def stored_nbytes(self) -> int:
         """What the files take in memory, compressed as they are."""
-        return self._index.totals()[0]
+        return self._index.stored_nbytes
 
     @property
     def index_nbytes(self) -> int:
@@ -119,37 +123,43 @@ class StagedSource:
         data = self._data(key)
         return data if isinstance(data, bytes) else bytes(data)
 
-    def view(self, key: str) -> memoryview:
-        """The bytes in place, without a copy, where they are stored as they are."""
-        in_place = self._index.view(key)
-        return memoryview(self._data(key)) if in_place is None else in_place
-
     def nbytes(self, key: str) -> int:
-        return self._find(key)[2]
+        return _find(self._index, key).nbytes
 
     def describe(self) -> str:
-        return f"{self._origin}, staged in memory"
+        return _describe(self._index)
 
-    def _data(self, key: str) -> bytes | memoryview:
-        at, stored_nbytes, _, codec = self._find(key)
-        stored = self._arena.view(at, stored_nbytes)
-        name = CODEC_NAMES[codec]
-        return stored if name is None else CODECS[name].decompress(stored)
 
-    def _find(self, key: str) -> tuple[int, int, int, int]:
-        row = self._index.find(key)
-        if row is None:
-            raise FileNotFoundError(f"{self.describe()} has no {key!r}")
-        if row[3] == UNREADABLE:
-            raise OSError(self._unreadable[key])
-        return row
+def _data(arena: Arena, index: Index, key: str) -> bytes | memoryview:
+    row = _find(index, key)
+    stored = arena.view(row.at, row.stored_nbytes)
+    name = CODEC_NAMES[row.codec]
+    return stored if name is None else CODECS[name].decompress(stored)
+
+
+def _view(data: Callable[[str], bytes | memoryview], key: str) -> memoryview:
+    return memoryview(data(key))
+
+
+def _find(index: Index, key: str) -> Row:
+    row = index.find(key)
+    if row is None:
+        raise FileNotFoundError(f"{_describe(index)} has no {key!r}")
+    if row.codec == UNREADABLE:
+        raise OSError(cast("Mapping[str, str]", index.facts["unreadable"])[key])
+    return row
+
+
+def _describe(index: Index) -> str:
+    return f"{index.facts['origin']}, staged in memory"
 
 
 def _identity(
     source: Source, keys: Sequence[str], sizes: Sequence[int], section: InMemorySection
 ) -> str:
     """What must be the same for two processes to share: where from, which files, how stored."""
+    stamp = source.stamp(keys) if isinstance(source, StampedSource) else ""
     digest = blake3()
-    for part in (source.describe(), section.compression, list(keys), list(sizes)):
+    for part in (source.describe(), section.compression, list(keys), list(sizes), stamp):
         digest.update(json.dumps(part).encode() + b"\n")
     return digest.hexdigest(length=16)

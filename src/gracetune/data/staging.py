@@ -6,6 +6,7 @@ and stay as they are; the others are gathered, compressed where that helps, and 
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from gracetune.data.index import PLAIN, Columns, write_index
 from gracetune.data.packing import Packing, choose_packing
 from gracetune.data.parallel import chunks, default_workers, ordered_map
 from gracetune.data.progress import Progress
-from gracetune.data.source import EstimatingSource, SpanSource, read_span
+from gracetune.data.source import EstimatingSource, FileSource, demand_whole
 from gracetune.events.types import Notice
 from gracetune.memory.arena import ArenaFullError, ArenaWriter
 from gracetune.units import format_bytes
@@ -85,7 +86,7 @@ def fill_arena(
     columns = Columns.empty(len(keys))
     unreadable: dict[str, str] = {}
     progress = Progress("staging", len(keys), tell, total_nbytes=sum(sizes))
-    filler = _Filler(source, keys, packing, writer, budget)
+    filler = _Filler(source, keys, sizes, packing, writer, budget)
     raw = 0
     try:
         pieces = chunks(sizes, num_workers, section.chunk_size)
@@ -160,13 +161,15 @@ class _Filler:
         self,
         source: Source,
         keys: Sequence[str],
+        sizes: Sequence[int],
         packing: Packing,
         writer: ArenaWriter,
         budget: Budget,
     ) -> None:
         self._source = source
-        self._spans = source if isinstance(source, SpanSource) else None
+        self._files = source if isinstance(source, FileSource) else None
         self._keys = keys
+        self._sizes = sizes
         self._packing = packing
         self._writer = writer
         self._budget = budget
@@ -179,27 +182,46 @@ class _Filler:
             for number in numbers:
                 key = self._keys[number]
                 try:
-                    self._fill_one(key, rows, gathered, hand)
+                    if not self._copied(key, self._sizes[number], rows, hand):
+                        self._read(key, gathered)
                 except OSError as error:
                     rows.add(0, 0, 0, UNREADABLE)
                     rows.unreadable[key] = error.strerror or str(error)
             gathered.flush()
         return rows
 
-    def _fill_one(self, key: str, rows: _Rows, gathered: _Gathered, hand: Hand) -> None:
+    def _copied(self, key: str, size: int, rows: _Rows, hand: Hand) -> bool:
+        """Whether the kernel could copy it as it is."""
+        if size < SMALL_NBYTES or self._files is None or self._packing.codec_of(key) is not None:
+            return False
+        place = None if key in self._packing.sampled else self._files.place(key)
+        if place is None:
+            return False
+        path, offset, nbytes = place
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if nbytes is not None:
+                demand_whole(place, os.fstat(descriptor).st_size)
+            self._budget.take(size, size)
+            # One byte more than it had: a file that has not changed comes by one call, unasked.
+            at, done = hand.copy_from(descriptor, offset, size + (nbytes is None), likely=size)
+            if done != size:
+                done += self._rest(descriptor, size, done, hand)
+        finally:
+            os.close(descriptor)
+        rows.add(at, done, done, PLAIN)
+        return True
+
+    def _rest(self, descriptor: int, size: int, done: int, hand: Hand) -> int:
+        """What a file has gained since it was sized; the budget learns of both directions."""
+        more = max(0, os.fstat(descriptor).st_size - done) if done > size else 0
+        self._budget.take(done + more - size, done + more - size)
+        return hand.copy_from(descriptor, done, more)[1]
+
+    def _read(self, key: str, gathered: _Gathered) -> None:
         codec = self._packing.codec_of(key)
-        if key in self._packing.sampled:
-            data = self._packing.sampled[key]
-        elif self._spans is None:
-            data = self._source.read(key)
-        else:
-            with self._spans.span(key) as span:
-                if codec is None and span.nbytes >= SMALL_NBYTES:
-                    self._budget.take(span.nbytes, span.nbytes)
-                    at, done = hand.copy_from(*span)
-                    rows.add(at, done, done, PLAIN)
-                    return
-                data = read_span(span)
+        sampled = self._packing.sampled
+        data = sampled[key] if key in sampled else self._source.read(key)
         packed = pack(data, codec, self._packing.keep) if codec is not None and data else None
         stored = data if packed is None else packed
         self._budget.take(len(data), len(stored))

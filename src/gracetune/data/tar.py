@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import tarfile
-from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gracetune.data.folder import data_dir, walk
-from gracetune.data.source import Span, check_name, is_hidden, read_span
+from gracetune.data.source import Place, check_name, is_hidden, read_place, stamp_of
 from gracetune.errors import DataError
 from gracetune.events.types import Notice
 
@@ -63,21 +62,14 @@ class TarSource:
         return self._keys
 
     def read(self, key: str) -> bytes:
-        with self.span(key) as span:
-            return read_span(span)
+        return read_place(self.place(key))
 
-    @contextmanager
-    def span(self, key: str) -> Iterator[Span]:
+    def place(self, key: str) -> Place:
         number, offset, nbytes = self._place(key)
-        # Opened for each: there may be more shards than a process may hold open.
-        descriptor = os.open(self._shards[number], os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            has = os.fstat(descriptor).st_size
-            if offset + nbytes > has:
-                raise OSError(f"its shard ends {offset + nbytes - has} bytes too early")
-            yield Span(descriptor, offset, nbytes)
-        finally:
-            os.close(descriptor)
+        return Place(self._shards[number], offset, nbytes)
+
+    def stamp(self, keys: Sequence[str]) -> str:
+        return stamp_of(self._shards[n] for n in sorted({self._place(key)[0] for key in keys}))
 
     def nbytes(self, key: str) -> int:
         return self._place(key)[2]

@@ -86,10 +86,13 @@ class Hand:
             raise ArenaFullError(error.strerror) from error
         return place
 
-    def copy_from(self, source_fd: int, offset: int, nbytes: int) -> tuple[int, int]:
+    def copy_from(
+        self, source_fd: int, offset: int, nbytes: int, likely: int = -1
+    ) -> tuple[int, int]:
         """Bring bytes of an open file here inside the kernel; their place and number.
 
-        There are fewer than asked for where the file ends before. OSError: it cannot be read.
+        There are fewer than asked for where the file ends before. Where `likely` bytes have come,
+        nobody asks whether there are more. OSError: it cannot be read.
         """
         done = 0
         while done < nbytes:
@@ -102,9 +105,9 @@ class Hand:
                 if done or error.errno not in _NO_SENDFILE:
                     raise
                 return self._copy_through_a_buffer(source_fd, offset, nbytes)
-            if sent == 0:
-                break
             done += sent
+            if sent == 0 or done == likely:
+                break
         place = self._base + self._end
         self._end += done
         return place, done

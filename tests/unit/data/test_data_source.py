@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.data.source import Span, check_name, is_hidden, printable, read_span
+from gracetune.data.source import Place, check_name, is_hidden, printable, read_place, stamp_of
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,13 +41,45 @@ def test_names_must_be_utf8() -> None:
         check_name("datasets[0].instance_data_dir", "caf\udce9")
 
 
-def test_a_span_is_read_in_as_many_calls_as_it_takes(
+def test_a_place_is_read_in_as_many_calls_as_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "x").write_bytes(bytes(range(100)))
+    path = tmp_path / "x"
+    path.write_bytes(bytes(range(100)))
     whole = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, count, offset: whole(fd, min(count, 7), offset))
-    with (tmp_path / "x").open("rb") as file:
-        assert read_span(Span(file.fileno(), 10, 50)) == bytes(range(10, 60))
-        assert read_span(Span(file.fileno(), 90, 50)) == bytes(range(90, 100))
-        assert read_span(Span(file.fileno(), 90, 0)) == b""
+    assert read_place(Place(str(path), 10, 50)) == bytes(range(10, 60))
+    assert read_place(Place(str(path), 90, 0)) == b""
+    assert read_place(Place(str(path), 0, None)) == bytes(range(100))
+    with pytest.raises(OSError, match="ends 40 bytes too early"):
+        read_place(Place(str(path), 90, 50))
+
+
+@pytest.mark.parametrize("now", [b"", b"less", b"x" * 100, b"more" * 1000])
+def test_a_whole_file_is_what_it_has_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: bytes
+) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"x" * 100)
+    whole = os.pread
+
+    def after_a_change(descriptor: int, count: int, offset: int) -> bytes:
+        if offset == 0:
+            path.write_bytes(now)
+        return whole(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", after_a_change)
+    assert read_place(Place(str(path), 0, None)) == now
+
+
+def test_a_stamp_tells_a_change_that_keeps_length_and_date(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"one")
+    before, status = stamp_of([str(path)]), path.stat()
+    assert stamp_of([str(path)]) == before
+    while stamp_of([str(path)]) == before:  # some kernels count time in steps of milliseconds
+        path.write_bytes(b"two")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_mtime_ns == status.st_mtime_ns
+    path.unlink()
+    assert stamp_of([str(path)]) not in (before, stamp_of([]))

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -169,3 +171,26 @@ def test_progress_ends_at_the_total() -> None:
     told = [event for event in events if isinstance(event, StageProgress)]
     assert (told[-1].stage, told[-1].done, told[-1].total) == ("staging", 50, 50)
     assert len(told) < 10
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_view_is_what_is_read_whatever_shares_its_bucket(compression: str) -> None:
+    files = {f"{n % 7}/{n}": bytes([n % 251]) * (n % 90) for n in range(3000)}
+    staged = _stage(CountingSource(files), compression=compression)
+    assert {key: bytes(staged.view(key)) for key in files} == files
+    assert all(staged.view(key).readonly for key in list(files)[:100])
+    for unknown in ("0/1", "x" * 100, "", "\ud800"):
+        with pytest.raises(FileNotFoundError, match="has no"):
+            staged.view(unknown)
+
+
+def test_its_memory_goes_when_it_does() -> None:
+    """Not at some later collection: it may be most of the machine's memory."""
+    gc.disable()
+    try:
+        staged = _stage(CountingSource({"a": NOISE}))
+        arena = weakref.ref(staged._arena)
+        del staged
+        assert arena() is None
+    finally:
+        gc.enable()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,9 +27,9 @@ from gracetune.memory.arena import ArenaFullError, Hand
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from gracetune.data.source import Source, Span
+    from gracetune.data.source import Place, Source
 
 BIG = bytes(range(256)) * 1000
 """Large enough to be copied inside the kernel."""
@@ -50,21 +49,17 @@ class Treacherous(FolderSource):
         self._victim = (root / key, key)
         self._change = change
 
-    @contextmanager
-    def span(self, key: str) -> Iterator[Span]:
+    def place(self, key: str) -> Place:
         path, victim = self._victim
-        if key != victim:
-            with super().span(key) as span:
-                yield span
-            return
-        if self._change == "vanish":
-            path.unlink()
-        if self._change == "grow":
-            path.write_bytes(path.read_bytes() * 2)
-        with super().span(key) as span:
-            if self._change == "shrink":
-                os.truncate(path, 7)
-            yield span
+        if key == victim:
+            match self._change:
+                case "vanish":
+                    path.unlink()
+                case "grow":
+                    path.write_bytes(path.read_bytes() * 2)
+                case "shrink":
+                    os.truncate(path, 7)
+        return super().place(key)
 
 
 @pytest.mark.parametrize("data", [b"small", BIG], ids=["small", "large"])
@@ -285,12 +280,40 @@ def test_another_data_set_is_not_shared(tmp_path: Path) -> None:
     assert [staged.read("a") for staged in kept] == [b"one", b"other"]
 
 
+def test_an_edit_that_keeps_the_length_is_not_shared(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "data", {"a": b"one", "b": b"same"})
+    command = [sys.executable, "-c", RANK, str(folder), str(tmp_path / "meet")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            holder.stdout.readline()
+            told: list[Event] = []
+            assert _meet_plainly(folder, tmp_path / "meet", told).read("a") == b"one"
+            assert "sharing" in str(told[-1])
+            status = (folder / "a").stat()
+            (folder / "a").write_bytes(b"two")
+            os.utime(folder / "a", ns=(status.st_atime_ns, status.st_mtime_ns))
+            assert _meet_plainly(folder, tmp_path / "meet", told).read("a") == b"two"
+            assert "staged 2 files" in str(told[-1])
+        finally:
+            holder.kill()
+
+
+def _meet_plainly(folder: Path, meet_in: Path, told: list[Event]) -> StagedSource:
+    source = FolderSource(folder)
+    section = InMemorySection(compression="none")
+    return StagedSource.stage(source, source.keys(), section, told.append, meet_in=meet_in)
+
+
 def test_who_may_not_map_it_says_so_and_holds_a_copy(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         folder = write_folder(root / "data", {"a": b"one"})
-        held = _meet(folder, root / "meet")
+        (root / "meet").mkdir()
         for path in (root, *root.rglob("*")):
+            path.chmod(0o777)
+        held = _meet(folder, root / "meet")
+        for path in (root / "meet").iterdir():
             path.chmod(0o777)
         with hidden_from_others():
             claim = partial(_says_it_holds_a_copy, folder, root / "meet")

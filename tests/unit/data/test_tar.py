@@ -103,7 +103,7 @@ def test_a_shard_that_shrinks_later_has_an_unreadable_member(tmp_path: Path) -> 
     with path.open("r+b") as file:
         file.truncate(50_000)
     assert source.read("a.jpg") == b"whole"
-    with pytest.raises(OSError, match=r"its shard ends 5\d+ bytes too early"):
+    with pytest.raises(OSError, match=r"the file that it lies in ends 5\d+ bytes too early"):
         source.read("b.jpg")
 
 

@@ -108,6 +108,20 @@ def test_a_file_that_ends_early_gives_what_it_has(tmp_path: Path) -> None:
     assert arena.view(after, 5) == b"after"
 
 
+@pytest.mark.parametrize(("likely", "calls"), [(-1, 2), (5, 1), (3, 2)])
+def test_what_has_its_likely_length_is_not_asked_for_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, likely: int, calls: int
+) -> None:
+    (tmp_path / "file").write_bytes(b"whole")
+    asked = []
+    send = os.sendfile
+    monkeypatch.setattr(os, "sendfile", lambda *all_of: asked.append(all_of) or send(*all_of))
+    writer = ArenaWriter()
+    with (tmp_path / "file").open("rb") as file, writer.hand() as hand:
+        place, done = hand.copy_from(file.fileno(), 0, 6, likely)
+    assert (writer.seal().view(place, done), len(asked)) == (b"whole", calls)
+
+
 def test_what_the_kernel_cannot_send_goes_through_a_buffer() -> None:
     writer = ArenaWriter()
     with open("/proc/self/cmdline", "rb") as file, writer.hand() as hand:
