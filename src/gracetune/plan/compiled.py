@@ -1,0 +1,229 @@
+"""What a block does when it is compiled: its joint graph, cut in two as torch would cut it.
+
+AOTAutograd's own partitioner decides what is saved; that needs no GPU. What its compiler fuses is
+modelled: matrix products and attention are kernels of their own and their operands are in memory,
+all else is folded into whatever kernel needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
+
+from gracetune.plan.eager import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    BACKWARD_PRODUCTS,
+    GEMMS,
+    attention_flops,
+    attention_workspace,
+    storage_of,
+    tensors_of,
+)
+from gracetune.plan.shapes import Op, Trace
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
+    """Forward and backward as one graph; to be called under the arguments' fake mode."""
+    graph = cast(
+        "fx.GraphModule",
+        aot_export_joint_simple(
+            function, tuple(arguments), trace_joint=True, decompositions=select_decomp_table()
+        ),
+    )
+    for node in graph.graph.nodes:
+        if node.target in ATTENTION:
+            # The partitioner knows CUDA's attention as too dear to do twice, but not the CPU's.
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return graph
+
+
+def cut(
+    joint: fx.GraphModule,
+    num_outputs: int,
+    budget: float,
+    frozen: Sequence[bool],
+    flowing: Sequence[int],
+) -> Trace:
+    """The trace of a block whose activations are cut to `budget`.
+
+    `frozen` tells which arguments are frozen weights; `flowing` which come from the block before.
+    """
+    graph = _copy(joint)  # cutting uses it up
+    with functorch_config.patch(activation_memory_budget=budget):
+        forward, backward = min_cut_rematerialization_partition(
+            graph, None, num_fwd_outputs=num_outputs
+        )
+    arguments = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    owned = {storage for node in arguments for storage in _storages(node)}
+    weights = {
+        storage
+        for node, is_frozen in zip(arguments, frozen, strict=True)
+        if is_frozen
+        for storage in _storages(node)
+    }
+    inputs = {storage for place in flowing for storage in _storages(arguments[place])}
+    outputs = _outputs(forward.graph)
+    results = {storage for node in outputs[:num_outputs] for storage in _storages(node)}
+    saved = {storage: n for node in outputs[num_outputs:] for storage, n in _sizes(node).items()}
+    there = _Fused(forward.graph, owned, weights)
+    back = _Fused(backward.graph, owned, weights)
+    return Trace(
+        forward=there.ops,
+        backward=back.ops,
+        saved_nbytes=sum(n for storage, n in saved.items() if storage not in owned | results),
+        saves_input=bool(inputs & saved.keys()),
+        forward_peak_nbytes=there.peak_nbytes,
+        backward_peak_nbytes=back.peak_nbytes,
+    )
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    node: fx.Node
+    reads: frozenset[int]
+    writes: dict[int, int]
+    own: bool
+    """A product or attention: it cannot write over what it reads."""
+
+
+class _Fused:
+    """A graph as the kernels that a compiler makes of it, with what is alive meanwhile."""
+
+    def __init__(self, graph: fx.Graph, owned: set[int], frozen: set[int]) -> None:
+        self._frozen = frozen
+        self._sizes: dict[int, int] = {}
+        self._roots: dict[fx.Node, frozenset[int]] = {}
+        kernels = self._kernels(graph)
+        self.ops = tuple(self._op(kernel) for kernel in kernels)
+        self.peak_nbytes = self._peak(graph, kernels, owned)
+
+    def _kernels(self, graph: fx.Graph) -> list[_Kernel]:
+        kernels = []
+        for node in graph.nodes:
+            writes = _sizes(node)
+            self._sizes |= writes
+            if node.op == "placeholder":
+                self._roots[node] = frozenset(writes)
+                continue
+            if node.op != "call_function":
+                continue
+            known = frozenset(
+                root for source in node.all_input_nodes for root in self._roots.get(source, ())
+            )
+            before = {s for source in node.all_input_nodes for s in _storages(source)}
+            if not writes or writes.keys() <= before:  # a view, or one of several outputs
+                shared = known & writes.keys()
+                self._roots[node] = shared or known
+            elif _is_product(node) or _is_needed_in_memory(node):
+                self._roots[node] = frozenset(writes)
+                kernels.append(_Kernel(node, known, writes, _is_product(node)))
+            else:
+                self._roots[node] = known  # folded into whoever reads it
+        return kernels
+
+    def _op(self, kernel: _Kernel) -> Op:
+        node = kernel.node
+        nbytes = float(sum(self._sizes[s] for s in kernel.reads) + sum(kernel.writes.values()))
+        is_backward = node.target in ATTENTION_BACKWARD
+        values = [_value(argument) for argument in node.args]
+        if node.target in ATTENTION:
+            query, key = values[0], values[1]
+            return Op("attention", attention_flops(query, key), nbytes)
+        if is_backward:
+            flops = BACKWARD_PRODUCTS * attention_flops(values[1], values[2])
+            return Op("attention", flops, nbytes, backward=True)
+        if _is_product(node):
+            packet = cast("Any", node.target).overloadpacket
+            flops = float(flop_registry[packet](*values, out_val=node.meta["val"]))
+            return Op("gemm", flops, nbytes, bool(kernel.reads & self._frozen))
+        return Op("elementwise", 0.0, nbytes)
+
+    def _peak(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
+        """Walk the kernels; what the caller owns is not counted, all else dies at its last use."""
+        last = {s: place for place, kernel in enumerate(kernels) for s in kernel.reads}
+        for node in _outputs(graph):
+            last |= dict.fromkeys(self._roots.get(node, ()), len(kernels))
+        alive = {
+            storage: nbytes
+            for node in graph.nodes
+            if node.op == "placeholder"
+            for storage, nbytes in _sizes(node).items()
+            if storage not in owned
+        }
+        peak = sum(alive.values())
+        for place, kernel in enumerate(kernels):
+            dying = [s for s in kernel.reads if s in alive and last[s] == place]
+            if not kernel.own:  # an elementwise kernel may write over what it is the last to read
+                for storage in dying:
+                    del alive[storage]
+            alive |= {s: n for s, n in kernel.writes.items() if s not in owned}
+            workspace = _workspace(kernel.node)
+            peak = max(peak, sum(alive.values()) + workspace)
+            for storage in [*dying, *kernel.writes]:
+                if last.get(storage, place) <= place:
+                    alive.pop(storage, None)
+        return peak
+
+
+def _is_product(node: fx.Node) -> bool:
+    target = cast("Any", node.target)
+    if target in ATTENTION or target in ATTENTION_BACKWARD:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket in GEMMS
+
+
+def _is_needed_in_memory(node: fx.Node) -> bool:
+    """Whether a product or the caller reads it, maybe through views."""
+    waiting, mine = list(node.users), set(_storages(node))
+    while waiting:
+        user = waiting.pop()
+        if user.op == "output" or _is_product(user):
+            return True
+        if mine & set(_storages(user)):
+            waiting += user.users
+    return False
+
+
+def _workspace(node: fx.Node) -> int:
+    if node.target not in ATTENTION_BACKWARD:
+        return 0
+    return attention_workspace(_value(node.args[1]))
+
+
+def _value(argument: object) -> Any:
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def _storages(node: fx.Node) -> list[int]:
+    return [storage_of(tensor) for tensor in tensors_of(node.meta.get("val"))]
+
+
+def _sizes(node: fx.Node) -> dict[int, int]:
+    return {
+        storage_of(tensor): int(tensor.untyped_storage().nbytes())
+        for tensor in tensors_of(node.meta.get("val"))
+    }
+
+
+def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    (node,) = [node for node in graph.nodes if node.op == "output"]
+    return [leaf for leaf in cast("Sequence[Any]", node.args[0]) if isinstance(leaf, fx.Node)]

@@ -1,0 +1,184 @@
+"""Seconds and bytes of each block at any batch, from traces at batch 1 and 2.
+
+A kernel takes as long as its products or its bytes do, whichever is longer. Everything grows with
+the batch along a straight line, so two traces tell the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gracetune.plan.rates import Speeds
+    from gracetune.plan.result import FrozenCompute
+    from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds of one pass, by what they go to."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    gaps: float = 0.0
+    """Between kernels, and where the host cannot queue them fast enough."""
+
+    @property
+    def total(self) -> float:
+        """The pass."""
+        return self.gemm + self.attention + self.elementwise + self.gaps
+
+    def __add__(self, other: Parts) -> Parts:
+        return _combine(self, other, 1.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One kind of block, run one way at one batch."""
+
+    forward: Parts
+    backward: Parts
+    saved_nbytes: int
+    saves_input: bool
+    forward_peak_nbytes: int
+    backward_peak_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block at one batch, every way it can run."""
+
+    frozen_nbytes: int
+    trained_nbytes: int
+    input_nbytes: int
+    eager: Way
+    compiled: Way
+    lean: Way
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """A model at one batch on one machine."""
+
+    batch: int
+    blocks: tuple[Block, ...]
+    outside: Way
+    outside_frozen_nbytes: int
+    trained_nbytes: int
+    batch_nbytes: int
+
+    @property
+    def slot_nbytes(self) -> int:
+        """A slot of the ring fits any block."""
+        return max(block.frozen_nbytes for block in self.blocks)
+
+
+class Model:
+    """What was traced, on a machine of these speeds; asked for one batch after another."""
+
+    def __init__(
+        self,
+        one: ModelShapes,
+        two: ModelShapes,
+        speeds: Speeds,
+        frozen_compute: FrozenCompute = "bf16",
+    ) -> None:
+        assert (one.batch, two.batch) == (1, 2), (one.batch, two.batch)
+        assert one.order == two.order, "the batch changes which blocks are alike"
+        self.name = one.name
+        self.speeds = speeds
+        self.frozen_compute = frozen_compute
+        self._one = one
+        self._two = two
+        self._made: dict[int, Costs] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model."""
+        return len(self._one.order)
+
+    @property
+    def trained_nbytes(self) -> int:
+        """What the optimizer updates."""
+        return self._one.trained_nbytes
+
+    def at(self, batch: int) -> Costs:
+        """The model at this batch."""
+        if batch not in self._made:
+            self._made[batch] = self._make(batch)
+        return self._made[batch]
+
+    def _make(self, batch: int) -> Costs:
+        one, two = self._one, self._two
+        kinds = [self._block(a, b, batch) for a, b in zip(one.kinds, two.kinds, strict=True)]
+        outside = self._way(one.outside, two.outside, batch, self.speeds.eager)
+        return Costs(
+            batch=batch,
+            blocks=tuple(kinds[kind] for kind in one.order),
+            outside=outside,
+            outside_frozen_nbytes=self._stored(one.outside_frozen_nbytes),
+            trained_nbytes=one.trained_nbytes,
+            batch_nbytes=_line(one.batch_nbytes, two.batch_nbytes, batch),
+        )
+
+    def _block(self, one: BlockShapes, two: BlockShapes, batch: int) -> Block:
+        speeds = self.speeds
+        return Block(
+            frozen_nbytes=self._stored(one.frozen_nbytes),
+            trained_nbytes=one.trained_nbytes,
+            input_nbytes=_line(one.input_nbytes, two.input_nbytes, batch),
+            eager=self._way(one.eager, two.eager, batch, speeds.eager),
+            compiled=self._way(one.compiled, two.compiled, batch, speeds.compiled),
+            lean=self._way(one.lean, two.lean, batch, speeds.compiled),
+        )
+
+    def _stored(self, nbytes: int) -> int:
+        """Frozen weights for fp8 products are kept and moved in fp8."""
+        return nbytes // 2 if self.frozen_compute == "fp8" else nbytes
+
+    def _way(self, one: Trace, two: Trace, batch: int, elementwise: float) -> Way:
+        def pass_(a: Iterable[Op], b: Iterable[Op]) -> Parts:
+            parts = [self._seconds(ops, elementwise) for ops in (a, b)]
+            return _combine(parts[0], parts[1], 2.0 - batch, batch - 1.0)
+
+        return Way(
+            forward=pass_(one.forward, two.forward),
+            backward=pass_(one.backward, two.backward),
+            saved_nbytes=_line(one.saved_nbytes, two.saved_nbytes, batch),
+            saves_input=two.saves_input,
+            forward_peak_nbytes=_line(one.forward_peak_nbytes, two.forward_peak_nbytes, batch),
+            backward_peak_nbytes=_line(one.backward_peak_nbytes, two.backward_peak_nbytes, batch),
+        )
+
+    def _seconds(self, ops: Iterable[Op], elementwise: float) -> Parts:
+        spent = {"gemm": 0.0, "attention": 0.0, "elementwise": 0.0}
+        count = 0
+        for op in ops:
+            bytes_s = op.nbytes / (elementwise if op.kind == "elementwise" else self.speeds.memory)
+            spent[op.kind] += max(op.flops / self._flops_rate(op), bytes_s)
+            count += 1
+        busy = sum(spent.values())
+        gaps = max(count * self.speeds.gap_s, count * self.speeds.issue_s - busy)
+        return Parts(**spent, gaps=gaps)
+
+    def _flops_rate(self, op: Op) -> float:
+        speeds = self.speeds
+        if op.kind == "attention":
+            return speeds.attention_backward if op.backward else speeds.attention_forward
+        if op.frozen and self.frozen_compute == "fp8":
+            return speeds.fp8
+        return speeds.gemm
+
+
+def _line(one: int, two: int, batch: int) -> int:
+    return one + (two - one) * (batch - 1)
+
+
+def _combine(a: Parts, b: Parts, of_a: float, of_b: float) -> Parts:
+    names = [field.name for field in fields(Parts)]
+    both = {name: of_a * getattr(a, name) + of_b * getattr(b, name) for name in names}
+    return Parts(**both)

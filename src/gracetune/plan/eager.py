@@ -1,0 +1,188 @@
+"""What operations do when they run one by one: counted on fake tensors, nothing is computed.
+
+Fake tensors stand on the CPU, whatever the plan is for: a CPU build of torch has no other device
+for them. Where CUDA's kernels save or allocate something else than the CPU's, this file says so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from gracetune.plan.shapes import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+    from torch._ops import OpOverload
+
+aten = torch.ops.aten
+ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default}
+ATTENTION_BACKWARD = {aten._scaled_dot_product_flash_attention_for_cpu_backward.default}
+GEMMS = {
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten.convolution,
+    aten.convolution_backward,
+    aten._scaled_mm,
+}
+_ALLOCATES_ONLY = {aten.empty, aten.empty_like, aten.new_empty, aten.new_empty_strided}
+BACKWARD_PRODUCTS = 2.5
+"""Attention's backward has five products where forward has two."""
+
+
+def tensors_of(tree: object) -> list[Tensor]:
+    """Every tensor in nested arguments."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells whether two tensors share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes that a kernel touches of it; what is expanded is read once."""
+    whole = int(tensor.untyped_storage().nbytes())
+    return min(int(tensor.numel()) * tensor.element_size(), whole)
+
+
+def attention_flops(query: Tensor, key: Tensor) -> float:
+    """Of both products of forward; B samples, H heads, L queries, S keys, D their width."""
+    *batch_and_heads, length, width = query.shape
+    pairs = float(length) * float(key.shape[-2])
+    for extent in batch_and_heads:
+        pairs *= float(extent)
+    return 4.0 * pairs * float(width)
+
+
+def attention_workspace(query: Tensor) -> int:
+    """CUDA's attention adds up the queries' gradient in fp32 beside its outputs."""
+    return int(query.numel()) * 4
+
+
+def op_of(func: OpOverload, args: Any, out: Any, frozen: set[int], backward: bool) -> Op | None:
+    """The kernel that one call stands for; none where nothing is read or written."""
+    packet = func.overloadpacket
+    if packet in _ALLOCATES_ONLY:
+        return None
+    inputs, outputs = tensors_of(args), tensors_of(out)
+    if not outputs:
+        return None
+    mutates = func._schema.is_mutable
+    known = {storage_of(tensor) for tensor in inputs}
+    if inputs and not mutates and all(storage_of(tensor) in known for tensor in outputs):
+        return None  # a view
+    nbytes = float(sum(size_of(tensor) for tensor in [*inputs, *outputs]))
+    if func in ATTENTION:
+        return Op("attention", attention_flops(inputs[0], inputs[1]), nbytes, backward=backward)
+    if func in ATTENTION_BACKWARD:
+        flops = BACKWARD_PRODUCTS * attention_flops(inputs[1], inputs[2])
+        return Op("attention", flops, nbytes, backward=True)
+    if packet in GEMMS:
+        flops = float(flop_registry[packet](*args, out_val=out))
+        return Op("gemm", flops, nbytes, bool(known & frozen), backward)
+    return Op("elementwise", 0.0, nbytes, backward=backward)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every kernel, and every byte from its allocation to its end."""
+
+    def __init__(self, frozen: Iterable[Tensor], known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._frozen = {storage_of(tensor) for tensor in frozen}
+        self._known = self._frozen | {storage_of(tensor) for tensor in known}
+        """Storages that were there before: weights and inputs."""
+        self._alive: dict[int, int] = {}
+        self._live_nbytes = 0
+        self._peak_nbytes = 0
+        self._ops: list[Op] = []
+        self.backward = False
+
+    def take(self) -> tuple[tuple[Op, ...], int]:
+        """The kernels since the last time, and the most bytes that were alive meanwhile."""
+        taken = tuple(self._ops), self._peak_nbytes
+        self._ops, self._peak_nbytes = [], self._live_nbytes
+        return taken
+
+    @property
+    def live_nbytes(self) -> int:
+        """Allocated under this watch and still alive."""
+        return self._live_nbytes
+
+    def has(self, storage: int) -> bool:
+        """Whether memory was allocated under this watch and is still alive."""
+        return storage in self._alive
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let it run on fake tensors, then look at what came out."""
+        out = func(*args, **(kwargs or {}))
+        op = op_of(func, args, out, self._frozen, self.backward)
+        if op is not None:
+            self._ops.append(op)
+        for tensor in tensors_of(out):
+            self._admit(tensor)
+        besides = attention_workspace(tensors_of(args)[1]) if func in ATTENTION_BACKWARD else 0
+        self._peak_nbytes = max(self._peak_nbytes, self._live_nbytes + besides)
+        return out
+
+    def _admit(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = int(storage._cdata)
+        if address in self._known or address in self._alive:
+            return
+        self._alive[address] = nbytes = int(storage.nbytes())
+        self._live_nbytes += nbytes
+        weakref.finalize(storage, self._bury, address).atexit = False
+
+    def _bury(self, address: int) -> None:
+        self._live_nbytes -= self._alive.pop(address)
+
+
+class CudaKernels(TorchFunctionMode):
+    """Puts in what CUDA has a kernel for and the CPU does in steps."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """RMSNorm is one kernel on CUDA, and saves its input as it is."""
+        if func in (torch.nn.functional.rms_norm, torch.rms_norm):
+            return _rms_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: object,  # noqa: ARG001
+    weight: Tensor | None = None,
+    eps: float | None = None,  # noqa: ARG001
+) -> Tensor:
+    apply: Callable[..., Tensor] = _RmsNorm.apply
+    return apply(input, weight)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Allocates and saves what CUDA's kernel does; the values are fake either way."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, weight: Tensor | None) -> Tensor:
+        scale = source.new_empty(source.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(source, scale, weight)
+        return torch.neg(source)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        source, _, weight = ctx.saved_tensors
+        trains_weight = ctx.needs_input_grad[1]
+        return source + gradients[0], torch.empty_like(weight) if trains_weight else None

@@ -1,0 +1,92 @@
+"""What one step of a model does and holds, as numbers: the planner's whole view of a model.
+
+Made by `trace` from fake tensors, read by `cost` and `memory`. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["gemm", "attention", "elementwise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One kernel: what it computes, and what it reads and writes of device memory."""
+
+    kind: Kind
+    flops: float
+    nbytes: float
+    frozen: bool = False
+    """Whether it is a product with a frozen weight, which may be done in fp8."""
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Forward and backward of one piece of a model, run one way."""
+
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+    saved_nbytes: int
+    """Kept from forward to backward, without weights and without the block's own input."""
+    saves_input: bool
+    """Whether backward needs the input as well."""
+    forward_peak_nbytes: int
+    """Most that forward has allocated at once, its output and what it saves included."""
+    backward_peak_nbytes: int
+    """Most that backward has at once: what is still saved, gradients and work between."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShapes:
+    """A kind of block; most models have one or two kinds."""
+
+    frozen_nbytes: int
+    trained_nbytes: int
+    input_nbytes: int
+    """Of what flows from block to block: what `recompute` must remember."""
+    eager: Trace
+    compiled: Trace
+    lean: Trace
+    """Compiled, with nothing kept that is cheap to do again."""
+
+    def trace(self, compiled: bool, lean: bool) -> Trace:
+        """The way it runs; without compilation there is no lean way."""
+        if not compiled:
+            assert not lean, "a lean block is a compiled one"
+            return self.eager
+        return self.lean if lean else self.compiled
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """A model at one batch size."""
+
+    name: str
+    batch: int
+    kinds: tuple[BlockShapes, ...]
+    order: tuple[int, ...]
+    """The kind of each block, in the order of forward."""
+    outside: Trace
+    """Everything that is not in a block: embeddings, head and loss."""
+    outside_frozen_nbytes: int
+    outside_trained_nbytes: int
+    batch_nbytes: int
+    """What the data loader hands over: latents, text, noise levels."""
+
+    @property
+    def blocks(self) -> tuple[BlockShapes, ...]:
+        """Each block's kind, in order."""
+        return tuple(self.kinds[kind] for kind in self.order)
+
+    @property
+    def frozen_nbytes(self) -> int:
+        """All weights that are not trained."""
+        return self.outside_frozen_nbytes + sum(block.frozen_nbytes for block in self.blocks)
+
+    @property
+    def trained_nbytes(self) -> int:
+        """All weights that are."""
+        return self.outside_trained_nbytes + sum(block.trained_nbytes for block in self.blocks)

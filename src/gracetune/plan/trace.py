@@ -1,0 +1,219 @@
+"""From a model to `ModelShapes`: a step on fake tensors, each kind of block looked at once.
+
+The model may be on the meta device or loaded; its weights are not touched and nothing is computed.
+A pass over the whole model finds what reaches each block; equal blocks with equal inputs are one
+kind. What is outside of blocks is traced with stand-ins for them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_unflatten
+
+from gracetune.plan.calls import (
+    Call,
+    Subject,
+    Whole,
+    check_blocks,
+    fake_weights,
+    stand_ins,
+    watch_calls,
+    weights_of,
+)
+from gracetune.plan.compiled import cut, joint_graph
+from gracetune.plan.eager import CudaKernels, Watch, size_of, storage_of, tensors_of
+from gracetune.plan.result import LEAN_BUDGET
+from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def trace_model(subject: Subject, batch: int) -> ModelShapes:
+    """All that the planner wants to know of a step with this batch."""
+    check_blocks(subject)
+    with FakeTensorMode():
+        fakes = fake_weights(subject.model)
+        calls = watch_calls(subject, fakes, batch)
+        groups: dict[object, int] = {}
+        kinds: list[BlockShapes] = []
+        order = []
+        for block, call in zip(subject.blocks, calls, strict=True):
+            key = _kind(block, call)
+            if key not in groups:
+                groups[key] = len(kinds)
+                kinds.append(_trace_block(block, fakes, call))
+            order.append(groups[key])
+        outside, batch_nbytes = _trace_outside(subject, fakes, calls, batch)
+    inside = {id(p) for block in subject.blocks for p in block.parameters()}
+    rest = [p for p in subject.model.parameters() if id(p) not in inside]
+    buffers = list(subject.model.buffers())
+    return ModelShapes(
+        name=subject.name,
+        batch=batch,
+        kinds=tuple(kinds),
+        order=tuple(order),
+        outside=outside,
+        outside_frozen_nbytes=_nbytes(buffers) + _nbytes(t for t in rest if not t.requires_grad),
+        outside_trained_nbytes=_nbytes(t for t in rest if t.requires_grad),
+        batch_nbytes=batch_nbytes,
+    )
+
+
+def _kind(block: nn.Module, call: Call) -> object:
+    """What makes two blocks the same to the planner."""
+    weights = tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()
+    )
+    leaves = tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in call.leaves
+    )
+    return type(block), weights, leaves, call.flowing
+
+
+def _fresh(call: Call) -> list[Any]:
+    """The same arguments with memory of their own, those that flow ready for gradients."""
+    leaves = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in call.leaves]
+    for place in call.flowing:
+        leaves[place].requires_grad_(True)
+    return leaves
+
+
+def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> BlockShapes:
+    parameters = list(block.parameters())
+    compiled, lean = _trace_compiled(block, fakes, call, (1.0, LEAN_BUDGET))
+    return BlockShapes(
+        frozen_nbytes=_nbytes(p for p in parameters if not p.requires_grad),
+        trained_nbytes=_nbytes(p for p in parameters if p.requires_grad),
+        input_nbytes=sum(size_of(leaf) for leaf in call.flowing_leaves),
+        eager=_trace_eager(block, fakes, call),
+        compiled=compiled,
+        lean=lean,
+    )
+
+
+def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trace:
+    weights = weights_of(block, fakes)
+    leaves = _fresh(call)
+    inputs = [leaves[place] for place in call.flowing]
+    trained = [w for w in weights.values() if w.requires_grad]
+    watch = Watch(
+        [w for w in weights.values() if not w.requires_grad], [*trained, *tensors_of(leaves)]
+    )
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[storage_of(tensor)] = int(tensor.untyped_storage().nbytes())
+        return tensor
+
+    args, kwargs = tree_unflatten(leaves, call.spec)
+    with watch, CudaKernels():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = functional_call(block, weights, args, kwargs)
+        outputs = [t for t in tensors_of(output) if t.requires_grad]
+        results = {storage_of(t) for t in outputs}
+        forward, forward_peak = watch.take()
+        before = watch.live_nbytes
+        kept = sum(n for s, n in saved.items() if watch.has(s) and s not in results)
+        watch.backward = True
+        gradients = [torch.empty_like(t) for t in outputs]
+        torch.autograd.grad(outputs, [*inputs, *trained], gradients, allow_unused=True)
+        backward, backward_peak = watch.take()
+    return Trace(
+        forward=forward,
+        backward=backward,
+        saved_nbytes=kept,
+        saves_input=any(storage_of(t) in saved for t in inputs),
+        forward_peak_nbytes=forward_peak,
+        # The block's output belongs to the next block, which is done with it by now.
+        backward_peak_nbytes=backward_peak - (before - kept),
+    )
+
+
+def _trace_compiled(
+    block: nn.Module, fakes: dict[int, Tensor], call: Call, budgets: Sequence[float]
+) -> list[Trace]:
+    """One joint graph, cut once for each budget."""
+    weights = weights_of(block, fakes)
+    names = list(weights)
+    leaves = _fresh(call)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        mine = list(leaves)
+        for place, tensor in zip(places, arguments[len(names) :], strict=True):
+            mine[place] = tensor
+        args, kwargs = tree_unflatten(mine, call.spec)
+        output = functional_call(block, dict(zip(names, arguments, strict=False)), args, kwargs)
+        return tuple(tensors_of(output))
+
+    arguments = [*weights.values(), *tensors_of(leaves)]
+    joint = joint_graph(run, arguments)
+    return [
+        cut(
+            joint,
+            num_outputs=len(tensors_of(call.outputs)),
+            budget=budget,
+            frozen=[i < len(names) and not a.requires_grad for i, a in enumerate(arguments)],
+            flowing=[len(names) + places.index(place) for place in call.flowing],
+        )
+        for budget in budgets
+    ]
+
+
+def _trace_outside(
+    subject: Subject, fakes: dict[int, Tensor], calls: Sequence[Call], batch: int
+) -> tuple[Trace, int]:
+    """Embeddings, head and loss; and the bytes of the batch itself."""
+    weights = weights_of(subject.model, fakes, "model.")
+    trained = [w for w in weights.values() if w.requires_grad]
+    inputs = subject.inputs(batch)
+    watch = Watch(
+        [w for w in weights.values() if not w.requires_grad], [*trained, *inputs.values()]
+    )
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[storage_of(tensor)] = int(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with stand_ins(subject.blocks, calls), watch, CudaKernels():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            prediction = functional_call(Whole(subject), weights, (inputs,))
+            loss = prediction.float().square().mean()
+        forward, forward_peak = watch.take()
+        kept = sum(n for s, n in saved.items() if watch.has(s))
+        del prediction
+        watch.backward = True
+        loss.backward()
+        backward, backward_peak = watch.take()
+    shared = {storage_of(t): int(t.untyped_storage().nbytes()) for t in _context(calls)}
+    trace = Trace(
+        forward=forward,
+        backward=backward,
+        saved_nbytes=kept + sum(shared.values()),
+        saves_input=False,
+        forward_peak_nbytes=forward_peak,
+        backward_peak_nbytes=backward_peak,
+    )
+    return trace, sum(tensor.nbytes for tensor in inputs.values())
+
+
+def _context(calls: Sequence[Call]) -> list[Tensor]:
+    """What every block is given besides what flows: text, noise level, positions."""
+    return [
+        leaf
+        for call in calls
+        for place, leaf in enumerate(call.leaves)
+        if isinstance(leaf, Tensor) and place not in call.flowing
+    ]
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
