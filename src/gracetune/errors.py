@@ -33,6 +33,22 @@ class ModelError(GracetuneError):
     """Model weights are missing or do not fit what was asked for."""
 
 
+class PortError(GracetuneError):
+    """A repository, its branches or a patch set do not allow what was asked."""
+
+
+class AdapterError(GracetuneError):
+    """An adapter file cannot be read, is damaged, fits no model, or would load nowhere.
+
+    `kind` is one word for machines; `key` is the first tensor that shows it.
+    """
+
+    def __init__(self, message: str, kind: str = "adapter", key: str | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.key = key
+
+
 class RunFailedError(GracetuneError):
     """The run itself went wrong (a loss that is not a number, a dead worker)."""
 

@@ -1,0 +1,239 @@
+"""From the tensors of a file, whatever tool wrote it, to an adapter in our own words."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.adapters.delta import delta_shape
+from gracetune.adapters.layers import Adapter, Layer, make_layer, rank_of, scale_of
+from gracetune.adapters.names import (
+    TABLES,
+    Index,
+    Key,
+    Place,
+    choose_table,
+    detect_form,
+    read_key,
+    settle_stages,
+    unknown_key,
+)
+from gracetune.adapters.rows import take_rows
+from gracetune.errors import AdapterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from gracetune.adapters.tables.types import NameTable
+
+FAMILY_KEY = "gracetune.family"
+PEFT_SETTINGS = "lora_adapter_metadata"
+"""Where diffusers keeps peft's settings in a file's header."""
+HUGE_ALPHA = 1e9
+"""ai-toolkit writes 9999999999 for LoKr of whole matrices, where alpha has no part."""
+
+
+def canonical(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    table: NameTable | None = None,
+    peft_config: Mapping[str, object] | None = None,
+) -> Adapter:
+    """The adapter that these tensors are; the first key that shows a fault ends it.
+
+    `table` is for who knows the family; `peft_config` is what lay beside the file.
+    """
+    if not tensors:
+        raise AdapterError("the file holds no tensors.", kind="empty")
+    texts = list(tensors)
+    table = table or choose_table(texts, metadata.get(FAMILY_KEY))
+    keys = _read(texts, table)
+    _check_finite(tensors, keys)
+    grouped: dict[Place, dict[str, Key]] = {}
+    for key in keys:
+        twin = grouped.setdefault(key.place, {}).setdefault(key.role, key)
+        if twin is not key:
+            raise AdapterError(
+                f"{key.text!r} and {twin.text!r} are two spellings of one tensor. Remove one.",
+                kind="duplicate",
+                key=key.text,
+            )
+    settings = _peft_settings(metadata, peft_config)
+    layers = {
+        place: _layer(table, place, found, tensors, settings) for place, found in grouped.items()
+    }
+    form = detect_form(keys)
+    return Adapter(
+        table=table,
+        layers=layers,
+        form=None if form is None else form.name,
+        metadata=dict(metadata),
+        notices=tuple(_notices(grouped, layers, tensors, settings)),
+    )
+
+
+def _read(texts: list[str], table: NameTable) -> list[Key]:
+    index = Index(table)
+    keys = []
+    for text in texts:
+        key = read_key(text, index)
+        if key is None:
+            raise _other_model(text, texts, table) or unknown_key(text, [table])
+        keys.append(key)
+    return settle_stages(keys)
+
+
+def _other_model(text: str, texts: list[str], table: NameTable) -> AdapterError | None:
+    """The verdict on a file whose keys are another family's, if they are."""
+    for other in TABLES.values():
+        index = Index(other)
+        if other is not table and all(read_key(one, index) for one in texts):
+            return AdapterError(
+                f"{text!r} is a key of a {other.family} adapter, and {table.family} was asked for: "
+                f"the file is for another model. Give --family {other.family}, or another file.",
+                kind="other-model",
+                key=text,
+            )
+    return None
+
+
+def _check_finite(tensors: Mapping[str, Tensor], keys: list[Key]) -> None:
+    for key in keys:
+        tensor = tensors[key.text]
+        if not tensor.is_floating_point():
+            if key.role == "alpha":
+                continue
+            raise AdapterError(
+                f"{key.text!r} has the dtype {str(tensor.dtype).removeprefix('torch.')}; an "
+                "adapter's weights are floats. Convert it with the tool that quantised it.",
+                kind="dtype",
+                key=key.text,
+            )
+        # Alpha is judged where its part in the scale is known.
+        if key.role != "alpha" and not bool(torch.isfinite(tensor.float()).all()):
+            what = "nan" if bool(tensor.float().isnan().any()) else "inf"
+            why = " (float16 ends at 65504)" if tensor.dtype == torch.float16 else ""
+            raise AdapterError(
+                f"{key.text!r} has values that are {what}: training went wrong or the values "
+                f"overflowed when they were saved{why}. Take an earlier checkpoint, or save it in "
+                "bfloat16.",
+                kind="not-finite",
+                key=key.text,
+            )
+
+
+def _layer(
+    table: NameTable,
+    place: Place,
+    found: Mapping[str, Key],
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, object],
+) -> Layer:
+    layer = make_layer(
+        {role: tensors[key.text] for role, key in found.items()},
+        {role: key.text for role, key in found.items()},
+    )
+    if "alpha" not in found:
+        layer = _with_settings(layer, place.module, settings)
+    bias = found.get("diff_b")
+    if bias is not None and bias.text.endswith(".bias") and scale_of(layer) != 1.0:
+        # peft scales the bias of lora_B together with its product.
+        scaled = layer.tensors["diff_b"].float() * scale_of(layer)
+        layer = replace(layer, tensors={**layer.tensors, "diff_b": scaled})
+    if layer.dora and layer.tensors["dora"].dim() == 1:
+        ones = [1] * (len(delta_shape(layer)) - 1)
+        magnitude = layer.tensors["dora"].reshape(-1, *ones)
+        layer = replace(layer, tensors={**layer.tensors, "dora": magnitude})
+    if place.module in table.swapped and next(iter(found.values())).naming == "original":
+        half = delta_shape(layer)[0] // 2
+        layer = take_rows(place.module, layer, [(half, 2 * half), (0, half)])
+    return layer
+
+
+def _peft_settings(
+    metadata: Mapping[str, str], peft_config: Mapping[str, object] | None
+) -> Mapping[str, object]:
+    """peft's settings from the file's header or from beside it; empty where nobody kept them."""
+    if peft_config is not None:
+        return peft_config
+    text = metadata.get(PEFT_SETTINGS)
+    if text is None:
+        return {}
+    try:
+        known = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise AdapterError(
+            f"the header's {PEFT_SETTINGS} is not JSON ({error}); the scale is lost with it.",
+            kind="damaged",
+        ) from error
+    return {
+        name.removeprefix("transformer."): value
+        for name, value in known.items()
+        if name.startswith("transformer.") or "." not in name
+    }
+
+
+def _with_settings(layer: Layer, module: str, settings: Mapping[str, object]) -> Layer:
+    """Alpha as peft applies it: by pattern or for all, by the rank or by its root."""
+    stated = _for_module("alpha_pattern", module, settings)
+    if stated is None:
+        stated = settings.get("lora_alpha", settings.get("alpha"))
+    rank = rank_of(layer)
+    whole = _for_module("rank_pattern", module, settings) or settings.get("r")
+    divisor = rank if rank is not None else whole
+    if not isinstance(stated, int | float) or not isinstance(divisor, int | float):
+        return layer
+    scale = stated / (math.sqrt(divisor) if settings.get("use_rslora") else divisor)
+    if rank is not None:
+        return replace(layer, alpha=None if scale == 1.0 else scale * rank)
+    if layer.algorithm == "lokr" and scale != 1.0:
+        # peft scales whole matrices too, where everyone else does not.
+        w1 = layer.tensors["lokr_w1"].float() * scale
+        return replace(layer, tensors={**layer.tensors, "lokr_w1": w1})
+    return layer
+
+
+def _for_module(name: str, module: str, settings: Mapping[str, object]) -> object | None:
+    patterns = settings.get(name)
+    if not isinstance(patterns, dict):
+        return None
+    for pattern, value in patterns.items():
+        plain = str(pattern).removeprefix("^")
+        if module == plain or module.endswith(f".{plain}"):
+            return value  # type: ignore[no-any-return]
+    return None
+
+
+def _notices(
+    grouped: Mapping[Place, Mapping[str, Key]],
+    layers: Mapping[Place, Layer],
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, object],
+) -> list[str]:
+    notices = []
+    idle = [
+        found["alpha"].text
+        for place, found in grouped.items()
+        if "alpha" in found and rank_of(layers[place]) is None
+    ]
+    huge = [key for key in idle if not abs(float(tensors[key].float())) < HUGE_ALPHA]
+    if huge:
+        notices.append(
+            f"{len(huge)} LoKr modules of whole matrices have an alpha of "
+            f"{float(tensors[huge[0]].float()):.3g}: it has no part in the result and is left out."
+        )
+    live = any(
+        key.text.startswith("base_model.") for found in grouped.values() for key in found.values()
+    )
+    if live and not settings and not any("alpha" in found for found in grouped.values()):
+        notices.append(
+            "peft keeps alpha in adapter_config.json, which is not beside the file: alpha is taken "
+            "to equal the rank."
+        )
+    return notices

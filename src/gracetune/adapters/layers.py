@@ -1,0 +1,231 @@
+"""An adapter in our own words: layers by place, and what makes a layer whole.
+
+Which tensors a layer needs is data; a layer that lacks one, has one too many, or whose ranks do
+not meet is refused here, by the key that shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from gracetune.adapters.names import Place
+from gracetune.errors import AdapterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from gracetune.adapters.tables.types import NameTable, Stage
+
+Algorithm = Literal["lora", "loha", "lokr", "full"]
+"""LoCon is LoRA on convolutions; DoRA is any of them with a magnitude (`dora`)."""
+
+SHAPES: dict[Algorithm, tuple[frozenset[str], ...]] = {
+    "lora": (frozenset({"down", "up"}), frozenset({"down", "up", "mid"})),
+    "loha": (
+        frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}),
+        frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"}),
+    ),
+    "lokr": tuple(
+        frozenset(w1 + w2)
+        for w1 in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
+        for w2 in (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"), ("lokr_w2_a", "lokr_w2_b", "lokr_t2"))
+    ),
+    "full": (frozenset({"diff"}), frozenset({"diff_b"}), frozenset({"diff", "diff_b"})),
+}
+"""The sets of tensors that make a layer; `diff_b` and `dora` may stand beside any."""
+BESIDE = frozenset({"diff_b", "dora"})
+ALGORITHM_OF: dict[str, Algorithm] = {
+    role: algorithm for algorithm, sets in SHAPES.items() for roles in sets for role in roles
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The change of one module: tensors by role, and alpha where it is not the rank."""
+
+    algorithm: Algorithm
+    tensors: Mapping[str, Tensor]
+    alpha: float | None = None
+
+    @property
+    def dora(self) -> bool:
+        return "dora" in self.tensors
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Layer:
+        """The same layer with every tensor changed."""
+        return replace(self, tensors={role: change(t) for role, t in self.tensors.items()})
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A whole adapter, whatever file it came from."""
+
+    table: NameTable
+    layers: Mapping[Place, Layer]
+    form: str | None = None
+    """The form it was read from; None where the file mixed several."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+    """What a reader should know: things decided, dropped or missing."""
+
+    @property
+    def stages(self) -> tuple[Stage | None, ...]:
+        """The experts it has layers for, high first; (None,) where the keys do not say."""
+        found = {place.stage for place in self.layers}
+        order: tuple[Stage | None, ...] = (None, "high", "low")
+        return tuple(stage for stage in order if stage in found)
+
+    def only(self, stage: Stage | None) -> Adapter:
+        """The layers of one expert."""
+        kept = {place: layer for place, layer in self.layers.items() if place.stage == stage}
+        return replace(self, layers=kept)
+
+
+def split_stages(adapter: Adapter) -> dict[Stage | None, Adapter]:
+    """One adapter a stage, none of them with a stage in its places: what a stage file holds."""
+    return {stage: at_stage(adapter.only(stage), None) for stage in adapter.stages}
+
+
+def join_stages(high: Adapter, low: Adapter) -> Adapter:
+    """Two stage files as one adapter."""
+    if high.table.family != low.table.family:
+        raise AdapterError(
+            f"the high stage is a {high.table.family} adapter and the low stage a "
+            f"{low.table.family} one: give two files of one model.",
+            kind="other-model",
+        )
+    for name, one in (("high", high), ("low", low)):
+        if len(one.stages) > 1:
+            raise AdapterError(
+                f"the file given as the {name} stage already holds both stages. "
+                "Convert it alone, or split it first.",
+                kind="mixed-stages",
+            )
+    layers = {**at_stage(high, "high").layers, **at_stage(low, "low").layers}
+    return replace(high, layers=layers, form=None, notices=(*high.notices, *low.notices))
+
+
+def at_stage(adapter: Adapter, stage: Stage | None) -> Adapter:
+    """The same layers, said to be of one stage."""
+    layers = {Place(stage, place.module): layer for place, layer in adapter.layers.items()}
+    assert len(layers) == len(adapter.layers), "two stages cannot be laid over each other"
+    return replace(adapter, layers=layers)
+
+
+def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
+    """A layer from its tensors by role; `keys` has the file's name of each, for verdicts."""
+    roles = frozenset(tensors) - {"alpha", "scalar"}
+    first = keys[min(tensors)]
+    algorithms = {ALGORITHM_OF[role] for role in roles - BESIDE} or {ALGORITHM_OF["diff_b"]}
+    if len(algorithms) > 1:
+        raise AdapterError(
+            f"{first!r}: its module has tensors of {' and '.join(sorted(algorithms))} at once. "
+            "A module can carry one algorithm; remove the other's keys.",
+            kind="two-algorithms",
+            key=first,
+        )
+    algorithm = algorithms.pop()
+    core = roles - BESIDE if algorithm != "full" else roles - {"dora"}
+    if core not in SHAPES[algorithm]:
+        wanted = min(SHAPES[algorithm], key=lambda one: len(one ^ core))
+        lacks, extra = sorted(wanted - core), sorted(core - wanted)
+        what = f"lacks {', '.join(lacks)}" if lacks else f"has {', '.join(extra)} without use"
+        raise AdapterError(
+            f"{first!r}: its module {what} for {algorithm}, so the file is incomplete. "
+            "Save it again, or take a checkpoint that is whole.",
+            kind="incomplete",
+            key=first,
+        )
+    layer = Layer(algorithm, {role: tensors[role] for role in sorted(roles)})
+    _check_ranks(layer, keys)
+    layer = _with_alpha(layer, tensors, keys)
+    return _with_scalar(layer, tensors)
+
+
+def rank_of(layer: Layer) -> int | None:
+    """The inner width; None where nothing is decomposed (full matrices, LoKr with both whole)."""
+    for role, axis in RANK_AXES[layer.algorithm]:
+        if role in layer.tensors:
+            return layer.tensors[role].shape[axis]
+    return None
+
+
+def scale_of(layer: Layer) -> float:
+    """alpha / rank; 1 without alpha, or without a rank to divide by."""
+    rank = rank_of(layer)
+    return 1.0 if layer.alpha is None or rank is None else layer.alpha / rank
+
+
+RANK_AXES: dict[Algorithm, tuple[tuple[str, int], ...]] = {
+    "lora": (("down", 0),),
+    "loha": (("hada_w1_b", 0),),
+    "lokr": (("lokr_w2_b", 0), ("lokr_w1_b", 0)),
+    "full": (),
+}
+"""Where the rank can be read, in order; LoKr's two halves have the same."""
+PAIRS: tuple[tuple[str, bool, str, int, str, int], ...] = (
+    ("mid", False, "up", 1, "down", 0),
+    ("mid", True, "up", 1, "mid", 0),
+    ("mid", True, "mid", 1, "down", 0),
+    ("hada_t1", False, "hada_w1_a", 1, "hada_w1_b", 0),
+    ("hada_t1", True, "hada_w1_a", 0, "hada_t1", 0),
+    ("hada_t1", True, "hada_t1", 1, "hada_w1_b", 0),
+    ("hada_t2", False, "hada_w2_a", 1, "hada_w2_b", 0),
+    ("hada_t2", True, "hada_w2_a", 0, "hada_t2", 0),
+    ("hada_t2", True, "hada_t2", 1, "hada_w2_b", 0),
+    ("", False, "lokr_w1_a", 1, "lokr_w1_b", 0),
+    ("lokr_t2", False, "lokr_w2_a", 1, "lokr_w2_b", 0),
+    ("lokr_t2", True, "lokr_w2_a", 0, "lokr_t2", 0),
+    ("lokr_t2", True, "lokr_t2", 1, "lokr_w2_b", 0),
+)
+"""Axes that are multiplied with each other, with a core tensor between them or without."""
+
+
+def _check_ranks(layer: Layer, keys: Mapping[str, str]) -> None:
+    tensors = layer.tensors
+    for core, between, left, i, right, j in PAIRS:
+        if (core in tensors) != between or left not in tensors or right not in tensors:
+            continue
+        a, b = tensors[left].shape, tensors[right].shape
+        if len(a) <= i or len(b) <= j or a[i] != b[j]:
+            raise AdapterError(
+                f"{keys[left]!r} is {_size(a)} and {keys[right]!r} is {_size(b)}: their ranks "
+                "do not meet. They are of different adapters, or the file was badly put together.",
+                kind="rank-mismatch",
+                key=keys[left],
+            )
+
+
+def _with_alpha(layer: Layer, tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
+    """Alpha, where it has a part: a LoKr of two whole matrices is never scaled."""
+    if "alpha" not in tensors or rank_of(layer) is None:
+        return layer
+    alpha = float(tensors["alpha"].float().item())
+    if not math.isfinite(alpha):
+        raise AdapterError(
+            f"{keys['alpha']!r} is {alpha}: it overflowed when the file was saved (float16 ends at "
+            "65504), so the scale alpha / rank is lost. Save the adapter in bfloat16 or float32.",
+            kind="not-finite",
+            key=keys["alpha"],
+        )
+    return replace(layer, alpha=None if alpha == rank_of(layer) else alpha)
+
+
+def _with_scalar(layer: Layer, tensors: Mapping[str, Tensor]) -> Layer:
+    """LyCORIS' trained scalar, multiplied into the factor that its own writer would take."""
+    if "scalar" not in tensors:
+        return layer
+    order = ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a")
+    role = next((role for role in order if role in layer.tensors), None)
+    if role is None:
+        return layer
+    scaled = layer.tensors[role] * tensors["scalar"].to(layer.tensors[role].dtype)
+    return replace(layer, tensors={**layer.tensors, role: scaled})
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"

@@ -1,0 +1,132 @@
+"""From an adapter in our own words to the tensors of a file, in any tool's form.
+
+What a form cannot hold exactly is refused with a way out, never dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.adapters.delta import dora_by_rows
+from gracetune.adapters.layers import Adapter, Layer, at_stage, rank_of, scale_of
+from gracetune.adapters.names import Index, Place, write_key
+from gracetune.adapters.rows import join_fused, split_fused, swap_halves
+from gracetune.adapters.tables.forms import ENDINGS
+from gracetune.errors import AdapterError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gracetune.adapters.tables.forms import Form, Style
+
+FOLDED_ROLE = {"lora": "up", "loha": "hada_w1_a", "lokr": "lokr_w1"}
+"""The factor that takes the scale where a form has no alpha."""
+
+
+def spell(adapter: Adapter, form: Form, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The tensors of the file, by key; `dtype` None keeps each as it is."""
+    adapter = _staged(adapter, form)
+    if form.naming == "diffusers":
+        adapter = split_fused(adapter)
+    else:
+        adapter = swap_halves(join_fused(adapter))
+    index = Index(adapter.table)
+    tensors: dict[str, Tensor] = {}
+    for place, layer in adapter.layers.items():
+        if index.spell(place.module, form.naming, form.joint) is None:
+            raise _cannot(form, place.module, "it has no name for this module", "comfyui")
+        style = _style(form, place, layer)
+        for role, tensor in _roles(layer, form, style).items():
+            key = write_key(form, index, place, role, style)
+            tensors[key] = _stored(key, role, tensor, dtype)
+    return tensors
+
+
+def fold_scale(layer: Layer) -> Layer:
+    """alpha / rank multiplied into a factor, for readers that know of no alpha."""
+    scale = scale_of(layer)
+    if scale == 1.0:
+        return replace(layer, alpha=None)
+    role = FOLDED_ROLE[layer.algorithm]
+    role = role if role in layer.tensors else f"{role}_a"
+    factor = layer.tensors[role]
+    if not math.log2(abs(scale) or 1.0).is_integer():
+        factor = factor.float()  # a power of two is exact in any float; others would round
+    return replace(layer, tensors={**layer.tensors, role: factor * scale}, alpha=None)
+
+
+def _staged(adapter: Adapter, form: Form) -> Adapter:
+    """Stages as the form wants them: all named, or none."""
+    if form.stages and adapter.table.staged:
+        if None in adapter.stages:
+            raise AdapterError(
+                f"the form {form.name} names the stage in each key, and this adapter does not say "
+                "which it is. Give --stage high or --stage low.",
+                kind="no-stage",
+            )
+        return adapter
+    if len(adapter.stages) > 1:
+        first = next(p for p in adapter.layers if p.stage == adapter.stages[-1])
+        raise AdapterError(
+            f"{first.module} is there for both stages, and a file of the form {form.name} holds "
+            "one. Write one file a stage (convert does so by itself), or pick one with --stage.",
+            kind="mixed-stages",
+            key=first.module,
+        )
+    return at_stage(adapter, None)
+
+
+def _style(form: Form, place: Place, layer: Layer) -> Style:
+    """ComfyUI knows a core tensor (`lora_mid`) only beside lora_down and lora_up."""
+    style: Style = "kohya" if form.style == "comfyui" and "mid" in layer.tensors else form.style
+    for role in layer.tensors:
+        if role not in ENDINGS[style]:
+            what = {"diff": "a full matrix", "mid": "a core tensor (Tucker)"}.get(role, role)
+            raise _cannot(form, place.module, f"it cannot hold {what}", "comfyui")
+    return style
+
+
+def _roles(layer: Layer, form: Form, style: Style) -> dict[str, Tensor]:
+    if form.alpha == "folded":
+        layer = fold_scale(layer)
+    tensors = dict(layer.tensors)
+    if layer.dora and style in ("peft", "peft-live"):
+        if not dora_by_rows(layer):
+            raise _cannot(form, "dora_scale", "its magnitudes go by rows alone", "kohya")
+        tensors["dora"] = tensors["dora"].flatten()
+    rank = rank_of(layer)
+    if form.alpha == "always" and layer.algorithm != "full":
+        alpha = layer.alpha if layer.alpha is not None else float(rank or 1)
+        tensors["alpha"] = torch.tensor(alpha)
+    elif form.alpha == "if-needed" and rank is not None and scale_of(layer) != 1.0:
+        tensors["alpha"] = torch.tensor(layer.alpha)
+    return tensors
+
+
+def _stored(key: str, role: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Memory of its own for each tensor, in the dtype asked for; alpha stays float32."""
+    stored = tensor.detach().cpu()
+    if dtype is not None and role != "alpha":
+        stored = stored.to(dtype)
+        if not bool(torch.isfinite(stored.float()).all()):
+            most = float(tensor.detach().float().abs().max())
+            raise AdapterError(
+                f"{key!r} reaches {most:.3g}, which {str(dtype).removeprefix('torch.')} cannot "
+                "hold. Give --dtype bfloat16 or float32.",
+                kind="not-finite",
+                key=key,
+            )
+    return stored.clone(memory_format=torch.contiguous_format)
+
+
+def _cannot(form: Form, what: str, why: str, other: str) -> AdapterError:
+    return AdapterError(
+        f"{what} cannot be written in the form {form.name}: {why}. Write the form {other}, or give "
+        "--lora-rank to approximate it by a LoRA.",
+        kind="not-exact",
+        key=what,
+    )
