@@ -6,14 +6,14 @@ the batch along a straight line, so two traces tell the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gracetune.plan.rates import Speeds
-    from gracetune.plan.result import FrozenCompute
+    from gracetune.plan.result import Activations, BlockPlan, FrozenCompute
     from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace
 
 
@@ -58,6 +58,28 @@ class Block:
     eager: Way
     compiled: Way
     lean: Way
+
+    def way(self, activations: Activations, compiled: bool) -> Way:
+        """How it runs; without compilation nothing is lean, and all that is saved is offloaded."""
+        if not compiled:
+            return self.eager
+        return self.lean if activations in ("lean", "offload") else self.compiled
+
+    def outgoing_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
+        """What waits in host memory between forward and backward."""
+        if plan.activations == "offload":
+            way = self.way(plan.activations, compiled)
+            return way.saved_nbytes + (self.input_nbytes if way.saves_input else 0)
+        return self.input_nbytes if plan.offload_input else 0
+
+    def held_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
+        """What stays on the device between forward and backward."""
+        if plan.activations == "offload" or plan.offload_input:
+            return 0
+        if plan.activations == "recompute":
+            return self.input_nbytes
+        way = self.way(plan.activations, compiled)
+        return way.saved_nbytes + (self.input_nbytes if way.saves_input else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +201,9 @@ def _line(one: int, two: int, batch: int) -> int:
 
 
 def _combine(a: Parts, b: Parts, of_a: float, of_b: float) -> Parts:
-    names = [field.name for field in fields(Parts)]
-    both = {name: of_a * getattr(a, name) + of_b * getattr(b, name) for name in names}
-    return Parts(**both)
+    return Parts(
+        gemm=of_a * a.gemm + of_b * b.gemm,
+        attention=of_a * a.attention + of_b * b.attention,
+        elementwise=of_a * a.elementwise + of_b * b.elementwise,
+        gaps=of_a * a.gaps + of_b * b.gaps,
+    )

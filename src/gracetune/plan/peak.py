@@ -1,0 +1,126 @@
+"""The bytes of one choice: what is on the device when most is there, and what the host holds.
+
+The walk goes through a step block by block, forward and back, and keeps its highest moment. What
+stays the same throughout is added once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gracetune.plan.result import OFFLOAD_AHEAD, Bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gracetune.plan.cost import Costs
+    from gracetune.plan.step import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What a run needs whatever is chosen."""
+
+    optimizer_nbytes: int
+    """The optimizer's state, on the device."""
+    device_caches_nbytes: int = 0
+    """Encoded text that stays on the device."""
+    host_caches_nbytes: int = 0
+    """Encoded samples in host memory."""
+    host_weights_nbytes: int = 0
+    """Models that wait in host memory: another expert, encoders."""
+    library_nbytes: int = 0
+    """Workspaces of the libraries that kernels come from."""
+    batches_ahead: int = 1
+    """Batches on the device beside the one in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    activations: int
+    workspace: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.workspace + self.gradients
+
+
+def device_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
+    """Device memory by role, when it is fullest."""
+    top = max(_moments(costs, choice), key=lambda moment: moment.total)
+    resident = sum(
+        block.frozen_nbytes
+        for block, plan in zip(costs.blocks, choice.blocks, strict=True)
+        if plan.weights == "resident"
+    )
+    slots = choice.slots * costs.slot_nbytes if choice.streamed else 0
+    return Bytes(
+        weights=costs.outside_frozen_nbytes + resident + slots,
+        adapters=costs.trained_nbytes,
+        gradients=top.gradients,
+        optimizer=fixed.optimizer_nbytes,
+        activations=top.activations,
+        caches=fixed.device_caches_nbytes + costs.batch_nbytes * (1 + fixed.batches_ahead),
+        workspace=top.workspace + fixed.library_nbytes,
+    )
+
+
+def host_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
+    """Host memory by role; activations are in it by the end of forward."""
+    out = sum(
+        block.outgoing_nbytes(plan, choice.compiled)
+        for block, plan in zip(costs.blocks, choice.blocks, strict=True)
+    )
+    slab = sum(costs.blocks[index].frozen_nbytes for index in choice.streamed)
+    return replace(
+        Bytes(activations=out, caches=fixed.host_caches_nbytes),
+        weights=slab + fixed.host_weights_nbytes,
+    )
+
+
+def _moments(costs: Costs, choice: Choice) -> Iterator[_Moment]:
+    """Every moment that could be the highest."""
+    compiled = choice.compiled
+    all_gradients = costs.trained_nbytes
+    # From the second micro-batch on, every gradient is there all the time.
+    gradients = all_gradients if choice.accumulation > 1 else 0
+    held = costs.outside.saved_nbytes
+    below: list[int] = []
+    moving: list[int] = []
+    for block, plan in zip(costs.blocks, choice.blocks, strict=True):
+        way = block.way(plan.activations, compiled)
+        below.append(held)
+        if plan.activations != "recompute":
+            saved = way.saved_nbytes
+            yield _Moment(
+                held + sum(moving[-OFFLOAD_AHEAD:]) + saved,
+                way.forward_peak_nbytes - saved + block.input_nbytes,
+                gradients,
+            )
+        held += block.held_nbytes(plan, compiled)
+        moving.append(block.outgoing_nbytes(plan, compiled))
+    outside = costs.outside
+    peak = max(outside.forward_peak_nbytes, outside.backward_peak_nbytes)
+    on_way = [nbytes for nbytes in moving if nbytes]
+    yield _Moment(held + sum(on_way[-OFFLOAD_AHEAD:]), peak - outside.saved_nbytes, gradients)
+    for index in range(len(costs.blocks) - 1, -1, -1):
+        block, plan = costs.blocks[index], choice.blocks[index]
+        way = block.way(plan.activations, compiled)
+        on_way = [nbytes for nbytes in moving[: index + 1] if nbytes]
+        own = block.held_nbytes(plan, compiled) - (
+            0 if plan.activations in ("recompute", "offload") else way.saved_nbytes
+        )
+        if plan.activations == "recompute":
+            work = max(way.forward_peak_nbytes + block.input_nbytes, way.backward_peak_nbytes)
+        else:
+            work = way.backward_peak_nbytes
+        saved = way.saved_nbytes
+        arriving = sum(on_way[-OFFLOAD_AHEAD:])
+        if plan.activations == "offload":
+            arriving -= saved
+        yield _Moment(below[index] + own + arriving + saved, work - saved, gradients)
+        if choice.accumulation == 1:
+            gradients += block.trained_nbytes
+    yield _Moment(0, 0, all_gradients)

@@ -1,0 +1,212 @@
+"""The seconds of one step for one choice: its tasks, run through the timeline.
+
+Two steps are run and the second is timed: the ring brings the first blocks of a step while the one
+before still computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gracetune.plan.result import OFFLOAD_AHEAD, Seconds
+from gracetune.plan.ring import fetches
+from gracetune.plan.timeline import COMPUTE, LANES, Task, simulate
+
+if TYPE_CHECKING:
+    from gracetune.plan.cost import Costs, Parts
+    from gracetune.plan.rates import Speeds
+    from gracetune.plan.result import BlockPlan
+
+WEIGHTS_IN = LANES.index("weights_in")
+ACTIVATIONS_IN = LANES.index("activations_in")
+ACTIVATIONS_OUT = LANES.index("activations_out")
+STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is decided before anything is predicted."""
+
+    blocks: tuple[BlockPlan, ...]
+    batch: int
+    accumulation: int
+    slots: int
+    compiled: bool
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Blocks that pass through the ring."""
+        return tuple(i for i, block in enumerate(self.blocks) if block.weights == "streamed")
+
+
+def predict_seconds(costs: Costs, choice: Choice, speeds: Speeds, optimizer_nbytes: int) -> Seconds:
+    """How long a micro-batch takes, its share of the optimizer's update included."""
+    script = _Script(costs, choice, speeds, optimizer_nbytes)
+    for _ in range(STEPS):
+        script.write_step()
+    times = simulate(script.tasks, speeds.both_ways_share)
+    first = script.first_of_last_step
+    began = times.ends[first - 1] if first else 0.0
+    step = times.ends[script.last_compute] - began
+    waits = {WEIGHTS_IN: 0.0, ACTIVATIONS_IN: 0.0, ACTIVATIONS_OUT: 0.0}
+    free = began
+    for number, task in enumerate(script.tasks):
+        if task.lane != COMPUTE or number < first:
+            continue
+        if times.begins[number] > free:
+            latest = max(task.after, key=lambda other: times.ends[other])
+            waits[script.tasks[latest].lane] += times.begins[number] - free
+        free = times.ends[number]
+    parts = _parts(costs, choice)
+    return Seconds(
+        step=step,
+        gemm=parts.gemm,
+        attention=parts.attention,
+        elementwise=parts.elementwise,
+        recompute=_recomputed(costs, choice),
+        overhead=parts.gaps + script.outside_s,
+        wait_weights=waits[WEIGHTS_IN],
+        wait_activations=waits[ACTIVATIONS_IN] + waits[ACTIVATIONS_OUT],
+        link_in=script.seconds_of(WEIGHTS_IN, ACTIVATIONS_IN),
+        link_out=script.seconds_of(ACTIVATIONS_OUT),
+    )
+
+
+def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
+    """What no order of events can beat: computing alone, or the busier direction of the link."""
+    computing = _parts(costs, choice).total + _recomputed(costs, choice)
+    computing += costs.outside.forward.total + costs.outside.backward.total
+    out = sum(
+        b.outgoing_nbytes(p, choice.compiled)
+        for b, p in zip(costs.blocks, choice.blocks, strict=True)
+    )
+    uses = max(0, 2 * (len(choice.streamed) - choice.slots))
+    return max(
+        computing,
+        (uses * costs.slot_nbytes + out) / speeds.link_in,
+        out / speeds.link_out,
+    )
+
+
+def _parts(costs: Costs, choice: Choice) -> Parts:
+    total = None
+    for block, plan in zip(costs.blocks, choice.blocks, strict=True):
+        way = block.way(plan.activations, choice.compiled)
+        both = way.forward + way.backward
+        total = both if total is None else total + both
+    assert total is not None, "a model without blocks"
+    return total
+
+
+def _recomputed(costs: Costs, choice: Choice) -> float:
+    return sum(
+        block.way(plan.activations, choice.compiled).forward.total
+        for block, plan in zip(costs.blocks, choice.blocks, strict=True)
+        if plan.activations == "recompute"
+    )
+
+
+@dataclass
+class _Script:
+    """Tasks in the order in which a step queues them."""
+
+    costs: Costs
+    choice: Choice
+    speeds: Speeds
+    optimizer_nbytes: int
+    tasks: list[Task] = field(default_factory=list)
+    first_of_last_step: int = 0
+    last_compute: int = -1
+
+    def __post_init__(self) -> None:
+        streamed = self.choice.streamed
+        order = list(streamed) + list(streamed[-2::-1])
+        # What a turn uses twice in a row is one use, between steps too.
+        uses = order + (order[1:] * (STEPS - 1) if len(streamed) > 1 else [])
+        self._asked = iter(fetches(uses, self.choice.slots) if streamed else [])
+        self._fetched: dict[int, int] = {}
+        self._in_use: int | None = None
+        outside = self.costs.outside
+        traffic = 3 * self.costs.trained_nbytes + 2 * self.optimizer_nbytes
+        self._update_s = traffic / self.speeds.memory / self.choice.accumulation
+        self._outside_s = outside.forward.total, outside.backward.total
+        self._offloaded = [
+            (index, nbytes)
+            for index, (block, plan) in enumerate(
+                zip(self.costs.blocks, self.choice.blocks, strict=True)
+            )
+            if (nbytes := block.outgoing_nbytes(plan, self.choice.compiled))
+        ]
+        self._places = {index: place for place, (index, _) in enumerate(self._offloaded)}
+
+    @property
+    def outside_s(self) -> float:
+        """What is spent outside of blocks."""
+        return sum(self._outside_s) + self._update_s
+
+    def seconds_of(self, *lanes: int) -> float:
+        """How much work the last step gives to these lanes."""
+        return sum(t.seconds for t in self.tasks[self.first_of_last_step :] if t.lane in lanes)
+
+    def write_step(self) -> None:
+        """Forward, backward, update."""
+        self.first_of_last_step = len(self.tasks)
+        out: list[int] = []
+        self._compute(self._outside_s[0])
+        for index, plan in enumerate(self.choice.blocks):
+            self._use(index)
+            after = list(self._weights(index))
+            if index in self._places and len(out) >= OFFLOAD_AHEAD:
+                after.append(out[-OFFLOAD_AHEAD])
+            way = self.costs.blocks[index].way(plan.activations, self.choice.compiled)
+            self._compute(way.forward.total, after)
+            if index in self._places:
+                nbytes = self._offloaded[self._places[index]][1]
+                seconds = nbytes / self.speeds.link_out
+                out.append(self._add(ACTIVATIONS_OUT, seconds, [self.last_compute]))
+        self._compute(self._outside_s[1])
+        self._write_backward(out)
+        self._compute(self._update_s)
+
+    def _write_backward(self, out: list[int]) -> None:
+        back: dict[int, int] = {}
+        for last in range(len(out) - 1, max(-1, len(out) - 1 - OFFLOAD_AHEAD), -1):
+            back[last] = self._bring(last, out)
+        for index in range(len(self.choice.blocks) - 1, -1, -1):
+            plan, block = self.choice.blocks[index], self.costs.blocks[index]
+            self._use(index)
+            after = list(self._weights(index))
+            place = self._places.get(index)
+            if place is not None:
+                after.append(back[place])
+            way = block.way(plan.activations, self.choice.compiled)
+            again = way.forward.total if plan.activations == "recompute" else 0.0
+            self._compute(again + way.backward.total, after)
+            if place is not None and place >= OFFLOAD_AHEAD:
+                back[place - OFFLOAD_AHEAD] = self._bring(place - OFFLOAD_AHEAD, out)
+
+    def _bring(self, place: int, out: list[int]) -> int:
+        """Back to the device, into room that the last computation left."""
+        seconds = self._offloaded[place][1] / self.speeds.link_in
+        return self._add(ACTIVATIONS_IN, seconds, [out[place], self.last_compute])
+
+    def _use(self, index: int) -> None:
+        """Ask for weights ahead, as the ring does before a block runs."""
+        if self.choice.blocks[index].weights != "streamed" or index == self._in_use:
+            return
+        self._in_use = index
+        for block in next(self._asked):
+            seconds = self.costs.blocks[block].frozen_nbytes / self.speeds.link_in
+            self._fetched[block] = self._add(WEIGHTS_IN, seconds, [self.last_compute])
+
+    def _weights(self, index: int) -> tuple[int, ...]:
+        return (self._fetched[index],) if index in self._fetched else ()
+
+    def _compute(self, seconds: float, after: list[int] | None = None) -> None:
+        self.last_compute = self._add(COMPUTE, seconds, after or [])
+
+    def _add(self, lane: int, seconds: float, after: list[int]) -> int:
+        known = tuple(other for other in after if other >= 0)
+        self.tasks.append(Task(lane, seconds, known))
+        return len(self.tasks) - 1
