@@ -1,0 +1,1 @@
+"""gracetune beside other trainers: inside them unforked, or keeping a fork of one alive."""

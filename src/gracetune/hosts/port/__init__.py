@@ -1,0 +1,1 @@
+"""Keeping a fork alive: its delta as patches, put back onto a newer upstream, and undone."""

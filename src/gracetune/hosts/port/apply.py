@@ -1,0 +1,233 @@
+"""Patches onto a fresh branch of upstream, a commit each; a conflict stops, and is gone on from.
+
+Commits are made from objects alone. The working tree is touched twice: when a conflict is laid out,
+and at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gracetune.errors import PortError
+from gracetune.hosts.port import worktree
+from gracetune.hosts.port.patches import read_manifest
+from gracetune.hosts.port.plan import changes_of, judge_files, merge_one, survey_ground
+from gracetune.hosts.port.state import (
+    Done,
+    State,
+    Stopped,
+    adopt_patches,
+    find_state,
+    patches_of,
+    read_state,
+    write_state,
+)
+from gracetune.hosts.port.three_way import markers_left
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from gracetune.hosts.port.git import Git
+    from gracetune.hosts.port.merge import FileResult
+    from gracetune.hosts.port.patches import Manifest, Patch
+
+PORT_BRANCH = "gh200-reintegration"
+BACKUP = "gh200-backup"
+KEPT = "gh200-kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Where an apply ended."""
+
+    state: State
+    conflicts: tuple[FileResult, ...] = ()
+
+
+def begin(
+    git: Git,
+    folder: Path,
+    upstream: str | None,
+    port_branch: str,
+    stamp: str,
+    confirm: Callable[[str], None],
+) -> Outcome:
+    """Back up, branch off upstream, and apply until the end or a conflict."""
+    state = find_state(git)
+    if state is not None and not state.finished:
+        raise PortError(
+            f"a port onto {state.upstream} is under way in {git.folder}. Go on with "
+            "`gracetune port apply --continue`, or undo it with `gracetune port rollback`."
+        )
+    worktree.demand_nothing_under_way(git)
+    manifest = read_manifest(folder)
+    name = upstream or manifest.upstream
+    tip = git.commit(name)
+    git.commit(manifest.base)
+    if git.succeeds("rev-parse", "--verify", "--quiet", f"refs/heads/{port_branch}"):
+        raise PortError(
+            f"the branch {port_branch} is there already: name another with --branch, or delete it "
+            f"with `git branch -D {port_branch}`."
+        )
+    dirty = worktree.uncommitted(git)
+    if dirty:
+        confirm(
+            f"{len(dirty)} files have uncommitted changes ({', '.join(dirty[:3])}...). They are "
+            "kept in a branch, taken out of the working tree, and put back by a rollback."
+        )
+    adopt_patches(git, folder)
+    state = _back_up(git, name, tip, port_branch, stamp, dirty)
+    return _go_on(git, manifest, state)
+
+
+def resume(git: Git) -> Outcome:
+    """Commit what was settled, and apply what is left."""
+    state = read_state(git)
+    if state.finished:
+        raise PortError(
+            f"every patch is on {state.port_branch} already; `gracetune port validate` is next."
+        )
+    manifest = read_manifest(patches_of(git))
+    if state.stopped is not None:
+        state = _settle(git, manifest, state, state.stopped)
+    return _go_on(git, manifest, state)
+
+
+def _back_up(
+    git: Git, upstream: str, tip: str, port_branch: str, stamp: str, dirty: Sequence[str]
+) -> State:
+    head = git.commit("HEAD")
+    backup, kept = f"{BACKUP}-{stamp}", f"{KEPT}-{stamp}" if dirty else None
+    git.run("update-ref", f"refs/heads/{backup}", head, "")
+    if kept is not None:
+        worktree.keep(git, kept, dirty, "Uncommitted work, kept before a port")
+    state = State(
+        branch=branch_now(git),
+        head=head,
+        backup=backup,
+        kept=kept,
+        port_branch=port_branch,
+        upstream=upstream,
+        tip=tip,
+        at=tip,
+    )
+    write_state(git, state)  # from here on a rollback knows the way
+    if kept is not None:
+        worktree.discard(git, ())
+    return state
+
+
+def branch_now(git: Git) -> str | None:
+    """The branch that HEAD is on."""
+    return git.text("branch", "--show-current") or None
+
+
+def _go_on(git: Git, manifest: Manifest, state: State) -> Outcome:
+    ground = survey_ground(git, manifest, state.tip)
+    for patch in manifest.patches[len(state.done) :]:
+        changes = changes_of(git, manifest, patches_of(git), patch)
+        files = merge_one(ground, git.tree(state.at), patch, changes)
+        notes = tuple(f"{file.path}: {note}" for file in files for note in file.notes)
+        if any(file.is_conflict for file in files):
+            return _stop(git, state, patch, files, notes)
+        commit = None
+        if files:
+            tree = git.tree_with(state.at, {file.path: file.entry for file in files})
+            commit = git.commit_tree(tree, [state.at], message(patch, state, notes))
+        done = Done(patch=patch.name, verdict=judge_files(files), commit=commit, notes=notes)
+        state = _updated(git, state, at=commit or state.at, done=(*state.done, done))
+    worktree.switch(git, state.port_branch, state.at)
+    return Outcome(_updated(git, state, finished=True))
+
+
+def _stop(
+    git: Git, state: State, patch: Patch, files: Sequence[FileResult], notes: tuple[str, ...]
+) -> Outcome:
+    """Lay the conflicts out, and only then say that they wait: they would count as settled."""
+    worktree.switch(git, state.port_branch, state.at)
+    worktree.lay_out(git, files)
+    conflicts = tuple(file for file in files if file.is_conflict)
+    stopped = Stopped(
+        patch=patch.name,
+        marked=tuple(file.path for file in conflicts if file.conflicts),
+        unmarked=tuple(file.path for file in conflicts if not file.conflicts),
+        notes=notes,
+    )
+    return Outcome(_updated(git, state, stopped=stopped), conflicts)
+
+
+def _settle(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> State:
+    """Take a person's answer: the files as they are now, or a commit of theirs."""
+    if branch_now(git) != state.port_branch:
+        raise PortError(
+            f"HEAD is not on {state.port_branch}, where patch {stopped.patch} waits; "
+            f"`git checkout {state.port_branch}` first."
+        )
+    patch = next(each for each in manifest.patches if each.name == stopped.patch)
+    head = git.commit("HEAD")
+    if head != state.at:
+        if worktree.uncommitted(git) or not git.succeeds(
+            "merge-base", "--is-ancestor", state.at, head
+        ):
+            raise PortError(
+                f"{state.port_branch} is at {head[:10]}, not at {state.at[:10]}, and has "
+                "uncommitted changes or other ancestors; commit them, or roll back."
+            )
+        commit: str | None = head
+    else:
+        _demand_settled(git, manifest, state, stopped)
+        git.run("add", "--update", ":/")
+        tree = git.text("write-tree")
+        commit = None
+        if tree != git.text("rev-parse", "HEAD^{tree}"):
+            text = message(patch, state, stopped.notes, (*stopped.marked, *stopped.unmarked))
+            commit = git.commit_tree(tree, [head], text)
+            git.run("update-ref", f"refs/heads/{state.port_branch}", commit, head)
+    done = Done(
+        patch=patch.name,
+        verdict="conflicts",
+        commit=commit,
+        by_hand=(*stopped.marked, *stopped.unmarked),
+        notes=stopped.notes,
+    )
+    return _updated(git, state, at=commit or state.at, stopped=None, done=(*state.done, done))
+
+
+def _demand_settled(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> None:
+    ground = survey_ground(git, manifest, state.tip)
+    patch = next(each for each in manifest.patches if each.name == stopped.patch)
+    labels = ground.labels(patch)
+    left = []
+    for path in stopped.marked:
+        file = git.folder / path
+        if file.is_file():
+            found = markers_left(file.read_bytes(), labels)
+            left += [f"{path}:{line} is a conflict marker" for line in found]
+    waiting = worktree.unmerged(git)
+    left += [
+        f"{path}: choose with `git add {path}` or `git rm {path}`"
+        for path in stopped.unmarked
+        if path in waiting
+    ]
+    if left:
+        raise PortError("not settled yet:\n  " + "\n  ".join(left))
+    present = [path for path in stopped.marked if path in waiting]
+    if present:
+        git.run("add", "--all", "--", *(f":(literal,top){path}" for path in present))
+
+
+def message(patch: Patch, state: State, notes: Sequence[str], by_hand: Sequence[str] = ()) -> str:
+    """What a patch's commit says."""
+    lines = [f"Reapply {patch.name}: {patch.title}", ""]
+    lines += [f"Onto {state.upstream} at {state.tip[:10]}, from {state.head[:10]}."]
+    lines += [f"Settled by hand: {', '.join(by_hand)}."] if by_hand else []
+    lines += [f"- {note}" for note in notes]
+    return "\n".join(lines) + "\n"
+
+
+def _updated(git: Git, state: State, **changes: object) -> State:
+    new = State.model_validate({**state.model_dump(), **changes})
+    write_state(git, new)
+    return new
