@@ -82,45 +82,43 @@ def host_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
 
 def _moments(costs: Costs, choice: Choice) -> Iterator[_Moment]:
     """Every moment that could be the highest."""
-    compiled = choice.compiled
-    all_gradients = costs.trained_nbytes
     # From the second micro-batch on, every gradient is there all the time.
-    gradients = all_gradients if choice.accumulation > 1 else 0
-    held = costs.outside.saved_nbytes
-    below: list[int] = []
+    gradients = costs.trained_nbytes if choice.accumulation > 1 else 0
+    held = [costs.outside.saved_nbytes]
+    """On the device before each block's forward, and so after its backward."""
     moving: list[int] = []
+    """What was sent to the host: the newest may still be on their way."""
     for block, plan in zip(costs.blocks, choice.blocks, strict=True):
-        way = block.way(plan.activations, compiled)
-        below.append(held)
+        way = block.way(plan.activations, choice.compiled)
         if plan.activations != "recompute":
             saved = way.saved_nbytes
-            yield _Moment(
-                held + sum(moving[-OFFLOAD_AHEAD:]) + saved,
-                way.forward_peak_nbytes - saved + block.input_nbytes,
-                gradients,
-            )
-        held += block.held_nbytes(plan, compiled)
-        moving.append(block.outgoing_nbytes(plan, compiled))
+            work = way.forward_peak_nbytes - saved + block.input_nbytes
+            yield _Moment(held[-1] + _on_way(moving) + saved, work, gradients)
+        held.append(held[-1] + block.held_nbytes(plan, choice.compiled))
+        outgoing = block.outgoing_nbytes(plan, choice.compiled)
+        if outgoing:
+            moving.append(outgoing)
     outside = costs.outside
     peak = max(outside.forward_peak_nbytes, outside.backward_peak_nbytes)
-    on_way = [nbytes for nbytes in moving if nbytes]
-    yield _Moment(held + sum(on_way[-OFFLOAD_AHEAD:]), peak - outside.saved_nbytes, gradients)
+    yield _Moment(held[-1] + _on_way(moving), peak - outside.saved_nbytes, gradients)
     for index in range(len(costs.blocks) - 1, -1, -1):
         block, plan = costs.blocks[index], choice.blocks[index]
-        way = block.way(plan.activations, compiled)
-        on_way = [nbytes for nbytes in moving[: index + 1] if nbytes]
-        own = block.held_nbytes(plan, compiled) - (
-            0 if plan.activations in ("recompute", "offload") else way.saved_nbytes
-        )
+        way = block.way(plan.activations, choice.compiled)
+        work = way.backward_peak_nbytes - way.saved_nbytes
+        saved = 0 if plan.activations in ("keep", "lean") else way.saved_nbytes
         if plan.activations == "recompute":
-            work = max(way.forward_peak_nbytes + block.input_nbytes, way.backward_peak_nbytes)
-        else:
-            work = way.backward_peak_nbytes
-        saved = way.saved_nbytes
-        arriving = sum(on_way[-OFFLOAD_AHEAD:])
+            again = way.forward_peak_nbytes + block.input_nbytes - way.saved_nbytes
+            work = max(work, again)
+        arriving = _on_way(moving)
         if plan.activations == "offload":
-            arriving -= saved
-        yield _Moment(below[index] + own + arriving + saved, work - saved, gradients)
+            saved, arriving = 0, moving.pop() + _on_way(moving, OFFLOAD_AHEAD - 1)
+        elif plan.offload_input:
+            moving.pop()
+        yield _Moment(held[index + 1] + arriving + saved, work, gradients)
         if choice.accumulation == 1:
             gradients += block.trained_nbytes
-    yield _Moment(0, 0, all_gradients)
+    yield _Moment(0, 0, costs.trained_nbytes)
+
+
+def _on_way(moving: list[int], count: int = OFFLOAD_AHEAD) -> int:
+    return sum(moving[-count:])

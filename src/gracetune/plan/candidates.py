@@ -1,0 +1,182 @@
+"""The choices worth predicting: what each would need, and which of them fit.
+
+Blocks late in forward are the first in backward: what they keep is held for a short time, and gone
+before earlier blocks recompute. So the last blocks get the faster treatment, the first the leaner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gracetune.plan.peak import device_bytes, host_bytes
+from gracetune.plan.result import BlockPlan
+from gracetune.plan.step import Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from gracetune.plan.cost import Model
+    from gracetune.plan.peak import Fixed
+    from gracetune.plan.result import Activations, Weights
+
+    Treatment = tuple[Activations, bool]
+    """Of activations, and whether a recomputed block's input is offloaded."""
+
+KEEP: Treatment = ("keep", False)
+LEAN: Treatment = ("lean", False)
+RECOMPUTE: Treatment = ("recompute", False)
+RECOMPUTE_FROM_HOST: Treatment = ("recompute", True)
+OFFLOAD: Treatment = ("offload", False)
+COMPILED_MIXES: tuple[tuple[tuple[Treatment, ...], Treatment], ...] = (
+    ((LEAN,), KEEP),
+    ((RECOMPUTE,), LEAN),
+    ((RECOMPUTE,), KEEP),
+    ((OFFLOAD,), LEAN),
+    ((OFFLOAD,), KEEP),
+    ((OFFLOAD, RECOMPUTE), LEAN),
+    ((OFFLOAD, RECOMPUTE, RECOMPUTE, RECOMPUTE), LEAN),
+    ((RECOMPUTE_FROM_HOST,), LEAN),
+)
+"""What the first blocks do, in turns, and what the last ones do, as many as fit."""
+EAGER_MIXES: tuple[tuple[tuple[Treatment, ...], Treatment], ...] = (
+    ((RECOMPUTE,), KEEP),
+    ((OFFLOAD,), KEEP),
+    ((RECOMPUTE_FROM_HOST,), KEEP),
+)
+STREAMED_PARTS = 8
+"""How finely the number of streamed blocks is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a plan may take."""
+
+    device_nbytes: int
+    host_nbytes: int
+    fragmentation: float = 0.0
+    """Share of the device's peak that the allocator holds beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a run leaves open, and what it does not."""
+
+    samples: int = 1
+    """Of an optimizer step, on this device: batch times accumulation."""
+    batches: tuple[int, ...] | None = None
+    """Micro-batches that may be tried; none: every divisor of `samples`."""
+    compile: tuple[bool, ...] = (True, False)
+    stream: bool = True
+    offload: bool = True
+    slots: tuple[int, ...] = (3, 2, 4)
+
+    def batch_sizes(self) -> list[int]:
+        """Largest first."""
+        divisors = [n for n in range(self.samples, 0, -1) if self.samples % n == 0]
+        return [n for n in divisors if self.batches is None or n in self.batches]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A choice without its activations."""
+
+    num_blocks: int
+    streamed: tuple[int, ...]
+    slots: int
+    batch: int
+    samples: int
+    compiled: bool
+
+    def choice(self, first: Sequence[Treatment], last: Treatment, num_last: int) -> Choice:
+        """With the first blocks treated in turns, and so many last ones in their own way."""
+        inside = set(self.streamed)
+        blocks = []
+        for index in range(self.num_blocks):
+            is_last = index >= self.num_blocks - num_last
+            activations, offload_input = last if is_last else first[index % len(first)]
+            weights: Weights = "streamed" if index in inside else "resident"
+            blocks.append(BlockPlan(weights, activations, offload_input))
+        accumulation = self.samples // self.batch
+        return Choice(tuple(blocks), self.batch, accumulation, self.slots, self.compiled)
+
+
+def candidates(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> Iterator[Choice]:
+    """Every choice that fits, each with as many fast blocks as there is room for."""
+    for batch in wishes.batch_sizes():
+        for compiled in wishes.compile:
+            for streamed, slots in _streams(model.num_blocks, wishes):
+                frame = Frame(model.num_blocks, streamed, slots, batch, wishes.samples, compiled)
+                for first, last in _mixes(compiled, wishes):
+                    found = _most(frame, first, last, lambda c: fits(model, c, fixed, budget))
+                    if found is not None:
+                        yield found
+
+
+def fits(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> bool:
+    """Whether both tiers have room."""
+    costs = model.at(choice.batch)
+    device = device_bytes(costs, choice, fixed).total * (1 + budget.fragmentation)
+    return (
+        device <= budget.device_nbytes
+        and host_bytes(costs, choice, fixed).total <= budget.host_nbytes
+    )
+
+
+def leanest(model: Model, wishes: Wishes, compiled: bool) -> Choice:
+    """What needs least of the device: the smallest batch, all elsewhere that can be."""
+    treatment = RECOMPUTE_FROM_HOST if wishes.offload else RECOMPUTE
+    frame = Frame(
+        num_blocks=model.num_blocks,
+        streamed=tuple(range(model.num_blocks)) if wishes.stream else (),
+        slots=min(wishes.slots) if wishes.stream else 0,
+        batch=min(wishes.batch_sizes()),
+        samples=wishes.samples,
+        compiled=compiled,
+    )
+    return frame.choice([treatment], treatment, 0)
+
+
+def spread(count: int, num_blocks: int) -> tuple[int, ...]:
+    """So many blocks, as evenly as can be: the link then always has some work."""
+    return tuple(index * num_blocks // count for index in range(count))
+
+
+def _streams(num_blocks: int, wishes: Wishes) -> Iterator[tuple[tuple[int, ...], int]]:
+    yield (), 0
+    if not wishes.stream:
+        return
+    counts = {
+        max(2, round(num_blocks * part / STREAMED_PARTS)) for part in range(1, STREAMED_PARTS + 1)
+    }
+    for count in sorted(n for n in counts if n <= num_blocks):
+        for slots in wishes.slots:
+            if slots < count or slots == min(wishes.slots):
+                yield spread(count, num_blocks), slots
+
+
+def _mixes(compiled: bool, wishes: Wishes) -> Iterator[tuple[tuple[Treatment, ...], Treatment]]:
+    for first, last in COMPILED_MIXES if compiled else EAGER_MIXES:
+        if wishes.offload or not any(t == OFFLOAD or t[1] for t in first):
+            yield first, last
+
+
+def _most(
+    frame: Frame,
+    first: tuple[Treatment, ...],
+    last: Treatment,
+    fit: Callable[[Choice], bool],
+) -> Choice | None:
+    """As many last blocks as fit; none where not even the first kind does."""
+    few, many = 0, frame.num_blocks
+    best = frame.choice(first, last, few)
+    if not fit(best):
+        return None
+    while few < many:
+        middle = (few + many + 1) // 2
+        choice = frame.choice(first, last, middle)
+        if fit(choice):
+            few, best = middle, choice
+        else:
+            many = middle - 1
+    return best
