@@ -71,3 +71,18 @@ def tiny_run(tmp_path, shapes_folder):
         return RunFile.model_validate(settings)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def miniature(tmp_path_factory):
+    """The folder of a small model of this name, written once."""
+    folders = {}
+
+    def write(name):
+        if name not in folders:
+            from gracetune.models.miniature import write_miniature
+
+            folders[name] = write_miniature(name, tmp_path_factory.mktemp("models") / name)
+        return folders[name]
+
+    return write

@@ -1,27 +1,45 @@
 """What a run file may say: one frozen model a section, every key with its meaning.
 
-Only shapes and ranges live here. Reading files is `load`, the forks' spellings are `spellings`,
-what must hold between sections is `rules`.
+Only shapes and ranges live here; those of data sets are in `data_schema`. Reading files is `load`,
+the forks' spellings are `spellings`, what must hold between sections is `rules`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Plain = str | int | float | bool | None
-CacheType = Literal["unified_memory", "memory", "disk"]
+from gracetune.config.data_schema import (
+    AugmentationSection,
+    ColumnsSection,
+    DatasetSection,
+    InMemorySection,
+    RemoteSection,
+    ShapesSection,
+)
+from gracetune.config.section import CacheType, Count, Positive, PositiveFloat, Section, Share
 
-
-class Section(BaseModel):
-    """A section of a run file: frozen, and a key it does not know is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+__all__ = [
+    "AdapterSection",
+    "AugmentationSection",
+    "CacheSection",
+    "ColumnsSection",
+    "DatasetSection",
+    "DistributedSection",
+    "Gh200Section",
+    "InMemorySection",
+    "LoggingSection",
+    "ModelSection",
+    "OptimizerSection",
+    "OverrideSection",
+    "RemoteSection",
+    "RunFile",
+    "Section",
+    "ShapesSection",
+    "TrainSection",
+    "ValidationSection",
+]
 
 
 class ModelSection(Section):
@@ -49,171 +67,39 @@ class ModelSection(Section):
     """The attention backend; `auto` leaves the choice to torch."""
 
 
+class OverrideSection(Section):
+    """What is different for some of the adapted modules; what is not said stays as it is."""
+
+    rank: Positive | None = None
+    """Their rank."""
+    alpha: PositiveFloat | None = None
+    """Their alpha; none: equal to their rank, or the section's where the rank is the section's."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Their dropout."""
+    factor: Annotated[int, Field(ge=-1)] | None = None
+    """Their factor."""
+
+
 class AdapterSection(Section):
     """A small set of new weights trained beside frozen ones."""
 
-    kind: Literal["lora"] = "lora"
-    """The algorithm."""
+    kind: Literal["lora", "dora", "locon", "loha", "lokr", "full"] = "lora"
+    """The algorithm; `full`: a whole difference matrix for each module."""
     rank: Positive = 16
     """The inner width of each adapter."""
     alpha: PositiveFloat | None = None
     """Scale of the update times rank; none: equal to `rank`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapter's input that is dropped while training."""
+    factor: Annotated[int, Field(ge=-1)] = -1
+    """`lokr`: size of the smaller matrix; -1: as near to the larger one as can be."""
+    full_matrix: bool = False
+    """`lokr`: neither matrix is made of two thin ones, and rank and alpha have no effect."""
     targets: tuple[str, ...] | None = None
-    """Names or endings of the modules to adapt; none: the family's own choice."""
-
-
-class InMemorySection(Section):
-    """How a data set is staged in host memory."""
-
-    compression: Literal["auto", "lz4", "zlib", "snappy", "zstd", "none"] | None = "auto"
-    """The codec of staged files; `auto` keeps one only where it shrinks them."""
-    num_workers: Positive | None = None
-    """Readers in parallel; none: min(72, CPUs)."""
-    chunk_size: Positive | None = None
-    """Most files that a reader takes at a time; none: by files and bytes, so that all have work."""
-    memory_limit_gb: PositiveFloat | None = None
-    """Most GiB that the staged bytes may take; more stops the run before it starts."""
-
-
-class ColumnsSection(Section):
-    """Which columns of a table (parquet, or a data set saved to disk) have what."""
-
-    image: str | None = None
-    """The files' bytes, plain or as `{bytes, path}`; none: found by type and usual name."""
-    caption: str | None = None
-    """The captions; none: the first of the usual names that is there, if any."""
-
-
-class RemoteSection(Section):
-    """How files at an address (`s3://...`, `https://...`) are asked for."""
-
-    timeout_s: PositiveFloat = 60.0
-    """How long one request may take before it counts as failed."""
-    retries: Count = 5
-    """How often a failed request is repeated, a little later each time."""
-    options: dict[str, Plain | dict[str, Plain]] = {}
-    """What fsspec's file system is made with, such as `anon` or `endpoint_url` for s3."""
-
-
-class ShapesSection(Section):
-    """The made data set of coloured shapes."""
-
-    copies: Positive = 8
-    """Pictures of each combination, every one at another place and size."""
-    size: Annotated[int, Field(ge=16, multiple_of=4)] = 24
-    """Edge of a picture in pixels."""
-    seed: int = 0
-    """Seed of places and sizes."""
-    concept: str | None = None
-    """Make only this new shape (`star`), in every colour, instead of the usual ones."""
-
-
-class AugmentationSection(Section):
-    """One random change of a picture; masks and controls get the same warp."""
-
-    name: Literal[
-        "flip",
-        "vertical_flip",
-        "crop",
-        "rotate",
-        "brightness",
-        "contrast",
-        "saturation",
-        "hue",
-        "blur",
-        "grayscale",
-        "erase",
-    ]
-    """What changes. They are applied in the order of the list."""
-    probability: Share = 0.5
-    """How many of the samples it changes."""
-    amount: PositiveFloat | None = None
-    """How far at most: degrees for `rotate` and `hue`, else a share; none: a mild amount."""
-
-
-class DatasetSection(Section):
-    """One data set: where it is, how it is captioned, cropped and repeated."""
-
-    id: str = "default"
-    """A name for messages and reports."""
-    type: str = "local"
-    """`local`: read where it is; `in_memory`: staged once; `shapes`: made, then staged.
-
-    Both take a folder, tar shards, parquet files, a saved Hugging Face data set or an address, and
-    see which it is; `tar`, `parquet`, `hf` and `remote` say so.
-    """
-    dataset_type: Literal["image", "video", "audio"] = "image"
-    """The kind of sample."""
-    instance_data_dir: str | None = None
-    """The folder of samples; or shards, tables or an address, as `type` tells."""
-    conditioning_data_dir: str | None = None
-    """The folder of control or reference pictures: one for each sample, of the same stem."""
-    mask_data_dir: str | None = None
-    """The folder of masks (white: learn this): one for each sample, of the same stem."""
-    in_memory: InMemorySection = InMemorySection()
-    """Settings of staging."""
-    columns: ColumnsSection = ColumnsSection()
-    """Settings of tables."""
-    remote: RemoteSection = RemoteSection()
-    """Settings of addresses."""
-    shapes: ShapesSection = ShapesSection()
-    """Settings of the made data set."""
-    resolution: Annotated[int, Field(ge=8)] = 1024
-    """Edge in pixels of the square whose area each bucket has, or each bucket's shorter edge."""
-    resolution_type: Literal["area", "edge"] = "area"
-    """What `resolution` measures: buckets of one area, or of one shorter edge."""
-    crop: Literal["center", "top", "random"] = "center"
-    """Which part of a picture stays where its bucket has another aspect; `random`: by the seed."""
-    decode: Literal["exact", "fast"] = "exact"
-    """`fast`: large JPEG files are reduced while they are decoded; pixels differ by few levels."""
-    bucket_step: Annotated[int, Field(ge=1)] | None = None
-    """Bucket edges are multiples of this many pixels; none: the family's own step."""
-    max_aspect: Annotated[float, Field(ge=1)] = 3.0
-    """Pictures whose long edge is more than this times the short one are dropped, and reported."""
-    min_edge: Count = 0
-    """Pictures with a shorter edge than this are dropped, and reported; 0: enlarge any."""
-    frames: Positive | tuple[Positive, ...] = 81
-    """Video: frames of a clip, 4n+1; of several, the most that a video is long enough for."""
-    fps: PositiveFloat | None = None
-    """Video: frames a second that clips are resampled to; none: the file's own."""
-    sample_rate: Positive = 44100
-    """Audio: samples a second that clips are resampled to."""
-    channels: Literal[1, 2] = 2
-    """Audio: mono or stereo."""
-    seconds: PositiveFloat | tuple[PositiveFloat, ...] = 10.0
-    """Audio: length of a clip; of several, the longest that a file is long enough for."""
-    clip: Literal["start", "center", "random"] = "start"
-    """Which part of a longer video or sound is the clip; `random`: by the seed."""
-    caption_strategy: Literal[
-        "auto", "textfile", "jsonl", "parquet", "filename", "instanceprompt"
-    ] = "auto"
-    """Where captions come from; `auto`: metadata.jsonl if there is one, else a .txt beside each."""
-    instance_prompt: str | None = None
-    """The one caption of `instanceprompt`."""
-    caption_dropout: Share = 0.0
-    """Share of samples trained with the empty caption, drawn anew each epoch."""
-    repeats: Positive = 1
-    """How often an epoch shows each sample."""
-    weight: PositiveFloat = 1.0
-    """Times `repeats`, and may be a fraction: 0.5 shows half of the samples an epoch, in turn."""
-    max_corruption_rate: Share = 0.01
-    """Share of unreadable samples past which the run stops; below it they are left out, by name."""
-    timeout_s: PositiveFloat = 300.0
-    """How long one sample may take to be read and decoded; longer ends the run, by its name."""
-    cache_latents_to_disk: bool | None = None
-    """ai-toolkit's spelling of `cache_config.persistent_cache`."""
-    augmentations: tuple[AugmentationSection, ...] = ()
-    """Random changes of each picture, drawn from the run's seed and the picture's content."""
-    augmentations_cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] | None = None
-    """How random crops and augmentations meet the latent cache; without them it changes nothing.
-
-    `static`: drawn once, and so where nothing is said; `refresh_each_epoch`: drawn anew for each
-    epoch and encoded ahead of it; `disable_cache`: the same draws, encoded when they are used.
-    """
-    variants: Positive = 1
-    """With `static`: so many draws of each sample are encoded, and epochs take turns with them."""
+    """Modules to adapt, by name, ending, pattern (`blocks.*.attn1.*`) or `re:` and an expression;
+    none: the family's own choice."""
+    overrides: dict[str, OverrideSection] = Field(default_factory=dict)
+    """Other settings by module, written as targets are; where two match, the later counts."""
 
 
 class CacheSection(Section):
@@ -242,7 +128,7 @@ class Gh200Section(Section):
 
     enable_uvm_hints: bool | None = None
     """Force placement hints on or off; none: the environment decides."""
-    placement: dict[str, Literal["host", "staged", "device", "leave"]] = {}
+    placement: dict[str, Literal["host", "staged", "device", "leave"]] = Field(default_factory=dict)
     """Where tensors of a batch live, by role (`latents`, `audio`, `text`, ...) or by name."""
     enable_batch_size_rampup: bool = False
     """Let the effective batch grow while training."""
@@ -285,6 +171,12 @@ class TrainSection(Section):
     """Weigh losses by min-SNR (Hang et al. 2023) with this gamma; flow matching: see the next."""
     min_snr_in_flow: Literal["identity", "exact"] = "identity"
     """For flow matching: no weights, or the exact ones, which all but leave out high noise."""
+    experts: Literal["both", "high", "low"] = "both"
+    """Of models with two experts: which are trained."""
+    expert_turns: Literal["alternate", "proportional"] = "alternate"
+    """Both experts get as many steps, or as many as the noise levels that are drawn."""
+    switch_every: Positive = 1
+    """Optimizer steps before the other expert may have its turn."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay of the moving average of the trained weights; 0: none is kept."""
     checkpoint_every: Count = 500
@@ -299,9 +191,10 @@ class OptimizerSection(Section):
     """The update rule and the learning rate over time."""
 
     name: str = "adamw"
-    """The optimizer."""
-    lr: PositiveFloat = 1e-4
-    """The highest learning rate."""
+    """`adamw`, `adamw_8bit`, `adafactor`, `automagic`, `lion`, `muon`, `prodigy` or `schedule_free`,
+    or one that a package adds by an entry point."""
+    lr: PositiveFloat | None = None
+    """The highest learning rate; none: the optimizer's usual one. Automagic: where rates begin."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """Decays of the first and second moment."""
     eps: PositiveFloat = 1e-8
@@ -353,6 +246,12 @@ class ValidationSection(Section):
     """Width of the pictures; none: the first data set's resolution."""
     height: Positive | None = None
     """Height of the pictures; none: the first data set's resolution."""
+    frames: Positive | None = None
+    """Frames of the videos; none: as many as the first data set's clips have, pictures have 1."""
+    seconds: PositiveFloat | None = None
+    """Length of the sounds; none: that of the first data set's clips."""
+    images: tuple[str, ...] | None = None
+    """For models that start from a picture or edit one: a file for each of `prompts`."""
     holdout: Share = 0.0
     """Share of the samples kept out of training, whose loss is measured with fixed noise."""
     enable_manual_validation: bool = False

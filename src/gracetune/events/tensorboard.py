@@ -116,6 +116,8 @@ def _of_step(event: StepDone) -> dict[str, float]:
         "train/accumulation": event.accumulation,
         "train/epoch": event.epoch,
     }
+    if event.expert:
+        values[f"train/loss_{event.expert}"] = event.loss
     if event.seconds > 0:
         values["train/samples_per_s"] = event.samples / event.seconds
     return values

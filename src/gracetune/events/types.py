@@ -63,6 +63,8 @@ class StepDone:
     epoch: int
     seconds: float
     """Wall time since the step before."""
+    expert: str = ""
+    """Of a model with two: which was trained, `high` or `low`."""
 
 
 @dataclass(frozen=True, slots=True)

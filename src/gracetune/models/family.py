@@ -104,7 +104,7 @@ class Family(Protocol):
         ...
 
     def to(self, device: torch.device) -> None:
-        """Move every part."""
+        """Move what encodes; where the transformer lives is for the trainer to say."""
         ...
 
     def release_text_encoder(self) -> None:

@@ -133,8 +133,7 @@ class Tiny:
         self.transformer.enable_gradient_checkpointing()
 
     def to(self, device: torch.device) -> None:
-        """Only the transformer has weights."""
-        self.transformer.to(device)
+        """The encoders have no weights."""
 
     def release_text_encoder(self) -> None:
         """It has no weights."""

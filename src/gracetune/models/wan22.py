@@ -172,8 +172,8 @@ class Wan22:
             transformer.enable_gradient_checkpointing()
 
     def to(self, device: torch.device) -> None:
-        """The experts, the VAE and the text encoder as long as it is there."""
-        for part in (self.transformer, self.vae, *self.text):
+        """The VAE, and the text encoder as long as it is there."""
+        for part in (self.vae, *self.text):
             part.to(device)
 
     def release_text_encoder(self) -> None:

@@ -17,16 +17,19 @@ from gracetune.cache.ranks import Ranks
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.models.attention import choose_attention
+from gracetune.models.experts import transformers_of
 from gracetune.models.family import load_family
 from gracetune.optim.build import build_optimizer
 from gracetune.train.draws import Draws, seed_of
 from gracetune.train.ema import Ema
+from gracetune.train.experts import plan_turns, tell_turns
 from gracetune.train.export import export
-from gracetune.train.feed import EMPTY, build_feed
+from gracetune.train.feed import build_feed
 from gracetune.train.identity import demand_same, identity_of
 from gracetune.train.loop import Session
 from gracetune.train.mover import build_mover
 from gracetune.train.objective import notes_on_weights
+from gracetune.train.order import build_validation, plan_order
 from gracetune.train.ramp import build_ramp
 from gracetune.train.state import (
     Progress,
@@ -36,7 +39,6 @@ from gracetune.train.state import (
     seed_generators,
 )
 from gracetune.train.step import Trainee
-from gracetune.train.validate import Validation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -48,15 +50,23 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.models.family import Family
     from gracetune.train.checkpoint import Snapshot
-    from gracetune.train.feed import Feed
+    from gracetune.train.experts import Turns
+    from gracetune.train.export import Modules
     from gracetune.train.interrupt import Interrupt
     from gracetune.train.mover import Mover
 
     Tell = Callable[[Event], None]
 
 ENGINES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-VALIDATION_FOLDER = "validation"
 CHECKPOINT_FOLDER = "checkpoints"
+NAMES = {
+    "lora": "LoRA",
+    "dora": "DoRA",
+    "locon": "LoCon",
+    "loha": "LoHa",
+    "lokr": "LoKr",
+    "full": "a full-matrix adapter",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +118,25 @@ def build(
     for note in notes:
         tell(Notice(note))
     family = load_family(run.model)
-    family.to(device)
-    choose_attention(family.transformer, run.model.attention_mechanism)
+    weights = family.weights_digest()
     for note in notes_on_weights(run.train, family.prediction):
         tell(Notice(note))
-    weights = family.weights_digest()
-    modules = _make_trainable(run, family, tell)
+    turns = _plan_turns(run, family, tell)
+    if len(turns.windows) > 1 and accelerator.ddp_handler is not None:
+        accelerator.ddp_handler.find_unused_parameters = True  # one expert rests in every step
+    shape = plan_order(run, family)
+    modules = _make_trainable(run, family, turns, tell)
+    family.transformer.to(device)
     # After everything that draws from a seed of its own, and reseeds the generators by the way.
     seed_generators(seed_of(run.seed, "process", accelerator.process_index))
     parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(parameters.values(), run.optimizer)
-    size = _picture_size(run, family)
     # All that a run file can have wrong is found above, before the data take their time.
+    family.to(device)
     mover = build_mover(run.gh200_optimizations, device, tell)
     feed = build_feed(run, family, mover, folder, tell, _ranks(run, accelerator, folder))
+    validation = build_validation(run, family, feed, shape, tell)
+    family.release_text_encoder()
     trainee = Trainee(
         run=run,
         family=family,
@@ -131,6 +146,7 @@ def build(
         ema=Ema(parameters, run.train.ema_decay) if run.train.ema_decay else None,
         accelerator=accelerator,
         draws=Draws(run.seed, device),
+        turns=turns,
     )
     trainee.transformer.train()
     _keep_books(trainee, mover)
@@ -138,7 +154,7 @@ def build(
         trainee=trainee,
         feed=feed,
         ramp=ramp,
-        validation=_build_validation(run, family, feed, mover, size, tell),
+        validation=validation,
         checkpoints=folder / CHECKPOINT_FOLDER,
         identity=identity_of(run, feed.trained, weights, accelerator.mixed_precision),
         mover=mover,
@@ -200,60 +216,37 @@ def _ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
     )
 
 
-def _make_trainable(run: RunFile, family: Family, tell: Tell) -> list[str]:
-    """All weights, or an adapter's; gives the adapted modules."""
-    modules: list[str] = []
+def _plan_turns(run: RunFile, family: Family, tell: Tell) -> Turns:
+    """Who is trained when; the share of each expert may depend on the size of what it sees."""
+    data = run.datasets[0]
+    tokens = 1
+    if family.boundary is not None:
+        tokens = family.num_tokens(family.latent_shape(data.resolution, data.resolution))
+    turns = plan_turns(run.train, family.boundary, tokens)
+    text = tell_turns(turns, family.boundary)
+    if text is not None:
+        tell(Notice(text))
+    return turns
+
+
+def _make_trainable(run: RunFile, family: Family, turns: Turns, tell: Tell) -> Modules:
+    """All weights of the experts that are trained, or an adapter's; gives the adapted modules."""
+    every = transformers_of(family.transformer)
+    trained = {name: model for name, model in every.items() if not name or name in turns.windows}
+    for transformer in every.values():
+        choose_attention(transformer, run.model.attention_mechanism)
+        transformer.requires_grad_(False)
+    modules: Modules = {}
     if run.adapter is not None:
-        from gracetune.adapters.inject import add_lora  # peft takes seconds to import
+        from gracetune.adapters.inject import add_adapter  # peft takes seconds to import
 
         seed = seed_of(run.seed, "adapter") % 2**31
-        modules = add_lora(family.transformer, run.adapter, family.adapter_targets, seed)
-        tell(Notice(f"LoRA of rank {run.adapter.rank} on {len(modules)} modules"))
+        modules = add_adapter(trained, run.adapter, family.adapter_targets, seed)
+        count = sum(map(len, modules.values()))
+        tell(Notice(f"{NAMES[run.adapter.kind]} of rank {run.adapter.rank} on {count} modules"))
     else:
-        family.transformer.requires_grad_(True)
+        for transformer in trained.values():
+            transformer.requires_grad_(True)
     if run.train.gradient_checkpointing:
         family.enable_gradient_checkpointing()
     return modules
-
-
-def _build_validation(
-    run: RunFile, family: Family, feed: Feed, mover: Mover, size: tuple[int, int], tell: Tell
-) -> Validation | None:
-    section, device = run.validation, mover.device
-    if not validates(run):
-        return None
-    prompts = section.prompts
-    if not prompts:
-        captions = dict.fromkeys(sample.caption for sample in feed.trained)
-        prompts = tuple(captions)[: section.num_prompts]
-        tell(Notice("validation.prompts: none given; picturing " + "; ".join(map(repr, prompts))))
-    halves = (slice(None, len(prompts)), slice(len(prompts), None))
-    both = family.stack_text(family.encode_text([*prompts, *[EMPTY] * len(prompts)]))
-    text, empty = ({key: t[part].to(device) for key, t in both.items()} for part in halves)
-    return Validation(
-        section=section,
-        folder=Path(run.output_dir) / VALIDATION_FOLDER,
-        prompts=prompts,
-        text=text,
-        empty=empty,
-        size=size,
-        held_out=[feed.load(draws) for draws in feed.held_out],
-    )
-
-
-def validates(run: RunFile) -> bool:
-    """Whether a run ever makes pictures: by schedule, or when asked."""
-    return run.validation.every > 0 or run.validation.enable_manual_validation
-
-
-def _picture_size(run: RunFile, family: Family) -> tuple[int, int]:
-    edge = run.datasets[0].resolution
-    size = (run.validation.width or edge, run.validation.height or edge)
-    unfit = any(edge % family.pixel_step or edge > family.max_edge for edge in size)
-    if validates(run) and unfit:
-        raise ConfigError(
-            f"validation pictures of {size[0]}x{size[1]} do not suit {family.name}: edges are "
-            f"multiples of {family.pixel_step} up to {family.max_edge}. "
-            "Set validation.width and height."
-        )
-    return size

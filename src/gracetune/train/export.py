@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING
 
 from gracetune.durable import new_folder
 from gracetune.errors import CheckpointError
+from gracetune.models.experts import transformers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from gracetune.adapters.targets import Setting
     from gracetune.train.step import Trainee
 
+    Modules = Mapping[str, Mapping[str, Setting]]
 
-def export(t: Trainee, modules: Sequence[str], base_weights: str, folder: Path) -> Path:
+STAGE_FILES = {"high": "high_noise.safetensors", "low": "low_noise.safetensors"}
+
+
+def export(t: Trainee, modules: Modules, base_weights: str, folder: Path) -> Path:
     """Write the model or the adapter, with the averaged weights where there are any."""
     adapter = t.run.adapter
     path = folder / ("model" if adapter is None else "adapter")
@@ -24,13 +30,39 @@ def export(t: Trainee, modules: Sequence[str], base_weights: str, folder: Path) 
             if adapter is None:
                 t.family.export(staging)
             else:
-                from gracetune.adapters.files import save_lora  # peft takes seconds to import
-
-                about = {"gracetune.family": t.family.name, "gracetune.base_weights": base_weights}
-                save_lora(staging, t.family.transformer, adapter, modules, about)
+                _export_adapter(t, modules, base_weights, staging)
     except OSError as error:
         raise CheckpointError(
             f"the result {path} cannot be written: {error}. The last checkpoint holds the same "
             "weights; make room and start again to export them."
         ) from error
     return path
+
+
+def _export_adapter(t: Trainee, modules: Modules, base_weights: str, folder: Path) -> None:
+    """One file an expert, or one in all; each says in its header what it is."""
+    # peft takes seconds to import
+    from gracetune.adapters.files import FILE_NAME, About, write_adapter
+    from gracetune.adapters.layers import at_stage
+    from gracetune.adapters.live import live_adapter
+
+    whole = live_adapter(transformers_of(t.family.transformer), modules, t.family.name)
+    # Names of the original model where there are any: ComfyUI reads no others, diffusers these too.
+    form = "comfyui" if whole.table.rows else "diffusers"
+    for stage in whole.stages:
+        about = About(
+            base_model=base_weights,
+            stage=stage,
+            boundary=t.family.boundary,
+            run_digest=run_digest(t),
+        )
+        part = at_stage(whole.only(stage), None)
+        name = FILE_NAME if stage is None else STAGE_FILES[stage]
+        write_adapter(folder / name, part, form, about)
+
+
+def run_digest(t: Trainee) -> str:
+    """A name for the run file as it was resolved."""
+    from blake3 import blake3
+
+    return blake3(t.run.model_dump_json().encode()).hexdigest(length=16)

@@ -15,7 +15,7 @@ from gracetune.events.types import CheckpointSaved, RampChanged
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.record import Record
-from gracetune.train.state import Progress, generator_tensors, optimizer_tensors, weights_of
+from gracetune.train.state import generator_tensors, optimizer_tensors, weights_of
 from gracetune.train.step import train_step
 from gracetune.train.validate import validate
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gracetune.train.interrupt import Interrupt
     from gracetune.train.mover import Mover
     from gracetune.train.ramp import Ramp
+    from gracetune.train.state import Progress
     from gracetune.train.step import Trainee
     from gracetune.train.validate import Validation
 
@@ -62,7 +63,8 @@ class Stream:
     def __init__(self, feed: Feed, rank: int, world_size: int, consumed: int) -> None:
         self.state = LoaderState(consumed)
         self._feed = feed
-        self._batches = feed.ahead(iter(Loader(feed.order, feed.load, rank, world_size, consumed)))
+        loader = Loader(feed.order, feed.load, rank, world_size, consumed, will_need=feed.will_need)
+        self._batches = feed.ahead(iter(loader))
 
     def take(self, count: int) -> Iterator[Batch]:
         """The next few, each loaded or awaited when it is asked for."""
@@ -99,9 +101,7 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
         _validate(s, record, 0)
     while progress.step < total:
         result = train_step(s.trainee, stream.take(accumulation), accumulation, progress)
-        progress = Progress(
-            progress.step + 1, progress.micro_batches + accumulation, stream.state.consumed
-        )
+        progress = progress.after(accumulation, stream.state.consumed, result.expert)
         record.add(progress.step, stream.state.epoch(s.feed.order), result)
 
         asked = _asked(s, progress.step, saved_at)

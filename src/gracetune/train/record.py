@@ -57,6 +57,7 @@ class Record:
                     accumulation=result.micro_batches,
                     epoch=epoch,
                     seconds=seconds,
+                    expert=result.expert or "",
                 )
             )
             if not (math.isfinite(loss) and math.isfinite(norm)):

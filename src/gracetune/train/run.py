@@ -29,11 +29,11 @@ from gracetune.train.build import (
     build,
     resume,
     start_accelerator,
-    validates,
 )
 from gracetune.train.identity import demand_same, settings_of
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
+from gracetune.train.order import validates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

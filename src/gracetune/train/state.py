@@ -35,6 +35,19 @@ class Progress:
     """Micro-batches done by each rank: the ramp's position."""
     consumed: int = 0
     """Batches that all ranks together have taken from the data stream."""
+    high_steps: int = 0
+    low_steps: int = 0
+    """Of the optimizer steps, how many trained which expert; both 0 where there is none."""
+
+    def after(self, micro_batches: int, consumed: int, expert: str | None) -> Progress:
+        """One optimizer step later."""
+        return Progress(
+            self.step + 1,
+            self.micro_batches + micro_batches,
+            consumed,
+            self.high_steps + (expert == "high"),
+            self.low_steps + (expert == "low"),
+        )
 
 
 def weights_of(parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils import get_total_norm
 
+from gracetune.models.experts import routed
 from gracetune.optim.schedule import rate_share
 from gracetune.train import objective
+from gracetune.train.experts import ALONE
 from gracetune.train.timesteps import draw_levels
 
 if TYPE_CHECKING:
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
+    from gracetune.models.experts import Expert
     from gracetune.models.family import Family
     from gracetune.train.draws import Draws
     from gracetune.train.ema import Ema
+    from gracetune.train.experts import Turn, Turns
     from gracetune.train.state import Progress
 
 
@@ -43,6 +47,7 @@ class Trainee:
     ema: Ema | None
     accelerator: Accelerator
     draws: Draws
+    turns: Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class StepResult:
     lr: float
     samples: Tensor
     micro_batches: int
+    expert: Expert | None = None
+    """Who was trained; none: there is one transformer."""
 
 
 def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progress) -> StepResult:
@@ -63,11 +70,12 @@ def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progr
     Each backward adds the *sum* of its samples' losses; the division by the samples really seen, on
     all ranks, comes once at the end. So a short batch or a changed window can never weigh too much.
     """
+    turn = t.turns.at(progress.step)
     totals = torch.zeros(2, device=t.accelerator.device)  # the sum of losses, and their number
     for index, batch in enumerate(window):
         last = index == length - 1
         with nullcontext() if last else t.accelerator.no_sync(t.transformer):
-            losses = batch_losses(t, batch, progress.micro_batches + index)
+            losses = batch_losses(t, batch, progress.micro_batches + index, turn)
             t.accelerator.backward(losses.sum())
         totals[0] += losses.detach().sum()
         totals[1] += len(batch)
@@ -87,27 +95,33 @@ def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progr
     t.optimizer.zero_grad()
     if t.ema is not None:
         t.ema.update(progress.step)
-    return StepResult(loss_sum / samples, grad_norm, lr, samples, length)
+    return StepResult(loss_sum / samples, grad_norm, lr, samples, length, turn.expert)
 
 
-def batch_losses(t: Trainee, batch: Batch, micro_batch: int) -> Tensor:
+def batch_losses(t: Trainee, batch: Batch, micro_batch: int, turn: Turn = ALONE) -> Tensor:
     """The loss of each sample of one micro-batch, as much as it counts."""
     generator = t.draws.at("train", micro_batch, t.accelerator.process_index)
-    num_tokens = t.family.num_tokens(batch.latents.shape[1:])
-    levels = draw_levels(t.run.train, len(batch), generator, num_tokens=num_tokens)
-    noise = torch.randn(batch.latents.shape, generator=generator, device=generator.device)
-    losses = losses_at(t, batch, levels, noise)
+    x0, _ = t.family.parts(batch.latents)
+    num_tokens = t.family.num_tokens(x0.shape[1:])
+    levels = draw_levels(t.run.train, len(batch), generator, turn.window, num_tokens)
+    noise = torch.randn(x0.shape, generator=generator, device=generator.device)
+    losses = losses_at(t, batch, levels, noise, turn.expert)
     weights = objective.loss_weights(levels, t.run.train, t.family.prediction)
     return losses if weights is None else losses * weights
 
 
-def losses_at(t: Trainee, batch: Batch, levels: Tensor, noise: Tensor) -> Tensor:
-    """The same for given levels and noise, all samples alike."""
+def losses_at(
+    t: Trainee, batch: Batch, levels: Tensor, noise: Tensor, expert: Expert | None = None
+) -> Tensor:
+    """The same for given levels and noise, all samples alike; the levels are this expert's."""
     kind = t.family.prediction
-    noisy = objective.noisy(batch.latents, noise, levels, kind)
+    x0, given = t.family.parts(batch.latents)
+    noisy = objective.noisy(x0, noise, levels, kind)
     with t.accelerator.autocast():
-        predicted = t.family.predict(t.transformer, noisy, levels, batch.text)
-    return objective.losses(predicted, objective.target(batch.latents, noise, levels, kind))
+        predicted = t.family.predict(
+            routed(t.transformer, expert), noisy, levels, {**batch.text, **given}
+        )
+    return objective.losses(predicted, objective.target(x0, noise, levels, kind))
 
 
 def scale_and_clip(parameters: list[Parameter], scale: Tensor, max_norm: float) -> Tensor:

@@ -103,7 +103,7 @@ def test_files_that_are_none(tmp_path):
         ('{"train": null}', "train is null; it must be an object with keys."),
         ('{"datasets": [3]}', "datasets.0 is 3; it must be an object with keys."),
         ('{"dataset_type": "text"}', "is \"text\"; it must be one of 'image', 'video' or 'audio'."),
-        ('{"adapter": {"kind": "x"}}', "adapter.kind is \"x\"; it must be 'lora'."),
+        ('{"adapter": {"kind": "x"}}', "adapter.kind is \"x\"; it must be one of 'lora',"),
         ('{"train": {"mixed_precision": "int8"}}', "it must be one of 'auto', 'no', 'bf16'"),
         ('{"optimizer": {"betas": [0.9]}}', "optimizer.betas.1 is missing."),
         ('{"optimizer": {"lr": 1' + "0" * 400 + "}}", "0...; it must be a number."),

@@ -44,9 +44,9 @@ def test_a_picture_does_not_depend_on_the_other_prompts(session):
     with torch.no_grad():
         first = sample(alone.trainee, alone.validation)[0]
         second = sample(together.trainee, together.validation)[0]
-    assert first.getbbox() is not None
-    difference = torch.tensor(list(first.tobytes())).sub(torch.tensor(list(second.tobytes())))
-    assert difference.abs().max() <= 1  # sums in another order round differently
+    assert first.kind == "image"
+    assert first.data.std() > 0
+    torch.testing.assert_close(first.data, second.data)  # sums in another order round differently
 
 
 def test_prompts_of_the_data_set_are_named_where_none_are_given(session, told):
