@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 
 from gracetune.cache.index import Index, Row, ShardRow, TensorPlace
 from gracetune.cache.keys import text_key
-from gracetune.cache.store import INDEX, ShardStore
+from gracetune.cache.shard_store import INDEX, ShardStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,6 +15,7 @@ import argparse
 import ctypes
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from torch.nn import functional
 from gracetune.cache.ahead import FIRST_DEPTH, Ahead, CudaLane, Depth
 from gracetune.cache.arena import ArenaStore, Budget, Tally, pinned
 from gracetune.cache.staging import Staging
+from gracetune.cache.store import stack_in
 from gracetune.data.sample import Batch
 from gracetune.memory.bench import DeviceBytes
 from gracetune.memory.machine import open_machine
@@ -250,7 +252,7 @@ class Fed:
     def _loaded(self) -> Iterator[tuple[Batch, int]]:
         while True:
             entries = [e for e in self._store.get_many(keys_of(self._next)) if e is not None]
-            parts = {name: [e[name] for e in entries] for name in ("latents", "text")}
+            parts = {n: partial(stack_in, [e[n] for e in entries]) for n in ("latents", "text")}
             moved = self._staging.send(parts, lambda t: torch.empty_like(t, device=DEVICE))
             self._next += 1
             yield batch_of(moved), self._next

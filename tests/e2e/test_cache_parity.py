@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gracetune.cache.store import ShardStore
+from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
 from gracetune.data.decoders import choose_decoders
 from gracetune.data.recipe import recipe_of, render

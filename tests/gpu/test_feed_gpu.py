@@ -1,6 +1,7 @@
 """Batches that travel ahead on a stream of their own are the batches that were sent."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,9 @@ def test_slots_are_never_overwritten_and_memory_never_reused_too_early(told):
 
     def batches():
         for number in range(count):
-            halves = [store.get(f"{n}")["latents"] for n in (number, (number + 1) % count)]
-            moved = staging.send({"x": halves}, lambda t: torch.empty_like(t, device=DEVICE))
+            keys = [f"{n}" for n in (number, (number + 1) % count)]
+            fill = partial(store.gather, keys, "latents")
+            moved = staging.send({"x": fill}, lambda t: torch.empty_like(t, device=DEVICE))
             yield Batch(moved["x"], {"t": moved["x"][:, :1].clone()}, ()), LoaderState(number)
 
     busy = torch.randn(4096, 4096, device=DEVICE)

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gracetune.cache.store import stack_entries
 from gracetune.data.parallel import default_workers, ordered_map
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from gracetune.cache.store import Entry, Store
+    from gracetune.cache.store import Allocate, Entry, Room, Store
     from gracetune.events.types import Event
 
 SLAB_NBYTES = 64 * 1024**2
@@ -109,11 +110,26 @@ class ArenaStore:
             self._tally.hits += sum(key in found for key in keys)
         lacking = list(dict.fromkeys(key for key in keys if key not in found))
         if lacking and self._behind is not None:
-            for key, entry in zip(lacking, self._behind.get_many(lacking), strict=True):
-                if entry is not None:
-                    found[key] = self._keep(key, entry) or entry
-                    self._tally.reads += 1
+            read = self._brought(self._behind, lacking, evict=True)
+            self._tally.reads += len(read)
+            found |= read
         return [found.get(key) for key in keys]
+
+    def gather(self, keys: Sequence[str], name: str, room: Room) -> Tensor | None:
+        """Copy them side by side."""
+        return stack_entries(self.get_many(keys), name, room)
+
+    def load(self, keys: Sequence[str], allocate: Allocate) -> list[Entry | None]:  # noqa: ARG002
+        """Views of memory here; what has to be read is kept here, where it fits."""
+        return self.get_many(keys)
+
+    def will_need(self, keys: Sequence[str]) -> None:
+        """Have those that are not here read ahead."""
+        if self._behind is not None:
+            with self._lock:
+                lacking = [key for key in keys if key not in self._entries]
+            if lacking:
+                self._behind.will_need(lacking)
 
     def put(self, key: str, entry: Entry) -> None:
         """Write it behind, then keep it."""
@@ -149,13 +165,50 @@ class ArenaStore:
         with self._lock:
             lacking = [key for key in dict.fromkeys(keys) if key not in self._entries]
         chunks = [lacking[i : i + LOADED_TOGETHER] for i in range(0, len(lacking), LOADED_TOGETHER)]
-        behind = self._behind
-        loaded = ordered_map(behind.get_many, chunks, num_workers or default_workers())
-        for chunk, entries in zip(chunks, loaded, strict=True):
-            for key, entry in zip(chunk, entries, strict=True):
-                if entry is not None and self._keep(key, entry, evict=False) is None:
-                    loaded.close()  # type: ignore[attr-defined]
-                    return
+        behind, full = self._behind, threading.Event()
+
+        def bring(chunk: Sequence[str]) -> None:
+            if not full.is_set():
+                found = self._brought(behind, chunk, evict=False)
+                if not self._here(found):
+                    full.set()
+
+        for _ in ordered_map(bring, chunks, num_workers or default_workers()):
+            if full.is_set():
+                return
+
+    def close(self) -> None:
+        """Let go of the files behind; entries stay in memory."""
+        if self._behind is not None:
+            self._behind.close()
+
+    def _brought(self, behind: Store, keys: Sequence[str], *, evict: bool) -> dict[str, Entry]:
+        """What lies behind, read into room of ours; where there is none, as it lies there."""
+        rooms: set[int] = set()
+
+        def allocate(nbytes: int) -> Tensor | None:
+            room = self._room(nbytes, evict=evict)
+            if room is None:
+                self._tell_once()
+            else:
+                rooms.add(room.data_ptr())
+            return room
+
+        found = {}
+        for key, entry in zip(keys, behind.load(keys, allocate), strict=True):
+            if entry is None:
+                continue
+            if all(t.untyped_storage().data_ptr() in rooms for t in entry.values() if t.nbytes):
+                found[key] = entry
+                with self._lock:
+                    self._entries[key] = entry
+            else:
+                found[key] = self._keep(key, entry, evict=evict) or entry
+        return found
+
+    def _here(self, keys: Iterable[str]) -> bool:
+        with self._lock:
+            return all(key in self._entries for key in keys)
 
     def _keep(self, key: str, entry: Entry, *, evict: bool = True) -> Entry | None:
         """A copy in a slab; none where there is no room for it, even without all others."""

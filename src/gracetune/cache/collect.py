@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gracetune.cache.index import Row
-    from gracetune.cache.store import Entry, ShardStore
+    from gracetune.cache.shard_store import ShardStore
+    from gracetune.cache.store import Entry
 
 WORTH_MOVING = 0.5
 """A file is written again when less than this share of it is entries."""

@@ -79,7 +79,7 @@ def fill_latents(
     keyed = dict(_each(pictures, encoder))
     missing = sorted(_missing(store, keyed), key=lambda key: (keyed[key].size, key))
     mine = ranks.share(missing)
-    rendered = _rendered([keyed[key] for key in mine], decoders, prefetch)
+    pixels = rendered([keyed[key] for key in mine], decoders, prefetch)
     pace = _Pace("encoding pictures", len(mine), "pictures", tell)
     fitting: _Fitting[tuple[Key, Tensor], Tensor] = _Fitting(
         lambda part: encode(torch.stack([x for _, x in part])), "pictures", tell
@@ -87,7 +87,7 @@ def fill_latents(
     bad: dict[str, str] = {}
     for _, alike in groupby(mine, key=lambda key: keyed[key].size):
         for chunk in _chunks(list(alike)):
-            decoded = list(zip(chunk, islice(rendered, len(chunk)), strict=True))
+            decoded = list(zip(chunk, islice(pixels, len(chunk)), strict=True))
             bad |= {key: x for key, x in decoded if isinstance(x, str)}
             good = [(key, x) for key, x in decoded if not isinstance(x, str)]
             for part, latents in fitting(good):
@@ -133,7 +133,7 @@ def find_unreadable(
     """Decode every picture once and keep none: for runs that encode while they train."""
     pace = _Pace("reading pictures", len(pictures), "pictures", tell)
     bad = []
-    for picture, pixels in zip(pictures, _rendered(pictures, decoders, prefetch), strict=True):
+    for picture, pixels in zip(pictures, rendered(pictures, decoders, prefetch), strict=True):
         if isinstance(pixels, str):
             bad.append((picture.sample, pixels))
         pace.advance(1)
@@ -228,9 +228,10 @@ def _missing(store: Store, keyed: dict[Key, Item]) -> list[Key]:
     return [key for key, there in zip(keys, store.has(keys), strict=True) if not there]
 
 
-def _rendered(
+def rendered(
     pictures: Sequence[Picture], decoders: Decoders, prefetch: Prefetch | None
 ) -> Iterator[Tensor | str]:
+    """Fitted by workers, in order: pixels, or why there are none."""
     return prefetched(
         pictures,
         lambda picture: pixels_of(picture, decoders),

@@ -95,17 +95,25 @@ class Generations:
     def at(self, number: int) -> Store:
         """The store of an epoch, complete; the next one is begun when an epoch is entered."""
         if number != self._number:
-            self._current = self._first if number == 0 else self._ready(number)
+            left, self._current = self._current, self._ready(number) if number else self._first
+            if left is not self._first:
+                left.close()
             self._number = number
             self._entered(number)
             self._next = self._begun(number + 1)
         return self._current
+
+    def entered(self, number: int) -> Store | None:
+        """The store of an epoch, if it is the one that is read now."""
+        return self._current if number == self._number else None
 
     def close(self) -> None:
         """Let the generation that is being made be; whoever asks for it again begins it anew."""
         if self._next is not None:
             self._next.stop()
             self._next = None
+        if self._current is not self._first:
+            self._current.close()
 
     def _ready(self, number: int) -> Store:
         """After a restart nothing was begun, or another one."""
@@ -147,6 +155,7 @@ class _Filling:
     def stop(self) -> None:
         self._stopping.set()
         self._thread.join()
+        self._store.close()
 
     def _work(self) -> None:
         try:

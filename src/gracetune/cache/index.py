@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 """Of the tables below and of the shards; another one is refused."""
 WAIT_S = 60.0
 """How long one process waits for another's commit."""
@@ -91,8 +91,8 @@ class Index:
             self._prepare()
         except sqlite3.DatabaseError as error:
             raise CacheError(
-                f"The cache index {path} cannot be used: {error}. Remove its folder, and the next "
-                "build makes the cache anew."
+                f"The cache index {path} cannot be used: {error}. Remove that file: whoever opens "
+                "the cache next makes it again from the shards."
             ) from error
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from gracetune.cache.collect import disk_nbytes
-from gracetune.cache.store import ShardStore, is_cache
+from gracetune.cache.shard_store import ShardStore, is_cache
 from gracetune.errors import CacheError
 
 if TYPE_CHECKING:

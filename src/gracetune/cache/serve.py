@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.cache.arena import ArenaStore
-from gracetune.cache.fill import Picture, pixels_of
+from gracetune.cache.arena import ArenaStore, pageable
+from gracetune.cache.fill import Picture, rendered
 from gracetune.cache.generations import NO_EPOCH, generation_of, mode_of
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.data.recipe import recipe_of
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
     from gracetune.cache.arena import Tally
     from gracetune.cache.generations import Generations
-    from gracetune.cache.store import Entry, Store
+    from gracetune.cache.generations import Mode as Way
+    from gracetune.cache.keys import Key
+    from gracetune.cache.store import Entry, Room, Store
     from gracetune.config.schema import DatasetSection
     from gracetune.data.decoders import Decoders
     from gracetune.data.loader import Draw
+    from gracetune.data.prefetch import Prefetch
     from gracetune.data.recipe import Recipe
     from gracetune.data.sample import Sample
     from gracetune.data.source import Source
@@ -46,6 +49,15 @@ class Recipes:
 
 
 @dataclass(frozen=True, slots=True)
+class Live:
+    """What decoding while training needs."""
+
+    source: Source
+    prefetch: Prefetch
+    """Who decodes the pictures of a batch."""
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
     """Latents by the way that each data set has them, texts by caption."""
 
@@ -53,69 +65,105 @@ class Server:
     latents: Store
     text: Store
     generations: Generations
-    sources: Mapping[str, Source]
+    live: Mapping[str, Live]
     """By data set, for those that are encoded when they are used."""
     encode: Callable[[Tensor], Tensor]
     identity: Mapping[str, str]
     tally: Tally
 
-    def latents_of(self, draws: Sequence[Draw]) -> list[Tensor]:
-        """One for each draw; those of a batch have one size."""
-        made: dict[int, Tensor] = {}
-        ways: dict[str, list[int]] = {}
+    def latents_of(self, draws: Sequence[Draw], room: Room) -> Tensor:
+        """Those of a batch, side by side; they have one size. What is cached lies in the room that
+        is asked for, what is encoded now lies where the encoder left it."""
+        ways: dict[Way, list[int]] = {}
         for place, draw in enumerate(draws):
-            mode = mode_of(self.recipes.sections[draw.sample.dataset])
-            ways.setdefault("refresh" if self._refreshed(mode, draw) else mode, []).append(place)
+            ways.setdefault(self._way(draw), []).append(place)
+        if len(ways) == 1:
+            (way,) = ways
+            return self._by(way, draws, room)
+        made: dict[int, Tensor] = {}
         for way, places in ways.items():
-            chosen = [draws[place] for place in places]
-            if way == "disable_cache":
-                found = self._encoded_now(chosen)
-            elif way == "refresh":
-                found = self._from(self.generations.at(chosen[0].epoch), chosen)
-            else:
-                found = self._from(self.latents, chosen)
+            found = self._by(way, [draws[place] for place in places], pageable)
             made |= dict(zip(places, found, strict=True))
-        return [made[place] for place in range(len(draws))]
+        # Data sets in one batch may be served in different ways: all go to where one was encoded.
+        device = max((t.device for t in made.values()), key=lambda device: device.type != "cpu")
+        return torch.stack([made[place].to(device) for place in range(len(draws))])
+
+    def will_need(self, draws: Sequence[Draw]) -> None:
+        """These are soon to be asked for: what has to come from a disk starts to."""
+        asked: dict[Store, list[Key]] = {}
+        for draw in draws:
+            store = self._store_of(self._way(draw), draw.epoch)
+            if store is not None:
+                asked.setdefault(store, []).append(self._key(draw))
+        for store, keys in asked.items():
+            store.will_need(keys)
 
     def texts_of(self, captions: Sequence[str]) -> list[Entry]:
         """The embeddings of each caption, without padding."""
-        return self._entries(self.text, [text_key(c, self.identity["text"]) for c in captions])
-
-    @staticmethod
-    def _refreshed(mode: str, draw: Draw) -> bool:
-        """Generation 0 is in the cache itself; entering epoch 0 begins the next one."""
-        return mode == "refresh_each_epoch" and draw.epoch != NO_EPOCH
-
-    def _from(self, store: Store, draws: Sequence[Draw]) -> list[Tensor]:
-        keys = [
-            latent_key(d.sample, d.size, self.identity["latents"], self.recipes(d.sample, d.epoch))
-            for d in draws
-        ]
-        return [entry["latents"] for entry in self._entries(store, keys)]
-
-    def _encoded_now(self, draws: Sequence[Draw]) -> list[Tensor]:
-        pixels = []
-        for d in draws:
-            recipe, source = self.recipes(d.sample, d.epoch), self.sources[d.sample.dataset]
-            picture = Picture(d.sample, d.size, source, recipe)
-            decoded = pixels_of(picture, self.recipes.decoders)
-            if isinstance(decoded, str):
-                raise RunFailedError(
-                    f"data set {d.sample.dataset!r}: {d.sample.key} was readable when the run "
-                    f"began and is not now: {decoded}. Mend it, and start again to resume."
-                )
-            pixels.append(decoded)
-        with torch.no_grad():
-            return list(self.encode(torch.stack(pixels)))
-
-    def _entries(self, store: Store, keys: Sequence[str]) -> list[Entry]:
-        """What was encoded before; it cannot be missing unless someone took it away."""
-        found = [entry for entry in store.get_many(keys) if entry is not None]
+        keys = [text_key(caption, self.identity["text"]) for caption in captions]
+        found = [entry for entry in self.text.get_many(keys) if entry is not None]
         if len(found) < len(keys):
-            raise RunFailedError(
-                f"{len(keys) - len(found)} entries of the cache were encoded and are gone or "
-                "damaged now. Start again: they are encoded anew, and the run resumes."
-            )
-        if not isinstance(store, ArenaStore):  # which counts for itself
-            self.tally.reads += len(keys)
+            raise _gone(len(keys) - len(found))
+        self._count(self.text, len(keys))
         return found
+
+    def _way(self, draw: Draw) -> Way:
+        mode = mode_of(self.recipes.sections[draw.sample.dataset])
+        # Generation 0 is in the cache itself; entering epoch 0 begins the next one.
+        if mode == "refresh_each_epoch" and draw.epoch == NO_EPOCH:
+            return "static"
+        return mode
+
+    def _by(self, way: Way, draws: Sequence[Draw], room: Room) -> Tensor:
+        if way == "disable_cache":
+            return self._encoded_now(draws)
+        store = self.latents if way == "static" else self.generations.at(draws[0].epoch)
+        found = store.gather([self._key(draw) for draw in draws], "latents", room)
+        if found is None:
+            raise _gone("some")
+        self._count(store, len(draws))
+        return found
+
+    def _store_of(self, way: Way, epoch: int) -> Store | None:
+        """Where a draw will be read from; none where nothing is read, or it is not made yet."""
+        if way == "disable_cache":
+            return None
+        return self.latents if way == "static" else self.generations.entered(epoch)
+
+    def _key(self, draw: Draw) -> Key:
+        recipe = self.recipes(draw.sample, draw.epoch)
+        return latent_key(draw.sample, draw.size, self.identity["latents"], recipe)
+
+    def _encoded_now(self, draws: Sequence[Draw]) -> Tensor:
+        pixels: dict[int, Tensor] = {}
+        by_dataset: dict[str, list[int]] = {}
+        for place, draw in enumerate(draws):
+            by_dataset.setdefault(draw.sample.dataset, []).append(place)
+        for dataset, places in by_dataset.items():
+            live = self.live[dataset]
+            pictures = [
+                Picture(d.sample, d.size, live.source, self.recipes(d.sample, d.epoch))
+                for d in (draws[place] for place in places)
+            ]
+            decoded = rendered(pictures, self.recipes.decoders, live.prefetch)
+            for place, picture, made in zip(places, pictures, decoded, strict=True):
+                if isinstance(made, str):
+                    raise RunFailedError(
+                        f"data set {dataset!r}: {picture.sample.key} was readable when the run "
+                        f"began and is not now: {made}. Mend it, and start again to resume."
+                    )
+                pixels[place] = made
+        with torch.no_grad():
+            return self.encode(torch.stack([pixels[place] for place in range(len(draws))]))
+
+    def _count(self, store: Store, number: int) -> None:
+        if not isinstance(store, ArenaStore):  # which counts for itself
+            self.tally.reads += number
+
+
+def _gone(what: object) -> RunFailedError:
+    """It cannot be missing unless someone took it away."""
+    return RunFailedError(
+        f"{what} entries of the cache were encoded and are gone or damaged now. Start again: they "
+        "are encoded anew, and the run resumes."
+    )

@@ -1,8 +1,9 @@
 """The files of a cache: many entries in one safetensors file, which grows while it is written.
 
-A file begins with room for the header. Entries follow, each at a multiple of 64 bytes. When the
-file is sealed, the header goes into the room; what is left of the room, and every gap, is a tensor
-of bytes, because safetensors allows no holes. The file system keeps unwritten room as a hole.
+A file begins with room for the header. Entries follow, each after its record and at a multiple of
+64 bytes. When the file is sealed, the header goes into the room; what is left of the room, every
+record and every gap is a tensor of bytes, because safetensors allows no holes. The file system
+keeps unwritten room as a hole.
 
 While it grows, a file is `NAME.open`; sealing renames it to `NAME.safetensors`. Whoever changes a
 file holds its lock (flock), which the kernel gives back when the process dies. A file that is
@@ -16,127 +17,30 @@ import fcntl
 import json
 import os
 import secrets
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from blake3 import blake3
 
-from gracetune.cache.index import ShardRow, TensorPlace
+from gracetune.cache.index import ShardRow
+from gracetune.cache.packing import aligned
 from gracetune.durable import sync
-from gracetune.errors import CacheError
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
-    from gracetune.cache.index import Index, Row
+    from gracetune.cache.index import Index, Row, TensorPlace
+    from gracetune.cache.packing import Bytes, Packed
 
-    Bytes = NDArray[np.uint8]
-
-ALIGN = 64
 ROOM = MIB
 FULL = 256 * MIB
 """A file this large is sealed for good."""
 OPEN, SEALED = ".open", ".safetensors"
-DTYPES: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""By their names in safetensors."""
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """An entry as it is written: where each tensor lies, and the bytes."""
-
-    places: tuple[TensorPlace, ...]
-    parts: tuple[Bytes, ...]
-    """One of bytes for each place, none of them copied."""
-    nbytes: int
-
-    @property
-    def checksum(self) -> bytes:
-        """Of the tensors' bytes; those between them mean nothing."""
-        return checksum(self.parts)
-
-
-def pack(key: str, entry: Mapping[str, Tensor]) -> Packed:
-    """Lay the tensors of an entry out one after the other, each aligned."""
-    places: list[TensorPlace] = []
-    parts: list[Bytes] = []
-    end = 0
-    for name, tensor in entry.items():
-        if tensor.dtype not in DTYPES:
-            raise CacheError(
-                f"Entry {key}: {name} is of {tensor.dtype}, which a cache cannot keep. "
-                f"Known: {', '.join(sorted(DTYPES.values()))}."
-            )
-        begin, data = aligned(end), tensor_bytes(tensor)
-        places.append(
-            TensorPlace(name, DTYPES[tensor.dtype], tuple(tensor.shape), begin, data.nbytes)
-        )
-        parts.append(data)
-        end = begin + data.nbytes
-    return Packed(tuple(places), tuple(parts), end)
-
-
-def unpack(data: Tensor, row: Row) -> dict[str, Tensor]:
-    """The tensors of an entry as views of its file's bytes."""
-    begin = row.begin
-    return {
-        place.name: data[begin + place.begin : begin + place.begin + place.nbytes]
-        .view(TORCH_DTYPES[place.dtype])
-        .view(place.shape)
-        for place in row.tensors
-    }
-
-
-def tensor_bytes(tensor: Tensor) -> Bytes:
-    """The bytes of a tensor, copied only where it is not in one piece in host memory."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    data: Bytes = flat.view(torch.uint8).numpy()
-    return data
-
-
-def checksum(parts: Iterable[Bytes]) -> bytes:
-    """What an entry's bytes must hash to, in the order of its tensors."""
-    hasher = blake3()
-    for part in parts:
-        hasher.update(part.data)
-    return hasher.digest(length=16)
-
-
-def row_checksum(data: Tensor, row: Row) -> bytes:
-    """What the bytes that are there hash to."""
-    whole = data.numpy()
-    starts = ((row.begin + place.begin, place.nbytes) for place in row.tensors)
-    return checksum(whole[start : start + nbytes] for start, nbytes in starts)
-
-
-def aligned(offset: int) -> int:
-    """Up to the next place where a tensor may begin."""
-    return -(-offset // ALIGN) * ALIGN
+_ROOM_MARK = b"gtshard1"
+"""What a file begins with until it has a header; the length of its room follows."""
 
 
 class ShardFile:
@@ -155,7 +59,9 @@ class ShardFile:
 
     def append(self, packed: Packed, cost: int) -> int:
         """Write an entry past the end; where it begins. Not durable yet, and in no index."""
-        begin = aligned(self.end)
+        record = aligned(self.end)
+        begin = record + len(packed.record)
+        _write_all(self._descriptor, memoryview(packed.record), record)
         for place, part in zip(packed.places, packed.parts, strict=True):
             _write_all(self._descriptor, part.data, begin + place.begin)
         self.end = begin + packed.nbytes
@@ -198,6 +104,7 @@ def new_shard(folder: Path, index: Index, cost: int) -> ShardFile:
             continue  # someone cleaning up was faster
         room = aligned(max(ROOM, cost + _FIXED_COST))
         os.ftruncate(descriptor, room)
+        _write_all(descriptor, memoryview(_ROOM_MARK + room.to_bytes(8, "little")), 0)
         os.fsync(descriptor)
         sync(folder)
         row = ShardRow(path.stem, room, room)
@@ -271,6 +178,18 @@ def map_file(descriptor: int) -> Tensor:
     )
 
 
+def room_of(data: Bytes) -> int:
+    """Where the entries of a file begin, by its first bytes: the mark, or the header."""
+    mark, length = data[:8].tobytes(), int.from_bytes(data[8:16].tobytes(), "little")
+    if mark == _ROOM_MARK:
+        return length
+    try:
+        told = json.loads(data[8 : 8 + int.from_bytes(mark, "little")].tobytes())
+        return int(told["__metadata__"]["room"])
+    except (ValueError, KeyError, TypeError):  # killed while the header was written
+        return ROOM
+
+
 _FIXED_COST = 256
 """Of the length, the note that says what this is, and the gap up to the first entry."""
 
@@ -288,7 +207,8 @@ def header(rows: Sequence[Row], room: int, length: int) -> bytes:
     # Offsets count from the header's end, and their digits change its length: pad to the bound.
     size = aligned(_FIXED_COST + sum(header_cost(row.key, row.tensors) for row in rows)) - 8
     assert 8 + size <= room, f"a header of {size} bytes in room for {room}"
-    table: dict[str, object] = {"__metadata__": {"format": "gracetune cache, 1"}}
+    metadata = {"format": "gracetune cache, 2", "room": f"{room}"}
+    table: dict[str, object] = {"__metadata__": metadata}
     at = 8 + size
     pieces = ((row, place, row.begin + place.begin) for row in rows for place in row.tensors)
     for row, place, begin in pieces:

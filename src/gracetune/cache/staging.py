@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.store import Entry
+    from gracetune.cache.store import Entry, Room
+
+    Filling = Callable[[Room], Tensor]
+    """Puts a tensor in room that it asks for."""
 
 SLOTS = 2
 """One is filled while the other is copied from."""
@@ -33,43 +36,72 @@ class Staging:
 
     def __init__(self, allocate: Callable[[int], Tensor], mark: Callable[[], Mark]) -> None:
         """`mark` is asked for after the copies of a slot were given to the device."""
-        self._allocate = allocate
+        self._slots = [_Slot(allocate) for _ in range(SLOTS)]
         self._mark = mark
-        self._slots = [torch.empty(0, dtype=torch.uint8)] * SLOTS
         self._marks: list[Mark | None] = [None] * SLOTS
         self._turn = 0
         self._lock = threading.Lock()
         self.nbytes_sent = 0
 
     def send(
-        self,
-        parts: Mapping[str, Sequence[Tensor]],
-        new_on_device: Callable[[Tensor], Tensor],
+        self, parts: Mapping[str, Filling], new_on_device: Callable[[Tensor], Tensor]
     ) -> dict[str, Tensor]:
-        """Stack each part in a slot and copy it to the device, without waiting for the copy."""
-        shapes = {name: (len(tensors), *tensors[0].shape) for name, tensors in parts.items()}
-        sizes = {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
+        """Have each part put in a slot and copy it to the device, without waiting for the copy.
+
+        A part that turns out to be on the device stays as it is.
+        """
+        moved = {}
         with self._lock:
-            slot = self._next_slot(sum(map(_aligned, sizes.values())))
-            moved, start = {}, 0
-            for name, tensors in parts.items():
-                room = slot[start : start + sizes[name]]
-                staged = room.view(tensors[0].dtype).view(shapes[name])
-                torch.stack(list(tensors), out=staged)
+            slot = self._next_slot()
+            for name, fill in parts.items():
+                staged = fill(slot.room)
+                if staged.is_cuda:
+                    moved[name] = staged
+                    continue
                 moved[name] = new_on_device(staged).copy_(staged, non_blocking=True)
-                start += _aligned(sizes[name])
+                self.nbytes_sent += staged.nbytes
             self._marks[self._turn] = self._mark()
             self._turn = (self._turn + 1) % SLOTS
-            self.nbytes_sent += sum(sizes.values())
         return moved
 
-    def _next_slot(self, nbytes: int) -> Tensor:
+    def _next_slot(self) -> _Slot:
         mark = self._marks[self._turn]
         if mark is not None:
             mark.synchronize()
-        if len(self._slots[self._turn]) < nbytes:
-            self._slots[self._turn] = self._allocate(nbytes)
-        return self._slots[self._turn]
+        slot = self._slots[self._turn]
+        slot.empty()
+        return slot
+
+
+class _Slot:
+    """Host memory that is handed out piece by piece, and begun anew."""
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        self._allocate = allocate
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._outgrown: list[Tensor] = []
+        self._used = 0
+
+    def room(self, nbytes: int) -> Tensor:
+        """The next piece; a slot that is too small is replaced by one that is not."""
+        if self._used + nbytes > len(self._memory):
+            # The device may still read what was handed out of it.
+            self._outgrown.append(self._memory)
+            self._memory = self._allocate(2 * self._used + _aligned(nbytes))
+            self._used = 0
+        start = self._used
+        self._used += _aligned(nbytes)
+        return self._memory[start : start + nbytes]
+
+    def empty(self) -> None:
+        """Nobody reads any of it."""
+        self._outgrown.clear()
+        self._used = 0
+
+
+def copied(tensor: Tensor, room: Room) -> Tensor:
+    """The tensor again, in memory that is asked for."""
+    return room(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class HotTexts:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from gracetune.cache.collect import compact
-from gracetune.cache.shards import SEALED, find_file, hold_shard, map_file, row_checksum
+from gracetune.cache.packing import checksum_at
+from gracetune.cache.shards import SEALED, find_file, hold_shard, map_file
 from gracetune.events.types import StageProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.cache.index import Row
-    from gracetune.cache.store import ShardStore
+    from gracetune.cache.shard_store import ShardStore
     from gracetune.events.types import Event
 
 
@@ -94,7 +95,7 @@ def _check_shard(store: ShardStore, name: str, rows: list[Row]) -> list[Damage]:
         for row in rows:
             if row.end > len(data):
                 suspects.append(Damage(row, f"shard {name} ends before it"))
-            elif row_checksum(data, row) != row.checksum:
+            elif checksum_at(data.numpy(), row.begin, row.tensors) != row.checksum:
                 suspects.append(Damage(row, "its bytes differ from their checksum"))
     # Another process may have moved or deleted an entry since the rows were read.
     with store.index() as index:

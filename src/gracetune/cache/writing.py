@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from gracetune.cache.index import Index, Row
 from gracetune.cache.keys import about
-from gracetune.cache.shards import adopt_shard, header_cost, new_shard, pack
+from gracetune.cache.packing import pack
+from gracetune.cache.shards import adopt_shard, header_cost, new_shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,7 +63,7 @@ class ShardWriter:
         rows: list[Row] = []
         try:
             for before, entry in entries:
-                packed = pack(before.key, entry)
+                packed = pack(before.key, entry, before.about)
                 cost = header_cost(before.key, packed.places)
                 file = self._file
                 if file is None or not file.has_room(cost):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gracetune.cache.store import ShardStore
+    from gracetune.cache.shard_store import ShardStore
     from gracetune.config.schema import RunFile
     from gracetune.events.types import Event
     from gracetune.models.family import Family
@@ -114,7 +114,7 @@ def _verify(args: argparse.Namespace, tell: Tell) -> int:
 def _collect(args: argparse.Namespace, tell: Tell) -> int:
     from gracetune.cache.collect import compact, find_leftovers
     from gracetune.cache.inspect import caches_in
-    from gracetune.cache.store import ShardStore
+    from gracetune.cache.shard_store import ShardStore
     from gracetune.models.family import load_family
     from gracetune.train.wanted import cache_root, wanted_keys
 
@@ -246,7 +246,7 @@ def _device() -> torch.device:
 
 def _stores(where: Path, stack: ExitStack, tell: Tell) -> list[ShardStore]:
     from gracetune.cache.inspect import caches_in
-    from gracetune.cache.store import ShardStore
+    from gracetune.cache.shard_store import ShardStore
 
     if _is_run_file(where):
         from gracetune.train.wanted import cache_root

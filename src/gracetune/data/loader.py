@@ -6,6 +6,7 @@ ranks take in turn. Where a run stands in it is one number, whatever the number 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 INLINE = Prefetch()
 """Each batch is loaded when it is asked for: right where loading is a look into memory."""
+ANNOUNCED = 8
+"""Batches that a disk has time to read, when whoever reads them is told in advance."""
 NAMED = 8
 """How many samples of a batch a message names."""
 
@@ -188,13 +191,16 @@ class Loader:
         world: int = 1,
         consumed: int = 0,
         prefetch: Prefetch = INLINE,
+        will_need: Callable[[Sequence[Draw]], None] | None = None,
     ) -> None:
+        """`will_need` is told of each batch a few batches before it is loaded."""
         assert 0 <= rank < world, f"rank {rank} of {world}"
         self._world = world
         self._consumed = consumed
-        mine = (order.at(index) for index in count(consumed + rank, world))
+        mine = map(order.at, count(consumed + rank, world))
+        told = mine if will_need is None else _announced(mine, will_need)
         self._batches = (
-            prefetched(mine, load, name_of, prefetch) if prefetch.num_workers else map(load, mine)
+            prefetched(told, load, name_of, prefetch) if prefetch.num_workers else map(load, told)
         )
 
     def __iter__(self) -> Iterator[tuple[Batch, LoaderState]]:
@@ -204,6 +210,18 @@ class Loader:
         batch = next(self._batches)
         self._consumed += self._world
         return batch, LoaderState(self._consumed)
+
+
+def _announced(
+    batches: Iterator[tuple[Draw, ...]], will_need: Callable[[Sequence[Draw]], None]
+) -> Iterator[tuple[Draw, ...]]:
+    """The same batches, each told of `ANNOUNCED` batches before it comes."""
+    waiting: deque[tuple[Draw, ...]] = deque()
+    for draws in batches:
+        will_need(draws)
+        waiting.append(draws)
+        if len(waiting) > ANNOUNCED:
+            yield waiting.popleft()
 
 
 def name_of(draws: Sequence[Draw]) -> str:

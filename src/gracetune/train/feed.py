@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gracetune.cache.ahead import FIRST_DEPTH, Ahead, Depth, Inline
@@ -19,7 +21,7 @@ from gracetune.cache.generations import (
 )
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.ranks import ALONE
-from gracetune.cache.serve import Recipes, Server
+from gracetune.cache.serve import Live, Recipes, Server
 from gracetune.cache.staging import HotTexts, keep_hot
 from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from gracetune.cache.ahead import Batches
     from gracetune.cache.ranks import Ranks
     from gracetune.cache.store import Store
-    from gracetune.config.schema import RunFile
+    from gracetune.config.schema import DatasetSection, RunFile
     from gracetune.data.loader import LoaderState
     from gracetune.data.sample import Sample
     from gracetune.data.source import Source
@@ -74,12 +76,15 @@ class Feed:
     trained: tuple[Sample, ...]
     held_out: tuple[tuple[Draw, ...], ...]
     load: Callable[[Sequence[Draw]], Batch]
+    will_need: Callable[[Sequence[Draw]], None]
+    """Told of batches before they are loaded: what has to come from a disk starts to."""
     ahead: Callable[[Iterator[tuple[Batch, LoaderState]]], Batches]
     """Brings batches before they are asked for, where that is of use."""
     fed: Callable[[int, Batches], BatchesFed]
     """What that has cost, up to a step."""
     close: Callable[[], None]
-    """Stop what is encoded in the background; who goes on training begins it again."""
+    """Stop what is encoded in the background and let go of files; who goes on training begins it
+    again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,22 @@ def build_feed(
     run: RunFile, family: Family, mover: Mover, folder: Path, tell: Tell, ranks: Ranks = ALONE
 ) -> Feed:
     """Prepare every data set; all that can be wrong with one is found here, before training."""
-    stores = open_stores(run, folder, tell, mover.host_memory, ranks)
+    with ExitStack() as stack:
+        stores = stack.enter_context(open_stores(run, folder, tell, mover.host_memory, ranks))
+        feed = _build_feed(run, family, mover, folder, tell, ranks, stores)
+        stack.pop_all()
+    return feed
+
+
+def _build_feed(
+    run: RunFile,
+    family: Family,
+    mover: Mover,
+    folder: Path,
+    tell: Tell,
+    ranks: Ranks,
+    stores: Stores,
+) -> Feed:
     ledger = CorruptionLedger(tell, folder / "corruption.json")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     tell(Notice(recipes.decoders.why))
@@ -134,7 +154,7 @@ def build_feed(
         stores.latents,
         stores.text,
         generations,
-        {d.id: sources[d.id] for d in run.datasets if mode_of(d) == "disable_cache"},
+        {d.id: _live(d, sources[d.id]) for d in run.datasets if mode_of(d) == "disable_cache"},
         family.encode,
         identity,
         stores.tally,
@@ -146,10 +166,21 @@ def build_feed(
         trained=tuple(sample for group in trained for sample in group.samples),
         held_out=tuple(_held_out_draws(held_out, batch)),
         load=_loader_of(family, server, mover, hot),
+        will_need=server.will_need,
         ahead=_ahead_of(run, mover),
         fed=_counter_of(stores, mover, hot),
-        close=generations.close,
+        close=lambda: _close(generations, stores),
     )
+
+
+def _close(generations: Generations, stores: Stores) -> None:
+    generations.close()
+    stores.close()
+
+
+def _live(section: DatasetSection, source: Source) -> Live:
+    workers = section.in_memory.num_workers
+    return Live(source, by_threads(workers, BATCH, section.timeout_s))
 
 
 def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group], list[Group]]:
@@ -325,7 +356,7 @@ def _loader_of(
     def load(draws: Sequence[Draw]) -> Batch:
         captions = [draw.caption for draw in draws]
         texts = hot.all_of(captions) or server.texts_of(captions)
-        latents, text = mover.bring(server.latents_of(draws), family.stack_text(texts))
+        latents, text = mover.bring(partial(server.latents_of, draws), family.stack_text(texts))
         return Batch(latents, text, tuple(draw.sample for draw in draws))
 
     return load

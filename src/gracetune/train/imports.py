@@ -17,7 +17,7 @@ from gracetune.cache.fill import Picture, pixels_of
 from gracetune.cache.foreign import TEXT_FOLDER, read_foreign
 from gracetune.cache.keys import Key, latent_key
 from gracetune.cache.serve import Recipes
-from gracetune.cache.store import ShardStore
+from gracetune.cache.shard_store import ShardStore
 from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -9,7 +10,7 @@ import torch
 
 from gracetune.cache.ahead import CudaLane
 from gracetune.cache.arena import pageable, pinned
-from gracetune.cache.staging import Staging
+from gracetune.cache.staging import Staging, copied
 from gracetune.config.environment import environment_settings, process_environment
 from gracetune.events.types import Notice
 from gracetune.memory.ledger import Tier
@@ -20,16 +21,22 @@ from gracetune.memory.session import MemorySession
 from gracetune.memory.stats import memory_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
+    from gracetune.cache.staging import Filling
+    from gracetune.cache.store import Room
     from gracetune.config.schema import Gh200Section
     from gracetune.events.types import Event, MemoryUsed
     from gracetune.memory.placement import PlacementTable
 
 MOVED_AHEAD = {"latents": "staged", "audio": "staged"}
 """A batch is about to be used: what lives in host memory is moved, not read over the link."""
+
+
+LATENTS = "latents of the batch"
+"""No text is called so."""
 
 
 class Mover:
@@ -71,24 +78,28 @@ class Mover:
         return CudaLane(self.device)
 
     def bring(
-        self, latents: Sequence[Tensor], text: Mapping[str, Tensor]
+        self, latents: Filling, text: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Stack the latents and bring all to the device, without waiting for it.
+        """Have the latents put where the device copies from, and bring all to it without waiting.
 
         What is there already stays: latents that were just encoded, texts that are kept hot.
         """
         if not self.moves:
-            stacked, texts = torch.stack(list(latents)), dict(text)
-            self._place(stacked, texts)
-            return stacked, texts
-        parts = {f"text {name}": [t] for name, t in text.items() if not t.is_cuda}
-        if not latents[0].is_cuda:
-            parts["latents"] = list(latents)
-        moved = self._staging.send(parts, self._new_on_device) if parts else {}
-        brought = {name: moved[f"text {name}"][0] for name, t in text.items() if not t.is_cuda}
-        stacked = moved["latents"] if "latents" in moved else torch.stack(list(latents))
-        self._place(stacked if "latents" in moved else None, brought)
-        return stacked, {name: brought.get(name, t) for name, t in text.items()}
+            gathered, texts = latents(self.host_memory), dict(text)
+            self._place(gathered, texts)
+            return gathered, texts
+        made: list[Tensor] = []
+
+        def fill(room: Room) -> Tensor:
+            made.append(latents(room))
+            return made[0]
+
+        cold = {name: tensor for name, tensor in text.items() if not tensor.is_cuda}
+        parts = {name: partial(copied, tensor) for name, tensor in cold.items()}
+        moved = self._staging.send({**parts, LATENTS: fill}, self._new_on_device)
+        gathered = moved.pop(LATENTS)
+        self._place(None if gathered is made[0] else gathered, moved)
+        return gathered, {**text, **moved}
 
     def watch(self, role: str, nbytes: Callable[[], int]) -> None:
         """Keep a role in the books: asked whenever memory is told."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import psutil
 
 from gracetune.cache.arena import ArenaStore, Budget, Tally, pageable
 from gracetune.cache.ranks import ALONE
-from gracetune.cache.store import ShardStore
+from gracetune.cache.shard_store import ShardStore
 from gracetune.events.types import Notice
 from gracetune.units import GIB, format_bytes
 
@@ -41,6 +41,17 @@ class Stores:
     in_files: bool
     """Whether latents are in files at all."""
     tally: Tally
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Seal what is being written and let go of files; who asks again opens them again."""
+        self.latents.close()
+        self.text.close()
 
 
 def open_stores(

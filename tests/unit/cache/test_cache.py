@@ -6,7 +6,8 @@ from PIL import Image
 
 from gracetune.cache.fill import Picture, fill_latents, fill_text
 from gracetune.cache.keys import latent_key, text_key
-from gracetune.cache.store import MemoryStore, ShardStore
+from gracetune.cache.shard_store import ShardStore
+from gracetune.cache.store import MemoryStore
 from gracetune.data.sample import Sample
 
 

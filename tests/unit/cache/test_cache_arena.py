@@ -99,7 +99,7 @@ def test_warming_stops_at_the_budget_and_evicts_nothing(told):
     behind.put_many({f"{number}": entry(number) for number in range(500)})
     tally = Tally()
     kept = ArenaStore("latents", Budget(256 * KIB), behind, told, pageable, tally)
-    kept.warm([f"{number}" for number in range(500)], num_workers=2)
+    kept.warm([f"{number}" for number in range(500)], num_workers=1)
     assert kept.nbytes == 256 * KIB
     kept.get_many([f"{number}" for number in range(256)])
     assert (tally.hits, tally.reads) == (256, 0)

@@ -15,7 +15,7 @@ import torch
 
 from gracetune.cache import shards
 from gracetune.cache.collect import compact
-from gracetune.cache.store import ShardStore
+from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -1,7 +1,9 @@
+from functools import partial
+
 import torch
 
 from gracetune.cache.arena import pageable
-from gracetune.cache.staging import SLOTS, HotTexts, Staging, keep_hot
+from gracetune.cache.staging import SLOTS, HotTexts, Staging, copied, keep_hot
 
 
 class Device:
@@ -43,13 +45,15 @@ class Device:
             mark.synchronize()
 
 
+def filling(tensor):
+    return partial(copied, tensor)
+
+
 def test_a_slot_is_written_again_only_after_its_copy_is_done():
     device = Device()
     staging = Staging(pageable, device.mark)
     sent = [
-        staging.send(
-            {"latents": [torch.full((3,), float(n)), torch.full((3,), n + 0.5)]}, device.new
-        )
+        staging.send({"latents": filling(torch.tensor([[n] * 3, [n + 0.5] * 3]))}, device.new)
         for n in range(7)
     ]
     assert device.waits == 7 - SLOTS
@@ -62,17 +66,32 @@ def test_a_slot_is_written_again_only_after_its_copy_is_done():
 def test_parts_of_other_dtypes_lie_side_by_side_and_a_slot_grows():
     device, sizes = Device(), []
     staging = Staging(lambda nbytes: sizes.append(nbytes) or pageable(nbytes), device.mark)
-    for length in (3, 700, 5):
+    for length in (3, 3, 700, 5):
         parts = {
-            "mask": [torch.ones(length, dtype=torch.bool)],
-            "text": [torch.arange(length).bfloat16()] * 2,
-            "latents": [torch.arange(length).double()],
+            "mask": torch.ones(length, dtype=torch.bool),
+            "text": torch.arange(2 * length).bfloat16().view(2, length),
+            "latents": torch.arange(length).double(),
         }
-        moved = staging.send(parts, device.new)
+        moved = staging.send({name: filling(t) for name, t in parts.items()}, device.new)
         device.finish()
-        for name, tensors in parts.items():
-            assert torch.equal(moved[name].real, torch.stack(tensors))
-    assert sizes == [3 * 512, 1024 + 3072 + 5632]
+        for name, tensor in parts.items():
+            assert torch.equal(moved[name].real, tensor)
+    assert sizes[:2] == [512, 2 * 512 + 512]
+    for turn in range(3 * SLOTS):
+        staging.send({"latents": filling(torch.zeros(700))}, device.new)
+        grown = len(sizes) if turn < SLOTS else grown
+    assert len(sizes) == grown, "a slot that was large enough is used again"
+
+
+def test_parts_that_a_slot_grew_past_are_sent_as_they_were():
+    device = Device()
+    staging = Staging(pageable, device.mark)
+    parts = {f"{n}": filling(torch.full((n * 300 + 1,), float(n))) for n in range(6)}
+    moved = staging.send(parts, device.new)
+    staging.send({"other": filling(torch.full((5000,), -1.0))}, device.new)
+    device.finish()
+    for n in range(6):
+        assert moved[f"{n}"].real.eq(n).all()
 
 
 def texts(captions):

@@ -8,7 +8,7 @@ from gracetune.cache import shards
 from gracetune.cache.collect import compact, find_leftovers
 from gracetune.cache.inspect import caches_in, explain, find, stats
 from gracetune.cache.keys import latent_key, text_key
-from gracetune.cache.store import ShardStore
+from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.verify import repair, verify
 from gracetune.data.sample import Sample
 from gracetune.errors import CacheError

@@ -8,7 +8,8 @@ from PIL import Image
 from gracetune.cache.fill import BATCH, Picture, fill_latents, fill_text, find_unreadable
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.ranks import Ranks
-from gracetune.cache.store import MemoryStore, ShardStore
+from gracetune.cache.shard_store import ShardStore
+from gracetune.cache.store import MemoryStore
 from gracetune.data.decoders import PILLOW
 from gracetune.data.prefetch import Prefetch
 from gracetune.data.sample import Sample

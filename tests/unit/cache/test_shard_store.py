@@ -7,14 +7,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from gracetune.cache import shards
+from gracetune.cache import packing, shards
 from gracetune.cache.index import FORMAT, Index
 from gracetune.cache.keys import text_key
 from gracetune.cache.reading import Bits
-from gracetune.cache.store import INDEX, MARKER, MemoryStore, ShardStore, is_cache
+from gracetune.cache.shard_store import INDEX, MARKER, ShardStore, is_cache
+from gracetune.cache.store import MemoryStore
 from gracetune.errors import CacheError
 
-DTYPES = [*shards.DTYPES]
+DTYPES = [*packing.DTYPES]
 
 
 def entry(number, size=3):
@@ -46,7 +47,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(store, dtype):
     assert list(got) == list(put)
     for name, tensor in put.items():
         assert (got[name].dtype, got[name].shape) == (dtype, tensor.shape)
-        assert shards.tensor_bytes(got[name]).tobytes() == shards.tensor_bytes(tensor).tobytes()
+        assert packing.tensor_bytes(got[name]).tobytes() == packing.tensor_bytes(tensor).tobytes()
         assert got[name].data_ptr() % tensor.element_size() == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gracetune.cache.store import ShardStore
+from gracetune.cache.shard_store import ShardStore
 from gracetune.cli.main import main
 from gracetune.config.schema import RunFile
 from gracetune.data.recipe import render

@@ -5,7 +5,7 @@ import torch
 
 from gracetune.cache.arena import ArenaStore
 from gracetune.cache.ranks import Ranks
-from gracetune.cache.store import ShardStore
+from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
 from gracetune.data.loader import Group
 from gracetune.data.sample import Sample

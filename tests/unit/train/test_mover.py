@@ -1,6 +1,9 @@
+from functools import partial
+
 import pytest
 import torch
 
+from gracetune.cache.store import stack_in
 from gracetune.config.schema import Gh200Section
 from gracetune.errors import ConfigError
 from gracetune.train.mover import build_mover
@@ -8,7 +11,7 @@ from gracetune.train.mover import build_mover
 CPU = torch.device("cpu")
 
 
-LATENTS = [torch.zeros(4), torch.ones(4)]
+LATENTS = partial(stack_in, [torch.zeros(4), torch.ones(4)])
 TEXT = {"tokens": torch.zeros(2, 3)}
 
 
