@@ -85,7 +85,7 @@ def make_wan(kind="lora", stages=(None,), num_blocks=2, alpha=None, seed=0):
 
 def same(one, other):
     """Bit for bit the same layers."""
-    return list(sorted(one.layers)) == list(sorted(other.layers)) and all(
+    return sorted(one.layers) == sorted(other.layers) and all(
         same_layer(layer, other.layers[place]) for place, layer in one.layers.items()
     )
 

@@ -63,7 +63,7 @@ class About:
 
 def read_adapter(path: Path, table: NameTable | None = None) -> Adapter:
     """The adapter in a file or folder; any fault is a verdict with the first key that shows it."""
-    path = _find(path)
+    path = resolve(path)
     tensors, metadata = read_tensors(path)
     return canonical(tensors, metadata, table, _peft_config(path, tensors))
 
@@ -231,7 +231,7 @@ def family_table(name: str | None) -> NameTable | None:
     return None if name is None else table_named(name)
 
 
-def _find(path: Path) -> Path:
+def resolve(path: Path) -> Path:
     """A folder stands for the file that diffusers or peft would look for in it."""
     if not path.is_dir():
         return path

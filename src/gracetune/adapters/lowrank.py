@@ -1,0 +1,195 @@
+"""Adapters as products of thin matrices: added up exactly, or cut to a rank by SVD.
+
+Every cut says what it lost: the norm of what is left out over the norm of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.adapters.delta import delta, delta_bias, delta_shape
+from gracetune.adapters.layers import Adapter, Layer, scale_of
+from gracetune.errors import AdapterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from gracetune.adapters.names import Place
+
+EXACT_UP_TO = 1024
+"""The smaller side up to which a whole SVD is quick; beyond it, a random range finder."""
+OVERSAMPLING, POWER_ITERATIONS = 16, 3
+"""Halko, Martinsson and Tropp 2011: columns beside the rank, and passes that sharpen the range."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What an approximation lost."""
+
+    mean: float
+    worst: float
+    worst_at: str
+
+
+def combine(
+    adapters: Sequence[tuple[Adapter, float]], rank: int | None, generator: torch.Generator
+) -> tuple[Adapter, Cut | None]:
+    """Several adapters, each with its strength, as one: exactly by rank, or cut to `rank`."""
+    first = adapters[0][0]
+    for other, _ in adapters[1:]:
+        if other.table.family != first.table.family:
+            raise AdapterError(
+                f"a {first.table.family} adapter and a {other.table.family} adapter cannot be one. "
+                "Give adapters of one model.",
+                kind="other-model",
+            )
+    gathered: dict[Place, list[tuple[Layer, float]]] = {}
+    for adapter, strength in adapters:
+        for place, layer in adapter.layers.items():
+            gathered.setdefault(place, []).append((layer, strength))
+    layers, losses = {}, {}
+    for place, parts in gathered.items():
+        _check_alike(place, parts)
+        layers[place], losses[place] = _sum(place, parts, rank, generator)
+    metadata = {k: v for k, v in first.metadata.items() if not k.startswith("gracetune.run")}
+    made = replace(first, layers=layers, form=None, metadata=metadata)
+    return made, None if rank is None else summary(losses)
+
+
+def as_lora(adapter: Adapter, rank: int, generator: torch.Generator) -> tuple[Adapter, Cut]:
+    """Every layer as a LoRA of at most this rank; those that are so already stay as they are."""
+    layers, losses = {}, {}
+    for place, layer in adapter.layers.items():
+        small = layer.algorithm == "lora" and layer.tensors["down"].shape[0] <= rank
+        if small and "mid" not in layer.tensors:
+            layers[place], losses[place] = layer, 0.0
+        elif len(delta_shape(layer)) < 2 or not delta_shape(layer)[1]:
+            layers[place], losses[place] = layer, 0.0  # a norm's or a bias' change has no rank
+        else:
+            layers[place], losses[place] = _sum(place, [(layer, 1.0)], rank, generator)
+    return replace(adapter, layers=layers, form=None), summary(losses)
+
+
+def factor(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Layer, float]:
+    """The best LoRA of a rank for a change of any shape, and the share of it that is lost."""
+    flat = matrix.float().flatten(1)
+    rank = min(rank, *flat.shape)
+    u, s, v = _leading(flat, rank, generator)
+    kernel = matrix.shape[1:]
+    root = s.sqrt()
+    tensors = {
+        "down": (root[:, None] * v).reshape(rank, *kernel),
+        "up": (u * root).reshape(-1, rank, *[1] * (matrix.dim() - 2)),
+    }
+    return Layer("lora", tensors), _lost(float(flat.norm()), s)
+
+
+def summary(losses: Mapping[Place, float]) -> Cut:
+    """Losses of all modules in one."""
+    worst = max(losses, key=lambda place: losses[place])
+    return Cut(sum(losses.values()) / len(losses), losses[worst], worst.module)
+
+
+def _sum(
+    place: Place, parts: Sequence[tuple[Layer, float]], rank: int | None, generator: torch.Generator
+) -> tuple[Layer, float]:
+    thin = all(layer.algorithm == "lora" and "mid" not in layer.tensors for layer, _ in parts)
+    lost = 0.0
+    if thin:
+        made = _concatenated(parts)
+        if rank is not None and made.tensors["down"].shape[0] > rank:
+            made, lost = _shrunk(made, rank)
+    elif all(layer.algorithm == "full" for layer, _ in parts):
+        made = _summed(parts)
+        if rank is not None and made.tensors.get("diff", torch.empty(0)).dim() > 1:
+            made, lost = factor(made.tensors["diff"], rank, generator)
+    elif rank is None:
+        kinds = sorted({layer.algorithm for layer, _ in parts})
+        raise AdapterError(
+            f"{place.module} is {' and '.join(kinds)}: only LoRAs add up exactly, and full "
+            "matrices. Give --rank to approximate the sum by a LoRA.",
+            kind="not-exact",
+            key=place.module,
+        )
+    else:
+        shape = delta_shape(parts[0][0])
+        whole = torch.stack([strength * delta(layer, shape) for layer, strength in parts]).sum(0)
+        made, lost = factor(whole, rank, generator)
+    biases = [(bias, s) for layer, s in parts if (bias := delta_bias(layer)) is not None]
+    if biases:
+        total = torch.stack([strength * bias for bias, strength in biases]).sum(0)
+        made = replace(made, tensors={**made.tensors, "diff_b": total})
+    return made, lost
+
+
+def _concatenated(parts: Sequence[tuple[Layer, float]]) -> Layer:
+    """Ranks beside each other: sum of s_i B_i A_i = [s_1 B_1, s_2 B_2, ...] [A_1; A_2; ...]."""
+    if len(parts) == 1 and parts[0][1] == 1.0:
+        return parts[0][0]
+    ups = [strength * scale_of(layer) * layer.tensors["up"].float() for layer, strength in parts]
+    downs = [layer.tensors["down"].float() for layer, _ in parts]
+    return Layer("lora", {"down": torch.cat(downs), "up": torch.cat(ups, 1)})
+
+
+def _summed(parts: Sequence[tuple[Layer, float]]) -> Layer:
+    diffs = [s * layer.tensors["diff"].float() for layer, s in parts if "diff" in layer.tensors]
+    return Layer("full", {"diff": torch.stack(diffs).sum(0)} if diffs else {})
+
+
+def _shrunk(layer: Layer, rank: int) -> tuple[Layer, float]:
+    """SVD of a product by its factors: exact, and as cheap as they are thin."""
+    up, down = layer.tensors["up"], layer.tensors["down"]
+    q_up, r_up = torch.linalg.qr(up.float().flatten(1) * scale_of(layer))
+    q_down, r_down = torch.linalg.qr(down.float().flatten(1).T)
+    u, s, v = torch.linalg.svd(r_up @ r_down.T)
+    rank = min(rank, len(s))
+    root = s[:rank].sqrt()
+    tensors = {
+        "down": (root[:, None] * (v[:rank] @ q_down.T)).reshape(rank, *down.shape[1:]),
+        "up": ((q_up @ u[:, :rank]) * root).reshape(-1, rank, *up.shape[2:]),
+    }
+    return Layer("lora", tensors), _lost(float(s.norm()), s[:rank])
+
+
+def _leading(flat: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """The leading singular triples of a matrix."""
+    if min(flat.shape) <= max(EXACT_UP_TO, 2 * rank):
+        u, s, v = torch.linalg.svd(flat, full_matrices=False)
+        return u[:, :rank], s[:rank], v[:rank]
+    guess = torch.randn(flat.shape[1], rank + OVERSAMPLING, generator=generator)
+    basis, _ = torch.linalg.qr(flat @ guess)
+    for _ in range(POWER_ITERATIONS):
+        basis, _ = torch.linalg.qr(flat.T @ basis)
+        basis, _ = torch.linalg.qr(flat @ basis)
+    u, s, v = torch.linalg.svd(basis.T @ flat, full_matrices=False)
+    return basis @ u[:, :rank], s[:rank], v[:rank]
+
+
+def _lost(whole: float, kept: Tensor) -> float:
+    if whole == 0.0:
+        return 0.0
+    return math.sqrt(max(0.0, 1.0 - float((kept.double() ** 2).sum()) / whole**2))
+
+
+def _check_alike(place: Place, parts: Sequence[tuple[Layer, float]]) -> None:
+    if any(layer.dora for layer, _ in parts):
+        raise AdapterError(
+            f"{place.module} has magnitudes (DoRA), whose change depends on the weight below. "
+            "Merge it into the model instead: --into MODEL.",
+            kind="not-exact",
+            key=place.module,
+        )
+    shapes = {math.prod(delta_shape(layer)) for layer, _ in parts}
+    if len(shapes) > 1:
+        sizes = " and ".join("x".join(map(str, delta_shape(layer))) for layer, _ in parts)
+        raise AdapterError(
+            f"{place.module} is {sizes} in the two files: they are for models of another size.",
+            kind="other-model",
+            key=place.module,
+        )
