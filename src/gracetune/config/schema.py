@@ -191,8 +191,8 @@ class OptimizerSection(Section):
     """The update rule and the learning rate over time."""
 
     name: str = "adamw"
-    """`adamw`, `adamw_8bit`, `adafactor`, `automagic`, `lion`, `muon`, `prodigy` or `schedule_free`,
-    or one that a package adds by an entry point."""
+    """`adamw`, `adamw_8bit`, `adafactor`, `automagic`, `lion`, `muon`, `prodigy` or
+    `schedule_free`, or one that a package adds by an entry point."""
     lr: PositiveFloat | None = None
     """The highest learning rate; none: the optimizer's usual one. Automagic: where rates begin."""
     betas: tuple[Share, Share] = (0.9, 0.999)

@@ -18,6 +18,7 @@ from gracetune.events.types import (
     MemoryUsed,
     Notice,
     RampChanged,
+    RatesSpread,
     RunEnded,
     RunStarted,
     StageProgress,
@@ -61,7 +62,7 @@ class PlainConsole:
         elif isinstance(event, StepDone):
             self._step(event)
         else:
-            if not isinstance(event, Notice | MemoryUsed | BatchesFed):
+            if not isinstance(event, Notice | MemoryUsed | BatchesFed | RatesSpread):
                 self._release()
             for line in self._story.landmark(event):
                 self._print(line)
@@ -200,5 +201,5 @@ class Story:
             case RunEnded():
                 fed = [] if self._fed is None else [lines.batches_fed(self._fed)]
                 return [*fed, *lines.run_ended(event, self._fallbacks)]
-            case StageProgress() | StepDone() | MemoryUsed() | BatchesFed():
+            case StageProgress() | StepDone() | MemoryUsed() | BatchesFed() | RatesSpread():
                 return []

@@ -6,22 +6,24 @@ wherever it happens to be installed, and writes from a thread that a killed run 
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
 from contextlib import suppress
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event as Record
 from tensorboard.compat.proto.event_pb2 import SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from gracetune.errors import RunFailedError
-from gracetune.events.types import BatchesFed, MemoryUsed, StepDone, Validated
+from gracetune.events.types import BatchesFed, MemoryUsed, RatesSpread, StepDone, Validated
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class TensorBoardSink:
             self._scalars(event.step, _of_memory(event))
         elif isinstance(event, BatchesFed):
             self._scalars(event.step, _of_feed(event))
+        elif isinstance(event, RatesSpread):
+            self._histogram(event)
         elif isinstance(event, Validated):
             losses = {f"validation/{name}": loss for name, loss in event.losses.items()}
             self._scalars(event.step, losses)
@@ -80,6 +84,25 @@ class TensorBoardSink:
         if values:
             summary = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
             self._write(Record(wall_time=self._clock(), step=step, summary=Summary(value=summary)))
+
+    def _histogram(self, event: RatesSpread) -> None:
+        """Over the logarithm, which is how rates are compared."""
+        tag = f"train/log10_rate_{event.expert}" if event.expert else "train/log10_rate"
+        edges = [math.log10(limit) for limit in event.limits]
+        middles = [(low + high) / 2 for low, high in pairwise(edges)]
+        filled = [edge for edge, count in zip(middles, event.counts, strict=True) if count]
+        weighed = list(zip(middles, event.counts, strict=True))
+        histogram = HistogramProto(
+            min=filled[0] if filled else 0.0,
+            max=filled[-1] if filled else 0.0,
+            num=sum(event.counts),
+            sum=sum(middle * count for middle, count in weighed),
+            sum_squares=sum(middle**2 * count for middle, count in weighed),
+            bucket_limit=edges[1:],
+            bucket=event.counts,
+        )
+        summary = Summary(value=[Summary.Value(tag=tag, histo=histogram)])
+        self._write(Record(wall_time=self._clock(), step=event.step, summary=summary))
 
     def _picture(self, step: int, encoded: bytes) -> None:
         with Image.open(BytesIO(encoded)) as image:

@@ -106,6 +106,19 @@ class BatchesFed:
 
 
 @dataclass(frozen=True, slots=True)
+class RatesSpread:
+    """How learning rates are spread, where every element has one of its own."""
+
+    step: int
+    expert: str
+    """Of a model with two: whose rates these are; else empty."""
+    limits: tuple[float, ...]
+    """Where bins begin, and where the last one ends."""
+    counts: tuple[int, ...]
+    """Elements in each bin; what lies outside counts in the outermost."""
+
+
+@dataclass(frozen=True, slots=True)
 class RampChanged:
     """The ramp chose another number of micro-batches for the steps to come."""
 
@@ -156,6 +169,7 @@ Event = (
     | StepDone
     | MemoryUsed
     | BatchesFed
+    | RatesSpread
     | RampChanged
     | Validated
     | CheckpointSaved
@@ -169,6 +183,7 @@ KINDS: dict[type[Event], str] = {
     StepDone: "step_done",
     MemoryUsed: "memory_used",
     BatchesFed: "batches_fed",
+    RatesSpread: "rates_spread",
     RampChanged: "ramp_changed",
     Validated: "validated",
     CheckpointSaved: "checkpoint_saved",

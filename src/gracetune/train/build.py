@@ -37,6 +37,7 @@ from gracetune.train.state import (
     restore_optimizer,
     restore_weights,
     seed_generators,
+    state_of,
 )
 from gracetune.train.step import Trainee
 
@@ -130,7 +131,7 @@ def build(
     # After everything that draws from a seed of its own, and reseeds the generators by the way.
     seed_generators(seed_of(run.seed, "process", accelerator.process_index))
     parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(parameters.values(), run.optimizer)
+    optimizer = build_optimizer(parameters, run.optimizer, seed_of(run.seed, "rounding"))
     # All that a run file can have wrong is found above, before the data take their time.
     family.to(device)
     mover = build_mover(run.gh200_optimizations, device, tell)
@@ -179,7 +180,7 @@ def resume(session: Session, snapshot: Snapshot | None) -> Progress:
         )
         session.tell(Notice(text, level="warning"))
     restore_weights(t.parameters, snapshot.tensors["weights"])
-    restore_optimizer(t.optimizer, list(t.parameters), snapshot.tensors["optimizer"])
+    restore_optimizer(t.optimizer, t.parameters, snapshot.tensors["optimizer"])
     if t.ema is not None:
         restore_weights(t.ema.averages, snapshot.tensors["ema"])
     generators = snapshot.tensors.get(f"generators-{t.accelerator.process_index}")
@@ -198,7 +199,7 @@ def _keep_books(t: Trainee, mover: Mover) -> None:
     mover.watch("weights", lambda: _nbytes(frozen))
     mover.watch("trained", lambda: _nbytes(t.parameters.values()))
     mover.watch("averages", lambda: _nbytes(averages))
-    mover.watch("optimizer", lambda: sum(_nbytes(s.values()) for s in t.optimizer.state.values()))
+    mover.watch("optimizer", lambda: _nbytes(state_of(t.optimizer)))
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from gracetune.durable import new_folder
 from gracetune.errors import CheckpointError
 from gracetune.models.experts import transformers_of
+from gracetune.optim.rates import averaged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,10 @@ def export(t: Trainee, modules: Modules, base_weights: str, folder: Path) -> Pat
     adapter = t.run.adapter
     path = folder / ("model" if adapter is None else "adapter")
     try:
-        with t.ema.in_place() if t.ema is not None else nullcontext(), new_folder(path) as staging:
+        with (
+            t.ema.in_place() if t.ema is not None else averaged(t.optimizer),
+            new_folder(path) as staging,
+        ):
             if adapter is None:
                 t.family.export(staging)
             else:

@@ -14,7 +14,7 @@ from gracetune.errors import InterruptedRunError
 from gracetune.events.types import CheckpointSaved, RampChanged
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
-from gracetune.train.record import Record
+from gracetune.train.record import Record, rates_of
 from gracetune.train.state import generator_tensors, optimizer_tensors, weights_of
 from gracetune.train.step import train_step
 from gracetune.train.validate import validate
@@ -93,7 +93,7 @@ def train_loop(s: Session, progress: Progress) -> Progress:
 def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
     run = s.trainee.run
     total = run.train.max_train_steps
-    record = Record(s.tell, run.logging.every, s.mover.used)
+    record = Record(s.tell, run.logging.every, s.mover.used, rates_of(s.trainee.optimizer))
     accumulation = s.ramp.accumulation(progress.micro_batches)
     saved_at, saved_step = time.monotonic(), progress.step
 
@@ -180,10 +180,9 @@ def _save(s: Session, record: Record, progress: Progress, reason: str) -> None:
 def snapshot_of(s: Session, progress: Progress) -> Snapshot:
     """Everything that going on from here needs."""
     t = s.trainee
-    names = list(t.parameters)
     tensors: dict[str, Mapping[str, Tensor]] = {
         "weights": weights_of(t.parameters),
-        "optimizer": optimizer_tensors(t.optimizer, names),
+        "optimizer": optimizer_tensors(t.optimizer, t.parameters),
     }
     if t.ema is not None:
         tensors["ema"] = t.ema.averages

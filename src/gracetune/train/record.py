@@ -9,23 +9,35 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.errors import RunFailedError
-from gracetune.events.types import StepDone
+from gracetune.events.types import RatesSpread, StepDone
+from gracetune.optim.automagic import Automagic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.optim import Optimizer
+
     from gracetune.events.types import Event, MemoryUsed
     from gracetune.train.step import StepResult
+
+RATE_DECADES = (-9, 0)
+"""The rates of histograms, as powers of ten."""
+BINS_PER_DECADE = 4
 
 
 class Record:
     """Keeps results as tensors until a window is full, then reads them all at once."""
 
     def __init__(
-        self, tell: Callable[[Event], None], every: int, memory_used: Callable[[int], MemoryUsed]
+        self,
+        tell: Callable[[Event], None],
+        every: int,
+        memory_used: Callable[[int], MemoryUsed],
+        rates: Callable[[int], list[RatesSpread]] = lambda _: [],
     ) -> None:
         self._tell = tell
         self._memory_used = memory_used
+        self._rates = rates
         self._every = every
         self._pending: list[tuple[int, int, StepResult]] = []
         self._since = time.monotonic()
@@ -51,7 +63,7 @@ class Record:
                 StepDone(
                     step=step,
                     loss=loss,
-                    lr=result.lr,
+                    lr=float(result.lr),
                     grad_norm=norm,
                     samples=int(samples),
                     accumulation=result.micro_batches,
@@ -67,9 +79,29 @@ class Record:
                     "lower optimizer.lr or train.max_grad_norm."
                 )
         self._tell(self._memory_used(self._pending[-1][0]))
+        for spread in self._rates(self._pending[-1][0]):
+            self._tell(spread)
         self._pending.clear()
         self._since = time.monotonic()
 
     def resume(self) -> None:
         """Steps count again from now."""
         self._since = time.monotonic()
+
+
+def rates_of(optimizer: Optimizer) -> Callable[[int], list[RatesSpread]]:
+    """How to tell the spread of learning rates, where every element has one; else nothing."""
+    if not isinstance(optimizer, Automagic):
+        return lambda _: []
+    low, high = RATE_DECADES
+    num_bins = (high - low) * BINS_PER_DECADE
+    limits = tuple(10 ** (low + index / BINS_PER_DECADE) for index in range(num_bins + 1))
+
+    def spread(step: int) -> list[RatesSpread]:
+        by_stage = optimizer.rate_counts(low, high, num_bins)
+        return [
+            RatesSpread(step, stage, limits, tuple(int(count) for count in counts.tolist()))
+            for stage, counts in by_stage.items()
+        ]
+
+    return spread

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SEPARATOR = "|"
+GROUP = "group "
+NUMBERS: dict[str, type[bool] | type[int] | type[float]] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +77,59 @@ def restore_weights(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor
         parameter.data.copy_(saved[name])
 
 
-def optimizer_tensors(optimizer: Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """The optimizer's state, each tensor as `parameter|key`."""
-    state = optimizer.state_dict()["state"]
-    return {
-        f"{names[index]}{SEPARATOR}{key}": torch.as_tensor(value)
-        for index, entries in state.items()
-        for key, value in entries.items()
-    }
+def optimizer_tensors(
+    optimizer: Optimizer, parameters: Mapping[str, Parameter]
+) -> dict[str, Tensor]:
+    """The optimizer's state, each tensor as `parameter|key`, and the numbers of its groups.
+
+    Numbers that are no tensors say their type behind the key, as `parameter|step:int`.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name}{SEPARATOR}{key}{_type_of(value)}"] = torch.as_tensor(value)
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if type(value) in NUMBERS.values():  # a schedule-free average keeps its weight here
+                exact = torch.tensor(value, dtype=torch.float64)
+                found[f"{GROUP}{index}{SEPARATOR}{key}{_type_of(value)}"] = exact
+    return found
 
 
-def restore_optimizer(optimizer: Optimizer, names: list[str], saved: Mapping[str, Tensor]) -> None:
+def restore_optimizer(
+    optimizer: Optimizer, parameters: Mapping[str, Parameter], saved: Mapping[str, Tensor]
+) -> None:
     """The reverse; torch moves each tensor to where its parameter is."""
-    index_of = {name: index for index, name in enumerate(names)}
-    state: dict[int, dict[str, Tensor]] = {}
+    places = {
+        id(parameter): index
+        for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])
+    }
+    whole = optimizer.state_dict()
+    groups = [dict(group) for group in whole["param_groups"]]
+    state: dict[int, dict[str, object]] = {}
     for full_name, tensor in saved.items():
         name, _, key = full_name.rpartition(SEPARATOR)
-        if name not in index_of:
+        key, _, kind = key.partition(":")
+        value = NUMBERS[kind](tensor.item()) if kind else tensor
+        if name.startswith(GROUP):
+            groups[int(name.removeprefix(GROUP))][key] = value
+        elif name in parameters:
+            state.setdefault(places[id(parameters[name])], {})[key] = value
+        else:
             raise CheckpointError(
                 f"the checkpoint has optimizer state for {name}, not trained now."
             )
-        state.setdefault(index_of[name], {})[key] = tensor
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """Every tensor that an optimizer keeps."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _type_of(value: object) -> str:
+    return "" if isinstance(value, torch.Tensor) else f":{type(value).__name__}"
 
 
 def seed_generators(seed: int) -> None:

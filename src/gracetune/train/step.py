@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from gracetune.models.experts import routed
+from gracetune.optim.rates import set_rates, used_rate
 from gracetune.optim.schedule import rate_share
 from gracetune.train import objective
 from gracetune.train.experts import ALONE
@@ -57,7 +58,7 @@ class StepResult:
     loss: Tensor
     """The mean over every sample of the step, on all ranks."""
     grad_norm: Tensor
-    lr: float
+    lr: float | Tensor
     samples: Tensor
     micro_batches: int
     expert: Expert | None = None
@@ -86,12 +87,10 @@ def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progr
         t.accelerator.num_processes / samples,
         t.run.train.max_grad_norm,
     )
-    lr = t.run.optimizer.lr * rate_share(
-        t.run.optimizer, progress.step, t.run.train.max_train_steps
-    )
-    for group in t.optimizer.param_groups:
-        group["lr"] = lr
+    section, total = t.run.optimizer, t.run.train.max_train_steps
+    set_rates(t.optimizer, rate_share(section, progress.step, total))
     t.optimizer.step()
+    lr = used_rate(t.optimizer)
     t.optimizer.zero_grad()
     if t.ema is not None:
         t.ema.update(progress.step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import torch
 from gracetune.durable import new_folder
 from gracetune.errors import CheckpointError
 from gracetune.events.types import Validated
+from gracetune.optim.rates import averaged
 from gracetune.train import media
 from gracetune.train.draws import seed_of
 from gracetune.train.grid import grid
@@ -42,7 +42,7 @@ def validate(t: Trainee, validation: Validation, step: int) -> Validated:
     started = time.monotonic()
     was_training = t.transformer.training
     t.transformer.eval()
-    with torch.no_grad(), t.ema.in_place() if t.ema is not None else nullcontext():
+    with torch.no_grad(), t.ema.in_place() if t.ema is not None else averaged(t.optimizer):
         losses = held_out_loss(t, validation.held_out)
         made = sample(t, validation)
     t.transformer.train(was_training)

@@ -34,7 +34,7 @@ def test_cosine_is_half_way_in_the_middle():
 def test_adamw_has_the_settings_of_its_section():
     weight = torch.nn.Parameter(torch.zeros(2))
     section = OptimizerSection(lr=0.3, betas=(0.5, 0.6), eps=1e-5, weight_decay=0.2)
-    optimizer = build_optimizer([weight], section)
+    optimizer = build_optimizer({"weight": weight}, section)
     group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
         0.3,
@@ -46,4 +46,4 @@ def test_adamw_has_the_settings_of_its_section():
 
 def test_an_unknown_optimizer_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="adamw"):
-        build_optimizer([torch.nn.Parameter(torch.zeros(1))], OptimizerSection(name="adamm"))
+        build_optimizer({}, OptimizerSection(name="adamm"))

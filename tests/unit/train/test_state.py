@@ -15,6 +15,10 @@ def trained(seed=0):
     return model, optimizer
 
 
+def named(model):
+    return dict(model.named_parameters())
+
+
 def step(model, optimizer, x):
     model(x).square().sum().backward()
     optimizer.step()
@@ -25,15 +29,14 @@ def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened():
     x = torch.randn(3, 4)
     model, optimizer = trained()
     step(model, optimizer, x)
-    names = [name for name, _ in model.named_parameters()]
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    tensors = {k: t.clone() for k, t in state.optimizer_tensors(optimizer, names).items()}
+    tensors = {k: t.clone() for k, t in state.optimizer_tensors(optimizer, named(model)).items()}
     assert "0.weight|exp_avg" in tensors
     step(model, optimizer, x)
 
     other, fresh = trained(seed=1)
     state.restore_weights(dict(other.named_parameters()), weights)
-    state.restore_optimizer(fresh, names, tensors)
+    state.restore_optimizer(fresh, named(other), tensors)
     step(other, fresh, x)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -51,9 +54,8 @@ def test_weights_of_another_model_are_refused_by_name():
 
 def test_optimizer_state_of_an_untrained_parameter_is_refused():
     model, optimizer = trained()
-    names = [name for name, _ in model.named_parameters()]
     with pytest.raises(CheckpointError, match="ghost"):
-        state.restore_optimizer(optimizer, names, {"ghost|exp_avg": torch.zeros(1)})
+        state.restore_optimizer(optimizer, named(model), {"ghost|exp_avg": torch.zeros(1)})
 
 
 def test_every_process_wide_generator_comes_back():
