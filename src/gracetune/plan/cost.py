@@ -58,6 +58,7 @@ class Block:
     eager: Way
     compiled: Way
     lean: Way
+    lean_budget: float
 
     def way(self, activations: Activations, compiled: bool) -> Way:
         """How it runs; without compilation nothing is lean, and all that is saved is offloaded."""
@@ -156,6 +157,7 @@ class Model:
             eager=self._way(one.eager, two.eager, batch, speeds.eager),
             compiled=self._way(one.compiled, two.compiled, batch, speeds.compiled),
             lean=self._way(one.lean, two.lean, batch, speeds.compiled),
+            lean_budget=one.lean_budget,
         )
 
     def _stored(self, nbytes: int) -> int:

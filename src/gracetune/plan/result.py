@@ -21,8 +21,8 @@ Role = Literal[
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-LEAN_BUDGET = 0.5
-"""`torch._functorch.config.activation_memory_budget` of a lean block."""
+LEAN_BUDGETS = (0.5, 0.7, 0.9)
+"""Tried in turn for a lean block: the first at which no matrix product is done twice."""
 OFFLOAD_AHEAD = 2
 """Blocks whose offloaded activations may be on the device at once, on their way out or back."""
 
@@ -35,6 +35,8 @@ class BlockPlan:
     activations: Activations
     offload_input: bool = False
     """Whether the input that `recompute` starts from waits in host memory."""
+    lean_budget: float = 1.0
+    """`torch._functorch.config.activation_memory_budget` that this block is compiled with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,11 @@ class Trace:
     backward_peak_nbytes: int
     """Most that backward has at once: what is still saved, gradients and work between."""
 
+    @property
+    def flops(self) -> float:
+        """Of both passes."""
+        return sum(op.flops for op in (*self.forward, *self.backward))
+
 
 @dataclass(frozen=True, slots=True)
 class BlockShapes:
@@ -51,13 +56,8 @@ class BlockShapes:
     compiled: Trace
     lean: Trace
     """Compiled, with nothing kept that is cheap to do again."""
-
-    def trace(self, compiled: bool, lean: bool) -> Trace:
-        """The way it runs; without compilation there is no lean way."""
-        if not compiled:
-            assert not lean, "a lean block is a compiled one"
-            return self.eager
-        return self.lean if lean else self.compiled
+    lean_budget: float
+    """Of the partitioner, for that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,17 +27,22 @@ from gracetune.plan.calls import (
 )
 from gracetune.plan.compiled import cut, joint_graph
 from gracetune.plan.eager import CudaKernels, Watch, size_of, storage_of, tensors_of
-from gracetune.plan.result import LEAN_BUDGET
+from gracetune.plan.result import LEAN_BUDGETS
 from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+
+DONE_ONCE = 1.001
+"""Products this near in all are done once: thin ones of an adapter are cheap."""
 
 
 def trace_model(subject: Subject, batch: int) -> ModelShapes:
     """All that the planner wants to know of a step with this batch."""
     check_blocks(subject)
-    with FakeTensorMode():
+    # Tables of positions may be plain attributes, which nothing has made fake.
+    with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = fake_weights(subject.model)
         calls = watch_calls(subject, fakes, batch)
         groups: dict[object, int] = {}
@@ -87,7 +92,9 @@ def _fresh(call: Call) -> list[Any]:
 
 def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> BlockShapes:
     parameters = list(block.parameters())
-    compiled, lean = _trace_compiled(block, fakes, call, (1.0, LEAN_BUDGET))
+    cut_to = _compiled(block, fakes, call)
+    compiled = cut_to(1.0)
+    lean_budget, lean = _leanest(cut_to, compiled.flops)
     return BlockShapes(
         frozen_nbytes=_nbytes(p for p in parameters if not p.requires_grad),
         trained_nbytes=_nbytes(p for p in parameters if p.requires_grad),
@@ -95,6 +102,7 @@ def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Bloc
         eager=_trace_eager(block, fakes, call),
         compiled=compiled,
         lean=lean,
+        lean_budget=lean_budget,
     )
 
 
@@ -136,10 +144,17 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
     )
 
 
-def _trace_compiled(
-    block: nn.Module, fakes: dict[int, Tensor], call: Call, budgets: Sequence[float]
-) -> list[Trace]:
-    """One joint graph, cut once for each budget."""
+def _leanest(cut_to: Callable[[float], Trace], flops: float) -> tuple[float, Trace]:
+    """The smallest budget at which nothing dear is done twice."""
+    for budget in LEAN_BUDGETS[:-1]:
+        trace = cut_to(budget)
+        if trace.flops <= flops * DONE_ONCE:
+            return budget, trace
+    return LEAN_BUDGETS[-1], cut_to(LEAN_BUDGETS[-1])
+
+
+def _compiled(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Callable[[float], Trace]:
+    """One joint graph, to be cut for any budget."""
     weights = weights_of(block, fakes)
     names = list(weights)
     leaves = _fresh(call)
@@ -151,20 +166,23 @@ def _trace_compiled(
             mine[place] = tensor
         args, kwargs = tree_unflatten(mine, call.spec)
         output = functional_call(block, dict(zip(names, arguments, strict=False)), args, kwargs)
-        return tuple(tensors_of(output))
+        # Two outputs may be slices of one tensor, which is what a compiled block gives then.
+        bases = {id(base): base for base in map(_base, tensors_of(output))}
+        return tuple(bases.values())
 
     arguments = [*weights.values(), *tensors_of(leaves)]
     joint = joint_graph(run, arguments)
-    return [
-        cut(
-            joint,
-            num_outputs=len(tensors_of(call.outputs)),
-            budget=budget,
-            frozen=[i < len(names) and not a.requires_grad for i, a in enumerate(arguments)],
-            flowing=[len(names) + places.index(place) for place in call.flowing],
-        )
-        for budget in budgets
-    ]
+    return lambda budget: cut(
+        joint,
+        num_outputs=len({storage_of(tensor) for tensor in tensors_of(call.outputs)}),
+        budget=budget,
+        frozen=[i < len(names) and not a.requires_grad for i, a in enumerate(arguments)],
+        flowing=[len(names) + places.index(place) for place in call.flowing],
+    )
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 def _trace_outside(
