@@ -25,9 +25,12 @@ VERBS = {
     "train": ("gracetune.cli.train", "train a model as a run file says, or resume it"),
     "now": ("gracetune.cli.now", "ask a running run to validate, save or stop"),
     "cache": ("gracetune.cli.cache", "build, verify, clean up, explain and import caches"),
+    "adapter": ("gracetune.cli.adapter", "inspect, convert, merge, extract and check adapters"),
     "schema": ("gracetune.cli.schema", "print what a run file may say, as JSON Schema"),
     "diagnose": ("gracetune.cli.diagnose", "check this machine and say what to do"),
     "env": ("gracetune.cli.env", "show what the environment sets, and what that will do"),
+    "baseline": ("gracetune.cli.baseline", "measure a run, and tell whether it got slower"),
+    "port": ("gracetune.cli.port", "keep a fork alive on top of a newer upstream"),
     "examples": ("gracetune.cli.examples", "list, print or copy the example run files"),
 }
 

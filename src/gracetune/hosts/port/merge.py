@@ -190,7 +190,7 @@ def _merge_text(desk: Desk, path: str, sides: Stages, mode: str, notes: tuple[st
         moves = find_moves(desk.library, desk.upstream, desk.tree, path, sides)
         followed = merge_moved(desk.library, desk.tree, path, (base, theirs), moves, desk.labels)
         total = sum(len(each.conflicts) for each in followed.values())
-        if moves and total < len(merged.conflicts):
+        if moves and total <= len(merged.conflicts):  # as many: shown where the code is now
             for where, each in followed.items():
                 told = tuple(move.told(path) for move in moves if move.path == where)
                 place = (*notes, *told) if where == path else told
