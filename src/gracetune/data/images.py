@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
-from gracetune.data.decoders import MODES, PILLOW, png_chunks
+from gracetune.data.decoders import MODES, PILLOW
+from gracetune.data.headers import PNG_EXIF, plain_header, png_chunks
 from gracetune.data.sample import UnreadableSampleError
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 EXTENSIONS = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"))
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 
-_PNG_EXIF = frozenset((b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp"))
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -98,6 +98,9 @@ def decode(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE) -> Ima
 
 def decode_pixels(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE) -> Pixels:
     """What `decode` shows as HWC; a fast decoder's plain RGB takes no detour over an image."""
+    plain = _plain(data, decoders) if least == WHOLE else None
+    if plain is not None:
+        return plain
     with _readable():
         image, orientation = _open(data)
         if image.mode == "RGB" and orientation == 1 and not image.info.get("icc_profile"):
@@ -105,6 +108,19 @@ def decode_pixels(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE)
             if pixels is not None:
                 return pixels
     return np.array(decode(data, decoders, least))
+
+
+def _plain(data: bytes, decoders: Decoders) -> Pixels | None:
+    """The pixels of a plain picture by its decoder alone: Pillow's opening of it takes time."""
+    header = plain_header(data)
+    most = Image.MAX_IMAGE_PIXELS
+    if header is None or header.file_format not in decoders.by_format or most is None:
+        return None
+    width, height = header.size
+    if width * height > most:
+        return None  # Pillow says what it thinks of such sizes
+    pixels = decoders.by_format[header.file_format](data, "RGB", WHOLE)
+    return pixels if pixels is not None and pixels.shape == (height, width, 3) else None
 
 
 def fit_pixels(
@@ -182,7 +198,7 @@ def _open(data: bytes) -> tuple[Image.Image, int]:
             # Its tags are read with its pixels, and Pillow turns it upright itself.
             image.load()
             return image, 1
-        if image.format == "PNG" and _PNG_EXIF.isdisjoint(png_chunks(data)):
+        if image.format == "PNG" and PNG_EXIF.isdisjoint(png_chunks(data)):
             return image, 1  # asked for EXIF, Pillow would decode all pixels to look behind them
         return image, _orientation(image)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 from zlib import crc32
 
 import numpy as np
@@ -161,7 +161,7 @@ class Index(Sequence[str]):
         tables = {name: arena.view(*place) for name, place in head["places"].items()}
         self.nbytes: int = sum(map(len, tables.values())) + length + _TRAILER.size
         """What the index itself takes."""
-        wide = {4: "I", 8: "Q"}[head["offset_nbytes"]]
+        wide: Literal["I", "Q"] = "I" if head["offset_nbytes"] == 4 else "Q"
         self._segments = arena.segments
         self._records = tables["records"]
         self._firsts = tables["firsts"].cast(wide)
@@ -188,7 +188,8 @@ class Index(Sequence[str]):
             except (UnicodeEncodeError, KeyError):
                 return otherwise(key)
             if name == wanted and kind == length:
-                return segments[segment][start:stop]
+                found: memoryview = segments[segment][start:stop]
+                return found
             return otherwise(key)  # another name of the same bucket, or stored in another way
 
         return view

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import io
+import random
+
+import numpy as np
+import pytest
+from made_media import photo, picture_bytes
+from PIL import Image, ImageCms
+from PIL.PngImagePlugin import PngInfo
+
+from gracetune.data.decoders import choose_decoders
+from gracetune.data.headers import Header, plain_header, png_chunks
+from gracetune.data.images import UnreadableImageError, decode, decode_pixels
+
+FAST = choose_decoders()
+COLOURED = photo(61, 47)
+GREY = COLOURED[..., 0].copy()
+SEE_THROUGH = np.dstack([COLOURED, GREY])
+
+
+def _text() -> PngInfo:
+    info = PngInfo()
+    info.add_text("Software", "made by hand")
+    return info
+
+
+PLAIN = {
+    "JPEG": ("JPEG", {"quality": 90}),
+    "JPEG 4:4:4": ("JPEG", {"subsampling": 0, "comment": b"made by hand"}),
+    "progressive JPEG": ("JPEG", {"progressive": True}),
+    "JPEG with restarts": ("JPEG", {"restart_marker_rows": 1}),
+    "PNG": ("PNG", {}),
+    "PNG with a text": ("PNG", {"pnginfo": _text()}),
+    "WebP": ("WEBP", {"quality": 80}),
+    "lossless WebP": ("WEBP", {"lossless": True}),
+}
+
+
+def _turned() -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+def _animated(file_format: str) -> bytes:
+    frames = [Image.fromarray(photo(24, 16, seed)) for seed in range(3)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, file_format, save_all=True, append_images=frames[1:], duration=100)
+    return buffer.getvalue()
+
+
+def _profile() -> bytes:
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+
+
+def _special() -> dict[str, bytes]:
+    made = {"BMP": picture_bytes(COLOURED, "BMP"), "nothing": b"", "no WebP": b"RIFF" + b"x" * 60}
+    for file_format in ("JPEG", "PNG", "WEBP"):
+        made |= {
+            f"turned {file_format}": picture_bytes(COLOURED, file_format, exif=_turned()),
+            f"{file_format} of a profile": picture_bytes(
+                COLOURED, file_format, icc_profile=_profile()
+            ),
+        }
+    for file_format in ("PNG", "WEBP"):
+        made |= {
+            f"see-through {file_format}": picture_bytes(SEE_THROUGH, file_format, lossless=True),
+            f"animated {file_format}": _animated(file_format),
+        }
+    return made | {
+        "grey JPEG": picture_bytes(GREY, "JPEG"),
+        "grey PNG": picture_bytes(GREY),
+        "16 bits": picture_bytes(np.zeros((4, 4), np.uint16)),
+        "RGB in a JPEG": picture_bytes(COLOURED, "JPEG", keep_rgb=True),
+        "PNG of one clear colour": picture_bytes(COLOURED, "PNG", transparency=(1, 2, 3)),
+    }
+
+
+@pytest.mark.parametrize(("file_format", "options"), PLAIN.values(), ids=PLAIN)
+def test_plain_pictures_are_known_by_their_header(
+    file_format: str, options: dict[str, object]
+) -> None:
+    data = picture_bytes(COLOURED, file_format, **options)
+    assert plain_header(data) == Header(file_format, (61, 47))
+    assert np.array_equal(decode_pixels(data, FAST), np.asarray(decode(data)))
+
+
+SPECIAL = _special()
+
+
+@pytest.mark.parametrize("data", SPECIAL.values(), ids=SPECIAL)
+def test_of_all_others_nothing_is_said(data: bytes) -> None:
+    assert plain_header(data) is None
+
+
+@pytest.mark.parametrize("name", [name for name in SPECIAL if name not in ("nothing", "no WebP")])
+def test_others_look_as_pillow_shows_them(name: str) -> None:
+    data = SPECIAL[name]
+    assert np.array_equal(decode_pixels(data, FAST), np.asarray(decode(data)))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_header_that_ends_early_is_none(name: str) -> None:
+    file_format, options = PLAIN[name]
+    data = picture_bytes(COLOURED, file_format, **options)
+    for end in range(min(len(data), 700)):
+        found = plain_header(data[:end])
+        assert found is None or found.size == (61, 47), end
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_damaged_bytes_are_read_as_pillow_reads_them_or_not_at_all(name: str) -> None:
+    file_format, options = PLAIN[name]
+    whole = picture_bytes(COLOURED, file_format, **options)
+    choose = random.Random(0)
+    for _ in range(60):
+        data = bytearray(whole)
+        data[choose.randrange(min(len(data), 400))] ^= 1 << choose.randrange(8)
+        try:
+            expected = np.asarray(decode(bytes(data)))
+        except UnreadableImageError:
+            continue  # a decoder may still see a picture; opening the data set has left it out
+        assert np.array_equal(decode_pixels(bytes(data), FAST), expected)
+
+
+def test_more_pixels_than_pillow_likes_are_for_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = picture_bytes(COLOURED, "JPEG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 61 * 47 // 2 - 1)
+    with pytest.raises(UnreadableImageError, match="decompression bomb"):
+        decode_pixels(data, FAST)
+
+
+def test_texts_of_a_png_are_named_by_their_keywords() -> None:
+    data = picture_bytes(COLOURED, "PNG", exif=_turned())
+    assert {b"IHDR", b"eXIf", b"IDAT", b"IEND"} <= png_chunks(data)
