@@ -1,4 +1,4 @@
-"""Adapters and whole models: merged into weights, and extracted from two sets of them.
+"""Adapters merged into the weights of a model.
 
 A model is one safetensors file in original or diffusers' names, a folder of them, or a pipeline's
 folder. Weights are read and written a file at a time.
@@ -7,18 +7,17 @@ folder. Weights are read and written a file at a time.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from gracetune.adapters.delta import delta_bias, delta_shape, merged
-from gracetune.adapters.layers import Adapter, Layer
-from gracetune.adapters.lowrank import Cut, factor, summary
-from gracetune.adapters.names import Index, Place, template_of
+from gracetune.adapters.names import template_of
 from gracetune.adapters.rows import split_fused, swap_halves
+from gracetune.adapters.weights import Model, Weight, open_model
 from gracetune.durable import new_file, new_folder
 from gracetune.errors import AdapterError
 
@@ -28,22 +27,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.tables.types import NameTable, Naming, Stage
+    from gracetune.adapters.layers import Adapter, Layer
+    from gracetune.adapters.tables.types import NameTable, Stage
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
-"""What may stand before a model's own names in a file."""
 SUBFOLDERS: dict[Stage | None, str] = {
     None: "transformer",
     "high": "transformer",
     "low": "transformer_2",
 }
-
-
-class Weight(NamedTuple):
-    """Where a weight is: its module by our name, and whether it is the bias."""
-
-    module: str
-    bias: bool
 
 
 class Change(NamedTuple):
@@ -57,55 +48,11 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
-    """The weights of one transformer on disk, found but not read."""
-
-    files: tuple[Path, ...]
-    naming: Naming
-    keys: Mapping[Weight, tuple[Path, str]]
-
-
-@dataclass(frozen=True)
 class Merged:
     """What a merge did."""
 
     changed: int
     files: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Extracted:
-    """What an extraction found."""
-
-    adapter: Adapter
-    cut: Cut
-    rest: tuple[str, ...]
-    """Weights that differ too and are not in the adapter: norms, biases."""
-
-
-def open_model(path: Path, table: NameTable) -> Model:
-    """Find every weight of a model that the table has a name for."""
-    files = tuple(sorted(path.glob("*.safetensors"))) if path.is_dir() else (path,)
-    if not files:
-        raise AdapterError(
-            f"{path} holds no .safetensors file. Name a transformer's folder or file.",
-            kind="missing",
-        )
-    index = Index(table)
-    found: dict[Naming, dict[Weight, tuple[Path, str]]] = {"original": {}, "diffusers": {}}
-    for file in files:
-        for key in _keys(file):
-            for naming, weights in found.items():
-                weight = _weight(key, naming, index)
-                if weight is not None:
-                    weights[weight] = (file, key)
-    naming = max(found, key=lambda name: len(found[name]))
-    if not found[naming]:
-        raise AdapterError(
-            f"{path} has no weight that {table.family} models have: it is another model.",
-            kind="other-model",
-        )
-    return Model(files, naming, found[naming])
 
 
 def merge_into(
@@ -154,52 +101,6 @@ def merge_into_pipeline(
             else:
                 shutil.copy2(entry, folder / entry.name)
     return done
-
-
-def extract(
-    base: Path,
-    tuned: Path,
-    table: NameTable,
-    rank: int,
-    generator: torch.Generator,
-    keep_rest: bool,
-) -> Extracted:
-    """The LoRA of a rank that comes nearest to what tuning did to each matrix."""
-    before, after = open_model(base, table), open_model(tuned, table)
-    if before.naming != after.naming:
-        raise AdapterError(
-            f"{base} is in {before.naming} names and {tuned} in {after.naming} names. Give both in "
-            "one naming.",
-            kind="other-model",
-        )
-    layers: dict[Place, Layer] = {}
-    losses: dict[Place, float] = {}
-    rest = []
-    for weight in sorted(before.keys.keys() & after.keys.keys()):
-        change = _difference(before, after, weight)
-        if not bool(change.any()):
-            continue
-        place = Place(None, weight.module)
-        if change.dim() > 1 and not weight.bias:
-            layers[place], losses[place] = factor(change, rank, generator)
-        else:
-            rest.append(before.keys[weight][1])
-            if keep_rest:
-                layers[place] = _beside(layers.get(place), weight.bias, change)
-    if not losses:
-        raise AdapterError(f"{base} and {tuned} have the same matrices: nothing to extract.")
-    adapter = Adapter(table, layers)
-    if before.naming == "original":
-        adapter = swap_halves(adapter)
-    return Extracted(adapter, summary(losses), () if keep_rest else tuple(rest))
-
-
-def _beside(layer: Layer | None, bias: bool, change: Tensor) -> Layer:
-    """A change without a rank, alone or beside the LoRA of its module (weights come first)."""
-    role = "diff_b" if bias else "diff"
-    if layer is None:
-        return Layer("full", {role: change})
-    return replace(layer, tensors={**layer.tensors, role: change})
 
 
 def _plan(
@@ -290,46 +191,6 @@ def _with_change(key: str, weight: Tensor, change: Change) -> Tensor:
             key=key,
         )
     return merged(change.layer, weight, change.strength)
-
-
-def _weight(key: str, naming: Naming, index: Index) -> Weight | None:
-    """What a model's key is in one naming."""
-    for prefix in PREFIXES:
-        if not key.startswith(prefix):
-            continue
-        name = key.removeprefix(prefix)
-        for tail, bias in ((".weight", False), (".bias", True), ("", False)):
-            if name.endswith(tail):
-                module = index.find(name.removesuffix(tail), naming, ".")
-                if module is not None:
-                    return Weight(module, bias)
-    return None
-
-
-def _keys(file: Path) -> list[str]:
-    try:
-        with safe_open(file, "pt") as source:
-            return list(source.keys())
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(
-            f"{file} cannot be read as safetensors: {error}. Copy or download it again.",
-            kind="truncated",
-        ) from error
-
-
-def _difference(before: Model, after: Model, weight: Weight) -> Tensor:
-    pair: list[Tensor] = []
-    for model in (before, after):
-        file, key = model.keys[weight]
-        with safe_open(file, "pt") as source:
-            pair.append(source.get_tensor(key).float())
-    if pair[0].shape != pair[1].shape:
-        raise AdapterError(
-            f"{before.keys[weight][1]!r} has another shape in the tuned model: two models.",
-            kind="other-model",
-            key=before.keys[weight][1],
-        )
-    return pair[1] - pair[0]
 
 
 def _modules(adapters: Sequence[tuple[Adapter, float]]) -> set[str]:
