@@ -1,7 +1,9 @@
-"""How bytes get from the host slab into a slot: a copy stream on CUDA, a plain copy elsewhere.
+"""How bytes get from host to device and back: copy streams on CUDA, a plain copy elsewhere.
 
-The ring sees this protocol alone and is the same on every machine. A copy never starts before the
-kernels that were queued when it was asked for, so that they have read what it overwrites.
+The ring and the offload see this protocol alone and are the same on every machine. A copy never
+starts before the kernels that were queued when it was asked for, so that they have read what it
+overwrites and written what it reads. Copies of one lane are done in the order they were asked for;
+lanes know nothing of each other.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -32,7 +35,16 @@ HARVEST_EVERY = 512
 
 
 class StreamError(GracetuneError):
-    """Weights cannot be streamed as asked, or were moved while they are."""
+    """Weights or activations cannot be streamed as asked, or were changed while they are."""
+
+
+class Lane(Enum):
+    """What is copied, and which way: each has a stream and a stopwatch of its own."""
+
+    WEIGHTS = "weights"
+    """To the device."""
+    OUT = "activations out"
+    BACK = "activations back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +65,7 @@ class Arrival(Protocol):
 
 
 class Mover(Protocol):
-    """Memory on both sides, and copies from host to device."""
+    """Memory on both sides, and copies between them."""
 
     @property
     def device(self) -> torch.device:
@@ -64,16 +76,30 @@ class Mover(Protocol):
         """Bytes that the device copies from at full speed."""
         ...
 
+    def landing_memory(self, nbytes: int) -> Tensor:
+        """Host bytes that are copied to as well."""
+        ...
+
+    def let_go(self, memory: Tensor) -> None:
+        """Wait for copies under way and give one piece of host memory up."""
+        ...
+
     def device_memory(self, nbytes: int) -> Tensor:
         """Bytes of a slot."""
         ...
 
-    def copy(self, target: Tensor, source: Tensor, poison: bool) -> Arrival:
-        """Overwrite a slot once all work queued so far is done; `poison` it first."""
+    def copy(
+        self, target: Tensor, source: Tensor, poison: bool, lane: Lane = Lane.WEIGHTS
+    ) -> Arrival:
+        """Overwrite bytes once all work queued so far is done; `poison` them first."""
         ...
 
-    def waits(self) -> Waits:
-        """What was waited for; the only call here that waits for the device itself."""
+    def waits(self, lane: Lane = Lane.WEIGHTS) -> Waits:
+        """What was waited for; this and giving up memory alone wait for the device itself."""
+        ...
+
+    def waits_seen(self, lane: Lane) -> Waits:
+        """The same as far as the device has got by now; waits for nothing."""
         ...
 
     def release(self) -> None:
@@ -94,28 +120,41 @@ class SynchronousMover:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._seconds = 0.0
+        self._seconds = dict.fromkeys(Lane, 0.0)
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Plain memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def landing_memory(self, nbytes: int) -> Tensor:
+        """No different."""
+        return self.host_memory(nbytes)
+
+    def let_go(self, memory: Tensor) -> None:
+        """It goes with its last owner."""
+
     def device_memory(self, nbytes: int) -> Tensor:
         """Plain memory too."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def copy(self, target: Tensor, source: Tensor, poison: bool) -> Arrival:
+    def copy(
+        self, target: Tensor, source: Tensor, poison: bool, lane: Lane = Lane.WEIGHTS
+    ) -> Arrival:
         """Done when it returns."""
         began = time.perf_counter()
         if poison:
             target.fill_(POISON)
         target[: len(source)].copy_(source)
-        self._seconds += time.perf_counter() - began
+        self._seconds[lane] += time.perf_counter() - began
         return _Arrived()
 
-    def waits(self) -> Waits:
+    def waits(self, lane: Lane = Lane.WEIGHTS) -> Waits:
         """Nothing is late that is there at once."""
-        return Waits(0, self._seconds)
+        return Waits(0, self._seconds[lane])
+
+    def waits_seen(self, lane: Lane) -> Waits:
+        """All there is."""
+        return self.waits(lane)
 
     def release(self) -> None:
         """There is nothing to wait for."""
@@ -127,31 +166,35 @@ class _Arrived:
 
 
 class CudaMover:
-    """One copy stream; events keep it and the computing stream from each other's slots."""
+    """A copy stream a lane; events keep them and the computing stream from each other's bytes."""
 
     def __init__(self, device: torch.device, pin: bool) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._pin = pin
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._lent: list[weakref.finalize[[torch.cuda.Stream, Tensor, bool], CudaMover]] = []
-        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = deque()
-        self._late = 0
-        self._seconds = 0.0
+        self._streams: dict[Lane, torch.cuda.Stream] = {
+            lane: torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            for lane in Lane
+        }
+        self._stream = self._streams[Lane.WEIGHTS]
+        self._stopwatches = {lane: _Stopwatch() for lane in Lane}
+        self._lent: dict[int, weakref.finalize[[_Streams, Tensor, bool], CudaMover]] = {}
+        """How to give up what begins at an address."""
         self._computing = torch.cuda.current_stream(self.device)
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Pinned in place: torch's own pinned memory comes in powers of two."""
-        pages_nbytes = -(-nbytes // PAGESIZE) * PAGESIZE
-        room = torch.empty(pages_nbytes + PAGESIZE, dtype=torch.uint8)
-        first = -room.data_ptr() % PAGESIZE  # a page cannot be pinned twice: none is shared
-        pages = room[first : first + pages_nbytes]
-        if self._pin:
-            self._pin_down(pages)
-        let_go = weakref.finalize(self, _let_go, self._stream, pages, self._pin)
-        let_go.atexit = False  # the driver lets go by itself, and may be gone before us
-        self._lent.append(let_go)
-        return pages[:nbytes]
+        return self._host_memory(nbytes, self._pin)
+
+    def landing_memory(self, nbytes: int) -> Tensor:
+        """Pinned on every machine: a copy into memory that is not may hold its caller."""
+        return self._host_memory(nbytes, pin=True)
+
+    def let_go(self, memory: Tensor) -> None:
+        """Nothing reads or writes it any more when this returns."""
+        let_go = self._lent.pop(memory.data_ptr(), None)
+        if let_go is not None:  # none where all was released before
+            let_go()
 
     def device_memory(self, nbytes: int) -> Tensor:
         """From torch's allocator, which must not give it out again under a running copy."""
@@ -159,20 +202,23 @@ class CudaMover:
         memory.record_stream(self._stream)
         return memory
 
-    def copy(self, target: Tensor, source: Tensor, poison: bool) -> Arrival:
-        """On the copy stream, behind everything that computing has queued."""
-        freed = _event()
-        freed.record(self._computing_stream())
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(freed)
+    def copy(
+        self, target: Tensor, source: Tensor, poison: bool, lane: Lane = Lane.WEIGHTS
+    ) -> Arrival:
+        """On the lane's stream, behind everything that computing has queued."""
+        stream = self._streams[lane]
+        ready = _event()
+        ready.record(self._computing_stream())
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
             if poison:
                 target.fill_(POISON)
             target[: len(source)].copy_(source, non_blocking=True)
             done = _event()
-            done.record(self._stream)
-        return _Arriving(self, done)
+            done.record(stream)
+        return _Arriving(self, done, self._stopwatches[lane])
 
-    def wait(self, done: torch.cuda.Event, ahead: bool) -> None:
+    def wait(self, done: torch.cuda.Event, stopwatch: _Stopwatch, ahead: bool) -> None:
         """Hold the computing stream, not the caller, until a copy is done; note when and since."""
         stream = self._computing_stream()
         asked = _event(timed=True)
@@ -180,21 +226,21 @@ class CudaMover:
         asked.record(stream)
         stream.wait_event(done)
         resumed.record(stream)
-        self._waits.append((asked, resumed, ahead))
-        if len(self._waits) % HARVEST_EVERY == 0:
-            self._harvest()
+        stopwatch.note(asked, resumed, ahead)
 
-    def waits(self) -> Waits:
+    def waits(self, lane: Lane = Lane.WEIGHTS) -> Waits:
         """Waits for the last copy that computing asked for."""
-        if self._waits:
-            self._waits[-1][1].synchronize()
-        self._harvest()
-        return Waits(self._late, self._seconds)
+        self._stopwatches[lane].catch_up()
+        return self.waits_seen(lane)
+
+    def waits_seen(self, lane: Lane) -> Waits:
+        """As far as events have come to pass."""
+        return self._stopwatches[lane].read()
 
     def release(self) -> None:
-        """Nothing reads the slab any more when this returns."""
-        for let_go in self._lent:
-            let_go()
+        """Nothing reads or writes host memory any more when this returns."""
+        while self._lent:
+            self._lent.popitem()[1]()
 
     def _computing_stream(self) -> torch.cuda.Stream:
         """The stream of this thread; another than before waits, for that may still read slots."""
@@ -204,37 +250,76 @@ class CudaMover:
             self._computing = stream
         return stream
 
+    def _host_memory(self, nbytes: int, pin: bool) -> Tensor:
+        pages_nbytes = -(-nbytes // PAGESIZE) * PAGESIZE
+        room = torch.empty(pages_nbytes + PAGESIZE, dtype=torch.uint8)
+        first = -room.data_ptr() % PAGESIZE  # a page cannot be pinned twice: none is shared
+        pages = room[first : first + pages_nbytes]
+        if pin:
+            self._pin_down(pages)
+        let_go = weakref.finalize(self, _let_go, tuple(self._streams.values()), pages, pin)
+        let_go.atexit = False  # the driver lets go by itself, and may be gone before us
+        self._lent[pages.data_ptr()] = let_go
+        return pages[:nbytes]
+
     def _pin_down(self, pages: Tensor) -> None:
         with torch.cuda.device(self.device):
             code = int(_runtime().cudaHostRegister(pages.data_ptr(), len(pages), 0))
         if code:
             raise StreamError(
-                f"{format_bytes(len(pages))} of host memory for streamed weights cannot be pinned "
-                f"(cudaHostRegister returned {code}). Stream fewer blocks, or raise the limits on "
-                "locked memory (ulimit -l, the container's memory)."
+                f"{format_bytes(len(pages))} of host memory for what is streamed cannot be pinned "
+                f"(cudaHostRegister returned {code}). Stream or offload fewer blocks, or raise the "
+                "limits on locked memory (ulimit -l, the container's memory)."
             )
 
-    def _harvest(self) -> None:
+
+class _Stopwatch:
+    """How long computing stood still for one lane, by pairs of events."""
+
+    def __init__(self) -> None:
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = deque()
+        self._late = 0
+        self._seconds = 0.0
+
+    def note(self, asked: torch.cuda.Event, resumed: torch.cuda.Event, ahead: bool) -> None:
+        """One wait, to be read when the device is through with it."""
+        self._waits.append((asked, resumed, ahead))
+        if len(self._waits) % HARVEST_EVERY == 0:
+            self.read()
+
+    def catch_up(self) -> None:
+        """Wait until the device is through with all of them."""
+        if self._waits:
+            self._waits[-1][1].synchronize()
+
+    def read(self) -> Waits:
+        """Add up those that are over."""
         while self._waits and self._waits[0][1].query():  # type: ignore[no-untyped-call]
             asked, resumed, ahead = self._waits.popleft()
             seconds = asked.elapsed_time(resumed) / 1e3
             if seconds > LATE_S:
                 self._late += ahead
                 self._seconds += seconds
+        return Waits(self._late, self._seconds)
 
 
 class _Arriving:
-    def __init__(self, mover: CudaMover, done: torch.cuda.Event) -> None:
+    def __init__(self, mover: CudaMover, done: torch.cuda.Event, stopwatch: _Stopwatch) -> None:
         self._mover = mover
         self._done = done
+        self._stopwatch = stopwatch
 
     def wait(self, ahead: bool) -> None:
         """On the device's side."""
-        self._mover.wait(self._done, ahead)
+        self._mover.wait(self._done, self._stopwatch, ahead)
 
 
-def _let_go(stream: torch.cuda.Stream, pages: Tensor, pinned: bool) -> None:
-    stream.synchronize()  # a copy that nobody waited for may still be reading
+_Streams = tuple[torch.cuda.Stream, ...]
+
+
+def _let_go(streams: _Streams, pages: Tensor, pinned: bool) -> None:
+    for stream in streams:
+        stream.synchronize()  # a copy that nobody waited for may still be under way
     if pinned:
         code = int(_runtime().cudaHostUnregister(pages.data_ptr()))
         assert code == 0, f"cudaHostUnregister returned {code} for {pages.data_ptr():#x}"

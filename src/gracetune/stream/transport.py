@@ -1,0 +1,183 @@
+"""The way of parcels: host memory to put them in, copies out and back, and when memory is let go.
+
+All order comes from the computing stream; the host waits for nothing. Device memory that leaves is
+held until computing has waited for its copy, so that the allocator may then give it out again.
+Memory that comes back is taken on the computing stream, which its copy waits for. Host memory is
+given out again when computing has waited for its last reader; all who write to it are on one lane.
+Which parcels go, and when, is for others to decide.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.stream.movers import POISON, Lane
+from gracetune.stream.storages import bytes_of, has_one_owner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from torch import Tensor
+
+    from gracetune.stream.movers import Mover, Waits
+    from gracetune.stream.parcels import Call, Parcel, Remains
+
+ALIGNMENT = 256
+"""Of each buffer, in bytes."""
+
+
+class Transport:
+    """Parcels on their way; `poison` fills memory with NaN when it is given up."""
+
+    def __init__(self, mover: Mover, pool: HostPool, poison: bool) -> None:
+        self.sent = self.sent_nbytes = 0
+        self.brought_nbytes = self.on_demand = 0
+        self.left: list[Remains] = []
+        """Where parcels leave what is to be cleared up."""
+        self._mover = mover
+        self._pool = pool
+        self._poison = poison
+        self._flights: deque[Call] = deque()
+        """Calls whose memory is leaving, oldest first."""
+
+    def send(self, parcel: Parcel) -> bool:
+        """On its way out; false: the host has no memory left."""
+        assert parcel.original is not None, "a parcel was sent that is away"
+        host = self._pool.take(parcel.nbytes)
+        if host is None:
+            return False
+        parcel.host = host
+        arrival = self._mover.copy(host, bytes_of(parcel.original), False, Lane.OUT)
+        parcel.call.sent(parcel, arrival)
+        self.sent += 1
+        self.sent_nbytes += parcel.nbytes
+        return True
+
+    def bring(self, parcel: Parcel, foreseen: bool) -> None:
+        """On its way back; `foreseen`: before anyone asked for it."""
+        assert parcel.host is not None, "a parcel is away that was never sent"
+        device = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._mover.device)
+        arrival = self._mover.copy(device, parcel.host, self._poison, Lane.BACK)
+        parcel.brought(device, arrival, foreseen)
+        self.on_demand += not foreseen
+        self.brought_nbytes += parcel.nbytes
+
+    def depart(self, call: Call) -> None:
+        """A call is over; its memory is leaving."""
+        if call.leaving:
+            self._flights.append(call)
+
+    def land_oldest(self, keep: int) -> None:
+        """Let device memory go, but for that of the newest calls."""
+        while len(self._flights) > keep:
+            self._land(self._flights.popleft())
+
+    def land_but(self, needed: Collection[Call]) -> None:
+        """Let device memory go, but for that of these calls."""
+        for call in [call for call in self._flights if call not in needed]:
+            self._flights.remove(call)
+            self._land(call)
+
+    def clear_up(self) -> None:
+        """Take host memory back from parcels that autograd is through with."""
+        while self.left:
+            host, device, arrival = self.left.pop()
+            if arrival is not None:
+                arrival.wait(ahead=True)
+            if device is not None:
+                self._spoil(device)
+            if self._poison:
+                nans = torch.full(
+                    (len(host),), POISON, dtype=torch.uint8, device=self._mover.device
+                )
+                self._mover.copy(host, nans, False, Lane.OUT).wait(ahead=True)
+            self._pool.put_back(host)
+
+    def waits(self) -> tuple[Waits, Waits]:
+        """Out and back; waits for the device itself."""
+        return self._mover.waits(Lane.OUT), self._mover.waits(Lane.BACK)
+
+    def waits_seen(self) -> Waits:
+        """Back, as far as it is known."""
+        return self._mover.waits_seen(Lane.BACK)
+
+    def close(self) -> None:
+        """Wait for what is under way and give host memory up."""
+        self.land_oldest(0)
+        self.clear_up()
+        self._pool.close()
+
+    def _land(self, call: Call) -> None:
+        gone = call.land()
+        while gone:
+            self._spoil(gone.pop())
+
+    def _spoil(self, memory: Tensor) -> None:
+        """Device memory is given up; what others still hold is theirs."""
+        if self._poison and has_one_owner(memory):
+            bytes_of(memory).fill_(POISON)
+
+
+class HostPool:
+    """Buffers cut from slabs of host memory, which is taken as needed and kept.
+
+    `room` tells what the host can still give. Buffers that came back are given out again for the
+    same size; when all are back, slabs are cut anew, so that other shapes need no more memory.
+    """
+
+    def __init__(self, mover: Mover, slab_nbytes: int, room: Callable[[int], int]) -> None:
+        self.nbytes = 0
+        """In all slabs."""
+        self._mover = mover
+        self._slab_nbytes = slab_nbytes
+        self._room = room
+        self._slabs: list[Tensor] = []
+        self._cut: list[int] = []
+        """How much of each slab was given out."""
+        self._free: dict[int, list[Tensor]] = {}
+        self._lent = 0
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """A buffer; none where the host has no memory left."""
+        whole = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        free = self._free.get(whole)
+        buffer = free.pop() if free else self._cut_one(whole)
+        if buffer is None:
+            return None
+        self._lent += 1
+        return buffer[:nbytes]
+
+    def put_back(self, buffer: Tensor) -> None:
+        """Whoever read it has been waited for; whoever writes to it does so before the next."""
+        whole = -(-len(buffer) // ALIGNMENT) * ALIGNMENT
+        self._lent -= 1
+        self._free.setdefault(whole, []).append(buffer.as_strided((whole,), (1,)))
+        if self._lent == 0:
+            self._free.clear()
+            self._cut = [0] * len(self._slabs)
+
+    def close(self) -> None:
+        """Give all memory up."""
+        for slab in self._slabs:
+            self._mover.let_go(slab)
+        self._slabs, self._cut = [], []
+        self._free.clear()
+        self.nbytes = 0
+
+    def _cut_one(self, nbytes: int) -> Tensor | None:
+        for index, slab in enumerate(self._slabs):
+            start = self._cut[index]
+            if start + nbytes <= len(slab):
+                self._cut[index] += nbytes
+                return slab[start : start + nbytes]
+        room = self._room(self.nbytes)
+        if nbytes > room:
+            return None
+        slab = self._mover.landing_memory(max(nbytes, min(self._slab_nbytes, room)))
+        self._slabs.append(slab)
+        self._cut.append(nbytes)
+        self.nbytes += len(slab)
+        return slab[:nbytes]
