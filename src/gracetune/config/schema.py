@@ -274,6 +274,23 @@ class DistributedSection(Section):
     """How long a rank waits for another."""
 
 
+class PlanSection(Section):
+    """What the planner may decide: which blocks stream, what is recomputed, the batch."""
+
+    device_memory: str | None = None
+    """Most device memory that a plan may take, such as `96GB`; none: what the device has."""
+    host_memory: str | None = None
+    """Most host memory, such as `400GB`; none: what the machine can give."""
+    batch: Literal["auto", "fixed"] = "auto"
+    """`auto`: smaller micro-batches may be accumulated to the same number of samples."""
+    compile: Literal["auto", "always", "never"] = "auto"
+    """Whether blocks are compiled; `auto`: where it is faster."""
+    stream: bool = True
+    """Whether frozen weights may live in host memory."""
+    offload: bool = True
+    """Whether activations may wait in host memory between forward and backward."""
+
+
 class RunFile(Section):
     """One training run."""
 
@@ -294,3 +311,5 @@ class RunFile(Section):
     validation: ValidationSection = ValidationSection()
     logging: LoggingSection = LoggingSection()
     distributed: DistributedSection = DistributedSection()
+    plan: Literal["auto", "off"] | PlanSection = "auto"
+    """What is resident, streamed, kept and recomputed; `off`: as the sections above say."""

@@ -109,12 +109,15 @@ class Model:
         two: ModelShapes,
         speeds: Speeds,
         frozen_compute: FrozenCompute = "bf16",
+        stored_share: float = 1.0,
     ) -> None:
+        """`stored_share`: of the traced frozen weights' bytes, what quantised ones take."""
         assert (one.batch, two.batch) == (1, 2), (one.batch, two.batch)
         assert one.order == two.order, "the batch changes which blocks are alike"
         self.name = one.name
         self.speeds = speeds
         self.frozen_compute = frozen_compute
+        self._stored_share = stored_share
         self._one = one
         self._two = two
         self._made: dict[int, Costs] = {}
@@ -143,7 +146,7 @@ class Model:
             batch=batch,
             blocks=tuple(kinds[kind] for kind in one.order),
             outside=outside,
-            outside_frozen_nbytes=self._stored(one.outside_frozen_nbytes),
+            outside_frozen_nbytes=one.outside_frozen_nbytes,
             trained_nbytes=one.trained_nbytes,
             batch_nbytes=_line(one.batch_nbytes, two.batch_nbytes, batch),
         )
@@ -161,8 +164,7 @@ class Model:
         )
 
     def _stored(self, nbytes: int) -> int:
-        """Frozen weights for fp8 products are kept and moved in fp8."""
-        return nbytes // 2 if self.frozen_compute == "fp8" else nbytes
+        return int(nbytes * self._stored_share)
 
     def _way(self, one: Trace, two: Trace, batch: int, elementwise: float) -> Way:
         def pass_(a: Iterable[Op], b: Iterable[Op]) -> Parts:

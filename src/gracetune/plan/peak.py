@@ -6,7 +6,7 @@ stays the same throughout is added once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gracetune.plan.result import OFFLOAD_AHEAD, Bytes
@@ -23,7 +23,9 @@ class Fixed:
     """What a run needs whatever is chosen."""
 
     optimizer_nbytes: int
-    """The optimizer's state, on the device."""
+    """The optimizer's state of all experts, on the device."""
+    experts: int = 1
+    """Transformers of this shape; a step uses one, and treats both alike."""
     device_caches_nbytes: int = 0
     """Encoded text that stays on the device."""
     host_caches_nbytes: int = 0
@@ -32,6 +34,8 @@ class Fixed:
     """Models that wait in host memory: another expert, encoders."""
     library_nbytes: int = 0
     """Workspaces of the libraries that kernels come from."""
+    averages_nbytes: int = 0
+    """Moving averages of what is trained."""
     batches_ahead: int = 1
     """Batches on the device beside the one in use."""
 
@@ -49,7 +53,7 @@ class _Moment:
 
 def device_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
     """Device memory by role, when it is fullest."""
-    top = max(_moments(costs, choice), key=lambda moment: moment.total)
+    top = max(_moments(costs, choice, fixed.experts), key=lambda moment: moment.total)
     resident = sum(
         block.frozen_nbytes
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
@@ -57,8 +61,8 @@ def device_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
     )
     slots = choice.slots * costs.slot_nbytes if choice.streamed else 0
     return Bytes(
-        weights=costs.outside_frozen_nbytes + resident + slots,
-        adapters=costs.trained_nbytes,
+        weights=fixed.experts * (costs.outside_frozen_nbytes + resident) + slots,
+        adapters=fixed.experts * costs.trained_nbytes + fixed.averages_nbytes,
         gradients=top.gradients,
         optimizer=fixed.optimizer_nbytes,
         activations=top.activations,
@@ -74,16 +78,18 @@ def host_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
     )
     slab = sum(costs.blocks[index].frozen_nbytes for index in choice.streamed)
-    return replace(
-        Bytes(activations=out, caches=fixed.host_caches_nbytes),
-        weights=slab + fixed.host_weights_nbytes,
+    return Bytes(
+        weights=fixed.experts * slab + fixed.host_weights_nbytes,
+        activations=out,
+        caches=fixed.host_caches_nbytes,
     )
 
 
-def _moments(costs: Costs, choice: Choice) -> Iterator[_Moment]:
+def _moments(costs: Costs, choice: Choice, experts: int) -> Iterator[_Moment]:
     """Every moment that could be the highest."""
-    # From the second micro-batch on, every gradient is there all the time.
-    gradients = costs.trained_nbytes if choice.accumulation > 1 else 0
+    # From the second micro-batch on, gradients are there all the time; of two experts, maybe both.
+    accumulated = experts * costs.trained_nbytes if choice.accumulation > 1 else 0
+    gradients = accumulated
     held = [costs.outside.saved_nbytes]
     """On the device before each block's forward, and so after its backward."""
     moving: list[int] = []
@@ -117,7 +123,7 @@ def _moments(costs: Costs, choice: Choice) -> Iterator[_Moment]:
         yield _Moment(held[index + 1] + arriving + saved, work, gradients)
         if choice.accumulation == 1:
             gradients += block.trained_nbytes
-    yield _Moment(0, 0, costs.trained_nbytes)
+    yield _Moment(0, 0, max(costs.trained_nbytes, accumulated))
 
 
 def _on_way(moving: list[int], count: int = OFFLOAD_AHEAD) -> int:

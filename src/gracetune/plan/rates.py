@@ -63,21 +63,46 @@ class Speeds:
     both_ways_share: float
 
 
-def speeds_of(machine: Machine, fitted: Mapping[str, Figure] = FITTED) -> Speeds:
-    """The machine's figures, times the shares that a training step reaches of them."""
-    share = {name: figure.value for name, figure in fitted.items()}
-    flops, rates = machine.bf16_flops.value, machine.rates()
-    return Speeds(
-        gemm=flops * share["gemm_share"],
-        fp8=flops * share["fp8_share"],
-        attention_forward=flops * share["attention_forward_share"],
-        attention_backward=flops * share["attention_backward_share"],
-        compiled=rates.device * share["compiled_share"],
-        eager=rates.device * share["eager_share"],
+@dataclass(frozen=True, slots=True)
+class Basics:
+    """What is known of a machine: measured here, or published."""
+
+    flops: float
+    """Of large bf16 products."""
+    memory: float
+    """Bytes a second of a device copy, read and write together."""
+    link_in: float
+    link_out: float
+    both_ways_share: float = 1.0
+    """What is left of each direction while the other is busy."""
+
+
+def basics_of(machine: Machine) -> Basics:
+    """The figures of a known machine."""
+    rates = machine.rates()
+    return Basics(
+        flops=machine.bf16_flops.value,
         memory=rates.device,
-        gap_s=share["gap_s"],
-        issue_s=share["issue_s"],
         link_in=rates.copy_in,
         link_out=rates.copy_out,
         both_ways_share=rates.both_ways_share,
+    )
+
+
+def speeds_of(basics: Basics, fitted: Mapping[str, Figure] = FITTED) -> Speeds:
+    """The basics, times the shares that a training step reaches of them."""
+    share = {name: figure.value for name, figure in fitted.items()}
+    return Speeds(
+        gemm=basics.flops * share["gemm_share"],
+        fp8=basics.flops * share["fp8_share"],
+        attention_forward=basics.flops * share["attention_forward_share"],
+        attention_backward=basics.flops * share["attention_backward_share"],
+        compiled=basics.memory * share["compiled_share"],
+        eager=basics.memory * share["eager_share"],
+        memory=basics.memory,
+        gap_s=share["gap_s"],
+        issue_s=share["issue_s"],
+        link_in=basics.link_in,
+        link_out=basics.link_out,
+        both_ways_share=basics.both_ways_share,
     )

@@ -97,6 +97,7 @@ class Plan:
     """One way to run a step, and what it is predicted to take."""
 
     blocks: tuple[BlockPlan, ...]
+    """Of one transformer, in the order of forward; a second expert is treated alike."""
     batch: int
     """Samples of a micro-batch."""
     accumulation: int

@@ -1,0 +1,119 @@
+"""From a run file to what the planner is asked: the sample, what is open, what is fixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from gracetune.config.schema import PlanSection
+from gracetune.errors import ConfigError
+from gracetune.plan.candidates import Wishes
+from gracetune.plan.known_models import Picture
+from gracetune.plan.peak import Fixed
+from gracetune.plan.rates import FITTED
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from gracetune.config.schema import CacheSection, DatasetSection, RunFile
+    from gracetune.plan.outlines import Outline
+
+HOT_SHARE = 64
+"""The trainer's default for texts that stay on the device: one part of so many of its memory."""
+MASTER_NBYTES = 4
+"""Of each trained number: a copy in fp32 that updates are added to."""
+STORED_SHARES = {"none": 1.0, "fp8": 0.5, "int8": 0.5, "nf4": 0.2656}
+"""Of bf16 weights, what quantised ones take: nf4 has a scale for every 64 numbers."""
+
+
+def settings_of(run: RunFile) -> PlanSection:
+    """The section, also where the run file only says `auto` or `off`."""
+    return run.plan if isinstance(run.plan, PlanSection) else PlanSection()
+
+
+def picture_of(run: RunFile) -> Picture:
+    """The largest sample of the run: a plan that fits it fits all buckets."""
+    if not run.datasets:
+        raise ConfigError(
+            "datasets is empty, so nobody knows how large a sample is. Name one with a resolution."
+        )
+    return max(map(_picture, run.datasets), key=lambda p: p.width * p.height * p.frames)
+
+
+def _picture(section: DatasetSection) -> Picture:
+    frames = 1
+    if section.dataset_type == "video":
+        frames = section.frames if isinstance(section.frames, int) else max(section.frames)
+    edge = section.shapes.size if section.type == "shapes" else section.resolution
+    width = edge
+    if section.resolution_type == "edge":  # the longer edge of the widest bucket
+        width = int(edge * section.max_aspect)
+    return Picture(width, edge, frames)
+
+
+def wishes_of(run: RunFile) -> Wishes:
+    """What the run file leaves to the planner."""
+    settings = settings_of(run)
+    batch = run.train.batch_size
+    ramp = run.gh200_optimizations
+    samples = batch * run.train.gradient_accumulation_steps
+    if ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None:
+        samples = max(batch, ramp.target_effective_batch_size // batch * batch)
+    choices = {"auto": (True, False), "always": (True,), "never": (False,)}
+    return Wishes(
+        samples=samples,
+        batches=None if settings.batch == "auto" else (batch,),
+        compile=choices[settings.compile],
+        stream=settings.stream and run.adapter is not None,  # what is trained cannot stream
+        offload=settings.offload,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What one expert trains."""
+
+    nbytes: int
+    state_nbytes: int
+    """What the optimizer keeps for it."""
+
+
+def fixed_of(
+    run: RunFile, outline: Outline, trained: Trained, samples: int | None, device_nbytes: int
+) -> Fixed:
+    """What the run takes whatever is chosen; of a data set, as far as its size is known."""
+    latents, text = cache_nbytes(outline)
+    cache = run.cache_config
+    return Fixed(
+        optimizer_nbytes=outline.experts * trained.state_nbytes,
+        experts=outline.experts,
+        device_caches_nbytes=_on_device(cache, text, samples, device_nbytes),
+        host_caches_nbytes=_in_host(cache, latents, text, samples),
+        library_nbytes=int(FITTED["library_nbytes"].value),
+        averages_nbytes=outline.experts * trained.nbytes if run.train.ema_decay else 0,
+    )
+
+
+def cache_nbytes(outline: Outline) -> tuple[int, int]:
+    """Of one encoded sample: its latents, and its text with padding."""
+    itemsize = outline.dtype.itemsize
+    return itemsize * prod(outline.encoded.latent_shape), itemsize * prod(
+        outline.encoded.text_shape
+    )
+
+
+def _in_host(cache: CacheSection, latents: int, text: int, samples: int | None) -> int:
+    if samples is None:
+        return 0
+    kept = (latents if cache.vae_cache_type != "disk" else 0) + (
+        text if cache.text_cache_type != "disk" else 0
+    )
+    limit = samples * kept
+    return limit if cache.host_budget_gb is None else min(limit, int(cache.host_budget_gb * GIB))
+
+
+def _on_device(cache: CacheSection, text: int, samples: int | None, device_nbytes: int) -> int:
+    """The trainer keeps texts there up to a budget; of how many is not always known."""
+    asked = cache.device_budget_gb
+    budget = device_nbytes // HOT_SHARE if asked is None else int(asked * GIB)
+    return budget if samples is None else min(samples * text, budget)
