@@ -6,6 +6,7 @@ only when its last reader is gone: a view keeps it, however it was derived.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gracetune.cache.packing import aligned, alignment
 from gracetune.cache.store import stack_entries
 from gracetune.data.parallel import default_workers, ordered_map
 from gracetune.errors import ConfigError
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 SLAB_NBYTES = 64 * 1024**2
 """A power of two: pinned memory is handed out in powers of two, whatever is asked for."""
 LEAST_NBYTES = 4096
-ALIGNMENT = 64
 LOADED_TOGETHER = 64
 
 
@@ -259,13 +260,14 @@ class Slabs:
         """So many bytes; they come back by themselves when the last view of them is gone."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        length = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        found = self._first_fit(length)
+        to = alignment(nbytes)
+        length = aligned(nbytes, to)
+        found = self._first_fit(length, to)
         if found is None:
             self._collect()
-            found = self._first_fit(length)
+            found = self._first_fit(length, to)
         if found is None and self._grow(length):
-            found = self._first_fit(length)
+            found = self._first_fit(length, to)
         if found is None:
             return None
         slab, start = found
@@ -274,15 +276,15 @@ class Slabs:
         weakref.finalize(array, self._returned.append, (slab, start, length)).atexit = False
         return torch.from_numpy(array)
 
-    def _first_fit(self, length: int) -> tuple[int, int] | None:
+    def _first_fit(self, length: int, to: int) -> tuple[int, int] | None:
         for slab, spans in enumerate(self._free):
             for at, (start, size) in enumerate(spans):
-                if size >= length:
-                    if size == length:
-                        del spans[at]
-                    else:
-                        spans[at] = (start + length, size - length)
-                    return slab, start
+                begin = aligned(start, to)
+                left = start + size - begin - length
+                if left >= 0:
+                    pieces = [(start, begin - start), (begin + length, left)]
+                    spans[at : at + 1] = [piece for piece in pieces if piece[1]]
+                    return slab, begin
         return None
 
     def _collect(self) -> None:
@@ -315,6 +317,13 @@ def pageable(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
+def whole_pages(nbytes: int) -> Tensor:
+    """Plain host memory that begins with a page: a disk can write to it directly."""
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 def pinned(nbytes: int) -> Tensor:
     """Host memory that a GPU's copy engine reads directly."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -325,7 +334,7 @@ def _layout(entry: Entry) -> tuple[dict[str, tuple[int, Tensor]], int]:
     places, end = {}, 0
     for name, tensor in entry.items():
         places[name] = (end, tensor)
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        end += aligned(tensor.nbytes)
     return places, end
 
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 ALIGN = 64
+PAGE = 4096
+LARGE = 64 * 1024
+"""Entries from this size on begin and end with a page, so that they can be read past the kernel's
+page cache."""
 RECORD = b"gtentry1"
 """What a record begins with; its length and the checksum of its text follow."""
 _HEAD_NBYTES = 24
@@ -63,11 +67,10 @@ class Packed:
     nbytes: int
     checksum: bytes
     record: bytes
-    """Ends where a tensor may begin."""
 
 
 class Recorded(NamedTuple):
-    """What a record says; `begin` counts from the record's own."""
+    """What a record says, and where its entry begins."""
 
     key: str
     begin: int
@@ -134,9 +137,19 @@ def checksum_at(data: Bytes, begin: int, places: Iterable[TensorPlace]) -> bytes
     return checksum(data[start : start + nbytes] for start, nbytes in starts)
 
 
-def aligned(offset: int) -> int:
+def aligned(offset: int, to: int = ALIGN) -> int:
     """Up to the next place where a tensor may begin."""
-    return -(-offset // ALIGN) * ALIGN
+    return -(-offset // to) * to
+
+
+def alignment(nbytes: int) -> int:
+    """Where an entry of this size may begin."""
+    return PAGE if nbytes >= LARGE else ALIGN
+
+
+def room_for(nbytes: int) -> int:
+    """What an entry of this size takes, in a file and in memory."""
+    return aligned(nbytes, PAGE) if nbytes >= LARGE else nbytes
 
 
 def read_record(data: Bytes, at: int) -> Recorded | None:
@@ -151,7 +164,7 @@ def read_record(data: Bytes, at: int) -> Recorded | None:
     told = json.loads(text)
     places = tuple(TensorPlace(n, d, tuple(s), b, size) for n, d, s, b, size in told["tensors"])
     end = max((place.begin + place.nbytes for place in places), default=0)
-    begin = aligned(_HEAD_NBYTES + length)
+    begin = aligned(at + _HEAD_NBYTES + length, alignment(end))
     return Recorded(told["key"], begin, end, places, bytes.fromhex(told["checksum"]), told["about"])
 
 
@@ -169,5 +182,4 @@ def find_record(data: Bytes, at: int) -> int | None:
 
 def _record(told: Mapping[str, object]) -> bytes:
     text = json.dumps(told, separators=(",", ":")).encode()
-    whole = RECORD + len(text).to_bytes(8, "little") + xxh3_64_digest(text) + text
-    return whole.ljust(aligned(len(whole)), b"\0")
+    return RECORD + len(text).to_bytes(8, "little") + xxh3_64_digest(text) + text

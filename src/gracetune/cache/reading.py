@@ -10,20 +10,29 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from gracetune.cache.packing import LARGE, PAGE
 from gracetune.cache.shards import find_file, map_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from gracetune.cache.index import Row
     from gracetune.cache.packing import Bytes
+
+
+READERS = 8
+"""Requests that a disk has at once."""
+SLOW_S = 0.02
+"""A batch that takes longer comes from a disk that seeks or a network: worth asking in advance."""
 
 
 class Descriptor:
@@ -39,32 +48,51 @@ class Descriptor:
 class OpenShards:
     """The most recently used files of a folder, open for reading; any thread."""
 
-    def __init__(self, folder: Path, most: int) -> None:
+    def __init__(
+        self, folder: Path, most: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._folder = folder
         self._most = most
-        self._open: OrderedDict[str, Descriptor] = OrderedDict()
+        self._open: OrderedDict[tuple[str, bool], Descriptor] = OrderedDict()
         self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._clock = clock
+        self.is_slow = False
+        """Whether the last entries that had to come from the disk took their time."""
+        self.no_direct = ""
+        """Why the file system takes no direct reads; empty where it does, or was not asked."""
 
     def read(self, rows: Sequence[Row], rooms: Sequence[Bytes]) -> list[bool]:
-        """All bytes of these entries; false where a file is gone or too short.
-
-        What is in the page cache is read first, while the disk is at the rest, all of it at once.
-        """
-        files = [self._file(row.shard) for row in rows]
-        done = [
-            0 if file is None else _read_cached(file.number, room, row.begin)
-            for row, room, file in zip(rows, rooms, files, strict=True)
-        ]
-        late = [
-            row for row, room, count in zip(rows, rooms, done, strict=True) if count < len(room)
-        ]
+        """The bytes of these entries through the page cache; false where a file is gone or too
+        short. What is there already is read first, then the disk is asked for all the rest."""
+        done = [self._read_cached(row, room) for row, room in zip(rows, rooms, strict=True)]
+        late = [row for row, count in zip(rows, done, strict=True) if count < row.nbytes]
         if len(late) > 1:
             self.ask_disk(late)
         return [
-            count == len(room)
-            or (file is not None and _read_rest(file.number, room[count:], row.begin + count))
-            for row, room, file, count in zip(rows, rooms, files, done, strict=True)
+            count == row.nbytes or self._read_rest(row, room, count)
+            for row, room, count in zip(rows, rooms, done, strict=True)
         ]
+
+    def read_past_cache(self, rows: Sequence[Row], rooms: Sequence[Bytes]) -> list[bool]:
+        """The same, with what has to come from the disk written by it to where it belongs.
+
+        The kernel keeps no copy of that, and makes none: it costs a third of the CPU's time. Only
+        whole pages can be read so; other entries go through the page cache.
+        """
+        pairs = [*zip(rows, rooms, strict=True)]
+        done = [_is_pages(*pair) and self._read_cached(*pair) == pair[0].nbytes for pair in pairs]
+        late = [p for p, pair in enumerate(pairs) if not done[p] and _is_pages(*pair)]
+        began = self._clock()
+        for place, came in zip(late, self._each_direct([pairs[p] for p in late]), strict=True):
+            done[place] = came
+        if late:
+            self.is_slow = self._clock() - began > SLOW_S
+        rest = [place for place, came in enumerate(done) if not came]
+        through = self.read([rows[place] for place in rest], [rooms[place] for place in rest])
+        for place, came in zip(rest, through, strict=True):
+            done[place] = came
+        return done
 
     def ask_disk(self, rows: Iterable[Row]) -> None:
         """Start reading these rows, all at once, instead of a page at a time when touched."""
@@ -78,21 +106,72 @@ class OpenShards:
         """Close what nobody reads."""
         with self._lock:
             self._open.clear()
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
 
-    def _file(self, shard: str) -> Descriptor | None:
+    def _read_cached(self, row: Row, room: Bytes) -> int:
+        """As many bytes as the page cache has, without waiting for the disk."""
+        file = self._file(row.shard)
+        if file is None or not row.nbytes:
+            return 0
+        try:
+            return os.preadv(file.number, [room[: row.nbytes].data], row.begin, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:  # a file system that always waits
+                raise
+            return 0
+
+    def _read_rest(self, row: Row, room: Bytes, done: int) -> bool:
+        file = self._file(row.shard)
+        while file is not None and done < row.nbytes:
+            count = os.preadv(file.number, [room[done : row.nbytes].data], row.begin + done)
+            if count == 0:
+                return False
+            done += count
+        return file is not None
+
+    def _each_direct(self, pairs: Sequence[tuple[Row, Bytes]]) -> Iterable[bool]:
+        """By several threads, so that the disk has several requests at once."""
+        if len(pairs) < 2:
+            return [self._read_direct(*pair) for pair in pairs]
         with self._lock:
-            file = self._open.get(shard)
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(READERS, "gracetune-disk")
+            pool = self._pool
+        return pool.map(lambda pair: self._read_direct(*pair), pairs)
+
+    def _read_direct(self, row: Row, room: Bytes) -> bool:
+        file = self._file(row.shard, direct=True)
+        return file is not None and os.preadv(file.number, [room.data], row.begin) >= row.nbytes
+
+    def _file(self, shard: str, direct: bool = False) -> Descriptor | None:
+        with self._lock:
+            file = self._open.get((shard, direct))
             if file is None:
-                number = find_file(self._folder, shard)
+                number = None if direct and self.no_direct else self._opened(shard, direct)
                 if number is None:
                     return None
-                # Entries are read in any order: what lies beside one is not wanted next.
-                os.posix_fadvise(number, 0, 0, os.POSIX_FADV_RANDOM)
-                file = self._open[shard] = Descriptor(number)
+                file = self._open[shard, direct] = Descriptor(number)
                 if len(self._open) > self._most:
                     self._open.popitem(last=False)
-            self._open.move_to_end(shard)
+            self._open.move_to_end((shard, direct))
             return file
+
+    def _opened(self, shard: str, direct: bool) -> int | None:
+        try:
+            number = find_file(self._folder, shard, os.O_DIRECT if direct else 0)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            self.no_direct = f"{self._folder} is on a file system that takes no direct reads"
+            return None
+        if number is not None and not direct:
+            # Entries are read in any order: what lies beside one is not wanted next.
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_RANDOM)
+        return number
 
 
 class MappedShards:
@@ -143,25 +222,11 @@ class Bits:
         self._bytes[place] |= 1 << (number & 7)
 
 
-def _read_cached(descriptor: int, room: Bytes, offset: int) -> int:
-    """As many bytes as the page cache has, without waiting for the disk."""
-    try:
-        return os.preadv(descriptor, [room.data], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return 0
-    except OSError as error:
-        if error.errno != errno.EOPNOTSUPP:  # a file system that always waits
-            raise
-        return 0
-
-
-def _read_rest(descriptor: int, room: Bytes, offset: int) -> bool:
-    while len(room):
-        count = os.preadv(descriptor, [room.data], offset)
-        if count == 0:
-            return False
-        room, offset = room[count:], offset + count
-    return True
+def _is_pages(row: Row, room: Bytes) -> bool:
+    """Whether a disk can write an entry to its room by itself."""
+    if room.nbytes < LARGE or room.nbytes % PAGE:
+        return False
+    return row.begin % PAGE == 0 and room.ctypes.data % PAGE == 0
 
 
 def _place(row: Row) -> tuple[str, int]:

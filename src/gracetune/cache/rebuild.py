@@ -86,12 +86,13 @@ def _rows(whole: Bytes, name: str, room: int) -> Iterator[Row]:
         if told is None:
             at = find_record(whole, at + ALIGN)
             continue
-        begin = at + told.begin
-        row = Row(0, told.key, name, begin, told.nbytes, told.tensors, told.checksum, told.about)
+        row = Row(
+            0, told.key, name, told.begin, told.nbytes, told.tensors, told.checksum, told.about
+        )
         fits = row.end <= len(whole)
-        if fits and checksum_at(whole, begin, row.tensors) == row.checksum:
+        if fits and checksum_at(whole, row.begin, row.tensors) == row.checksum:
             yield row
-        at = find_record(whole, aligned(row.end) if fits else begin)
+        at = find_record(whole, aligned(row.end) if fits else row.begin)
 
 
 @contextmanager

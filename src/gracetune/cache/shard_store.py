@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from gracetune.cache.index import FORMAT, Index
-from gracetune.cache.packing import TORCH_DTYPES, checksum_at, unpack
+from gracetune.cache.packing import LARGE, TORCH_DTYPES, checksum_at, room_for, unpack
 from gracetune.cache.reading import Bits, MappedShards, OpenShards
 from gracetune.cache.rebuild import restore_index
 from gracetune.cache.store import stack_entries
@@ -70,6 +70,7 @@ class ShardStore:
         self.folder = folder
         self.shards = folder / "shards"
         self._tell = tell
+        self._told = False
         self._check = check
         self._max_maps = max_maps
         self._max_open = max_open
@@ -94,7 +95,7 @@ class ShardStore:
         return self._view(keys)
 
     def gather(self, keys: Sequence[str], name: str, room: Room) -> Tensor | None:
-        """Read to where it belongs, and copied no further; entries of several tensors are."""
+        """Read to where they belong, and copied no further; entries of several tensors are."""
         self._at_home()
         found = self._rows(keys)
         rows = [found[key] for key in keys if key in found]
@@ -112,11 +113,12 @@ class ShardStore:
         """Read into memory that is given; as views of the files where none is."""
         self._at_home()
         rows = self._rows(keys)
-        rooms = {key: allocate(row.nbytes) for key, row in rows.items()}
+        rooms = {key: allocate(room_for(row.nbytes)) for key, row in rows.items()}
         given = {key: room for key, room in rooms.items() if room is not None}
-        read = self._files.read(
+        read = self._files.read_past_cache(
             [rows[key] for key in given], [room.numpy() for room in given.values()]
         )
+        self._tell_refusal()
         entries: dict[str, Entry | None] = {}
         for (key, room), done in zip(given.items(), read, strict=True):
             row = rows[key]
@@ -170,10 +172,15 @@ class ShardStore:
             writer.finish()
 
     def will_need(self, keys: Sequence[str]) -> None:
-        """Have the disk read these ahead; returns at once."""
+        """Have the disk read ahead what is worth it; returns at once.
+
+        What a fast disk can write to where it belongs is better left until it is needed: ahead, it
+        would pass through the page cache.
+        """
         self._at_home()
-        rows = self._rows(keys)
-        self._files.ask_disk(rows.values())
+        rows = self._rows(keys).values()
+        eager = self._files.is_slow or bool(self._files.no_direct)
+        self._files.ask_disk([row for row in rows if eager or row.nbytes < LARGE])
 
     def close(self) -> None:
         """Seal the file that is being written, and let go of all; who asks again opens it again."""
@@ -271,7 +278,8 @@ class ShardStore:
 
     def _read_whole(self, rows: Sequence[Row], parts: Sequence[Bytes]) -> bool:
         """Whether all could be read, and are what was put."""
-        read = self._files.read(rows, parts)
+        read = self._files.read_past_cache(rows, parts)
+        self._tell_refusal()
         return all(read) and all(
             self._is_whole(row, part, 0) for row, part in zip(rows, parts, strict=True)
         )
@@ -306,6 +314,13 @@ class ShardStore:
             index.drop_row(row)
         text = f"cache entry {row.key} in {self.folder} is damaged ({why}): forgotten"
         self._tell(Notice(text, level="warning", fallback=True))
+
+    def _tell_refusal(self) -> None:
+        """Said once; the files are read through the page cache, which keeps a second copy."""
+        if self._files.no_direct and not self._told:
+            self._told = True
+            text = f"{self._files.no_direct}: entries pass through the page cache"
+            self._tell(Notice(text, level="warning", fallback=True))
 
     def _forget(self, key: str) -> None:
         with self._lock:

@@ -1,9 +1,9 @@
 """The files of a cache: many entries in one safetensors file, which grows while it is written.
 
 A file begins with room for the header. Entries follow, each after its record and at a multiple of
-64 bytes. When the file is sealed, the header goes into the room; what is left of the room, every
-record and every gap is a tensor of bytes, because safetensors allows no holes. The file system
-keeps unwritten room as a hole.
+64 bytes, large ones of a page. When the file is sealed, the header goes into the room; what is left
+of the room, every record and every gap is a tensor of bytes, because safetensors allows no holes.
+The file system keeps unwritten room as a hole.
 
 While it grows, a file is `NAME.open`; sealing renames it to `NAME.safetensors`. Whoever changes a
 file holds its lock (flock), which the kernel gives back when the process dies. A file that is
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.cache.index import ShardRow
-from gracetune.cache.packing import aligned
+from gracetune.cache.packing import aligned, alignment
 from gracetune.durable import sync
 from gracetune.units import MIB
 
@@ -60,8 +60,9 @@ class ShardFile:
     def append(self, packed: Packed, cost: int) -> int:
         """Write an entry past the end; where it begins. Not durable yet, and in no index."""
         record = aligned(self.end)
-        begin = record + len(packed.record)
-        _write_all(self._descriptor, memoryview(packed.record), record)
+        begin = aligned(record + len(packed.record), alignment(packed.nbytes))
+        padded = packed.record.ljust(begin - record, b"\0")
+        _write_all(self._descriptor, memoryview(padded), record)
         for place, part in zip(packed.places, packed.parts, strict=True):
             _write_all(self._descriptor, part.data, begin + place.begin)
         self.end = begin + packed.nbytes
@@ -159,11 +160,11 @@ def candidates(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def find_file(folder: Path, name: str) -> int | None:
+def find_file(folder: Path, name: str, flags: int = 0) -> int | None:
     """A descriptor of this file, open or sealed; it may be renamed while we look."""
     for suffix in (SEALED, OPEN, SEALED, OPEN):
         try:
-            return os.open(folder / f"{name}{suffix}", os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(folder / f"{name}{suffix}", os.O_RDONLY | os.O_CLOEXEC | flags)
         except FileNotFoundError:
             continue
     return None

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gracetune.cache.packing import PAGE, aligned
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 SLOTS = 2
 """One is filled while the other is copied from."""
 ALIGNMENT = 512
-"""Of device allocations, and good for host ones."""
+"""Of device allocations."""
 
 
 class Mark(Protocol):
@@ -74,7 +76,7 @@ class Staging:
 
 
 class _Slot:
-    """Host memory that is handed out piece by piece, and begun anew."""
+    """Host memory that is handed out piece by piece, each beginning with a page, and begun anew."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
@@ -87,10 +89,10 @@ class _Slot:
         if self._used + nbytes > len(self._memory):
             # The device may still read what was handed out of it.
             self._outgrown.append(self._memory)
-            self._memory = self._allocate(2 * self._used + _aligned(nbytes))
+            self._memory = self._allocate(2 * self._used + aligned(nbytes, PAGE))
             self._used = 0
         start = self._used
-        self._used += _aligned(nbytes)
+        self._used += aligned(nbytes, PAGE)
         return self._memory[start : start + nbytes]
 
     def empty(self) -> None:
@@ -150,4 +152,4 @@ def _within(
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return aligned(nbytes, ALIGNMENT)

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from gracetune.cache.ahead import CudaLane
-from gracetune.cache.arena import pageable, pinned
+from gracetune.cache.arena import pageable, pinned, whole_pages
 from gracetune.cache.staging import Staging, copied
 from gracetune.config.environment import environment_settings, process_environment
 from gracetune.events.types import Notice
@@ -71,7 +71,7 @@ class Mover:
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Memory that the device copies from at full speed."""
-        return pinned(nbytes) if self.moves else pageable(nbytes)
+        return pinned(nbytes) if self.moves else whole_pages(nbytes)
 
     def lane(self) -> CudaLane:
         """A way to the device beside the step's."""
@@ -85,7 +85,7 @@ class Mover:
         What is there already stays: latents that were just encoded, texts that are kept hot.
         """
         if not self.moves:
-            gathered, texts = latents(self.host_memory), dict(text)
+            gathered, texts = latents(pageable), dict(text)
             self._place(gathered, texts)
             return gathered, texts
         made: list[Tensor] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 import psutil
 
-from gracetune.cache.arena import ArenaStore, Budget, Tally, pageable
+from gracetune.cache.arena import ArenaStore, Budget, Tally, whole_pages
 from gracetune.cache.ranks import ALONE
 from gracetune.cache.shard_store import ShardStore
 from gracetune.events.types import Notice
@@ -58,7 +58,7 @@ def open_stores(
     run: RunFile,
     folder: Path,
     tell: Tell,
-    device_reads: Callable[[int], Tensor] = pageable,
+    device_reads: Callable[[int], Tensor] = whole_pages,
     ranks: Ranks = ALONE,
 ) -> Stores:
     """A store a kind; `device_reads` allocates host memory that the device copies from."""
@@ -76,7 +76,7 @@ def open_stores(
         files = ShardStore(at, tell) if persistent or kinds[kind] == "disk" else None
         if files is not None and kinds[kind] == "disk":
             return files
-        memory = device_reads if kinds[kind] == "unified_memory" else pageable
+        memory = device_reads if kinds[kind] == "unified_memory" else whole_pages
         return ArenaStore(name, budgets[kind], files, tell, memory, tally)
 
     for kind, where in kinds.items():
