@@ -146,10 +146,6 @@ def _layer(
         # peft scales the bias of lora_B together with its product.
         scaled = layer.tensors["diff_b"].float() * scale_of(layer)
         layer = replace(layer, tensors={**layer.tensors, "diff_b": scaled})
-    if layer.dora and layer.tensors["dora"].dim() == 1:
-        ones = [1] * (len(delta_shape(layer)) - 1)
-        magnitude = layer.tensors["dora"].reshape(-1, *ones)
-        layer = replace(layer, tensors={**layer.tensors, "dora": magnitude})
     if place.module in table.swapped and next(iter(found.values())).naming == "original":
         half = delta_shape(layer)[0] // 2
         layer = take_rows(place.module, layer, [(half, 2 * half), (0, half)])

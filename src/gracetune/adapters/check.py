@@ -54,6 +54,8 @@ class Target:
     """Why not all of it loads; or how it loads, where that is not the usual way."""
     first: str | None = None
     """The first key or module that is lost."""
+    wrong: bool = False
+    """Whether it loads and computes something else, which is worse than not at all."""
 
     @property
     def loads(self) -> bool:
@@ -78,6 +80,8 @@ class Check:
 
     @property
     def ok(self) -> bool:
+        if any(t.wrong for t in self.targets):
+            return False
         if self.demanded:
             return all(t.loads for t in self.targets if t.name in self.demanded)
         whole_or_nothing = all(t.loads or t.matched == 0 for t in self.targets)
@@ -245,7 +249,7 @@ def _counted(model: nn.Module, layers: Mapping[str, Layer], by_model: bool) -> T
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     expected = len(layers)
-    carriers = {
+    carriers: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, BaseTunerLayer) and NAME in module.active_adapters
@@ -258,11 +262,12 @@ def _counted(model: nn.Module, layers: Mapping[str, Layer], by_model: bool) -> T
     generator = torch.Generator().manual_seed(0)
     for name, layer in layers.items():
         if layer.dora:
-            if "lora_magnitude_vector" not in dict(carriers[name].named_children()):
+            if NAME not in carriers[name].lora_magnitude_vector:
                 why = "it drops the magnitudes (DoRA); convert the file --to diffusers"
-                return Target("diffusers", 0, expected, why, name)
+                return Target("diffusers", 0, expected, why, name, wrong=True)
         elif not _agrees(carriers[name], layer, generator):
-            return Target("diffusers", 0, expected, f"{name} would compute another dW", name)
+            why = f"{name} would compute another dW"
+            return Target("diffusers", 0, expected, why, name, wrong=True)
     how = "by transformer.load_lora_adapter; pipelines refuse LoKr" if by_model else ""
     return Target("diffusers", expected, expected, how)
 

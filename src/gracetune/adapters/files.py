@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -14,7 +13,6 @@ from gracetune.adapters.canonical import FAMILY_KEY, canonical
 from gracetune.adapters.layers import Adapter, at_stage, rank_of
 from gracetune.adapters.names import form_named, table_named
 from gracetune.adapters.spelling import spell
-from gracetune.adapters.tables.types import table_of_modules
 from gracetune.durable import new_file, write_text
 from gracetune.errors import AdapterError
 
@@ -22,12 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from torch import Tensor, nn
+    import torch
+    from torch import Tensor
 
     from gracetune.adapters.tables.forms import Form
     from gracetune.adapters.tables.types import NameTable, Stage
-    from gracetune.adapters.targets import Setting
-    from gracetune.config.schema import AdapterSection
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 """What diffusers' `load_lora_weights` looks for in a folder."""
@@ -132,47 +129,6 @@ def write_adapter(
     if form.name == "peft" and path.name == PEFT_FILE:
         write_text(path.with_name(PEFT_CONFIG), json.dumps(_config_of(adapter), indent=2) + "\n")
     return path
-
-
-def save_adapter(
-    folder: Path,
-    model: nn.Module,
-    section: AdapterSection,
-    modules: Mapping[str, Setting],
-    about: Mapping[str, str],
-    expert: str = "",
-) -> Path:
-    """Write the adapter that one transformer carries, in the form that most tools load.
-
-    `about` goes into the header; an `expert` gives the file its name.
-    """
-    adapter = carried(model, section, modules, about)
-    name = FILE_NAME
-    if expert:
-        name = f"{FILE_NAME.removesuffix('.safetensors')}_{expert}_noise.safetensors"
-    told = About(stage=STAGES.get(expert))
-    return write_adapter(folder / name, adapter, interchange_form(adapter), told)
-
-
-def carried(
-    model: nn.Module,
-    section: AdapterSection,
-    modules: Mapping[str, Setting],
-    about: Mapping[str, str],
-) -> Adapter:
-    """The adapter that a live transformer carries, in our own words."""
-    from gracetune.adapters.inject import BY_PEFT, adapter_weights  # peft takes seconds to import
-
-    table = table_named(about.get(FAMILY_KEY, ""))
-    if table.open:
-        table = table_of_modules(table.family, tuple(modules))
-    tensors: dict[str, Tensor] = {}
-    for module, roles in adapter_weights(model).items():
-        found = {f"transformer.{module}.{role}": tensor for role, tensor in roles.items()}
-        if section.kind in BY_PEFT:
-            found[f"transformer.{module}.alpha"] = torch.tensor(modules[module].alpha)
-        tensors |= found
-    return canonical(tensors, about, table)
 
 
 def interchange_form(adapter: Adapter) -> Form:

@@ -143,7 +143,7 @@ def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
     layer = Layer(algorithm, {role: tensors[role] for role in sorted(roles)})
     _check_ranks(layer, keys)
     layer = _with_alpha(layer, tensors, keys)
-    return _with_scalar(layer, tensors)
+    return _with_magnitude(_with_scalar(layer, tensors))
 
 
 def rank_of(layer: Layer) -> int | None:
@@ -225,6 +225,16 @@ def _with_scalar(layer: Layer, tensors: Mapping[str, Tensor]) -> Layer:
         return layer
     scaled = layer.tensors[role] * tensors["scalar"].to(layer.tensors[role].dtype)
     return replace(layer, tensors={**layer.tensors, role: scaled})
+
+
+def _with_magnitude(layer: Layer) -> Layer:
+    """peft's magnitudes are a plain vector, everyone else's have the weight's number of axes."""
+    if not layer.dora or layer.tensors["dora"].dim() > 1:
+        return layer
+    order = ("mid", "hada_t1", "lokr_t2", "down", "hada_w1_a", "lokr_w2", "lokr_w2_b", "diff")
+    axes = next(layer.tensors[role].dim() for role in order if role in layer.tensors)
+    magnitude = layer.tensors["dora"].reshape(-1, *[1] * (axes - 1))
+    return replace(layer, tensors={**layer.tensors, "dora": magnitude})
 
 
 def _size(shape: tuple[int, ...]) -> str:

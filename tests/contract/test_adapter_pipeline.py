@@ -1,0 +1,304 @@
+"""Files in a real diffusers Wan pipeline of two tiny transformers: what loads, and what it does."""
+
+import copy
+
+import pytest
+import torch
+from adapter_examples import FFN, HIDDEN, make_lora, make_wan, shape_of, wan_modules
+from diffusers import WanPipeline, WanTransformer3DModel
+from safetensors.torch import save_file
+
+from gracetune.adapters.check import check_file
+from gracetune.adapters.delta import delta, merged
+from gracetune.adapters.files import About, read_adapter, read_tensors, write_adapter
+from gracetune.adapters.layers import Adapter
+from gracetune.adapters.names import Place
+from gracetune.adapters.tables.wan import WAN
+from gracetune.errors import AdapterError
+
+STAGES = ("high", "low")
+ALL = len(wan_modules())
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The pipeline; tests take copies."""
+    torch.manual_seed(1)
+    config = {
+        "num_attention_heads": 2,
+        "attention_head_dim": HIDDEN // 2,
+        "num_layers": 2,
+        "ffn_dim": FFN,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 8,
+        "freq_dim": 8,
+    }
+    parts = {name: WanTransformer3DModel(**config) for name in ("transformer", "transformer_2")}
+    return WanPipeline(
+        tokenizer=None, text_encoder=None, vae=None, scheduler=None, boundary_ratio=0.875, **parts
+    )
+
+
+@pytest.fixture
+def pipeline(made):
+    parts = {name: copy.deepcopy(getattr(made, name)) for name in ("transformer", "transformer_2")}
+    return WanPipeline(
+        tokenizer=None, text_encoder=None, vae=None, scheduler=None, boundary_ratio=0.875, **parts
+    )
+
+
+def of_stage(pipeline, stage):
+    return pipeline.transformer_2 if stage == "low" else pipeline.transformer
+
+
+@torch.no_grad()
+def predict(model):
+    generator = torch.Generator().manual_seed(2)
+    return model(
+        torch.randn(1, 4, 1, 4, 4, generator=generator),
+        timestep=torch.tensor([500.0]),
+        encoder_hidden_states=torch.randn(1, 3, 8, generator=generator),
+        return_dict=False,
+    )[0]
+
+
+def small(adapter, factor=0.05):
+    """Changes that leave the model's output finite and near."""
+    layers = {place: layer.map(lambda t: t * factor) for place, layer in adapter.layers.items()}
+    return Adapter(adapter.table, layers)
+
+
+def merged_copy(model, adapter):
+    """The model with our own dW in its weights."""
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for place, layer in adapter.layers.items():
+            module = changed.get_submodule(place.module)
+            module.weight.copy_(merged(layer, module.weight))
+            if "diff_b" in layer.tensors:
+                module.bias.add_(layer.tensors["diff_b"])
+    return changed
+
+
+LOADED = ["comfyui", "lightning", "kohya", "diffusers"]
+
+
+@pytest.mark.parametrize("alpha", [None, 2.0, 3.0])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("form", LOADED)
+def test_a_lora_loads_in_either_expert_and_does_what_our_maths_says(
+    form, stage, alpha, pipeline, tmp_path
+):
+    adapter = small(make_wan("lora", alpha=alpha))
+    adapter = Adapter(
+        WAN, {p: type(x)(x.algorithm, x.tensors, alpha) for p, x in adapter.layers.items()}
+    )
+    path = write_adapter(tmp_path / "a.safetensors", adapter, form, About(stage=stage))
+    model, other = of_stage(pipeline, stage), of_stage(pipeline, {"high": "low"}.get(stage, "high"))
+    plain, untouched = predict(model), predict(other)
+    expected = predict(merged_copy(model, adapter))
+    pipeline.load_lora_weights(
+        str(tmp_path),
+        weight_name=path.name,
+        adapter_name="a",
+        load_into_transformer_2=stage == "low",
+        local_files_only=True,
+    )
+    carriers = [name for name, _ in model.named_modules() if name.endswith("lora_A.a")]
+    assert len(carriers) == ALL
+    torch.testing.assert_close(predict(model), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(expected, plain, atol=1e-3)
+    assert torch.equal(predict(other), untouched)
+
+    found = check_file(path)
+    assert found.stage == stage
+    assert found.ok
+    assert found.targets[0].matched == found.targets[0].expected == ALL
+
+
+def test_a_dora_loads_with_its_magnitudes(pipeline, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    layers = {}
+    for name in wan_modules():
+        layer = make_lora(*shape_of(name), generator, dora=True)
+        layers[Place(None, name)] = layer.map(lambda t: t * 0.3)
+    adapter = Adapter(WAN, layers)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
+    expected = predict(merged_copy(pipeline.transformer, adapter))
+    pipeline.load_lora_weights(str(tmp_path), weight_name=path.name, local_files_only=True)
+    torch.testing.assert_close(predict(pipeline.transformer), expected, rtol=1e-4, atol=1e-5)
+    assert check_file(path).targets[0].loads
+
+    refused = check_file(write_adapter(tmp_path / "b.safetensors", adapter, "comfyui"))
+    assert "refuses the file" in refused.targets[0].reason
+    assert refused.targets[1].loads
+    assert "norms of the unchanged weight" in refused.targets[1].reason
+
+
+def test_magnitudes_that_diffusers_drops_are_noticed(tmp_path):
+    """It filters dora_scale out with a log line, and computes a plain LoRA."""
+    generator = torch.Generator().manual_seed(0)
+    layer = make_lora(HIDDEN, HIDDEN, generator, dora=True)
+    prefix = "transformer.blocks.0.attn1.to_q"
+    tensors = {
+        f"{prefix}.lora_A.weight": layer.tensors["down"],
+        f"{prefix}.lora_B.weight": layer.tensors["up"],
+        f"{prefix}.dora_scale": layer.tensors["dora"],
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    found = check_file(tmp_path / "a.safetensors")
+    assert not found.ok
+    assert found.targets[0].wrong
+    assert "drops the magnitudes" in found.targets[0].reason
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ["lokr", "lokr-whole"])
+def test_a_lokr_loads_into_a_transformer_and_does_what_our_maths_says(
+    kind, stage, pipeline, tmp_path
+):
+    adapter = small(make_wan(kind, alpha=3.0), 0.2)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers", About(stage=stage))
+    model = of_stage(pipeline, stage)
+    expected, plain = predict(merged_copy(model, read_adapter(path))), predict(model)
+    model.load_lora_adapter(read_tensors(path)[0], prefix="transformer", adapter_name="a")
+    torch.testing.assert_close(predict(model), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(expected, plain, atol=1e-3)
+    found = check_file(path)
+    assert found.ok
+    assert found.targets[0].matched == ALL
+
+
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "lokr-whole"])
+def test_lycoris_loads_its_form_and_does_what_our_maths_says(kind, pipeline, tmp_path):
+    wrapper = pytest.importorskip("lycoris.wrapper")
+    adapter = small(make_wan(kind, alpha=None if kind == "lokr-whole" else 3.0), 0.3)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "lycoris")
+    model = pipeline.transformer_2
+    expected, plain = predict(merged_copy(model, read_adapter(path))), predict(model)
+    with torch.no_grad():
+        network, _ = wrapper.create_lycoris_from_weights(1.0, str(path), model)
+    assert len(network.loras) == ALL
+    network.apply_to()
+    torch.testing.assert_close(predict(model), expected, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(expected, plain, atol=1e-3)
+
+
+NOWHERE = {
+    "bare": "loads nothing",
+    "diffsynth": "loads nothing",
+    "simpletuner-comfyui": "refuses the file: ValueError",
+    "lycoris": "refuses the file: ValueError",
+    "lycoris-original": "refuses the file: ValueError",
+    "peft-live": "loads nothing",
+}
+
+
+@pytest.mark.parametrize("form", NOWHERE)
+def test_what_no_tool_loads_is_told(form, tmp_path):
+    path = write_adapter(tmp_path / "a.safetensors", make_wan("lora"), form)
+    found = check_file(path)
+    assert not found.ok
+    assert NOWHERE[form] in found.targets[0].reason
+    assert found.targets[1].matched == 0
+    with pytest.raises(AdapterError, match="does not load as it should") as caught:
+        found.demand()
+    assert caught.value.kind == "partial"
+
+
+def test_the_low_stages_prefix_loads_nothing_even_when_asked_to(tmp_path):
+    adapter = Adapter(WAN, {Place("low", p.module): x for p, x in make_wan().layers.items()})
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers-both")
+    found = check_file(path)
+    assert found.stage == "low"
+    assert [target.matched for target in found.targets] == [0, 0]
+    assert "does not say so" in found.targets[0].reason
+
+
+def test_kohya_needs_every_linear_module_in_diffusers(tmp_path):
+    attention = {p: x for p, x in make_wan().layers.items() if "attn" in p.module}
+    path = write_adapter(tmp_path / "a.safetensors", Adapter(WAN, attention), "kohya")
+    found = check_file(path)
+    assert "KeyError" in found.targets[0].reason
+    assert found.targets[1].loads
+    assert found.ok
+    assert not check_file(path, demanded=("diffusers",)).ok
+    path = write_adapter(tmp_path / "b.safetensors", Adapter(WAN, attention), "comfyui")
+    assert check_file(path, demanded=("diffusers", "comfyui")).ok
+
+
+@pytest.mark.parametrize("kind", ["lokr", "loha", "full"])
+def test_other_algorithms_load_in_comfyui_alone(kind, tmp_path):
+    for form, loads in (("comfyui", True), ("kohya", True), ("lycoris", False)):
+        path = write_adapter(tmp_path / "a.safetensors", make_wan(kind), form)
+        found = check_file(path)
+        assert found.targets[0].matched == 0
+        assert found.targets[1].loads == found.ok == loads
+
+
+def test_a_combined_file_is_refused_by_its_second_stages_first_key(tmp_path):
+    adapter = make_wan("lora", stages=STAGES)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "ai-toolkit-combined")
+    with pytest.raises(AdapterError, match=r"transformer_2\..*mixes both") as caught:
+        check_file(path)
+    assert caught.value.kind == "mixed-stages"
+    assert caught.value.key.startswith("diffusion_model.transformer_2.")
+
+
+def test_a_part_of_the_modules_is_not_enough(tmp_path):
+    layers = dict(make_wan().layers)
+    del layers[Place(None, "blocks.1.ffn.net.2")]
+    path = write_adapter(tmp_path / "a.safetensors", Adapter(WAN, layers), "comfyui")
+    assert check_file(path).expected == ALL - 1
+    with pytest.raises(AdapterError, match="lacks 1 of 20") as caught:
+        check_file(path, modules=wan_modules())
+    assert caught.value.key == "blocks.1.ffn.net.2"
+
+
+def test_a_file_for_a_model_of_another_size_is_refused_by_it(made, tmp_path):
+    path = write_adapter(tmp_path / "a.safetensors", make_wan(), "comfyui")
+    config = dict(made.transformer.config) | {"ffn_dim": 64}
+    found = check_file(path, config=config)
+    assert not found.targets[0].loads
+    assert "size mismatch" in found.targets[0].reason
+    assert check_file(path, config=dict(made.transformer.config)).ok
+
+
+def test_a_file_of_the_real_size_needs_no_model(tmp_path):
+    """Two blocks of the 14 B model's widths: the pipeline takes no memory for its weights."""
+    generator = torch.Generator().manual_seed(0)
+    layers = {
+        Place(None, name): make_lora(*shape_of(name, 5120, 13824), generator, rank=2)
+        for name in wan_modules()
+    }
+    path = write_adapter(tmp_path / "a_low_noise.safetensors", Adapter(WAN, layers), "comfyui")
+    found = check_file(path)
+    assert found.ok
+    assert found.stage == "low"
+    assert [target.matched for target in found.targets] == [ALL, ALL]
+
+
+def test_a_wrong_scale_would_be_noticed(tmp_path, monkeypatch):
+    path = write_adapter(tmp_path / "a.safetensors", make_wan(alpha=2.0), "comfyui")
+    import gracetune.adapters.check as check
+
+    honest = check._load
+
+    def doubling(pipeline, path, stage):
+        honest(pipeline, path, stage)
+        pipeline.transformer.blocks[1].attn2.to_v.scaling["checked"] *= 2
+
+    monkeypatch.setattr(check, "_load", doubling)
+    found = check_file(path)
+    assert not found.ok
+    assert found.targets[0].first == "blocks.1.attn2.to_v"
+    assert "another dW" in found.targets[0].reason
+
+
+def test_the_known_change_is_the_files(tmp_path):
+    adapter = make_wan("lora", alpha=2.0)
+    back = read_adapter(write_adapter(tmp_path / "a.safetensors", adapter, "diffusers"))
+    for place, layer in adapter.layers.items():
+        expected = layer.tensors["up"] @ layer.tensors["down"] * 0.5
+        torch.testing.assert_close(delta(back.layers[place]), expected)
