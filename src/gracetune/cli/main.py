@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": ("gracetune.cli.train", "train a model as a run file says, or resume it"),
+    "plan": ("gracetune.cli.plan", "say what a run will take before it starts, and how to run it"),
     "now": ("gracetune.cli.now", "ask a running run to validate, save or stop"),
     "cache": ("gracetune.cli.cache", "build, verify, clean up, explain and import caches"),
     "adapter": ("gracetune.cli.adapter", "inspect, convert, merge, extract and check adapters"),

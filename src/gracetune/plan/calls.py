@@ -43,7 +43,8 @@ class Call:
     spec: TreeSpec
     flowing: tuple[int, ...]
     """The leaves that came from the block before, or from the embeddings where it is the first."""
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[Any, ...]
+    """Its leaves; a last block may give none for what nobody reads."""
     out_spec: TreeSpec
 
     @property
@@ -156,8 +157,9 @@ def stand_ins(blocks: Sequence[nn.Module], calls: Sequence[Call]) -> Iterator[No
             leaves = tree_flatten((args, kwargs))[0]
             inputs = [leaves[place] for place in call.flowing]
             apply: Callable[..., tuple[Tensor, ...]] = _StandIn.apply
-            outputs = apply(anchor, call.outputs, *inputs)
-            return tree_unflatten(list(outputs), call.out_spec)
+            made = iter(apply(anchor, tensors_of(call.outputs), *inputs))
+            outputs = [next(made) if isinstance(x, Tensor) else x for x in call.outputs]
+            return tree_unflatten(outputs, call.out_spec)
 
         return forward
 

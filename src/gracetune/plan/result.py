@@ -5,7 +5,7 @@ Plain data, made by `choose` and applied by the trainer. Nothing here loads torc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 Weights = Literal["resident", "streamed"]
@@ -111,7 +111,6 @@ class Plan:
     seconds: Seconds
     simulated: bool
     """Whether its seconds come from a machine's published figures."""
-    reasons: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def samples_per_second(self) -> float:

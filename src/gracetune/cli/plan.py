@@ -1,0 +1,225 @@
+"""`gracetune plan RUN`: memory and speed of a run before it is started, and how to run it best."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gracetune.config.load import load_run_file
+from gracetune.errors import ConfigError
+from gracetune.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from gracetune.config.schema import OptimizerSection, RunFile
+    from gracetune.memory.machine import Machine
+    from gracetune.plan.ask import Trained
+    from gracetune.plan.outlines import Outline
+    from gracetune.plan.rates import Basics
+
+HELP = "memory and speed of a run before it is started, for this machine or a known one"
+CAPTION_SUFFIXES = {".txt", ".json", ".jsonl", ".csv", ".parquet", ".caption"}
+PROBE_EDGE = 256
+"""Edge of the matrix that an optimizer is tried on, to see what it keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The machine a plan is for."""
+
+    title: str
+    basics: Basics
+    device_nbytes: int
+    host_nbytes: int
+    simulated: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run file, the machine, the budget."""
+    parser.add_argument("run_file", metavar="RUN", help="a run file: JSON, YAML or TOML")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        dest="overrides",
+        help="change one setting; may be given often",
+    )
+    parser.add_argument(
+        "--machine", metavar="NAME", help="plan for a known machine, such as gh200-96"
+    )
+    parser.add_argument("--hbm", metavar="SIZE", help="device memory to plan with, such as 96GB")
+    parser.add_argument(
+        "--host-memory", metavar="SIZE", help="host memory to plan with, such as 400GB"
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="samples of the data set, where it is not here"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan for this machine, or for a known one."""
+    from gracetune.memory.machine import open_machine
+
+    return plan(args, open_machine, _measured)
+
+
+def plan(
+    args: argparse.Namespace,
+    open_machine: Callable[[], Machine],
+    measured: Callable[[int], Basics],
+) -> int:
+    """Trace, choose, print; a test hands in the machine."""
+    run_file = load_run_file(args.run_file, args.overrides).run
+    where = _where(args, open_machine, measured)
+
+    from gracetune.plan.ask import STORED_SHARES, fixed_of, picture_of, settings_of, wishes_of
+    from gracetune.plan.candidates import Budget
+    from gracetune.plan.choose import choose
+    from gracetune.plan.cost import Model
+    from gracetune.plan.outlines import outline
+    from gracetune.plan.rates import FITTED, speeds_of
+    from gracetune.plan.report import Heading, as_json, lines
+    from gracetune.plan.trace import trace_model
+
+    settings = settings_of(run_file)
+    picture = picture_of(run_file)
+    shape = outline(run_file.model, picture)
+    trained = _make_trainable(run_file, shape)
+    one, two = (trace_model(shape.subject(), batch) for batch in (1, 2))
+    quantize = run_file.model.quantize
+    model = Model(one, two, speeds_of(where.basics), stored_share=STORED_SHARES[quantize])
+    context = int(FITTED["context_nbytes"].value)
+    asked_device = args.hbm or settings.device_memory
+    budget = Budget(
+        device_nbytes=parse_bytes(asked_device) if asked_device else where.device_nbytes - context,
+        host_nbytes=parse_bytes(args.host_memory or settings.host_memory or where.host_nbytes),
+        fragmentation=FITTED["fragmentation"].value,
+    )
+    samples = count_samples(run_file) if args.samples is None else args.samples
+    fixed = fixed_of(run_file, shape, trained, samples, budget.device_nbytes)
+    planned = choose(model, fixed, budget, wishes_of(run_file), where.simulated)
+    frames = f", {picture.frames} frames" if picture.frames > 1 else ""
+    heading = Heading(
+        model=f"{shape.name} ({shape.note})",
+        sample=f"{picture.width}x{picture.height}{frames}",
+        machine=where.title,
+        budget=budget,
+        notes=_notes(run_file, samples),
+    )
+    if args.json:
+        print(json.dumps(as_json(planned, heading), indent=2))
+    else:
+        print(*lines(planned, heading), sep="\n")
+    return 0
+
+
+def _where(
+    args: argparse.Namespace,
+    open_machine: Callable[[], Machine],
+    measured: Callable[[int], Basics],
+) -> Where:
+    from gracetune.plan.machines import MACHINES, machine
+    from gracetune.plan.rates import basics_of
+
+    if args.machine is not None:
+        known = machine(args.machine)
+        device = int(known.device_memory.value)
+        return Where(known.title, basics_of(known), device, known.host_bytes, simulated=True)
+    platform = open_machine().platform
+    if platform.device < 0:
+        raise ConfigError(
+            f"there is no GPU to plan for: {platform.why['link'].rstrip('.')}. Name a machine with --machine: "
+            f"{', '.join(sorted(MACHINES))}."
+        )
+    return Where(
+        title=f"this machine ({format_bytes(platform.device_bytes)} GPU)",
+        basics=measured(platform.device),
+        device_nbytes=platform.device_bytes,
+        host_nbytes=platform.host_bytes,
+        simulated=False,
+    )
+
+
+def _measured(device: int) -> Basics:
+    import torch
+
+    from gracetune.plan.measure import measure
+
+    return measure(torch.device("cuda", device), torch.cuda.synchronize)
+
+
+def _make_trainable(run_file: RunFile, shape: Outline) -> Trained:
+    """An adapter on the meta model, or all of it; and what training it keeps."""
+    import torch
+
+    from gracetune.plan.ask import MASTER_NBYTES, Trained
+
+    if run_file.adapter is None:
+        shape.model.requires_grad_(True)
+    else:
+        from gracetune.adapters.inject import add_adapter
+
+        with torch.device("meta"):
+            add_adapter({"": shape.model}, run_file.adapter, shape.shape.targets, seed=0)
+    parameters = [p for p in shape.model.parameters() if p.requires_grad]
+    for parameter in parameters:  # products are in the model's type, updates in fp32
+        parameter.data = parameter.data.to(shape.dtype)
+    each = state_nbytes_each(run_file.optimizer)
+    if shape.dtype.itemsize < MASTER_NBYTES:
+        each += MASTER_NBYTES
+    count = sum(parameter.numel() for parameter in parameters)
+    return Trained(count * shape.dtype.itemsize, int(count * each))
+
+
+def state_nbytes_each(section: OptimizerSection) -> float:
+    """What the optimizer keeps of each number that it updates: tried on a small matrix."""
+    import torch
+
+    from gracetune.optim.build import build_optimizer
+
+    probe: nn.Parameter = torch.nn.Parameter(torch.zeros(PROBE_EDGE, PROBE_EDGE))
+    optimizer = build_optimizer({"probe": probe}, section)
+    probe.grad = torch.ones_like(probe)
+    optimizer.step()
+    kept = [
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return sum(kept) / probe.numel()
+
+
+def count_samples(run_file: RunFile) -> int | None:
+    """Files of local data sets that are no captions; none where some cannot be listed."""
+    total = 0
+    for section in run_file.datasets:
+        folder = None if section.instance_data_dir is None else Path(section.instance_data_dir)
+        if folder is None or not folder.is_dir():
+            return None
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        files = [path for path in files if path.suffix.lower() not in CAPTION_SUFFIXES]
+        total += len(files) * section.variants
+    return total
+
+
+def _notes(run_file: RunFile, samples: int | None) -> tuple[str, ...]:
+    notes = []
+    if samples is None:
+        notes.append(
+            "the data sets cannot be listed here, so their caches are not counted in host memory; "
+            "--samples says how many samples there are"
+        )
+    if run_file.model.path is not None and not Path(run_file.model.path).is_dir():
+        notes.append(
+            f"model.path {run_file.model.path!r} is no folder here; the published shape is planned"
+        )
+    return tuple(notes)

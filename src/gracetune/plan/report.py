@@ -1,0 +1,181 @@
+"""A plan as people read it, with its reasons, and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from gracetune.plan.result import ROLES
+from gracetune.units import GIB, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gracetune.plan.candidates import Budget
+    from gracetune.plan.choose import Planned
+    from gracetune.plan.result import Plan
+
+WAYS = {
+    ("keep", False): "kept",
+    ("lean", False): "kept lean",
+    ("offload", False): "offloaded",
+    ("recompute", False): "recomputed",
+    ("recompute", True): "recomputed from inputs in host memory",
+}
+NOTICEABLE = 0.01
+"""Share of a step from which on a wait is worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What a plan is for."""
+
+    model: str
+    """The family, and where its shape is from."""
+    sample: str
+    machine: str
+    budget: Budget
+    notes: tuple[str, ...] = ()
+    """What was assumed, or not known."""
+
+
+def lines(planned: Planned, heading: Heading) -> Iterator[str]:
+    """The whole report, a line at a time."""
+    best = planned.best
+    simulated = ", simulated from published figures" if best.simulated else ", measured now"
+    yield f"{heading.model}, {heading.sample} a sample, on {heading.machine}{simulated}"
+    yield (
+        f"within {format_bytes(heading.budget.device_nbytes)} of device memory "
+        f"({heading.budget.fragmentation:.0%} of the peak left to the allocator) and "
+        f"{format_bytes(heading.budget.host_nbytes)} of host memory"
+    )
+    yield from (f"note: {note}" for note in heading.notes)
+    yield ""
+    yield f"plan: {describe(best)}"
+    yield f"      {speed(best)}"
+    yield ""
+    yield from _table(best)
+    yield ""
+    yield from _seconds(best)
+    yield ""
+    yield "why:"
+    yield from (f"  - {reason}" for reason in reasons(planned, heading.budget))
+    if planned.others:
+        yield ""
+        yield f"next best, of {planned.num_tried} that were predicted:"
+        yield from (f"  {speed(other)}: {describe(other)}" for other in planned.others)
+
+
+def as_json(planned: Planned, heading: Heading) -> dict[str, object]:
+    """The same for machines; bytes are plain numbers."""
+    return {
+        "model": heading.model,
+        "sample": heading.sample,
+        "machine": heading.machine,
+        "budget": asdict(heading.budget),
+        "notes": list(heading.notes),
+        "plan": _plan_json(planned.best),
+        "reasons": reasons(planned, heading.budget),
+        "others": [_plan_json(other) for other in planned.others],
+    }
+
+
+def describe(plan: Plan) -> str:
+    """What is done, in one line."""
+    times = f", accumulated {plan.accumulation} times" if plan.accumulation > 1 else ""
+    how = "compiled" if plan.compiled else "eager"
+    fp8 = ", fp8 products" if plan.frozen_compute == "fp8" else ""
+    return f"batch {plan.batch}{times}, {how}{fp8}; {_weights(plan)}; activations: {_ways(plan)}"
+
+
+def speed(plan: Plan) -> str:
+    """How fast, and in how much memory."""
+    return (
+        f"{plan.samples_per_second:.3f} samples/s, {plan.seconds.step:.3f} s a micro-batch, "
+        f"{format_bytes(plan.device.total)} of device memory"
+    )
+
+
+def reasons(planned: Planned, budget: Budget) -> list[str]:
+    """Why this plan: what each decision buys, in its own numbers."""
+    best, found = planned.best, []
+    seconds = best.seconds
+    if best.streamed:
+        wait = seconds.wait_weights / seconds.step
+        cost = f"computing waits {wait:.1%} of the step for them"
+        if wait < NOTICEABLE:
+            cost = "computing does not wait for them"
+        found.append(
+            f"streaming leaves {format_bytes(best.host.weights)} of weights in host memory; the "
+            f"link to the device is busy {seconds.link_in / seconds.step:.0%} of the step, and "
+            f"{cost}"
+        )
+    else:
+        found.append("all weights fit beside the activations, so none are streamed")
+    found.append(_activation_reason(best))
+    batches = {other.batch: other for other in planned.others if other.batch != best.batch}
+    for other in sorted(batches.values(), key=lambda plan: plan.batch):
+        slower = best.samples_per_second / other.samples_per_second - 1
+        found.append(f"batch {other.batch} at its best would be {slower:.1%} slower")
+    left = budget.device_nbytes - int(best.device.total * (1 + budget.fragmentation))
+    found.append(f"{format_bytes(left)} of the device's budget stay free")
+    return found
+
+
+def _activation_reason(plan: Plan) -> str:
+    seconds = plan.seconds
+    parts = []
+    if seconds.recompute:
+        parts.append(f"recomputing takes {seconds.recompute / seconds.step:.0%} of the step")
+    if seconds.link_out:
+        wait = seconds.wait_activations / seconds.step
+        parts.append(
+            f"offloading moves {format_bytes(plan.host.activations)} out and back, and computing "
+            f"waits {wait:.1%} of the step for it"
+        )
+    if not parts:
+        return "all activations fit, so no product is done twice"
+    return "; ".join(parts) + ": the rest of the device's memory is spent on activations that stay"
+
+
+def _weights(plan: Plan) -> str:
+    if not plan.streamed:
+        return "all weights resident"
+    return f"{len(plan.streamed)} of {len(plan.blocks)} blocks streamed through {plan.slots} slots"
+
+
+def _ways(plan: Plan) -> str:
+    counts = Counter((block.activations, block.offload_input) for block in plan.blocks)
+    return ", ".join(f"{count} {WAYS[way]}" for way, count in counts.items())
+
+
+def _table(plan: Plan) -> Iterator[str]:
+    device, host = plan.device.by_role(), plan.host.by_role()
+    yield f"{'GiB at the peak':<16}{'device':>9}{'host':>9}"
+    for role in ROLES:
+        yield f"{role:<16}{device[role] / GIB:>9.2f}{host[role] / GIB:>9.2f}"
+    yield f"{'total':<16}{plan.device.total / GIB:>9.2f}{plan.host.total / GIB:>9.2f}"
+
+
+def _seconds(plan: Plan) -> Iterator[str]:
+    s = plan.seconds
+    yield f"{'a micro-batch':<24}{format_seconds(s.step):>9}"
+    for name, part in (
+        ("matrix products", s.gemm),
+        ("attention", s.attention),
+        ("elementwise", s.elementwise),
+        ("done again", s.recompute),
+        ("outside, gaps", s.overhead),
+        ("waiting for weights", s.wait_weights),
+        ("waiting for activations", s.wait_activations),
+    ):
+        yield f"  {name:<22}{format_seconds(part):>9}{part / s.step:>7.1%}"
+
+
+def _plan_json(plan: Plan) -> dict[str, object]:
+    return asdict(plan) | {
+        "device_total": plan.device.total,
+        "host_total": plan.host.total,
+        "samples_per_second": plan.samples_per_second,
+    }
