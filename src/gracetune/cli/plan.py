@@ -135,8 +135,9 @@ def _where(
         return Where(known.title, basics_of(known), device, known.host_bytes, simulated=True)
     platform = open_machine().platform
     if platform.device < 0:
+        why = platform.why["link"].rstrip(".")
         raise ConfigError(
-            f"there is no GPU to plan for: {platform.why['link'].rstrip('.')}. Name a machine with --machine: "
+            f"there is no GPU to plan for: {why}. Name a machine with --machine: "
             f"{', '.join(sorted(MACHINES))}."
         )
     return Where(

@@ -6,11 +6,11 @@ the batch along a straight line, so two traces tell the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from gracetune.plan.rates import Speeds
     from gracetune.plan.result import Activations, BlockPlan, FrozenCompute
@@ -167,29 +167,28 @@ class Model:
         return int(nbytes * self._stored_share)
 
     def _way(self, one: Trace, two: Trace, batch: int, elementwise: float) -> Way:
-        def pass_(a: Iterable[Op], b: Iterable[Op]) -> Parts:
-            parts = [self._seconds(ops, elementwise) for ops in (a, b)]
-            return _combine(parts[0], parts[1], 2.0 - batch, batch - 1.0)
+        def seconds(a: Sequence[Op], b: Sequence[Op]) -> Parts:
+            busy = [self._busy(ops, elementwise) for ops in (a, b)]
+            parts = _combine(busy[0], busy[1], 2.0 - batch, batch - 1.0)
+            speeds = self.speeds
+            gaps = max(len(b) * speeds.gap_s, len(b) * speeds.issue_s - parts.total)
+            return replace(parts, gaps=gaps)
 
         return Way(
-            forward=pass_(one.forward, two.forward),
-            backward=pass_(one.backward, two.backward),
+            forward=seconds(one.forward, two.forward),
+            backward=seconds(one.backward, two.backward),
             saved_nbytes=_line(one.saved_nbytes, two.saved_nbytes, batch),
             saves_input=two.saves_input,
             forward_peak_nbytes=_line(one.forward_peak_nbytes, two.forward_peak_nbytes, batch),
             backward_peak_nbytes=_line(one.backward_peak_nbytes, two.backward_peak_nbytes, batch),
         )
 
-    def _seconds(self, ops: Iterable[Op], elementwise: float) -> Parts:
+    def _busy(self, ops: Sequence[Op], elementwise: float) -> Parts:
         spent = {"gemm": 0.0, "attention": 0.0, "elementwise": 0.0}
-        count = 0
         for op in ops:
             bytes_s = op.nbytes / (elementwise if op.kind == "elementwise" else self.speeds.memory)
             spent[op.kind] += max(op.flops / self._flops_rate(op), bytes_s)
-            count += 1
-        busy = sum(spent.values())
-        gaps = max(count * self.speeds.gap_s, count * self.speeds.issue_s - busy)
-        return Parts(**spent, gaps=gaps)
+        return Parts(**spent)
 
     def _flops_rate(self, op: Op) -> float:
         speeds = self.speeds
