@@ -238,7 +238,7 @@ class Offload:
                 saving.enter_context(saved_tensors_hooks(_as_it_is, _as_it_is))
             return
         self._transport.clear_up()
-        self._transport.land_oldest(IN_FLIGHT - 1)
+        self._transport.land(but=_chain(self._last, IN_FLIGHT - 1))
         if not torch.is_grad_enabled():
             return
         if block in self._seen or self._reached is not None:
@@ -273,7 +273,7 @@ class Offload:
 
     def _pass_begins(self) -> None:
         if self._reached is not None:  # nothing more of the pass before is needed on the device
-            self._transport.land_oldest(0)
+            self._transport.land()
         self._seen.clear()
         self._last = self._reached = None
         self._shared_inputs.begin()
@@ -336,10 +336,8 @@ class Offload:
         if call is self._reached or self._closed:
             return
         self._reached = call
-        near = [call]
-        while len(near) <= self._distance.ahead and near[-1].before is not None:
-            near.append(near[-1].before)
-        self._transport.land_but(near)
+        near = _chain(call, 1 + self._distance.ahead)
+        self._transport.land(but=near)
         self._transport.clear_up()
         for one in near:
             for parcel in one.away():
@@ -373,3 +371,12 @@ class Offload:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _chain(call: Call | None, count: int) -> list[Call]:
+    """A call and those before it."""
+    calls: list[Call] = []
+    while call is not None and len(calls) < count:
+        calls.append(call)
+        call = call.before
+    return calls

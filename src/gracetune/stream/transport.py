@@ -9,7 +9,6 @@ Which parcels go, and when, is for others to decide.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +39,7 @@ class Transport:
         self._mover = mover
         self._pool = pool
         self._poison = poison
-        self._flights: deque[Call] = deque()
+        self._flights: list[Call] = []
         """Calls whose memory is leaving, oldest first."""
 
     def send(self, parcel: Parcel) -> bool:
@@ -70,16 +69,13 @@ class Transport:
         if call.leaving:
             self._flights.append(call)
 
-    def land_oldest(self, keep: int) -> None:
-        """Let device memory go, but for that of the newest calls."""
-        while len(self._flights) > keep:
-            self._land(self._flights.popleft())
-
-    def land_but(self, needed: Collection[Call]) -> None:
-        """Let device memory go, but for that of these calls."""
-        for call in [call for call in self._flights if call not in needed]:
+    def land(self, but: Collection[Call] = ()) -> None:
+        """Let device memory go, but for that of some calls."""
+        for call in [call for call in self._flights if call not in but]:
             self._flights.remove(call)
-            self._land(call)
+            gone = call.land()
+            while gone:
+                self._spoil(gone.pop())
 
     def clear_up(self) -> None:
         """Take host memory back from parcels that autograd is through with."""
@@ -106,14 +102,9 @@ class Transport:
 
     def close(self) -> None:
         """Wait for what is under way and give host memory up."""
-        self.land_oldest(0)
+        self.land()
         self.clear_up()
         self._pool.close()
-
-    def _land(self, call: Call) -> None:
-        gone = call.land()
-        while gone:
-            self._spoil(gone.pop())
 
     def _spoil(self, memory: Tensor) -> None:
         """Device memory is given up; what others still hold is theirs."""

@@ -144,6 +144,7 @@ def test_under_autocast(told):
             assert_same(step(twin, seed), step(model, seed))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
 @pytest.mark.parametrize("streams", [False, True])
 def test_compiled_blocks(streams, told):
     """One compilation for all blocks and passes: hooks are nothing that graphs depend on."""
@@ -156,9 +157,6 @@ def test_compiled_blocks(streams, told):
 
     torch._dynamo.reset()
     try:
-        for block in model.blocks:  # a buffer that counts would be one more graph each time
-            del block.calls
-            block.calls = 0.0
         twin = copy.deepcopy(model)
         for each in (model, twin):
             for block in each.blocks:
