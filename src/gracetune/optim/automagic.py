@@ -1,38 +1,42 @@
-"""Automagic: every element has a learning rate of its own, moved by whether gradients agree.
+"""Automagic: learning rates that follow from whether gradients agree.
 
 For a gradient G, of which V is the running mean of squares without bias,
 
     U = G / sqrt(V),  scaled down to a root mean square of `CLIP` over its tensor
+    W = W - lr (L D + weight_decay L W)
+
+`L` are the rates, in fp32; `lr` is the schedule's share.
+
+With `lr_bump` each element has a rate, which the published rule moves, and D is U:
+
+    L = clamp(L + lr_bump a, min_lr, max_lr)
     a = +1 where the sign is that of the step before, -1 where it is not, 0 where one is zero
-    L = clamp(move(L, a), min_lr, max_lr)
-    W = W - lr (L U + weight_decay L W)
 
-`lr` is the schedule's share. With `lr_bump` the move is the published one, L + lr_bump a. Without,
-nobody has said how large a rate is, and the group finds out:
+Without it nobody has said how large a rate is, and a group finds its own. D is the running mean M
+of U, and what the next U says of the last M tells how far the steps go:
 
-    L = L exp(GAIN (mean(a) - expected)),   expected = 2/pi asin(-lr DAMPING / 2)
+    L = clamp(L exp(GAIN (q + lr DAMPING / 2)), min_lr, max_lr),   q = <U, M> / <M, M>
 
-Near a minimum of curvature h, noise makes gradients of successive steps correlate by -h L / 2, and
-signs agree by 2/pi asin of that (Pflug 1990 for the idea). While there is a way to go they agree
-more, and the rate rises; where it is too high they agree less, and it falls. The rate settles where
-h L is `DAMPING`. One tensor's rate disturbs another's signs, so the mean is over the whole group.
+Around a minimum of curvature h, whatever noise there is, q is -h lr L / 2 on average: W no longer
+grows, so that E[W (W - W')] is half of E[(W - W')^2]. While there is a way to go q is higher, and
+rates rise. They settle where h L is `DAMPING`, a half of the Newton step. Sums are over the group:
+one tensor's step disturbs another's gradient, and rates by tensor run away from each other.
 
-Rates are fp32 and never rounded to a grid. State starts with no sign, so that the first gradient
-moves no rate. All of it is element by element, so shards keep their own; three sums for each tensor
-are the only thing that ranks exchange. Nothing in a step waits for the device.
+Rates are never rounded to a grid. State begins with no sign and no mean, so that a first gradient
+moves no rate. All of it is element by element, so that shards keep their own; ranks exchange three
+sums for each tensor. Nothing in a step waits for the device.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from gracetune.errors import ConfigError
 from gracetune.optim.rounding import round_into
+from gracetune.optim.shards import local, over_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +50,8 @@ MAX_LR = {True: 1e-3, False: 1e-1}
 """With a bump, the published bound; without one, only what hardly any training survives."""
 CLIP = 1.0
 EPSILON = 1e-30
-GAIN = 0.5
+BETA1 = 0.9
+GAIN = 0.2
 DAMPING = 0.5
 
 Group = dict[str, Any]
@@ -121,22 +126,22 @@ class Automagic(Optimizer):
             return
         params = [group["params"][i] for i in places]
         states = [self._state_of(p, group) for p in params]
-        rates, squares, signs = (
-            [local(state[key]) for state in states] for key in ("rate", "square", "sign")
-        )
-        weights = [local(p) for p in params]
         steps = [int(state["step"]) for state in states]  # counted on the CPU
+        rates, squares, before = (
+            [local(state[key]) for state in states] for key in ("rate", "square", "before")
+        )
+        updates = normalised(
+            [local(p.grad).float() for p in params], squares, steps, group["beta2"]
+        )
+        if group["lr_bump"] is not None:
+            scale_down(updates, sums_of(params, [updates, updates])[0], params)
+            bump(rates, updates, before, group["lr_bump"])
+        else:
+            find(rates, updates, before, steps, params, group["lr"])
+        torch._foreach_clamp_min_(rates, group["min_lr"])
+        torch._foreach_clamp_max_(rates, group["max_lr"])
 
-        gradients = [local(p.grad).float() for p in params]
-        updates = normalised(gradients, squares, group["beta2"], steps)
-        new_signs = torch._foreach_sign(gradients)
-        agreement = list(torch._foreach_mul(new_signs, signs))
-        torch._foreach_copy_(signs, new_signs)
-        square_sums, agreed, counted = whole_sums(params, updates, agreement)
-
-        move(rates, agreement, agreed.sum(), counted.sum(), group)
-        scale_down(updates, square_sums, [p.numel() for p in params])
-
+        weights = [local(p) for p in params]
         masters = [weight.float() for weight in weights]  # themselves, where they are fp32
         if group["weight_decay"]:
             torch._foreach_add_(updates, masters, alpha=group["weight_decay"])
@@ -151,9 +156,14 @@ class Automagic(Optimizer):
         state: dict[str, Tensor] = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.int64)
-            state["rate"] = torch.full_like(p, group["start_lr"], dtype=torch.float32)
             state["square"] = torch.zeros_like(p, dtype=torch.float32)
-            state["sign"] = torch.zeros_like(p, dtype=torch.int8)
+            start = torch.full((), group["start_lr"], dtype=torch.float32, device=p.device)
+            if group["lr_bump"] is None:
+                state["rate"] = start
+                state["before"] = torch.zeros_like(p, dtype=torch.float32)  # the running mean
+            else:
+                state["rate"] = torch.ones_like(p, dtype=torch.float32).mul_(start)
+                state["before"] = torch.zeros_like(p, dtype=torch.int8)  # signs
         state["step"] += 1
         return state
 
@@ -169,11 +179,11 @@ class Automagic(Optimizer):
 
     @torch.no_grad()
     def mean_rate(self) -> Tensor:
-        """The mean of what the last step used; stays on the device."""
+        """The mean over all elements that have one, as the schedule lets it be used."""
         totals, num_elements = [], 0
         for group, params in self._stepped():
-            sums = [local(self.state[p]["rate"]).sum() for p in params]
-            totals.append(over_shards(params, [s.unsqueeze(0) for s in sums]).sum() * group["lr"])
+            sums = [(rate.sum() * weight).unsqueeze(0) for rate, weight in self._rates(params)]
+            totals.append(over_shards(params, sums).sum() * group["lr"])
             num_elements += sum(p.numel() for p in params)
         return torch.stack(totals).sum() / max(1, num_elements) if totals else torch.zeros(())
 
@@ -183,13 +193,16 @@ class Automagic(Optimizer):
         found: dict[str, Tensor] = {}
         for group, params in self._stepped():
             counts = [
-                torch.histc(
-                    local(self.state[p]["rate"]).log10().clamp(low, high), num_bins, low, high
-                )
-                for p in params
+                torch.histc(rate.log10().clamp(low, high), num_bins, low, high) * weight
+                for rate, weight in self._rates(params)
             ]
             found[group.get("stage", "")] = over_shards(params, counts).sum(0)
         return found
+
+    def _rates(self, params: Sequence[Parameter]) -> list[tuple[Tensor, int]]:
+        """Each parameter's rates here, and for how many elements each of them stands."""
+        rates = [local(self.state[p]["rate"]) for p in params]
+        return [(r, 1 if r.ndim else local(p).numel()) for r, p in zip(rates, params, strict=True)]
 
     def _stepped(self) -> list[tuple[Group, list[Parameter]]]:
         """Each group that has been stepped, with those of its parameters that have a rate."""
@@ -198,9 +211,9 @@ class Automagic(Optimizer):
 
 
 def normalised(
-    gradients: list[Tensor], squares: list[Tensor], beta2: float, steps: Sequence[int]
+    gradients: list[Tensor], squares: list[Tensor], steps: Sequence[int], beta2: float
 ) -> list[Tensor]:
-    """U = G / sqrt(V), with V as if it had always known the gradients it has seen."""
+    """U = G / sqrt(V), before it is scaled down."""
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
     updates = torch._foreach_mul(squares, [1 / (1 - beta2**step) for step in steps])
@@ -210,61 +223,48 @@ def normalised(
     return list(updates)
 
 
-def move(
-    rates: list[Tensor], agreement: list[Tensor], agreed: Tensor, counted: Tensor, group: Group
+def bump(rates: list[Tensor], updates: list[Tensor], signs: list[Tensor], size: float) -> None:
+    """The published rule: each rate by itself, up where the sign stays and down where it turns."""
+    new = torch._foreach_sign(updates)
+    agreement = torch._foreach_mul(new, signs)
+    torch._foreach_add_(rates, agreement, alpha=size)
+    torch._foreach_copy_(signs, new)
+
+
+def find(
+    rates: list[Tensor],
+    updates: list[Tensor],
+    means: list[Tensor],
+    steps: Sequence[int],
+    params: Sequence[Parameter],
+    share: float,
 ) -> None:
-    """L = clamp(...): by the bump, or by what the whole group says of its scale."""
-    if group["lr_bump"] is not None:
-        torch._foreach_add_(rates, agreement, alpha=group["lr_bump"])
-    else:
-        expected = 2 / math.pi * math.asin(-group["lr"] * DAMPING / 2)
-        surprise = agreed / counted.clamp_min(1) - expected
-        torch._foreach_mul_(rates, (GAIN * surprise * (counted > 0)).exp())
-    torch._foreach_clamp_min_(rates, group["min_lr"])
-    torch._foreach_clamp_max_(rates, group["max_lr"])
+    """Our own rule: all rates of a group together; then the updates become the running mean."""
+    last = torch._foreach_mul(means, [1 / max(1 - BETA1 ** (t - 1), EPSILON) for t in steps])
+    squares, said, length = sums_of(params, [updates, updates], [updates, last], [last, last])
+    scales = scale_down(updates, squares, params)
+    expected = -share * DAMPING / 2
+    q = (said * scales).sum() / length.sum().clamp_min(EPSILON)
+    surprise = (q.clamp(-1, 1) - expected) * (length.sum() > 0)
+    torch._foreach_mul_(rates, (GAIN * surprise).exp())
+
+    torch._foreach_lerp_(means, updates, 1 - BETA1)
+    torch._foreach_copy_(updates, means)
+    torch._foreach_mul_(updates, [1 / (1 - BETA1**t) for t in steps])
 
 
-def scale_down(updates: list[Tensor], square_sums: Tensor, numels: Sequence[int]) -> None:
-    """Updates with a root mean square over `CLIP` are scaled to it, each tensor by itself."""
-    scales = torch._foreach_mul(list(square_sums.unbind()), [1 / (CLIP**2 * n) for n in numels])
-    torch._foreach_clamp_min_(scales, 1.0)
-    torch._foreach_rsqrt_(scales)
-    torch._foreach_mul_(updates, list(scales))
+def scale_down(updates: list[Tensor], squares: Tensor, params: Sequence[Parameter]) -> Tensor:
+    """Scale each tensor's update down to a root mean square of `CLIP`; gives by how much."""
+    means = torch._foreach_mul(squares.unbind(), [1 / (CLIP**2 * p.numel()) for p in params])
+    scales = torch.stack(means).clamp_min(1.0).rsqrt()
+    torch._foreach_mul_(updates, scales.unbind())
+    return scales
 
 
-def whole_sums(
-    params: Sequence[Parameter], updates: list[Tensor], agreement: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For each parameter: the sum of squares, of agreement, and how many could agree."""
-    columns = zip(
-        torch._foreach_pow(torch._foreach_norm(updates), 2),
-        [a.sum() for a in agreement],
-        torch._foreach_norm(agreement, 1),
-        strict=True,
-    )
-    sums = over_shards(params, [torch.stack(column) for column in columns])
-    square_sums, agreed, counted = sums.unbind(1)
-    return square_sums, agreed, counted
-
-
-def over_shards(params: Sequence[Parameter], values: Sequence[Tensor]) -> Tensor:
-    """One row of sums for each parameter, over all of its shards; one exchange for each mesh."""
-    rows = list(values)
-    meshes: dict[object, list[int]] = {}
-    for index, p in enumerate(params):
-        if isinstance(p, DTensor):
-            meshes.setdefault((p.device_mesh, p.placements), []).append(index)
-    for indices in meshes.values():
-        p = params[indices[0]]
-        assert isinstance(p, DTensor)
-        kinds = [Partial() if kind.is_shard() else Replicate() for kind in p.placements]
-        mine = torch.stack([rows[index] for index in indices])
-        summed = DTensor.from_local(mine, p.device_mesh, kinds, run_check=False).full_tensor()
-        for index, row in zip(indices, summed.unbind(), strict=True):
-            rows[index] = row
-    return torch.stack(rows)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing its memory; all of a tensor that is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def sums_of(params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """For each pair of lists, the inner product of each two tensors, over all shards."""
+    rows = [
+        torch.stack([torch.sum(one * other) for one, other in row])
+        for row in zip(*(zip(*pair, strict=True) for pair in pairs), strict=True)
+    ]
+    return over_shards(params, rows).unbind(1)

@@ -1,0 +1,235 @@
+"""Every name a run file can give: it learns, it is what its section says, it resumes exactly."""
+
+import sys
+
+import pytest
+import torch
+
+from gracetune.config.schema import OptimizerSection
+from gracetune.errors import ConfigError
+from gracetune.optim.automagic import Automagic
+from gracetune.optim.build import OPTIMIZERS, build_optimizer, groups_of, highest_lr
+from gracetune.optim.rates import averaged, set_rates, used_rate
+from gracetune.optim.together import Together
+from gracetune.train.state import optimizer_tensors, restore_optimizer
+
+HERE = sorted(set(OPTIMIZERS) - {"adamw_8bit"})
+"""bitsandbytes computes on a GPU: tests/gpu has it."""
+
+
+def made(name, **settings):
+    """A small network with matrices and vectors, and its optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    parameters = dict(model.named_parameters())
+    section = OptimizerSection(name=name, **settings)
+    return model, parameters, build_optimizer(parameters, section, seed=3)
+
+
+def train(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - x[:, :3].cos()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        set_rates(optimizer, 1 / (1 + 0.01 * step))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_it_learns_without_a_given_rate(name):
+    model, _, optimizer = made(name)
+    x = torch.randn(256, 6, generator=torch.Generator().manual_seed(-1))
+
+    def loss():
+        with torch.no_grad(), averaged(optimizer):
+            return (model(x) - x[:, :3].cos()).square().mean().item()
+
+    before = loss()
+    train(model, optimizer, range(100))
+    assert loss() < before - 3e-4
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_it_resumes_bit_for_bit(name):
+    model, parameters, optimizer = made(name)
+    train(model, optimizer, range(6))
+    saved = {key: t.clone() for key, t in optimizer_tensors(optimizer, parameters).items()}
+    weights = {key: p.detach().clone() for key, p in parameters.items()}
+    uninterrupted = train(model, optimizer, range(6, 12))
+
+    again, theirs, fresh = made(name)
+    for key, p in theirs.items():
+        p.data.copy_(weights[key])
+    restore_optimizer(fresh, theirs, saved)
+    assert train(again, fresh, range(6, 12)) == uninterrupted
+    for key, p in theirs.items():
+        assert torch.equal(p, parameters[key])
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_the_schedule_reaches_every_group(name):
+    _, _, optimizer = made(name, lr=0.5)
+    set_rates(optimizer, 0.5)
+    whole = 1.0 if name == "automagic" else 0.5
+    assert {group["lr"] for group in optimizer.param_groups} == {whole / 2}
+
+
+def test_settings_arrive():
+    section = {"betas": (0.5, 0.6), "eps": 1e-5, "weight_decay": 0.2, "lr": 0.3}
+    for name in ("adamw", "schedule_free", "prodigy"):
+        group = made(name, **section)[2].param_groups[0]
+        assert {key: group[key] for key in section} == section
+    assert made("adamw")[2].param_groups[0]["fused"]
+    assert made("lion", **section)[2].param_groups[0]["betas"] == (0.5, 0.6)
+    assert made("adafactor", **section)[2].param_groups[0]["weight_decay"] == 0.2
+
+
+def test_usual_rates_are_the_optimizers_own():
+    assert highest_lr(OptimizerSection()) == 1e-4
+    assert highest_lr(OptimizerSection(name="prodigy")) == 1.0
+    assert highest_lr(OptimizerSection(name="lion", lr=0.2)) == 0.2
+    assert highest_lr(OptimizerSection(name="automagic", lr=0.2)) == 1.0
+
+
+def test_muon_has_the_matrices_and_adamw_the_rest():
+    _, parameters, optimizer = made("muon", lr=0.1)
+    assert isinstance(optimizer, Together)
+    matrices, vectors = optimizer.param_groups
+    assert {p.ndim for p in matrices["params"]} == {2}
+    assert {p.ndim for p in vectors["params"]} == {1}
+    assert matrices["adjust_lr_fn"] == "match_rms_adamw"
+    only = {name: p for name, p in parameters.items() if p.ndim == 2}
+    alone = build_optimizer(only, OptimizerSection(name="muon"))
+    assert isinstance(alone, torch.optim.Muon)
+
+
+def test_parts_see_what_was_loaded_into_the_whole():
+    model, _, optimizer = made("muon")
+    train(model, optimizer, range(2))
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    train(model, optimizer, [2])
+    assert all(not torch.equal(p, before[key]) for key, p in model.named_parameters())
+    p = optimizer.param_groups[1]["params"][0]
+    assert optimizer.state[p]["step"].item() == 3
+    assert optimizer.step(lambda: 0.25) == 0.25
+
+
+def test_schedule_free_shows_its_average_and_takes_it_back_exactly():
+    model, parameters, optimizer = made("schedule_free", lr=0.05)
+    train(model, optimizer, range(10))
+    trained = {key: p.detach().clone() for key, p in parameters.items()}
+    with averaged(optimizer):
+        assert not optimizer.param_groups[0]["train_mode"]
+        assert any(not torch.equal(p, trained[key]) for key, p in parameters.items())
+    assert optimizer.param_groups[0]["train_mode"]
+    assert all(torch.equal(p, trained[key]) for key, p in parameters.items())
+    train(model, optimizer, [10])  # it refuses to step in the other mode
+
+
+def test_others_have_one_set_of_weights():
+    model, parameters, optimizer = made("adamw")
+    train(model, optimizer, range(2))
+    before = {key: p.detach().clone() for key, p in parameters.items()}
+    with averaged(optimizer):
+        assert all(torch.equal(p, before[key]) for key, p in parameters.items())
+
+
+def test_schedule_free_takes_no_schedule():
+    with pytest.raises(ConfigError, match=r"optimizer.schedule is 'cosine'.*Remove"):
+        made("schedule_free", schedule="cosine")
+
+
+def test_the_rate_that_is_told_is_the_one_that_was_used():
+    model, _, optimizer = made("prodigy")
+    train(model, optimizer, range(20))
+    group = optimizer.param_groups[0]
+    assert used_rate(optimizer) == group["d"] * group["lr"]
+    assert group["d"] > 1e-6
+    _, _, adam = made("adamw", lr=0.25)
+    assert used_rate(adam) == 0.25
+    model, parameters, magic = made("automagic")
+    train(model, magic, range(3))
+    rate = magic.state[parameters["0.weight"]]["rate"]
+    torch.testing.assert_close(used_rate(magic), rate * magic.param_groups[0]["lr"])
+
+
+def test_prodigy_prints_nothing(capsys):
+    made("prodigy", weight_decay=0.1)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("lion", "lion_pytorch", "lion-pytorch"),
+        ("prodigy", "prodigyopt", "prodigyopt"),
+        ("schedule_free", "schedulefree", "schedulefree"),
+        ("adamw_8bit", "bitsandbytes.optim", "bitsandbytes"),
+    ],
+)
+def test_what_is_not_installed_is_refused_with_the_command(monkeypatch, name, module, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"{name}, which needs {package}.*pip install"):
+        made(name)
+
+
+def experts():
+    names = ("high.a", "high.b", "low.a", "low.b")
+    return {name: torch.nn.Parameter(torch.zeros(3)) for name in names}
+
+
+def test_each_expert_has_a_group_of_its_own():
+    groups = groups_of(experts(), OptimizerSection(name="automagic"))
+    assert [group["stage"] for group in groups] == ["high", "low"]
+    assert [[name for name, _ in group["params"]] for group in groups] == [
+        ["high.a", "high.b"],
+        ["low.a", "low.b"],
+    ]
+
+
+def test_the_seeds_settings_reach_the_experts_they_name():
+    section = OptimizerSection(
+        name="automagic",
+        high_noise_lr_bump=1e-6,
+        low_noise_lr_bump=5e-7,
+        high_noise_max_lr=1e-3,
+        low_noise_max_lr=5e-4,
+    )
+    optimizer = build_optimizer(experts(), section)
+    assert isinstance(optimizer, Automagic)
+    found = {g["stage"]: (g["lr_bump"], g["min_lr"], g["max_lr"]) for g in optimizer.param_groups}
+    assert found == {"high": (1e-6, 1e-7, 1e-3), "low": (5e-7, 1e-7, 5e-4)}
+
+
+@pytest.mark.parametrize("stage", ["high", "low"])
+@pytest.mark.parametrize("key", ["lr_bump", "min_lr", "max_lr"])
+def test_any_one_setting_of_an_expert_works_alone(stage, key):
+    section = OptimizerSection(name="automagic", **{f"{stage}_noise_{key}": 3e-5})
+    groups = {g["stage"]: g for g in build_optimizer(experts(), section).param_groups}
+    other = "low" if stage == "high" else "high"
+    assert groups[stage][key] == 3e-5
+    assert groups[other][key] != 3e-5
+
+
+def test_a_setting_for_both_holds_where_an_expert_has_none():
+    section = OptimizerSection(name="automagic", max_lr=2e-3, low_noise_max_lr=1e-4, lr=5e-6)
+    groups = {g["stage"]: g for g in build_optimizer(experts(), section).param_groups}
+    assert groups["high"]["max_lr"] == 2e-3
+    assert groups["low"]["max_lr"] == 1e-4
+    assert groups["high"]["start_lr"] == 5e-6
+
+
+def test_settings_for_experts_that_do_not_exist_are_refused():
+    section = OptimizerSection(name="automagic", high_noise_max_lr=1e-3)
+    with pytest.raises(ConfigError, match=r"high_noise_max_lr is 0.001.*Call it optimizer.max_lr"):
+        build_optimizer({"a": torch.nn.Parameter(torch.zeros(1))}, section)
+
+
+def test_prodigy_is_refused_for_two_experts():
+    with pytest.raises(ConfigError, match="one scale for all parameters"):
+        build_optimizer(experts(), OptimizerSection(name="prodigy"))
