@@ -29,6 +29,7 @@ from gracetune.data.hf_datasets import open_hf
 from gracetune.data.parquet import open_parquet
 from gracetune.data.remote import RemoteSource
 from gracetune.data.shapes import ShapesSource
+from gracetune.data.shards import LocalShard
 from gracetune.data.staged import StagedSource
 from gracetune.data.tar import TarSource
 
@@ -65,13 +66,13 @@ def _shapes(root: Path) -> Made:
 
 
 def _tar(root: Path) -> Made:
-    return TarSource([write_tar(root / "one.tar", FILES)], _quiet), FILES
+    return TarSource([LocalShard(write_tar(root / "one.tar", FILES))], _quiet), FILES
 
 
 def _tars(root: Path) -> Made:
     shards = [write_tar(root / f"{name}.tar", FILES) for name in ("first", "second")]
     expected = {f"{shard.stem}/{key}": data for shard in shards for key, data in FILES.items()}
-    return TarSource(shards, _quiet), expected
+    return TarSource([LocalShard(shard) for shard in shards], _quiet), expected
 
 
 def _parquet(root: Path) -> Made:

@@ -10,7 +10,7 @@ from gracetune import registry
 from gracetune.data.folder import data_dir, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.progress import Tell
@@ -33,34 +33,52 @@ BESIDE = frozenset((".md", ".json", ".yaml", ".yml", ""))
 def open_address(section: DatasetSection, setting: str, tell: Tell) -> Source:
     """The source of `local` and `in_memory`: whatever the address turns out to be."""
     kind = kind_of_address(data_dir(section, setting))
-    opener = cast("Callable[..., Source]", registry.load("source", kind, OPENERS))
-    return opener(section, setting, tell)
+    source = _open(kind, section, setting, tell)
+    if kind == "remote":
+        held = _kind_of_files(source.keys())
+        return source if held == "folder" else _open(held, section, setting, tell)
+    return source
 
 
 def kind_of_address(address: str) -> str:
     """By its scheme, its ending, or what the folder holds; a name in OPENERS."""
     if "://" in address:
-        return "remote"
+        return _ending(address)[1:] if is_shard(address) else "remote"
     root = os.path.expanduser(address)
     if not os.path.isdir(root):
-        ending = os.path.splitext(root)[1].lower()
-        return ending[1:] if ending in SHARDS else "folder"
+        return _ending(root)[1:] if is_shard(root) else "folder"
     if any(os.path.isfile(os.path.join(root, name)) for name in SAVED_DATASET):
         return "hf"
-    return _kind_of_folder(Path(root))
-
-
-def _kind_of_folder(folder: Path) -> str:
-    """A folder of nothing but shards, or nothing but tables; the first other file settles it."""
-    found = ""
     try:
-        for key in walk(folder):
-            ending = os.path.splitext(key)[1].lower()
-            if ending in BESIDE:
-                continue
-            if ending not in SHARDS or found not in ("", ending):
-                return "folder"
-            found = ending
+        return _kind_of_files(walk(Path(root)))
     except OSError:
         return "folder"  # opening it says what is wrong
+
+
+def is_shard(address: str) -> bool:
+    """Whether it is the name of one file of many samples, or a pattern of such names."""
+    return _ending(address) in SHARDS
+
+
+def _open(kind: str, section: DatasetSection, setting: str, tell: Tell) -> Source:
+    opener = cast("Callable[..., Source]", registry.load("source", kind, OPENERS))
+    return opener(section, setting, tell)
+
+
+def _kind_of_files(keys: Iterable[str]) -> str:
+    """Nothing but shards, or nothing but tables; the first other file settles it."""
+    found = ""
+    for key in keys:
+        ending = _ending(key)
+        if ending in BESIDE:
+            continue
+        if ending not in SHARDS or found not in ("", ending):
+            return "folder"
+        found = ending
     return found[1:] or "folder"
+
+
+def _ending(name: str) -> str:
+    """In small letters; what an address asks of its server is no part of the name."""
+    path = name.partition("?")[0] if name.startswith(("http://", "https://")) else name
+    return os.path.splitext(path)[1].lower()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gracetune.data.folder import data_dir
+from gracetune.data.source import stamp_of
 from gracetune.errors import DataError
 
 try:
@@ -52,7 +53,7 @@ def open_hf(section: DatasetSection, setting: str, tell: Tell) -> TableSource:  
     if (root / SPLITS).is_file():
         folders = {f"{split}/": root / split for split in _listed(root / SPLITS, "splits", name)}
     parts = [
-        Part(f"{prefix}{path.stem}", folder, *_read(path, name))
+        Part(f"{prefix}{path.stem}", folder, *_read(path, name), stamp_of([str(path)]))
         for prefix, folder in folders.items()
         for path in _arrow_files(folder, name)
     ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from gracetune.data.folder import data_dir
-from gracetune.data.tar import find_files
+from gracetune.data.shards import find_shards
 from gracetune.errors import DataError
 
 try:
@@ -21,25 +22,34 @@ except ModuleNotFoundError as missing:
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.progress import Tell
+    from gracetune.data.shards import Shard
+
+
+_AHEAD_NBYTES = 64 * 1024
+"""From an address: more than most footers have, and less than a column."""
 
 
 class RowGroup:
     """One row group of a file, which is opened when it is read."""
 
-    def __init__(self, path: Path, number: int, num_rows: int, nbytes: int) -> None:
-        self._path = path
+    def __init__(self, shard: Shard, footer: pq.FileMetaData, number: int) -> None:
+        self._shard = shard
+        self._footer = footer
         self._number = number
-        self.num_rows = num_rows
-        self.nbytes = nbytes
+        about = footer.row_group(number)
+        self.num_rows: int = about.num_rows
+        self.nbytes: int = about.total_byte_size
 
     def column(self, name: str) -> pa.ChunkedArray:
         """One column, or `column.field`; only its own bytes are read."""
         outer, _, inner = name.partition(".")
-        with pq.ParquetFile(self._path) as file:
+        with (
+            self._shard.open(_AHEAD_NBYTES) as opened,
+            pq.ParquetFile(opened, metadata=self._footer) as file,
+        ):
             column = file.read_row_group(self._number, [name], use_threads=False).column(outer)
         return flatten(column, inner) if inner else column
 
@@ -47,8 +57,8 @@ class RowGroup:
 def open_parquet(section: DatasetSection, setting: str, tell: Tell) -> TableSource:  # noqa: ARG001
     """The source of `parquet`: one file, a folder of them, or a pattern."""
     address = data_dir(section, setting)
-    paths = find_files(address, ".parquet", setting)
-    parts = [_part(path, f"{setting}.instance_data_dir") for path in paths]
+    shards = find_shards(address, ".parquet", section.remote, setting)
+    parts = [_part(shard, f"{setting}.instance_data_dir") for shard in shards]
     origin = f"the parquet files of {address}"
     return TableSource(parts, origin, setting, section.columns.image, section.columns.caption)
 
@@ -70,16 +80,14 @@ def read_caption_table(data: bytes, where: str) -> Sequence[tuple[str, str]]:
     return [(str(name), text or "") for name, text in zip(*columns, strict=True)]
 
 
-def _part(path: Path, setting: str) -> Part:
+def _part(shard: Shard, setting: str) -> Part:
     try:
-        with pq.ParquetFile(path) as file:
-            metadata, schema = file.metadata, file.schema_arrow
+        with shard.open(_AHEAD_NBYTES) as opened, pq.ParquetFile(opened) as file:
+            footer, schema = file.metadata, file.schema_arrow
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"{setting}: {path} cannot be read as parquet ({error}). Copy it anew or remove it."
+            f"{setting}: {shard.name} cannot be read as parquet ({error}). Copy it anew or remove "
+            "it."
         ) from error
-    rows = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    groups = [
-        RowGroup(path, number, row.num_rows, row.total_byte_size) for number, row in enumerate(rows)
-    ]
-    return Part(path.stem, path.parent, schema, groups)
+    groups = [RowGroup(shard, footer, number) for number in range(footer.num_row_groups)]
+    return Part(PurePosixPath(shard.name).stem, shard.folder, schema, groups, shard.stamp())

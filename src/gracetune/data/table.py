@@ -60,10 +60,12 @@ class Part(NamedTuple):
 
     name: str
     """For keys, and for messages."""
-    folder: Path
-    """Where paths that it names start."""
+    folder: Path | None
+    """Where paths that it names start; none where they cannot be followed."""
     schema: pa.Schema
     groups: Sequence[Group]
+    stamp: str
+    """Of the file when it was opened."""
 
 
 class _Place(NamedTuple):
@@ -110,7 +112,7 @@ class TableSource:
         if data is not None:
             return bytes(data)
         if path is not None:
-            return (self._parts[place.part].folder / path).read_bytes()
+            return self._beside(place, path).read_bytes()
         raise OSError("the row has neither bytes nor a path")
 
     def nbytes(self, key: str) -> int:
@@ -118,14 +120,23 @@ class TableSource:
         value = self._value(place)
         data, path = (None, None) if place.is_text else _data_and_path(value)
         if path is not None and data is None:
-            return (self._parts[place.part].folder / path).stat().st_size
+            return self._beside(place, path).stat().st_size
         return len(self.read(key))
+
+    def stamp(self, keys: Sequence[str]) -> str:  # noqa: ARG002  one text for all of the table
+        return " ".join(part.stamp for part in self._parts)
 
     def estimate(self) -> int:
         return sum(group.nbytes for part in self._parts for group in part.groups)
 
     def describe(self) -> str:
         return self._origin
+
+    def _beside(self, place: _Place, path: str) -> Path:
+        folder = self._parts[place.part].folder
+        if folder is None:
+            raise OSError(f"the row has no bytes but the path {path!r}, and its table is far away")
+        return folder / path
 
     def _list(self, number: int, part: Part) -> None:
         prefix = f"{part.name}/" if len(self._parts) > 1 else ""

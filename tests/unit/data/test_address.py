@@ -36,7 +36,10 @@ def test_a_folder_is_what_it_holds(tmp_path: Path, files: list[str], kind: str) 
     ("address", "kind"),
     [
         ("s3://bucket/data", "remote"),
-        ("https://host/data.tar", "remote"),
+        ("https://host/data.tar", "tar"),
+        ("https://host/data.parquet?signature=x.jpg", "parquet"),
+        ("https://host/data?file=x.tar", "remote"),
+        ("s3://bucket/shards/*.TAR", "tar"),
         ("shards/*.tar", "tar"),
         ("one.parquet", "parquet"),
         ("no/such/folder", "folder"),

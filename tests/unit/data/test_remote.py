@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
-from urllib.parse import quote, unquote
 
-import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
+from served import FILES
 
 from gracetune.config.schema import DatasetSection, InMemorySection, RemoteSection
 from gracetune.data.contract import CHECKS, Check
@@ -20,106 +15,9 @@ from gracetune.data.staged import StagedSource
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from served import Server
 
-FILES = {
-    "a.png": b"first",
-    "deep/b ü&c.png": bytes(range(256)) * 40,
-    "deep/c.txt": b"",
-    "z#1.bin": b"last" * 5000,
-}
-
-
-class Server(ThreadingHTTPServer):
-    """Lists and serves files by ranges, and fails as it is told: by path, one failure a request."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files = dict(FILES)
-        self.failures: dict[str, list[str]] = {}
-        self.asked: list[tuple[str, str]] = []
-        self.knows_ranges = True
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/data"
-
-    def ranges_of(self, name: str) -> list[str]:
-        return [span for asked, span in self.asked if asked == name]
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_HEAD(self) -> None:
-        name = unquote(self.path).removeprefix("/data/")
-        self._head(200 if name in self.server.files else 404, len(self.server.files.get(name, b"")))
-
-    def do_GET(self) -> None:
-        name = unquote(self.path).removeprefix("/data").lstrip("/")
-        if name in self.server.files:
-            self._file(name)
-        else:
-            self._folder(name)
-
-    def _file(self, name: str) -> None:
-        data = self.server.files[name]
-        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        self.server.asked.append((name, span[0] if span else "all"))
-        part, status = data, 200
-        if span and self.server.knows_ranges:
-            part, status = data[int(span[1]) : int(span[2] or len(data)) + 1], 206
-        failures = self.server.failures.get(name, [])
-        match failures.pop(0) if failures else "fine":
-            case "fine":
-                self._head(status, len(part))
-                self.wfile.write(part)
-            case "broken":
-                self._head(status, len(part))
-                self.wfile.write(part[: len(part) // 2])
-                self.close_connection = True
-            case "busy":
-                self._head(503, 0)
-            case "forbidden":
-                self._head(403, 0)
-            case "short":
-                self._head(status, len(part) - 1)
-                self.wfile.write(part[:-1])
-            case "hang":
-                time.sleep(2)
-                self.close_connection = True
-
-    def _folder(self, name: str) -> None:
-        prefix = f"{name.rstrip('/')}/" if name else ""
-        if self.server.failures.pop(prefix, None):
-            self._head(503, 0)
-            return
-        below = {key.removeprefix(prefix) for key in self.server.files if key.startswith(prefix)}
-        links = {f"{key.split('/')[0]}/" if "/" in key else key for key in below}
-        page = "".join(f'<a href="{quote(link)}">{link}</a>\n' for link in sorted(links)).encode()
-        self._head(200 if below else 404, len(page), "text/html")
-        self.wfile.write(page)
-
-    def _head(self, status: int, nbytes: int, kind: str = "application/octet-stream") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(nbytes))
-        self.send_header("Content-Type", kind)
-        self.send_header("Accept-Ranges", "bytes")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    thread = threading.Thread(target=made.serve_forever, args=(0.02,))
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join()
+    from gracetune.data.source import Source
 
 
 class Pauses(list[float]):
@@ -225,33 +123,7 @@ def test_an_address_that_cannot_be_listed_says_why(address: str) -> None:
         RemoteSource(address, RemoteSection(), "datasets[3]")
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/x.tar", "https://host/x.parquet"])
-def test_archives_are_read_where_they_are_near(address: str) -> None:
-    section = DatasetSection(type="remote", instance_data_dir=address)
-    with pytest.raises(DataError, match=r"datasets\[0\].*Copy it to this machine"):
-        open_remote(section, "datasets[0]", lambda event: None)
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[dict[str, object]]:
-    """A bucket on moto's own server, and the options that lead to it."""
-    served = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    served.start()
-    host, port = served.get_host_and_port()
-    options: dict[str, object] = {
-        "key": "test",
-        "secret": "test",
-        "client_kwargs": {"endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"},
-    }
-    files = fsspec.filesystem("s3", **options)
-    files.call_s3("create_bucket", Bucket="photos")
-    for key, data in FILES.items():
-        files.pipe_file(f"photos/set/{key}", data)
-    yield options
-    served.stop()
-
-
-def _s3(bucket: dict[str, object], address: str = "s3://photos/set") -> RemoteSource:
+def _s3(bucket: dict[str, object], address: str = "s3://photos/set") -> Source:
     section = DatasetSection.model_validate(
         {"type": "remote", "instance_data_dir": address, "remote": {"options": bucket}}
     )

@@ -19,6 +19,7 @@ from made_sources import FILES, write_folder, write_tar
 from gracetune.config.schema import InMemorySection
 from gracetune.data import staging
 from gracetune.data.folder import FolderSource
+from gracetune.data.shards import LocalShard
 from gracetune.data.staged import StagedSource
 from gracetune.data.tar import TarSource
 from gracetune.errors import DataError
@@ -126,7 +127,7 @@ def test_what_is_gathered_is_written_in_pieces(
 @pytest.mark.parametrize("chunk_size", [1, 10, 1000, None])
 def test_chunk_size_changes_nothing_but_the_pace(tmp_path: Path, chunk_size: int | None) -> None:
     path = write_tar(tmp_path / "x.tar", FILES)
-    staged = _stage(TarSource([path], lambda event: None), chunk_size=chunk_size)
+    staged = _stage(TarSource([LocalShard(path)], lambda event: None), chunk_size=chunk_size)
     assert {key: staged.read(key) for key in staged.keys()} == FILES  # noqa: SIM118
 
 
