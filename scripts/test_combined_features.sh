@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Both at once: a data set in memory, the ramp and placement hints, together with an attention
+# backend, validation on request, sound. Exit 0: all of it works; 1: something does not; 2: wrong
+# options.
+source "$(dirname "${BASH_SOURCE[0]}")/feature_checks.sh"
+
+HELP="usage: scripts/test_combined_features.sh [--backend NAME]... [--manual-validation] [--audio]
+                                        [--allow-cpu] [--config FILE]
+
+  --backend NAME       train with this attention backend, such as flash_attn_3
+  --manual-validation  ask a running run for a validation (also --manual)
+  --audio              stage sound in memory and hint where its tensors live
+  --allow-cpu          hints that a machine without a GPU cannot apply are no failure
+  --config FILE        the run file to train (default: config/examples/minimal.json)
+
+Without any of the first three, all of them are tested, with the backend sdpa."
+
+CHOSEN=()
+BACKENDS=()
+ALLOW_CPU=0
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+        --backend) CHOSEN+=(backend) && BACKENDS+=("${2:?--backend needs a name}") && shift ;;
+        --manual | --manual-validation) CHOSEN+=(manual) ;;
+        --audio) CHOSEN+=(audio) ;;
+        --allow-cpu) ALLOW_CPU=1 ;;
+        --config) CONFIG="$(realpath "${2:?--config needs a file}")" && shift ;;
+        -h | --help) echo "$HELP" && exit 0 ;;
+        *) usage_error "$1 is not an option" ;;
+    esac
+    shift
+done
+[[ ${#CHOSEN[@]} -gt 0 ]] || CHOSEN=(backend manual audio)
+[[ ${#BACKENDS[@]} -gt 0 ]] || BACKENDS=(sdpa)
+
+OURS=(
+    --gh200_optimizations.enable_uvm_hints true --enable_batch_size_rampup
+    --initial_effective_batch_size 8 --target_effective_batch_size 16 --batch_rampup_steps 4
+    --cache_config.vae_cache_type unified_memory
+)
+
+backend() {
+    attention "$1" "${OURS[@]}"
+    grep -q '"event": "ramp_changed"' "attention-$1/events.jsonl"
+}
+
+manual() {
+    manual_validation "${OURS[@]}"
+    grep -q '"event": "ramp_changed"' manual/events.jsonl
+}
+
+sound() {
+    make_sounds sounds
+    "$PYTHON" - sounds "$ALLOW_CPU" <<'PY' | tee sounds.log
+import sys
+
+import torch
+
+from gracetune.config.schema import DatasetSection
+from gracetune.data.audio import decode_audio
+from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.dataset import open_dataset
+from gracetune.gh200 import optimize_batch_for_gh200, set_uvm_hint_override, unified_pool
+from gracetune.memory.pool import UnifiedPool
+
+section = DatasetSection(type="in_memory", dataset_type="audio", instance_data_dir=sys.argv[1])
+told = []
+opened = open_dataset(section, 0, told.append, CorruptionLedger(told.append))
+assert len(opened.samples) == 2, opened.samples
+clips = [
+    decode_audio(opened.source.read(sample.key), 2, 44100, 44100) for sample in opened.samples
+]
+set_uvm_hint_override(True)
+pool = unified_pool()
+waves = torch.stack(clips)
+if isinstance(pool, UnifiedPool):
+    with pool.allocating():
+        waves = waves.to("cuda")
+batch = {"waveform": waves, "audio_latents": {"left": waves[0]}}
+report = optimize_batch_for_gh200(batch)
+for placed in report.placed:
+    print(placed.path, placed.role, *(f"{hint.verdict}: {hint.reason}" for hint in placed.hints))
+assert {placed.role for placed in report.placed} == {"audio"}, report
+assert len(report.placed) == 2 and not report.unnamed, report
+no_gpu = not torch.cuda.is_available() and sys.argv[2] == "1"
+assert report or no_gpu, "a hint was not applied (without a GPU: --allow-cpu)"
+PY
+    grep -q '^waveform audio' sounds.log
+}
+
+for chosen in $(printf '%s\n' "${CHOSEN[@]}" | awk '!seen[$0]++'); do
+    case "$chosen" in
+        backend)
+            for backend in "${BACKENDS[@]}"; do
+                check "hints and ramp with attention backend $backend" backend "$backend"
+            done
+            ;;
+        manual) check "hints and ramp with validation on request" manual ;;
+        audio) check "sound in memory with hints" sound ;;
+    esac
+done
+finish

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# What gracetune adds for machines like the GH200, alone: the diagnosis, managed memory, data sets
+# staged in memory, the ramp. Exit 0: all of it works; 1: something does not; 2: wrong options.
+source "$(dirname "${BASH_SOURCE[0]}")/feature_checks.sh"
+
+HELP="usage: scripts/test_gh200_features.sh [--diagnostic] [--uvm] [--staging] [--ramp] [--allow-cpu]
+
+  --diagnostic  gh200_diagnostic.py, which checks this machine
+  --uvm         validate_uvm.py, which allocates managed memory
+  --staging     train from a data set in memory
+  --ramp        train with a growing effective batch
+  --allow-cpu   no GPU is no failure
+
+Without any of the first four, all of them are tested."
+
+CHOSEN=()
+ALLOW=()
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+        --diagnostic) CHOSEN+=(diagnostic) ;;
+        --uvm) CHOSEN+=(uvm) ;;
+        --staging) CHOSEN+=(staging) ;;
+        --ramp) CHOSEN+=(ramp) ;;
+        --allow-cpu) ALLOW=(--allow-cpu) ;;
+        -h | --help) echo "$HELP" && exit 0 ;;
+        *) usage_error "$1 is not an option" ;;
+    esac
+    shift
+done
+[[ ${#CHOSEN[@]} -gt 0 ]] || CHOSEN=(diagnostic uvm staging ramp)
+
+diagnostic() {
+    "$PYTHON" "$ROOT/gh200_diagnostic.py" --output report.json "${ALLOW[@]}"
+    test -s report.json
+}
+
+uvm() {
+    "$PYTHON" "$ROOT/validate_uvm.py" --output uvm.json "${ALLOW[@]}"
+    test -s uvm.json
+}
+
+# The first run draws the pictures; the second stages the folder that they are in.
+staging() {
+    STEPS=1 train --output_dir drawn
+    train --output_dir staged --datasets.0.type in_memory \
+        --datasets.0.instance_data_dir runs/minimal/data
+    grep -q '"event": "stage_progress".*"stage": "staging"' staged/events.jsonl
+    grep -q '"status": "done"' staged/events.jsonl
+}
+
+# From 8 to 24 samples an optimizer step: the last one must have them all.
+ramp() {
+    train --output_dir ramp --enable_batch_size_rampup --initial_effective_batch_size 8 \
+        --target_effective_batch_size 24 --batch_rampup_steps 6 --logging.every 1
+    grep -q '"event": "ramp_changed"' ramp/events.jsonl
+    grep '"event": "step_done"' ramp/events.jsonl | head -n 1 | grep -q '"samples": 8,'
+    grep '"event": "step_done"' ramp/events.jsonl | tail -n 1 | grep -q '"samples": 24,'
+}
+
+for chosen in "${CHOSEN[@]}"; do
+    case "$chosen" in
+        diagnostic) check "diagnosis" diagnostic ;;
+        uvm) check "managed memory" uvm ;;
+        staging) check "data set in memory" staging ;;
+        ramp) check "ramp of the effective batch" ramp ;;
+    esac
+done
+finish

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# What a trainer must do before anything of the GH200 is added: attention backends, validation on
+# request, sound files. Exit 0: all of it works; 1: something does not; 2: wrong options.
+source "$(dirname "${BASH_SOURCE[0]}")/feature_checks.sh"
+
+HELP="usage: scripts/test_upstream_features.sh [--attention] [--manual-validation] [--audio]
+                                        [--backend NAME]... [--config FILE]
+
+  --attention          train a few steps with each attention backend
+  --backend NAME       the backend, such as flash_attn_3 (default: sdpa); may be given often
+  --manual-validation  ask a running run for a validation (also --manual)
+  --audio              decode sound files
+  --config FILE        the run file to train (default: config/examples/minimal.json)
+
+Without any of the first three, all of them are tested."
+
+CHOSEN=()
+BACKENDS=()
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+        --attention) CHOSEN+=(attention) ;;
+        --manual | --manual-validation) CHOSEN+=(manual) ;;
+        --audio) CHOSEN+=(audio) ;;
+        --backend) BACKENDS+=("${2:?--backend needs a name}") && shift ;;
+        --config) CONFIG="$(realpath "${2:?--config needs a file}")" && shift ;;
+        -h | --help) echo "$HELP" && exit 0 ;;
+        *) usage_error "$1 is not an option" ;;
+    esac
+    shift
+done
+[[ ${#CHOSEN[@]} -gt 0 ]] || CHOSEN=(attention manual audio)
+[[ ${#BACKENDS[@]} -gt 0 ]] || BACKENDS=(sdpa)
+
+sounds() {
+    make_sounds sounds
+    "$PYTHON" - sounds <<'PY' | tee sounds.log
+import sys
+from pathlib import Path
+
+from gracetune.data.audio import decode_audio, probe_audio
+
+for path in sorted(Path(sys.argv[1]).glob("*.wav")):
+    facts = probe_audio(path.read_bytes())
+    clip = decode_audio(path.read_bytes(), channels=2, length=44100, sample_rate=44100)
+    print(path.name, facts, tuple(clip.shape))
+    assert tuple(clip.shape) == (2, 44100) and facts.seconds == 1.0, facts
+    assert 0.5 < float(clip.abs().max()) < 0.7, "the level must survive"
+PY
+    grep -q '^low.wav' sounds.log
+}
+
+for chosen in "${CHOSEN[@]}"; do
+    case "$chosen" in
+        attention)
+            for backend in "${BACKENDS[@]}"; do
+                check "attention backend $backend" attention "$backend"
+            done
+            ;;
+        manual) check "validation on request" manual_validation ;;
+        audio) check "sound files" sounds ;;
+    esac
+done
+finish

@@ -1,0 +1,134 @@
+"""The guides' scripts: they pass when what they test works, and only then."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from made_history import IDENTITY, Repo
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {
+    "test_upstream_features.sh": ["--attention", "--manual-validation", "--manual", "--audio"],
+    "test_gh200_features.sh": ["--diagnostic", "--uvm", "--staging", "--ramp"],
+    "test_combined_features.sh": ["--backend sdpa", "--manual-validation", "--manual", "--audio"],
+}
+ALL = [(script, flag) for script, flags in SCRIPTS.items() for flag in flags]
+
+
+def call(script: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROOT / script), *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, **variables},
+    )
+
+
+@pytest.mark.parametrize(("script", "flag"), ALL)
+def test_every_check_fails_when_its_program_does(script, flag):
+    done = call(f"scripts/{script}", *flag.split(), PYTHON="/bin/false")
+    assert done.returncode == 1, done.stdout
+    assert done.stdout.endswith("0 passed, 1 failed\n")
+
+
+@pytest.mark.parametrize(("script", "flag"), ALL)
+def test_no_check_passes_when_nothing_was_done(script, flag):
+    """A program that does nothing, and says that all is well."""
+    done = call(f"scripts/{script}", *flag.split(), PYTHON="/bin/true")
+    assert done.returncode == 1, done.stdout
+    assert "FAIL" in done.stdout
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "../execute_gh200_rebase.sh"])
+def test_help_and_wrong_options(script):
+    done = call(f"scripts/{script}", "--help")
+    assert (done.returncode, done.stdout[:6]) == (0, "usage:")
+    done = call(f"scripts/{script}", "--nonsense")
+    assert done.returncode == 2
+    assert "--nonsense is not an option" in done.stderr
+
+
+def test_without_flags_everything_is_tested():
+    done = call("scripts/test_gh200_features.sh", PYTHON="/bin/false")
+    assert done.stdout.endswith("0 passed, 4 failed\n")
+
+
+def test_what_works_passes():
+    done = call("scripts/test_upstream_features.sh", "--audio", "--manual")
+    assert done.returncode == 0, done.stdout
+    assert "PASS  sound files" in done.stdout
+    assert "PASS  validation on request" in done.stdout
+
+
+def test_a_backend_that_is_not_installed_fails_by_name():
+    done = call("scripts/test_combined_features.sh", "--backend", "flash_attn_3")
+    assert done.returncode == 1
+    assert "'flash_attn_3' cannot be used here" in done.stdout
+
+
+ONE = "def one():\n    a = 1\n    b = 2\n    c = 3\n    return a\n"
+
+
+@pytest.fixture
+def clone(tmp_path) -> Repo:
+    """A clone whose origin has moved on since the fork grew from it."""
+    origin = Repo(tmp_path / "origin")
+    origin.commits("main", [("base", {"one.py": ONE})])
+    fork = Repo(tmp_path / "clone")
+    fork.run("remote", "add", "origin", str(origin.folder))
+    fork.run("fetch", "--quiet", "origin")
+    files = {"one.py": ONE.replace("b = 2", "b = 20"), "extra.py": "x = 1\n"}
+    fork.commits("fork", [("fork", files)], parent="origin/main")
+    fork.run("checkout", "--quiet", "fork")
+    changed = {"one.py": ONE.replace("b = 2", "b = 200")}
+    origin.commits("main", [("theirs", changed)], parent="main")
+    return fork
+
+
+def test_the_whole_rebase(clone):
+    (clone.folder / "extra.py").write_text("x = 1  # uncommitted\n")
+    before = clone.files()
+    script = "execute_gh200_rebase.sh"
+    words = ["--repo", str(clone.folder)]
+    commands = ["--validate-upstream", "grep -q 200 one.py", "--validate-ours", "test -f extra.py"]
+    commands += ["--validate-combined", "grep -q 220 one.py"]
+
+    done = call(script, *words, **IDENTITY)
+    assert done.returncode == 2, "uncommitted work, no terminal, no --yes"
+    done = call(script, *words, *commands, "--yes", **IDENTITY)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "01-one: conflicts" in done.stdout or "one.py:3: both sides" in done.stderr
+    assert "stopped at a conflict" in (clone.folder / "GH200_REBASE_CHECKLIST.md").read_text()
+
+    (clone.folder / "one.py").write_text(ONE.replace("b = 2", "b = 220"))
+    done = call(script, *words, "--continue", **IDENTITY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 commands passed." in done.stdout
+    assert "Backup branch: gh200-backup-" in (clone.folder / "MERGE_LOG.txt").read_text()
+
+    done = subprocess.run(
+        [clone.folder / "ROLLBACK.sh", "--yes"],
+        env={**os.environ, **IDENTITY},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    left = {path: data for path, data in clone.files().items() if path in before}
+    assert left == before
+    assert set(clone.files()) - set(before) >= {"MERGE_LOG.txt", "ROLLBACK.sh"}
+
+
+def test_a_rebase_without_anything_to_validate_is_no_success(clone):
+    clone.run("checkout", "--quiet", "-b", "fork2")
+    clone.run("reset", "--quiet", "--hard", "origin/main")
+    (clone.folder / "new.py").write_text("n = 1\n")
+    clone.run("add", "new.py")
+    clone.run("commit", "--quiet", "--message=new")
+    words = ["--repo", str(clone.folder), "--branch", "port"]
+    done = call("execute_gh200_rebase.sh", *words, **IDENTITY)
+    assert done.returncode == 2
+    assert "nothing would be tested" in done.stderr
+    assert "All 1 patches are on port." in done.stdout
