@@ -3,12 +3,16 @@
 import pytest
 import torch
 
+from gracetune.adapters.targets import matches
 from gracetune.config.schema import ModelSection
 from gracetune.models.experts import EXPERTS, Experts, routed, transformers_of
 from gracetune.models.family import FAMILIES, load_family
 from gracetune.models.samples import Order
 
 MADE = {
+    "flux": "flux",
+    "qwen-image": "qwen_image",
+    "stable-audio": "stable_audio",
     "tiny": None,
     "wan22-t2v": "wan22",
     "wan22-i2v": "wan22",
@@ -144,7 +148,7 @@ def test_adapter_targets_match_modules_of_every_transformer(family):
     for transformer in transformers_of(family.transformer).values():
         names = [name for name, _ in transformer.named_modules()]
         for target in family.adapter_targets:
-            assert any(name == target or name.endswith(f".{target}") for name in names), target
+            assert any(matches(name, target) for name in names), target
 
 
 def test_it_says_what_it_predicts(family):

@@ -25,11 +25,14 @@ def cleaned(caption: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
-def tokens_of(tokenizer: Any, caption: str, length: int) -> Mapping[str, Tensor]:
-    """Ids and mask of one caption, cut after `length` tokens."""
+def tokens_of(
+    tokenizer: Any, caption: str, length: int, *, pad: bool = False
+) -> Mapping[str, Tensor]:
+    """Ids and mask of one caption, cut after `length` tokens and padded only if asked."""
     found: Mapping[str, Tensor] = tokenizer(
         [caption],
         max_length=length,
+        padding="max_length" if pad else False,
         truncation=True,
         add_special_tokens=True,
         return_attention_mask=True,

@@ -6,7 +6,7 @@ noise levels in [0, 1] with 1 being pure noise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from gracetune import registry
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     """A transformer, a wrapper around it, or one expert of a pair."""
 
 FAMILIES = {
+    "flux": "gracetune.models.flux:load",
+    "qwen_image": "gracetune.models.qwen_image:load",
+    "stable_audio": "gracetune.models.stable_audio:load",
     "tiny": "gracetune.models.tiny:load",
     "wan22": "gracetune.models.wan22:load",
 }
@@ -32,6 +35,15 @@ Kind = Literal["image", "video", "audio"]
 Prediction = Literal["flow", "epsilon", "v"]
 """What a model says of a noisy latent: the velocity e - x0 of flow matching, the noise, or the v of
 Salimans and Ho. Loss weights depend on it."""
+
+
+class Sound(NamedTuple):
+    """What a family of sounds asks of its clips."""
+
+    channels: int
+    sample_rate: int
+    max_length: int
+    """In samples."""
 
 
 class Family(Protocol):
@@ -55,6 +67,11 @@ class Family(Protocol):
     @property
     def kinds(self) -> Sequence[Kind]:
         """The kinds of sample that `encode` takes."""
+        ...
+
+    @property
+    def sound(self) -> Sound | None:
+        """For families of sounds."""
         ...
 
     @property
@@ -109,6 +126,10 @@ class Family(Protocol):
 
     def release_text_encoder(self) -> None:
         """Nothing is encoded from here on: give its memory back."""
+        ...
+
+    def tile(self, on: bool) -> bool:
+        """Encode and decode by tiles from now on, or whole; whether this family can tile."""
         ...
 
     def encode(self, media: Tensor) -> Tensor:

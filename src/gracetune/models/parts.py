@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -112,6 +113,14 @@ def read_transformer(
     return _whole(model, path)
 
 
+def read_scheduler(folder: Path) -> Any:
+    """A fresh one, as the pipeline was published with."""
+    import diffusers
+
+    name = read_index(folder)["scheduler"][1]
+    return read_part(folder, "scheduler", getattr(diffusers, name).from_pretrained)
+
+
 @contextmanager
 def without_bars() -> Iterator[None]:
     """The libraries' progress bars and advice are not what a run should print."""
@@ -124,7 +133,10 @@ def without_bars() -> Iterator[None]:
         library.disable_progress_bar()
         library.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            # diffusers still asks torch for the older of its two weight norms
+            warnings.filterwarnings("ignore", r".*weight_norm` is deprecated", FutureWarning)
+            yield
     finally:
         for library, (shown, verbosity) in zip(libraries, before, strict=True):
             library.set_verbosity(verbosity)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction
+    from gracetune.models.family import Forward, Kind, Prediction, Sound
     from gracetune.models.samples import Order
 
 CELL = 4
@@ -90,6 +90,7 @@ class Tiny:
     name: str = "tiny"
     boundary: None = None
     kinds: tuple[Kind, ...] = ("image",)
+    sound: Sound | None = None
     starts_from: Literal["text", "image"] = "text"
     takes_control: bool = False
     pixel_step: int = CELL
@@ -137,6 +138,10 @@ class Tiny:
 
     def release_text_encoder(self) -> None:
         """It has no weights."""
+
+    def tile(self, on: bool) -> bool:  # noqa: ARG002
+        """Folding needs no memory to speak of."""
+        return False
 
     def encode(self, media: Tensor) -> Tensor:
         """Fold each cell of pixels into channels."""

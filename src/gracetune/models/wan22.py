@@ -25,6 +25,7 @@ from gracetune.models.parts import (
     locate,
     read_index,
     read_part,
+    read_scheduler,
     read_transformer,
 )
 from gracetune.models.samples import Sampled
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction
+    from gracetune.models.family import Forward, Kind, Prediction, Sound
     from gracetune.models.samples import Order
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
@@ -141,6 +142,7 @@ class Wan22:
     max_edge: int
     name: str = "wan22"
     kinds: tuple[Kind, ...] = ("image", "video")
+    sound: Sound | None = None
     takes_control: bool = False
     prediction: Prediction = "flow"
     adapter_targets: tuple[str, ...] = TARGETS
@@ -179,6 +181,11 @@ class Wan22:
     def release_text_encoder(self) -> None:
         """Eleven gigabytes that training does not need."""
         self.text.clear()
+
+    def tile(self, on: bool) -> bool:
+        """The VAE's own tiles."""
+        (self.vae.enable_tiling if on else self.vae.disable_tiling)()
+        return True
 
     def encode(self, media: Tensor) -> Tensor:
         """Normalised latents; a first frame's mask and latents follow where it is given."""
@@ -338,7 +345,6 @@ class Wan22:
     def _pipeline(self) -> Any:
         import diffusers
 
-        scheduler = getattr(diffusers, read_index(self.folder)["scheduler"][1])
         experts = transformers_of(self.transformer)
         starts = self.starts_from == "image"
         cls = diffusers.WanImageToVideoPipeline if starts else diffusers.WanPipeline
@@ -346,7 +352,7 @@ class Wan22:
             tokenizer=None,
             text_encoder=None,
             vae=self.vae,
-            scheduler=read_part(self.folder, "scheduler", scheduler.from_pretrained),
+            scheduler=read_scheduler(self.folder),
             transformer=self._one,
             transformer_2=experts.get("low"),
             boundary_ratio=self.boundary,

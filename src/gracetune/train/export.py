@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
+
+from blake3 import blake3
 
 from gracetune.durable import new_folder
 from gracetune.errors import CheckpointError
 from gracetune.models.experts import transformers_of
 from gracetune.optim.rates import averaged
+from gracetune.train.identity import settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,7 +69,7 @@ def _export_adapter(t: Trainee, modules: Modules, base_weights: str, folder: Pat
 
 
 def run_digest(t: Trainee) -> str:
-    """A name for the run file as it was resolved."""
-    from blake3 import blake3
-
-    return blake3(t.run.model_dump_json().encode()).hexdigest(length=16)
+    """A name for what shapes the weights: the same wherever the run's folder is."""
+    settings = settings_of(t.run, t.accelerator.mixed_precision)
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return blake3(text.encode()).hexdigest(length=16)

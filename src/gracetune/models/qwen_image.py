@@ -1,0 +1,290 @@
+"""The family `qwen_image`: Qwen-Image in diffusers' classes, for pictures, and for edits of them.
+
+Latents: C channels, H rows, W columns, eight pixels a cell; the transformer reads them by 2x2. An
+edit is given the latents of the picture it starts from as more rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from torch import Tensor, nn
+
+from gracetune.models.captions import mask_of, padded, tokens_of
+from gracetune.models.digest import digest_of_weights
+from gracetune.models.parts import (
+    copy_rest,
+    demand_class,
+    digest_of_folder,
+    locate,
+    read_index,
+    read_part,
+    read_scheduler,
+    read_transformer,
+)
+from gracetune.models.patches import EDGE, packed, unpacked
+from gracetune.models.samples import Sampled
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from gracetune.config.schema import ModelSection
+    from gracetune.models.family import Forward, Kind, Prediction, Sound
+    from gracetune.models.samples import Order
+
+PIPELINES = ("QwenImagePipeline",)
+TEXT_LENGTH = 1024
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
+    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+"""What the text encoder is asked, as the model was trained."""
+TEMPLATE_TOKENS = 34
+"""Tokens before the caption, whose states are left out."""
+MAX_EDGE = 4096
+TARGETS = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "img_mlp.net.0.proj",
+    "img_mlp.net.2",
+    "txt_mlp.net.0.proj",
+    "txt_mlp.net.2",
+)
+
+
+def load(section: ModelSection) -> QwenImage:
+    """Read every part of the folder `model.path`."""
+    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+    folder = locate(section)
+    index = read_index(folder)
+    demand_class(folder, index, PIPELINES, "qwen_image")
+    vae = read_part(
+        folder,
+        "vae",
+        lambda part: AutoencoderKLQwenImage.from_pretrained(
+            part, torch_dtype=torch.float32, local_files_only=True
+        ),
+    )
+    encoder = read_part(
+        folder,
+        "text_encoder",
+        lambda part: Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            part, dtype="auto", local_files_only=True
+        ),
+    )
+    return QwenImage(
+        folder=folder,
+        transformer=read_transformer(
+            QwenImageTransformer2DModel, section, folder, "transformer", section.transformer_file
+        ),
+        vae=vae.eval().requires_grad_(False),
+        text=[encoder.eval().requires_grad_(False)],
+        tokenizer=read_part(
+            folder, "tokenizer", lambda p: AutoTokenizer.from_pretrained(p, local_files_only=True)
+        ),
+        cell=2 ** len(vae.temperal_downsample),
+    )
+
+
+@dataclass(frozen=True)
+class QwenImage:
+    """The loaded parts. See `Family` for what each member means."""
+
+    folder: Path
+    transformer: Any
+    vae: Any
+    text: list[nn.Module]
+    """The text encoder, until it is released."""
+    tokenizer: Any
+    cell: int
+    """Pixels along the edge of a latent's cell."""
+    name: str = "qwen_image"
+    boundary: None = None
+    kinds: tuple[Kind, ...] = ("image",)
+    sound: Sound | None = None
+    starts_from: Literal["text", "image"] = "text"
+    takes_control: bool = False
+    max_edge: int = MAX_EDGE
+    prediction: Prediction = "flow"
+    adapter_targets: tuple[str, ...] = TARGETS
+
+    @property
+    def pixel_step(self) -> int:
+        """Whole patches."""
+        return self.cell * EDGE
+
+    def identity(self) -> dict[str, str]:
+        """The encoders' own files."""
+        text = "-".join(digest_of_folder(self.folder / p) for p in ("tokenizer", "text_encoder"))
+        return {
+            "latents": f"qwen-image-mode-{digest_of_folder(self.folder / 'vae')}",
+            "text": f"qwen-image-{TEXT_LENGTH}-{text}",
+        }
+
+    def weights_digest(self) -> str:
+        """Of the transformer."""
+        return digest_of_weights(self.transformer)
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """The joint blocks."""
+        return list(self.transformer.transformer_blocks)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """As diffusers does it, block by block."""
+        self.transformer.enable_gradient_checkpointing()
+
+    def to(self, device: torch.device) -> None:
+        """The VAE, and the text encoder as long as it is there."""
+        for part in (self.vae, *self.text):
+            part.to(device)
+
+    def release_text_encoder(self) -> None:
+        """Sixteen gigabytes that training does not need."""
+        self.text.clear()
+
+    def tile(self, on: bool) -> bool:
+        """The VAE's own tiles."""
+        (self.vae.enable_tiling if on else self.vae.disable_tiling)()
+        return True
+
+    def tile(self, on: bool) -> bool:
+        """The VAE's own tiles."""
+        (self.vae.enable_tiling if on else self.vae.disable_tiling)()
+        return True
+
+    def encode(self, media: Tensor) -> Tensor:
+        """Normalised latents; a control's follow its picture's as more channels."""
+        return torch.cat([self._encoded(pixels) for pixels in torch.split(media, 3, dim=1)], dim=1)
+
+    def parts(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The picture; what it is an edit of is given."""
+        channels = self.vae.config.z_dim
+        if not self.takes_control:
+            return encoded, {}
+        return encoded[:, :channels], {"reference": encoded[:, channels:]}
+
+    def latent_shape(self, *shape: int) -> tuple[int, ...]:
+        """Channels, rows and columns of cells."""
+        width, height = shape
+        channels = self.vae.config.z_dim * (2 if self.takes_control else 1)
+        return (channels, height // self.cell, width // self.cell)
+
+    def num_tokens(self, latent_shape: Sequence[int]) -> int:
+        """One a patch of what is noised."""
+        _, height, width = latent_shape
+        return (height // EDGE) * (width // EDGE)
+
+    def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
+        """The language model's last states, from the caption on."""
+        (encoder,) = self.text
+        device = next(encoder.parameters()).device
+        texts = []
+        for caption in captions:
+            found = tokens_of(
+                self.tokenizer, TEMPLATE.format(caption), TEXT_LENGTH + TEMPLATE_TOKENS
+            )
+            with torch.no_grad():
+                states = encoder(
+                    input_ids=found["input_ids"].to(device),
+                    attention_mask=found["attention_mask"].to(device),
+                    output_hidden_states=True,
+                ).hidden_states[-1]
+            texts.append({"tokens": states[0, TEMPLATE_TOKENS:]})
+        return texts
+
+    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Zeros behind the shorter ones, and a mask that leaves them out."""
+        tokens = [text["tokens"] for text in texts]
+        longest = max(map(len, tokens))
+        return {"tokens": padded(tokens, longest), "mask": mask_of(tokens, longest)}
+
+    def predict(
+        self,
+        transformer: Forward,
+        noisy: Tensor,
+        s_B: Tensor,  # noqa: N803
+        conditions: Mapping[str, Tensor],
+    ) -> Tensor:
+        """One forward pass; the model counts levels from 0 to 1."""
+        count, _, height, width = noisy.shape
+        dtype = self.transformer.img_in.weight.dtype
+        rows = packed(noisy)
+        shape = (1, height // EDGE, width // EDGE)
+        length, shapes = rows.shape[1], [shape]
+        if "reference" in conditions:
+            rows = torch.cat([rows, packed(conditions["reference"])], dim=1)
+            shapes = [shape, shape]
+        velocity: Tensor = transformer(
+            hidden_states=rows.to(dtype),
+            timestep=s_B.to(dtype),
+            encoder_hidden_states=conditions["tokens"].to(dtype),
+            encoder_hidden_states_mask=conditions["mask"],
+            img_shapes=[shapes] * count,
+            return_dict=False,
+        )[0]
+        return unpacked(velocity[:, :length], height, width)
+
+    def sample(self, order: Order) -> list[Sampled]:
+        """One picture a prompt."""
+        import diffusers
+
+        pipeline = diffusers.QwenImagePipeline(
+            scheduler=read_scheduler(self.folder),
+            vae=self.vae,
+            text_encoder=None,
+            tokenizer=None,
+            transformer=self.transformer,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        device = next(self.transformer.parameters()).device
+        dtype = self.transformer.img_in.weight.dtype
+        width, height = order.shape
+        empty = order.empty["tokens"][None].to(device, dtype)
+        made = []
+        for number, text in enumerate(order.texts):
+            tokens = text["tokens"][None].to(device, dtype)
+            against = {
+                "negative_prompt_embeds": empty,
+                "negative_prompt_embeds_mask": torch.ones(empty.shape[:2], device=device).long(),
+            }
+            picture = pipeline(
+                prompt_embeds=tokens,
+                prompt_embeds_mask=torch.ones(tokens.shape[:2], device=device).long(),
+                **against if order.guidance > 1 else {},
+                width=width,
+                height=height,
+                num_inference_steps=order.steps,
+                true_cfg_scale=order.guidance,
+                generator=torch.Generator().manual_seed(order.seed + number),
+                output_type="pt",
+            ).images[0]
+            made.append(Sampled("image", picture.float().cpu() * 2 - 1))
+        return made
+
+    def export(self, folder: Path) -> None:
+        """A whole pipeline's folder; what was not trained is linked or copied."""
+        self.transformer.save_pretrained(folder / "transformer")
+        copy_rest(self.folder, folder, leave_out=("transformer",))
+
+    def _encoded(self, pixels: Tensor) -> Tensor:
+        """A picture is a film of one frame to this VAE."""
+        where = next(self.vae.parameters())
+        with torch.no_grad():
+            raw: Tensor = self.vae.encode(pixels.to(where).unsqueeze(2)).latent_dist.mode()[:, :, 0]
+        mean, std = (
+            torch.tensor(values, device=raw.device).view(1, -1, 1, 1)
+            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
+        )
+        return (raw - mean) / std

@@ -1,0 +1,162 @@
+"""A model of two experts, from the command line to files that other programs load."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanPipeline
+from PIL import Image
+from safetensors import safe_open
+
+from gracetune.adapters.delta import delta
+from gracetune.adapters.files import read_adapter, read_tensors
+from gracetune.config.load import load_run_file
+from gracetune.train.run import run_training
+
+STEPS, HALF = 6, 3
+PROMPT, SEED, SIZE = "a red ring", 11, 32
+FILES = {"high": "high_noise.safetensors", "low": "low_noise.safetensors"}
+
+
+@pytest.fixture
+def settings(miniature):
+    def make(kind, **train):
+        return {
+            "model": {"family": "wan22", "path": str(miniature("wan22-t2v"))},
+            "adapter": {"kind": kind, "rank": 2, "alpha": 1, "dropout": 0.1},
+            "train": {
+                "max_train_steps": STEPS,
+                "checkpoint_every": HALF,
+                "ema_decay": 0.0,
+                "timestep_shift": 5.0,
+                **train,
+            },
+            "optimizer": {"lr": 0.05},
+            "validation": {
+                "every": STEPS,
+                "prompts": [PROMPT],
+                "seed": SEED,
+                "sample_steps": 4,
+                "width": SIZE,
+                "height": SIZE,
+            },
+        }
+
+    return make
+
+
+@pytest.fixture
+def wan_file(run_file, shapes_folder):
+    def write(sections):
+        path = run_file(**sections)
+        settings = json.loads(path.read_text())
+        settings["datasets"][0] |= {"resolution": 16, "instance_data_dir": str(shapes_folder)}
+        path.write_text(json.dumps(settings))
+        return path
+
+    return write
+
+
+def manifest(folder, step):
+    return json.loads((folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").read_text())
+
+
+def events(folder, kind):
+    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == kind]
+
+
+def pictured(pipeline):
+    picture = pipeline(
+        prompt=PROMPT,
+        negative_prompt="",
+        width=SIZE,
+        height=SIZE,
+        num_frames=1,
+        num_inference_steps=4,
+        guidance_scale=2.0,
+        generator=torch.Generator().manual_seed(SEED),
+        output_type="np",
+    ).frames[0][0]
+    return (picture * 255).round()
+
+
+def load_into(pipeline, kind, folder):
+    """As a user would; diffusers reads no LyCORIS algorithm, so their delta is added."""
+    for stage, transformer in (("high", pipeline.transformer), ("low", pipeline.transformer_2)):
+        if kind == "lora":
+            pipeline.load_lora_weights(
+                str(folder), weight_name=FILES[stage], load_into_transformer_2=stage == "low"
+            )
+            loaded = [n for n, _ in transformer.named_modules() if n.endswith("lora_A")]
+            assert len(loaded) == 20
+            continue
+        adapter = read_adapter(folder / FILES[stage])
+        assert len(adapter.layers) == 20
+        for place, layer in adapter.layers.items():
+            weight = transformer.get_submodule(place.module).weight
+            weight.data += delta(layer, weight.shape)
+
+
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
+def test_two_files_that_load_and_a_resume_that_changes_nothing(
+    settings, wan_file, gracetune, tmp_path, kind, miniature
+):
+    file = wan_file(settings(kind))
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    run_training(load_run_file(file, [f"output_dir={whole}"]).run)
+    half = [f"output_dir={torn}", f"train.max_train_steps={HALF}", "validation.every=0"]
+    run_training(load_run_file(file, half).run)
+    done = gracetune("train", file, "--set", f"output_dir={torn}")
+    assert done.returncode == 0, done.stderr
+    assert f"resuming at step {HALF}" in done.stdout
+
+    ours, theirs = manifest(torn, STEPS), manifest(whole, STEPS)
+    assert ours["files"] == theirs["files"]
+    assert ours["progress"] == theirs["progress"]
+    assert (ours["progress"]["high_steps"], ours["progress"]["low_steps"]) == (3, 3)
+    steps = events(torn, "step_done")
+    assert [step["expert"] for step in steps] == ["high", "low"] * 3
+    assert sorted(path.name for path in (torn / "adapter").iterdir()) == sorted(FILES.values())
+    for stage, name in FILES.items():
+        about, tensors = read_tensors(torn / "adapter" / name)[::-1]
+        other, others = read_tensors(whole / "adapter" / name)[::-1]
+        assert about == other
+        assert tensors.keys() == others.keys()
+        assert all(torch.equal(tensors[key], others[key]) for key in tensors)
+        assert about["gracetune.stage"] == stage
+        assert about["gracetune.boundary"] == "0.875"
+        assert all(key.startswith("diffusion_model.blocks.") for key in tensors)
+
+    pipeline = WanPipeline.from_pretrained(miniature("wan22-t2v"), local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    before = pictured(pipeline)
+    load_into(pipeline, kind, torn / "adapter")
+    after = pictured(pipeline)
+    live = np.asarray(Image.open(torn / "validation" / f"step-{STEPS:06d}" / "000.png"), float)
+    assert np.abs(after - live).max() <= 1
+    assert np.abs(after - before).max() > 3
+
+
+@pytest.mark.parametrize("expert", ["high", "low"])
+def test_one_expert_alone_leaves_the_other_as_it_was(settings, wan_file, tmp_path, expert):
+    file = wan_file(settings("lora", experts=expert, max_train_steps=2))
+    run_training(load_run_file(file).run)
+    folder = tmp_path / "run"
+    assert [path.name for path in (folder / "adapter").iterdir()] == [FILES[expert]]
+    assert {step["expert"] for step in events(folder, "step_done")} == {expert}
+    with safe_open(folder / "checkpoints" / "step-000002" / "weights.safetensors", "pt") as saved:
+        assert all(key.startswith(f"{expert}.") for key in saved.keys())  # noqa: SIM118
+
+
+def test_full_training_of_both_writes_a_pipeline(settings, wan_file, tmp_path, miniature):
+    sections = settings("lora", max_train_steps=2) | {"adapter": None}
+    run_training(load_run_file(wan_file(sections)).run)
+    made = WanPipeline.from_pretrained(tmp_path / "run" / "model", local_files_only=True)
+    before = WanPipeline.from_pretrained(miniature("wan22-t2v"), local_files_only=True)
+    for name in ("transformer", "transformer_2"):
+        pairs = zip(
+            getattr(made, name).parameters(), getattr(before, name).parameters(), strict=True
+        )
+        assert any(not torch.equal(ours, theirs) for ours, theirs in pairs)
