@@ -144,7 +144,17 @@ VALUES: Mapping[str, Mapping[str | bool | None, object]] = {
         None: "auto",
     },
     "train.timestep_sampling": {"sigmoid": "logit_normal", "linear": "uniform"},
-    "optimizer.name": {"AdamW": "adamw", "Automagic": "automagic"},
+    "optimizer.name": {
+        "AdamW": "adamw",
+        "adamw8bit": "adamw_8bit",
+        "bnb-adamw8bit": "adamw_8bit",
+        "adamw_schedulefree": "schedule_free",
+        "Adafactor": "adafactor",
+        "Automagic": "automagic",
+        "Lion": "lion",
+        "Muon": "muon",
+        "Prodigy": "prodigy",
+    },
     "optimizer.schedule": {"constant_with_warmup": "constant"},
     "datasets.*.in_memory.compression": {None: "none"},
 }

@@ -15,12 +15,13 @@ With `lr_bump` each element has a rate, which the published rule moves, and D is
 Without it nobody has said how large a rate is, and a group finds its own. D is the running mean M
 of U, and what the next U says of the last M tells how far the steps go:
 
-    L = clamp(L exp(GAIN (q + lr DAMPING / 2)), min_lr, max_lr),   q = <U, M> / <M, M>
+    L = clamp(L exp(GAIN lr (q + lr DAMPING / 2)), min_lr, max_lr),   q = <U, M> / <M, M>
 
 Around a minimum of curvature h, whatever noise there is, q is -h lr L / 2 on average: W no longer
 grows, so that E[W (W - W')] is half of E[(W - W')^2]. While there is a way to go q is higher, and
 rates rise. They settle where h L is `DAMPING`, a half of the Newton step. Sums are over the group:
-one tensor's step disturbs another's gradient, and rates by tensor run away from each other.
+one tensor's step disturbs another's gradient, and rates by tensor run away from each other. What
+small steps at the end of a schedule say counts little, or L would rise as `lr` falls.
 
 Rates are never rounded to a grid. State begins with no sign and no mean, so that a first gradient
 moves no rate. All of it is element by element, so that shards keep their own; ranks exchange three
@@ -51,7 +52,7 @@ MAX_LR = {True: 1e-3, False: 1e-1}
 CLIP = 1.0
 EPSILON = 1e-30
 BETA1 = 0.9
-GAIN = 0.2
+GAIN = 0.3
 DAMPING = 0.5
 
 Group = dict[str, Any]
@@ -243,10 +244,9 @@ def find(
     last = torch._foreach_mul(means, [1 / max(1 - BETA1 ** (t - 1), EPSILON) for t in steps])
     squares, said, length = sums_of(params, [updates, updates], [updates, last], [last, last])
     scales = scale_down(updates, squares, params)
-    expected = -share * DAMPING / 2
     q = (said * scales).sum() / length.sum().clamp_min(EPSILON)
-    surprise = (q.clamp(-1, 1) - expected) * (length.sum() > 0)
-    torch._foreach_mul_(rates, (GAIN * surprise).exp())
+    surprise = (q.clamp(-1, 1) + share * DAMPING / 2) * (length.sum() > 0)
+    torch._foreach_mul_(rates, (GAIN * share * surprise).exp())
 
     torch._foreach_lerp_(means, updates, 1 - BETA1)
     torch._foreach_copy_(updates, means)

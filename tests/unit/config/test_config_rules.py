@@ -59,6 +59,11 @@ def test_the_default_run_breaks_no_rule():
             "optimizer.high_noise_min_lr",
             "at most optimizer.max_lr (1)",
         ),
+        (
+            {"train": {"timestep_window": (0.5, 0.5)}},
+            "train.timestep_window",
+            "is [0.5, 0.5]; the first must be below the second",
+        ),
         ({"optimizer": {"betas": (0.9, 1.0)}}, "optimizer.betas.1", "below 1"),
         ({"adapter": {"targets": ()}}, "adapter.targets", "empty list"),
         (

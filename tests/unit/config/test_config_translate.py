@@ -58,6 +58,8 @@ def test_values_and_remarks_belong_to_keys_of_the_schema():
         ('{"mixed_precision": "fp32"}', "train", "mixed_precision", "no"),
         ('{"train": {"mixed_precision": null}}', "train", "mixed_precision", "auto"),
         ('{"train": {"timestep_type": "sigmoid"}}', "train", "timestep_sampling", "logit_normal"),
+        ('{"snr_gamma": 5}', "train", "min_snr_gamma", 5),
+        ('{"train": {"optimizer": "adamw8bit"}}', "optimizer", "name", "adamw_8bit"),
         ('{"model_type": "lora", "lora_rank": 4}', "adapter", "rank", 4),
         ('{"lora_rank": 4, "model_type": "lora"}', "adapter", "rank", 4),
         ('{"network": {"type": "lora", "linear": 8}}', "adapter", "rank", 8),

@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gracetune.errors import RunFailedError
 from gracetune.events.tensorboard import TensorBoardSink
-from gracetune.events.types import MemoryUsed, Notice, StepDone, Validated
+from gracetune.events.types import MemoryUsed, Notice, RatesSpread, StepDone, Validated
 from gracetune.units import GIB
 
 
@@ -40,6 +40,29 @@ def test_scalars_are_what_was_told(tmp_path: Path) -> None:
     ]
     assert board.Scalars("memory/host_gib")[0].value == 3.0
     assert board.Scalars("memory/device_peak_gib")[0].value == 2.0
+
+
+def test_rates_are_a_histogram_over_their_logarithm(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, None)
+    limits = (1e-6, 1e-5, 1e-4, 1e-3)
+    sink.handle(RatesSpread(5, "", limits, (0, 3, 1)))
+    sink.handle(RatesSpread(5, "high", limits, (0, 0, 0)))
+    sink.close()
+    board = read(tmp_path)
+    (event,) = board.Histograms("train/log10_rate")
+    assert event.step == 5
+    assert event.histogram_value.num == 4
+    assert (event.histogram_value.min, event.histogram_value.max) == (-4.5, -3.5)
+    assert event.histogram_value.sum == 3 * -4.5 - 3.5
+    filled = {
+        round(limit, 6): count
+        for limit, count in zip(
+            event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True
+        )
+        if count
+    }
+    assert filled == {-4.0: 3, -3.0: 1}
+    assert board.Histograms("train/log10_rate_high")[0].histogram_value.num == 0
 
 
 def test_the_grid_and_the_losses_of_a_validation(tmp_path: Path) -> None:

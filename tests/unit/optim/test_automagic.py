@@ -78,6 +78,7 @@ def test_one_step_is_the_equation():
 def test_a_found_rate_moves_by_what_the_gradient_says_of_the_last_update():
     p, other = parameter(6, 4), parameter(5, seed=1)
     optimizer = Automagic([p, other], beta2=0.9)
+    share = optimizer.param_groups[0]["lr"] = 0.8
     weights = [t.detach().double().numpy() for t in (p, other)]
     squares = [np.zeros_like(w) for w in weights]
     means = [np.zeros_like(w) for w in weights]
@@ -94,11 +95,11 @@ def test_a_found_rate_moves_by_what_the_gradient_says_of_the_last_update():
             last = [m / (1 - BETA1 ** (step - 1)) for m in means]
             said = sum((u * m).sum() for u, m in zip(updates, last, strict=True))
             q = said / sum((m * m).sum() for m in last)
-            log_rate += GAIN * (min(1, max(-1, q)) + DAMPING / 2)
+            log_rate += GAIN * share * (min(1, max(-1, q)) + share * DAMPING / 2)
             log_rate = max(log_rate, math.log(1e-7))
         means = [BETA1 * m + (1 - BETA1) * u for m, u in zip(means, updates, strict=True)]
         weights = [
-            w - math.exp(log_rate) * m / (1 - BETA1**step)
+            w - share * math.exp(log_rate) * m / (1 - BETA1**step)
             for w, m in zip(weights, means, strict=True)
         ]
         optimizer.step()

@@ -1,0 +1,91 @@
+"""Optimizers inside the trainer: what they need around a step, and that a run goes on exactly."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gracetune.events.log import read_events
+from gracetune.events.types import RatesSpread, StepDone
+from gracetune.optim.automagic import Automagic
+from gracetune.train.record import rates_of
+from gracetune.train.run import run_training
+
+
+def weights(run):
+    (file,) = Path(run.output_dir).glob("checkpoints/step-000004/weights.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.parametrize("name", ["automagic", "muon", "schedule_free"])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tiny_run, tmp_path, name):
+    ended = []
+    for folder, parts in (("whole", [4]), ("parts", [2, 4])):
+        for steps in parts:
+            run = tiny_run(
+                output_dir=str(tmp_path / folder),
+                optimizer={"name": name, "warmup_steps": 2},
+                train={"max_train_steps": steps, "checkpoint_every": 2, "ema_decay": 0},
+            )
+            run_training(run)
+        ended.append(weights(run))
+    assert ended[0].keys() == ended[1].keys()
+    for key, value in ended[0].items():
+        assert torch.equal(value, ended[1][key]), key
+
+
+def test_rates_are_told_as_a_histogram_and_the_mean_as_the_rate(tiny_run, told):
+    run = tiny_run(
+        optimizer={"name": "automagic", "lr": 1e-5, "lr_bump": 1e-6},
+        gh200_optimizations={
+            "enable_batch_size_rampup": True,
+            "initial_effective_batch_size": 4,
+            "target_effective_batch_size": 12,
+            "batch_rampup_steps": 4,
+        },
+    )
+    run_training(run, sinks=[told])
+    spreads, steps = told.of(RatesSpread), told.of(StepDone)
+    assert [spread.step for spread in spreads] == [step.step for step in steps] == [1, 2, 3]
+    assert len({step.accumulation for step in steps}) > 1, "the ramp did not move"
+    total = sum(spreads[0].counts)
+    assert all(sum(spread.counts) == total for spread in spreads)
+    assert len(spreads[0].limits) == len(spreads[0].counts) + 1
+    lowest = spreads[0].limits[next(i for i, n in enumerate(spreads[0].counts) if n)]
+    assert lowest == pytest.approx(1e-5, rel=0.5)
+    assert steps[0].lr == pytest.approx(1e-5)
+    assert steps[2].lr != steps[0].lr
+    logged = list(read_events(Path(run.output_dir) / "events.jsonl"))
+    assert sum(event["event"] == "rates_spread" for event in logged) == 3
+
+
+def test_other_optimizers_have_no_spread_to_tell():
+    p = torch.nn.Parameter(torch.zeros(2))
+    assert rates_of(torch.optim.SGD([p], lr=0.1))(3) == []
+    p.grad = torch.ones(2)
+    optimizer = Automagic([{"params": [p], "stage": "low"}])
+    optimizer.step()
+    (spread,) = rates_of(optimizer)(3)
+    assert (spread.expert, sum(spread.counts)) == ("low", 2)
+
+
+def test_schedule_free_validates_and_exports_its_average(tiny_run, tmp_path):
+    run = tiny_run(
+        optimizer={"name": "schedule_free", "lr": 0.01},
+        train={"ema_decay": 0, "max_train_steps": 4, "checkpoint_every": 2},
+        validation={"every": 2, "prompts": ["a red circle"], "sample_steps": 2, "holdout": 0.1},
+    )
+    run_training(run)
+    (file,) = Path(run.output_dir).glob("model/transformer/*.safetensors")
+    exported, trained = load_file(file), weights(run)
+    assert any(not torch.equal(exported[key], trained[key]) for key in trained)
+    quiet = run.model_copy(
+        update={
+            "output_dir": str(tmp_path / "quiet"),
+            "validation": run.validation.model_copy(update={"every": 4}),
+        }
+    )
+    run_training(quiet)
+    for key, value in weights(quiet).items():
+        assert torch.equal(value, trained[key]), "looking changed the run"
