@@ -1,10 +1,12 @@
 """How fast data sets are staged and read from memory, and what that costs in bytes.
 
-One function a claim. What is compared takes turns within one run, and each figure is the best of
-its turns: a busy machine can only add time. Decoding has a script of its own, data_decode.py, which
-also makes the pictures: 5,000 JPEG files with the statistics of photographs.
+One function a claim. What is compared takes turns within one run, each of them first in as many
+turns as the others. A figure is the median of its turns, and a ratio the median of the ratios
+within turns: what else runs on the machine disturbs neighbours in time alike. Decoding has a script
+of its own, data_decode.py, which also makes the pictures: 5,000 JPEG files with the statistics of
+photographs.
 
-    python benchmarks/data.py [--pictures 5000] [--turns 9] [--workers 2]
+    python benchmarks/data.py [--pictures 5000] [--turns 20] [--workers 2]
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from gracetune.config.schema import InMemorySection
@@ -40,7 +43,7 @@ def main() -> None:
     """Measure every claim and write results/data.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=int, default=5000)
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--workers", type=int, default=default_workers())
     parser.add_argument("--part", help="for the script itself: a measurement in a fresh process")
     args = parser.parse_args()
@@ -61,6 +64,7 @@ def main() -> None:
             "sharing": sharing(folder, Path(name) / "meet"),
             "codec": codec(folder),
             "many files": {f"{n:,}": in_a_fresh_process("many files", n) for n in MANY},
+            "load average at the end": round(os.getloadavg()[0], 1),
         }
     for name, value in results.flatten(figures):
         print(f"{name}: {value}")
@@ -83,19 +87,19 @@ def staging(folder: Path, turns: int, workers: int) -> dict[str, object]:
         return StagedSource.stage(source, source.keys(), section, quiet)
 
     nbytes = sum(map(os.path.getsize, paths))
-    ways = {"cat": cat, "staging": stage}
-    best = take_turns(ways, turns)
-    processor = take_turns(ways, turns, processor_seconds)
+    spent = take_turns({"cat": cat, "staging": stage}, turns, seconds_and_processor)
+    wall = {name: [seconds for seconds, _ in each] for name, each in spent.items()}
+    processor = {name: [seconds for _, seconds in each] for name, each in spent.items()}
     return {
         "files": len(paths),
         "mean KB a file": round(nbytes / len(paths) / 1e3, 1),
         "workers": workers,
-        "GB a second.cat": round(nbytes / best["cat"] / 1e9, 3),
-        "GB a second.staging": round(nbytes / best["staging"] / 1e9, 3),
-        "files a second": round(len(paths) / best["staging"]),
-        "share of cat's speed": round(best["cat"] / best["staging"], 3),
+        "GB a second.cat": round(nbytes / median(wall["cat"]) / 1e9, 3),
+        "GB a second.staging": round(nbytes / median(wall["staging"]) / 1e9, 3),
+        "files a second": round(len(paths) / median(wall["staging"])),
+        "share of cat's speed": round(ratio(wall["cat"], wall["staging"]), 3),
         "share of cat's speed, by processor time": round(
-            processor["cat"] / processor["staging"], 3
+            ratio(processor["cat"], processor["staging"]), 3
         ),
     }
 
@@ -123,12 +127,13 @@ def random_reads(folder: Path, turns: int) -> dict[str, object]:
         return run
 
     ways = {"files": from_files, "in place": each(staged.view), "copied": each(staged.read)}
-    best = take_turns(ways, 10 * turns, time.thread_time)
+    spent = take_turns(ways, turns, lambda: (time.thread_time(),))
+    seconds = {name: [one for (one,) in each] for name, each in spent.items()}
     return {
-        "files a second": {name: round(len(keys) / seconds) for name, seconds in best.items()},
-        "microseconds in place": round(best["in place"] / len(keys) * 1e6, 3),
-        "times files, in place": round(best["files"] / best["in place"], 1),
-        "times files, copied": round(best["files"] / best["copied"], 2),
+        "files a second": {name: round(len(keys) / median(s)) for name, s in seconds.items()},
+        "microseconds in place": round(median(seconds["in place"]) / len(keys) * 1e6, 3),
+        "times files, in place": round(ratio(seconds["files"], seconds["in place"]), 1),
+        "times files, copied": round(ratio(seconds["files"], seconds["copied"]), 2),
     }
 
 
@@ -237,27 +242,33 @@ def quiet(_event: object) -> None:
 
 
 def take_turns(
-    ways: dict[str, Callable[[], object]],
-    turns: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
-    """The best seconds of each; what a way returns is dropped off the clock."""
-    best = dict.fromkeys(ways, float("inf"))
-    for _ in range(turns):
-        for name, run in ways.items():
-            began = clock()
-            kept = run()
-            best[name] = min(best[name], clock() - began)
+    ways: dict[str, Callable[[], object]], turns: int, clocks: Callable[[], tuple[float, ...]]
+) -> dict[str, list[tuple[float, ...]]]:
+    """What each took in each turn, by each clock; what a way returns is dropped off the clocks."""
+    names = list(ways)
+    spent: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
+    for turn in range(turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            began = clocks()
+            kept = ways[name]()
+            ended = clocks()
+            spent[name].append(tuple(b - a for a, b in zip(began, ended, strict=True)))
             del kept
-    return best
+    return spent
 
 
-def processor_seconds() -> float:
-    """Of this process and of those it has waited for."""
+def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """How many times as fast, in the median turn."""
+    return median(a / b for a, b in zip(theirs, ours, strict=True))
+
+
+def seconds_and_processor() -> tuple[float, float]:
+    """Of the clock; and of processors, by this process and by those it has waited for."""
     own, theirs = (
         resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    return own.ru_utime + own.ru_stime + theirs.ru_utime + theirs.ru_stime
+    used = own.ru_utime + own.ru_stime + theirs.ru_utime + theirs.ru_stime
+    return time.perf_counter(), used
 
 
 def in_a_fresh_process(part: str, *arguments: object) -> dict[str, float]:
