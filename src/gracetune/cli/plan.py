@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gracetune.config.schema import OptimizerSection, RunFile
+    from gracetune.config.schema import AdapterSection, OptimizerSection, RunFile
     from gracetune.memory.machine import Machine
     from gracetune.plan.ask import Trained
     from gracetune.plan.outlines import Outline
@@ -92,7 +92,7 @@ def plan(
     settings = settings_of(run_file)
     picture = picture_of(run_file)
     shape = outline(run_file.model, picture)
-    trained = _make_trainable(run_file, shape)
+    trained = _trained(run_file, shape)
     one, two = (trace_model(shape.subject(), batch) for batch in (1, 2))
     quantize = run_file.model.quantize
     model = Model(one, two, speeds_of(where.basics), stored_share=STORED_SHARES[quantize])
@@ -157,27 +157,32 @@ def _measured(device: int) -> Basics:
     return measure(torch.device("cuda", device), torch.cuda.synchronize)
 
 
-def _make_trainable(run_file: RunFile, shape: Outline) -> Trained:
-    """An adapter on the meta model, or all of it; and what training it keeps."""
-    import torch
-
+def _trained(run_file: RunFile, shape: Outline) -> Trained:
+    """What one expert trains, and what the optimizer keeps for it."""
     from gracetune.plan.ask import MASTER_NBYTES, Trained
 
-    if run_file.adapter is None:
+    count = make_trainable(shape, run_file.adapter)
+    each = state_nbytes_each(run_file.optimizer)
+    if shape.dtype.itemsize < MASTER_NBYTES:
+        each += MASTER_NBYTES
+    return Trained(count * shape.dtype.itemsize, int(count * each))
+
+
+def make_trainable(shape: Outline, section: AdapterSection | None) -> int:
+    """Put an adapter onto the meta model, or train all of it; how many numbers that are."""
+    import torch
+
+    if section is None:
         shape.model.requires_grad_(True)
     else:
         from gracetune.adapters.inject import add_adapter
 
         with torch.device("meta"):
-            add_adapter({"": shape.model}, run_file.adapter, shape.shape.targets, seed=0)
+            add_adapter({"": shape.model}, section, shape.shape.targets, seed=0)
     parameters = [p for p in shape.model.parameters() if p.requires_grad]
     for parameter in parameters:  # products are in the model's type, updates in fp32
         parameter.data = parameter.data.to(shape.dtype)
-    each = state_nbytes_each(run_file.optimizer)
-    if shape.dtype.itemsize < MASTER_NBYTES:
-        each += MASTER_NBYTES
-    count = sum(parameter.numel() for parameter in parameters)
-    return Trained(count * shape.dtype.itemsize, int(count * each))
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def state_nbytes_each(section: OptimizerSection) -> float:

@@ -57,8 +57,13 @@ class Outline:
         return prediction
 
 
-def outline(section: ModelSection, picture: Picture) -> Outline:
-    """The model that a run file names, or the published shape of its family."""
+def outline(
+    section: ModelSection, picture: Picture, changes: Mapping[str, Any] | None = None
+) -> Outline:
+    """The model that a run file names, or the published shape of its family.
+
+    `changes` are to its configuration: fewer layers, say.
+    """
     if section.family not in PUBLISHED:
         raise ConfigError(
             f"model.family is {section.family!r}; the planner knows the shapes of "
@@ -80,7 +85,7 @@ def outline(section: ModelSection, picture: Picture) -> Outline:
             "Python: gracetune.plan.trace.trace_model takes a Subject that names the blocks."
         )
     dtype = torch.float32 if section.dtype == "float32" else published.dtype
-    model = on_meta(class_name, config, dtype)
+    model = on_meta(class_name, {**config, **(changes or {})}, dtype)
     return Outline(
         name=section.family,
         model=model,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gracetune.plan.machines import Machine
 
 _STEP = "8 blocks of Wan-14B, compiled, batch 2, by kernel time on an H200, torch 2.11, 2026-11-15"
-_LONG = "40 blocks of Wan-14B, compiled and kept, batch 2: 0.985 s on an H200, 2026-11-15"
+_LONG = "40 blocks of Wan-14B on an H200: compiled and kept at batch 2, 0.985 s; eager, 0.654 s"
 _RING = "benchmarks/results/ring.json, resident.kept.batch_2"
 _KERNELS = "one kernel at a time on an H200, torch 2.11, 2026-11-15"
 
@@ -37,7 +37,9 @@ FITTED: Mapping[str, Figure] = {
     "issue_s": Figure(8e-6, "assumed", "what queueing one operation costs a host's thread"),
     "fragmentation": Figure(0.03, "assumed", "of the peak: held by torch's allocator, unused"),
     "context_nbytes": Figure(0.6 * GIB, "assumed", "the driver's own share of a device"),
-    "library_nbytes": Figure(0.05 * GIB, "assumed", "workspaces of cuBLAS and cuDNN"),
+    "library_nbytes": Figure(
+        0.05 * GIB, "inferred", "workspaces of cuBLAS and cuDNN: what measured peaks leave for them"
+    ),
 }
 """Shares are of a machine's figures: of its large bf16 products, of its device memory's rate."""
 

@@ -1,0 +1,162 @@
+"""How near the planner comes: predicted against measured, for every configuration of a file.
+
+A file has, under `figures.configurations`, one record a measured step:
+
+    name, model (a family), batch, compiled, seconds, peak_gib
+    streamed      numbers of the streamed blocks, or "all", "every_second", "none"
+    activations   of each block, or one word for all
+    slots, rank, width, height, frames, config (changes to the model's shape)   where not the usual
+    state_nbytes  what the optimizer keeps of each trained number
+    fitted        whether a rate in `plan/rates` was fitted to it; such records prove nothing
+    excused       why a record is not counted, if it is not
+
+Needs no GPU: predictions are for the machine that was measured, by its name.
+
+    PYTHONPATH=src:benchmarks python benchmarks/plan_check.py [FILE ...] [--machine h200-pcie]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import results
+
+from gracetune.cli.plan import make_trainable
+from gracetune.config.schema import AdapterSection, ModelSection
+from gracetune.plan.choose import predict
+from gracetune.plan.cost import Model
+from gracetune.plan.known_models import Picture
+from gracetune.plan.machines import machine
+from gracetune.plan.outlines import outline
+from gracetune.plan.peak import Fixed
+from gracetune.plan.rates import FITTED, basics_of, speeds_of
+from gracetune.plan.result import BlockPlan
+from gracetune.plan.step import Choice
+from gracetune.plan.trace import trace_model
+from gracetune.units import GIB
+
+PEAK_LIMIT, SECONDS_LIMIT = 0.05, 0.10
+USUAL = {"rank": 32, "width": 1024, "height": 1024, "frames": 1, "config": {}, "slots": 3}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One configuration."""
+
+    record: dict[str, Any]
+    seconds: float
+    peak_gib: float
+
+    @property
+    def seconds_off(self) -> float:
+        return self.seconds / self.record["seconds"] - 1
+
+    @property
+    def peak_off(self) -> float:
+        return self.peak_gib / self.record["peak_gib"] - 1
+
+    @property
+    def counts(self) -> bool:
+        return not self.record.get("fitted") and not self.record.get("excused")
+
+
+def main() -> int:
+    """Predict, print, judge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "files", type=Path, nargs="*", default=[results.FOLDER / "plan_measured.json"]
+    )
+    parser.add_argument("--machine", default="h200-pcie", help="what was measured")
+    arguments = parser.parse_args()
+    compared = [
+        compare(record, arguments.machine)
+        for file in arguments.files
+        for record in json.loads(file.read_text())["figures"]["configurations"]
+    ]
+    print(f"{'':48}{'seconds':>18}{'off':>8}{'peak GiB':>16}{'off':>8}")
+    for one in compared:
+        show(one)
+    return 0 if judge(compared) else 1
+
+
+def compare(record: dict[str, Any], machine_name: str) -> Compared:
+    """The planner's answer to one record."""
+    told = USUAL | record
+    model, trained = model_of(
+        told["model"],
+        json.dumps(told["config"], sort_keys=True),
+        told["rank"],
+        (told["width"], told["height"], told["frames"]),
+        machine_name,
+    )
+    choice = choice_of(told, model.num_blocks)
+    fixed = Fixed(
+        optimizer_nbytes=int(trained * told.get("state_nbytes", 4)),
+        library_nbytes=int(FITTED["library_nbytes"].value),
+        batches_ahead=0,
+    )
+    plan = predict(model, choice, fixed, simulated=False)
+    return Compared(record, plan.seconds.step, plan.device.total / GIB)
+
+
+@cache
+def model_of(
+    family: str, config: str, rank: int, size: tuple[int, int, int], machine_name: str
+) -> tuple[Model, int]:
+    """A traced model, and how many numbers its LoRA trains."""
+    shape = outline(ModelSection(family=family), Picture(*size), json.loads(config))
+    trained = make_trainable(shape, AdapterSection(rank=rank))
+    one, two = (trace_model(shape.subject(), batch) for batch in (1, 2))
+    return Model(one, two, speeds_of(basics_of(machine(machine_name)))), trained
+
+
+def choice_of(told: dict[str, Any], num_blocks: int) -> Choice:
+    """The record's own way to run, in the planner's words."""
+    streamed = told["streamed"]
+    named = {"all": range(num_blocks), "every_second": range(0, num_blocks, 2), "none": range(0)}
+    inside = set(named[streamed] if isinstance(streamed, str) else streamed)
+    ways = told["activations"]
+    ways = [ways] * num_blocks if isinstance(ways, str) else ways
+    assert len(ways) == num_blocks, f"{told['name']}: {len(ways)} ways for {num_blocks} blocks"
+    blocks = tuple(
+        BlockPlan("streamed" if index in inside else "resident", way)
+        for index, way in enumerate(ways)
+    )
+    return Choice(blocks, told["batch"], 1, told["slots"] if inside else 0, told["compiled"])
+
+
+def show(one: Compared) -> None:
+    """One line."""
+    record = one.record
+    remark = "fitted" if record.get("fitted") else record.get("excused", "")
+    seconds = f"{one.seconds:>9.3f} /{record['seconds']:>7.3f}{one.seconds_off:>+8.1%}"
+    peak = f"{one.peak_gib:>8.2f} /{record['peak_gib']:>6.2f}{one.peak_off:>+8.1%}"
+    print(f"{record['name']:<48}{seconds}{peak}  {remark}")
+
+
+def judge(compared: list[Compared]) -> bool:
+    """The largest deviations among what was not fitted, and whether they are within the limits."""
+    counted = [one for one in compared if one.counts]
+    if not counted:
+        print("nothing here was left out of the fit: there is nothing to judge")
+        return False
+    seconds = max(counted, key=lambda one: abs(one.seconds_off))
+    peak = max(counted, key=lambda one: abs(one.peak_off))
+    met = abs(seconds.seconds_off) <= SECONDS_LIMIT and abs(peak.peak_off) <= PEAK_LIMIT
+    print(
+        f"{'met   ' if met else 'MISSED'} {len(counted)} configurations are counted; "
+        f"seconds are off by at most {seconds.seconds_off:+.1%} ({seconds.record['name']}), limit "
+        f"{SECONDS_LIMIT:.0%}; the peak by at most {peak.peak_off:+.1%} ({peak.record['name']}), "
+        f"limit {PEAK_LIMIT:.0%}"
+    )
+    return met
+
+
+if __name__ == "__main__":
+    sys.exit(main())
