@@ -20,11 +20,11 @@ IDENTITY = {
 class Repo:
     """A repository in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self.environment = {"PATH": os.environ["PATH"], "HOME": str(folder), **IDENTITY}
         folder.mkdir(parents=True, exist_ok=True)
-        self.run("init", "--quiet", "--initial-branch=main")
+        self.run("init", "--quiet", "--initial-branch=main", *options)
         self.git = open_git(folder, self.environment)
 
     def run(self, *words: str, stdin: bytes = b"") -> str:

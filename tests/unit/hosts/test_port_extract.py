@@ -183,3 +183,9 @@ def test_a_folder_without_git(tmp_path):
         open_git(tmp_path / "absent", environment)
     with pytest.raises(PortError, match="`git` is not installed"):
         open_git(tmp_path / "plain", {"PATH": str(tmp_path)})
+
+
+def test_histories_that_have_nothing_in_common(repo, patches):
+    repo.commits("stranger", [("other", {"x": "x\n"})])
+    with pytest.raises(PortError, match=r"have no commit in common .* git fetch --unshallow"):
+        extract(repo.git, "stranger", "main", patches)

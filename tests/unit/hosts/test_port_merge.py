@@ -1,9 +1,11 @@
 """What becomes of single changes, case by case."""
 
 import pytest
+from made_history import Repo
 
 from gracetune.hosts.port.extract import extract
 from gracetune.hosts.port.plan import make_plan
+from gracetune.hosts.port.report import conflict_lines, plan_lines
 
 
 @pytest.fixture
@@ -279,3 +281,65 @@ def test_lines_outside_functions_are_found_by_range(planned, module):
     )
     [touch] = one.commits
     assert touch.labels == ("docs/guide.md: line 10",)
+
+
+def test_a_plan_says_what_a_person_must_know(planned, module):
+    """Notes, and reasons that no line can show."""
+    one = planned(
+        {"pkg/one.py": module.replace("a = 1", "a = 10"), "pkg/two.py": "changed = 1\n"},
+        {"pkg/one.py": None, "pkg/uno.py": module, "pkg/two.py": None},
+    )
+    lines = [*plan_lines([one])]
+    assert "  pkg/uno.py: pkg/one.py is pkg/uno.py upstream" in lines
+    assert "  pkg/two.py: conflict: the fork changes it, upstream deleted it" in lines
+    shown = [line for file in one.files for line in conflict_lines(file)]
+    assert "pkg/two.py: the fork changes it, upstream deleted it" in shown
+
+
+def test_long_sides_are_cut_and_it_is_said(planned):
+    fork, upstream = ("".join(f"{who} {i}\n" for i in range(50)) for who in ("fork", "upstream"))
+    one = planned({"docs/guide.md": fork}, {"docs/guide.md": upstream})
+    shown = [line for file in one.files for line in conflict_lines(file)]
+    assert shown.count("    ... 10 more lines in the file") == 2
+
+
+def test_links_and_modes(planned, repo):
+    """A file that the fork makes executable or a link has no lines to merge."""
+    one = planned({"docs/guide.md": "fork\n"}, {"docs/guide.md": None})
+    assert one.files[0].why
+    (repo.folder / "pkg/two.py").chmod(0o755)
+    (repo.folder / "data.bin").unlink()
+    (repo.folder / "data.bin").symlink_to("pkg/two.py")
+    repo.run("commit", "--quiet", "--all", "--message=modes")
+    folder = repo.folder.parent / "patches"
+    manifest = extract(repo.git, "fork", "upstream", folder, [("all", "*")])
+    [plan] = make_plan(repo.git, manifest, folder, "upstream")
+    modes = {file.path: file.entry.mode for file in plan.files if file.entry}
+    assert modes["pkg/two.py"] == "100755"
+    assert modes["data.bin"] == "120000"
+
+
+def test_a_link_that_both_changed_conflicts(planned, repo):
+    for branch, target in (("main", "a"), ("fork", "b"), ("upstream", "c")):
+        repo.run("checkout", "--quiet", "-B", branch, "main")
+        (repo.folder / "link").unlink(missing_ok=True)
+        (repo.folder / "link").symlink_to(target)
+        repo.run("add", "link")
+        repo.run("commit", "--quiet", "--message=link")
+    folder = repo.folder.parent / "patches"
+    manifest = extract(repo.git, "fork", "upstream", folder)
+    [plan] = make_plan(repo.git, manifest, folder, "upstream")
+    assert plan.files[0].why == "both sides changed it, and it has no lines to merge"
+
+
+def test_names_by_sha256(tmp_path, module):
+    repo = Repo(tmp_path / "sha256", "--object-format=sha256")
+    repo.commits("main", [("base", {"a.py": module, "b.txt": "b\n"})])
+    repo.commits("fork", [("f", {"a.py": module + "#\n", "b.txt": None})], parent="main")
+    repo.commits("upstream", [("u", {"c.py": "c\n"})], parent="main")
+    folder = tmp_path / "patches"
+    manifest = extract(repo.git, "fork", "upstream", folder)
+    [plan] = make_plan(repo.git, manifest, folder, "upstream")
+    assert plan.verdict == "applies"
+    entries = {file.path: file.entry for file in plan.files}
+    assert "b.txt" not in repo.git.tree(repo.git.tree_with("upstream", entries))

@@ -53,7 +53,7 @@ def extract(
     """Write the patch set; what a manifest already there says of validation is kept."""
     kept = _validation_of(folder)
     head, tip = git.commit(branch), git.commit(upstream)
-    base = git.text("merge-base", tip, head)
+    base = git.common(tip, head)
     changes = [c for c in git.changes(base, head) if not _is_in(git, folder, c)]
     if not changes:
         raise PortError(

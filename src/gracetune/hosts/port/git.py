@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 GITLINK = "160000"
 SYMLINK = "120000"
-NOTHING = "0" * 40
 _HUNK = re.compile(rb"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 _OF_ANOTHER_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 
@@ -60,6 +59,8 @@ class Git:
 
     folder: Path
     environment: Mapping[str, str] = field(repr=False)
+    nothing: str = "0" * 40
+    """How this repository writes the name of no object."""
 
     def run(
         self,
@@ -110,6 +111,15 @@ class Git:
             )
         return done.stdout.decode().strip()
 
+    def common(self, one: str, other: str) -> str:
+        """The newest commit that two commits both grew from."""
+        if not self.succeeds("merge-base", one, other):
+            raise PortError(
+                f"{one[:10]} and {other[:10]} have no commit in common in {self.folder}. "
+                "In a shallow clone: git fetch --unshallow."
+            )
+        return self.text("merge-base", one, other)
+
     def tree(self, name: str) -> dict[str, Entry]:
         """Every file of a commit or tree, by path."""
         entries = {}
@@ -145,7 +155,8 @@ class Git:
 
     def tree_with(self, base: str, files: Mapping[str, Entry | None]) -> str:
         """A tree with some files replaced; none takes one away."""
-        return self._in_index(base, self._index_lines(files), "update-index", "-z", "--index-info")
+        lines = b"".join(self.index_line(path, 0, entry) for path, entry in files.items())
+        return self._in_index(base, lines, "update-index", "-z", "--index-info")
 
     def patched(self, base: str, patch: bytes) -> str:
         """A tree with a patch applied, exactly where it says."""
@@ -165,21 +176,16 @@ class Git:
         finally:
             index.unlink(missing_ok=True)
 
-    def _index_lines(self, files: Mapping[str, Entry | None]) -> bytes:
-        return b"".join(
-            index_line(entry or Entry("0", NOTHING), 0, path) for path, entry in files.items()
-        )
+    def index_line(self, path: str, stage: int, entry: Entry | None) -> bytes:
+        """What `update-index -z --index-info` reads; without an entry the path goes."""
+        kept = entry or Entry("0", self.nothing)
+        head = f"{kept.mode} {kept.blob} {stage}\t"
+        return head.encode() + path.encode(errors="surrogateescape") + b"\0"
 
     def commit_tree(self, tree: str, parents: Sequence[str], message: str) -> str:
         """A commit by plumbing: no hook runs, nothing asks for a key."""
         given = [word for parent in parents for word in ("-p", parent)]
         return self.run("commit-tree", tree, *given, stdin=message.encode()).decode().strip()
-
-
-def index_line(entry: Entry, stage: int, path: str) -> bytes:
-    """What `update-index -z --index-info` reads; mode 0 takes a path away."""
-    head = f"{entry.mode} {entry.blob} {stage}\t"
-    return head.encode() + path.encode(errors="surrogateescape") + b"\0"
 
 
 def open_git(folder: Path, environment: Mapping[str, str]) -> Git:
@@ -189,7 +195,9 @@ def open_git(folder: Path, environment: Mapping[str, str]) -> Git:
     inside = Git(folder, environment)
     if not inside.succeeds("rev-parse", "--show-toplevel"):
         raise PortError(f"{folder} is not in a git working tree; name the clone of the fork.")
-    return Git(Path(inside.text("rev-parse", "--show-toplevel")), environment)
+    root = Path(inside.text("rev-parse", "--show-toplevel"))
+    digits = 64 if inside.text("rev-parse", "--show-object-format") == "sha256" else 40
+    return Git(root, environment, "0" * digits)
 
 
 def parse_raw(records: Iterable[str]) -> list[Change]:

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from gracetune.errors import PortError
-from gracetune.hosts.port.git import GITLINK, NOTHING, SYMLINK, Entry, index_line
+from gracetune.hosts.port.git import GITLINK, SYMLINK, Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -139,8 +139,8 @@ def lay_out(git: Git, files: Sequence[FileResult]) -> None:
 
 
 def _update_index(git: Git, entries: Iterable[tuple[str, int, Entry | None]]) -> None:
-    lines = (index_line(e or Entry("0", NOTHING), stage, path) for path, stage, e in entries)
-    git.run("update-index", "-z", "--index-info", stdin=b"".join(lines))
+    lines = b"".join(git.index_line(path, stage, entry) for path, stage, entry in entries)
+    git.run("update-index", "-z", "--index-info", stdin=lines)
 
 
 def _entry_of(git: Git, path: str) -> Entry | None:
