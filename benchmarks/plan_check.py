@@ -23,23 +23,25 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import results
 
 from gracetune.cli.plan import make_trainable
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.plan.choose import predict
-from gracetune.plan.cost import Model
 from gracetune.plan.known_models import Picture
 from gracetune.plan.machines import machine
+from gracetune.plan.make import traced
 from gracetune.plan.outlines import outline
 from gracetune.plan.peak import Fixed
-from gracetune.plan.rates import FITTED, basics_of, speeds_of
+from gracetune.plan.rates import FITTED, basics_of
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.step import Choice
-from gracetune.plan.trace import trace_model
 from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from gracetune.plan.cost import Model
 
 PEAK_LIMIT, SECONDS_LIMIT = 0.05, 0.10
 USUAL = {"rank": 32, "width": 1024, "height": 1024, "frames": 1, "config": {}, "slots": 3}
@@ -112,8 +114,7 @@ def model_of(
     """A traced model, and how many numbers its LoRA trains."""
     shape = outline(ModelSection(family=family), Picture(*size), json.loads(config))
     trained = make_trainable(shape, AdapterSection(rank=rank))
-    one, two = (trace_model(shape.subject(), batch) for batch in (1, 2))
-    return Model(one, two, speeds_of(basics_of(machine(machine_name)))), trained
+    return traced(shape.subject(), basics_of(machine(machine_name))), trained
 
 
 def choice_of(told: dict[str, Any], num_blocks: int) -> Choice:

@@ -82,20 +82,15 @@ def plan(
 
     from gracetune.plan.ask import STORED_SHARES, fixed_of, picture_of, settings_of, wishes_of
     from gracetune.plan.candidates import Budget
-    from gracetune.plan.choose import choose
-    from gracetune.plan.cost import Model
+    from gracetune.plan.make import make_plan
     from gracetune.plan.outlines import outline
-    from gracetune.plan.rates import FITTED, speeds_of
+    from gracetune.plan.rates import FITTED
     from gracetune.plan.report import Heading, as_json, lines
-    from gracetune.plan.trace import trace_model
 
     settings = settings_of(run_file)
     picture = picture_of(run_file)
     shape = outline(run_file.model, picture)
     trained = _trained(run_file, shape)
-    one, two = (trace_model(shape.subject(), batch) for batch in (1, 2))
-    quantize = run_file.model.quantize
-    model = Model(one, two, speeds_of(where.basics), stored_share=STORED_SHARES[quantize])
     context = int(FITTED["context_nbytes"].value)
     asked_device = args.hbm or settings.device_memory
     budget = Budget(
@@ -105,7 +100,15 @@ def plan(
     )
     samples = count_samples(run_file) if args.samples is None else args.samples
     fixed = fixed_of(run_file, shape, trained, samples, budget.device_nbytes)
-    planned = choose(model, fixed, budget, wishes_of(run_file), where.simulated)
+    planned = make_plan(
+        shape.subject(),
+        where.basics,
+        fixed,
+        budget,
+        wishes_of(run_file),
+        stored_share=STORED_SHARES[run_file.model.quantize],
+        simulated=where.simulated,
+    )
     frames = f", {picture.frames} frames" if picture.frames > 1 else ""
     heading = Heading(
         model=f"{shape.name} ({shape.note})",

@@ -23,17 +23,15 @@ _RING = "benchmarks/results/ring.json, resident.kept.batch_2"
 _KERNELS = "one kernel at a time on an H200, torch 2.11, 2026-11-15"
 
 FITTED: Mapping[str, Figure] = {
-    "gemm_share": Figure(
-        0.88, "measured", f"{_LONG}; alone, and before the card is warm, products reach 0.97"
-    ),
+    "gemm_share": Figure(0.88, "measured", f"{_LONG}; {_STEP} would give 0.97"),
     "fp8_share": Figure(
         1353 / 769, "measured", f"{_KERNELS}: row-wise products with their quantisation"
     ),
     "attention_forward_share": Figure(0.76, "measured", f"{_STEP}: 10 ms; and {_LONG}"),
     "attention_backward_share": Figure(0.62, "measured", f"{_STEP}: 31 ms; and {_LONG}"),
     "compiled_share": Figure(1.0, "measured", f"{_STEP}: 20.4 ms of fused kernels"),
-    "eager_share": Figure(0.75, "measured", _RING),
-    "gap_s": Figure(2e-6, "measured", f"{_STEP}: what no kernel accounts for"),
+    "eager_share": Figure(0.75, "inferred", f"what products and attention leave of {_RING}"),
+    "gap_s": Figure(2e-6, "assumed", "between two kernels of one stream"),
     "issue_s": Figure(8e-6, "assumed", "what queueing one operation costs a host's thread"),
     "fragmentation": Figure(0.03, "assumed", "of the peak: held by torch's allocator, unused"),
     "context_nbytes": Figure(0.6 * GIB, "assumed", "the driver's own share of a device"),

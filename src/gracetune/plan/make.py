@@ -1,0 +1,70 @@
+"""The planner in one call, for a model on meta or one that is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.models.experts import transformers_of
+from gracetune.plan.calls import Subject
+from gracetune.plan.choose import choose
+from gracetune.plan.cost import Model
+from gracetune.plan.rates import speeds_of
+from gracetune.plan.trace import trace_model
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gracetune.models.family import Family
+    from gracetune.plan.candidates import Budget, Wishes
+    from gracetune.plan.choose import Planned
+    from gracetune.plan.peak import Fixed
+    from gracetune.plan.rates import Basics
+
+
+def traced(subject: Subject, basics: Basics, stored_share: float = 1.0) -> Model:
+    """A model on a machine, ready to be asked; `stored_share` is what quantised weights take."""
+    one, two = (trace_model(subject, batch) for batch in (1, 2))
+    return Model(one, two, speeds_of(basics), stored_share=stored_share)
+
+
+def make_plan(
+    subject: Subject,
+    basics: Basics,
+    fixed: Fixed,
+    budget: Budget,
+    wishes: Wishes,
+    *,
+    stored_share: float = 1.0,
+    simulated: bool = False,
+) -> Planned:
+    """Trace the model and choose how to run it."""
+    return choose(traced(subject, basics, stored_share), fixed, budget, wishes, simulated)
+
+
+def family_subject(
+    family: Family, latent_shape: Sequence[int], text: Mapping[str, Tensor]
+) -> Subject:
+    """A loaded family with its adapter in place, for the tracer; of two experts, the first.
+
+    `latent_shape` is of one encoded sample, `text` a batch of any size as `stack_text` makes it.
+    """
+    transformers = transformers_of(family.transformer)
+    model = next(iter(transformers.values()))
+    blocks = family.blocks()
+
+    def inputs(batch: int) -> dict[str, Tensor]:
+        texts = {
+            name: torch.empty(batch, *tensor.shape[1:], dtype=tensor.dtype)
+            for name, tensor in text.items()
+        }
+        return {"encoded": torch.empty(batch, *latent_shape), "levels": torch.empty(batch), **texts}
+
+    def predict(called: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        noisy, given = family.parts(batch["encoded"])
+        conditions = {name: batch[name] for name in text} | given
+        return family.predict(called, noisy, batch["levels"], conditions)
+
+    return Subject(family.name, model, blocks[: len(blocks) // len(transformers)], inputs, predict)

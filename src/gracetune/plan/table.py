@@ -1,0 +1,56 @@
+"""The memory of a training run, item by item: what a planner counts, for those who plan by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gracetune.plan.ask import cache_nbytes
+from gracetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gracetune.plan.ask import Trained
+    from gracetune.plan.outlines import Outline
+    from gracetune.plan.shapes import ModelShapes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One item."""
+
+    item: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"| {self.item} | {format_bytes(self.nbytes)} |"
+
+
+def memory_table(
+    outline: Outline, shapes: ModelShapes, trained: Trained, samples: int
+) -> Iterator[Row]:
+    """Of a data set of so many samples and a step of batch 1; `shapes` is traced at that."""
+    assert shapes.batch == 1, f"activations are of one sample, not of {shapes.batch}"
+    latents, text = cache_nbytes(outline)
+    experts = outline.experts
+    both = " of both experts" if experts == 2 else ""
+    yield Row(f"latents of {samples} samples", samples * latents)
+    yield Row(f"text of {samples} samples, padded (stored without padding: less)", samples * text)
+    yield Row(f"frozen weights{both}", experts * shapes.frozen_nbytes)
+    yield Row(f"adapters{both}", experts * trained.nbytes)
+    yield Row("gradients of one step", trained.nbytes)
+    yield Row(f"optimizer state{both}, with fp32 copies", experts * trained.state_nbytes)
+    blocks = shapes.blocks
+    inputs = sum(block.input_nbytes for block in blocks)
+    yield Row("activations of one sample, all recomputed", inputs)
+    for name, ways in (
+        ("kept lean, compiled", [block.lean for block in blocks]),
+        ("kept, compiled", [block.compiled for block in blocks]),
+        ("kept, eager", [block.eager for block in blocks]),
+    ):
+        held = sum(
+            way.saved_nbytes + (block.input_nbytes if way.saves_input else 0)
+            for way, block in zip(ways, blocks, strict=True)
+        )
+        yield Row(f"activations of one sample, {name}", held)
