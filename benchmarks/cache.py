@@ -1,19 +1,23 @@
 """What the cache's claims rest on: reading against one file an item, text without padding, opening.
 
-Latents of 16x128x128 in bf16 are read by shuffled batches of 8. Warm: everything is in the page
-cache, and each way has read everything once; the ways take turns, and the best pass of each counts,
-because other work on the machine only ever adds time. `warm` counts until the
-tensors of a batch are in hand: for shards and safetensors these are views of mapped files, so no
-byte of them is read. `gathered` counts until they are one tensor, with every byte copied: this is
-what a loader pays, and there the copy, which is the same for all, is most of ours.
+Latents are read by shuffled batches of 8 until the batch is one tensor in memory that is used again
+and again: what a loader needs before it can move a batch. Ours are `memory` (the cache type that a
+run has unless told otherwise: entries live in slabs of host memory) and `disk` (they stay in
+shards). The others are one file an item, each way by its own reader, and their tensors are stacked
+into the same memory. Everyone has one thread.
 
-Cold: the files are written back and the kernel is asked to forget them (posix_fadvise DONTNEED),
-which needs no root; names and sizes of files stay known to it, which favours one file an item.
-Batches are gathered, so that every byte is read, and compared with its checksum by ours. Our store
-is told sixteen batches ahead what will be needed, as a loader that knows its order can; the ways
-with one file an item have nothing to tell.
+Warm: every way has read everything once. The ways take turns of a few batches, over and over, and
+the median of their turns counts: other work on the machine hits all of them alike. `copy` is the
+floor: the same bytes copied from memory to memory and nothing else. At 16x128x128 that copy is most
+of what ours do, so nothing can be much faster; `in_hand` is what is left without it: from keys to
+tensors that a copy engine may take, which for `memory` is all that a GPU's loader pays.
 
-`python benchmarks/cache.py --write` takes about 12 GB of disk and three minutes.
+Cold: the kernel is asked to forget the files of a way before each of its turns (posix_fadvise
+DONTNEED); names and sizes stay known to it, which favours one file an item. Every entry is compared
+with its checksum by ours and by nobody else. `disk` is ours here; `memory` is filled by the same
+reads.
+
+`python benchmarks/cache.py --write` takes about 12 GB of disk and some minutes.
 """
 
 from __future__ import annotations
@@ -27,31 +31,35 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import results
 import torch
 from safetensors.torch import load_file, save_file
 
+from gracetune.cache.arena import ArenaStore, Budget, Tally, whole_pages
 from gracetune.cache.index import Index, Row, ShardRow, TensorPlace
 from gracetune.cache.keys import text_key
 from gracetune.cache.shard_store import INDEX, ShardStore
+from gracetune.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    Read = Callable[[Sequence[int]], list[Tensor]]
+    Read = Callable[[Sequence[int]], object]
 
-SHAPE = (16, 128, 128)
+SHAPES = {"16x64x64": 10_000, "16x128x128": 4_000}
+"""What pictures of 512 and of 1024 pixels become, and how many of them are read."""
+OTHERS = {"safetensors": 10_000, "torch.save": 2_000, "gzip": 100}
+"""Most items of each other way: the slow ones are measured on fewer."""
+OURS = ("memory", "disk")
 BATCH = 8
-COUNTS = {"shards": 10_000, "safetensors": 10_000, "torch.save": 2_000, "gzip": 100}
-"""Items of each way. The slow ones are measured on fewer; all figures are seconds an item."""
-WARM_PASSES = 2
-COLD_ITEMS = 600
-AHEAD = 16
-"""Batches that our store is told of before they are read cold."""
+TURNS = 15
+TURN_BATCHES = 25
+COLD_TURNS = 7
 TOKENS = 512
 WIDTH = 4096
 ENTRIES = 1_000_000
@@ -63,123 +71,193 @@ def main() -> None:
     """Measure, print, and write where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write results/cache.json")
-    parser.add_argument("--items", type=int, default=10_000, help="latents that are read")
+    parser.add_argument("--items", type=int, default=10_000, help="most latents that are read")
     parser.add_argument("--folder", type=Path, default=None, help="a disk to measure on")
     args = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="cache-bench-", dir=args.folder))
     try:
+        read = {}
+        for shape, items in SHAPES.items():
+            (folder / shape).mkdir()
+            size = tuple(map(int, shape.split("x")))
+            read[shape] = Reading(folder / shape, size, min(items, args.items)).measured()
+            shutil.rmtree(folder / shape)
         figures = {
-            "read": measure_reading(folder, args.items),
+            "read": read,
             "text": measure_text(folder / "text"),
             "index": measure_index(folder / "index"),
         }
     finally:
         shutil.rmtree(folder)
     for name, value in results.flatten(figures):
-        print(f"{name:<44} {value}")
+        print(f"{name:<52} {value}")
     if args.write:
         print(results.write("cache", figures))
 
 
-def measure_reading(folder: Path, items: int) -> dict[str, object]:
-    """Microseconds an item, and how many times faster than the best of the others."""
-    counts = {name: min(count, items) for name, count in COUNTS.items()}
-    latents = torch.randn(64, *SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
-    write_all(folder, counts, latents)
-    store = ShardStore(folder / "shards")
-    ways = readers(folder, store)
-    for name, read in ways.items():
-        one_pass(read, counts[name], seed=0)
-    warm, gathered = dict.fromkeys(ways, 1.0), dict.fromkeys(ways, 1.0)
-    slab = torch.empty(BATCH, *SHAPE, dtype=torch.bfloat16)
-    for seed in range(1, 1 + WARM_PASSES):
-        for name, read in ways.items():
-            warm[name] = min(warm[name], one_pass(read, counts[name], seed))
-            gathered[name] = min(
-                gathered[name], one_pass(gathering(read, slab), counts[name], seed)
+class Reading:
+    """The same latents in every way, and how each has a batch of them."""
+
+    def __init__(self, folder: Path, shape: tuple[int, ...], items: int) -> None:
+        self._folder = folder
+        self._counts = {name: min(items, most) for name, most in OTHERS.items()}
+        self._counts |= dict.fromkeys([*OURS, "copy"], items)
+        some = torch.randn(64, *shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+        self._some = some
+        self._nbytes = some[0].nbytes
+        self._slab = whole_pages(BATCH * self._nbytes)
+        self._batch = self._slab.view(torch.bfloat16).view(BATCH, *shape)
+        self._write()
+        self._disk = ShardStore(folder / "disk")
+        self._memory = ArenaStore(
+            "latents", Budget(8 * GIB), self._disk, print, whole_pages, Tally()
+        )
+        self._plain = torch.empty(0)
+
+    def measured(self) -> dict[str, object]:
+        """Microseconds an item, and how many times faster than the best of the others."""
+        self._memory.warm([key(n) for n in range(self._counts["memory"])])
+        warm = self._turns({**self._readers(), "copy": self._copied}, TURNS, cold=False)
+        in_hand = self._turns(self._hands(), TURNS, cold=False)
+        self._plain = torch.empty(0)
+        self._disk.close()
+        ways = {name: read for name, read in self._readers().items() if name != "memory"}
+        cold = self._turns(ways, COLD_TURNS, cold=True)
+        measured = {"warm": warm, "in_hand": in_hand, "cold": cold}
+        return {
+            "items": self._counts["memory"],
+            "nbytes_an_item": self._nbytes,
+            "us_an_item": {
+                what: {name: round(seconds * 1e6, 1) for name, seconds in ways.items()}
+                for what, ways in measured.items()
+            },
+            "times_the_best_other": {what: ratios(ways) for what, ways in measured.items()},
+        }
+
+    def _turns(self, ways: Mapping[str, Read], turns: int, *, cold: bool) -> dict[str, float]:
+        """The median of each way's seconds an item, over turns that they take one by one."""
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        if not cold:
+            for name, read in ways.items():
+                for numbers in batches(shuffled(self._counts[name], 0)):
+                    read(numbers)
+        for turn in range(1, 1 + turns):
+            for name, read in ways.items():
+                order = shuffled(self._counts[name], turn)[: TURN_BATCHES * BATCH]
+                if cold:
+                    self._forget(name)
+                began = time.perf_counter()
+                for numbers in batches(order):
+                    read(numbers)
+                seconds[name].append((time.perf_counter() - began) / len(order))
+        return {name: median(taken) for name, taken in seconds.items()}
+
+    def _readers(self) -> dict[str, Read]:
+        """How each way has a batch in the slab."""
+
+        def ours(store: ArenaStore | ShardStore) -> Read:
+            def read(numbers: Sequence[int]) -> None:
+                keys = [key(n) for n in numbers]
+                assert store.gather(keys, "latents", lambda nbytes: self._slab[:nbytes]) is not None
+
+            return read
+
+        def stacked(load: Callable[[int], Tensor]) -> Read:
+            return lambda numbers: torch.stack(
+                [load(n) for n in numbers], out=self._batch[: len(numbers)]
             )
-    store.close()
-    cold = {name: cold_pass(folder, name, counts[name], slab) for name in ways}
-    measured = {"warm": warm, "gathered": gathered, "cold": cold}
-    return {
-        "items": items,
-        "nbytes_an_item": latents[0].nbytes,
-        "items_of": counts,
-        "us_an_item": {
-            what: {name: round(seconds * 1e6, 1) for name, seconds in ways.items()}
-            for what, ways in measured.items()
-        },
-        "times_the_best_other": {
-            what: round(best_of_others(ways) / ways["shards"], 2) for what, ways in measured.items()
-        },
-    }
+
+        return {
+            "memory": ours(self._memory),
+            "disk": ours(self._disk),
+            **{name: stacked(load) for name, load in self._loaders().items()},
+        }
+
+    def _hands(self) -> dict[str, Read]:
+        """How each way has the tensors of a batch, wherever they lie."""
+
+        def ours(store: ArenaStore | ShardStore) -> Read:
+            return lambda numbers: [
+                entry["latents"]
+                for entry in store.get_many([key(n) for n in numbers])
+                if entry is not None
+            ]
+
+        def loaded(load: Callable[[int], Tensor]) -> Read:
+            return lambda numbers: [load(n) for n in numbers]
+
+        return {
+            "memory": ours(self._memory),
+            "disk": ours(self._disk),
+            **{name: loaded(load) for name, load in self._loaders().items()},
+        }
+
+    def _loaders(self) -> dict[str, Callable[[int], Tensor]]:
+        """One item of each other way."""
+        folder = self._folder
+
+        def unzipped(number: int) -> Tensor:
+            data = gzip.decompress((folder / "gzip" / f"{number}").read_bytes())
+            loaded: Tensor = torch.load(io.BytesIO(data), weights_only=True)
+            return loaded
+
+        return {
+            "safetensors": lambda n: load_file(folder / "safetensors" / f"{n}")["latents"],
+            "torch.save": lambda n: torch.load(folder / "torch.save" / f"{n}", weights_only=True),
+            "gzip": unzipped,
+        }
+
+    def _copied(self, numbers: Sequence[int]) -> None:
+        """From one place in memory to another."""
+        if not len(self._plain):
+            self._plain = torch.empty(
+                self._counts["copy"], *self._some.shape[1:], dtype=torch.bfloat16
+            )
+            self._plain.fill_(1)
+        torch.index_select(self._plain, 0, torch.tensor(numbers), out=self._batch[: len(numbers)])
+
+    def _forget(self, name: str) -> None:
+        """Drop the pages of a way's files; they were written back before."""
+        self._disk.close()  # whoever has just begun has read and checked nothing
+        for path in (self._folder / name).rglob("*"):
+            if path.is_file():
+                forget(path)
+
+    def _write(self) -> None:
+        """Every item differs, so that nothing is cheaper than it would be."""
+        for name in OTHERS:
+            (self._folder / name).mkdir()
+        with ShardStore(self._folder / "disk") as store:
+            for start in range(0, self._counts["disk"], 64):
+                numbers = range(start, min(start + 64, self._counts["disk"]))
+                store.put_many({key(n): {"latents": self._item(n)} for n in numbers})
+        for n in range(self._counts["safetensors"]):
+            save_file({"latents": self._item(n)}, self._folder / "safetensors" / f"{n}")
+        for n in range(self._counts["torch.save"]):
+            torch.save(self._item(n), self._folder / "torch.save" / f"{n}")
+        for n in range(self._counts["gzip"]):
+            buffer = io.BytesIO()
+            torch.save(self._item(n), buffer)
+            (self._folder / "gzip" / f"{n}").write_bytes(gzip.compress(buffer.getvalue(), 6))
+        os.sync()
+
+    def _item(self, number: int) -> Tensor:
+        """A latent of its own."""
+        made = self._some[number % len(self._some)].clone()
+        made.view(-1)[number] = number
+        return made
 
 
-def best_of_others(seconds: dict[str, float]) -> float:
-    """The fastest way that is not ours."""
-    return min(value for name, value in seconds.items() if name != "shards")
-
-
-def write_all(folder: Path, counts: dict[str, int], latents: Tensor) -> None:
-    """Every item differs, so that nothing is cheaper than it would be."""
-    for name in counts:
-        (folder / name).mkdir()
-    with ShardStore(folder / "shards") as store:
-        for start in range(0, counts["shards"], 64):
-            numbers = range(start, min(start + 64, counts["shards"]))
-            store.put_many({key(n): {"latents": item(latents, n)} for n in numbers})
-    for n in range(counts["safetensors"]):
-        save_file({"latents": item(latents, n)}, folder / "safetensors" / f"{n}")
-    for n in range(counts["torch.save"]):
-        torch.save(item(latents, n), folder / "torch.save" / f"{n}")
-    for n in range(counts["gzip"]):
-        buffer = io.BytesIO()
-        torch.save(item(latents, n), buffer)
-        (folder / "gzip" / f"{n}").write_bytes(gzip.compress(buffer.getvalue(), 6))
-    os.sync()
-
-
-def item(latents: Tensor, number: int) -> Tensor:
-    """A latent of its own."""
-    made = latents[number % len(latents)].clone()
-    made.view(-1)[number] = number
-    return made
+def ratios(seconds: Mapping[str, float]) -> dict[str, float]:
+    """How many times faster each of ours is than the fastest of the others."""
+    best = min(value for name, value in seconds.items() if name in OTHERS)
+    return {name: round(best / seconds[name], 2) for name in OURS if name in seconds}
 
 
 def key(number: int) -> str:
     """As long as a real one."""
     return f"{number:040d}"
-
-
-def readers(folder: Path, store: ShardStore) -> dict[str, Read]:
-    """How each way has the tensors of a batch in hand."""
-
-    def shards(numbers: Sequence[int]) -> list[Tensor]:
-        entries = store.get_many([key(n) for n in numbers])
-        return [entry["latents"] for entry in entries if entry is not None]
-
-    def unpickled(numbers: Sequence[int]) -> list[Tensor]:
-        paths = (folder / "torch.save" / f"{n}" for n in numbers)
-        return [torch.load(path, weights_only=True) for path in paths]
-
-    def unzipped(numbers: Sequence[int]) -> list[Tensor]:
-        data = (gzip.decompress((folder / "gzip" / f"{n}").read_bytes()) for n in numbers)
-        return [torch.load(io.BytesIO(one), weights_only=True) for one in data]
-
-    return {
-        "shards": shards,
-        "safetensors": lambda numbers: [
-            load_file(folder / "safetensors" / f"{n}")["latents"] for n in numbers
-        ],
-        "torch.save": unpickled,
-        "gzip": unzipped,
-    }
-
-
-def gathering(read: Read, slab: Tensor) -> Read:
-    """The same, into one tensor that is used again and again."""
-    return lambda numbers: [torch.stack(read(numbers), out=slab[: len(numbers)])]
 
 
 def shuffled(count: int, seed: int) -> list[int]:
@@ -189,51 +267,13 @@ def shuffled(count: int, seed: int) -> list[int]:
     return order
 
 
-def one_pass(read: Read, count: int, seed: int, limit: int | None = None) -> float:
-    """Seconds an item over shuffled batches."""
-    order = shuffled(count, seed)[:limit]
-    began = time.perf_counter()
-    for start in range(0, len(order), BATCH):
-        read(order[start : start + BATCH])
-    return (time.perf_counter() - began) / len(order)
-
-
-def telling(read: Read, store: ShardStore, order: Sequence[int]) -> Read:
-    """The same, with the store told what comes."""
-    told = iter(range(0, len(order), BATCH))
-
-    def next_one() -> None:
-        start = next(told, None)
-        if start is not None:
-            store.will_need([key(n) for n in order[start : start + BATCH]])
-
-    for _ in range(AHEAD):
-        next_one()
-
-    def both(numbers: Sequence[int]) -> list[Tensor]:
-        next_one()
-        return read(numbers)
-
-    return both
-
-
-def cold_pass(folder: Path, name: str, count: int, slab: Tensor) -> float:
-    """The best of a few passes, each after the kernel forgot the files."""
-    seconds = []
-    for seed in (1, 2, 3):
-        for path in (folder / name).rglob("*"):
-            if path.is_file():
-                forget(path)
-        with ShardStore(folder / "shards") as store:
-            read = gathering(readers(folder, store)[name], slab)
-            if name == "shards":
-                read = telling(read, store, shuffled(count, seed)[:COLD_ITEMS])
-            seconds.append(one_pass(read, count, seed, COLD_ITEMS))
-    return min(seconds)
+def batches(order: Sequence[int]) -> Iterator[Sequence[int]]:
+    """In eights."""
+    return (order[start : start + BATCH] for start in range(0, len(order), BATCH))
 
 
 def forget(path: Path) -> None:
-    """Drop a file's pages; they were written back before."""
+    """Have the kernel drop what it keeps of a file."""
     descriptor = os.open(path, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
@@ -267,7 +307,7 @@ def measure_index(folder: Path) -> dict[str, object]:
     ShardStore(folder).close()
     index = Index(folder / INDEX)
     index.add_shard(ShardRow("shard", 4096, 4096))
-    places = (TensorPlace("latents", "BF16", SHAPE, 0, 524288),)
+    places = (TensorPlace("latents", "BF16", (16, 128, 128), 0, 524288),)
     about = {"kind": "latents", "sample": "0" * 64, "geometry": "centre", "encoder": "0" * 40}
     for start in range(0, ENTRIES, 50_000):
         numbers = range(start, start + 50_000)

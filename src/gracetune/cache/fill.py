@@ -60,6 +60,8 @@ class Picture:
     size: Shape
     source: Source
     recipe: Recipe = PLAIN
+    tiled: bool = False
+    """Whether the encoder works by tiles."""
 
 
 def fill_latents(
@@ -195,7 +197,8 @@ class _Fitting(Generic[Item, Result]):
         if tried == 1:
             raise RunFailedError(
                 f"encoding runs out of memory with one of the {self._unit}: {error}. "
-                "Lower datasets[].resolution, or free the device."
+                "Set cache_config.vae_tiling: true, lower datasets[].resolution, or free the "
+                "device."
             ) from error
         self._most = tried // 2
         text = f"encoding {tried} {self._unit} at once ran out of memory; going on by {self._most}"
@@ -220,7 +223,7 @@ class _Pace:
 
 
 def _each(pictures: Sequence[Picture], encoder: str) -> Iterator[tuple[Key, Picture]]:
-    return ((latent_key(p.sample, p.size, encoder, p.recipe), p) for p in pictures)
+    return ((latent_key(p.sample, p.size, encoder, p.recipe, p.tiled), p) for p in pictures)
 
 
 def _missing(store: Store, keyed: dict[Key, Item]) -> list[Key]:

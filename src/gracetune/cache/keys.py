@@ -38,12 +38,15 @@ class Key(str):
         return str(self), self.about
 
 
-def latent_key(sample: Sample, size: Shape, encoder: str, recipe: Recipe = PLAIN) -> Key:
+def latent_key(
+    sample: Sample, size: Shape, encoder: str, recipe: Recipe = PLAIN, tiled: bool = False
+) -> Key:
     """The bytes of sample and control, the geometry and draw it is fitted by, and the encoder."""
     geometry = f"{recipe.name} {'x'.join(map(str, size))}"
     beside = [c.digest for c in sample.companions if c.role == "control"]
     content = " ".join([sample.digest, *beside])
-    return _key(kind="latents", sample=content, geometry=geometry, encoder=encoder)
+    by = f"{encoder} by tiles" if tiled else encoder
+    return _key(kind="latents", sample=content, geometry=geometry, encoder=by)
 
 
 def text_key(caption: str, encoder: str) -> Key:

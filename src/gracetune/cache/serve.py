@@ -11,6 +11,7 @@ from gracetune.cache.arena import ArenaStore, pageable
 from gracetune.cache.fill import Picture, rendered
 from gracetune.cache.generations import NO_EPOCH, generation_of, mode_of
 from gracetune.cache.keys import latent_key, text_key
+from gracetune.cache.tiling import WHOLE
 from gracetune.data.recipe import recipe_of
 from gracetune.errors import RunFailedError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from gracetune.cache.generations import Mode as Way
     from gracetune.cache.keys import Key
     from gracetune.cache.store import Entry, Room, Store
+    from gracetune.cache.tiling import Tiling
     from gracetune.config.schema import DatasetSection
     from gracetune.data.decoders import Decoders
     from gracetune.data.loader import Draw
@@ -70,6 +72,7 @@ class Server:
     encode: Callable[[Tensor], Tensor]
     identity: Mapping[str, str]
     tally: Tally
+    tiling: Tiling = WHOLE
 
     def latents_of(self, draws: Sequence[Draw], room: Room) -> Tensor:
         """Those of a batch, side by side; they have one size. What is cached lies in the room that
@@ -132,7 +135,8 @@ class Server:
 
     def _key(self, draw: Draw) -> Key:
         recipe = self.recipes(draw.sample, draw.epoch)
-        return latent_key(draw.sample, draw.size, self.identity["latents"], recipe)
+        tiled = self.tiling.of(draw.size, draw.sample.kind)
+        return latent_key(draw.sample, draw.size, self.identity["latents"], recipe, tiled)
 
     def _encoded_now(self, draws: Sequence[Draw]) -> Tensor:
         pixels: dict[int, Tensor] = {}

@@ -2,53 +2,41 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from gracetune.cache.ahead import FIRST_DEPTH, Ahead, Depth, Inline
-from gracetune.cache.arena import ArenaStore
-from gracetune.cache.fill import BATCH, Picture, fill_latents, fill_text, find_unreadable
+from gracetune.cache.fill import BATCH, fill_text
 from gracetune.cache.generations import (
-    FillingStopped,
-    GenerationFolder,
     Generations,
-    demand_mode,
     mode_of,
 )
-from gracetune.cache.keys import latent_key, text_key
+from gracetune.cache.keys import text_key
 from gracetune.cache.ranks import ALONE
 from gracetune.cache.serve import Live, Recipes, Server
 from gracetune.cache.staging import HotTexts, keep_hot
-from gracetune.data import buckets
+from gracetune.cache.tiling import choose_tiling, tiling_encoder
 from gracetune.data.corruption import CorruptionLedger
-from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
 from gracetune.data.loader import BatchOrder, Draw, Group
 from gracetune.data.prefetch import by_threads
-from gracetune.data.recipe import demand_augmentable
 from gracetune.data.sample import Batch
-from gracetune.durable import write_text
-from gracetune.errors import DataError, RunFailedError
-from gracetune.events.types import BatchesFed, Notice, StageProgress
-from gracetune.train.demands import demand_fit, demand_kind
+from gracetune.errors import DataError
+from gracetune.events.types import BatchesFed, Notice
 from gracetune.train.draws import seed_of
+from gracetune.train.prepare import Preparation, generations_of, only, prepare, warm
 from gracetune.train.stores import open_stores
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-
-    from torch import Tensor
 
     from gracetune.cache.ahead import Batches
     from gracetune.cache.ranks import Ranks
-    from gracetune.cache.store import Store
     from gracetune.config.schema import DatasetSection, RunFile
     from gracetune.data.loader import LoaderState
     from gracetune.data.sample import Sample
@@ -87,28 +75,6 @@ class Feed:
     again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Preparation:
-    """What preparing a data set needs, whichever it is."""
-
-    run: RunFile
-    family: Family
-    stores: Stores
-    recipes: Recipes
-    ledger: CorruptionLedger
-    folder: Path
-    ranks: Ranks
-    tell: Tell
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A data set whose pictures are encoded, or known to be readable."""
-
-    groups: list[Group]
-    source: Source
-
-
 def build_feed(
     run: RunFile, family: Family, mover: Mover, folder: Path, tell: Tell, ranks: Ranks = ALONE
 ) -> Feed:
@@ -132,8 +98,12 @@ def _build_feed(
     ledger = CorruptionLedger(tell, folder / "corruption.json")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     tell(Notice(recipes.decoders.why))
-    preparation = Preparation(run, family, stores, recipes, ledger, folder, ranks, tell)
-    prepared = [_prepare(preparation, index) for index in range(len(run.datasets))]
+    tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
+    encode = tiling_encoder(family.encode, family.tile, tiling)
+    preparation = Preparation(
+        run, family, stores, recipes, tiling, encode, ledger, folder, ranks, tell
+    )
+    prepared = [prepare(preparation, index) for index in range(len(run.datasets))]
     groups = [group for one in prepared for group in one.groups]
     if ledger.entries:
         ledger.write(folder / "corruption.json")
@@ -146,18 +116,19 @@ def _build_feed(
     captions = {sample.caption for group in groups for sample in group.samples} | {EMPTY}
     identity = family.identity()
     fill_text(stores.text, captions, family.encode_text, identity["text"], tell, ranks)
-    _warm(stores.text, [text_key(caption, identity["text"]) for caption in sorted(captions)])
+    warm(stores.text, [text_key(caption, identity["text"]) for caption in sorted(captions)])
     sources = {d.id: one.source for d, one in zip(run.datasets, prepared, strict=True)}
-    generations = _generations(preparation, trained, sources)
+    generations = generations_of(preparation, trained, sources)
     server = Server(
         recipes,
         stores.latents,
         stores.text,
         generations,
         {d.id: _live(d, sources[d.id]) for d in run.datasets if mode_of(d) == "disable_cache"},
-        family.encode,
+        encode,
         identity,
         stores.tally,
+        tiling,
     )
     hot = _hot(run, trained, server, mover, tell)
     batch = run.train.batch_size
@@ -191,130 +162,8 @@ def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group]
     )
     held = set(every[: round(share * len(every))])
     return (
-        _only(groups, lambda sample: sample not in held),
-        _only(groups, lambda sample: sample in held),
-    )
-
-
-def _only(groups: Sequence[Group], keep: Callable[[Sample], bool]) -> list[Group]:
-    chosen = [
-        replace(group, samples=tuple(s for s in group.samples if keep(s))) for group in groups
-    ]
-    return [group for group in chosen if group.samples]
-
-
-def _prepare(prep: Preparation, index: int) -> Prepared:
-    """One data set: open, bucket, encode, and leave out what turned out to be unreadable."""
-    section = prep.run.datasets[index]
-    demand_kind(section, index, prep.family)
-    demand_augmentable(section, index)
-    demand_mode(section, index)
-    step = section.bucket_step or prep.family.pixel_step
-    demand_fit(section, index, step, prep.family)
-    opened = open_dataset(section, index, prep.tell, prep.ledger, prep.folder / "staged")
-    found = len(opened.samples) + sum(entry.dataset == section.id for entry in prep.ledger.entries)
-    plan = buckets.assign(opened.samples, section, step)
-    groups = [
-        Group(samples, section.repeats, section.caption_dropout, size, section.weight)
-        for size, samples in plan.buckets.items()
-    ]
-    if mode_of(section) == "disable_cache":
-        prefetch = by_threads(section.in_memory.num_workers, BATCH, section.timeout_s)
-        pictures = _pictures(groups, opened.source, prep.recipes, 0)
-        unreadable = find_unreadable(pictures, prep.tell, prep.recipes.decoders, prefetch)
-    else:
-        pictures = [
-            picture
-            for epoch in range(section.variants)
-            for picture in _pictures(groups, opened.source, prep.recipes, epoch)
-        ]
-        unreadable = _encode(
-            prep, index, prep.stores.latents, pictures, prep.family.encode, prep.tell
-        )
-    for sample, reason in unreadable:
-        prep.ledger.record(section.id, sample.key, reason)
-    prep.ledger.check(section.id, found, section.max_corruption_rate)
-    lost = {sample for sample, _ in unreadable}
-    prep.tell(Notice(f"data set {section.id!r}:\n{buckets.report(plan)}"))
-    write_text(prep.folder / f"buckets-{index}.json", json.dumps(buckets.as_json(plan), indent=2))
-    kept = _only(groups, lambda sample: sample not in lost)
-    if not kept:
-        raise DataError(
-            f"datasets[{index}] ({section.id!r}): every picture was dropped; see above."
-        )
-    return Prepared(kept, opened.source)
-
-
-def _pictures(
-    groups: Sequence[Group], source: Source, recipes: Recipes, epoch: int
-) -> list[Picture]:
-    return [
-        Picture(sample, group.size, source, recipes(sample, epoch))
-        for group in groups
-        for sample in group.samples
-    ]
-
-
-def _encode(
-    prep: Preparation,
-    index: int,
-    store: Store,
-    pictures: Sequence[Picture],
-    encode: Callable[[Tensor], Tensor],
-    tell: Tell,
-    what: str = "cache",
-) -> list[tuple[Sample, str]]:
-    """Fill a store, then have its entries in memory; the samples that cannot be read."""
-    section, encoder = prep.run.datasets[index], prep.family.identity()["latents"]
-    prefetch = by_threads(section.in_memory.num_workers, BATCH, section.timeout_s)
-    ranks = replace(prep.ranks, reports=prep.ranks.reports / f"{what}-{index}")
-    bad = fill_latents(
-        store, pictures, encode, encoder, tell, prep.recipes.decoders, prefetch, ranks
-    )
-    _warm(store, [latent_key(p.sample, p.size, encoder, p.recipe) for p in pictures])
-    return bad
-
-
-def _warm(store: Store, keys: Sequence[str]) -> None:
-    if isinstance(store, ArenaStore):
-        store.warm(keys)
-
-
-def _generations(
-    prep: Preparation, trained: Sequence[Group], sources: Mapping[str, Source]
-) -> Generations:
-    """The refreshed data sets: where their generations are, and how one is made."""
-    own = GenerationFolder(prep.folder / "generations", prep.ranks)
-
-    def fill(store: Store, number: int, stopping: threading.Event) -> None:
-        def encode(pixels: Tensor) -> Tensor:
-            if stopping.is_set():
-                raise FillingStopped
-            return prep.family.encode(pixels)
-
-        def tell(event: Event) -> None:
-            if isinstance(event, StageProgress):
-                event = replace(event, stage=f"encoding generation {number}")
-            prep.tell(event)
-
-        for index, section in enumerate(prep.run.datasets):
-            if mode_of(section) == "refresh_each_epoch":
-                groups = [group for group in trained if group.samples[0].dataset == section.id]
-                pictures = _pictures(groups, sources[section.id], prep.recipes, number)
-                bad = _encode(prep, index, store, pictures, encode, tell, f"generation-{number}")
-                if bad:
-                    raise RunFailedError(
-                        f"data set {section.id!r}: {bad[0][0].key} was readable when the run "
-                        f"began and is not now: {bad[0][1]}. Mend it, and start again to resume."
-                    )
-
-    return Generations(
-        first=prep.stores.latents,
-        open_store=lambda number: prep.stores.latents_in(
-            f"latents of generation {number}", own.path(number)
-        ),
-        fill=fill,
-        entered=own.entered if prep.stores.in_files else lambda _: None,
+        only(groups, lambda sample: sample not in held),
+        only(groups, lambda sample: sample in held),
     )
 
 

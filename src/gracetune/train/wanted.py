@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gracetune.cache.generations import mode_of
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.serve import Recipes
+from gracetune.cache.tiling import choose_tiling
 from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
@@ -35,6 +36,7 @@ def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> 
     folder, identity = Path(run.output_dir), family.identity()
     ledger = CorruptionLedger(tell, folder / "corruption.json")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
+    tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
     wanted = {text_key(EMPTY, identity["text"])}
     for index, section in enumerate(run.datasets):
         opened = open_dataset(section, index, tell, ledger)
@@ -43,7 +45,13 @@ def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> 
             continue
         plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
         wanted |= {
-            latent_key(sample, (size[0], size[1]), identity["latents"], recipes(sample, epoch))
+            latent_key(
+                sample,
+                size,
+                identity["latents"],
+                recipes(sample, epoch),
+                tiling.of(size, sample.kind),
+            )
             for size, samples in plan.buckets.items()
             for sample in samples
             for epoch in range(section.variants)
