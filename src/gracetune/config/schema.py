@@ -117,6 +117,8 @@ class CacheSection(Section):
     """Most GiB of host memory for entries on each rank; none: a share of 3/4 of what is free."""
     device_budget_gb: Annotated[float, Field(ge=0)] | None = None
     """Most GiB of device memory for text that stays there; none: one 64th of the device's."""
+    vae_tiling: Literal["auto"] | bool = "auto"
+    """Encode by tiles, in less memory; `auto`: pictures and frames above 2048x2048 pixels."""
     prefetch_depth: Literal["auto"] | Positive = "auto"
     """Batches brought to the device ahead of use; `auto`: more while steps wait for one."""
     prefetch_budget_gb: PositiveFloat = 2.0

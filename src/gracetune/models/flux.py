@@ -160,11 +160,6 @@ class Flux:
         (self.vae.enable_tiling if on else self.vae.disable_tiling)()
         return True
 
-    def tile(self, on: bool) -> bool:
-        """The VAE's own tiles."""
-        (self.vae.enable_tiling if on else self.vae.disable_tiling)()
-        return True
-
     def encode(self, media: Tensor) -> Tensor:
         """Shifted and scaled latents."""
         where, config = next(self.vae.parameters()), self.vae.config

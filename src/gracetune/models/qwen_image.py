@@ -159,11 +159,6 @@ class QwenImage:
         (self.vae.enable_tiling if on else self.vae.disable_tiling)()
         return True
 
-    def tile(self, on: bool) -> bool:
-        """The VAE's own tiles."""
-        (self.vae.enable_tiling if on else self.vae.disable_tiling)()
-        return True
-
     def encode(self, media: Tensor) -> Tensor:
         """Normalised latents; a control's follow its picture's as more channels."""
         return torch.cat([self._encoded(pixels) for pixels in torch.split(media, 3, dim=1)], dim=1)

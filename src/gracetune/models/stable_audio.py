@@ -156,10 +156,6 @@ class StableAudio:
         """Sounds are encoded whole."""
         return False
 
-    def tile(self, on: bool) -> bool:  # noqa: ARG002
-        """Sounds are encoded whole."""
-        return False
-
     def encode(self, media: Tensor) -> Tensor:
         """Latents of the clip and the silence after it; then one channel of its seconds."""
         where, length = next(self.vae.parameters()), media.shape[-1]
