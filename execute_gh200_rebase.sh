@@ -9,7 +9,7 @@ set -euo pipefail
 HELP="usage: ./execute_gh200_rebase.sh [--repo PATH] [--upstream REF] [--branch NAME] [--no-fetch]
                                   [--group NAME=PATTERN]... [--validate-upstream COMMAND]...
                                   [--validate-ours COMMAND]... [--validate-combined COMMAND]...
-                                  [--skip-validation] [--continue] [--yes]
+                                  [--skip-validation] [--continue | --rollback] [--yes]
 
   --repo PATH         the fork's clone, on the fork's branch (default: here)
   --upstream REF      what to put it onto (default: origin/main, fetched first)
@@ -18,6 +18,7 @@ HELP="usage: ./execute_gh200_rebase.sh [--repo PATH] [--upstream REF] [--branch 
   --group, --validate-*  as in \`gracetune port extract\`
   --skip-validation   end after the patches are applied
   --continue          go on after a conflict is settled
+  --rollback          return to the fork as it was before
   --yes               never ask"
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -32,8 +33,10 @@ UPSTREAM=origin/main
 FETCH=1
 VALIDATE=1
 CONTINUE=0
+ROLLBACK=0
 EXTRACT=()
 APPLY=()
+YES=()
 while [[ $# -gt 0 ]]; do
     case "$1" in
         --repo) REPO="${2:?--repo needs a path}" && shift ;;
@@ -45,7 +48,8 @@ while [[ $# -gt 0 ]]; do
             ;;
         --skip-validation) VALIDATE=0 ;;
         --continue) CONTINUE=1 ;;
-        --yes) APPLY+=(--yes) ;;
+        --rollback) ROLLBACK=1 ;;
+        --yes) YES=(--yes) ;;
         -h | --help) echo "$HELP" && exit 0 ;;
         *) echo "execute_gh200_rebase.sh: $1 is not an option (see --help)" >&2 && exit 2 ;;
     esac
@@ -77,6 +81,10 @@ END
     fi
 }
 
+if [[ $ROLLBACK -eq 1 ]]; then
+    port rollback "${YES[@]}"
+    exit 0
+fi
 if [[ $CONTINUE -eq 0 ]]; then
     echo "== Before"
     if ! git -C "$REPO" diff --quiet HEAD; then
@@ -91,7 +99,7 @@ if [[ $CONTINUE -eq 0 ]]; then
     echo "== Plan"
     port plan
     echo "== Apply"
-    apply "${APPLY[@]}"
+    apply "${APPLY[@]}" "${YES[@]}"
 else
     echo "== Apply, continued"
     apply --continue

@@ -132,3 +132,6 @@ def test_a_rebase_without_anything_to_validate_is_no_success(clone):
     assert done.returncode == 2
     assert "nothing would be tested" in done.stderr
     assert "All 1 patches are on port." in done.stdout
+    done = call("execute_gh200_rebase.sh", *words[:2], "--rollback", "--yes", **IDENTITY)
+    assert done.returncode == 0, done.stderr
+    assert clone.run("branch", "--show-current") == "fork2\n"
