@@ -244,7 +244,8 @@ def _place_in(body: str, form: Form, index: Index) -> Place | None:
     for stage, prefix in _prefixes(form, index.table):
         if body.startswith(prefix):
             module = index.find(body[len(prefix) :], form.naming, form.joint)
-            if module is not None:
+            # Without a table and a prefix, an underscored key would pass for a module's name.
+            if module is not None and (prefix or "." in module or not index.table.open):
                 return Place(stage, module)
     return None
 

@@ -1,0 +1,210 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracetune.adapters.names import (
+    TABLES,
+    Index,
+    Place,
+    choose_table,
+    detect_form,
+    form_named,
+    forms_in,
+    nearest_key,
+    read_key,
+    settle_stages,
+    table_named,
+    template_of,
+    write_key,
+)
+from gracetune.adapters.tables.forms import ENDINGS, FORMS
+from gracetune.adapters.tables.types import open_table, table_of_modules
+from gracetune.errors import AdapterError
+
+WAN, FLUX, QWEN = (Index(TABLES[name]) for name in ("wan", "flux", "qwen_image"))
+
+
+def places(index, form):
+    """Every kind of module that a form has a name for, at every stage that it can say."""
+    stages = [stage for stage, _ in form.stages] if form.stages and index.table.staged else [None]
+    names = {ours for _, ours in index.table.rows} | set(index.table.parts)
+    for template in sorted(names):
+        for stage in stages:
+            if index.spell(template.format(0), form.naming, form.joint) is not None:
+                yield Place(stage, template)
+
+
+INDEXES = (WAN, FLUX, QWEN)
+SPELLABLE = [
+    (index, form, place) for index in INDEXES for form in FORMS for place in places(index, form)
+]
+
+
+@given(st.sampled_from(SPELLABLE), st.integers(0, 10**4), st.data())
+@settings(max_examples=2000, deadline=None)
+def test_a_written_key_is_read_as_what_it_was(spellable, number, data):
+    index, form, place = spellable
+    place = Place(place.stage, place.module.format(number))
+    role = data.draw(st.sampled_from(sorted(ENDINGS[form.style])))
+    key = read_key(write_key(form, index, place, role), index)
+    assert key is not None
+    unsaid = form.name == "diffusers-both" and place.stage != "low"
+    assert key.place == (Place(None, place.module) if unsaid else place)
+    assert key.role == role
+    assert unsaid or form.name in key.forms
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_no_two_modules_have_one_name(family):
+    table = TABLES[family]
+    for side in (0, 1):
+        names = [row[side] for row in table.rows]
+        assert len(names) == len(set(names))
+        underscored = [name.replace(".", "_") for name in names]
+        assert len(underscored) == len(set(underscored))
+
+
+@pytest.mark.parametrize(
+    ("key", "module", "role"),
+    [
+        ("lora_unet_blocks_12_cross_attn_k_img.alpha", "blocks.12.attn2.add_k_proj", "alpha"),
+        ("lora_unet_blocks_3_ffn_0.lora_mid.weight", "blocks.3.ffn.net.0.proj", "mid"),
+        ("diffusion_model.time_projection.1.lora_A.weight", "condition_embedder.time_proj", "down"),
+        ("diffusion_model.blocks.7.norm3.w_norm", "blocks.7.norm2", "diff"),
+        ("transformer.proj_out.lora.up.weight", "proj_out", "up"),
+        (
+            "transformer.blocks.0.attn1.to_q.lora_magnitude_vector.weight",
+            "blocks.0.attn1.to_q",
+            "dora",
+        ),
+    ],
+)
+def test_underscored_and_unusual_spellings_are_decoded_by_table(key, module, role):
+    found = read_key(key, WAN)
+    assert (found.place, found.role) == (Place(None, module), role)
+
+
+@pytest.mark.parametrize(
+    ("key", "module"),
+    [
+        (
+            "lora_unet_double_blocks_3_img_attn_qkv.lora_down.weight",
+            "transformer_blocks.3.attn.to_qkv",
+        ),
+        (
+            "diffusion_model.single_blocks.9.linear1.lora_A.weight",
+            "single_transformer_blocks.9.attn.to_qkv_mlp_proj",
+        ),
+        (
+            "transformer.single_transformer_blocks.9.proj_mlp.lora_A.weight",
+            "single_transformer_blocks.9.proj_mlp",
+        ),
+        (
+            "lycoris_transformer_blocks_0_attn_add_q_proj.lokr_w1",
+            "transformer_blocks.0.attn.add_q_proj",
+        ),
+        (
+            "lora_transformer_single_transformer_blocks_1_attn_to_v.alpha",
+            "single_transformer_blocks.1.attn.to_v",
+        ),
+        (
+            "transformer$$single_transformer_blocks$$1$$proj_out.lora_up.weight",
+            "single_transformer_blocks.1.proj_out",
+        ),
+    ],
+)
+def test_flux_keys(key, module):
+    assert read_key(key, FLUX).place == Place(None, module)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "transformer.transformer_blocks.59.img_mlp.net.0.proj.lora_A.weight",
+        "diffusion_model.transformer_blocks.59.img_mlp.net.0.proj.lora_A.weight",
+        "lora_unet_transformer_blocks_59_img_mlp_net_0_proj.lora_down.weight",
+        "lycoris_transformer_blocks_59_img_mlp_net_0_proj.hada_w1_a",
+        "transformer_blocks.59.img_mlp.net.0.proj.lora_A.default.weight",
+    ],
+)
+def test_qwen_image_keys(key):
+    assert read_key(key, QWEN).place.module == "transformer_blocks.59.img_mlp.net.0.proj"
+
+
+def test_flux_and_qwen_image_are_told_apart_or_asked_about():
+    shared = "transformer.transformer_blocks.{}.attn.to_q.lora_A.weight"
+    with pytest.raises(AdapterError, match="--family") as caught:
+        choose_table([shared.format(0)], None)
+    assert caught.value.kind == "ambiguous"
+    assert choose_table([shared.format(0)], "flux").family == "flux"
+    assert choose_table([shared.format(n) for n in range(60)], None).family == "qwen_image"
+    single = "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight"
+    assert choose_table([shared.format(0), single], None).family == "flux"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        (
+            "diffusion_model.blocks.4.self_attn.qq.lora_A.weight",
+            "diffusion_model.blocks.4.self_attn.q.lora_A.weight",
+        ),
+        (
+            "lora_unet_blocks_11_crossattn_k.lora_up.weight",
+            "lora_unet_blocks_11_cross_attn_k.lora_up.weight",
+        ),
+        (
+            "transformer.blocks.2.attn1.to_q.lora_AA.weight",
+            "transformer.blocks.2.attn1.to_q.lora_A.weight",
+        ),
+        (
+            "lycoris_blocks_2_attn1_to_queue.lokr_w1",
+            "lycoris_blocks_2_attn1_to_q.lokr_w1",
+        ),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest(wrong, near):
+    assert read_key(wrong, WAN) is None
+    assert nearest_key(wrong, [TABLES["wan"]]) == near
+
+
+def test_what_is_like_nothing_has_no_nearest():
+    assert nearest_key("zzz", [TABLES["wan"]]) is None
+
+
+def test_forms_are_found_by_name_and_by_tool():
+    assert form_named("musubi").name == "kohya"
+    assert form_named("ai-toolkit").name == "comfyui"
+    with pytest.raises(AdapterError, match="Did you mean 'diffusers'"):
+        form_named("difusers")
+
+
+def test_families_go_by_our_own_names_too():
+    assert table_named("wan22").family == "wan"
+    assert table_named("tiny").open
+
+
+def test_a_family_without_a_table_takes_dotted_names_as_they_are():
+    index = Index(open_table("tiny"))
+    key = read_key("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", index)
+    assert key.place.module == "transformer_blocks.0.attn.to_q"
+    assert read_key("lycoris_transformer_blocks_0_attn_to_q.lokr_w1", index) is None
+    known = Index(table_of_modules("tiny", ("transformer_blocks.0.attn.to_q",)))
+    key = read_key("lycoris_transformer_blocks_0_attn_to_q.lokr_w1", known)
+    assert key.place.module == "transformer_blocks.0.attn.to_q"
+
+
+def test_a_file_that_mixes_forms_is_of_none():
+    texts = [
+        "diffusion_model.blocks.0.self_attn.q.lora_A.weight",
+        "lora_unet_blocks_0_self_attn_k.lora_down.weight",
+    ]
+    keys = [read_key(text, WAN) for text in texts]
+    assert detect_form(keys) is None
+    assert set(forms_in(keys)) >= {"comfyui", "kohya"}
+    assert settle_stages(keys) == keys
+
+
+def test_templates_keep_fixed_numbers():
+    assert template_of("blocks.7.ffn.net.0.proj") == ("blocks.{}.ffn.net.0.proj", "7")
+    assert template_of("proj_out") == ("proj_out", "")

@@ -1,0 +1,196 @@
+"""Fused projections: taken apart and put together without a change in any bit or any product."""
+
+import pytest
+import torch
+from adapter_examples import make_full, make_loha, make_lokr, make_lora, same, same_layer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracetune.adapters.canonical import canonical
+from gracetune.adapters.delta import delta, merged
+from gracetune.adapters.layers import Adapter, Layer
+from gracetune.adapters.names import Place, form_named
+from gracetune.adapters.rows import join_fused, split_fused, swap_halves, take_rows
+from gracetune.adapters.spelling import spell
+from gracetune.adapters.tables.flux import FLUX
+from gracetune.errors import AdapterError
+
+QKV = [f"transformer_blocks.0.attn.to_{x}" for x in "qkv"]
+SINGLE = [f"single_transformer_blocks.0.attn.to_{x}" for x in "qkv"] + [
+    "single_transformer_blocks.0.proj_mlp"
+]
+WHOLE = Place(None, "transformer_blocks.0.attn.to_qkv")
+HIDDEN = 12
+
+
+def adapter_of(layers):
+    return Adapter(FLUX, {Place(None, name): layer for name, layer in layers.items()})
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@st.composite
+def loras(draw):
+    """LoRAs on some parts of a projection, of any ranks and alphas."""
+    names, outs = draw(st.sampled_from([(QKV, [12] * 3), (SINGLE, [12] * 3 + [48])]))
+    kept = draw(st.sets(st.sampled_from(names), min_size=1))
+    same_alpha = draw(st.booleans())
+    layers = {}
+    for name, out in zip(names, outs, strict=True):
+        if name in kept:
+            rank = draw(st.integers(1, 5))
+            scale = 1.0 if same_alpha else draw(st.sampled_from([0.5, 1.0, 2.0]))
+            alpha = None if scale == 1.0 else scale * rank
+            seed = draw(st.integers(0, 1000))
+            layers[name] = make_lora(out, HIDDEN, generator(seed), rank, alpha)
+    return adapter_of(layers)
+
+
+@given(loras())
+@settings(max_examples=60, deadline=None)
+def test_loras_joined_and_split_again_compute_the_same(adapter):
+    joined = join_fused(adapter)
+    assert len(joined.layers) == 1
+    back = split_fused(joined)
+    assert set(back.layers) == set(adapter.layers)
+    for place, layer in adapter.layers.items():
+        torch.testing.assert_close(delta(back.layers[place]), delta(layer))
+    if len({layer.alpha for layer in adapter.layers.values()}) == 1:
+        assert same(adapter, back)  # one scale: every bit comes back
+
+
+@given(loras())
+@settings(max_examples=30, deadline=None)
+def test_the_whole_is_its_parts_row_after_row(adapter):
+    ((place, layer),) = join_fused(adapter).layers.items()
+    (fused,) = [one for one in FLUX.fused if one.whole.format(0) == place.module]
+    rows = []
+    for part, share in fused.parts:
+        found = adapter.layers.get(Place(None, part.format(0)))
+        rows.append(torch.zeros(12 * share, HIDDEN) if found is None else delta(found))
+    torch.testing.assert_close(delta(layer), torch.cat(rows))
+
+
+@pytest.mark.parametrize("rank", [3, 4, 6])
+def test_a_lora_of_the_whole_is_split_with_its_down_in_every_part(rank):
+    whole = make_lora(3 * HIDDEN, HIDDEN, generator(), rank, alpha=2.0)
+    adapter = Adapter(FLUX, {WHOLE: whole})
+    parts = split_fused(adapter)
+    for i, name in enumerate(QKV):
+        expected = delta(whole)[i * HIDDEN : (i + 1) * HIDDEN]
+        torch.testing.assert_close(delta(parts.layers[Place(None, name)]), expected)
+    assert same(join_fused(parts), adapter)  # shared `down`: the rank does not grow
+
+
+def test_parts_with_one_down_join_without_growing():
+    parts = {name: make_lora(HIDDEN, HIDDEN, generator(i)) for i, name in enumerate(QKV)}
+    down = parts[QKV[0]].tensors["down"]
+    parts = {n: Layer("lora", {**x.tensors, "down": down}) for n, x in parts.items()}
+    (layer,) = join_fused(adapter_of(parts)).layers.values()
+    assert layer.tensors["down"].shape == down.shape
+
+
+@pytest.mark.parametrize("make", [make_loha, make_full])
+def test_loha_and_whole_matrices_go_by_rows(make):
+    whole = make(3 * HIDDEN, HIDDEN, generator())
+    parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
+    for i, name in enumerate(QKV):
+        expected = delta(whole)[i * HIDDEN : (i + 1) * HIDDEN]
+        torch.testing.assert_close(delta(parts.layers[Place(None, name)]), expected)
+    assert same_layer(join_fused(parts).layers[WHOLE], whole)
+
+
+@pytest.mark.parametrize("kind", ["whole", "w2", "both"])
+def test_a_lokr_is_split_where_its_blocks_end_at_the_cuts(kind):
+    whole = make_lokr(36, 24, generator(), kind, alpha=3.0, factor=6)  # 6 blocks of 6 rows
+    parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
+    for i, name in enumerate(QKV):
+        expected = delta(whole)[i * HIDDEN : (i + 1) * HIDDEN]
+        torch.testing.assert_close(delta(parts.layers[Place(None, name)]), expected)
+    assert same_layer(join_fused(parts).layers[WHOLE], whole)
+
+
+def test_a_lokr_of_one_block_is_split_inside_it():
+    tensors = {"lokr_w1": torch.randn(1, 2), "lokr_w2": torch.randn(36, 6)}
+    whole = Layer("lokr", tensors)
+    parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
+    torch.testing.assert_close(delta(parts.layers[Place(None, QKV[1])]), delta(whole)[12:24])
+
+
+def test_a_lokr_whose_blocks_cross_the_cuts_is_refused_with_a_way_out():
+    whole = make_lokr(36, 24, generator(), "whole", factor=4)  # blocks of 9 rows
+    with pytest.raises(AdapterError, match=r"blocks of 9 rows.*--lora-rank") as caught:
+        split_fused(Adapter(FLUX, {WHOLE: whole}))
+    assert caught.value.kind == "not-exact"
+    parts = {name: make_lokr(12, 12, generator(i), "whole") for i, name in enumerate(QKV)}
+    with pytest.raises(AdapterError, match="share no factor"):
+        join_fused(adapter_of(parts))
+
+
+def test_magnitudes_go_with_their_rows():
+    base = torch.randn(36, HIDDEN)
+    whole = make_lora(36, HIDDEN, generator(), dora=True)
+    parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
+    rows = [
+        merged(parts.layers[Place(None, n)], base[i * 12 : i * 12 + 12]) for i, n in enumerate(QKV)
+    ]
+    torch.testing.assert_close(torch.cat(rows), merged(whole, base))
+    assert same_layer(join_fused(parts).layers[WHOLE], whole)
+
+
+def test_magnitudes_by_columns_or_of_some_parts_are_refused():
+    by_columns = Layer(
+        "lora", {**make_lora(36, HIDDEN, generator()).tensors, "dora": torch.ones(1, HIDDEN)}
+    )
+    with pytest.raises(AdapterError, match="go by columns"):
+        split_fused(Adapter(FLUX, {WHOLE: by_columns}))
+    dora = make_lora(12, HIDDEN, generator(), dora=True)
+    with pytest.raises(AdapterError, match="one is missing"):
+        join_fused(adapter_of({QKV[0]: dora}))
+    plain = make_lora(12, HIDDEN, generator())
+    with pytest.raises(AdapterError, match="only some"):
+        join_fused(adapter_of({QKV[0]: dora, QKV[1]: plain, QKV[2]: plain}))
+
+
+def test_a_projection_of_another_shape_is_another_models():
+    odd = make_lora(35, HIDDEN, generator())
+    with pytest.raises(AdapterError, match="another shape"):
+        split_fused(Adapter(FLUX, {WHOLE: odd}))
+
+
+def test_scale_and_shift_change_places_between_the_namings():
+    name = Place(None, "norm_out.linear")
+    layer = make_lora(8, HIDDEN, generator())
+    adapter = Adapter(FLUX, {name: layer})
+    swapped = swap_halves(adapter).layers[name]
+    torch.testing.assert_close(delta(swapped), delta(layer).roll(4, 0))
+    assert same(swap_halves(swap_halves(adapter)), adapter)
+    original = spell(adapter, form_named("comfyui"))
+    up = original["diffusion_model.final_layer.adaLN_modulation.1.lora_B.weight"]
+    assert torch.equal(up, layer.tensors["up"].roll(4, 0))
+    assert same(canonical(original, {}), adapter)
+
+
+def test_rows_of_a_bias_go_along():
+    layer = make_full(36, HIDDEN, generator())
+    part = take_rows("x", layer, [(12, 24)])
+    assert torch.equal(part.tensors["diff_b"], layer.tensors["diff_b"][12:24])
+
+
+@pytest.mark.parametrize(
+    "form", ["comfyui", "kohya", "diffusers", "lycoris", "onetrainer", "ai-toolkit-live"]
+)
+def test_a_flux_lora_reads_back_from_every_naming(form):
+    names = [one.format(0) for one in FLUX.surface] + ["x_embedder", "proj_out"]
+    layers = {}
+    for i, name in enumerate(names):
+        out = 48 if name.endswith(("proj_mlp", "net.0.proj")) else 12
+        into = 60 if name.endswith("blocks.0.proj_out") else 48 if name.endswith("net.2") else 12
+        layers[name] = make_lora(out, into, generator(i))
+    adapter = adapter_of(layers)
+    tensors = spell(adapter, form_named(form))
+    back = split_fused(canonical(tensors, {}))
+    assert same(adapter, back)
+    assert back.form == form
