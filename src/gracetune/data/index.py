@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 from zlib import crc32
 
 import numpy as np
@@ -87,16 +87,15 @@ def write_index(
     firsts[buckets[::-1]] = offsets[::-1]  # of those that share a bucket the first stays
     by_name = np.zeros(len(names), wide)
     by_name[order] = offsets
-    tables: dict[str, bytes | NDArray[Any]] = {
+    tables: dict[str, bytes | bytearray] = {
         "records": _records(names, lengths, columns, order, buckets) + bytes(longest),
-        "firsts": firsts,
-        "by_name": by_name,
+        "firsts": firsts.tobytes(),
+        "by_name": by_name.tobytes(),
     }
     places = {}
     with writer.hand() as hand:
         for name, table in tables.items():
-            data = bytes(table)
-            places[name] = (hand.write(data), len(data))
+            places[name] = (hand.write(memoryview(table)), len(table))
         about = {
             "places": places,
             "lengths": np.unique(lengths).tolist(),
@@ -114,7 +113,7 @@ def _records(
     columns: Columns,
     order: NDArray[np.intp],
     buckets: NDArray[np.uint32],
-) -> bytes:
+) -> bytearray:
     """Nobody's record, then each file's with its name; `buckets` are in `order` already."""
     rows = np.zeros(len(names), _RECORD)
     at = columns.at[order]
@@ -128,11 +127,12 @@ def _records(
     rows["kind"][rows["codec"] != PLAIN] |= np.uint32(_NOT_PLAIN)
     nobody = np.zeros(1, _RECORD)
     nobody["kind"], nobody["last"] = _NOBODY, True
-    fixed, size = rows.tobytes(), _RECORD.itemsize
-    pieces = [nobody.tobytes()]
+    fixed, size = memoryview(rows.tobytes()), _RECORD.itemsize
+    made = bytearray(nobody.tobytes())  # one piece that grows: a million small ones are large
     for place, row in enumerate(order.tolist()):
-        pieces += (fixed[place * size : place * size + size], names[row])
-    return b"".join(pieces)
+        made += fixed[place * size : place * size + size]
+        made += names[row]
+    return made
 
 
 class Row(NamedTuple):
