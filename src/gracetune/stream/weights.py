@@ -15,7 +15,7 @@ is for others to decide.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,7 +31,7 @@ from gracetune.stream.slab import bring_rest, fill, lay_out, put_back
 from gracetune.stream.slots import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
@@ -132,6 +132,7 @@ class Ring:
         self._foreseen = self._on_demand = self._extra_slots = 0
         self._told_surprise = False
         self._closed = False
+        self._indices = {block: index for index, block in enumerate(blocks)}
         self._hooks = self._hook(model, blocks)
 
     def __deepcopy__(self, memo: object) -> Ring:
@@ -180,6 +181,20 @@ class Ring:
             )
         lease = self._use(saved.block).lend()
         return lease.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+    def streams(self, block: nn.Module) -> bool:
+        """Whether a block's weights pass through this ring."""
+        return block in self._indices and not self._closed
+
+    @contextmanager
+    def weights_of(self, block: nn.Module) -> Iterator[None]:
+        """For whoever calls a block's forward and not the block: its weights are in place."""
+        index = self._indices[block]
+        self._block_begins(index)
+        try:
+            yield
+        finally:
+            self._block_ends(index)
 
     def close(self) -> None:
         """Take the hooks away and put all weights onto the device; they must fit."""

@@ -1,0 +1,114 @@
+"""A Wan2.2-A14B-shaped transformer with random weights, its LoRA, and a step of it, for timing.
+
+One frame of 1024x1024 is 4096 tokens. Everything is on the device; whoever streams takes it away.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+from diffusers import WanTransformer3DModel
+from peft import LoraConfig
+
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+DEVICE = torch.device("cuda", 0)
+LAYERS = 40
+RANK = 32
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One way to run a step."""
+
+    seconds: float
+    peak_gib: float
+    """What torch had allocated at most, beside the reserve that its allocator keeps."""
+    reserved_gib: float
+    loss: float
+
+
+def make_model(layers: int = LAYERS, lora_dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Random frozen weights in bf16 and a LoRA that is not zero."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with DEVICE:
+        model: nn.Module = WanTransformer3DModel(num_layers=layers)
+    torch.set_default_dtype(torch.float32)
+    model.requires_grad_(False)
+    model.add_adapter(
+        LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, init_lora_weights=False)
+    )
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            parameter.data = parameter.data.to(DEVICE, lora_dtype).mul_(0.1)
+            parameter.requires_grad_(True)
+    return model.train()
+
+
+def make_step(model: nn.Module, batch: int, autocast: bool = False) -> Callable[[], torch.Tensor]:
+    """A whole step on inputs that stay: forward, backward, AdamW. Gives the loss."""
+    generator = torch.Generator(DEVICE).manual_seed(batch)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+
+    latents, text = noise(batch, 16, 1, 128, 128), noise(batch, 512, 4096)
+    timestep = torch.randint(0, 1000, (batch,), device=DEVICE, generator=generator)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            (out,) = model(
+                hidden_states=latents,
+                timestep=timestep,
+                encoder_hidden_states=text,
+                return_dict=False,
+            )
+        loss = (out.float() - latents.float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def time_step(step: Callable[[], torch.Tensor], steps: int) -> Timed:
+    """The median of some steps after a warm-up, queued one behind the other as in a run."""
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        loss = step()
+        mark.record()
+    torch.cuda.synchronize()
+    return Timed(
+        seconds=median(a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)),
+        peak_gib=torch.cuda.max_memory_allocated() / GIB,
+        reserved_gib=torch.cuda.max_memory_reserved() / GIB,
+        loss=float(loss),
+    )
+
+
+def let_go() -> None:
+    """Give cached memory and compilations back before the next way is measured."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()

@@ -1,0 +1,238 @@
+"""Products with a frozen weight and a LoRA beside it, with no pass over memory too many.
+
+`y = x W^T + b + s (x A^T) B^T`. Written with torch's own operators, the second product is a tensor
+of its own that somebody has to add. Here it is computed first, and the frozen product, which is
+bound by arithmetic and not by memory, adds itself on top in place; the same on the way back. They
+are operators of torch's registry, so compiled graphs call them as they are and a memory policy can
+tell them from elementwise work.
+
+In fp8 both operands of the frozen product are rounded, each row with a scale of its own. The
+gradient of the input needs the weight along its other side: the weight's scales are multiplied
+into the incoming gradient first, so that one stored copy serves both directions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from typing import Any
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+LEAST_SCALE = 1e-12
+"""A row of zeros has no scale of its own."""
+
+
+@torch.library.custom_op("gracetune::lora_linear", mutates_args=())
+def lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The product with its LoRA, and the narrow tensor between the LoRA's two halves."""
+    narrow = functional.linear(x, down)
+    return _beside(narrow, up, bias, scale).addmm_(x, weight.t()), narrow
+
+
+@torch.library.custom_op("gracetune::lora_linear_fp8", mutates_args=())
+def lora_linear_fp8(  # noqa: PLR0913  an operator has no objects to hold its arguments
+    x: Tensor,
+    rounded: Tensor,
+    row_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The same with the frozen product in fp8; the LoRA sees `x` as it was."""
+    y = _scaled(rounded, weight.t(), row_scales, weight_scales.t(), x.dtype, bias)
+    narrow = functional.linear(x, down)
+    return y.addmm_(narrow, up.t(), alpha=scale), narrow
+
+
+@torch.library.custom_op("gracetune::lora_gradients", mutates_args=())
+def lora_gradients(
+    grad: Tensor, x: Tensor, narrow: Tensor, up: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What both halves of the LoRA get, and the narrow gradient between them."""
+    between = grad @ up
+    between *= scale
+    grad_up = grad.t() @ narrow
+    grad_up *= scale
+    return between.t() @ x, grad_up, between
+
+
+@torch.library.custom_op("gracetune::lora_input_gradient", mutates_args=())
+def lora_input_gradient(grad: Tensor, between: Tensor, weight: Tensor, down: Tensor) -> Tensor:
+    """What the input gets from both paths."""
+    return (between @ down).addmm_(grad, weight)
+
+
+@torch.library.custom_op("gracetune::lora_input_gradient_fp8", mutates_args=())
+def lora_input_gradient_fp8(
+    rounded: Tensor, row_scales: Tensor, between: Tensor, turned: Tensor, down: Tensor
+) -> Tensor:
+    """The same from a rounded gradient that already holds the weight's scales.
+
+    `turned` is the weight's transpose, made outside: compilers know faster ways to do that.
+    """
+    return input_gradient_fp8(rounded, row_scales, turned, down.dtype).addmm_(between, down)
+
+
+lora_linear.register_fake(lambda x, weight, _, down, *__: _wide_and_narrow(x, weight, down))
+lora_linear_fp8.register_fake(
+    lambda x, _, __, weight, ___, ____, down, *_____: _wide_and_narrow(x, weight, down)
+)
+lora_gradients.register_fake(
+    lambda _, x, narrow, up, __: (
+        x.new_empty(up.shape[1], x.shape[1]),
+        torch.empty_like(up),
+        torch.empty_like(narrow),
+    )
+)
+lora_input_gradient.register_fake(
+    lambda grad, _, weight, __: grad.new_empty(len(grad), weight.shape[1])
+)
+lora_input_gradient_fp8.register_fake(
+    lambda rounded, _, __, turned, down: down.new_empty(len(rounded), len(turned))
+)
+
+
+def _wide_and_narrow(x: Tensor, weight: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(down))
+
+
+def _beside(narrow: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    if bias is None:
+        return (narrow * scale) @ up.t()
+    return torch.addmm(bias, narrow, up.t(), alpha=scale)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row in fp8, and what to multiply it with to have it back."""
+    scales = x.abs().amax(dim=-1, keepdim=True).float().clamp(min=LEAST_SCALE) / FP8_MAX
+    return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
+
+
+def input_gradient_fp8(
+    rounded: Tensor, row_scales: Tensor, turned: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The frozen path's share of the input's gradient."""
+    ones = torch.ones(1, len(turned), device=turned.device)
+    return _scaled(rounded, turned.t(), row_scales, ones, dtype, None)
+
+
+class LoraProduct(torch.autograd.Function):
+    """`lora_linear` that can be trained: gradients for the input and both halves of the LoRA."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """`x` is (rows, columns)."""
+        y: Tensor
+        y, narrow = lora_linear(x, weight, bias, down, up, scale)
+        ctx.save_for_backward(x, narrow, weight, down, up)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The frozen weight gets none."""
+        grad = grads[0]
+        x, narrow, weight, down, up = ctx.saved_tensors
+        grad_down, grad_up, between = lora_gradients(grad, x, narrow, up, ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = lora_input_gradient(grad, between, weight, down)
+        return grad_x, None, None, grad_down, grad_up, None
+
+
+class LoraProductFp8(torch.autograd.Function):
+    """`LoraProduct` whose frozen products are in fp8, both ways."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        weight_scales: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """`weight` is in fp8, `weight_scales` has one number a row of it."""
+        y: Tensor
+        y, narrow = lora_linear_fp8(x, *round_rows(x), weight, weight_scales, bias, down, up, scale)
+        ctx.save_for_backward(x, narrow, weight, weight_scales, down, up)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The frozen weight gets none."""
+        grad = grads[0]
+        x, narrow, weight, weight_scales, down, up = ctx.saved_tensors
+        grad_down, grad_up, between = lora_gradients(grad, x, narrow, up, ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            rounded = round_rows(grad.float() * weight_scales.t())
+            turned = weight.t().contiguous()
+            grad_x = lora_input_gradient_fp8(*rounded, between, turned, down)
+        return grad_x, None, None, None, grad_down, grad_up, None
+
+
+class FrozenProductFp8(torch.autograd.Function):
+    """A frozen product in fp8 with nothing beside it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`x` is (rows, columns)."""
+        ctx.save_for_backward(weight, weight_scales)
+        return _scaled(*_sides(*round_rows(x), weight, weight_scales), x.dtype, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """For the input alone."""
+        grad = grads[0]
+        weight, weight_scales = ctx.saved_tensors
+        rounded = round_rows(grad.float() * weight_scales.t())
+        turned = weight.t().contiguous()
+        return input_gradient_fp8(*rounded, turned, grad.dtype), None, None, None
+
+
+def _sides(
+    rounded: Tensor, row_scales: Tensor, weight: Tensor, weight_scales: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return rounded, weight.t(), row_scales, weight_scales.t()
+
+
+def _scaled(
+    left: Tensor,
+    right: Tensor,
+    left_scales: Tensor,
+    right_scales: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """The product of two rounded matrices; where no unit does it, the same numbers by hand."""
+    if left.is_cuda:
+        return torch._scaled_mm(
+            left, right, left_scales, right_scales, bias, out_dtype=dtype, use_fast_accum=True
+        )
+    product = (left.float() * left_scales) @ (right.float() * right_scales)
+    return (product if bias is None else product + bias.float()).to(dtype)

@@ -1,0 +1,221 @@
+"""How a block computes: as it is or compiled, and what of it is kept for backward.
+
+A block's forward is wrapped on the instance; no model code is changed. Three ways to keep:
+
+`keep`      everything that backward reads, as autograd would (compiled: as the compiler would).
+`lean`      what products and attention gave; cheap elementwise work is done again.
+`recompute` the block's input and what attention gave; products are done again too.
+
+Compiled, the second forward is part of the backward graph, where what nobody reads is not computed
+again. All equal blocks share one compilation. Without gradients a block runs as it is: a sampler
+is not worth a compilation of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from gracetune.errors import GracetuneError
+from gracetune.events.types import Notice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from gracetune.stream.weights import Ring
+
+Keeping = Literal["keep", "lean", "recompute"]
+
+PRODUCTS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::convolution",
+    "aten::_scaled_mm",
+    "gracetune::lora_linear",
+    "gracetune::lora_linear_fp8",
+}
+DEFAULT_GRAPHS = 64
+"""Compilations of one kind of block at most: for each bucket, way to keep, and home of weights."""
+
+
+class Running:
+    """Blocks that compute as they were told to; `close` gives them their own forward back."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._blocks = list(blocks)
+
+    def close(self) -> None:
+        """Each block as its class has it."""
+        for block in self._blocks:
+            block.__dict__.pop("forward", None)
+
+
+class Compiler:
+    """How blocks are compiled; one for a run, closed at its end."""
+
+    def __init__(
+        self,
+        tell: Callable[[Notice], None],
+        backend: str = "inductor",
+        max_graphs: int = DEFAULT_GRAPHS,
+    ) -> None:
+        self.graphs = 0
+        self.seconds = 0.0
+        """What compiling has taken so far."""
+        self._tell = tell
+        self._backend = backend
+        self._gave_up = False
+        self._began = 0.0
+        self._settings = ExitStack()
+        self._settings.enter_context(
+            torch._dynamo.config.patch(recompile_limit=max_graphs, fail_on_recompile_limit_hit=True)
+        )
+        callback_handler.register_start_callback(self._starts)
+        callback_handler.register_end_callback(self._ends)
+
+    def close(self) -> None:
+        """Put torch's settings back as they were."""
+        callback_handler.remove_start_callback(self._starts)
+        callback_handler.remove_end_callback(self._ends)
+        self._settings.close()
+
+    def compiled(self, way: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, compiled at its first call; where that fails, as it was, and told."""
+        fast = torch.compile(way, dynamic=False, backend=self._backend)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._gave_up:
+                return way(*args, **kwargs)
+            try:
+                return fast(*args, **kwargs)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as why:
+                self._give_up(why)
+                return way(*args, **kwargs)
+
+        return run
+
+    def _give_up(self, why: Exception) -> None:
+        self._gave_up = True
+        reason = str(why).strip().splitlines()
+        text = (
+            f"blocks are not compiled from here on, which costs speed: {type(why).__name__}: "
+            f"{reason[0] if reason else 'no reason given'}. Compilations so far: {self.graphs}. "
+            "Fewer buckets need fewer of them; train.compile: false says that none is wanted."
+        )
+        self._tell(Notice(text, level="warning", fallback=True))
+
+    def _starts(self, *_: object) -> None:
+        self._began = time.perf_counter()
+
+    def _ends(self, *_: object) -> None:
+        self.graphs += 1
+        self.seconds += time.perf_counter() - self._began
+
+
+def run_blocks(
+    blocks: Sequence[nn.Module],
+    keeping: Sequence[Keeping],
+    compiler: Compiler | None,
+    ring: Ring | None = None,
+) -> Running:
+    """Make each block keep what it is told to; no compiler: eager."""
+    for block, how in zip(blocks, keeping, strict=True):
+        if "forward" in block.__dict__:
+            raise GracetuneError(
+                f"a {type(block).__name__} already has a forward of its own: something else wraps "
+                "it. Let go of that first (gradient checkpointing, offloading, compilation)."
+            )
+        block.forward = (
+            _eager(block, how, ring) if compiler is None else _compiled(block, how, compiler)
+        )
+    return Running(blocks)
+
+
+def _eager(block: nn.Module, how: Keeping, ring: Ring | None) -> Callable[..., Any]:
+    forward = block.forward
+    if how == "keep":
+        return forward
+
+    def keeps() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Backward calls the forward without the block's hooks: the ring is asked here."""
+        first, again = _keeps(how)()
+        if ring is None or not ring.streams(block):
+            return first, again
+        return first, _both(ring.weights_of(block), again)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=keeps, **kwargs)
+
+    return run
+
+
+def _compiled(block: nn.Module, how: Keeping, compiler: Compiler) -> Callable[..., Any]:
+    forward = block.forward
+    fast = compiler.compiled(forward if how == "keep" else _checkpointed(forward, _keeps(how)))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return fast(*args, **kwargs)
+
+    return run
+
+
+def _checkpointed(forward: Callable[..., Any], keeps: Callable[[], Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=keeps, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _both(
+    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+@functools.cache
+def _keeps(how: Keeping) -> Callable[[], Any]:
+    """One object a way, so that equal blocks are seen to be equal."""
+    policy = _keep_products if how == "lean" else _keep_attention
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+def _keep_products(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
+    return _verdict(_name(op) in PRODUCTS or _is_attention(_name(op)))
+
+
+def _keep_attention(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
+    return _verdict(_is_attention(_name(op)))
+
+
+def _verdict(kept: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _name(op: Any) -> str:
+    return cast("str", op.name()).split(".")[0]
+
+
+def _is_attention(name: str) -> bool:
+    """torch's own kernels and those of packages all say what they are."""
+    return "attention" in name or "attn" in name

@@ -1,0 +1,148 @@
+"""The fused products against peft's own forward, and fp8 against the unrounded product."""
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from torch.nn import functional
+
+from gracetune.adapters.fused import Fp8Linear, demand_fp8, freeze_in_fp8, fuse_lora
+from gracetune.adapters.products import FP8_MAX, round_rows
+from gracetune.errors import GracetuneError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+"""torch's tracer looks at what torch warns of looking at."""
+
+NAMES = ["inner", "outer"]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(32, 48)
+        self.outer = nn.Linear(48, 32, bias=False)
+
+    def forward(self, x):
+        return self.outer(functional.gelu(self.inner(x)))
+
+
+def make(dtype=torch.float32, **settings):
+    torch.manual_seed(0)
+    model = Net().requires_grad_(False).to(dtype)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": NAMES, "init_lora_weights": False}
+    inject_adapter_in_model(LoraConfig(**config | settings), model)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def gradients(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.float().square().sum().backward()
+    trained = [p.grad for p in model.parameters() if p.requires_grad]
+    return [y.detach(), x.grad, *trained]
+
+
+@pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 32)])
+def test_fused_lora_computes_what_peft_computes(shape):
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1)).view(*shape)
+    if len(shape) == 1:
+        x = x[None]
+    expected = gradients(make(), x)
+    model = make()
+    assert fuse_lora(model) == 2
+    for ours, theirs in zip(gradients(model, x), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_bf16_products_train_fp32_weights():
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+    model = make(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(model, x)
+    model = make(torch.bfloat16)
+    fuse_lora(model)
+    found = gradients(model, x)
+    assert all(grad.dtype == torch.float32 for grad in found[2:])
+    for ours, theirs in zip(found, expected, strict=True):
+        cosine = functional.cosine_similarity(ours.float().flatten(), theirs.float().flatten(), 0)
+        assert cosine > 0.999
+    before = model(x)
+    model.inner.lora_B["default"].weight.data.mul_(2)  # an optimizer's step
+    assert not torch.equal(model(x), before)
+
+
+def test_a_layer_nobody_calls_gets_no_gradient():
+    model = make(torch.bfloat16)
+    fuse_lora(model)
+    model.forward = lambda x: model.inner(x)
+    model(torch.ones(2, 32, dtype=torch.bfloat16)).float().sum().backward()
+    assert model.inner.lora_A["default"].weight.grad is not None
+    assert model.outer.lora_A["default"].weight.grad is None
+
+
+def test_compiled_it_is_one_graph():
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+    expected = gradients(make(), x)
+    model = make()
+    fuse_lora(model)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(gradients(model, x), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("settings", [{"lora_dropout": 0.5}, {"use_dora": True}])
+def test_what_only_peft_can_do_is_left_to_it(settings):
+    assert fuse_lora(make(**settings)) == 0
+
+
+def test_a_switched_off_adapter_is_off():
+    model, x = make(), torch.ones(2, 32)
+    fuse_lora(model)
+    for layer in (model.inner, model.outer):
+        layer.enable_adapters(False)
+    plain = Net()
+    torch.manual_seed(0)
+    plain = Net()
+    assert torch.equal(model(x), plain(x))
+
+
+def test_rounded_rows_use_the_whole_range_and_zero_rows_stay_zero():
+    x = torch.tensor([[1e-3, -2e-3], [0.0, 0.0], [3e4, 1.0]])
+    rounded, scales = round_rows(x)
+    assert rounded.float().abs().amax(dim=1).tolist() == [FP8_MAX, 0.0, FP8_MAX]
+    torch.testing.assert_close(rounded.float() * scales, x, rtol=0.07, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_lora", [True, False])
+def test_fp8_products_point_where_the_exact_ones_do(has_lora):
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    exact, model = make(), make()
+    if not has_lora:
+        exact, model = Net().requires_grad_(False), Net().requires_grad_(False)
+        model.load_state_dict(exact.state_dict())
+    expected = gradients(exact, x)
+    assert freeze_in_fp8([model]) == 2
+    assert fuse_lora(model) == (2 if has_lora else 0)
+    for ours, theirs in zip(gradients(model, x), expected, strict=True):
+        assert functional.cosine_similarity(ours.flatten(), theirs.flatten(), 0) > 0.998
+
+
+def test_fp8_weights_take_half_the_bytes_and_trained_ones_stay():
+    linear = nn.Linear(64, 64, bias=False).bfloat16()
+    block = nn.ModuleDict({"frozen": linear.requires_grad_(False), "trained": nn.Linear(4, 4)})
+    freeze_in_fp8([block])
+    assert type(block["trained"]) is nn.Linear
+    frozen = block["frozen"]
+    assert isinstance(frozen, Fp8Linear)
+    assert frozen.weight.nbytes * 2 == linear.weight.nbytes
+    assert frozen(torch.ones(2, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_fp8_is_refused_by_name_where_there_is_none():
+    with pytest.raises(GracetuneError, match=r"frozen_compute.*cpu has none"):
+        demand_fp8(torch.device("cpu"))
