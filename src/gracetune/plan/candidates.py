@@ -123,18 +123,20 @@ def fits(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> bool:
     )
 
 
-def leanest(model: Model, wishes: Wishes, compiled: bool) -> Choice:
+def leanest(model: Model, fixed: Fixed, wishes: Wishes) -> Choice:
     """What needs least of the device: the smallest batch, all elsewhere that can be."""
-    treatment = RECOMPUTE_FROM_HOST if wishes.offload else RECOMPUTE
-    frame = Frame(
-        num_blocks=model.num_blocks,
-        streamed=tuple(range(model.num_blocks)) if wishes.stream else (),
-        slots=min(wishes.slots) if wishes.stream else 0,
-        batch=min(wishes.batch_sizes()),
-        samples=wishes.samples,
-        compiled=compiled,
-    )
-    return frame.choice([treatment], treatment, 0)
+    choices = []
+    for compiled in wishes.compile:
+        frame = Frame(
+            num_blocks=model.num_blocks,
+            streamed=tuple(range(model.num_blocks)) if wishes.stream else (),
+            slots=min(wishes.slots) if wishes.stream else 0,
+            batch=min(wishes.batch_sizes()),
+            samples=wishes.samples,
+            compiled=compiled,
+        )
+        choices += [frame.choice(first, last, 0) for first, last in _mixes(compiled, wishes)]
+    return min(choices, key=lambda c: device_bytes(model.at(c.batch), c, fixed).total)
 
 
 def spread(count: int, num_blocks: int) -> tuple[int, ...]:

@@ -146,20 +146,18 @@ def _others(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
 
 def _too_small(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> str:
     """Which tier lacks how much, and what would help."""
-    least = min(
-        (leanest(model, wishes, compiled) for compiled in wishes.compile),
-        key=lambda choice: device_bytes(model.at(choice.batch), choice, fixed).total,
-    )
+    least = leanest(model, fixed, wishes)
     costs = model.at(least.batch)
     device = int(device_bytes(costs, least, fixed).total * (1 + budget.fragmentation))
     host = host_bytes(costs, least, fixed).total
     if device > budget.device_nbytes:
         streamed = "all weights streamed" if least.streamed else "no weights streamed"
+        ways = " and ".join(sorted({block.activations for block in least.blocks}))
         return (
             f"{format_bytes(budget.device_nbytes)} of device memory are too few for {model.name}: "
-            f"the least is {format_bytes(device)} (batch {least.batch}, {streamed}, everything "
-            "recomputed). Raise the budget, or lower the resolution, the frames or the adapter's "
-            "rank."
+            f"the least is {format_bytes(device)} (batch {least.batch}, {streamed}, "
+            f"activations: {ways}). Raise the budget, or lower the resolution, the frames or the "
+            "adapter's rank."
         )
     return (
         f"{format_bytes(budget.host_nbytes)} of host memory are too few for {model.name} in "

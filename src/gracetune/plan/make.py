@@ -22,12 +22,18 @@ if TYPE_CHECKING:
     from gracetune.plan.choose import Planned
     from gracetune.plan.peak import Fixed
     from gracetune.plan.rates import Basics
+    from gracetune.plan.result import FrozenCompute
 
 
-def traced(subject: Subject, basics: Basics, stored_share: float = 1.0) -> Model:
+def traced(
+    subject: Subject,
+    basics: Basics,
+    frozen_compute: FrozenCompute = "bf16",
+    stored_share: float = 1.0,
+) -> Model:
     """A model on a machine, ready to be asked; `stored_share` is what quantised weights take."""
     one, two = (trace_model(subject, batch) for batch in (1, 2))
-    return Model(one, two, speeds_of(basics), stored_share=stored_share)
+    return Model(one, two, speeds_of(basics), frozen_compute, stored_share)
 
 
 def make_plan(
@@ -37,11 +43,13 @@ def make_plan(
     budget: Budget,
     wishes: Wishes,
     *,
+    frozen_compute: FrozenCompute = "bf16",
     stored_share: float = 1.0,
     simulated: bool = False,
 ) -> Planned:
     """Trace the model and choose how to run it."""
-    return choose(traced(subject, basics, stored_share), fixed, budget, wishes, simulated)
+    model = traced(subject, basics, frozen_compute, stored_share)
+    return choose(model, fixed, budget, wishes, simulated)
 
 
 def family_subject(

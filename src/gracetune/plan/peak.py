@@ -99,7 +99,9 @@ def _moments(costs: Costs, choice: Choice, experts: int) -> Iterator[_Moment]:
         if plan.activations != "recompute":
             saved = way.saved_nbytes
             work = way.forward_peak_nbytes - saved + block.input_nbytes
-            yield _Moment(held[-1] + _on_way(moving) + saved, work, gradients)
+            # One more to be sent waits until there is room for it.
+            leaving = OFFLOAD_AHEAD - (plan.activations == "offload")
+            yield _Moment(held[-1] + _on_way(moving, leaving) + saved, work, gradients)
         held.append(held[-1] + block.held_nbytes(plan, choice.compiled))
         outgoing = block.outgoing_nbytes(plan, choice.compiled)
         if outgoing:

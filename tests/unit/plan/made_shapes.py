@@ -1,0 +1,83 @@
+"""Models in round numbers, for tests that reckon by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gracetune.plan.cost import Model
+from gracetune.plan.rates import Speeds
+from gracetune.plan.result import BlockPlan
+from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace
+from gracetune.plan.step import Choice
+
+SPEEDS = Speeds(
+    gemm=100.0,
+    fp8=200.0,
+    attention_forward=50.0,
+    attention_backward=50.0,
+    compiled=1000.0,
+    eager=500.0,
+    memory=1000.0,
+    gap_s=0.0,
+    issue_s=0.0,
+    link_in=100.0,
+    link_out=100.0,
+    both_ways_share=1.0,
+)
+"""A second is a hundred operations, a thousand bytes of device memory or a hundred of the link."""
+
+
+def made_trace(batch: int, saved: int, again: float = 0.0, saves_input: bool = True) -> Trace:
+    """Forward takes one second a sample, backward two and `again`; work needs 10 bytes a sample."""
+    return Trace(
+        forward=(Op("gemm", 100.0 * batch, 1.0, frozen=True),),
+        backward=(
+            Op("gemm", 100.0 * batch, 1.0, frozen=True, backward=True),
+            Op("attention", 50.0 * batch, 1.0, backward=True),
+            Op("elementwise", 0.0, 1000.0 * again * batch, backward=True),
+        ),
+        saved_nbytes=saved * batch,
+        saves_input=saves_input,
+        forward_peak_nbytes=(saved + 5) * batch,
+        backward_peak_nbytes=(saved + 10) * batch,
+    )
+
+
+def made_model(num_blocks: int = 8, frozen_nbytes: int = 100, speeds: Speeds = SPEEDS) -> Model:
+    """Blocks of 100 bytes that keep 80 bytes a sample, or 40 lean, or their input of 10."""
+
+    def shapes(batch: int) -> ModelShapes:
+        block = BlockShapes(
+            frozen_nbytes=frozen_nbytes,
+            trained_nbytes=2,
+            input_nbytes=10 * batch,
+            eager=made_trace(batch, 120),
+            compiled=made_trace(batch, 80),
+            lean=made_trace(batch, 40, again=0.1),
+            lean_budget=0.5,
+        )
+        outside = Trace((), (), 3 * batch, False, 6 * batch, 7 * batch)
+        return ModelShapes(
+            "made", batch, (block,), (0,) * num_blocks, outside, 50, 0, batch_nbytes=4 * batch
+        )
+
+    return Model(shapes(1), shapes(2), speeds)
+
+
+def made_choice(
+    model: Model,
+    activations: str = "keep",
+    streamed: int = 0,
+    *,
+    batch: int = 1,
+    slots: int = 3,
+    compiled: bool = True,
+    accumulation: int = 1,
+) -> Choice:
+    """All blocks alike, the first ones streamed."""
+    plan = BlockPlan("resident", activations)  # type: ignore[arg-type]
+    blocks = tuple(
+        replace(plan, weights="streamed") if index < streamed else plan
+        for index in range(model.num_blocks)
+    )
+    return Choice(blocks, batch, accumulation, slots if streamed else 0, compiled)

@@ -1,0 +1,109 @@
+"""The choice: within the budget, never slower with more of it, and honest where none fits."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_shapes import SPEEDS, made_model
+
+from gracetune.plan.candidates import Budget, Wishes, candidates, spread
+from gracetune.plan.choose import PlanError, choose
+from gracetune.plan.peak import Fixed
+
+FIXED = Fixed(optimizer_nbytes=16, batches_ahead=0)
+PLENTY = 10**6
+MODEL = made_model(8)
+
+
+def planned(device: int, host: int = PLENTY, **wishes: object):
+    return choose(MODEL, FIXED, Budget(device, host), Wishes(**wishes), simulated=True)
+
+
+def test_with_plenty_of_memory_nothing_moves_and_nothing_is_done_twice() -> None:
+    best = planned(PLENTY).best
+    assert {(b.weights, b.activations) for b in best.blocks} == {("resident", "keep")}
+    assert (best.slots, best.compiled, best.simulated) == (0, True, True)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(300, 3000), st.integers(0, 2000), st.sampled_from([1, 2, 4]))
+def test_a_plan_never_exceeds_its_budget(device: int, host: int, samples: int) -> None:
+    budget = Budget(device, host, fragmentation=0.05)
+    wishes = Wishes(samples=samples)
+    if next(candidates(MODEL, FIXED, budget, wishes), None) is None:
+        with pytest.raises(PlanError, match="too few"):
+            choose(MODEL, FIXED, budget, wishes, simulated=True)
+        return
+    found = choose(MODEL, FIXED, budget, wishes, simulated=True)
+    for plan in (found.best, *found.others):
+        assert plan.device.total * 1.05 <= device
+        assert plan.host.total <= host
+        assert plan.batch * plan.accumulation == samples
+
+
+def test_more_memory_is_never_slower() -> None:
+    speeds = [
+        planned(device, samples=2).best.samples_per_second for device in range(450, 2000, 200)
+    ]
+    assert all(b >= a * 0.994 for a, b in pairwise(speeds)), speeds
+    assert speeds[-1] > speeds[0]
+
+
+def test_a_budget_too_small_names_the_least_that_works() -> None:
+    with pytest.raises(
+        PlanError, match=r"100 B of device memory are too few.*the least is (\d+) B"
+    ) as e:
+        planned(100)
+    least = int(str(e.value).partition("the least is ")[2].split()[0])
+    assert planned(least + 1).best.device.total <= least + 1
+    with pytest.raises(PlanError):
+        planned(least - 1)
+
+
+def test_a_host_too_small_is_named_as_such() -> None:
+    with pytest.raises(
+        PlanError, match=r"10 B of host memory are too few.*need \d+ B of host memory"
+    ):
+        planned(450, host=10)
+
+
+def test_what_is_forbidden_is_not_chosen() -> None:
+    best = planned(1500, stream=False, offload=False, compile=(False,)).best
+    assert not best.streamed
+    assert not best.compiled
+    assert {b.activations for b in best.blocks} <= {"keep", "recompute"}
+
+
+def test_a_fixed_batch_stays() -> None:
+    found = planned(PLENTY, samples=4, batches=(2,))
+    assert {plan.batch for plan in (found.best, *found.others)} == {2}
+    assert found.best.accumulation == 2
+
+
+def test_lean_blocks_carry_the_budget_they_are_compiled_with() -> None:
+    blocks = planned(1350, stream=False, offload=False, compile=(True,)).best.blocks
+    assert {b.lean_budget for b in blocks if b.activations == "lean"} == {0.5}
+    assert {b.lean_budget for b in planned(PLENTY).best.blocks} == {1.0}
+
+
+def test_runners_up_are_of_other_kinds_and_not_faster() -> None:
+    found = planned(900, samples=2)
+    assert found.others
+    assert len({(p.batch, p.compiled, p.blocks, p.slots) for p in found.others}) == len(
+        found.others
+    )
+    top = found.best.samples_per_second
+    assert all(other.samples_per_second <= top * 1.006 for other in found.others)
+
+
+def test_only_as_many_blocks_stream_as_must() -> None:
+    best = planned(1400, offload=False, batches=(1,)).best
+    assert 0 < len(best.streamed) < 8
+
+
+def test_streamed_blocks_are_spread_evenly() -> None:
+    assert spread(4, 8) == (0, 2, 4, 6)
+    assert spread(3, 10) == (0, 3, 6)
+    assert spread(8, 8) == tuple(range(8))
+    assert SPEEDS.link_in == 100.0

@@ -1,0 +1,121 @@
+"""Seconds of a step, reckoned by hand on a model in round numbers."""
+
+from dataclasses import replace
+
+import pytest
+from made_shapes import SPEEDS, made_choice, made_model
+
+from gracetune.plan.step import least_seconds, predict_seconds
+
+
+def test_a_resident_step_is_its_computing() -> None:
+    model = made_model(8)
+    seconds = predict_seconds(model.at(1), made_choice(model), SPEEDS, optimizer_nbytes=0)
+    assert seconds.step == pytest.approx(8 * 3 + seconds.overhead)
+    assert (seconds.gemm, seconds.attention) == (pytest.approx(16), pytest.approx(8))
+    assert seconds.recompute == seconds.wait_weights == seconds.link_in == 0
+
+
+def test_recomputing_costs_one_forward_more() -> None:
+    model = made_model(8)
+    kept, again = (
+        predict_seconds(model.at(1), made_choice(model, way), SPEEDS, 0)
+        for way in ("keep", "recompute")
+    )
+    assert again.step - kept.step == pytest.approx(8.0)
+    assert again.recompute == pytest.approx(8.0)
+
+
+def test_lean_blocks_pay_for_cheap_work_alone() -> None:
+    model = made_model(8)
+    kept, lean = (
+        predict_seconds(model.at(1), made_choice(model, way), SPEEDS, 0) for way in ("keep", "lean")
+    )
+    assert lean.step - kept.step == pytest.approx(8 * 0.1, abs=0.02)
+
+
+def test_weights_that_arrive_in_time_cost_nothing() -> None:
+    model = made_model(8, frozen_nbytes=50)  # half a second on the link, and one of forward
+    resident, streamed = (
+        predict_seconds(model.at(1), made_choice(model, streamed=count), SPEEDS, 0)
+        for count in (0, 8)
+    )
+    assert streamed.step == pytest.approx(resident.step)
+    assert streamed.wait_weights == 0
+    assert streamed.link_in == pytest.approx((16 - 6) * 0.5)
+
+
+def test_weights_slower_than_forward_are_waited_for() -> None:
+    model = made_model(8, frozen_nbytes=200)  # two seconds each
+    choice = made_choice(model, streamed=8)
+    seconds = predict_seconds(model.at(1), choice, SPEEDS, 0)
+    assert seconds.wait_weights > 3
+    parts = (
+        seconds.gemm, seconds.attention, seconds.elementwise, seconds.recompute,
+        seconds.overhead, seconds.wait_weights, seconds.wait_activations,
+    )  # fmt: skip
+    assert sum(parts) == pytest.approx(seconds.step)
+    assert seconds.step >= least_seconds(model.at(1), choice, SPEEDS)
+
+
+def test_more_slots_never_slow_a_step() -> None:
+    model = made_model(10, frozen_nbytes=180)
+    steps = [
+        predict_seconds(model.at(1), made_choice(model, streamed=10, slots=slots), SPEEDS, 0).step
+        for slots in (2, 3, 4, 6)
+    ]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > steps[-1]
+
+
+def test_offloading_hides_on_a_fast_link_and_waits_on_a_slow_one() -> None:
+    model = made_model(8)
+    choice = made_choice(model, "offload")
+    fast, slow = (
+        predict_seconds(model.at(1), choice, replace(SPEEDS, link_in=rate, link_out=rate), 0)
+        for rate in (1000.0, 20.0)
+    )
+    assert fast.wait_activations < 0.2
+    assert slow.wait_activations > 5
+    assert slow.link_out == pytest.approx(8 * 50 / 20)
+    assert slow.step >= 8 * 50 / 20
+
+
+def test_offloaded_inputs_are_brought_back_for_recomputing() -> None:
+    model = made_model(8)
+    choice = made_choice(model, "recompute")
+    moved = replace(
+        choice, blocks=tuple(replace(block, offload_input=True) for block in choice.blocks)
+    )
+    seconds = predict_seconds(model.at(1), moved, SPEEDS, 0)
+    assert seconds.link_out == pytest.approx(8 * 0.1)
+    assert seconds.link_in == pytest.approx(8 * 0.1)
+
+
+def test_both_directions_share_a_link_that_is_shared() -> None:
+    model = made_model(8, frozen_nbytes=100)
+    choice = made_choice(model, "offload", streamed=8)
+    free, shared = (
+        predict_seconds(model.at(1), choice, replace(SPEEDS, both_ways_share=share), 0).step
+        for share in (1.0, 0.5)
+    )
+    assert shared > free * 1.05
+
+
+def test_the_update_is_shared_by_accumulated_batches() -> None:
+    model = made_model(2)
+    once, often = (
+        predict_seconds(
+            model.at(1), made_choice(model, accumulation=n), SPEEDS, optimizer_nbytes=8000
+        )
+        for n in (1, 4)
+    )
+    assert once.overhead == pytest.approx(4 * often.overhead)
+    assert once.overhead == pytest.approx((3 * 4 + 2 * 8000) / SPEEDS.memory)
+
+
+def test_a_single_streamed_block_stays_in_its_slot() -> None:
+    model = made_model(4)
+    seconds = predict_seconds(model.at(1), made_choice(model, streamed=1, slots=2), SPEEDS, 0)
+    assert seconds.link_in == 0
+    assert seconds.wait_weights == 0
