@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from gracetune.cache.packing import LARGE, PAGE
+from gracetune.cache.resident import Residency
 from gracetune.cache.shards import find_file, map_file
 
 if TYPE_CHECKING:
@@ -57,42 +58,29 @@ class OpenShards:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._clock = clock
+        self._residency = Residency()
         self.is_slow = False
         """Whether the last entries that had to come from the disk took their time."""
         self.no_direct = ""
         """Why the file system takes no direct reads; empty where it does, or was not asked."""
 
     def read(self, rows: Sequence[Row], rooms: Sequence[Bytes]) -> list[bool]:
-        """The bytes of these entries through the page cache; false where a file is gone or too
-        short. What is there already is read first, then the disk is asked for all the rest."""
-        done = [self._read_cached(row, room) for row, room in zip(rows, rooms, strict=True)]
-        late = [row for row, count in zip(rows, done, strict=True) if count < row.nbytes]
-        if len(late) > 1:
-            self.ask_disk(late)
-        return [
-            count == row.nbytes or self._read_rest(row, room, count)
-            for row, room, count in zip(rows, rooms, done, strict=True)
-        ]
+        """The bytes of these entries; false where a file is gone or too short.
 
-    def read_past_cache(self, rows: Sequence[Row], rooms: Sequence[Bytes]) -> list[bool]:
-        """The same, with what has to come from the disk written by it to where it belongs.
-
-        The kernel keeps no copy of that, and makes none: it costs a third of the CPU's time. Only
-        whole pages can be read so; other entries go through the page cache.
+        What has to come from the disk is written by it to where it belongs, as far as that is whole
+        pages: the kernel then keeps no copy of it and makes none, at a third of the CPU's time.
         """
         pairs = [*zip(rows, rooms, strict=True)]
-        done = [_is_pages(*pair) and self._read_cached(*pair) == pair[0].nbytes for pair in pairs]
-        late = [p for p, pair in enumerate(pairs) if not done[p] and _is_pages(*pair)]
+        late = [place for place, pair in enumerate(pairs) if not self._is_cached(pair[0])]
+        direct = [place for place in late if _is_pages(*pairs[place])]
+        done = [False] * len(pairs)
         began = self._clock()
-        for place, came in zip(late, self._each_direct([pairs[p] for p in late]), strict=True):
+        for place, came in zip(direct, self._each_direct([pairs[p] for p in direct]), strict=True):
             done[place] = came
-        if late:
+        if direct:
             self.is_slow = self._clock() - began > SLOW_S
-        rest = [place for place, came in enumerate(done) if not came]
-        through = self.read([rows[place] for place in rest], [rooms[place] for place in rest])
-        for place, came in zip(rest, through, strict=True):
-            done[place] = came
-        return done
+        self.ask_disk([rows[place] for place in late if not done[place]])
+        return [came or self._read_through(*pair) for came, pair in zip(done, pairs, strict=True)]
 
     def ask_disk(self, rows: Iterable[Row]) -> None:
         """Start reading these rows, all at once, instead of a page at a time when touched."""
@@ -110,22 +98,13 @@ class OpenShards:
         if pool is not None:
             pool.shutdown()
 
-    def _read_cached(self, row: Row, room: Bytes) -> int:
-        """As many bytes as the page cache has, without waiting for the disk."""
+    def _is_cached(self, row: Row) -> bool:
         file = self._file(row.shard)
-        if file is None or not row.nbytes:
-            return 0
-        try:
-            return os.preadv(file.number, [room[: row.nbytes].data], row.begin, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:  # a file system that always waits
-                raise
-            return 0
+        return file is None or self._residency.holds(file.number, row.begin, row.nbytes)
 
-    def _read_rest(self, row: Row, room: Bytes, done: int) -> bool:
-        file = self._file(row.shard)
+    def _read_through(self, row: Row, room: Bytes) -> bool:
+        """By way of the page cache."""
+        file, done = self._file(row.shard), 0
         while file is not None and done < row.nbytes:
             count = os.preadv(file.number, [room[done : row.nbytes].data], row.begin + done)
             if count == 0:

@@ -115,7 +115,7 @@ class ShardStore:
         rows = self._rows(keys)
         rooms = {key: allocate(room_for(row.nbytes)) for key, row in rows.items()}
         given = {key: room for key, room in rooms.items() if room is not None}
-        read = self._files.read_past_cache(
+        read = self._files.read(
             [rows[key] for key in given], [room.numpy() for room in given.values()]
         )
         self._tell_refusal()
@@ -278,7 +278,7 @@ class ShardStore:
 
     def _read_whole(self, rows: Sequence[Row], parts: Sequence[Bytes]) -> bool:
         """Whether all could be read, and are what was put."""
-        read = self._files.read_past_cache(rows, parts)
+        read = self._files.read(rows, parts)
         self._tell_refusal()
         return all(read) and all(
             self._is_whole(row, part, 0) for row, part in zip(rows, parts, strict=True)
