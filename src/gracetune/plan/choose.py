@@ -6,6 +6,7 @@ other could win any more.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -149,7 +150,6 @@ def _too_small(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> st
     least = leanest(model, fixed, wishes)
     costs = model.at(least.batch)
     device = int(device_bytes(costs, least, fixed).total * (1 + budget.fragmentation))
-    host = host_bytes(costs, least, fixed).total
     if device > budget.device_nbytes:
         streamed = "all weights streamed" if least.streamed else "no weights streamed"
         ways = " and ".join(sorted({block.activations for block in least.blocks}))
@@ -159,9 +159,14 @@ def _too_small(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> st
             f"activations: {ways}). Raise the budget, or lower the resolution, the frames or the "
             "adapter's rank."
         )
+    roomy = replace(budget, host_nbytes=sys.maxsize)
+    host = min(
+        host_bytes(model.at(choice.batch), choice, fixed).total
+        for choice in candidates(model, fixed, roomy, wishes)
+    )
     return (
         f"{format_bytes(budget.host_nbytes)} of host memory are too few for {model.name} in "
-        f"{format_bytes(budget.device_nbytes)} of device memory: weights and activations that do "
-        f"not fit on the device need {format_bytes(host)} of host memory at least. Give the device "
-        "more, quantise the frozen weights, or use a machine with more memory."
+        f"{format_bytes(budget.device_nbytes)} of device memory: the least that was found for what "
+        f"does not fit on the device is {format_bytes(host)}. Give the device more, quantise the "
+        "frozen weights, or use a machine with more memory."
     )
