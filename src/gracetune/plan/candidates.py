@@ -108,19 +108,24 @@ def candidates(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> It
             for streamed, slots in _streams(model.num_blocks, wishes):
                 frame = Frame(model.num_blocks, streamed, slots, batch, wishes.samples, compiled)
                 for first, last in _mixes(compiled, wishes):
-                    found = _most(frame, first, last, lambda c: fits(model, c, fixed, budget))
-                    if found is not None:
+                    found = _most(
+                        frame, first, last, lambda c: fits_device(model, c, fixed, budget)
+                    )
+                    # The more blocks stay on the device, the less the host must hold.
+                    if found is not None and fits(model, found, fixed, budget):
                         yield found
 
 
 def fits(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> bool:
     """Whether both tiers have room."""
-    costs = model.at(choice.batch)
-    device = device_bytes(costs, choice, fixed).total * (1 + budget.fragmentation)
-    return (
-        device <= budget.device_nbytes
-        and host_bytes(costs, choice, fixed).total <= budget.host_nbytes
-    )
+    host = host_bytes(model.at(choice.batch), choice, fixed).total
+    return host <= budget.host_nbytes and fits_device(model, choice, fixed, budget)
+
+
+def fits_device(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> bool:
+    """Whether the device has room, for the allocator's losses too."""
+    device = device_bytes(model.at(choice.batch), choice, fixed).total
+    return device * (1 + budget.fragmentation) <= budget.device_nbytes
 
 
 def leanest(model: Model, fixed: Fixed, wishes: Wishes) -> Choice:
