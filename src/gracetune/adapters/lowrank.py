@@ -87,7 +87,8 @@ def factor(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Layer
         "down": (root[:, None] * v).reshape(rank, *kernel),
         "up": (u * root).reshape(-1, rank, *[1] * (matrix.dim() - 2)),
     }
-    return Layer("lora", tensors), _lost(float(flat.norm()), s)
+    # The rest is computed, not the norms subtracted: those differ by less than they round.
+    return Layer("lora", tensors), _share(flat - (u * s) @ v, flat)
 
 
 def summary(losses: Mapping[Place, float]) -> Cut:
@@ -154,7 +155,7 @@ def _shrunk(layer: Layer, rank: int) -> tuple[Layer, float]:
         "down": (root[:, None] * (v[:rank] @ q_down.T)).reshape(rank, *down.shape[1:]),
         "up": ((q_up @ u[:, :rank]) * root).reshape(-1, rank, *up.shape[2:]),
     }
-    return Layer("lora", tensors), _lost(float(s.norm()), s[:rank])
+    return Layer("lora", tensors), _share(s[rank:], s)
 
 
 def _leading(flat: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,10 +172,8 @@ def _leading(flat: Tensor, rank: int, generator: torch.Generator) -> tuple[Tenso
     return basis @ u[:, :rank], s[:rank], v[:rank]
 
 
-def _lost(whole: float, kept: Tensor) -> float:
-    if whole == 0.0:
-        return 0.0
-    return math.sqrt(max(0.0, 1.0 - float((kept.double() ** 2).sum()) / whole**2))
+def _share(rest: Tensor, whole: Tensor) -> float:
+    return float(rest.norm() / whole.norm()) if bool(whole.any()) else 0.0
 
 
 def _check_alike(place: Place, parts: Sequence[tuple[Layer, float]]) -> None:

@@ -1,0 +1,96 @@
+"""What the actions of `gracetune adapter` have in common: reading, headers, printing."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from gracetune.errors import AdapterError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import torch
+
+    from gracetune.adapters.files import About
+    from gracetune.adapters.layers import Adapter
+    from gracetune.adapters.lowrank import Cut
+    from gracetune.adapters.tables.types import NameTable, Stage
+
+SEED = 0
+"""Of the random range finder in large SVDs: the same file gives the same result."""
+
+
+def read(path: Path, args: argparse.Namespace) -> tuple[Adapter, Stage | None]:
+    """An adapter and the stage it is for; the user's word counts most."""
+    from gracetune.adapters.files import read_adapter, resolve, stage_of
+
+    path = resolve(path)
+    adapter = read_adapter(path, table_of(args))
+    if args.stage is not None and len(adapter.stages) > 1:
+        adapter = adapter.only(args.stage)
+    stage, _ = stage_of(adapter, path)
+    return adapter, args.stage or stage
+
+
+def demand_one_stage(stages: Sequence[Stage | None]) -> None:
+    """One transformer takes adapters of one stage."""
+    if len(set(stages) - {None}) > 1:
+        raise AdapterError(
+            "the files are of both stages, and one transformer is of one. Merge each stage alone, "
+            "or merge --into a pipeline's folder.",
+            kind="mixed-stages",
+        )
+
+
+def about_of(args: argparse.Namespace, adapter: Adapter, stage: Stage | None = None) -> About:
+    """What the header is to say."""
+    from gracetune.adapters.files import About
+
+    known = adapter.stages[0] if len(adapter.stages) == 1 else None
+    return About(args.base_model, args.stage or stage or known, None, args.trigger)
+
+
+def table_of(args: argparse.Namespace) -> NameTable | None:
+    """The family that the user names, if one."""
+    from gracetune.adapters.files import family_table
+
+    return family_table(args.family)
+
+
+def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
+    """The dtype to write; none: as it is."""
+    import torch
+
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return None if args.dtype is None else kinds[args.dtype]
+
+
+def generator() -> torch.Generator:
+    """A new one for each command."""
+    import torch
+
+    return torch.Generator().manual_seed(SEED)
+
+
+def positive(name: str, value: int) -> int:
+    """A rank that can be one."""
+    if value < 1:
+        raise AdapterError(f"{name} is {value}; a rank is at least 1.")
+    return value
+
+
+def cut_lines(cut: Cut | None) -> list[str]:
+    """What an approximation lost, if there was one."""
+    if cut is None:
+        return []
+    return [
+        f"lost by the cut: {cut.mean:.2%} of the norm on average, {cut.worst:.2%} at {cut.worst_at}"
+    ]
+
+
+def show(args: argparse.Namespace, told: object, lines: Sequence[str]) -> None:
+    """The answer, for machines or for people."""
+    print(json.dumps(told, indent=2) if args.json else "\n".join(lines))

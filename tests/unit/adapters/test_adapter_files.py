@@ -1,0 +1,361 @@
+"""Reading and writing files: what is said of them, and a verdict on everything that is wrong."""
+
+import json
+
+import pytest
+import torch
+from adapter_examples import HIDDEN, make_lora, make_wan, same
+from safetensors.torch import save_file
+
+from gracetune.adapters.delta import delta
+from gracetune.adapters.files import (
+    About,
+    describe,
+    interchange_form,
+    read_adapter,
+    read_tensors,
+    stage_of,
+    write_adapter,
+)
+from gracetune.adapters.layers import Adapter, Layer, at_stage, join_stages, split_stages
+from gracetune.adapters.names import TABLES, Place, table_named
+from gracetune.adapters.tables.wan import WAN
+from gracetune.errors import AdapterError
+
+PREFIX = "diffusion_model.blocks.0.self_attn.q"
+A, B = f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"
+
+
+def lora_tensors(rank=4, dtype=torch.float32):
+    return {A: torch.ones(rank, HIDDEN, dtype=dtype), B: torch.ones(HIDDEN, rank, dtype=dtype)}
+
+
+def verdict(path, tensors, metadata=None, table=None):
+    save_file(tensors, path, metadata)
+    with pytest.raises(AdapterError) as caught:
+        read_adapter(path, table)
+    return caught.value
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.safetensors"
+
+
+def test_a_truncated_file(path):
+    save_file(lora_tensors(), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(AdapterError, match=r"truncated.*again") as caught:
+        read_adapter(path)
+    assert caught.value.kind == "truncated"
+
+
+def test_a_file_that_is_no_safetensors(path):
+    path.write_bytes(b"not a header at all")
+    with pytest.raises(AdapterError, match="cannot be read as safetensors"):
+        read_adapter(path)
+
+
+def test_a_pickle_is_never_opened(tmp_path):
+    with pytest.raises(AdapterError, match="runs code") as caught:
+        read_adapter(tmp_path / "adapter.pt")
+    assert caught.value.kind == "not-safetensors"
+
+
+def test_a_file_that_is_not_there(path):
+    with pytest.raises(AdapterError, match="is not there"):
+        read_adapter(path)
+
+
+def test_an_empty_file(path):
+    assert verdict(path, {}).kind == "empty"
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_values_that_overflowed(path, value):
+    tensors = lora_tensors(dtype=torch.float16)
+    tensors[B][3, 1] = value
+    error = verdict(path, tensors)
+    assert error.kind == "not-finite"
+    assert error.key == B
+    assert "65504" in str(error)
+
+
+def test_an_alpha_that_overflowed_where_it_counts(path):
+    tensors = lora_tensors() | {f"{PREFIX}.alpha": torch.tensor(float("inf"), dtype=torch.float16)}
+    error = verdict(path, tensors)
+    assert (error.kind, error.key) == ("not-finite", f"{PREFIX}.alpha")
+
+
+def test_ranks_that_do_not_meet(path):
+    error = verdict(path, {A: torch.ones(4, HIDDEN), B: torch.ones(HIDDEN, 8)})
+    assert error.kind == "rank-mismatch"
+    assert error.key == B
+    assert "24x8" in str(error)
+    assert "4x24" in str(error)
+
+
+def test_an_unknown_key_and_its_nearest(path):
+    wrong = "diffusion_model.blocks.0.self_attn.query.lora_A.weight"
+    error = verdict(path, lora_tensors() | {wrong: torch.ones(4, 4)})
+    assert (error.kind, error.key) == ("unknown-key", wrong)
+    assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in str(error)
+
+
+def test_keys_of_a_text_encoder_are_named_as_such(path):
+    wrong = "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"
+    error = verdict(path, lora_tensors() | {wrong: torch.ones(4, 4)})
+    assert "text encoder" in str(error)
+
+
+def test_nothing_known_at_all(path):
+    error = verdict(path, {"model.layers.0.weight": torch.ones(2)})
+    assert error.kind == "unknown-key"
+    assert "wan or flux or qwen_image" in str(error)
+
+
+def test_a_file_for_another_model(path):
+    flux = {"diffusion_model.double_blocks.0.img_attn.proj.lora_A.weight": torch.ones(2, 4)}
+    flux["diffusion_model.double_blocks.0.img_attn.proj.lora_B.weight"] = torch.ones(4, 2)
+    error = verdict(path, flux, table=WAN)
+    assert error.kind == "other-model"
+    assert "flux" in str(error)
+    assert error.key == next(iter(sorted(flux)))
+
+
+def test_half_a_layer(path):
+    error = verdict(path, {A: torch.ones(4, HIDDEN)})
+    assert error.kind == "incomplete"
+    assert "lacks up" in str(error)
+    lokr = {f"{PREFIX}.lokr_w1": torch.ones(2, 2), f"{PREFIX}.lokr_w2_a": torch.ones(2, 2)}
+    assert "lacks lokr_w2_b" in str(verdict(path, lokr))
+
+
+def test_two_algorithms_on_one_module(path):
+    error = verdict(path, lora_tensors() | {f"{PREFIX}.lokr_w1": torch.ones(2, 2)})
+    assert error.kind == "two-algorithms"
+
+
+def test_one_tensor_spelled_twice(path):
+    twin = f"{PREFIX}.lora_down.weight"
+    error = verdict(path, lora_tensors() | {twin: torch.ones(4, HIDDEN)})
+    assert error.kind == "duplicate"
+
+
+def test_weights_that_are_no_floats(path):
+    error = verdict(path, {A: torch.ones(4, HIDDEN, dtype=torch.int8), B: torch.ones(HIDDEN, 4)})
+    assert (error.kind, error.key) == ("dtype", A)
+
+
+def test_settings_that_are_no_json(path):
+    error = verdict(path, lora_tensors(), {"lora_adapter_metadata": "{"})
+    assert error.kind == "damaged"
+
+
+def test_an_integer_alpha_is_read(path):
+    save_file(lora_tensors() | {f"{PREFIX}.alpha": torch.tensor(2)}, path)
+    (layer,) = read_adapter(path).layers.values()
+    assert layer.alpha == 2.0
+
+
+def test_the_header_says_what_a_file_is(path):
+    about = About("Wan-AI/Wan2.2-T2V-A14B", "high", 0.875, "ohwx", "abc123")
+    write_adapter(path, make_wan(alpha=2.0), "comfyui", about)
+    _, header = read_tensors(path)
+    assert header == {
+        "format": "pt",
+        "gracetune.family": "wan",
+        "gracetune.form": "comfyui",
+        "gracetune.algorithm": "lora",
+        "gracetune.rank": "4",
+        "gracetune.alpha": "2",
+        "gracetune.base_model": "Wan-AI/Wan2.2-T2V-A14B",
+        "gracetune.stage": "high",
+        "gracetune.boundary": "0.875",
+        "gracetune.trigger": "ohwx",
+        "gracetune.run_digest": "abc123",
+    }
+
+
+def test_a_header_is_kept_when_a_file_is_rewritten(path, tmp_path):
+    write_adapter(path, make_wan(), "comfyui", About(trigger="ohwx"))
+    other = write_adapter(tmp_path / "b.safetensors", read_adapter(path), "kohya")
+    _, header = read_tensors(other)
+    assert header["gracetune.trigger"] == "ohwx"
+    assert header["gracetune.form"] == "kohya"
+
+
+def test_descriptions_of_whole_matrices_have_no_rank():
+    said = describe(make_wan("lokr-whole"))
+    assert said["gracetune.rank"] == "full"
+    assert said["gracetune.alpha"] == "none"
+
+
+def test_peft_keeps_alpha_beside_its_file(tmp_path):
+    prefix = "base_model.model.blocks.0.attn1.to_q"
+    tensors = {
+        f"{prefix}.lora_A.weight": torch.ones(4, HIDDEN),
+        f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
+    }
+    path = tmp_path / "adapter_model.safetensors"
+    save_file(tensors, path)
+    alone = read_adapter(path)
+    assert "adapter_config.json" in alone.notices[0]
+    config = {"r": 4, "lora_alpha": 8, "alpha_pattern": {"^blocks.0.attn1.to_q": 2}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (layer,) = read_adapter(tmp_path).layers.values()
+    assert layer.alpha == 2.0
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+        read_adapter(path)
+
+
+def test_a_peft_folder_loads_in_peft(tmp_path):
+    from peft import PeftModel
+    from torch import nn
+
+    layer = make_lora(6, 5, torch.Generator().manual_seed(0), alpha=3.0)
+    table = table_named("any")
+    adapter = Adapter(table, {Place(None, "x"): layer})
+    write_adapter(tmp_path / "adapter_model.safetensors", adapter, "peft")
+    model = nn.Sequential()
+    model.add_module("x", nn.Linear(5, 6))
+    model.config = {"model_type": "custom"}
+    before = model.x.weight.detach().clone()
+    loaded = PeftModel.from_pretrained(model, tmp_path)
+    x = torch.eye(5)
+    with torch.no_grad():
+        change = (loaded(x) - nn.functional.linear(x, before, model.x.bias)).T
+    torch.testing.assert_close(change, delta(layer))
+
+
+def test_settings_of_diffusers_in_the_header_give_alpha(path):
+    prefix = "transformer.blocks.0.attn1.to_q"
+    tensors = {
+        f"{prefix}.lora_A.weight": torch.ones(4, HIDDEN),
+        f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
+        f"{prefix}.lora_B.bias": torch.ones(HIDDEN),
+    }
+    said = {"transformer.r": 4, "transformer.lora_alpha": 2, "text_encoder.r": 8}
+    save_file(tensors, path, {"lora_adapter_metadata": json.dumps(said)})
+    (layer,) = read_adapter(path).layers.values()
+    assert layer.alpha == 2.0
+    assert torch.equal(layer.tensors["diff_b"], torch.full((HIDDEN,), 0.5))  # peft scales it too
+
+
+def test_a_folder_stands_for_the_file_in_it(tmp_path):
+    with pytest.raises(AdapterError, match="there is none"):
+        read_adapter(tmp_path)
+    write_adapter(tmp_path / "one.safetensors", make_wan(), "comfyui")
+    assert len(read_adapter(tmp_path).layers) == 20
+    write_adapter(tmp_path / "two.safetensors", make_wan(), "comfyui")
+    with pytest.raises(AdapterError, match=r"one\.safetensors, two\.safetensors"):
+        read_adapter(tmp_path)
+    write_adapter(tmp_path / "pytorch_lora_weights.safetensors", make_wan("loha"), "comfyui")
+    assert read_adapter(tmp_path).layers[Place(None, "blocks.0.attn1.to_q")].algorithm == "loha"
+
+
+def test_a_float16_that_cannot_hold_it_is_refused(path):
+    layer = Layer("lora", {"down": torch.full((2, 4), 1e5), "up": torch.ones(4, 2)})
+    adapter = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): layer})
+    with pytest.raises(AdapterError, match=r"1e\+05.*float16.*bfloat16") as caught:
+        write_adapter(path, adapter, "comfyui", dtype=torch.float16)
+    assert caught.value.key == A
+    assert not path.exists()
+    write_adapter(path, adapter, "comfyui", dtype=torch.bfloat16)
+    assert read_tensors(path)[0][A].dtype == torch.bfloat16
+
+
+def test_folding_alpha_into_narrow_floats_does_not_round(path):
+    generator = torch.Generator().manual_seed(0)
+    layer = make_lora(HIDDEN, HIDDEN, generator, alpha=3.0, dtype=torch.bfloat16)
+    adapter = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): layer})
+    (back,) = read_adapter(write_adapter(path, adapter, "diffusers")).layers.values()
+    torch.testing.assert_close(delta(back), delta(layer), rtol=1e-6, atol=1e-6)
+    half = Layer("lora", layer.tensors, 2.0)
+    adapter = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): half})
+    (back,) = read_adapter(write_adapter(path, adapter, "diffusers")).layers.values()
+    assert back.tensors["up"].dtype == torch.bfloat16
+    assert torch.equal(delta(back), delta(half))
+
+
+def test_who_says_the_stage(tmp_path):
+    named = write_adapter(tmp_path / "run_low_noise.safetensors", make_wan(), "comfyui")
+    assert stage_of(read_adapter(named), named) == ("low", "its name")
+    said = write_adapter(tmp_path / "x.safetensors", make_wan(), "comfyui", About(stage="high"))
+    assert stage_of(read_adapter(said), said) == ("high", "its header")
+    keyed = make_wan(stages=("low",))
+    path = write_adapter(tmp_path / "y.safetensors", keyed, "ai-toolkit-combined")
+    assert stage_of(read_adapter(path), path) == ("low", "its keys")
+    plain = write_adapter(tmp_path / "z.safetensors", make_wan(), "comfyui")
+    assert stage_of(read_adapter(plain), plain) == (None, "")
+    wrong = About(stage="high")
+    path = write_adapter(tmp_path / "w.safetensors", keyed, "ai-toolkit-combined", wrong)
+    with pytest.raises(AdapterError, match=r"header .* says stage high, its keys say low"):
+        stage_of(read_adapter(path), path)
+
+
+def test_a_form_that_names_stages_needs_one(path):
+    with pytest.raises(AdapterError, match="--stage high") as caught:
+        write_adapter(path, make_wan(), "ai-toolkit-combined")
+    assert caught.value.kind == "no-stage"
+
+
+@pytest.mark.parametrize("form", ["diffusers", "peft"])
+def test_what_a_form_cannot_hold_is_refused_with_a_way_out(form, path):
+    with pytest.raises(AdapterError, match=r"cannot hold a full matrix.*--lora-rank"):
+        write_adapter(path, make_wan("full"), form)
+    tucker = Layer(
+        "lora",
+        {
+            "down": torch.ones(2, 4, 1, 1),
+            "up": torch.ones(4, 2, 1, 1),
+            "mid": torch.ones(2, 2, 3, 3),
+        },
+    )
+    adapter = Adapter(WAN, {Place(None, "patch_embedding"): tucker})
+    with pytest.raises(AdapterError, match="core tensor"):
+        write_adapter(path, adapter, form)
+    keys = read_tensors(write_adapter(path, adapter, "comfyui"))[0]
+    assert "diffusion_model.patch_embedding.lora_down.weight" in keys
+    assert same(read_adapter(path), adapter)
+
+
+def test_a_module_without_a_name_in_a_form_is_refused(path):
+    layer = make_lora(4, 4, torch.Generator().manual_seed(0))
+    adapter = Adapter(WAN, {Place(None, "blocks.0.norm2"): layer})
+    with pytest.raises(AdapterError, match="no name for this module"):
+        write_adapter(path, adapter, "ai-toolkit-old-lokr")
+
+
+def test_magnitudes_by_columns_have_no_place_in_peft(path):
+    layer = make_lora(6, 4, torch.Generator().manual_seed(0))
+    tensors = {**layer.tensors, "dora": torch.ones(1, 4)}
+    adapter = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): Layer("lora", tensors)})
+    with pytest.raises(AdapterError, match="by rows alone"):
+        write_adapter(path, adapter, "diffusers")
+    assert same(read_adapter(write_adapter(path, adapter, "kohya")), adapter)
+
+
+def test_the_form_that_most_tools_load():
+    assert interchange_form(make_wan()).name == "comfyui"
+    assert interchange_form(make_wan("lokr")).name == "comfyui"
+    generator = torch.Generator().manual_seed(0)
+    place = Place(None, "transformer_blocks.0.attn.to_q")
+    for family, form in (("flux", "diffusers"), ("qwen_image", "diffusers")):
+        adapter = Adapter(TABLES[family], {place: make_lora(4, 4, generator)})
+        assert interchange_form(adapter).name == form
+    dora = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): make_lora(4, 4, generator, dora=True)})
+    assert interchange_form(dora).name == "diffusers"
+
+
+def test_stages_are_split_and_joined():
+    both = make_wan(stages=("high", "low"))
+    parts = split_stages(both)
+    assert same(join_stages(parts["high"], parts["low"]), both)
+    with pytest.raises(AdapterError, match="already holds both"):
+        join_stages(both, parts["low"])
+    other = Adapter(TABLES["flux"], {})
+    with pytest.raises(AdapterError, match="two files of one model"):
+        join_stages(parts["high"], other)
+    assert at_stage(parts["low"], "low").stages == ("low",)

@@ -1,0 +1,164 @@
+import pytest
+import torch
+from adapter_examples import make_full, make_loha, make_lokr, make_lora, make_wan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracetune.adapters.delta import delta
+from gracetune.adapters.layers import Adapter, Layer
+from gracetune.adapters.lowrank import as_lora, combine, factor
+from gracetune.adapters.names import TABLES, Place
+from gracetune.adapters.tables.wan import WAN
+from gracetune.errors import AdapterError
+
+PLACE = Place(None, "blocks.0.attn1.to_q")
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def one(layer, place=PLACE):
+    return Adapter(WAN, {place: layer})
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 6), st.sampled_from([None, 1.0, 3.0]), st.floats(-2, 2)),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_loras_add_up_exactly_by_rank(parts):
+    given_ = [
+        (one(make_lora(10, 8, generator(i), rank, alpha)), strength)
+        for i, (rank, alpha, strength) in enumerate(parts)
+    ]
+    made, cut = combine(given_, None, generator())
+    assert cut is None
+    expected = sum(strength * delta(adapter.layers[PLACE]) for adapter, strength in given_)
+    torch.testing.assert_close(delta(made.layers[PLACE]), expected, rtol=1e-4, atol=1e-4)
+    assert made.layers[PLACE].tensors["down"].shape[0] == sum(rank for rank, _, _ in parts)
+
+
+def test_a_cut_of_a_sum_is_the_best_there_is_and_says_what_it_lost():
+    adapters = [(one(make_lora(20, 16, generator(i), 4)), 1.0) for i in range(3)]
+    made, cut = combine(adapters, 5, generator())
+    whole = sum(delta(adapter.layers[PLACE]) for adapter, _ in adapters)
+    u, s, v = torch.linalg.svd(whole, full_matrices=False)
+    best = (u[:, :5] * s[:5]) @ v[:5]
+    torch.testing.assert_close(delta(made.layers[PLACE]), best, rtol=1e-3, atol=1e-3)
+    assert cut.worst == pytest.approx(float((whole - best).norm() / whole.norm()), rel=1e-3)
+    assert cut.worst_at == PLACE.module
+
+
+def test_a_rank_that_holds_everything_loses_nothing():
+    adapters = [(one(make_lora(20, 16, generator(i), 4)), 1.0) for i in range(3)]
+    _, cut = combine(adapters, 12, generator())
+    assert cut.worst == 0.0
+    _, cut = combine(adapters[:1], 3, generator())
+    assert cut.worst > 0.1
+
+
+def test_other_algorithms_need_a_rank():
+    pair = [(one(make_loha(12, 8, generator())), 1.0), (one(make_lora(12, 8, generator(1))), 0.5)]
+    with pytest.raises(AdapterError, match=r"lora and loha.*--rank|loha and lora.*--rank"):
+        combine(pair, None, generator())
+    made, cut = combine(pair, 8, generator())
+    whole = sum(strength * delta(adapter.layers[PLACE]) for adapter, strength in pair)
+    torch.testing.assert_close(delta(made.layers[PLACE]), whole, rtol=1e-3, atol=1e-3)
+    assert cut.worst < 1e-3
+
+
+def test_whole_matrices_and_biases_add_up():
+    pair = [(one(make_full(6, 4, generator(i))), 0.5) for i in (1, 2)]
+    made, _ = combine(pair, None, generator())
+    layer = made.layers[PLACE]
+    assert layer.algorithm == "full"
+    for role in ("diff", "diff_b"):
+        expected = sum(0.5 * adapter.layers[PLACE].tensors[role] for adapter, _ in pair)
+        torch.testing.assert_close(layer.tensors[role], expected)
+    cut_made, _ = combine(pair, 4, generator())
+    assert cut_made.layers[PLACE].algorithm == "lora"
+    assert "diff_b" in cut_made.layers[PLACE].tensors
+
+
+def test_modules_of_one_file_alone_come_along():
+    other = Place(None, "blocks.0.attn1.to_k")
+    pair = [
+        (one(make_lora(6, 4, generator())), 1.0),
+        (one(make_lora(6, 4, generator(1)), other), 2.0),
+    ]
+    made, _ = combine(pair, None, generator())
+    assert set(made.layers) == {PLACE, other}
+    torch.testing.assert_close(delta(made.layers[other]), 2 * delta(pair[1][0].layers[other]))
+
+
+def test_files_that_cannot_be_one_are_refused():
+    flux = Adapter(TABLES["flux"], {PLACE: make_lora(4, 4, generator())})
+    with pytest.raises(AdapterError, match="flux adapter cannot be one"):
+        combine([(one(make_lora(4, 4, generator())), 1.0), (flux, 1.0)], None, generator())
+    pair = [(one(make_lora(4, 4, generator())), 1.0), (one(make_lora(8, 4, generator())), 1.0)]
+    with pytest.raises(AdapterError, match="4x4 and 8x4"):
+        combine(pair, None, generator())
+    dora = one(make_lora(4, 4, generator(), dora=True))
+    with pytest.raises(AdapterError, match="--into MODEL"):
+        combine([(dora, 1.0)], None, generator())
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr", "lokr-whole", "full"])
+def test_anything_becomes_a_lora_of_a_rank(kind):
+    adapter = make_wan(kind, num_blocks=1)
+    made, cut = as_lora(adapter, 24, generator())
+    assert {layer.algorithm for layer in made.layers.values()} == {"lora"}
+    assert cut.worst < 1e-3
+    for place, layer in adapter.layers.items():
+        torch.testing.assert_close(delta(made.layers[place]), delta(layer), rtol=1e-2, atol=1e-2)
+    _, coarse = as_lora(adapter, 1, generator())
+    assert coarse.worst > 0.1
+
+
+def test_small_loras_and_changes_without_a_rank_stay():
+    small = make_lora(6, 4, generator(), rank=2)
+    norm = Layer("full", {"diff": torch.ones(6)})
+    other = Place(None, "blocks.0.norm2")
+    made, cut = as_lora(Adapter(WAN, {PLACE: small, other: norm}), 3, generator())
+    assert made.layers[PLACE] is small
+    assert made.layers[other] is norm
+    assert cut.worst == 0.0
+
+
+def test_a_convolution_keeps_its_kernel():
+    change = torch.randn(6, 4, 3, 3)
+    layer, lost = factor(change, 6, generator())
+    assert layer.tensors["down"].shape == (6, 4, 3, 3)
+    assert layer.tensors["up"].shape == (6, 6, 1, 1)
+    torch.testing.assert_close(delta(layer), change, rtol=1e-4, atol=1e-4)
+    assert lost < 1e-3
+
+
+def test_a_large_matrix_is_cut_by_a_random_range_as_well_as_by_a_whole_svd():
+    noise = torch.randn(1100, 1200, generator=generator(1))
+    matrix = torch.randn(1100, 6, generator=generator(2)) @ torch.randn(
+        6, 1200, generator=generator(3)
+    )
+    layer, lost = factor(matrix + 0.01 * noise, 6, generator())
+    singular = torch.linalg.svdvals(matrix + 0.01 * noise)
+    best = float(singular[6:].norm() / singular.norm())
+    assert lost == pytest.approx(best, rel=0.01)
+    again, _ = factor(matrix + 0.01 * noise, 6, generator())
+    assert torch.equal(layer.tensors["up"], again.tensors["up"])
+
+
+def test_a_change_of_nothing_loses_nothing():
+    layer, lost = factor(torch.zeros(4, 4), 2, generator())
+    assert lost == 0.0
+    assert not delta(layer).any()
+
+
+def test_a_lokr_is_cut_at_its_own_rank():
+    lokr = make_lokr(16, 16, generator(), "w2", rank=1, factor=4)  # rank 4 x 1
+    made, cut = as_lora(one(lokr), 4, generator())
+    assert cut.worst < 1e-3
+    torch.testing.assert_close(delta(made.layers[PLACE]), delta(lokr), rtol=1e-3, atol=1e-3)
