@@ -7,6 +7,7 @@ part of the model: the frozen weight is never rebuilt, so it may be quantised or
 from __future__ import annotations
 
 import re
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,7 +82,10 @@ def _by_peft(model: nn.Module, section: AdapterSection, modules: Mapping[str, Se
         alpha_pattern={f"^{re.escape(name)}": setting.alpha for name, setting in modules.items()},
         use_dora=section.kind == "dora",
     )
-    inject_adapter_in_model(config, model, adapter_name=NAME)
+    with warnings.catch_warnings():
+        # It could not merge into a quantised layer; nobody asks it to.
+        warnings.filterwarnings("ignore", r".*get_apply_tensor_subclass", UserWarning)
+        inject_adapter_in_model(config, model, adapter_name=NAME)
     for name, setting in modules.items():
         if setting.dropout != section.dropout:
             dropouts = model.get_submodule(f"{name}.lora_dropout")

@@ -19,7 +19,9 @@ from gracetune.events.types import Notice
 from gracetune.models.attention import choose_attention
 from gracetune.models.experts import transformers_of
 from gracetune.models.family import load_family
+from gracetune.models.quantize import demand_quantizable, quantize_blocks
 from gracetune.optim.build import build_optimizer
+from gracetune.train.demands import demand_data
 from gracetune.train.draws import Draws, seed_of
 from gracetune.train.ema import Ema
 from gracetune.train.experts import plan_turns, tell_turns
@@ -125,7 +127,9 @@ def build(
     turns = _plan_turns(run, family, tell)
     if len(turns.windows) > 1 and accelerator.ddp_handler is not None:
         accelerator.ddp_handler.find_unused_parameters = True  # one expert rests in every step
+    demand_data(run, family)
     shape = plan_order(run, family)
+    _quantize(run, family, tell)
     modules = _make_trainable(run, family, turns, tell)
     family.transformer.to(device)
     # After everything that draws from a seed of its own, and reseeds the generators by the way.
@@ -163,7 +167,7 @@ def build(
         interrupt=interrupt,
         tell=tell,
     )
-    return Built(session, lambda: export(trainee, modules, weights, folder))
+    return Built(session, lambda: export(trainee, modules, weights, folder, tell))
 
 
 def resume(session: Session, snapshot: Snapshot | None) -> Progress:
@@ -228,6 +232,15 @@ def _plan_turns(run: RunFile, family: Family, tell: Tell) -> Turns:
     if text is not None:
         tell(Notice(text))
     return turns
+
+
+def _quantize(run: RunFile, family: Family, tell: Tell) -> None:
+    kind = run.model.quantize
+    if kind == "none":
+        return
+    demand_quantizable(kind, run.adapter)
+    count = quantize_blocks(family.blocks(), kind)
+    tell(Notice(f"{count} linear layers of the frozen model are kept in {kind}"))
 
 
 def _make_trainable(run: RunFile, family: Family, turns: Turns, tell: Tell) -> Modules:

@@ -8,11 +8,18 @@ from gracetune.data import buckets
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gracetune.config.schema import DatasetSection
-    from gracetune.models.family import Family
+    from gracetune.config.schema import DatasetSection, RunFile
+    from gracetune.models.family import Family, Sound
 
 
 NOUNS = {"image": "images", "video": "videos", "audio": "sounds"}
+
+
+def demand_data(run: RunFile, family: Family) -> None:
+    """Every data set of a run, before anything is read."""
+    for index, section in enumerate(run.datasets):
+        demand_kind(section, index, family)
+        demand_fit(section, index, section.bucket_step or family.pixel_step, family)
 
 
 def demand_kind(section: DatasetSection, index: int, family: Family) -> None:
@@ -40,8 +47,9 @@ def demand_kind(section: DatasetSection, index: int, family: Family) -> None:
 
 
 def demand_fit(section: DatasetSection, index: int, step: int, family: Family) -> None:
-    """Bucket edges that the model can place; sounds have none."""
-    if section.dataset_type == "audio":
+    """Bucket edges that the model can place, or sounds as it hears them."""
+    if family.sound is not None:
+        _demand_sound(section, index, family.name, family.sound)
         return
     if step % family.pixel_step:
         raise ConfigError(
@@ -57,4 +65,22 @@ def demand_fit(section: DatasetSection, index: int, step: int, family: Family) -
             f"datasets[{index}].resolution {section.resolution} with max_aspect "
             f"{section.max_aspect:g} gives edges of {longest} pixels; {family.name} takes at most "
             f"{family.max_edge}. Lower one of them."
+        )
+
+
+def _demand_sound(section: DatasetSection, index: int, name: str, sound: Sound) -> None:
+    for key, value, wanted in (
+        ("sample_rate", section.sample_rate, sound.sample_rate),
+        ("channels", section.channels, sound.channels),
+    ):
+        if value != wanted:
+            raise ConfigError(
+                f"datasets[{index}].{key} is {value}; {name} works with {wanted}. Set it to that: "
+                "files of another are converted."
+            )
+    longest, most = max(buckets.sound_lengths(section)), sound.max_length
+    if longest > most:
+        raise ConfigError(
+            f"datasets[{index}].seconds is {longest / sound.sample_rate:g}; {name} takes at most "
+            f"{most / sound.sample_rate:.5g}. Lower it."
         )

@@ -9,23 +9,26 @@ from blake3 import blake3
 
 from gracetune.durable import new_folder
 from gracetune.errors import CheckpointError
+from gracetune.events.types import Notice
 from gracetune.models.experts import transformers_of
 from gracetune.optim.rates import averaged
 from gracetune.train.identity import settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from gracetune.adapters.targets import Setting
+    from gracetune.events.types import Event
     from gracetune.train.step import Trainee
 
+    Tell = Callable[[Event], None]
     Modules = Mapping[str, Mapping[str, Setting]]
 
 STAGE_FILES = {"high": "high_noise.safetensors", "low": "low_noise.safetensors"}
 
 
-def export(t: Trainee, modules: Modules, base_weights: str, folder: Path) -> Path:
+def export(t: Trainee, modules: Modules, base_weights: str, folder: Path, tell: Tell) -> Path:
     """Write the model or the adapter, with the averaged weights where there are any."""
     adapter = t.run.adapter
     path = folder / ("model" if adapter is None else "adapter")
@@ -37,7 +40,7 @@ def export(t: Trainee, modules: Modules, base_weights: str, folder: Path) -> Pat
             if adapter is None:
                 t.family.export(staging)
             else:
-                _export_adapter(t, modules, base_weights, staging)
+                _export_adapter(t, modules, base_weights, staging, tell)
     except OSError as error:
         raise CheckpointError(
             f"the result {path} cannot be written: {error}. The last checkpoint holds the same "
@@ -46,9 +49,12 @@ def export(t: Trainee, modules: Modules, base_weights: str, folder: Path) -> Pat
     return path
 
 
-def _export_adapter(t: Trainee, modules: Modules, base_weights: str, folder: Path) -> None:
-    """One file an expert, or one in all; each says in its header what it is."""
+def _export_adapter(
+    t: Trainee, modules: Modules, base_weights: str, folder: Path, tell: Tell
+) -> None:
+    """One file an expert, or one in all; each is loaded where others would load it, and counted."""
     # peft takes seconds to import
+    from gracetune.adapters.check import check_file
     from gracetune.adapters.files import FILE_NAME, About, write_adapter
     from gracetune.adapters.layers import at_stage
     from gracetune.adapters.live import live_adapter
@@ -65,7 +71,9 @@ def _export_adapter(t: Trainee, modules: Modules, base_weights: str, folder: Pat
         )
         part = at_stage(whole.only(stage), None)
         name = FILE_NAME if stage is None else STAGE_FILES[stage]
-        write_adapter(folder / name, part, form, about)
+        path = write_adapter(folder / name, part, form, about)
+        check = check_file(path, table=whole.table, stage=stage, modules=modules[stage or ""])
+        tell(Notice(f"{name}: " + " ".join(check.lines())))
 
 
 def run_digest(t: Trainee) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Shape
     from gracetune.events.types import Event
-    from gracetune.models.family import Family, Kind
+    from gracetune.models.family import Family, Kind, Sound
     from gracetune.train.feed import Feed
 
     Tell = Callable[[Event], None]
@@ -44,7 +44,9 @@ def plan_order(run: RunFile, family: Family) -> Shape:
     if not validates(run):
         return shape
     media.demand_packages(kind)
-    if kind != "audio":
+    if family.sound is not None:
+        _demand_length(shape, family.name, family.sound)
+    else:
         _demand_edges(shape, family)
     if kind == "video" and shape[2] % FRAME_STEP != 1:
         raise ConfigError(
@@ -106,6 +108,14 @@ def _demand_edges(shape: Shape, family: Family) -> None:
             f"validation pictures of {shape[0]}x{shape[1]} do not suit {family.name}: edges are "
             f"multiples of {family.pixel_step} up to {family.max_edge}. "
             "Set validation.width and height."
+        )
+
+
+def _demand_length(shape: Shape, name: str, sound: Sound) -> None:
+    if shape[-1] > sound.max_length:
+        raise ConfigError(
+            f"validation.seconds asks for {shape[-1]} samples; {name} makes at most "
+            f"{sound.max_length}, {sound.max_length / sound.sample_rate:.5g} seconds. Lower it."
         )
 
 

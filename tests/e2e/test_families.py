@@ -1,0 +1,150 @@
+"""Every family trains on its own kind of data, samples, and leaves a file that can be read."""
+
+import json
+import wave
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from gracetune.adapters.files import read_adapter
+from gracetune.config.load import load_run_file
+from gracetune.errors import ConfigError
+from gracetune.train.run import run_training
+
+COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200)]
+
+
+def write_pictures(folder, size=(32, 32)):
+    folder.mkdir()
+    for number, colour in enumerate(COLOURS):
+        Image.new("RGB", size, colour).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a red ring")
+
+
+def write_videos(folder):
+    folder.mkdir()
+    for number, colour in enumerate(COLOURS):
+        with av.open(str(folder / f"{number}.mp4"), "w") as container:
+            stream = container.add_stream("libx264", 8)
+            stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+            for shade in range(8):
+                pixels = np.full((32, 32, 3), [max(0, c - 4 * shade) for c in colour], np.uint8)
+                for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
+                    container.mux(packet)
+            for packet in stream.encode():
+                container.mux(packet)
+        (folder / f"{number}.txt").write_text("a red ring")
+
+
+def write_sounds(folder):
+    folder.mkdir()
+    for number in range(3):
+        time = np.arange(4000) / 16000
+        tone = (np.sin(2 * np.pi * 220 * (number + 1) * time) * 20000).astype("<i2")
+        with wave.open(str(folder / f"{number}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(16000)
+            file.writeframes(tone.tobytes())
+        (folder / f"{number}.txt").write_text("a sound")
+
+
+WRITE = {"image": write_pictures, "video": write_videos, "audio": write_sounds}
+DATA = {
+    "image": {"resolution": 32, "max_aspect": 1.0},
+    "video": {"resolution": 32, "max_aspect": 1.0, "frames": 5},
+    "audio": {"sample_rate": 16000, "channels": 2, "seconds": 0.25},
+}
+MADE = {"image": ["000.png"], "video": ["000.mp4", "000.png"], "audio": ["000.wav", "000.png"]}
+
+
+@pytest.fixture
+def run_of(tmp_path, miniature):
+    def make(small, family, kind, **sections):
+        data = tmp_path / "data"
+        WRITE[kind](data)
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "model": {"family": family, "path": str(miniature(small))} | sections.pop("model", {}),
+            "adapter": {"rank": 2},
+            "datasets": [
+                {"dataset_type": kind, "instance_data_dir": str(data), "caption_dropout": 0.3}
+                | DATA[kind]
+                | sections.pop("dataset", {})
+            ],
+            "train": {"max_train_steps": 2, "batch_size": 2} | sections.pop("train", {}),
+            "optimizer": {"lr": 0.01},
+            "logging": {"tensorboard": False, "every": 1},
+            "validation": {"every": 2, "prompts": ["a red ring"], "sample_steps": 2, "holdout": 0.3}
+            | sections.pop("validation", {}),
+            **sections,
+        }
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps(settings))
+        return load_run_file(path).run
+
+    return make
+
+
+CASES = {
+    "wan22 on pictures": ("wan22-t2v", "wan22", "image", {}),
+    "wan22 on videos": ("wan22-t2v", "wan22", "video", {}),
+    "wan22 from a first frame": ("wan22-i2v", "wan22", "video", {}),
+    "wan22 5B": ("wan22-5b", "wan22", "video", {}),
+    "wan22 5B from a first frame": ("wan22-5b", "wan22", "video", {"model": {"task": "image"}}),
+    "flux": ("flux", "flux", "image", {}),
+    "flux in int8": ("flux", "flux", "image", {"model": {"quantize": "int8"}}),
+    "qwen_image": ("qwen-image", "qwen_image", "image", {}),
+    "stable_audio": ("stable-audio", "stable_audio", "audio", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
+    model, family, kind, sections = CASES[case]
+    if "first frame" in case:
+        Image.new("RGB", (40, 30), (90, 90, 90)).save(tmp_path / "start.png")
+        sections = sections | {"validation": {"images": [str(tmp_path / "start.png")]}}
+    run = run_of(model, family, kind, **sections)
+    ended = run_training(run, sinks=[told])
+    assert ended.status == "done"
+    losses = [event.loss for event in told.events if type(event).__name__ == "StepDone"]
+    assert len(losses) == 2
+    assert all(np.isfinite(losses))
+    (*_, validated) = [e for e in told.events if type(e).__name__ == "Validated"]
+    assert all(np.isfinite(list(validated.losses.values())))
+    folder = tmp_path / "run" / "validation" / "step-000002"
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == sorted([*MADE[kind], "prompts.json"])
+    files = sorted((tmp_path / "run" / "adapter").glob("*.safetensors"))
+    assert len(files) == (2 if model in ("wan22-t2v", "wan22-i2v") else 1)
+    for file in files:
+        assert read_adapter(file).layers
+
+
+@pytest.mark.parametrize(
+    ("case", "sections", "refusal"),
+    [
+        ("stable_audio", {"dataset": {"sample_rate": 44100}}, r"sample_rate is 44100; .* 16000"),
+        ("stable_audio", {"dataset": {"channels": 1}}, r"channels is 1; .* works with 2"),
+        ("stable_audio", {"dataset": {"seconds": 9.0}}, r"seconds is 9; .* at most 0\.32"),
+        ("stable_audio", {"validation": {"seconds": 5}}, r"validation\.seconds asks for"),
+        ("wan22 on videos", {"validation": {"frames": 6}}, r"validation\.frames is 6"),
+        ("wan22 on videos", {"validation": {"width": 40}}, r"do not suit wan22"),
+        ("wan22 on videos", {"validation": {"images": ["x.png"]}}, r"starts from the prompt alone"),
+        ("wan22 from a first frame", {}, r"validation\.images has 0 files for 1 prompts"),
+        (
+            "wan22 from a first frame",
+            {"validation": {"images": ["missing.png"]}},
+            r"'missing\.png' cannot be read",
+        ),
+        ("flux", {"train": {"experts": "high"}}, r"train\.experts is 'high'"),
+        ("flux in int8", {"model": {"quantize": "int8"}, "adapter": None}, r"without an adapter"),
+    ],
+)
+def test_what_does_not_suit_a_family_is_refused_by_name(case, sections, refusal, run_of):
+    model, family, kind, _ = CASES[case]
+    with pytest.raises(ConfigError, match=refusal):
+        run_training(run_of(model, family, kind, **sections))

@@ -1,0 +1,127 @@
+"""No sample reaches the wrong expert, whatever is drawn and however turns are dealt out."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gracetune.config.schema import TrainSection
+from gracetune.errors import ConfigError
+from gracetune.train.experts import ALONE, plan_turns, tell_turns
+from gracetune.train.state import Progress
+from gracetune.train.timesteps import DISTRIBUTIONS, draw_levels, expert_windows, share_of
+
+SAMPLINGS = sorted(DISTRIBUTIONS)
+
+
+def share_or_none(section, window, tokens):
+    try:
+        return share_of(section, window, tokens)
+    except ConfigError:
+        return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    boundary=st.sampled_from([0.875, 0.9, 0.5, 1 / 3, 0.123456789, 0.999]),
+    sampling=st.sampled_from(SAMPLINGS),
+    shift=st.one_of(
+        st.floats(0.2, 15.0), st.sampled_from(["flux", "qwen_image", "sd3"]), st.just(1.0)
+    ),
+    experts=st.sampled_from(["both", "high", "low"]),
+    turns=st.sampled_from(["alternate", "proportional"]),
+    every=st.integers(1, 7),
+    step=st.integers(0, 10_000),
+    seed=st.integers(0, 2**31),
+    tokens=st.sampled_from([64, 1024, 4096]),
+)
+def test_every_level_is_its_experts(
+    boundary, sampling, shift, experts, turns, every, step, seed, tokens
+):
+    section = TrainSection(
+        timestep_sampling=sampling,
+        timestep_shift=shift,
+        experts=experts,
+        expert_turns=turns,
+        switch_every=every,
+    )
+    windows = expert_windows(boundary).values()
+    shares = [share_or_none(section, window, tokens) for window in windows]
+    assume(all(shares))  # a tail that nobody meant is refused, not rounded
+    plan = plan_turns(section, boundary, tokens)
+    turn = plan.at(step)
+    levels = draw_levels(section, 64, torch.Generator().manual_seed(seed), turn.window, tokens)
+    assert experts in ("both", turn.expert)
+    if turn.expert == "high":
+        assert (levels.double() >= boundary).all()
+        assert (levels >= boundary).all()
+        assert (levels * 1000 >= torch.tensor(boundary * 1000) * (1 - 1e-6)).all()
+    else:
+        assert (levels.double() < boundary).all()
+        assert (levels < boundary).all()
+    assert ((levels >= 0) & (levels <= 1)).all()
+
+
+@given(every=st.integers(1, 9), steps=st.integers(1, 400))
+def test_alternating_turns_differ_by_one_at_most(every, steps):
+    plan = plan_turns(TrainSection(switch_every=every), 0.875)
+    high = sum(plan.at(step).expert == "high" for step in range(steps))
+    assert abs(high - (steps - high)) <= every
+
+
+@given(shift=st.floats(0.3, 12.0), steps=st.integers(1, 500))
+def test_proportional_turns_follow_the_distribution_at_every_length(shift, steps):
+    section = TrainSection(
+        expert_turns="proportional", timestep_shift=shift, timestep_sampling="uniform"
+    )
+    plan = plan_turns(section, 0.875)
+    high = sum(plan.at(step).expert == "high" for step in range(steps))
+    assert abs(high - steps * share_of(section, plan.windows["high"])) <= 1
+
+
+def test_shares_are_those_that_a_global_draw_would_have():
+    """The published figures for T2V: linear 12.5 %, shift 5 41.7 %, shift 12 63.2 %."""
+    for shift, share in ((1.0, 0.125), (5.0, 0.417), (12.0, 0.632)):
+        section = TrainSection(
+            expert_turns="proportional", timestep_shift=shift, timestep_sampling="uniform"
+        )
+        assert plan_turns(section, 0.875).high_share == pytest.approx(share, abs=5e-4)
+
+
+def test_a_level_on_the_boundary_is_high_noise():
+    windows = plan_turns(TrainSection(), 0.875).windows
+    assert windows["high"] == (0.875, 1.0)
+    assert windows["low"] == (0.0, 0.875)
+
+
+def test_one_transformer_has_no_turns_and_refuses_experts_by_name():
+    plan = plan_turns(TrainSection(), None)
+    assert plan.at(17) == ALONE
+    assert plan.all() == [ALONE]
+    assert tell_turns(plan, None) is None
+    with pytest.raises(ConfigError, match=r"train\.experts is 'low', but the model has one"):
+        plan_turns(TrainSection(experts="low"), None)
+
+
+def test_a_window_without_levels_of_an_expert_is_refused():
+    section = TrainSection(timestep_window=(0.0, 0.5))
+    with pytest.raises(ConfigError, match="train the other expert"):
+        plan_turns(section, 0.875)
+    assert set(plan_turns(section.model_copy(update={"experts": "low"}), 0.875).windows) == {"low"}
+
+
+def test_what_is_told():
+    both = tell_turns(plan_turns(TrainSection(switch_every=3), 0.875), 0.875)
+    assert both is not None
+    assert "high noise from level 0.875 on" in both
+    assert "3 steps a turn, 50.0%" in both
+    one = tell_turns(plan_turns(TrainSection(experts="high"), 0.9), 0.9)
+    assert one is not None
+    assert "only the high-noise one is trained" in one
+
+
+def test_progress_counts_the_steps_of_each():
+    progress = Progress()
+    for expert in ("high", "low", "low", None):
+        progress = progress.after(2, 9, expert)
+    assert progress == Progress(4, 8, 9, high_steps=1, low_steps=2)
