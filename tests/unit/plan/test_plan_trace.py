@@ -1,0 +1,235 @@
+"""Traces on fake tensors, held against the same block run for real."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from gracetune.errors import ModelError
+from gracetune.plan.calls import Subject
+from gracetune.plan.cost import Model
+from gracetune.plan.machines import MACHINES
+from gracetune.plan.rates import basics_of, speeds_of
+from gracetune.plan.trace import trace_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gracetune.plan.shapes import ModelShapes, Op
+
+WIDTH, TOKENS = 32, 24
+
+
+class Attending(nn.Module):
+    """A block as diffusion transformers have them, with a LoRA's two thin layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.back = nn.Linear(4 * WIDTH, WIDTH)
+        self.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        y = self.norm(x) + shift
+        q, k, v = self.qkv(y).view(*y.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        a = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + a.transpose(1, 2).reshape(x.shape) + self.up(self.down(y))
+        return x + self.back(nn.functional.gelu(self.wide(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(Attending() for _ in range(count))
+        self.head = nn.Linear(WIDTH, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, shift=shift)
+        return self.head(x)
+
+
+def made_subject(model: nn.Module, blocks: list[nn.Module] | None = None) -> Subject:
+    return Subject(
+        "stack",
+        model,
+        list(model.blocks) if blocks is None else blocks,
+        lambda batch: {"x": torch.empty(batch, TOKENS, 8), "shift": torch.empty(batch, 1, WIDTH)},
+        lambda called, batch: called(**batch),
+    )
+
+
+@pytest.fixture(scope="module")
+def traced() -> ModelShapes:
+    return trace_model(made_subject(Stack()), 2)
+
+
+def saved_for_real(run: Callable[[Tensor, Tensor], Tensor], block: nn.Module) -> tuple[int, bool]:
+    """Bytes that autograd really keeps, without weights and input; whether it keeps the input."""
+    x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
+    shift = torch.randn(2, 1, WIDTH)
+    outside = {t.untyped_storage().data_ptr() for t in (*block.parameters(), shift)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in outside:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run(x, shift)
+    del out
+    saves_input = kept.pop(x.untyped_storage().data_ptr(), 0) > 0
+    return sum(kept.values()), saves_input
+
+
+def flops(ops: tuple[Op, ...], kind: str = "gemm") -> float:
+    return sum(op.flops for op in ops if op.kind == kind)
+
+
+def test_eager_saves_what_autograd_saves(traced: ModelShapes) -> None:
+    block = Attending()
+    nbytes, saves_input = saved_for_real(lambda x, s: block(x, shift=s), block)
+    trace = traced.kinds[0].eager
+    assert trace.saved_nbytes == nbytes
+    assert trace.saves_input == saves_input
+
+
+def test_products_are_counted_as_torch_counts_them(traced: ModelShapes) -> None:
+    block = Attending()
+    x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        block(x, torch.randn(2, 1, WIDTH)).sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counted.items() if str(op) in ("aten.mm", "aten.addmm"))
+    for trace in (traced.kinds[0].eager, traced.kinds[0].compiled):
+        assert flops(trace.forward) + flops(trace.backward) == products
+
+
+def test_attention_is_counted_by_its_products(traced: ModelShapes) -> None:
+    trace = traced.kinds[0].eager
+    forward = 2 * 2 * (2 * TOKENS * TOKENS * WIDTH)
+    assert flops(trace.forward, "attention") == forward
+    assert flops(trace.backward, "attention") == 2.5 * forward
+
+
+def test_frozen_products_are_told_from_trained_ones(traced: ModelShapes) -> None:
+    for trace in (traced.kinds[0].eager, traced.kinds[0].compiled):
+        frozen = sum(op.flops for op in trace.forward if op.kind == "gemm" and op.frozen)
+        rows = 2 * TOKENS
+        assert frozen == 2 * rows * WIDTH * (3 + 4 + 4) * WIDTH
+        assert flops(trace.forward) - frozen == 2 * rows * WIDTH * 4 * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own imports
+def test_compiled_saves_what_the_partitioner_of_torch_saves(traced: ModelShapes) -> None:
+    block = Attending()
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend="aot_eager_decomp_partition", dynamic=False)
+    nbytes, saves_input = saved_for_real(lambda x, s: compiled(x, shift=s), block)
+    trace = traced.kinds[0].compiled
+    assert trace.saved_nbytes == pytest.approx(nbytes, rel=0.02)
+    assert trace.saves_input == saves_input
+
+
+def test_lean_keeps_less_and_does_no_product_twice(traced: ModelShapes) -> None:
+    kind = traced.kinds[0]
+    assert kind.lean.saved_nbytes < kind.compiled.saved_nbytes
+    assert kind.lean.flops == pytest.approx(kind.compiled.flops, rel=1e-3)
+    assert kind.lean_budget in (0.5, 0.7, 0.9)
+
+
+def test_fused_kernels_move_fewer_bytes_than_single_operations(traced: ModelShapes) -> None:
+    def moved(ops: tuple[Op, ...]) -> float:
+        return sum(op.nbytes for op in ops if op.kind == "elementwise")
+
+    kind = traced.kinds[0]
+    assert 0 < moved(kind.compiled.forward) < moved(kind.eager.forward)
+    assert 0 < moved(kind.compiled.backward) < moved(kind.eager.backward)
+
+
+def test_peaks_hold_what_is_saved_and_more(traced: ModelShapes) -> None:
+    kind = traced.kinds[0]
+    for trace in (kind.eager, kind.compiled, kind.lean):
+        assert trace.forward_peak_nbytes >= trace.saved_nbytes + kind.input_nbytes
+        assert trace.backward_peak_nbytes > trace.saved_nbytes
+        assert trace.backward_peak_nbytes < 4 * kind.eager.saved_nbytes
+
+
+def test_equal_blocks_are_one_kind_and_bytes_are_those_of_the_weights(traced: ModelShapes) -> None:
+    block = Attending()
+    trained = sum(p.nbytes for p in block.parameters() if p.requires_grad)
+    assert traced.order == (0, 0, 0)
+    assert traced.kinds[0].trained_nbytes == trained
+    assert traced.trained_nbytes == 3 * trained
+    assert traced.frozen_nbytes == sum(
+        p.nbytes for p in Stack().parameters() if not p.requires_grad
+    )
+    assert traced.kinds[0].input_nbytes == 2 * TOKENS * WIDTH * 4
+    assert traced.batch_nbytes == 2 * (TOKENS * 8 + WIDTH) * 4
+
+
+def test_two_traces_tell_any_batch() -> None:
+    subject = made_subject(Stack())
+    speeds = speeds_of(basics_of(MACHINES["h200-pcie"]))
+    one, two, five = (trace_model(subject, batch) for batch in (1, 2, 5))
+    foretold, block = Model(one, two, speeds).at(5), five.kinds[0]
+    for way, trace in (("eager", block.eager), ("compiled", block.compiled), ("lean", block.lean)):
+        guessed = {"eager": foretold.blocks[0].eager, "compiled": foretold.blocks[0].compiled}.get(
+            way, foretold.blocks[0].lean
+        )
+        assert guessed.saved_nbytes == pytest.approx(trace.saved_nbytes, rel=0.02)
+        assert guessed.forward_peak_nbytes == pytest.approx(trace.forward_peak_nbytes, rel=0.02)
+        assert guessed.backward_peak_nbytes == pytest.approx(trace.backward_peak_nbytes, rel=0.02)
+    assert foretold.batch_nbytes == five.batch_nbytes
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    with torch.device("meta"):
+        model = Stack(1)
+    own = model.blocks[0].__dict__["forward"] = model.blocks[0].forward
+    trace_model(made_subject(model), 1)
+    assert model.blocks[0].__dict__["forward"] is own
+    assert all(p.is_meta for p in model.parameters())
+    assert not model.blocks[0]._forward_hooks
+
+
+def test_a_loaded_model_is_traced_without_touching_its_weights() -> None:
+    model = Stack(1)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    trace_model(made_subject(model), 1)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_without_blocks_is_told_how_to_name_them() -> None:
+    with pytest.raises(ModelError, match=r"names no blocks.*blocks\(\).*embed, blocks, head"):
+        trace_model(made_subject(Stack(1), blocks=[]), 1)
+
+
+def test_a_block_that_forward_never_calls_is_named() -> None:
+    model = Stack(2)
+    model.spare = Attending()
+    with pytest.raises(ModelError, match=r"block 2 of 'stack' is never called"):
+        trace_model(made_subject(model, [*model.blocks, model.spare]), 1)
+
+
+def test_every_weight_may_be_trained() -> None:
+    model = Stack(2).requires_grad_(True)
+    shapes = trace_model(made_subject(model), 1)
+    assert shapes.frozen_nbytes == 0
+    kind = shapes.kinds[0]
+    assert flops(kind.eager.backward) == pytest.approx(2 * flops(kind.eager.forward), rel=0.01)
+    assert flops(kind.compiled.backward) == flops(kind.eager.backward)
