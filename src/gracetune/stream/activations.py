@@ -7,7 +7,8 @@ What keeps copies and computing from each other's memory is in `transport`.
 
 A block that recomputes itself (a checkpoint inside of its forward) saves its input alone, so that
 is what is sent. Where a checkpoint calls the block, use `Offload.checkpoint`. Blocks called inside
-of backward are being recomputed: of those nothing is sent. One thread at a time may run the model.
+of backward are being recomputed: of those nothing is sent. One thread at a time may run the model,
+and a block's kernels must be on the stream that is current when it is called.
 """
 
 from __future__ import annotations
@@ -23,18 +24,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from gracetune.events.types import Notice
-from gracetune.memory.machine import read_this_host
 from gracetune.stream.movers import StreamError
-from gracetune.stream.parcels import Call, Distance, Parcel, Saved
+from gracetune.stream.packing import Packer
+from gracetune.stream.parcels import Call, Distance, Saved
 from gracetune.stream.storages import (
     SharedInputs,
-    is_plain,
     storages_in,
     tensors_in,
     weights_of,
 )
-from gracetune.stream.transport import HostPool, Transport
-from gracetune.units import GIB, MIB, format_bytes
+from gracetune.stream.transport import HostPool, Transport, room_for
+from gracetune.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 IN_FLIGHT = 2
 """Blocks whose memory may be on its way out at once, the running one among them."""
 SLAB_NBYTES = 256 * MIB
-HOST_RESERVE = 2 * GIB
-"""Of host memory, left to others where no limit is given."""
 NO_BACKWARD = -1
 
 
@@ -116,6 +114,12 @@ def offload_activations(
             "a block is given twice to offload_activations(). Each is offloaded, or sends its "
             "inputs, or is one of the others."
         )
+    compiled = [block for block in named if block._compiled_call_impl is not None]
+    if compiled:
+        raise StreamError(
+            f"a {type(compiled[0]).__name__} was compiled with its hooks, by compile(). Compile "
+            "its forward instead: block.forward = torch.compile(block.forward)."
+        )
     if min_nbytes < 1 or settings.ahead < 1:
         raise StreamError(
             f"min_nbytes is {min_nbytes} and ahead is {settings.ahead}; both must be at least 1. "
@@ -138,21 +142,21 @@ class Offload:
         others: Sequence[nn.Module],
         settings: OffloadSettings,
     ) -> None:
-        self._device = mover.device
         self._ring = ring
         self._tell = tell
         self._min_nbytes = min_nbytes
-        self._settings = settings
         self._whole = frozenset(blocks)
         self._inputs_of = frozenset(inputs_of)
-        self._pool = HostPool(mover, SLAB_NBYTES, self._room)
+        self._pool = HostPool(mover, SLAB_NBYTES, partial(room_for, settings.host_nbytes))
         self._transport = Transport(mover, self._pool, settings.poison)
+        num_blocks = len(blocks) + len(inputs_of)
+        self._packer = Packer(
+            mover.device, ring, self._transport, self._pool, min_nbytes, num_blocks
+        )
         self._told_nbytes = 0
         self._distance = Distance(settings.ahead, settings.ahead_nbytes)
         self._running: list[tuple[nn.Module, ExitStack]] = []
         """Blocks that have begun and not ended."""
-        self._open: Call | None = None
-        """The call that saves."""
         self._seen: set[nn.Module] = set()
         """Blocks of this pass."""
         self._last: Call | None = None
@@ -160,9 +164,6 @@ class Offload:
         self._reached: Call | None = None
         """Where backward is."""
         self._shared_inputs = SharedInputs()
-        self._block_nbytes = 0
-        """The most that a call sent."""
-        self._too_small = self._shared = self._unfit = 0
         self._closed = False
         self._hooks: list[RemovableHandle] = []
         for block in (*blocks, *inputs_of, *others):
@@ -188,9 +189,9 @@ class Offload:
             on_demand=self._transport.on_demand,
             late=out.late + back.late,
             waited_s=out.seconds + back.seconds,
-            too_small=self._too_small,
-            shared=self._shared,
-            unfit=self._unfit,
+            too_small=self._packer.too_small,
+            shared=self._packer.shared,
+            unfit=self._packer.unfit,
             ahead=self._distance.ahead,
             host_nbytes=self._pool.nbytes,
         )
@@ -203,9 +204,14 @@ class Offload:
                 "Leave it out of offload_activations(), or call it without checkpoint()."
             )
         self._begins(block, args, kwargs, recompute=True)
+
+        def call(*values: Any) -> Any:
+            named = dict(zip(kwargs, values[len(args) :], strict=True))
+            return block(*values[: len(args)], **named)
+
         result = None
-        try:
-            result = checkpoint(block, *args, use_reentrant=False, **kwargs)
+        try:  # by place: a checkpoint holds on to what is given by name
+            result = checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
         finally:
             self._ends(block, args, result)
         return result
@@ -226,7 +232,7 @@ class Offload:
     ) -> None:
         while self._running and not any(block is one for one in self._running[-1][0].modules()):
             self._running.pop()[1].close()  # an interrupt ended it without our hooks
-            self._open = None
+            self._packer.open(None)
         nested = bool(self._running)
         saving = ExitStack()
         self._running.append((block, saving))
@@ -247,25 +253,22 @@ class Offload:
         inputs = storages_in((args, kwargs))
         shared = self._shared_inputs.of(block, inputs)
         weights = weights_of(block, self._min_nbytes) if sends else frozenset()
-        self._open = self._last = Call(
+        self._last = Call(
             before=self._last,
             stays=weights | shared,
             only=None if block in self._whole else frozenset(ref.cdata for ref in inputs),
         )
+        self._packer.open(self._last)
         if sends:
-            saving.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            saving.enter_context(saved_tensors_hooks(self._packer.pack, self._unpack))
 
     def _ends(self, block: nn.Module, _: Any, result: Any) -> None:
         if not self._running or self._running[-1][0] is not block:  # beginning failed
             return
         self._running.pop()[1].close()
-        call, self._open = (self._open, None) if not self._running else (None, self._open)
+        call = None if self._running else self._packer.close()
         if call is None:
             return
-        self._unfit += sum(parcel.host is None for parcel in call.gathered.values())
-        call.gathered.clear()
-        self._block_nbytes = max(self._block_nbytes, call.nbytes)
-        self._transport.depart(call)
         for tensor in tensors_in(result):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._comes_back, call))  # type: ignore[no-untyped-call]
@@ -277,37 +280,9 @@ class Offload:
         self._seen.clear()
         self._last = self._reached = None
         self._shared_inputs.begin()
-        change = self._distance.observe(self._transport.waits_seen(), self._block_nbytes)
+        change = self._distance.observe(self._transport.waits_seen(), self._packer.block_nbytes)
         if change:
             self._tell(Notice(f"blocks whose activations are brought back ahead: {change}."))
-
-    def _pack(self, tensor: Tensor) -> Tensor | Reference | Saved:
-        packed = tensor if self._ring is None else self._ring.pack(tensor)
-        if not isinstance(packed, Tensor):
-            return packed
-        call = self._open
-        assert call is not None, "a block saves that has not begun"
-        storage = tensor.untyped_storage() if is_plain(tensor, self._device) else None
-        if storage is None:
-            self._unfit += 1
-        elif storage.nbytes() < self._min_nbytes:
-            self._too_small += 1
-        elif storage._cdata in call.stays or (tensor.is_leaf and tensor.requires_grad):
-            self._shared += 1
-        elif call.only is not None and storage._cdata not in call.only:
-            self._unfit += 1
-        else:
-            return self._gather(call, tensor, (storage._cdata, tensor._version))
-        return tensor
-
-    def _gather(self, call: Call, tensor: Tensor, state: tuple[int, int]) -> Saved:
-        parcel = call.gathered.get(state)
-        if parcel is None:
-            parcel = call.gathered[state] = Parcel(call, tensor, self._transport.left)
-        saved = parcel.save(tensor)
-        if parcel.worth_sending() and not self._transport.send(parcel):
-            raise self._no_room(parcel.nbytes)
-        return saved
 
     def _unpack(self, packed: Tensor | Reference | Saved) -> Tensor:
         if isinstance(packed, Tensor):
@@ -347,26 +322,6 @@ class Offload:
             self._told_nbytes = self._pool.nbytes
             size = format_bytes(self._pool.nbytes)
             self._tell(Notice(f"offloaded activations take {size} of host memory{grew}."))
-
-    def _no_room(self, nbytes: int) -> StreamError:
-        count = len(self._whole) + len(self._inputs_of)
-        block_nbytes = max(self._block_nbytes, nbytes)
-        return StreamError(
-            f"offloaded activations need about {format_bytes(block_nbytes * count)} of host memory "
-            f"({format_bytes(block_nbytes)} a block, {count} blocks); "
-            f"{format_bytes(self._pool.nbytes)} are taken and there is room for "
-            f"{format_bytes(max(0, self._room(self._pool.nbytes)))} more. Offload fewer blocks, "
-            "recompute them, or use a smaller batch."
-        )
-
-    def _room(self, taken_nbytes: int) -> int:
-        if self._settings.host_nbytes is not None:
-            return self._settings.host_nbytes - taken_nbytes
-        host = read_this_host()
-        free = host.available_bytes
-        if host.limit_bytes is not None:
-            free = min(free, host.limit_bytes)
-        return free - HOST_RESERVE
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class Parcel:
         return device
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Call:
     """One call of one block: what it saved, and which call came before."""
 

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gracetune.memory.machine import read_this_host
 from gracetune.stream.movers import POISON, Lane
 from gracetune.stream.storages import bytes_of, has_one_owner
+from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -26,6 +28,17 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 256
 """Of each buffer, in bytes."""
+HOST_RESERVE = 2 * GIB
+"""Of host memory, left to others where no limit is given."""
+
+
+def room_for(limit_nbytes: int | None, taken_nbytes: int) -> int:
+    """What is left of a limit; without one, of what the host and our container have."""
+    if limit_nbytes is not None:
+        return limit_nbytes - taken_nbytes
+    host = read_this_host()
+    limit = host.available_bytes if host.limit_bytes is None else host.limit_bytes
+    return min(host.available_bytes, limit) - HOST_RESERVE
 
 
 class Transport:
@@ -115,8 +128,9 @@ class Transport:
 class HostPool:
     """Buffers cut from slabs of host memory, which is taken as needed and kept.
 
-    `room` tells what the host can still give. Buffers that came back are given out again for the
-    same size; when all are back, slabs are cut anew, so that other shapes need no more memory.
+    `room` tells what the host can still give, from what was taken. Buffers that came back are given
+    out again for the same size; when all are back, slabs are cut anew, so that other shapes need no
+    more memory.
     """
 
     def __init__(self, mover: Mover, slab_nbytes: int, room: Callable[[int], int]) -> None:
@@ -158,13 +172,17 @@ class HostPool:
         self._free.clear()
         self.nbytes = 0
 
+    def room(self) -> int:
+        """What more slabs may take."""
+        return self._room(self.nbytes)
+
     def _cut_one(self, nbytes: int) -> Tensor | None:
         for index, slab in enumerate(self._slabs):
             start = self._cut[index]
             if start + nbytes <= len(slab):
                 self._cut[index] += nbytes
                 return slab[start : start + nbytes]
-        room = self._room(self.nbytes)
+        room = self.room()
         if nbytes > room:
             return None
         slab = self._mover.landing_memory(max(nbytes, min(self._slab_nbytes, room)))

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.stream.activations import OffloadSettings, offload_activations
 from gracetune.stream.movers import Lane, StreamError, SynchronousMover, Waits
+from gracetune.stream.transport import room_for
 from gracetune.stream.weights import stream_weights
 
 KIB = 1024
@@ -265,7 +266,7 @@ def test_a_host_with_too_little_memory_is_refused_with_what_is_needed(told):
     with pytest.raises(StreamError) as caught:
         step(twin, 0)
     said = str(caught.value)
-    need = 6 * offload._block_nbytes
+    need = 6 * offload._packer.block_nbytes
     assert f"need about {need / KIB:.1f} KiB of host memory" in said
     assert "6 blocks); 8.0 KiB are taken and there is room for 0 B more" in said
     assert "Offload fewer blocks" in said
@@ -276,7 +277,8 @@ def test_a_host_with_too_little_memory_is_refused_with_what_is_needed(told):
 
 def test_the_hosts_own_memory_is_the_limit_where_none_is_given(told):
     _, offload = offloaded(made(), told)
-    assert 0 < offload._room(0) < 2**44
+    assert room_for(100, 30) == 70
+    assert 0 < offload._pool.room() < 2**44
 
 
 class Late(SynchronousMover):
@@ -297,7 +299,7 @@ def test_the_distance_grows_within_its_budget_and_is_told(told):
     twin, offload = offloaded(model, told, mover=Late(), ahead_nbytes=10 * KIB)
     for seed in range(10):
         assert_same(step(twin, seed), step(model, seed))
-    block_nbytes = offload._block_nbytes
+    block_nbytes = offload._packer.block_nbytes
     assert offload.counters().ahead == 10 * KIB // block_nbytes > 1
     changes = [text for text in told.texts() if "brought back ahead" in text]
     assert changes[0].startswith("blocks whose activations are brought back ahead: 2: backward")
@@ -410,6 +412,9 @@ def test_bad_input(told):
     assert "no blocks to offload" in refused([], mover, None, told)
     assert "given twice" in refused(blocks, mover, None, told, others=blocks[:1])
     assert "min_nbytes is 0" in refused(blocks, mover, None, told, 0)
+    compiled = made().blocks[0]
+    compiled.compile(backend="eager")
+    assert "Compile its forward instead" in refused([compiled], mover, None, told)
     far = OffloadSettings(ahead=0)
     assert "ahead is 0" in refused(blocks, mover, None, told, settings=far)
 
@@ -418,3 +423,54 @@ def test_a_block_is_offloaded_or_recomputed_not_both(told):
     twin, offload = offloaded(made(), told)
     with pytest.raises(StreamError, match="Block is offloaded already"):
         offload.checkpoint(twin.blocks[0], torch.randn(1, 5, 12))
+
+
+def test_inputs_by_name_are_sent_too(told):
+    def mix(block, x, *, text):
+        return (x * block.gain).sin() * text
+
+    model, mover = Chain(mix), Recording()
+    offload = offload_activations([], mover, None, told, KIB, others=list(model.blocks))
+    x, text = torch.randn(256, 4, requires_grad=True), torch.randn(256, 4)
+    out = offload.checkpoint(model.blocks[0], text=text, x=x * 2)
+    assert mover.sizes == [WHOLE, WHOLE]
+    out.sum().backward()
+    grad, x.grad = x.grad, None
+    model(x * 2, text=text).sum().backward()
+    assert torch.equal(x.grad, grad)
+
+
+def test_a_block_that_fails_before_our_hook_is_no_end_of_another(told):
+    model = made()
+    twin, offload = offloaded(model, told)
+
+    def fail(module, args):
+        raise ArithmeticError("of the user's")
+
+    hook = twin.blocks[3].register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(ArithmeticError):
+        step(twin, 0)
+    hook.remove()
+    assert offload._running == []
+    assert_same(step(twin, 0), step(model, 0))
+
+
+def test_a_block_that_backward_comes_to_again_and_again(told):
+    """Its memory is given up when it was read, and fetched when it is asked for once more."""
+    model = made(num_blocks=2)
+    twin, offload = offloaded(model, told, [0])
+    results = []
+    for each in (model, twin):
+        each.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        hidden = each.blocks[0](torch.randn(2, 5, 12))
+        each.blocks[1](torch.randn(2, 5, 12))
+        each.blocks[1](torch.randn(2, 5, 12))
+        loss = hidden.square().mean()
+        for _ in range(3):
+            loss.backward(retain_graph=True)
+        results.append(([loss.detach()], {n: p.grad for n, p in each.named_parameters()}))
+    assert_same(*results)
+    counters = offload.counters()
+    assert counters.brought_nbytes == 3 * counters.sent_nbytes
+    assert counters.on_demand == 3 * counters.sent

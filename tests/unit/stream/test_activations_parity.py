@@ -76,6 +76,21 @@ def test_a_graph_that_is_used_twice(told):
     assert counters.brought_nbytes > counters.sent_nbytes, "it came back twice"
 
 
+def test_gradients_of_gradients(told):
+    model = made(num_blocks=3)
+    twin, offload = offloaded(model, told)
+    results = []
+    for each in (model, twin):
+        torch.manual_seed(0)
+        loss = each(torch.randn(2, 5, 4)).square().mean()
+        trained = [p for p in each.parameters() if p.requires_grad]
+        first = torch.autograd.grad(loss, trained, create_graph=True)
+        sum(one.square().sum() for one in first).backward()
+        results.append(([loss.detach()], {n: p.grad for n, p in each.named_parameters()}))
+    assert_same(*results)
+    assert offload.counters().brought_nbytes > 0
+
+
 def test_only_some_gradients_are_asked_for(told):
     model = made()
     twin, _ = offloaded(model, told)
