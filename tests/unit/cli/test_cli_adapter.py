@@ -1,0 +1,310 @@
+import json
+
+import pytest
+import torch
+from adapter_examples import make_lora, make_wan, same, shape_of, wan_modules
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from gracetune.adapters.delta import delta
+from gracetune.adapters.files import About, read_adapter, read_tensors, write_adapter
+from gracetune.adapters.layers import Adapter
+from gracetune.adapters.names import TABLES, Place
+from gracetune.cli.main import main
+
+STAGES = ("high", "low")
+
+
+def run(capsys, *words, code=0):
+    assert main(["adapter", *map(str, words)]) == code
+    return capsys.readouterr().out
+
+
+def told(capsys, *words, code=0):
+    return json.loads(run(capsys, *words, "--json", code=code))
+
+
+@pytest.fixture
+def lora(tmp_path):
+    about = About("base", "high", 0.875, "ohwx")
+    return write_adapter(tmp_path / "lora.safetensors", make_wan(alpha=2.0), "comfyui", about)
+
+
+def wan_model(path, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    weights = {f"{n}.weight": torch.randn(shape_of(n), generator=generator) for n in wan_modules()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(weights, path)
+    return path
+
+
+def test_inspect_tells_everything(capsys, lora):
+    found = told(capsys, "inspect", lora)
+    assert found["family"] == "wan"
+    assert found["form"] == "comfyui"
+    assert (found["stages"], found["stage_by"]) == (["high"], "its header")
+    assert found["algorithms"] == {"lora": 20}
+    assert found["ranks"] == {"4": 20}
+    assert found["alphas"] == {"2": 20}
+    assert found["targets"]["attn1.to_q"] == 2
+    assert found["metadata"]["gracetune.trigger"] == "ohwx"
+    layers = read_adapter(lora).layers
+    for place, layer in layers.items():
+        assert found["norms"][place.module] == pytest.approx(float(delta(layer).norm()), rel=1e-4)
+    total = sum(float(delta(x).norm()) ** 2 for p, x in layers.items() if "blocks.1." in p.module)
+    assert found["by_block"]["blocks.1"] == pytest.approx(total**0.5, rel=1e-4)
+    assert list(found["by_block"]) == ["blocks.0", "blocks.1"]
+
+
+def test_inspect_draws_bars_and_a_picture(capsys, lora, tmp_path):
+    layers = dict(read_adapter(lora).layers)
+    layers = {
+        p: x.map(lambda t: t * 0) if "blocks.1." in p.module else x for p, x in layers.items()
+    }
+    quiet = write_adapter(tmp_path / "quiet.safetensors", Adapter(TABLES["wan"], layers), "kohya")
+    text = run(capsys, "inspect", quiet, "--plot", tmp_path / "norms.png")
+    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("blocks.")}
+    assert lines["blocks.0"].count("█") == 40
+    assert "█" not in lines["blocks.1"]
+    image = Image.open(tmp_path / "norms.png")
+    colours = {colour for _, colour in image.convert("RGB").getcolors(100_000)}
+    assert (20, 60, 140) in colours  # the strongest
+    assert (235, 240, 247) in colours  # those without a change
+
+
+def test_inspect_of_two_stages_and_of_mixed_forms(capsys, tmp_path):
+    both = write_adapter(
+        tmp_path / "both.safetensors", make_wan("lokr-whole", stages=STAGES), "ai-toolkit-combined"
+    )
+    found = told(capsys, "inspect", both)
+    assert found["stages"] == ["high", "low"]
+    assert found["ranks"] == {"whole": 40}
+    assert "high: blocks.0.attn1.to_q" in found["norms"]
+    assert "only ai-toolkit" in run(capsys, "inspect", both)
+    mixed = {
+        "diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.ones(2, 4),
+        "lora_unet_blocks_0_self_attn_q.lora_up.weight": torch.ones(4, 2),
+        "proj_out.lora_A.default.weight": torch.ones(2, 4),
+        "proj_out.lora_B.weight": torch.ones(4, 2),
+    }
+    save_file(mixed, tmp_path / "mixed.safetensors")
+    assert told(capsys, "inspect", tmp_path / "mixed.safetensors")["form"].startswith("mixed: ")
+
+
+def test_convert_writes_a_form_and_says_what_to_know(capsys, lora, tmp_path):
+    out = tmp_path / "out.safetensors"
+    text = run(capsys, "convert", lora, "--to", "musubi", "-o", out)
+    assert "kohya" in text
+    assert same(read_adapter(out), read_adapter(lora))
+    assert read_tensors(out)[1]["gracetune.stage"] == "high"
+    assert "loads nothing" in run(capsys, "convert", lora, "--to", "bare")
+    assert (tmp_path / "lora-bare.safetensors").is_file()
+
+
+def test_convert_splits_and_joins_stages(capsys, tmp_path):
+    both = make_wan("lokr", stages=STAGES)
+    path = write_adapter(tmp_path / "both.safetensors", both, "ai-toolkit-combined")
+    found = told(capsys, "convert", path, "--to", "comfyui", "-o", tmp_path / "run.safetensors")
+    assert [file.rpartition("/")[2] for file in found["files"]] == [
+        "run_high_noise.safetensors",
+        "run_low_noise.safetensors",
+    ]
+    back = tmp_path / "again.safetensors"
+    high, low = found["files"]
+    run(capsys, "convert", low, high, "--to", "ai-toolkit-combined", "-o", back)
+    assert same(read_adapter(back), both)
+    run(capsys, "convert", path, "--stage", "low", "--to", "kohya", "-o", back)
+    assert same(read_adapter(back), read_adapter(tmp_path / "run_low_noise.safetensors"))
+    assert "Give the high one" in _error(
+        capsys, "convert", high, high, "--to", "ai-toolkit-combined"
+    )
+    assert "one file or two" in _error(capsys, "convert", high, low, low, "--to", "comfyui")
+
+
+def test_convert_of_two_files_that_say_no_stage_takes_them_in_order(capsys, tmp_path):
+    files = [
+        write_adapter(tmp_path / f"{name}.safetensors", make_wan(seed=seed), "comfyui")
+        for name, seed in (("a", 1), ("b", 2))
+    ]
+    out = tmp_path / "out.safetensors"
+    run(capsys, "convert", *files, "--to", "ai-toolkit-combined", "-o", out)
+    assert same(
+        read_adapter(out),
+        Adapter(
+            TABLES["wan"],
+            {
+                Place(stage, p.module): layer
+                for stage, seed in (("high", 1), ("low", 2))
+                for p, layer in make_wan(seed=seed).layers.items()
+            },
+        ),
+    )
+
+
+def test_convert_cuts_to_a_lora_and_says_what_is_lost(capsys, tmp_path):
+    path = write_adapter(tmp_path / "a.safetensors", make_wan("loha"), "comfyui")
+    out = tmp_path / "out.safetensors"
+    text = run(
+        capsys,
+        "convert",
+        path,
+        "--to",
+        "diffusers",
+        "--lora-rank",
+        "24",
+        "--dtype",
+        "bfloat16",
+        "-o",
+        out,
+    )
+    assert "lost by the cut: 0.00%" in text
+    tensors, _ = read_tensors(out)
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    assert all("lora_" in key for key in tensors)
+    found = told(capsys, "convert", path, "--to", "diffusers", "--lora-rank", "1", "-o", out)
+    assert found["lost"]["worst"] > 0.1
+    assert "at least 1" in _error(capsys, "convert", path, "--to", "diffusers", "--lora-rank", "0")
+
+
+def _error(capsys, *words, code=2):
+    assert main(["adapter", *map(str, words)]) == code
+    return capsys.readouterr().err
+
+
+def test_merge_of_several_into_one(capsys, lora, tmp_path):
+    other = write_adapter(tmp_path / "b.safetensors", make_wan(seed=5), "kohya")
+    out = tmp_path / "out.safetensors"
+    words = ["merge", lora, other, "--strength", "0.5", "--strength", "2", "-o", out]
+    found = told(capsys, *words)
+    assert found["form"] == "comfyui"
+    one, two, made = (read_adapter(path).layers for path in (lora, other, out))
+    for place, layer in made.items():
+        expected = 0.5 * delta(one[place]) + 2 * delta(two[place])
+        torch.testing.assert_close(delta(layer), expected, rtol=1e-4, atol=1e-4)
+        assert layer.tensors["down"].shape[0] == 8
+    cut = told(capsys, *words, "--rank", "3", "--to", "kohya")
+    assert cut["lost"]["worst"] > 0.0
+    assert "given 1 times for 2 files" in _error(capsys, *words[:5], "-o", out)
+
+
+def test_merge_of_both_stages_into_one_is_refused(capsys, tmp_path):
+    files = [
+        write_adapter(tmp_path / f"{s}.safetensors", make_wan(), "comfyui", About(stage=s))
+        for s in STAGES
+    ]
+    out = tmp_path / "out.safetensors"
+    assert "both stages" in _error(capsys, "merge", *files, "-o", out)
+    model = wan_model(tmp_path / "m.safetensors")
+    assert "both stages" in _error(capsys, "merge", *files, "--into", model, "-o", out)
+
+
+def test_merge_into_a_file_and_into_a_pipeline(capsys, lora, tmp_path):
+    model = wan_model(tmp_path / "m.safetensors")
+    out = tmp_path / "out.safetensors"
+    found = told(capsys, "merge", lora, "--into", model, "-o", out)
+    assert found["parts"]["m.safetensors"]["changed"] == 20
+    layer = read_adapter(lora).layers[Place(None, "blocks.0.attn1.to_q")]
+    key = "blocks.0.attn1.to_q.weight"
+    torch.testing.assert_close(load_file(out)[key], load_file(model)[key] + delta(layer))
+
+    pipeline = tmp_path / "pipe"
+    for name in ("transformer", "transformer_2"):
+        wan_model(pipeline / name / "m.safetensors")
+    (pipeline / "model_index.json").write_text("{}")
+    text = run(capsys, "merge", lora, "--into", pipeline, "-o", tmp_path / "merged")
+    assert "transformer: 20 modules changed" in text
+    low = load_file(tmp_path / "merged" / "transformer_2" / "m.safetensors")
+    assert torch.equal(low[key], load_file(model)[key])
+    plain = write_adapter(tmp_path / "plain.safetensors", make_wan(), "comfyui")
+    words = ["merge", plain, "--into", pipeline, "-o", tmp_path / "x"]
+    assert "two experts" in _error(capsys, *words)
+    assert "transformer_2: 20" in run(capsys, *words, "--stage", "low")
+
+
+def test_extract_finds_what_was_merged(capsys, lora, tmp_path):
+    model = wan_model(tmp_path / "m.safetensors")
+    tuned, out = tmp_path / "tuned.safetensors", tmp_path / "out.safetensors"
+    run(capsys, "merge", lora, "--into", model, "-o", tuned)
+    found = told(capsys, "extract", model, tuned, "--rank", "4", "--family", "wan", "-o", out)
+    assert found["modules"] == 20
+    assert found["lost"]["worst"] < 1e-2
+    layers = read_adapter(lora).layers
+    for place, layer in read_adapter(out).layers.items():
+        torch.testing.assert_close(delta(layer), delta(layers[place]), rtol=1e-2, atol=1e-2)
+    words = ["extract", model, tuned, "--rank", "4", "-o", out]
+    assert "needs --family" in _error(capsys, *words)
+    changed = load_file(tuned) | {"blocks.0.norm2.weight": torch.ones(24)}
+    save_file(changed, tuned)
+    save_file(load_file(model) | {"blocks.0.norm2.weight": torch.zeros(24)}, model)
+    text = run(capsys, *words, "--family", "wan", "--to", "kohya")
+    assert "1 other weights differ and are left out, blocks.0.norm2.weight first" in text
+
+
+def test_check_counts_and_fails(capsys, lora, tmp_path):
+    (found,) = told(capsys, "check", lora)
+    assert found["ok"]
+    assert [(t["tool"], t["matched"]) for t in found["targets"]] == [
+        ("diffusers", 20),
+        ("comfyui", 20),
+    ]
+    text = run(capsys, "check", lora, "--expect", "400", code=1)
+    assert "20 modules of 400 expected" in text
+    bare = write_adapter(tmp_path / "bare.safetensors", make_wan(), "bare")
+    assert "does NOT load" in run(capsys, "check", bare, code=1)
+    plain = write_adapter(tmp_path / "plain.safetensors", make_wan(), "diffusers")
+    run(capsys, "check", plain, "--stage", "low")
+    run(capsys, "check", plain, "--for", "comfyui", code=1)
+
+
+def test_check_reports_a_damaged_file_beside_a_good_one(capsys, lora, tmp_path):
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(lora.read_bytes()[:-9])
+    first, second = told(capsys, "check", broken, lora, code=2)
+    assert (first["ok"], first["kind"]) == (False, "truncated")
+    assert second["ok"]
+
+
+def test_check_against_a_models_config(capsys, lora, tmp_path):
+    config = {
+        "_class_name": "WanTransformer3DModel",
+        "num_attention_heads": 1,
+        "attention_head_dim": 24,
+        "ffn_dim": 48,
+        "num_layers": 2,
+        "text_dim": 8,
+        "freq_dim": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run(capsys, "check", lora, "--model", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_layers": 1}))
+    run(capsys, "check", lora, "--model", tmp_path / "config.json", "--for", "diffusers", code=1)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"surprise": 1}))
+    assert "surprise" in run(capsys, "check", lora, "--model", tmp_path, code=2)
+    assert "cannot be read" in _error(capsys, "check", lora, "--model", tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("family", ["flux", "qwen_image"])
+def test_check_of_other_families(capsys, family, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    kinds = {"proj_mlp": (48, 12), "net.0.proj": (48, 12), "net.2": (12, 48)}
+    layers = {}
+    for template in TABLES[family].surface:
+        module = template.format(0)
+        shape = next((s for end, s in kinds.items() if module.endswith(end)), (12, 12))
+        shape = (12, 60) if module.endswith("blocks.0.proj_out") else shape
+        layers[Place(None, module)] = make_lora(*shape, generator)
+    adapter = Adapter(TABLES[family], layers)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
+    (found,) = told(capsys, "check", path, "--for", "diffusers", "--for", "comfyui")
+    assert found["ok"]
+    assert {t["matched"] for t in found["targets"]} == {len(layers)}
+
+
+def test_a_family_without_a_pipeline_is_told(capsys, tmp_path):
+    layer = make_lora(4, 4, torch.Generator().manual_seed(0))
+    from gracetune.adapters.tables.types import open_table
+
+    adapter = Adapter(open_table("tiny"), {Place(None, "a.b"): layer})
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
+    assert "no pipeline is known" in run(capsys, "check", path, code=1)
+    assert told(capsys, "inspect", path)["family"] == "tiny"
