@@ -2,12 +2,18 @@
 
 Pure bookkeeping over block numbers: no tensors, no clocks. A pass is one call of the model with
 the backward that follows it. Its order is guessed for the first pass of a kind, learnt from that,
-and held against every later one. Uses of the same block in a row count as one.
+and held against every later one. Uses of the same block in a row count as one. Of several models
+that share the blocks' memory, such as two experts, a pass runs one: its first block says which.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LONGEST_PASS = 64
 """Uses a block that are remembered: what is longer was never announced as several passes."""
@@ -25,13 +31,22 @@ class Pass(Enum):
 class Schedule:
     """The expected order of each kind of pass, and where in it we are."""
 
-    def __init__(self, num_blocks: int) -> None:
-        there = list(range(num_blocks))
+    def __init__(self, num_blocks: int, starts: Sequence[int] = (0,)) -> None:
+        """`starts` has the first block of each model."""
         self.surprises = 0
         """Uses that a learnt order did not have next."""
-        self._orders = {Pass.TRAIN: there + there[-2::-1], Pass.SAMPLE: there}
-        self._learnt: set[Pass] = set()
-        self._kind = Pass.TRAIN
+        self._model_of = [
+            model
+            for model, (start, end) in enumerate(pairwise([*starts, num_blocks]))
+            for _ in range(start, end)
+        ]
+        self._orders: dict[tuple[Pass, int], list[int]] = {}
+        for model, (start, end) in enumerate(pairwise([*starts, num_blocks])):
+            there = list(range(start, end))
+            self._orders[Pass.TRAIN, model] = there + there[-2::-1]
+            self._orders[Pass.SAMPLE, model] = there
+        self._learnt: set[tuple[Pass, int]] = set()
+        self._kind = (Pass.TRAIN, 0)
         self._seen: list[int] = []
         self._longest = LONGEST_PASS * num_blocks
         self._next = 0
@@ -39,7 +54,7 @@ class Schedule:
     def begin(self, kind: Pass) -> None:
         """The model is called: learn from the pass that is over, expect the first block."""
         self._learn()
-        self._kind = kind
+        self._kind = (kind, self._kind[1])  # the model that ran last runs on, until it does not
         self._seen = []
         self._next = 0
 
@@ -50,6 +65,8 @@ class Schedule:
 
     def used(self, block: int) -> bool:
         """Take note of a use; false where another was expected from a learnt order."""
+        if not self._seen:
+            self._kind = (self._kind[0], self._model_of[block])
         if len(self._seen) < self._longest:
             self._seen.append(block)
         as_expected = block == self.expected()

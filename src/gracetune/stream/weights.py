@@ -83,18 +83,21 @@ def stream_weights(
     tell: Callable[[Notice], None],
     slots: int = DEFAULT_SLOTS,
     poison: bool = False,
+    starts: Sequence[int] = (0,),
 ) -> Ring:
     """Stream the frozen weights of some blocks of a model, given in the order forward uses them.
 
     All else of the model is brought to the device. `poison` fills a slot with NaN before it is
-    filled with weights: for finding who reads too late.
+    filled with weights: for finding who reads too late. Where a call of the model runs one of
+    several parts, such as experts, `starts` has the number of each part's first block.
     """
     if slots < LEAST_SLOTS:
         raise StreamError(
             f"a ring of {slots} slot(s) was asked for; one holds the block in use and another what "
             f"comes next, so at least {LEAST_SLOTS} are needed. Ask for {DEFAULT_SLOTS}."
         )
-    return Ring(model, blocks, mover, tell, slots, poison)
+    schedule = Schedule(len(blocks), starts)
+    return Ring(model, blocks, mover, tell, schedule, slots, poison)
 
 
 class Ring:
@@ -106,6 +109,7 @@ class Ring:
         blocks: Sequence[nn.Module],
         mover: Mover,
         tell: Callable[[Notice], None],
+        schedule: Schedule,
         slots: int,
         poison: bool,
     ) -> None:
@@ -122,7 +126,7 @@ class Ring:
         """Where parameters must still be: whoever moves them means something that we do not do."""
         bring_rest(model, self._regions, mover.device)
         self._slots = Slots(mover, max(region.nbytes for region in self._regions), slots)
-        self._schedule = Schedule(len(blocks))
+        self._schedule = schedule
         self._in_use: int | None = None
         """The block whose weights were asked for last."""
         self._calls = [0] * len(blocks)

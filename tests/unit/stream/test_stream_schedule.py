@@ -145,3 +145,16 @@ def test_any_order_is_foreseen_the_second_time(passes, kinds):
         assert sorted(schedule.ahead()) == list(range(6))
         assert schedule.used(block)
     assert schedule.surprises == before
+
+
+def test_of_two_models_each_keeps_its_own_order():
+    schedule = Schedule(5, starts=(0, 3))
+    first, second = [0, 1, 2, 1, 0], [3, 4, 3]
+    for _ in range(2):
+        assert all(run(schedule, Pass.TRAIN, first))
+        assert all(run(schedule, Pass.TRAIN, second))
+    assert schedule.surprises == 0
+    schedule.begin(Pass.TRAIN)
+    assert schedule.expected() == 3, "the one that ran last"
+    schedule.used(0)
+    assert schedule.ahead() == [1, 2, 0], "and from its first block on the other"

@@ -1,0 +1,136 @@
+"""A plan applied to a model: what streams, what is kept, what waits in host memory."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gracetune.stream.activations import offload_activations
+from gracetune.stream.blocks import Compiler, run_blocks
+from gracetune.stream.weights import DEFAULT_SLOTS, stream_weights
+from gracetune.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from gracetune.events.types import Notice
+    from gracetune.plan.result import BlockPlan
+    from gracetune.stream.activations import Offload, OffloadSettings
+    from gracetune.stream.blocks import Keeping
+    from gracetune.stream.movers import Mover
+    from gracetune.stream.weights import Ring
+
+    Tell = Callable[[Notice], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How every transformer of a model runs; two experts run alike."""
+
+    blocks: Sequence[BlockPlan]
+    compiled: bool
+    slots: int = DEFAULT_SLOTS
+    offload: OffloadSettings | None = None
+    least_sent: int = MIB
+    """Activations smaller than this stay on the device."""
+
+
+class Placed:
+    """A model that runs as planned; `close` leaves all of it on the device as it was made."""
+
+    def __init__(
+        self,
+        ring: Ring | None,
+        offload: Offload | None,
+        compiler: Compiler | None,
+        undo: ExitStack,
+    ) -> None:
+        self.ring = ring
+        self.offload = offload
+        self.compiler = compiler
+        self._undo = undo
+
+    def close(self) -> None:
+        """The last that was put on goes first."""
+        self._undo.close()
+
+
+def place(
+    model: nn.Module,
+    transformers: Sequence[Sequence[nn.Module]],
+    layout: Layout,
+    mover: Mover,
+    tell: Tell,
+    backend: str = "inductor",
+) -> Placed:
+    """Bring a model to the device as a plan says; `transformers` has the blocks of each.
+
+    Call it when it is settled what is trained: frozen weights stream, others never do.
+    """
+    undo = ExitStack()
+    blocks = [block for part in transformers for block in part]
+    plans = [plan for _ in transformers for plan in layout.blocks]
+    ring = _stream(model, transformers, layout, mover, tell)
+    if ring is None:
+        model.to(mover.device)
+    else:
+        undo.callback(ring.close)
+    offload = _offload(blocks, plans, layout, ring, mover, tell)
+    if offload is not None:
+        undo.callback(offload.close)
+    compiler = Compiler(tell, backend) if layout.compiled else None
+    if compiler is not None:
+        undo.callback(compiler.close)
+    keeping = [_keeping(plan, layout.compiled) for plan in plans]
+    running = run_blocks(blocks, keeping, compiler, ring)
+    undo.callback(running.close)
+    return Placed(ring, offload, compiler, undo)
+
+
+def _keeping(plan: BlockPlan, compiled: bool) -> Keeping:
+    """What a block does not compute again. An offloaded one keeps it elsewhere: compiled, the lean
+    set; eager, all that autograd saves, since a policy's own savings cannot be sent.
+    """
+    if plan.activations == "offload":
+        return "lean" if compiled else "keep"
+    return plan.activations
+
+
+def _stream(
+    model: nn.Module,
+    transformers: Sequence[Sequence[nn.Module]],
+    layout: Layout,
+    mover: Mover,
+    tell: Tell,
+) -> Ring | None:
+    chosen = [i for i, plan in enumerate(layout.blocks) if plan.weights == "streamed"]
+    if not chosen:
+        return None
+    streamed = [part[index] for part in transformers for index in chosen]
+    starts = [number * len(chosen) for number in range(len(transformers))]
+    return stream_weights(model, streamed, mover, tell, layout.slots, starts=starts)
+
+
+def _offload(
+    blocks: Sequence[nn.Module],
+    plans: Sequence[BlockPlan],
+    layout: Layout,
+    ring: Ring | None,
+    mover: Mover,
+    tell: Tell,
+) -> Offload | None:
+    sends = [p.activations == "offload" or p.offload_input for p in plans]
+    if not any(sends):
+        return None
+    return offload_activations(
+        [block for block, sent in zip(blocks, sends, strict=True) if sent],
+        mover,
+        ring,
+        tell,
+        layout.least_sent,
+        others=[block for block, sent in zip(blocks, sends, strict=True) if not sent],
+        settings=layout.offload,
+    )

@@ -1,0 +1,101 @@
+"""A plan on a model of two experts gives the numbers of the plain model."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gracetune.models.experts import Experts
+from gracetune.plan.result import BlockPlan
+from gracetune.stream.activations import OffloadSettings
+from gracetune.stream.movers import SynchronousMover
+from gracetune.train.place import Layout, place
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WIDTH, TOKENS = 16, 32
+WAYS = [
+    BlockPlan(weights, activations, offload_input)
+    for weights, (activations, offload_input) in itertools.product(
+        ("resident", "streamed"),
+        [("keep", False), ("lean", False), ("offload", False), ("recompute", True)],
+    )
+]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.trained = nn.Parameter(torch.randn(WIDTH) * 0.1)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(x))) * (1 + self.trained)
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in WAYS)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make():
+    torch.manual_seed(0)
+    model = Experts(Transformer(), Transformer())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("trained" in name)
+    return model
+
+
+def gradients(model, expert):
+    x = torch.linspace(-1, 1, 2 * TOKENS * WIDTH).view(2, TOKENS, WIDTH).sin()
+    model(x, expert=expert).square().mean().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    assert len(found) == len(WAYS)
+    return found
+
+
+def parts(model):
+    return [list(model.high.blocks), list(model.low.blocks)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_way_at_once_gives_the_same_gradients(compiled):
+    expected = {expert: gradients(make(), expert) for expert in ("high", "low")}
+    model, told = make(), []
+    torch._dynamo.reset()
+    layout = Layout(WAYS, compiled, slots=2, offload=OffloadSettings(poison=True), least_sent=1)
+    mover = SynchronousMover()
+    placed = place(model, parts(model), layout, mover, told.append, "aot_eager_decomp_partition")
+    for expert in ("high", "low", "low", "high", "high"):
+        for ours, theirs in zip(gradients(model, expert), expected[expert], strict=True):
+            if compiled:
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+            else:
+                assert torch.equal(ours, theirs)
+    assert placed.ring.counters().surprises == 0
+    assert placed.offload.counters().sent_nbytes > 0
+    assert not [notice for notice in told if notice.fallback]
+    placed.close()
+    torch._dynamo.reset()
+    for ours, theirs in zip(gradients(model, "low"), expected["low"], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_nothing_is_wrapped_that_need_not_be():
+    model = make()
+    plans = [BlockPlan("resident", "keep")] * len(WAYS)
+    placed = place(model, parts(model), Layout(plans, False), SynchronousMover(), print)
+    assert placed.ring is None
+    assert placed.offload is None
+    assert placed.compiler is None
+    placed.close()
