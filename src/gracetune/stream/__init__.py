@@ -1,1 +1,1 @@
-"""What moves between host and device during a step: frozen weights, and who is fetched when."""
+"""What moves between host and device during a step: frozen weights and activations."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.stream.movers import Lane, SynchronousMover, Waits
-from gracetune.stream.parcels import WINDOW, Distance
+from gracetune.stream.movers import POISON, Lane, SynchronousMover, Waits
+from gracetune.stream.parcels import WINDOW, Distance, Remains
 from gracetune.stream.storages import (
     SharedInputs,
     bytes_of,
@@ -17,7 +17,7 @@ from gracetune.stream.storages import (
     storages_in,
     weights_of,
 )
-from gracetune.stream.transport import ALIGNMENT, HostPool
+from gracetune.stream.transport import ALIGNMENT, HostPool, Transport
 
 
 class Counting(SynchronousMover):
@@ -99,6 +99,23 @@ def test_a_closed_pool_gives_everything_up():
     pool.close()
     assert mover.gone == mover.slabs
     assert pool.nbytes == 0
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_memory_that_is_given_up_is_poisoned_unless_others_hold_it(poison):
+    pool, mover = pool_of()
+    transport = Transport(mover, pool, poison)
+    host, device, held = pool.take(64), torch.zeros(16), torch.zeros(16)
+    host.zero_()
+    other = held.view(4, 4)
+    arrival = mover.copy(device.view(torch.uint8), host, False, Lane.BACK)
+    transport.left += [Remains(host, device, arrival)]
+    transport.clear_up()
+    assert bool((host == POISON).all()) == poison
+    assert bool(device.isnan().all()) == poison
+    transport._spoil(held)
+    assert (other == 0).all()
+    assert pool._lent == 0
 
 
 def run(distance, waits, block_nbytes=10):
