@@ -16,7 +16,7 @@ from gracetune.durable import write_text
 from gracetune.errors import ConfigError, GracetuneError, RunFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from gracetune.cache.ranks import Ranks
@@ -182,11 +182,24 @@ class GenerationFolder:
         write_text(self._mark(self._ranks.rank), str(number))
         marks = [self._mark(rank) for rank in range(self._ranks.world)]
         if self._ranks.rank == 0 and all(mark.exists() for mark in marks):
-            reading = [int(mark.read_text()) for mark in marks]
-            for path in self._folder.glob("generation-*"):
-                made = int(path.name.partition("-")[2])
-                if not min(reading) <= made <= max(reading) + 1:
-                    shutil.rmtree(path)
+            for path in left_over(self._folder, marks):
+                shutil.rmtree(path)
 
     def _mark(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}-reads"
+
+
+def left_over(folder: Path, marks: Sequence[Path]) -> list[Path]:
+    """The generations that no rank reads or makes next, as its mark says; without a mark, all."""
+    reading = [int(mark.read_text()) for mark in marks]
+    first, last = min(reading, default=0), max(reading, default=-2) + 1
+    return [
+        path
+        for path in sorted(folder.glob("generation-*"))
+        if not first <= int(path.name.partition("-")[2]) <= last
+    ]
+
+
+def marks_in(folder: Path) -> list[Path]:
+    """What the ranks of a run have last said that they read."""
+    return sorted(folder.glob("rank-*-reads"))

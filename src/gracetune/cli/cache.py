@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -112,11 +113,11 @@ def _verify(args: argparse.Namespace, tell: Tell) -> int:
 
 
 def _collect(args: argparse.Namespace, tell: Tell) -> int:
-    from gracetune.cache.collect import compact, find_leftovers
+    from gracetune.cache.collect import compact, disk_nbytes, find_leftovers
     from gracetune.cache.inspect import caches_in
     from gracetune.cache.shard_store import ShardStore
     from gracetune.models.family import load_family
-    from gracetune.train.wanted import cache_root, wanted_keys
+    from gracetune.train.wanted import cache_root, old_generations, wanted_keys
 
     runs = [load_run_file(path).run for path in args.run_files]
     wanted = {key for run in runs for key in wanted_keys(run, load_family(run.model), tell)}
@@ -141,6 +142,13 @@ def _collect(args: argparse.Namespace, tell: Tell) -> int:
         verb = "deleted" if args.yes else "would delete"
         lines.append(f"{folder}: {verb} {len(left.keys)} entries, {format_bytes(left.nbytes)}")
         lines += [f"  {count} {kind}" for kind, count in left.kinds.items()]
+    for path in (path for run in runs for path in old_generations(run)):
+        nbytes = sum(disk_nbytes(file) for file in path.rglob("*"))
+        if args.yes:
+            shutil.rmtree(path)
+        told.append({"folder": str(path), "nbytes": nbytes, "deleted": args.yes})
+        verb = "deleted" if args.yes else "would delete"
+        lines.append(f"{path}: {verb} the whole generation, {format_bytes(nbytes)}")
     if not args.yes:
         lines.append("Nothing was deleted. Give --yes to do so.")
     _print(args, told, lines)

@@ -1,8 +1,8 @@
 """Taking over what ai-toolkit or SimpleTuner encoded, where it is what we would have encoded.
 
 Their keys say neither what was in the picture nor which encoder it was, so nothing is believed:
-the picture must be older than its entry, the geometry must be ours, and the first entry of a
-folder is compared with what our own encoder makes of its picture.
+the picture must be older than its entry, the geometry must be ours, a text must tell its caption,
+and the first entry of each kind is compared with what our own encoder makes of the same.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ import torch
 
 from gracetune.cache.fill import Picture, pixels_of
 from gracetune.cache.foreign import TEXT_FOLDER, read_foreign
-from gracetune.cache.keys import Key, latent_key
+from gracetune.cache.foreign_text import captions_by_digest, digest_in, match_text, take_text
+from gracetune.cache.keys import Key, latent_key, text_key
 from gracetune.cache.serve import Recipes
 from gracetune.cache.shard_store import ShardStore
+from gracetune.cache.tiling import choose_tiling
 from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
 from gracetune.errors import CacheError
+from gracetune.train.feed import EMPTY
 from gracetune.train.wanted import cache_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import Tensor
+
     from gracetune.cache.foreign import ForeignEntry
+    from gracetune.cache.foreign_text import Match
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Shape
     from gracetune.events.types import Event
@@ -59,31 +65,89 @@ class _Place:
 def import_foreign(
     run: RunFile, family: Family, folder: Path, tell: Tell, *, write: bool
 ) -> Outcome:
-    """Take over the latents in a folder that belong to pictures of the run."""
+    """Take over what a folder has of the pictures and captions of the run."""
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".safetensors", ".pt")]
     if not files:
         raise CacheError(f"{folder} has no .safetensors or .pt file: nothing to import.")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     places = dict(_places(run, family, recipes, tell))
-    encoder, outcome, compared = family.identity()["latents"], Outcome(), False
-    with ShardStore(cache_root(run) / "latents", tell) as store:
+    latents, texts = _Latents(family, recipes, places), _Texts(family, places)
+    outcome, root = Outcome(), cache_root(run)
+    with ShardStore(root / "latents", tell) as pictures, ShardStore(root / "text", tell) as words:
         for path in files:
+            is_text = path.parent.name == TEXT_FOLDER or digest_in(path.stem) is not None
             try:
-                entry = read_foreign(path)
-                place = _demand_ours(path, entry, places, family)
-                if not compared:
-                    _demand_alike(path, entry, place.picture, family, recipes)
-                    compared = True
+                key, entry = (texts if is_text else latents)(path)
             except CacheError as error:
                 outcome.refused[str(path)] = str(error)
                 continue
-            picture = place.picture
-            key = latent_key(picture.sample, picture.size, encoder, picture.recipe)
             if write:
                 imported = Key(key, {**key.about, "imported from": path.name})
-                store.put(imported, {"latents": entry.tensors["latents"]})
+                (words if is_text else pictures).put(imported, entry)
             outcome.taken.append(key)
     return outcome
+
+
+class _Latents:
+    """Their latents; the first that fits is compared with ours."""
+
+    def __init__(self, family: Family, recipes: Recipes, places: dict[str, _Place]) -> None:
+        self._family = family
+        self._recipes = recipes
+        self._places = places
+        self._encoder = family.identity()["latents"]
+        self._compared = False
+
+    def __call__(self, path: Path) -> tuple[Key, dict[str, Tensor]]:
+        entry = read_foreign(path)
+        picture = _demand_ours(path, entry, self._places, self._family).picture
+        if not self._compared:
+            _demand_alike(path, entry, picture, self._family, self._recipes)
+            self._compared = True
+        key = latent_key(picture.sample, picture.size, self._encoder, picture.recipe, picture.tiled)
+        return key, {"latents": entry.tensors["latents"]}
+
+
+class _Texts:
+    """Their texts; the first with such tensors shows how they name and pad what we have without."""
+
+    def __init__(self, family: Family, places: dict[str, _Place]) -> None:
+        self._family = family
+        self._places = places
+        self._encoder = family.identity()["text"]
+        captions = {place.picture.sample.caption for place in places.values()} | {EMPTY}
+        self._by_digest = captions_by_digest(captions)
+        self._captions = captions
+        self._matches: dict[frozenset[str], dict[str, Match]] = {}
+
+    def __call__(self, path: Path) -> tuple[Key, dict[str, Tensor]]:
+        entry = read_foreign(path)
+        caption = self._caption(path, entry)
+        kind = frozenset(entry.tensors)
+        if kind not in self._matches:
+            (ours,) = self._family.encode_text([caption])
+            self._matches[kind] = match_text(entry.tensors, ours)
+        return text_key(caption, self._encoder), take_text(entry.tensors, self._matches[kind])
+
+    def _caption(self, path: Path, entry: ForeignEntry) -> str:
+        """By the digest in its name, by what it says, or by the text file beside its picture."""
+        digest = digest_in(path.stem)
+        if digest is not None:
+            if digest not in self._by_digest:
+                raise CacheError("it is named by a caption that the run does not have")
+            return self._by_digest[digest]
+        if "caption" in entry.made_by:
+            told = str(entry.made_by["caption"])
+            if told not in self._captions:
+                raise CacheError(f"the run has no caption {told!r}")
+            return told
+        if entry.stem not in self._places:
+            raise CacheError(f"no picture of the run is called {entry.stem!r}")
+        place = self._places[entry.stem]
+        written = place.file.with_suffix(".txt")
+        if not written.is_file() or written.stat().st_mtime > path.stat().st_mtime:
+            raise CacheError("it does not say which caption it is of, and the text file is newer")
+        return place.picture.sample.caption
 
 
 def _places(
@@ -92,12 +156,14 @@ def _places(
     """By the stem of the file, as the other tools name their entries."""
     folder = Path(run.output_dir)
     ledger = CorruptionLedger(tell, folder / "corruption.json")
+    tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
     for index, section in enumerate(run.datasets):
         opened = open_dataset(section, index, tell, ledger)
         plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
         for size, samples in plan.buckets.items():
             for sample in samples:
-                picture = Picture(sample, (size[0], size[1]), opened.source, recipes(sample, 0))
+                tiled = tiling.of(size, sample.kind)
+                picture = Picture(sample, size, opened.source, recipes(sample, 0), tiled)
                 file = Path(section.instance_data_dir or "") / sample.key
                 yield Path(sample.key).stem, _Place(picture, file)
 
@@ -105,8 +171,6 @@ def _places(
 def _demand_ours(
     path: Path, entry: ForeignEntry, places: dict[str, _Place], family: Family
 ) -> _Place:
-    if path.parent.name == TEXT_FOLDER:
-        raise CacheError("texts are padded and named by the other tool's rules; build encodes them")
     if entry.stem not in places:
         raise CacheError(f"no picture of the run is called {entry.stem!r}")
     place = places[entry.stem]

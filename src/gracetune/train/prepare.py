@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     Tell = Callable[[Event], None]
 
 
+GENERATIONS = "generations"
+"""In the run's folder: what `refresh_each_epoch` encodes anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """What preparing a data set needs, whichever it is."""
@@ -153,7 +157,7 @@ def generations_of(
     prep: Preparation, trained: Sequence[Group], sources: Mapping[str, Source]
 ) -> Generations:
     """The refreshed data sets: where their generations are, and how one is made."""
-    own = GenerationFolder(prep.folder / "generations", prep.ranks)
+    own = GenerationFolder(prep.folder / GENERATIONS, prep.ranks)
 
     def fill(store: Store, number: int, stopping: threading.Event) -> None:
         def encode(pixels: Tensor) -> Tensor:

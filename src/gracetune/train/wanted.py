@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cache.generations import mode_of
+from gracetune.cache.generations import left_over, marks_in, mode_of
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.serve import Recipes
+from gracetune.cache.shard_store import is_cache
 from gracetune.cache.tiling import choose_tiling
 from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
 from gracetune.errors import CacheError
+from gracetune.train.build import CHECKPOINT_FOLDER
+from gracetune.train.checkpoint import complete
 from gracetune.train.feed import EMPTY
+from gracetune.train.prepare import GENERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +33,17 @@ def cache_root(run: RunFile) -> Path:
     """The folder of a run's caches."""
     named = run.cache_config.cache_dir
     return Path(named) if named else Path(run.output_dir) / "cache"
+
+
+def old_generations(run: RunFile) -> list[Path]:
+    """Refreshed latents in the run's folder that it will not read: all of them, once it is done."""
+    folder = Path(run.output_dir)
+    steps = [int(path.name.removeprefix("step-")) for path in complete(folder / CHECKPOINT_FOLDER)]
+    done = bool(steps) and steps[-1] >= run.train.max_train_steps
+    refreshed = any(mode_of(section) == "refresh_each_epoch" for section in run.datasets)
+    kept = folder / GENERATIONS
+    found = left_over(kept, marks_in(kept) if refreshed and not done else [])
+    return [path for path in found if is_cache(path)]
 
 
 def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> set[Key]:

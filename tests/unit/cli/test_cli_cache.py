@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from gracetune.cache.keys import text_key
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cli.main import main
 from gracetune.config.schema import RunFile
@@ -230,8 +232,86 @@ def test_entries_that_do_not_fit_are_left_out_by_name_and_reason(root, foreign, 
     assert "flipped" in reasons["k"]
     assert "its latents are" in reasons["l"]
     every = " ".join(told["left_out"].values())
-    for reason in ("another encoder", "newer than the entry", "'stranger'", "padded"):
+    for reason in ("another encoder", "newer than the entry", "'stranger'", "like our 'tokens'"):
         assert reason in every
+
+
+@pytest.fixture
+def texts(root, built, capsys):
+    """What the tools would have kept of three captions: padded, in their names and precision."""
+    run = RunFile.model_validate_json((root / "run.json").read_text())
+    family = load_family(run.model)
+    pictures = sorted((built / "data").rglob("*.png"))[:3]
+    captions = [picture.with_suffix(".txt").read_text().strip() for picture in pictures]
+    tokens = [entry["tokens"] for entry in family.encode_text(captions)]
+    padded = [torch.cat([t, torch.zeros(40 - len(t), t.shape[1])])[None] for t in tokens]
+    folder = root / "theirs"
+    (folder / "_t_e_cache").mkdir(parents=True)
+    shutil.rmtree(root / "cache" / "text")
+    named = folder / "_t_e_cache" / f"{pictures[0].stem}_{'h' * 22}.safetensors"
+    mask = torch.arange(40) < len(tokens[0])
+    save_file({"text_embed": padded[0].half(), "attention_mask": mask.long()}, named)
+    told = folder / "_t_e_cache" / f"other_{'h' * 22}.safetensors"
+    save_file({"text_embed": padded[1].half()}, told, {"caption": json.dumps(captions[1])})
+    digest = hashlib.md5(captions[2].encode()).hexdigest()
+    torch.save({"prompt_embeds": padded[2]}, folder / f"{digest}-tiny.pt")
+    return folder, captions, tokens
+
+
+def test_texts_of_both_tools_are_taken_over_without_their_padding(root, texts, capsys):
+    folder, captions, tokens = texts
+    told = answer(capsys, "import", root / "run.json", folder, "--yes")
+    assert (len(told["imported"]), told["left_out"]) == (3, {})
+    identity = load_family(
+        RunFile.model_validate_json((root / "run.json").read_text()).model
+    ).identity()["text"]
+    with ShardStore(root / "cache" / "text") as store:
+        kept = [store.get(text_key(caption, identity)) for caption in captions]
+    for entry, ours in zip(kept, tokens, strict=True):
+        torch.testing.assert_close(entry["tokens"], ours, rtol=2e-3, atol=2e-3)
+
+
+def test_texts_that_do_not_tell_their_caption_are_left_out(root, texts, built, capsys):
+    folder, *_ = texts
+    (pt,) = folder.glob("*.pt")
+    pt.rename(folder / f"{'0' * 32}-tiny.pt")
+    first, second = sorted((folder / "_t_e_cache").iterdir(), key=lambda p: "other" in p.name)
+    os.utime(first, (1, 1))
+    embed = torch.zeros(1, 40, 64)
+    save_file({"text_embed": embed}, second, {"caption": "never heard of"})
+    save_file({"text_embed": embed}, second.with_name(f"stranger_{'i' * 22}.safetensors"))
+    told = answer(capsys, "import", root / "run.json", folder)
+    assert told["imported"] == []
+    every = " ".join(told["left_out"].values())
+    for reason in (
+        "a caption that the run does not have",
+        "the text file is newer",
+        "no caption 'never heard of'",
+        "no picture of the run is called 'stranger'",
+    ):
+        assert reason in every
+
+
+def test_old_generations_are_collected_and_what_is_read_next_is_kept(root, built, capsys):
+    modes = {"augmentations_cache_mode": "refresh_each_epoch", "crop": "random"}
+    path = write_run(root, built, "fresh", **modes)
+    run = RunFile.model_validate_json(path.read_text())
+    assert main(["cache", "build", str(path)]) == 0
+    folder = Path(run.output_dir) / "generations"
+    for number in (1, 2, 3, 7):
+        ShardStore(folder / f"generation-{number}").close()
+    (folder / "rank-0-reads").write_text("2")
+    (folder / "generation-9").mkdir()
+    shown = [one for one in answer(capsys, "gc", path) if "generation-" in one["folder"]]
+    assert [Path(one["folder"]).name for one in shown] == ["generation-1", "generation-7"]
+    assert "the whole generation" in lines(capsys, "gc", path, "--yes")
+    left = sorted(one.name for one in folder.glob("generation-*"))
+    assert left == ["generation-2", "generation-3", "generation-9"]
+    done = Path(run.output_dir) / "checkpoints" / f"step-{run.train.max_train_steps:08d}"
+    done.mkdir(parents=True)
+    (done / "manifest.json").write_text("{}")
+    answer(capsys, "gc", path, "--yes")
+    assert [one.name for one in folder.glob("generation-*")] == ["generation-9"]
 
 
 def test_a_folder_with_nothing_to_import_is_an_error(root, tmp_path, capsys):
