@@ -33,6 +33,10 @@ class ModelError(GracetuneError):
     """Model weights are missing or do not fit what was asked for."""
 
 
+class HostError(GracetuneError):
+    """A host is not installed, or no longer has what we hook."""
+
+
 class PortError(GracetuneError):
     """A repository, its branches or a patch set do not allow what was asked."""
 

@@ -31,6 +31,7 @@ VERBS = {
     "diagnose": ("gracetune.cli.diagnose", "check this machine and say what to do"),
     "env": ("gracetune.cli.env", "show what the environment sets, and what that will do"),
     "baseline": ("gracetune.cli.baseline", "measure a run, and tell whether it got slower"),
+    "host": ("gracetune.cli.host", "use gracetune inside an unmodified SimpleTuner"),
     "port": ("gracetune.cli.port", "keep a fork alive on top of a newer upstream"),
     "examples": ("gracetune.cli.examples", "list, print or copy the example run files"),
 }

@@ -1,0 +1,72 @@
+"""Where accelerate enters: `-m gracetune.hosts.simpletuner .../simpletuner/train.py ...`.
+
+`ACCELERATE_EXTRA_ARGS="-m gracetune.hosts.simpletuner"` makes SimpleTuner's own command and WebUI
+start it so, on every rank.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gracetune.config.environment import claim_process_alloc_conf, process_environment
+from gracetune.errors import GracetuneError, HostError
+from gracetune.hosts.probe import find_installed, probe, probe_lines
+from gracetune.hosts.simpletuner.needs import KNOWN, NEEDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gracetune.hosts.simpletuner.plugin import Plugin
+
+WAY_OUT = "Install both into one environment: pip install simpletuner gracetune."
+
+
+def check() -> list[str]:
+    """Probe the installed SimpleTuner; HostError with the table where it does not fit."""
+    installed = find_installed("simpletuner", WAY_OUT)
+    found = probe(installed.root, NEEDS)
+    lines = probe_lines(installed, found, KNOWN)
+    if not all(each.fits for each in found):
+        raise HostError("\n".join(lines))
+    return lines
+
+
+def enter(argv: Sequence[str]) -> None:
+    """Check, hook, and run the script as if it had been started itself."""
+    if not argv:
+        raise HostError(
+            "there is no script to run. This is for accelerate: set "
+            'ACCELERATE_EXTRA_ARGS="-m gracetune.hosts.simpletuner" and start SimpleTuner.'
+        )
+    check()
+    claim_process_alloc_conf()
+    from gracetune.hosts.simpletuner.hooks import install
+
+    install(make_plugin(), import_module)
+    sys.argv = list(argv)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def make_plugin() -> Plugin:
+    """The plug-in of this process; ranks of one user on one machine share staged data sets."""
+    import torch
+
+    from gracetune.hosts.simpletuner.plugin import Plugin
+    from gracetune.memory.machine import open_machine
+
+    pin = torch.Tensor.pin_memory if torch.cuda.is_available() else torch.Tensor.contiguous
+    meet_in = Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"
+    return Plugin(process_environment(), lambda: open_machine(0), pin, meet_in)
+
+
+if __name__ == "__main__":
+    try:
+        enter(sys.argv[1:])
+    except GracetuneError as error:
+        sys.stderr.write(f"gracetune: {error}\n")
+        sys.exit(error.exit_code)

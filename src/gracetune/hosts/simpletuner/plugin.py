@@ -1,0 +1,161 @@
+"""What the hooks share while SimpleTuner runs: its configuration's blocks, data and tensors held in
+memory, the ramp, and where batches are placed."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gracetune.config.environment import environment_settings
+from gracetune.data.budget import host_room
+from gracetune.errors import ConfigError
+from gracetune.events.types import Notice
+from gracetune.hosts.simpletuner.blocks import Blocks, take_blocks, take_staged
+from gracetune.hosts.simpletuner.ramp import Ramp, build_schedule
+from gracetune.hosts.simpletuner.shelf import TensorMemory, stage
+from gracetune.memory.placement import place_batch, placement_table
+from gracetune.memory.session import MemorySession
+from gracetune.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+    from types import SimpleNamespace
+
+    import torch
+
+    from gracetune.events.types import Event
+    from gracetune.hosts.simpletuner.blocks import StagedSet
+    from gracetune.hosts.simpletuner.shelf import Shelf
+    from gracetune.memory.machine import Machine
+
+log = logging.getLogger("gracetune")
+IN_MEMORY = ("memory", "unified_memory")
+_MEMORY_SHARE = 0.5
+"""Of what the host can spare, for tensors of caches, where nothing is said."""
+
+
+def tell(event: Event) -> None:
+    """Notices go to the log of the run; progress is SimpleTuner's to show."""
+    if isinstance(event, Notice):
+        log.log(logging.WARNING if event.level == "warning" else logging.INFO, "%s", event.text)
+
+
+class Plugin:
+    """One a process."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        open_machine: Callable[[], Machine],
+        pin: Callable[[torch.Tensor], torch.Tensor],
+        meet_in: Path | None = None,
+    ) -> None:
+        self.blocks = Blocks()
+        self.memory: TensorMemory | None = None
+        self.runtime: dict[str, object] = {}
+        self._environment = environment
+        self._pin = pin
+        self._meet_in = meet_in
+        self._sets: dict[str, StagedSet] = {}
+        self._shelves: dict[str, Shelf] = {}
+        self._session = MemorySession(open_machine, lambda: environment_settings(environment), tell)
+
+    def take_config(self, config: Mapping[str, object]) -> dict[str, object]:
+        """What SimpleTuner may see of its configuration."""
+        rest, self.blocks = take_blocks(config, self._environment)
+        for text in self.blocks.notices:
+            log.info("%s", text)
+        self._session.override = self.blocks.gh200.enable_uvm_hints
+        cache = self.blocks.cache
+        if cache is not None and {cache.vae_cache_type, cache.text_cache_type} & {*IN_MEMORY}:
+            budget = self._budget(cache.host_budget_gb)
+            self.memory = TensorMemory(budget, self._pin)
+            log.info("cache files are kept in host memory, up to %s", format_bytes(budget))
+        return rest
+
+    def _budget(self, limit_gib: float | None) -> int:
+        """Ranks of one machine share what it has."""
+        if limit_gib is not None:
+            return int(limit_gib * GIB)
+        ranks = int(self._environment.get("LOCAL_WORLD_SIZE", "1"))
+        return max(0, int(host_room() * _MEMORY_SHARE / ranks))
+
+    def take_datasets(self, entries: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+        """What SimpleTuner may see of its data sets."""
+        rest, staged = take_staged(entries, self._environment)
+        self._sets |= {each.id: each for each in staged}
+        return rest
+
+    def shelf(self, dataset: str) -> Shelf | None:
+        """The files of a data set in memory, staged when its backend is made."""
+        chosen = self._sets.get(dataset)
+        if chosen is None:
+            return None
+        if dataset not in self._shelves:
+            self._shelves[dataset] = stage(chosen, tell, self._meet_in)
+        return self._shelves[dataset]
+
+    def staged_bytes(self, path: str) -> bytes | None:
+        """The bytes of a file of any staged data set."""
+        for shelf in self._shelves.values():
+            if shelf.holds(path):
+                return shelf.read(path)
+        return None
+
+    def place(self, batch: object) -> None:
+        """Hint where the tensors of a batch live; at the end of an epoch there is no batch."""
+        if isinstance(batch, dict) and self._session.enabled:
+            table = placement_table(self.blocks.gh200.placement)
+            place_batch(batch, self._session.hints, table)
+
+    def attach(self, trainer: SimpleNamespace) -> None:
+        """Once accelerator and configuration are there: the ramp, and what is told of us."""
+        accelerator, config = trainer.accelerator, trainer.config
+        self.runtime = {"uvm_hints_enabled": self._session.enabled}
+        if accelerator is None:
+            return
+        schedule = build_schedule(
+            self.blocks.gh200,
+            config.train_batch_size,
+            config.gradient_accumulation_steps,
+            accelerator.num_processes,
+        )
+        if schedule is None:
+            return
+        demand_own_accumulation(accelerator.distributed_type.name, vars(config))
+
+        def follow(accumulation: int) -> None:
+            config.gradient_accumulation_steps = accumulation
+
+        ramp = Ramp(schedule, accelerator, lambda: int(trainer.state["global_step"]), follow)
+        accelerator.accumulate = partial(ramp.enter, accelerator.accumulate)
+        first, last = schedule.accumulation(0), schedule.accumulation(schedule.length)
+        self.runtime["gradient_accumulation_schedule"] = {
+            "initial_ga": first,
+            "target_ga": last,
+            "total_steps": schedule.length,
+        }
+        log.info(
+            "GH200 gradient accumulation ramp enabled: %s -> %s micro-batches over %s",
+            *(first, last, schedule.length),
+        )
+        log.warning(
+            "SimpleTuner counts epochs and the learning-rate schedule by the first accumulation; "
+            "set max_train_steps, not epochs"
+        )
+
+
+def demand_own_accumulation(engine: str, config: Mapping[str, object]) -> None:
+    """Where another engine accumulates gradients, a ramp would be wrong or do nothing."""
+    if engine == "DEEPSPEED":
+        raise ConfigError(
+            "gh200_optimizations.enable_batch_size_rampup is true, but DeepSpeed accumulates "
+            "gradients itself, by a fixed number. Use FSDP or one GPU, or set it to false."
+        )
+    if config.get("optimizer_release_gradients"):
+        raise ConfigError(
+            "gh200_optimizations.enable_batch_size_rampup is true and optimizer_release_gradients "
+            "is set, which steps in every micro-batch. Set one of them to false."
+        )

@@ -1,0 +1,129 @@
+"""Hosts that are made, and what each lacks."""
+
+from pathlib import Path
+
+import pytest
+
+from gracetune.errors import HostError
+from gracetune.hosts.probe import Installed, Need, Site, find_installed, probe, probe_lines
+
+SOURCE = """
+from elsewhere import borrowed
+import a.b as c
+
+try:
+    import fast
+except ImportError:
+    fast = None
+LIMIT: int = 3
+
+
+class Trainer:
+    def __init__(self, config=None, *, device="cpu"):
+        pass
+
+    def train(self):
+        with self.accelerator.accumulate(self.model):
+            self.step(self.batch)
+
+    def step(self, batch, *, scale=1.0):
+        pass
+
+
+async def later(first, second=None, **rest):
+    pass
+"""
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    (tmp_path / "pkg" / "deep").mkdir(parents=True)
+    (tmp_path / "pkg/deep/__init__.py").write_text("x = 1\n")
+    (tmp_path / "pkg/mod.py").write_text(SOURCE)
+    return tmp_path
+
+
+def reason(root: Path, **need) -> str:
+    [found] = probe(root, [Need(**{"module": "pkg.mod", "why": "a test", **need})])
+    assert found.fits == (not found.reason)
+    return found.reason
+
+
+@pytest.mark.parametrize(
+    "need",
+    [
+        {"name": "borrowed"},
+        {"name": "c"},
+        {"name": "fast"},
+        {"name": "LIMIT"},
+        {"name": "Trainer", "accepts": ("config", "device")},
+        {"name": "Trainer.step", "takes": ("batch",), "accepts": ("scale",)},
+        {"name": "later", "takes": ("first",), "accepts": ("anything",)},
+        {"module": "pkg.deep", "name": "x"},
+        {"name": "Trainer", "sites": (Site("pkg.mod", "Trainer.train", "self.step(self.batch)"),)},
+        {"name": "Trainer", "sites": (Site("pkg.mod", "", "self.accelerator.accumulate"),)},
+    ],
+)
+def test_what_fits(root, need):
+    assert reason(root, **need) == ""
+
+
+@pytest.mark.parametrize(
+    ("need", "said"),
+    [
+        ({"module": "pkg.gone", "name": "x"}, "there is no module pkg.gone"),
+        ({"name": "Trainer.fit"}, "pkg.mod has no Trainer.fit"),
+        ({"name": "LIMIT", "takes": ("x",)}, "LIMIT is not a function or a class any more"),
+        (
+            {"name": "Trainer.step", "takes": ("batch", "scale")},
+            "the signature is Trainer.step(batch); it should begin with (batch, scale)",
+        ),
+        (
+            {"name": "Trainer.step", "takes": ("batch",), "accepts": ("mode",)},
+            "the signature is Trainer.step(batch); it takes no mode",
+        ),
+        (
+            {"name": "Trainer.step", "accepts": ("scale",)},
+            "the signature is Trainer.step(batch); batch is new and must be given",
+        ),
+        (
+            {"name": "Trainer", "sites": (Site("pkg.mod", "Trainer.train", "self.fit"),)},
+            "Trainer.train no longer uses self.fit",
+        ),
+        (
+            {"name": "Trainer", "sites": (Site("pkg.mod", "Trainer.fit", "self.x"),)},
+            "pkg.mod has no Trainer.fit, which should use self.x",
+        ),
+        (
+            {"name": "Trainer", "sites": (Site("pkg.gone", "", "self.x"),)},
+            "there is no module pkg.gone, which should use self.x",
+        ),
+    ],
+)
+def test_what_does_not(root, need, said):
+    assert reason(root, **need) == said
+
+
+def test_a_module_that_is_no_python_is_named(root):
+    (root / "pkg/broken.py").write_text("def (:\n")
+    with pytest.raises(HostError, match=r"broken\.py cannot be read as Python"):
+        probe(root, [Need("pkg.broken", "x", "a test")])
+
+
+def test_the_table_ends_with_the_verdict(root):
+    needs = [Need("pkg.mod", "Trainer", "is hooked"), Need("pkg.mod", "gone", "is hooked too")]
+    installed = Installed("host", "2.0", root)
+    lines = probe_lines(installed, probe(root, needs), {"1.0": "tried"})
+    assert lines[1] == "ok    pkg.mod.Trainer  is hooked"
+    assert lines[2:4] == ["FAIL  pkg.mod.gone     is hooked too", "      pkg.mod has no gone"]
+    assert lines[-1].endswith("cannot be hooked. Use a version that is known to fit: 1.0.")
+    fits = probe(root, needs[:1])
+    assert probe_lines(installed, fits, {"2.0": "tried"})[-1] == "all 1 symbols fit; 2.0 is tried"
+    assert "not among those tried" in probe_lines(installed, fits, {})[-1]
+
+
+def test_a_host_is_found_by_its_metadata():
+    found = find_installed("pytest", "")
+    assert (found.root / "_pytest").is_dir()
+    with pytest.raises(HostError, match=r"no-such-host is not installed .* Install it\."):
+        find_installed("no-such-host", "Install it.")

@@ -1,0 +1,354 @@
+"""What the SimpleTuner plug-in is made of, without SimpleTuner."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from gracetune.config.schema import Gh200Section
+from gracetune.errors import ConfigError, DataError
+from gracetune.hosts.simpletuner.blocks import take_blocks, take_staged
+from gracetune.hosts.simpletuner.plugin import Plugin, demand_own_accumulation
+from gracetune.hosts.simpletuner.ramp import Ramp, Schedule, build_schedule
+from gracetune.hosts.simpletuner.shelf import Served, TensorMemory, stage
+from gracetune.memory.machine import open_machine
+from gracetune.train.ramp import Ramp as OwnRamp
+
+SEED = {
+    "model_type": "lora",
+    "train_batch_size": 4,
+    "cache_config": {"vae_cache_type": "unified_memory", "persistent_cache": True},
+    "gh200_optimizations": {
+        "enable_uvm_hints": True,
+        "enable_batch_size_rampup": True,
+        "initial_effective_batch_size": 4,
+        "target_effective_batch_size": 32,
+        "batch_rampup_steps": 400,
+    },
+}
+
+
+# Blocks
+
+
+def test_our_blocks_are_taken_and_the_rest_is_left():
+    rest, blocks = take_blocks({**SEED, "--use_gh200_trainer": True}, {})
+    assert rest == {"model_type": "lora", "train_batch_size": 4}
+    assert blocks.gh200.target_effective_batch_size == 32
+    assert blocks.cache.vae_cache_type == "unified_memory"
+    assert blocks.raw["cache_config"] == SEED["cache_config"]
+
+
+def test_without_our_blocks_nothing_is_ours():
+    config = {"model_type": "lora", "num_train_epochs": 3}
+    rest, blocks = take_blocks(config, {})
+    assert rest == config
+    assert (blocks.cache, blocks.notices, blocks.gh200) == (None, (), Gh200Section())
+
+
+def test_switched_off_means_off():
+    _, blocks = take_blocks({**SEED, "use_gh200_trainer": False}, {})
+    assert blocks.cache is None
+    assert not blocks.gh200.enable_batch_size_rampup
+    assert blocks.gh200.enable_uvm_hints is False
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"gh200_optimizations": {"enable_uvm_hint": True}}, "did you mean .*enable_uvm_hints"),
+        ({"cache_config": {"vae_cache_type": "ram"}}, "^config.json: cache_config.vae_cache_type"),
+        ({"datasets": []}, "data_backend_config names"),
+    ],
+)
+def test_what_stock_simpletuner_drops_is_an_error(config, said):
+    with pytest.raises(ConfigError, match=said):
+        take_blocks(config, {})
+
+
+def entry(**changes):
+    return {"id": "pics", "type": "in_memory", "instance_data_dir": "/data", **changes}
+
+
+def test_in_memory_is_local_to_the_host():
+    block = {"compression": "lz4", "memory_limit_gb": 300, "num_workers": 2}
+    block["file_extensions"] = [".PNG", "txt"]
+    other = {"id": "text", "type": "local", "dataset_type": "text_embeds"}
+    rest, [staged] = take_staged([entry(in_memory=block), other], {})
+    assert rest == [entry(type="local"), other]
+    assert (staged.id, staged.folder, staged.extensions) == ("pics", "/data", ("png", "txt"))
+    assert (staged.section.compression, staged.section.memory_limit_gb) == ("lz4", 300)
+
+
+def test_a_disabled_data_set_is_not_staged():
+    rest, staged = take_staged([entry(disabled=True)], {})
+    assert (rest[0]["type"], staged) == ("local", [])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (entry(in_memory={"compresion": "lz4"}), "did you mean .*compression"),
+        (entry(in_memory={"file_extensions": "png"}), "file_extensions is 'png'"),
+        (entry(in_memory=3), "in_memory is 3"),
+        (entry(id=None), "has no id or no instance_data_dir"),
+        (entry(type="local", in_memory={}), "has an in_memory block and is of type 'local'"),
+    ],
+)
+def test_data_sets_that_are_refused(wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        take_staged([wrong], {})
+
+
+# Shelf
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    folder = tmp_path / "pics"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.png", "sub/b.JPG", "a.txt", "aspect_ratio_bucket_x.txt", "cache.pt"):
+        (folder / name).write_bytes(name.encode())
+    [chosen] = take_staged([entry(instance_data_dir=str(folder))], {})[1]
+    return folder, stage(chosen, lambda event: None, None)
+
+
+def test_media_and_captions_are_held_by_absolute_path(shelf):
+    folder, held = shelf
+    names = ("a.png", "sub/b.JPG", "a.txt", "aspect_ratio_bucket_x.txt", "cache.pt", "no.png")
+    assert [held.holds(str(folder / name)) for name in names] == [True] * 3 + [False] * 3
+    assert held.read(str(folder / "sub/b.JPG")) == b"sub/b.JPG"
+    assert not held.holds("a.png")
+
+
+def test_what_is_written_is_read_from_disk(shelf):
+    folder, held = shelf
+    served = Served(held, None)
+    path = str(folder / "a.txt")
+    assert served.read(path) == b"a.txt"
+    assert served.open_file(path, "r").read() == "a.txt"
+    assert served.open_file(path, "rb").read() == b"a.txt"
+    assert served.open_file(path, "w") is None
+    assert served.read(path) is None
+    assert not served.holds(path)
+
+
+def test_a_folder_with_nothing_to_stage(tmp_path):
+    (tmp_path / "x.pt").write_bytes(b"x")
+    [chosen] = take_staged([entry(instance_data_dir=str(tmp_path))], {})[1]
+    with pytest.raises(DataError, match="has no file with one of the endings"):
+        stage(chosen, lambda event: None, None)
+
+
+# Tensors
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "x.pt"
+    path.write_bytes(b"1")
+    return str(path)
+
+
+def loader(calls):
+    def load(path):
+        calls.append(path)
+        return {"latents": torch.ones(4), "list": [torch.zeros(2)], "meta": (1, "two")}
+
+    return load
+
+
+def test_a_hit_gives_fresh_containers_and_the_same_tensors(file):
+    calls, memory = [], TensorMemory(1000, torch.Tensor.contiguous)
+    first = memory.get(file, loader(calls))
+    first["latents"] = None
+    first["list"].append(3)
+    second = memory.get(file, loader(calls))
+    assert len(calls) == 1
+    assert torch.equal(second["latents"], torch.ones(4))
+    assert len(second["list"]) == 1
+    assert second["meta"] == (1, "two")
+    assert (memory.hits, memory.misses, memory.nbytes) == (1, 1, 24)
+
+
+def test_a_file_that_changed_is_read_again(file):
+    calls, memory = [], TensorMemory(1000, torch.Tensor.contiguous)
+    memory.get(file, loader(calls))
+    os.utime(file, ns=(1, 1))
+    memory.get(file, loader(calls))
+    memory.forget(file)
+    memory.get(file, loader(calls))
+    assert len(calls) == 3
+
+
+def test_a_tensor_that_someone_wrote_to_is_read_again(file):
+    calls, memory = [], TensorMemory(1000, torch.Tensor.contiguous)
+    memory.get(file, loader(calls))["latents"].mul_(2)
+    assert torch.equal(memory.get(file, loader(calls))["latents"], torch.ones(4))
+    assert len(calls) == 2
+
+
+def test_the_budget_holds_and_the_oldest_leaves(tmp_path):
+    calls, memory = [], TensorMemory(50, torch.Tensor.contiguous)
+    files = [str(tmp_path / name) for name in "abc"]
+    for path in files:
+        with open(path, "w") as out:
+            out.write("x")
+        memory.get(path, loader(calls))
+    assert memory.nbytes == 48
+    memory.get(files[2], loader(calls))
+    assert len(calls) == 3
+    memory.get(files[0], loader(calls))
+    assert len(calls) == 4
+    small = TensorMemory(10, torch.Tensor.contiguous)
+    small.get(files[0], loader(calls))
+    assert small.nbytes == 0
+
+
+def test_what_is_not_there_fails_as_it_does_without_us(tmp_path):
+    memory = TensorMemory(100, torch.Tensor.contiguous)
+
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    with pytest.raises(FileNotFoundError):
+        memory.get(str(tmp_path / "no.pt"), missing)
+
+
+# Ramp
+
+SEEDS_RAMP = Schedule(4, 32, 400, "quadratic", 1)
+
+
+@pytest.mark.parametrize("shape", ["quadratic", "linear"])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_ramp_is_the_trainers_own(shape, size):
+    ours, own = Schedule(4, 32, 100, shape, size), OwnRamp(4, 32, 100, shape, size)
+    assert [ours.accumulation(i) for i in range(130)] == [own.accumulation(i) for i in range(130)]
+
+
+@pytest.fixture
+def accelerator():
+    made = Accelerator(gradient_accumulation_steps=4, cpu=True)
+    yield made
+    made.free_memory()
+
+
+def drive(accelerator, num_micro_batches, steps_done=0):
+    """Run accelerate's own accumulation; the total loss weight of each optimizer step."""
+    ramp = Ramp(SEEDS_RAMP, accelerator, lambda: steps_done, lambda accumulation: None)
+    weights, now = [], 0.0
+    model = torch.nn.Linear(1, 1)
+    for _ in range(num_micro_batches):
+        with ramp.enter(accelerator.accumulate, model):
+            now += 1 / accelerator.gradient_accumulation_steps
+            if accelerator.sync_gradients:
+                weights.append(now)
+                now = 0.0
+    return weights
+
+
+def test_every_optimizer_step_weighs_one(accelerator):
+    weights = drive(accelerator, 700)
+    assert len(weights) > 30
+    assert weights == pytest.approx([1.0] * len(weights))
+    assert accelerator.gradient_accumulation_steps == 32
+
+
+def test_a_resumed_ramp_goes_on_where_it_was(accelerator):
+    drive(accelerator, SEEDS_RAMP.position(20))
+    drive(accelerator, 1, steps_done=20)
+    wanted = SEEDS_RAMP.accumulation(SEEDS_RAMP.position(20))
+    assert accelerator.gradient_accumulation_steps == wanted
+    assert 4 < wanted < 32
+
+
+def test_ramps_that_are_asked_for():
+    assert build_schedule(Gh200Section(), 1, 4, 1) is None
+    section = Gh200Section(enable_batch_size_rampup=True, initial_effective_batch_size=4)
+    schedule = build_schedule(section, 2, 8, 2)
+    assert (schedule.target, schedule.samples_per_micro_batch) == (32, 4)
+    with pytest.raises(ConfigError, match="a ramp needs both, grows"):
+        build_schedule(section.model_copy(update={"initial_effective_batch_size": 64}), 2, 8, 2)
+
+
+def test_engines_that_accumulate_themselves_are_refused_by_name():
+    with pytest.raises(ConfigError, match="DeepSpeed"):
+        demand_own_accumulation("DEEPSPEED", {})
+    with pytest.raises(ConfigError, match="optimizer_release_gradients"):
+        demand_own_accumulation("NO", {"optimizer_release_gradients": True})
+    demand_own_accumulation("FSDP", {})
+
+
+# The plug-in itself
+
+
+def plugin(**environment):
+    return Plugin(environment, open_machine, torch.Tensor.contiguous)
+
+
+def test_a_configuration_sets_the_plug_in_up():
+    made = plugin()
+    assert made.take_config(SEED) == {"model_type": "lora", "train_batch_size": 4}
+    assert made.memory.budget_nbytes > 0
+    limited = {**SEED, "cache_config": {"text_cache_type": "memory", "host_budget_gb": 2}}
+    made.take_config(limited)
+    assert made.memory.budget_nbytes == 2 * 1024**3
+    half = plugin(LOCAL_WORLD_SIZE="2")
+    half.take_config(SEED)
+    whole = plugin()
+    whole.take_config(SEED)
+    assert half.memory.budget_nbytes == pytest.approx(whole.memory.budget_nbytes / 2, rel=0.1)
+    on_disk = plugin()
+    on_disk.take_config({"cache_config": {"vae_cache_type": "disk", "text_cache_type": "disk"}})
+    assert on_disk.memory is None
+
+
+def test_attaching_sets_the_ramp_and_tells_of_it(accelerator):
+    made = plugin()
+    made.take_config({**SEED, "train_batch_size": 1})
+    config = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=4)
+    trainer = SimpleNamespace(accelerator=accelerator, config=config, state={"global_step": 40})
+    made.attach(trainer)
+    with accelerator.accumulate(torch.nn.Linear(1, 1)):
+        pass
+    wanted = SEEDS_RAMP.accumulation(SEEDS_RAMP.position(40))
+    assert config.gradient_accumulation_steps == wanted
+    assert accelerator.gradient_accumulation_steps == wanted
+    assert made.runtime == {
+        "uvm_hints_enabled": True,
+        "gradient_accumulation_schedule": {"initial_ga": 4, "target_ga": 32, "total_steps": 400},
+    }
+    assert json.dumps(made.runtime)
+
+
+def test_attaching_without_an_accelerator_or_a_ramp_changes_nothing(accelerator):
+    made = plugin()
+    made.attach(SimpleNamespace(accelerator=None, config=None))
+    before = accelerator.accumulate
+    config = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=4)
+    made.attach(SimpleNamespace(accelerator=accelerator, config=config, state={}))
+    assert accelerator.accumulate == before
+
+
+def test_batches_are_placed_where_there_is_one():
+    made = plugin()
+    made.take_config(SEED)
+    made.place(False)
+    made.place(None)
+    made.place({"latents": torch.ones(2)})
+
+
+def test_staged_sets_are_staged_once(shelf):
+    folder, _ = shelf
+    made = plugin()
+    rest = made.take_datasets([entry(instance_data_dir=str(folder))])
+    assert rest[0]["type"] == "local"
+    assert made.staged_bytes(str(folder / "a.png")) is None, "not before its backend is made"
+    assert made.shelf("pics") is made.shelf("pics")
+    assert made.shelf("other") is None
+    assert made.staged_bytes(str(folder / "a.png")) == b"a.png"
+    assert made.staged_bytes("/elsewhere.png") is None
