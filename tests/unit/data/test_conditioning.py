@@ -9,10 +9,12 @@ from PIL import Image
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data.conditioning import JoinedSource, same_aspect
+from gracetune.data.contract import CHECKS, Check
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
 from gracetune.data.folder import FolderSource
 from gracetune.data.recipe import recipe_of, render, render_control, render_mask
+from gracetune.data.source import Place
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -146,3 +148,38 @@ def test_a_joined_source_keeps_its_parts_apart(folders: Path) -> None:
     (folders / "pictures/(mask) a.PNG").write_bytes(b"x")
     with pytest.raises(DataError, match=r"'\(mask\) a\.PNG' is the name of a sample too"):
         JoinedSource({"": FolderSource(folders / "pictures"), "(mask) ": masks})
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_joined_source_keeps_the_contract(folders: Path, check: Check) -> None:
+    parts = {"": FolderSource(folders / "pictures"), "(mask) ": FolderSource(folders / "masks")}
+    check(
+        JoinedSource(parts),
+        {prefix + key: part.read(key) for prefix, part in parts.items() for key in part.keys()},  # noqa: SIM118
+    )
+
+
+def test_a_joined_source_has_places_and_stamps_where_its_parts_do(folders: Path) -> None:
+    class Made:
+        """Has neither."""
+
+        def keys(self) -> list[str]:
+            return ["m"]
+
+        def read(self, key: str) -> bytes:
+            return b"made"
+
+        def nbytes(self, key: str) -> int:
+            return 4
+
+        def describe(self) -> str:
+            return "made"
+
+    joined = JoinedSource({"": FolderSource(folders / "pictures"), "(made) ": Made()})
+    assert joined.place("a.png") == Place(str(folders / "pictures/a.png"), 0, None)
+    assert joined.place("(made) m") is None
+    before = joined.stamp(["a.png", "(made) m"])
+    assert joined.stamp(["a.png"]) == before
+    assert joined.stamp(["deep/b.png"]) != before
+    (folders / "pictures/a.png").unlink()
+    assert joined.stamp(["a.png"]) != before
