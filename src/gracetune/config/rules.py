@@ -220,6 +220,21 @@ def _idle_holdout(run: RunFile) -> Iterator[str]:
         )
 
 
+IDLE_SETTINGS = {
+    "adafactor": ("betas", "eps"),
+    "automagic": ("eps",),
+    "lion": ("eps",),
+}
+"""Settings that some optimizers do not have."""
+
+
+def _idle_optimizer(run: RunFile) -> Iterator[str]:
+    section = run.optimizer
+    for key in IDLE_SETTINGS.get(section.name, ()):
+        if key in section.model_fields_set:
+            yield f"optimizer.{key} has no effect: {section.name} has no such setting."
+
+
 RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (
     _ramp,
     _warmup,
@@ -232,4 +247,8 @@ RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (
     _validation,
 )
 TRAINING_RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (_some_data,)
-REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (_idle_ramp, _idle_holdout)
+REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (
+    _idle_ramp,
+    _idle_holdout,
+    _idle_optimizer,
+)

@@ -51,7 +51,6 @@ MAX_LR = {True: 1e-3, False: 1e-1}
 """With a bump, the published bound; without one, only what hardly any training survives."""
 CLIP = 1.0
 EPSILON = 1e-30
-BETA1 = 0.9
 GAIN = 0.3
 DAMPING = 0.5
 
@@ -69,7 +68,7 @@ class Automagic(Optimizer):
         lr_bump: float | None = None,
         min_lr: float | None = None,
         max_lr: float | None = None,
-        beta2: float = 0.999,
+        betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         seed: int = 0,
     ) -> None:
@@ -79,7 +78,7 @@ class Automagic(Optimizer):
             "lr_bump": lr_bump,
             "min_lr": min_lr,
             "max_lr": max_lr,
-            "beta2": beta2,
+            "betas": betas,
             "weight_decay": weight_decay,
         }
         self._seed = seed
@@ -131,14 +130,14 @@ class Automagic(Optimizer):
         rates, squares, before = (
             [local(state[key]) for state in states] for key in ("rate", "square", "before")
         )
-        updates = normalised(
-            [local(p.grad).float() for p in params], squares, steps, group["beta2"]
-        )
+        beta1, beta2 = group["betas"]
+        updates = normalised([local(p.grad).float() for p in params], squares, steps, beta2)
         if group["lr_bump"] is not None:
             scale_down(updates, sums_of(params, [updates, updates])[0], params)
             bump(rates, updates, before, group["lr_bump"])
         else:
-            find(rates, updates, before, steps, params, group["lr"])
+            said, length = follow(updates, before, steps, params, beta1)
+            find(rates, said / length.clamp_min(EPSILON), length > 0, group["lr"])
         torch._foreach_clamp_min_(rates, group["min_lr"])
         torch._foreach_clamp_max_(rates, group["max_lr"])
 
@@ -232,25 +231,27 @@ def bump(rates: list[Tensor], updates: list[Tensor], signs: list[Tensor], size: 
     torch._foreach_copy_(signs, new)
 
 
-def find(
-    rates: list[Tensor],
+def follow(
     updates: list[Tensor],
     means: list[Tensor],
     steps: Sequence[int],
     params: Sequence[Parameter],
-    share: float,
-) -> None:
-    """Our own rule: all rates of a group together; then the updates become the running mean."""
-    last = torch._foreach_mul(means, [1 / max(1 - BETA1 ** (t - 1), EPSILON) for t in steps])
+    beta1: float,
+) -> tuple[Tensor, Tensor]:
+    """Turn updates into their running mean, without bias; gives <U, M> and <M, M> of the last."""
+    last = torch._foreach_mul(means, [1 / max(1 - beta1 ** (t - 1), EPSILON) for t in steps])
     squares, said, length = sums_of(params, [updates, updates], [updates, last], [last, last])
     scales = scale_down(updates, squares, params)
-    q = (said * scales).sum() / length.sum().clamp_min(EPSILON)
-    surprise = (q.clamp(-1, 1) + share * DAMPING / 2) * (length.sum() > 0)
-    torch._foreach_mul_(rates, (GAIN * share * surprise).exp())
-
-    torch._foreach_lerp_(means, updates, 1 - BETA1)
+    torch._foreach_lerp_(means, updates, 1 - beta1)
     torch._foreach_copy_(updates, means)
-    torch._foreach_mul_(updates, [1 / (1 - BETA1**t) for t in steps])
+    torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
+    return (said * scales).sum(), length.sum()
+
+
+def find(rates: list[Tensor], q: Tensor, known: Tensor, share: float) -> None:
+    """Our own rule: all rates of a group together, once there was an update to speak of."""
+    surprise = (q.clamp(-1, 1) + share * DAMPING / 2) * known
+    torch._foreach_mul_(rates, (GAIN * share * surprise).exp())
 
 
 def scale_down(updates: list[Tensor], squares: Tensor, params: Sequence[Parameter]) -> Tensor:

@@ -100,7 +100,7 @@ def automagic(groups: Groups, section: OptimizerSection, seed: int) -> Optimizer
         for key in ("lr_bump", "min_lr", "max_lr"):
             own = settings[f"{group['stage']}_noise_{key}"] if group["stage"] else None
             group[key] = settings[key] if own is None else own
-    return Automagic(groups, weight_decay=section.weight_decay, beta2=section.betas[1], seed=seed)
+    return Automagic(groups, betas=section.betas, weight_decay=section.weight_decay, seed=seed)
 
 
 def _adam(section: OptimizerSection) -> dict[str, Any]:

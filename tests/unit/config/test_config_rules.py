@@ -138,3 +138,9 @@ def test_a_holdout_that_nothing_measures_is_remarked_on() -> None:
     run = RunFile.model_validate({"validation": {"every": 0, "holdout": 0.1}})
     assert any("nothing measures them" in remark for remark in remarks(run))
     assert remarks(RunFile.model_validate({"validation": {"holdout": 0.1}})) == []
+
+
+def test_a_setting_that_an_optimizer_does_not_have_is_remarked_on():
+    lion = RunFile.model_validate({"optimizer": {"name": "lion", "eps": 1e-6, "lr": 1e-5}})
+    assert remarks(lion) == ["optimizer.eps has no effect: lion has no such setting."]
+    assert remarks(RunFile.model_validate({"optimizer": {"name": "adamw", "eps": 1e-6}})) == []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gracetune.errors import ConfigError
-from gracetune.optim.automagic import BETA1, DAMPING, GAIN, Automagic
+from gracetune.optim.automagic import DAMPING, GAIN, Automagic
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 
 
@@ -56,7 +56,7 @@ def test_one_step_is_the_equation():
     p = parameter(6, 4)
     start, beta2, decay, share, bump = 1e-3, 0.9, 0.1, 0.5, 1e-4
     optimizer = Automagic(
-        [p], start_lr=start, lr_bump=bump, beta2=beta2, weight_decay=decay, max_lr=1.0
+        [p], start_lr=start, lr_bump=bump, betas=(0.5, beta2), weight_decay=decay, max_lr=1.0
     )
     optimizer.param_groups[0]["lr"] = share
     w = p.detach().double().numpy()
@@ -77,7 +77,8 @@ def test_one_step_is_the_equation():
 
 def test_a_found_rate_moves_by_what_the_gradient_says_of_the_last_update():
     p, other = parameter(6, 4), parameter(5, seed=1)
-    optimizer = Automagic([p, other], beta2=0.9)
+    beta1 = 0.8
+    optimizer = Automagic([p, other], betas=(beta1, 0.9))
     share = optimizer.param_groups[0]["lr"] = 0.8
     weights = [t.detach().double().numpy() for t in (p, other)]
     squares = [np.zeros_like(w) for w in weights]
@@ -92,14 +93,14 @@ def test_a_found_rate_moves_by_what_the_gradient_says_of_the_last_update():
             u = g / np.sqrt(squares[index] / (1 - 0.9**step))
             updates.append(u / max(1.0, math.sqrt((u * u).mean())))
         if step > 1:
-            last = [m / (1 - BETA1 ** (step - 1)) for m in means]
+            last = [m / (1 - beta1 ** (step - 1)) for m in means]
             said = sum((u * m).sum() for u, m in zip(updates, last, strict=True))
             q = said / sum((m * m).sum() for m in last)
             log_rate += GAIN * share * (min(1, max(-1, q)) + share * DAMPING / 2)
             log_rate = max(log_rate, math.log(1e-7))
-        means = [BETA1 * m + (1 - BETA1) * u for m, u in zip(means, updates, strict=True)]
+        means = [beta1 * m + (1 - beta1) * u for m, u in zip(means, updates, strict=True)]
         weights = [
-            w - share * math.exp(log_rate) * m / (1 - BETA1**step)
+            w - share * math.exp(log_rate) * m / (1 - beta1**step)
             for w, m in zip(weights, means, strict=True)
         ]
         optimizer.step()
