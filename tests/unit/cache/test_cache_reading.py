@@ -1,0 +1,240 @@
+import errno
+import os
+
+import pytest
+import torch
+
+from gracetune.cache import reading, resident
+from gracetune.cache.arena import ArenaStore, Budget, Tally, pageable, whole_pages
+from gracetune.cache.collect import compact
+from gracetune.cache.packing import LARGE, PAGE
+from gracetune.cache.resident import Residency
+from gracetune.cache.shard_store import ShardStore
+
+WORDS = LARGE // 4 + PAGE // 4  # a float entry of whole pages
+
+
+def entry(number, words=WORDS):
+    return {"latents": torch.full((words,), float(number))}
+
+
+def fill(store, numbers, words=WORDS):
+    store.put_many({f"k{n}": entry(n, words) for n in numbers})
+
+
+def forget(store):
+    """Have the kernel forget the files; they were synced when they were written."""
+    for path in store.shards.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+class Rooms:
+    """Memory in one piece, and how often it was asked for."""
+
+    def __init__(self, allocate=whole_pages):
+        self.allocate = allocate
+        self.given = []
+
+    def __call__(self, nbytes):
+        self.given.append(self.allocate(nbytes))
+        return self.given[-1]
+
+
+@pytest.fixture
+def store(tmp_path, told):
+    with ShardStore(tmp_path / "cache", told) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["cached", "cold"])
+@pytest.mark.parametrize("words", [WORDS, WORDS + 3, 5], ids=["pages", "odd", "small"])
+@pytest.mark.parametrize("allocate", [whole_pages, pageable])
+def test_a_batch_is_gathered_where_it_is_wanted(store, cold, words, allocate):
+    fill(store, range(6), words)
+    if cold:
+        forget(store)
+    room = Rooms(allocate)
+    batch = store.gather(["k3", "k0", "k3", "k5"], "latents", room)
+    assert batch[:, 0].tolist() == batch[:, -1].tolist() == [3, 0, 3, 5]
+    assert batch.shape == (4, words)
+    (slab,) = room.given
+    assert batch.data_ptr() == slab.data_ptr()
+
+
+def test_a_gathered_batch_with_something_missing_is_none(store):
+    fill(store, range(2))
+    assert store.gather(["k0", "absent"], "latents", Rooms()) is None
+
+
+def test_entries_of_several_tensors_or_shapes_are_stacked(store):
+    both = {"x": torch.ones(2), "latents": torch.arange(3.0)}
+    store.put_many({"a": both, "b": {"latents": torch.zeros(3)}})
+    assert store.gather(["a", "b"], "latents", pageable).tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert store.gather(["a", "a"], "x", pageable).tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("words", [WORDS, 5], ids=["pages", "small"])
+def test_damage_is_found_when_a_batch_is_gathered(tmp_path, told, words):
+    with ShardStore(tmp_path) as store:
+        fill(store, range(3), words)
+        with store.index() as index:
+            row = index.find(["k1"])["k1"]
+    (path,) = store.shards.iterdir()
+    with path.open("r+b") as file:
+        file.seek(row.begin + 9)
+        file.write(b"\x07")
+    forget(store)
+    with ShardStore(tmp_path, told) as store:
+        assert store.gather(["k0", "k1"], "latents", Rooms()) is None
+        assert "differ from their checksum" in told.texts()[0]
+        assert store.load(["k1", "k2"], Rooms())[0] is None
+        assert store.gather(["k0", "k2"], "latents", Rooms())[1, 0] == 2
+
+
+def test_a_moved_entry_is_found_again_and_a_lost_one_is_told(tmp_path, told):
+    with ShardStore(tmp_path, told) as store, ShardStore(tmp_path) as other:
+        fill(other, range(6))
+        other.seal()
+        store.will_need(["k0", "k5"])
+        other.delete(["k1", "k2", "k3", "k4"])
+        assert compact(other) > 0
+        assert store.gather(["k5", "k0"], "latents", Rooms())[:, 0].tolist() == [5, 0]
+        for left in store.shards.iterdir():
+            left.unlink()
+        store.close()
+        assert store.gather(["k5", "k0"], "latents", Rooms()) is None
+        assert len(told.texts()) == 2
+
+
+def test_loaded_entries_lie_in_the_memory_that_was_given(store):
+    fill(store, range(3))
+    store.put("pair", {"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.int64)})
+    forget(store)
+    room = Rooms()
+    first, second, pair, absent = store.load(["k0", "k2", "pair", "absent"], room)
+    assert (first["latents"][0], second["latents"][-1], absent) == (0, 2, None)
+    assert pair["b"].tolist() == [0, 0]
+    begins = {slab.data_ptr() for slab in room.given}
+    assert {t["latents"].data_ptr() for t in (first, second)} <= begins
+    assert store.load(["k1"], lambda nbytes: None)[0]["latents"][0] == 1
+
+
+def test_few_files_are_open_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("gracetune.cache.shards.FULL", 1)
+    with ShardStore(tmp_path, max_open=3) as store:
+        fill(store, range(12), 5)
+        before = len(os.listdir("/proc/self/fd"))
+        batch = store.gather([f"k{n}" for n in range(12)], "latents", pageable)
+        assert batch[:, 0].tolist() == [*range(12)]
+        assert len(os.listdir("/proc/self/fd")) <= before + 3
+
+
+def test_a_closed_store_opens_again_when_it_is_asked(store):
+    fill(store, [1])
+    store.close()
+    store.close()
+    assert store.get("k1")["latents"][0] == 1
+    fill(store, [2])
+    assert store.gather(["k2", "k1"], "latents", Rooms())[:, 0].tolist() == [2, 1]
+
+
+def test_a_file_system_without_direct_reads_is_told_once(store, told, monkeypatch):
+    fill(store, range(4))
+    forget(store)
+    real = os.open
+
+    def refusing(path, flags, *args):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert store.gather(["k1", "k2"], "latents", Rooms())[:, 0].tolist() == [1, 2]
+    forget(store)
+    assert store.gather(["k0", "k3"], "latents", Rooms())[:, 0].tolist() == [0, 3]
+    (text,) = told.texts()
+    assert "takes no direct reads" in text
+    forget(store)
+    store.will_need(["k0"])
+
+
+def test_what_cannot_be_opened_for_another_reason_is_an_error(store, monkeypatch):
+    fill(store, [1])
+    monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))
+    with pytest.raises(PermissionError):
+        store.gather(["k1"], "latents", Rooms())
+
+
+@pytest.mark.parametrize(("seconds", "asked"), [(1.0, ["k7", "k0", "k1"]), (0.001, ["k7"])])
+def test_a_disk_is_asked_in_advance_where_it_is_slow_or_entries_are_small(tmp_path, seconds, asked):
+    told = []
+
+    class Spied(reading.OpenShards):
+        def ask_disk(self, rows):
+            told.extend(row.key for row in rows)
+            super().ask_disk(rows)
+
+    with ShardStore(tmp_path) as store:
+        fill(store, range(2))
+        fill(store, [7], 5)
+        store._files = Spied(store.shards, 8, iter([0.0, seconds]).__next__)
+        store.will_need(["k0", "k7"])
+        forget(store)
+        store.gather(["k0"], "latents", Rooms())
+        store.will_need(["k0", "k1"])
+        assert told == asked
+
+
+def test_the_page_cache_is_asked_without_having_it_read(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * PAGE))
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    asked = Residency()
+    assert asked.holds(descriptor, 0, 64 * PAGE)
+    assert asked.holds(descriptor, 5, 0)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    assert asked.holds(descriptor, 0, 1) != asked.is_known
+    assert asked.holds(descriptor, 3 * PAGE - 1, 2) != asked.is_known
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
+def test_a_kernel_that_does_not_tell_is_asked_once(monkeypatch, code):
+    calls = []
+
+    def refuse(*words):
+        calls.append(words)
+        return -1
+
+    asked = Residency()
+    monkeypatch.setattr(asked, "_ask", refuse)
+    monkeypatch.setattr(resident.ctypes, "get_errno", lambda: code)
+    assert not asked.holds(0, 0, 1)
+    assert not asked.holds(0, 0, 1)
+    assert (len(calls), asked.is_known) == (1, False)
+
+
+def test_what_the_kernel_refuses_otherwise_is_an_error():
+    with pytest.raises(resident.CacheError, match="Bad file descriptor"):
+        Residency().holds(10**6, 0, 1)
+
+
+def test_an_arena_reads_straight_into_its_slabs(store, told):
+    fill(store, range(5))
+    store.put("small", {"x": torch.arange(3.0)})
+    forget(store)
+    tally = Tally()
+    arena = ArenaStore("latents", Budget(2**26), store, told, whole_pages, tally)
+    arena.will_need(["k0", "small"])
+    arena.warm([f"k{n}" for n in range(3)], num_workers=2)
+    batch = arena.gather(["k2", "k0", "k4"], "latents", pageable)
+    assert batch[:, -1].tolist() == [2, 0, 4]
+    assert (tally.hits, tally.reads) == (2, 1)
+    assert arena.get("small")["x"].tolist() == [0, 1, 2]
+    arena.will_need(["k2", "small"])
+    arena.close()
+    assert arena.load(["k2"], pageable)[0]["latents"][0] == 2
+    assert arena.gather(["k2", "absent"], "latents", pageable) is None

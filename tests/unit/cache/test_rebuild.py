@@ -1,0 +1,144 @@
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracetune.cache import packing, shards
+from gracetune.cache.keys import text_key
+from gracetune.cache.packing import find_record, pack, read_record
+from gracetune.cache.shard_store import INDEX, ShardStore
+from gracetune.cache.verify import verify
+
+
+def entry(number, words=3):
+    return {"latents": torch.full((words,), float(number)), "mask": torch.ones(2).bool()}
+
+
+def fill(store, numbers, words=3):
+    store.put_many({f"k{n}": entry(n, words) for n in numbers})
+
+
+def lose_index(store):
+    for path in store.folder.glob(f"{INDEX}*"):
+        path.unlink()
+
+
+def everything(store):
+    keys = [*store.keys()]
+    return dict(zip(keys, (e["latents"][0].item() for e in store.get_many(keys)), strict=True))
+
+
+@pytest.mark.parametrize("words", [3, 40_000])
+def test_a_lost_index_is_made_again_from_sealed_and_open_shards(tmp_path, told, monkeypatch, words):
+    monkeypatch.setattr(shards, "FULL", shards.ROOM + 400_000)
+    key = text_key("a cat", "encoder")
+    with ShardStore(tmp_path) as store:
+        fill(store, range(20), words)
+        store.put(key, entry(50))
+    left = ShardStore(tmp_path)
+    fill(left, range(20, 30), words)
+    left._writer.release()  # what the kernel does when a process dies
+    before = everything(left)
+    lose_index(left)
+    with ShardStore(tmp_path, told) as store:
+        assert everything(store) == before
+        assert len(before) == 31
+        (text,) = told.texts()
+        assert "31 entries" in text
+        with store.index() as index:
+            (row,) = index.made_of("caption", "a cat")
+        assert row.about == key.about
+        fill(store, [99], words)
+        assert verify(store, told).clean
+        assert store.get("k99")["latents"][0] == 99
+
+
+def test_a_torn_tail_and_damaged_entries_stay_out_and_all_others_come_back(tmp_path, told):
+    with ShardStore(tmp_path) as store:
+        fill(store, range(6))
+        with store.index() as index:
+            rows = index.find([f"k{n}" for n in range(6)])
+    (path,) = store.shards.iterdir()
+    with path.open("r+b") as file:
+        file.seek(rows["k1"].begin)
+        file.write(b"\x55")  # its bytes
+        file.seek(rows["k3"].begin - 100)
+        file.write(b"\x00" * 40)  # its record
+        file.truncate(rows["k5"].end - 1)
+    lose_index(store)
+    with ShardStore(tmp_path, told) as store:
+        assert everything(store) == {"k0": 0, "k2": 2, "k4": 4}
+        fill(store, [1, 3, 5])
+        assert sorted(everything(store).values()) == [*range(6)]
+
+
+def test_whoever_opens_second_waits_for_the_first(tmp_path, told):
+    with ShardStore(tmp_path) as store:
+        fill(store, range(50))
+    lose_index(store)
+    found = []
+
+    def work():
+        with ShardStore(tmp_path, told) as opened:
+            found.append(len(everything(opened)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [50] * 4
+    assert len(told.texts()) == 1
+
+
+def test_an_empty_folder_has_no_index_to_make_again(tmp_path, told):
+    ShardStore(tmp_path, told).close()
+    (tmp_path / INDEX).unlink()
+    (tmp_path / "shards" / "note.txt").write_text("no shard")
+    ShardStore(tmp_path, told).close()
+    assert told.texts() == []
+
+
+def test_the_room_of_a_header_is_told_by_the_file_or_is_the_usual(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "ROOM", 4096)
+    with ShardStore(tmp_path) as store:
+        store.put("many", {f"part {n}": torch.ones(1) for n in range(60)})
+        with store.index() as index:
+            (shard,) = index.shards()
+        assert shard.room > 4096
+        (path,) = store.shards.iterdir()
+        opened = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
+        assert shards.room_of(opened.numpy()) == shard.room
+    (path,) = store.shards.iterdir()
+    sealed = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
+    assert shards.room_of(sealed.numpy()) == shard.room
+    assert shards.room_of(torch.zeros(100, dtype=torch.uint8).numpy()) == 4096
+
+
+@given(
+    st.binary(max_size=300),
+    st.dictionaries(st.text(max_size=20), st.text(max_size=40), max_size=4),
+    st.integers(0, 3000),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_record_is_found_and_read_wherever_it_lies(before, about, words):
+    packed = pack("key \N{SNOWMAN}", {"x": torch.zeros(words)}, about)
+    at = packing.aligned(len(before))
+    data = torch.frombuffer(
+        bytearray(before.ljust(at, b"g") + packed.record), dtype=torch.uint8
+    ).numpy()
+    assert find_record(data, 0) == at
+    told = read_record(data, at)
+    assert (told.key, told.about, told.checksum) == ("key \N{SNOWMAN}", about, packed.checksum)
+    assert told.begin % packing.alignment(words * 4) == 0
+    assert read_record(data[:-1], at) is None
+    assert read_record(data, at + 1) is None
+    assert find_record(data, at + packing.ALIGN) is None
+
+
+def test_a_record_with_a_mad_length_is_none():
+    data = bytearray(packing.RECORD + (2**60).to_bytes(8, "little") + bytes(48))
+    assert read_record(torch.frombuffer(data, dtype=torch.uint8).numpy(), 0) is None
