@@ -129,6 +129,12 @@ def test_captions_are_encoded_alike_alone_and_together(family):
         assert torch.equal(alone[key], together[key])
 
 
+def test_captions_that_are_cut_are_told(family):
+    words = "a red ring on a blue box " * 400
+    assert family.cut_captions(["a red box"]) == []
+    assert family.cut_captions(["a red box", words]) in ([], [words])
+
+
 def test_blocks_are_parts_of_the_transformer(family):
     modules = set(map(id, family.transformer.modules()))
     assert family.blocks()

@@ -41,6 +41,14 @@ def tokens_of(
     return found
 
 
+def too_long(tokenizer: Any, captions: Sequence[str], length: int) -> list[str]:
+    """Those with more tokens than fit."""
+    if not captions:
+        return []
+    ids = tokenizer(list(captions), add_special_tokens=True, verbose=False)["input_ids"]
+    return [caption for caption, tokens in zip(captions, ids, strict=True) if len(tokens) > length]
+
+
 def padded(texts: Sequence[Tensor], length: int) -> Tensor:
     """As one batch, with zeros behind each."""
     out = texts[0].new_zeros((len(texts), length, *texts[0].shape[1:]))

@@ -151,6 +151,10 @@ class Family(Protocol):
         """How many tokens the transformer makes of one latent: some shift noise levels by it."""
         ...
 
+    def cut_captions(self, captions: Sequence[str]) -> list[str]:
+        """Those that are longer than the model reads, so that their ends are not learnt."""
+        ...
+
     def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
         """Each caption's embeddings, without padding."""
         ...

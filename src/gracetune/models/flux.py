@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from gracetune.models.captions import tokens_of
+from gracetune.models.captions import tokens_of, too_long
 from gracetune.models.digest import digest_of_weights
 from gracetune.models.parts import (
     copy_rest,
@@ -180,6 +180,10 @@ class Flux:
         """One a patch."""
         _, height, width = latent_shape
         return (height // EDGE) * (width // EDGE)
+
+    def cut_captions(self, captions: Sequence[str]) -> list[str]:
+        """By the tokenizer's count."""
+        return too_long(self.tokenizers[1], captions, TEXT_LENGTH)
 
     def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
         """T5's tokens and CLIP's pooled vector."""

@@ -13,7 +13,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from torch import Tensor, nn
 
-from gracetune.models.captions import mask_of, padded, tokens_of
+from gracetune.models.captions import mask_of, padded, tokens_of, too_long
 from gracetune.models.digest import digest_of_weights
 from gracetune.models.parts import (
     copy_rest,
@@ -180,6 +180,10 @@ class QwenImage:
         """One a patch of what is noised."""
         _, height, width = latent_shape
         return (height // EDGE) * (width // EDGE)
+
+    def cut_captions(self, captions: Sequence[str]) -> list[str]:
+        """By the tokenizer's count."""
+        return too_long(self.tokenizer, captions, TEXT_LENGTH)
 
     def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
         """The language model's last states, from the caption on."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gracetune.errors import ConfigError
-from gracetune.models.captions import mask_of, padded, tokens_of
+from gracetune.models.captions import mask_of, padded, tokens_of, too_long
 from gracetune.models.digest import digest_of_weights
 from gracetune.models.family import Sound
 from gracetune.models.parts import (
@@ -177,6 +177,10 @@ class StableAudio:
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
         """One a place."""
         return latent_shape[1]
+
+    def cut_captions(self, captions: Sequence[str]) -> list[str]:
+        """By the tokenizer's count."""
+        return too_long(self.tokenizer, captions, self.tokenizer.model_max_length)
 
     def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
         """T5's states. No caption is no token at all: what guidance compares with."""

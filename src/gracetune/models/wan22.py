@@ -15,7 +15,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor, nn
 
 from gracetune.errors import ModelError
-from gracetune.models.captions import cleaned, padded, tokens_of
+from gracetune.models.captions import cleaned, padded, tokens_of, too_long
 from gracetune.models.digest import digest_of_weights
 from gracetune.models.experts import Experts, transformers_of
 from gracetune.models.parts import (
@@ -230,6 +230,10 @@ class Wan22:
         _, frames, height, width = latent_shape
         across, up, along = self._one.config.patch_size
         return int((frames // across) * (height // up) * (width // along))
+
+    def cut_captions(self, captions: Sequence[str]) -> list[str]:
+        """By the tokenizer's count."""
+        return too_long(self.tokenizer, captions, TEXT_LENGTH)
 
     def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
         """The encoder's last hidden states."""

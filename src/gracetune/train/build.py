@@ -44,11 +44,12 @@ from gracetune.train.state import (
 from gracetune.train.step import Trainee
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
     from gracetune.config.schema import RunFile
+    from gracetune.data.sample import Sample
     from gracetune.events.requests import Requests
     from gracetune.events.types import Event
     from gracetune.models.family import Family
@@ -140,6 +141,7 @@ def build(
     family.to(device)
     mover = build_mover(run.gh200_optimizations, device, tell)
     feed = build_feed(run, family, mover, folder, tell, _ranks(run, accelerator, folder))
+    _tell_cut_captions(family, feed.trained, tell)
     validation = build_validation(run, family, feed, shape, tell)
     family.release_text_encoder()
     trainee = Trainee(
@@ -232,6 +234,14 @@ def _plan_turns(run: RunFile, family: Family, tell: Tell) -> Turns:
     if text is not None:
         tell(Notice(text))
     return turns
+
+
+def _tell_cut_captions(family: Family, samples: Sequence[Sample], tell: Tell) -> None:
+    captions = list(dict.fromkeys(sample.caption for sample in samples))
+    cut = family.cut_captions(captions)
+    if cut:
+        text = f"{len(cut)} of {len(captions)} captions are longer than {family.name} reads, and "
+        tell(Notice(f"{text}their ends have no effect; first: {cut[0][:80]!r}", level="warning"))
 
 
 def _quantize(run: RunFile, family: Family, tell: Tell) -> None:
