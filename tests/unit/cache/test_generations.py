@@ -9,6 +9,8 @@ from gracetune.cache.generations import (
     Generations,
     demand_mode,
     generation_of,
+    left_over,
+    marks_in,
     mode_of,
 )
 from gracetune.cache.ranks import Ranks
@@ -148,3 +150,44 @@ def test_a_generation_is_deleted_when_no_rank_reads_it(tmp_path):
     folders[0].entered(3)
     assert left() == [3]
     assert (tmp_path / "notes").is_dir()
+
+
+class Closing(MemoryStore):
+    closed = False
+
+    def close(self):
+        self.closed = True
+
+
+def test_stores_that_are_left_are_closed_and_the_first_is_not_ours_to_close():
+    first, made = Closing(), {}
+
+    def open_store(number):
+        made[number] = Closing()
+        return made[number]
+
+    def fill(store, number, stopping):
+        store.put("k", {})
+
+    generations = Generations(first, open_store, fill, lambda number: None)
+    assert generations.entered(0) is None
+    generations.at(0)
+    assert generations.entered(0) is first
+    assert generations.at(1) is made[1]
+    generations.at(2)
+    assert (made[1].closed, made[2].closed) == (True, False)
+    generations.close()
+    assert made[2].closed
+    assert made[3].closed
+    assert not first.closed
+
+
+def test_what_no_mark_speaks_of_is_left_over(tmp_path):
+    for number in (0, 3, 4, 5, 12):
+        (tmp_path / f"generation-{number}").mkdir()
+    for rank, number in ((0, 3), (1, 4)):
+        (tmp_path / f"rank-{rank}-reads").write_text(str(number))
+    names = [path.name for path in left_over(tmp_path, marks_in(tmp_path))]
+    assert names == ["generation-0", "generation-12"]
+    assert len(left_over(tmp_path, [])) == 5
+    assert left_over(tmp_path / "absent", marks_in(tmp_path / "absent")) == []

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.loader import BatchOrder, Draw, Group, Loader, LoaderState, name_of
+from gracetune.data.loader import (
+    ANNOUNCED,
+    BatchOrder,
+    Draw,
+    Group,
+    Loader,
+    LoaderState,
+    name_of,
+)
 from gracetune.data.prefetch import Prefetch
 from gracetune.data.sample import Sample
 from gracetune.errors import DataError, RunFailedError
@@ -226,6 +234,25 @@ def test_no_samples_at_all_is_an_error() -> None:
     for groups in ([], [_group("cats", 0)]):
         with pytest.raises(DataError, match="no data set has a sample left"):
             BatchOrder(groups, 4, 0)
+
+
+def test_each_batch_is_told_of_before_it_is_loaded() -> None:
+    order = BatchOrder([_group("d", 7)], 2, 0)
+    rows: list[tuple[str, Sequence[Draw]]] = []
+
+    def load(draws: Sequence[Draw]) -> Batch:
+        rows.append(("load", draws))
+        return _load(draws)
+
+    told = Loader(order, load, 1, 3, 4, will_need=lambda draws: rows.append(("told", draws)))
+    plain = Loader(order, _load, 1, 3, 4)
+    taken = [next(told) for _ in range(20)]
+    assert taken == [next(plain) for _ in range(20)]
+    announced = [draws for what, draws in rows if what == "told"]
+    assert announced[:20] == [batch for batch, _ in taken]
+    first = rows.index(("load", taken[0][0]))
+    assert first == ANNOUNCED + 1
+    assert len(announced) == 20 + ANNOUNCED
 
 
 def test_loader_is_its_own_iterator() -> None:

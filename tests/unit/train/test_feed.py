@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from gracetune.cache.arena import ArenaStore
 from gracetune.cache.ranks import Ranks
@@ -9,7 +10,7 @@ from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
 from gracetune.data.loader import Group
 from gracetune.data.sample import Sample
-from gracetune.errors import ConfigError, DataError
+from gracetune.errors import ConfigError, DataError, RunFailedError
 from gracetune.models.tiny import load
 from gracetune.train.feed import build_feed, split
 from gracetune.train.mover import build_mover
@@ -139,3 +140,70 @@ def test_the_host_budget_is_split_between_kinds(told, tmp_path):
     open_stores(run, tmp_path, told)
     assert "latents live in host memory, up to 3.0 GiB" in told.texts()[0]
     assert "text live in host memory, up to 1.0 GiB" in told.texts()[1]
+
+
+def test_closing_seals_the_shards_and_a_closed_feed_still_loads(feed, tmp_path):
+    cache = {"cache_dir": str(tmp_path / "cache"), "vae_cache_type": "disk"}
+    made = feed(cache_config={**cache, "text_cache_type": "disk"})
+    files = [*(tmp_path / "cache").rglob("shards/*")]
+    assert {path.suffix for path in files} == {".open"}
+    draws = made.order.at(0)
+    made.will_need(draws)
+    before = made.load(draws)
+    made.close()
+    files = [*(tmp_path / "cache").rglob("shards/*")]
+    assert {path.suffix for path in files} == {".safetensors"}
+    assert torch.equal(made.load(draws).latents, before.latents)
+    made.close()
+
+
+def test_a_feed_that_cannot_be_built_leaves_its_cache_sealed(feed, tmp_path):
+    cache = {"persistent_cache": True, "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(DataError, match="holdout"):
+        feed(cache_config=cache, validation={"holdout": 1.0})
+    (path,) = (tmp_path / "cache" / "latents" / "shards").iterdir()
+    assert path.suffix == ".safetensors"
+
+
+def test_batches_may_mix_data_sets_that_are_cached_refreshed_and_encoded_live(feed, tiny_run):
+    """One size, three ways: each sample has the latents that it has alone."""
+    dataset = tiny_run().datasets[0].model_dump(mode="json", exclude_unset=True)
+    modes = ("static", "refresh_each_epoch", "disable_cache")
+    random = {"crop": "random", "max_aspect": 1.0}
+    made = feed(
+        datasets=[
+            dataset | random | {"id": mode, "augmentations_cache_mode": mode} for mode in modes
+        ],
+        train={"batch_size": 12},
+    )
+    try:
+        draws = made.order.at(0)
+        made.will_need(draws)
+        made.will_need(made.order.at(made.order.epoch_length))  # not made yet
+        batch = made.load(draws)
+        assert len({draw.sample.dataset for draw in draws}) == 3
+        for index, draw in enumerate(draws):
+            assert torch.equal(batch.latents[index], made.load([draw]).latents[0])
+    finally:
+        made.close()
+
+
+def test_a_picture_that_breaks_while_training_ends_the_run_by_name(feed, tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(4):
+        Image.new("RGB", (30, 24), (number, 0, 0)).save(pictures / f"{number}.png")
+    dataset = {
+        "id": "d",
+        "instance_data_dir": str(pictures),
+        "caption_strategy": "filename",
+        "resolution": 24,
+        "crop": "random",
+        "augmentations_cache_mode": "disable_cache",
+    }
+    made = feed(datasets=[dataset])
+    assert len(made.load(made.order.at(0))) == 4
+    (pictures / "2.png").write_bytes(b"torn")
+    with pytest.raises(RunFailedError, match=r"'d': 2.png was readable when the run began"):
+        made.load(made.order.at(0))
+    made.close()

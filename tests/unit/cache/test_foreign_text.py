@@ -1,0 +1,83 @@
+import pytest
+import torch
+
+from gracetune.cache.foreign_text import captions_by_digest, digest_in, match_text, take_text
+from gracetune.errors import CacheError
+
+OURS = {
+    "tokens": torch.randn(5, 8, generator=torch.Generator().manual_seed(1)),
+    "pooled": torch.randn(6, generator=torch.Generator().manual_seed(2)),
+    "mask": torch.ones(5, dtype=torch.bool),
+}
+
+
+def padded(tokens, length=12, value=0.0):
+    return torch.cat([tokens, torch.full((length - len(tokens), tokens.shape[1]), value)])[None]
+
+
+def test_padding_is_dropped_as_their_mask_says():
+    theirs = {
+        "text_embed": padded(OURS["tokens"], value=3.0).bfloat16(),
+        "attention_mask": (torch.arange(12) < 5).long()[None],
+        "pooled_embed": OURS["pooled"][None],
+    }
+    matches = match_text(theirs, OURS)
+    assert matches["tokens"].theirs == "text_embed"
+    assert matches["pooled"].theirs == "pooled_embed"
+    taken = take_text(theirs, matches)
+    torch.testing.assert_close(taken["tokens"], OURS["tokens"], rtol=1e-2, atol=1e-2)
+    assert list(taken) == list(OURS)
+    assert {n: (t.dtype, t.shape) for n, t in taken.items()} == {
+        n: (t.dtype, t.shape) for n, t in OURS.items()
+    }
+    shorter = {
+        "text_embed": padded(torch.ones(2, 8)),
+        "attention_mask": torch.arange(12) < 2,
+        "pooled_embed": torch.zeros(6),
+    }
+    again = take_text(shorter, matches)
+    assert (again["tokens"].shape, again["mask"].tolist()) == ((2, 8), [True, True])
+
+
+def test_zeros_at_the_end_are_padding_where_no_mask_says_so():
+    theirs = {"prompt_embeds": padded(OURS["tokens"])}
+    taken = take_text(theirs, match_text(theirs, {"tokens": OURS["tokens"]}))
+    assert torch.equal(taken["tokens"], OURS["tokens"])
+
+
+def test_what_we_keep_whole_is_taken_whole():
+    ours = {"tokens": padded(OURS["tokens"], value=2.0)[0]}
+    theirs = {"prompt_embeds": ours["tokens"][None], "ids": torch.arange(3)}
+    assert torch.equal(take_text(theirs, match_text(theirs, ours))["tokens"], ours["tokens"])
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"embeds": padded(-OURS["tokens"])},
+        {"embeds": padded(OURS["tokens"] * 1.5)},
+        {"embeds": padded(OURS["tokens"][:4])},
+        {"ids": torch.arange(5)},
+        {},
+    ],
+    ids=["opposite", "scaled", "shorter", "numbers", "nothing"],
+)
+def test_another_encoder_is_refused(theirs):
+    with pytest.raises(CacheError, match=r"another encoder.*like our 'tokens' of \(5, 8\)"):
+        match_text(theirs, {"tokens": OURS["tokens"]})
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(1, 12, 8), torch.ones(1, 12, 9)], ids=["no", "wide"])
+def test_an_entry_that_is_not_like_the_first_is_refused(odd):
+    matches = match_text({"e": padded(OURS["tokens"])}, {"tokens": OURS["tokens"]})
+    with pytest.raises(CacheError, match="its 'e' is"):
+        take_text({"e": odd}, matches)
+
+
+def test_files_are_named_by_the_digest_of_their_caption():
+    known = captions_by_digest(["a cat", ""])
+    assert known["d41d8cd98f00b204e9800998ecf8427e"] == ""
+    (digest,) = (key for key, caption in known.items() if caption == "a cat")
+    assert digest_in(digest) == digest_in(f"{digest}-flux") == digest
+    assert digest_in("picture") is None
+    assert digest_in(f"{digest}x") is None
