@@ -4,7 +4,16 @@ import copy
 
 import pytest
 import torch
-from adapter_examples import FFN, HIDDEN, make_lora, make_wan, shape_of, wan_modules
+from adapter_examples import (
+    FFN,
+    HIDDEN,
+    make_loha,
+    make_lokr,
+    make_lora,
+    make_wan,
+    shape_of,
+    wan_modules,
+)
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import save_file
 
@@ -302,3 +311,53 @@ def test_the_known_change_is_the_files(tmp_path):
     for place, layer in adapter.layers.items():
         expected = layer.tensors["up"] @ layer.tensors["down"] * 0.5
         torch.testing.assert_close(delta(back.layers[place]), expected)
+
+
+def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path):
+    from diffusers import SD3Transformer2DModel
+
+    from gracetune.adapters.tables.types import open_table
+
+    config = {
+        "sample_size": 8,
+        "patch_size": 1,
+        "in_channels": 4,
+        "num_layers": 1,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 8,
+        "caption_projection_dim": 16,
+        "pooled_projection_dim": 8,
+        "out_channels": 4,
+        "pos_embed_max_size": 8,
+    }
+    generator = torch.Generator().manual_seed(0)
+    for kind, make in (("lora", make_lora), ("lokr", make_lokr)):
+        layer = make(16, 16, generator, rank=1)
+        adapter = Adapter(
+            open_table("tiny"), {Place(None, "transformer_blocks.0.attn.to_q"): layer}
+        )
+        path = write_adapter(tmp_path / f"{kind}.safetensors", adapter, "diffusers")
+        found = check_file(path, cls=SD3Transformer2DModel, config=config)
+        assert found.ok
+        assert found.targets[0].matched == 1
+    wrong = check_file(path, cls=SD3Transformer2DModel, config=config | {"num_attention_heads": 3})
+    assert not wrong.ok
+    # peft makes a whole matrix where the rank is half its width or more, and loads no factors then.
+    half = Adapter(
+        adapter.table, {Place(None, "transformer_blocks.0.attn.to_q"): make_lokr(16, 16, generator)}
+    )
+    path = write_adapter(tmp_path / "half.safetensors", half, "diffusers")
+    lost = check_file(path, cls=SD3Transformer2DModel, config=config)
+    assert not lost.ok
+    assert lost.targets[0].wrong
+    loha = Adapter(adapter.table, {Place(None, "context_embedder"): make_loha(16, 8, generator)})
+    path = write_adapter(tmp_path / "loha.safetensors", loha, "diffusers")
+    assert (
+        "no loader for LoHa"
+        in check_file(path, cls=SD3Transformer2DModel, config=config).lines()[0]
+    )
+    untried = check_file(path)
+    assert untried.ok
+    assert "not loaded" in untried.notices[0]
+    assert not check_file(path, demanded=("comfyui",)).ok

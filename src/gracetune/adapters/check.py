@@ -13,10 +13,15 @@ import torch
 
 from gracetune.adapters.comfy import PREFIXES, blocks_of, key_map, simulate
 from gracetune.adapters.delta import delta
-from gracetune.adapters.files import read_adapter, read_tensors, resolve, stage_of
+from gracetune.adapters.files import read_with_tensors, resolve, stage_of
 from gracetune.adapters.layers import Adapter, Layer, at_stage, rank_of
 from gracetune.adapters.names import Index, read_key
-from gracetune.adapters.pipelines import hollow_pipeline, quiet_diffusers, transformer_for
+from gracetune.adapters.pipelines import (
+    hollow,
+    hollow_pipeline,
+    quiet_diffusers,
+    transformer_for,
+)
 from gracetune.adapters.rows import split_fused
 from gracetune.errors import AdapterError
 
@@ -33,6 +38,7 @@ TOLERANCE = 2e-2
 """How far a probe may be off: diffusers multiplies alpha in where the file's dtype rounds."""
 LOADER_FAULTS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError)
 """What diffusers' loaders raise on files they do not understand."""
+UNTRIED = "no pipeline is known for its family: it was read back and counted, not loaded"
 ONLY_LORA = {
     "loha": "diffusers has no loader for LoHa. Merge it into the model, or convert it with "
     "--lora-rank.",
@@ -80,6 +86,8 @@ class Check:
 
     @property
     def ok(self) -> bool:
+        if not self.targets:
+            return not self.demanded
         if any(t.wrong for t in self.targets):
             return False
         if self.demanded:
@@ -112,18 +120,19 @@ def check_file(
     table: NameTable | None = None,
     stage: Stage | None = None,
     config: Mapping[str, object] | None = None,
+    cls: type[nn.Module] | None = None,
     modules: Iterable[str] | None = None,
     demanded: tuple[str, ...] = (),
 ) -> Check:
     """Load the file where others would, and count.
 
     `modules` are those it must hold, by diffusers' names; `config` is the transformer's, and
-    without it a model is made that fits the file. A file that cannot be read, or that holds both
-    stages, is an error by itself.
+    without it a model is made that fits the file. A family that we know no pipeline of is loaded
+    into a transformer of the class `cls`. A file that cannot be read, or that holds both stages,
+    is an error by itself.
     """
     path = resolve(path)
-    tensors, _ = read_tensors(path)
-    adapter = read_adapter(path, table)
+    adapter, tensors = read_with_tensors(path, table)
     _refuse_two_stages(adapter, list(tensors))
     told, _ = stage_of(adapter, path)
     adapter = at_stage(adapter, None)
@@ -137,7 +146,15 @@ def check_file(
             kind="partial",
             key=missing[0],
         )
-    targets = _targets(path, tensors, adapter, layers, stage or told, config)
+    if adapter.table.family in PREFIXES:
+        targets: tuple[Target, ...] = (
+            _in_diffusers(path, tensors, adapter, layers, stage or told, config),
+            _in_comfyui(tensors, adapter, layers),
+        )
+    elif cls is not None and config is not None:
+        targets = (_in_transformer(path, layers, cls, config),)
+    else:
+        targets = ()
     return Check(
         path=path,
         family=adapter.table.family,
@@ -148,7 +165,7 @@ def check_file(
         expected=len(wanted),
         targets=targets,
         demanded=demanded,
-        notices=adapter.notices,
+        notices=(*adapter.notices, *([] if targets else [UNTRIED])),
     )
 
 
@@ -164,23 +181,6 @@ def _refuse_two_stages(adapter: Adapter, keys: list[str]) -> None:
         "one file a stage.",
         kind="mixed-stages",
         key=first,
-    )
-
-
-def _targets(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    adapter: Adapter,
-    layers: Mapping[str, Layer],
-    stage: Stage | None,
-    config: Mapping[str, object] | None,
-) -> tuple[Target, ...]:
-    if adapter.table.family not in PREFIXES:
-        why = f"no pipeline is known for the family {adapter.table.family}"
-        return (Target("diffusers", 0, len(layers), why),)
-    return (
-        _in_diffusers(path, tensors, adapter, layers, stage, config),
-        _in_comfyui(tensors, adapter, layers),
     )
 
 
@@ -218,7 +218,7 @@ def _in_diffusers(
     by_model = algorithms == {"lokr"} and adapter.form == "diffusers"
     if "lora" not in algorithms and not by_model:
         return Target("diffusers", 0, expected, ONLY_LORA[min(algorithms)], next(iter(layers)))
-    pipeline = hollow_pipeline(adapter.table.family, layers, config)
+    pipeline = hollow_pipeline(adapter.table.family, layers, config, _dtype(layers))
     model = transformer_for(pipeline, stage)
     try:
         with quiet_diffusers():
@@ -234,6 +234,26 @@ def _in_diffusers(
             "diffusers", 0, expected, f"it refuses the file: {type(error).__name__} {text}"
         )
     return _counted(model, layers, by_model)
+
+
+def _in_transformer(
+    path: Path, layers: Mapping[str, Layer], cls: type[nn.Module], config: Mapping[str, object]
+) -> Target:
+    """By the loader that every diffusers transformer has."""
+    model = hollow(cls, config, _dtype(layers))
+    algorithms = {layer.algorithm for layer in layers.values()}
+    if algorithms != {"lora"} and algorithms != {"lokr"}:
+        return Target("diffusers", 0, len(layers), ONLY_LORA[max(algorithms - {"lora"})])
+    try:
+        with quiet_diffusers():
+            model.load_lora_adapter(
+                str(path.parent), weight_name=path.name, prefix="transformer", adapter_name=NAME
+            )
+    except LOADER_FAULTS as error:
+        text = str(error).replace("\n", " ")[:200]
+        why = f"it refuses the file: {type(error).__name__} {text}"
+        return Target("diffusers", 0, len(layers), why)
+    return _counted(model, layers, by_model=algorithms == {"lokr"})
 
 
 def _load(pipeline: Any, path: Path, stage: Stage | None) -> None:
@@ -287,6 +307,12 @@ def _agrees(carrier: Any, layer: Layer, generator: torch.Generator) -> bool:
     )
     scale = 1.0 if layer.alpha is None else layer.alpha / down.shape[0]
     return _near(theirs, ours * scale)
+
+
+def _dtype(layers: Mapping[str, Layer]) -> torch.dtype:
+    """The adapter's own, so that nobody converts it; float32 where it has several."""
+    dtypes = {tensor.dtype for layer in layers.values() for tensor in layer.tensors.values()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def _near(a: Tensor, b: Tensor) -> bool:

@@ -60,9 +60,16 @@ class About:
 
 def read_adapter(path: Path, table: NameTable | None = None) -> Adapter:
     """The adapter in a file or folder; any fault is a verdict with the first key that shows it."""
-    path = resolve(path)
+    adapter, _ = read_with_tensors(resolve(path), table)
+    return adapter
+
+
+def read_with_tensors(
+    path: Path, table: NameTable | None = None
+) -> tuple[Adapter, dict[str, Tensor]]:
+    """The adapter in a file, beside the file's own tensors by its own keys."""
     tensors, metadata = read_tensors(path)
-    return canonical(tensors, metadata, table, _peft_config(path, tensors))
+    return canonical(tensors, metadata, table, _peft_config(path, tensors)), tensors
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

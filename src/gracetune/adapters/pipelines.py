@@ -30,11 +30,13 @@ Sizes = dict[str, tuple[int, ...]]
 
 
 def hollow_pipeline(
-    family: str, layers: Mapping[str, Layer], config: Mapping[str, object] | None
+    family: str,
+    layers: Mapping[str, Layer],
+    config: Mapping[str, object] | None,
+    dtype: torch.dtype,
 ) -> Any:
     """A pipeline whose transformers fit the layers (by module), or a given configuration."""
     settings = dict(config) if config is not None else CONFIGS[family](_sizes(layers))
-    settings = {name: value for name, value in settings.items() if not name.startswith("_")}
     import diffusers  # slow to import, and only checks need it
 
     if family == "wan":
@@ -43,8 +45,8 @@ def hollow_pipeline(
             text_encoder=None,
             vae=None,
             scheduler=None,
-            transformer=_hollow(diffusers.WanTransformer3DModel, settings),
-            transformer_2=_hollow(diffusers.WanTransformer3DModel, settings),
+            transformer=hollow(diffusers.WanTransformer3DModel, settings, dtype),
+            transformer_2=hollow(diffusers.WanTransformer3DModel, settings, dtype),
             boundary_ratio=0.875,
         )
     if family == "flux":
@@ -55,14 +57,14 @@ def hollow_pipeline(
             tokenizer=None,
             text_encoder_2=None,
             tokenizer_2=None,
-            transformer=_hollow(diffusers.FluxTransformer2DModel, settings),
+            transformer=hollow(diffusers.FluxTransformer2DModel, settings, dtype),
         )
     return diffusers.QwenImagePipeline(
         scheduler=None,
         vae=None,
         text_encoder=None,
         tokenizer=None,
-        transformer=_hollow(diffusers.QwenImageTransformer2DModel, settings),
+        transformer=hollow(diffusers.QwenImageTransformer2DModel, settings, dtype),
     )
 
 
@@ -87,7 +89,9 @@ def quiet_diffusers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _hollow(cls: Any, settings: Mapping[str, object]) -> nn.Module:
+def hollow(cls: Any, config: Mapping[str, object], dtype: torch.dtype) -> Any:
+    """A model of a class and a configuration, every parameter one zero."""
+    settings = {name: value for name, value in config.items() if not name.startswith("_")}
     try:
         with torch.device("meta"):
             model: nn.Module = cls(**settings)
@@ -99,7 +103,7 @@ def _hollow(cls: Any, settings: Mapping[str, object]) -> nn.Module:
         ) from error
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            zeros = torch.zeros((), dtype=dtype).expand(parameter.shape)
             setattr(module, name, nn.Parameter(zeros, requires_grad=False))
     return model
 

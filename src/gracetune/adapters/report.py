@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gracetune.adapters.delta import norm
-from gracetune.adapters.files import read_adapter, read_tensors, resolve, stage_of
+from gracetune.adapters.files import read_with_tensors, resolve, stage_of
 from gracetune.adapters.layers import rank_of
 from gracetune.adapters.names import BLOCK, Index, form_named, forms_in, read_key, template_of
 
@@ -53,8 +53,7 @@ class Inspection:
 def inspect(path: Path, table: NameTable | None = None) -> Inspection:
     """Read a file and describe it."""
     path = resolve(path)
-    adapter = read_adapter(path, table)
-    tensors, _ = read_tensors(path)
+    adapter, tensors = read_with_tensors(path, table)
     form, tools, caution = _form(adapter, list(tensors))
     stage, by = stage_of(adapter, path)
     keyed = tuple(one for one in adapter.stages if one is not None)

@@ -306,5 +306,6 @@ def test_a_family_without_a_pipeline_is_told(capsys, tmp_path):
 
     adapter = Adapter(open_table("tiny"), {Place(None, "a.b"): layer})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
-    assert "no pipeline is known" in run(capsys, "check", path, code=1)
+    assert "no pipeline is known" in run(capsys, "check", path)
+    run(capsys, "check", path, "--for", "diffusers", code=1)
     assert told(capsys, "inspect", path)["family"] == "tiny"
