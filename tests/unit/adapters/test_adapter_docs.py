@@ -1,0 +1,25 @@
+"""docs/adapters.md says what the tables say."""
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+from gracetune.adapters.tables.forms import FORMS
+from gracetune.cli.adapter import add_arguments
+
+TEXT = (Path(__file__).parents[3] / "docs" / "adapters.md").read_text(encoding="utf-8")
+
+
+def test_every_form_is_told_with_its_tools():
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.+?) \|$", TEXT.partition("## Forms")[2], re.M))
+    assert {form.name: form.tools for form in FORMS}.items() <= rows.items()
+
+
+def test_every_command_is_one_that_is_understood():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    lines = re.findall(r"^gracetune adapter (.+)$", TEXT, re.M)
+    assert len(lines) == 6
+    for line in lines:
+        parser.parse_args(shlex.split(line.replace("[", "").replace("]", "")))
