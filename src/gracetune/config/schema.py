@@ -210,7 +210,7 @@ class OptimizerSection(Section):
     final_lr_share: Share = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
     lr_bump: PositiveFloat | None = None
-    """Automagic: how far a rate moves in one step."""
+    """Automagic: how far each element's rate moves in one step; none: a rate is found instead."""
     min_lr: PositiveFloat | None = None
     """Automagic: the lowest rate."""
     max_lr: PositiveFloat | None = None
