@@ -95,7 +95,6 @@ CASES = {
     "wan22 5B": ("wan22-5b", "wan22", "video", {}),
     "wan22 5B from a first frame": ("wan22-5b", "wan22", "video", {"model": {"task": "image"}}),
     "flux": ("flux", "flux", "image", {}),
-    "flux in int8": ("flux", "flux", "image", {"model": {"quantize": "int8"}}),
     "qwen_image": ("qwen-image", "qwen_image", "image", {}),
     "stable_audio": ("stable-audio", "stable_audio", "audio", {}),
 }
@@ -141,7 +140,7 @@ def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
             r"'missing\.png' cannot be read",
         ),
         ("flux", {"train": {"experts": "high"}}, r"train\.experts is 'high'"),
-        ("flux in int8", {"model": {"quantize": "int8"}, "adapter": None}, r"without an adapter"),
+        ("flux", {"model": {"quantize": "int8"}, "adapter": None}, r"without an adapter"),
     ],
 )
 def test_what_does_not_suit_a_family_is_refused_by_name(case, sections, refusal, run_of):

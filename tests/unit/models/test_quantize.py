@@ -9,6 +9,13 @@ from gracetune.models import quantize
 from gracetune.models.quantize import demand_quantizable, quantize_blocks
 
 KINDS = ("fp8", "int8", "nf4")
+
+
+def need(kind):
+    """The extra is not a part of the usual environment: with it, importing diffusers is slow."""
+    pytest.importorskip(quantize.PACKAGES[kind])
+
+
 ERRORS = {"fp8": 0.1, "int8": 0.05, "nf4": 0.5}
 
 
@@ -31,6 +38,7 @@ def nbytes(module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_take_less_memory_and_say_nearly_the_same(model, kind):
+    need(kind)
     x = torch.randn(4, 64)
     before, size = model["blocks"][0](x), nbytes(model["blocks"][0])
     head = model["head"].weight
@@ -45,6 +53,7 @@ def test_blocks_take_less_memory_and_say_nearly_the_same(model, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapter", ["lora", "lokr", "loha", "full"])
 def test_adapters_learn_beside_quantised_weights(model, kind, adapter):
+    need(kind)
     quantize_blocks(list(model["blocks"]), kind)
     block, x = model["blocks"][0], torch.randn(4, 64)
     before = block(x)
