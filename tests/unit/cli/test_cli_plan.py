@@ -1,0 +1,129 @@
+"""`gracetune plan`, from the run file to the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gracetune.cli import plan
+from gracetune.cli.main import main
+from gracetune.config.schema import OptimizerSection, RunFile
+from gracetune.errors import ConfigError
+from gracetune.memory.machine import Machine
+from gracetune.plan.machines import MACHINES
+from gracetune.plan.rates import basics_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUN = {
+    "model": {"family": "tiny"},
+    "adapter": {"rank": 4},
+    "datasets": [{"type": "shapes", "shapes": {"size": 24}}],
+    "train": {"batch_size": 4},
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(RUN))
+    return file
+
+
+def arguments(file: Path, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    return parser.parse_args([str(file), *words])
+
+
+def test_a_plan_for_a_known_machine_is_printed_as_simulated(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(written), "--machine", "gh200-96", "--hbm", "1GB"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("tiny (the family's own), 24x24 a sample, on GH200, 96 GB")
+    assert "simulated from published figures" in told
+    assert "within 953.7 MiB of device memory" in told
+    assert "batch 4" in told
+    assert "--samples says how many" in told
+
+
+def test_json_is_for_programs(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--machine", "h200-pcie", "--json", "--samples", "10", "--host-memory", "8GB"]
+    assert main(["plan", str(written), *words, "--set", "plan.compile=never"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plan"]["compiled"] is False
+    assert told["budget"]["host_nbytes"] == 8 * 10**9
+    assert told["plan"]["device"]["weights"] > 0
+    assert told["notes"] == []
+
+
+def test_a_budget_too_small_is_the_users_to_mend(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(written), "--machine", "gh200-96", "--hbm", "1MB"]) == 2
+    assert "the least is" in capsys.readouterr().err
+
+
+def test_without_a_gpu_a_machine_must_be_named(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = Machine(None, MACHINES["gh200-96"].platform())
+    gone = Machine(None, _replace(without.platform, device=-1, why={"link": "there is none."}))
+    with pytest.raises(ConfigError, match=r"no GPU to plan for: there is none\. Name.*gh200-96"):
+        plan.plan(arguments(written), lambda: gone, lambda device: basics_of(MACHINES["gb10"]))
+
+
+def test_this_machine_is_measured_and_not_simulated(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Machine(None, MACHINES["h200-pcie"].platform())
+    asked: list[int] = []
+
+    def measured(device: int) -> Any:
+        asked.append(device)
+        return basics_of(MACHINES["h200-pcie"])
+
+    assert plan.plan(arguments(written), lambda: here, measured) == 0
+    assert asked == [0]
+    told = capsys.readouterr().out
+    assert "on this machine (139.0 GiB GPU), measured now" in told
+    assert "simulated" not in told
+
+
+def test_an_unknown_machine_lists_those_there_are(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(written), "--machine", "h300"]) == 2
+    assert "gh200-96" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("adamw", 8.0), ("lion", 4.0)])
+def test_an_optimizers_state_is_tried_out(name: str, nbytes: float) -> None:
+    each = plan.state_nbytes_each(OptimizerSection(name=name))
+    assert each == pytest.approx(nbytes, abs=0.01)
+
+
+def test_samples_are_counted_without_their_captions(tmp_path: Path) -> None:
+    for name in ("a.png", "a.txt", "b.jpg", "metadata.jsonl"):
+        (tmp_path / name).write_text("x")
+    here = {"instance_data_dir": str(tmp_path), "variants": 2}
+    assert plan.count_samples(RunFile.model_validate({"datasets": [here]})) == 4
+    gone = {"instance_data_dir": str(tmp_path / "gone")}
+    assert plan.count_samples(RunFile.model_validate({"datasets": [here, gone]})) is None
+
+
+def test_a_model_that_is_not_here_is_planned_by_its_published_shape() -> None:
+    run = RunFile.model_validate({"model": {"family": "wan22", "path": "Wan-AI/somewhere"}})
+    (note,) = plan._notes(run, 1)
+    assert "'Wan-AI/somewhere' is no folder here" in note
+
+
+def _replace(platform: Any, **changes: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(platform, **changes)

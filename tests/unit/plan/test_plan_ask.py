@@ -1,0 +1,122 @@
+"""From a run file to what the planner is asked; and what a machine is measured by."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from gracetune.config.schema import RunFile
+from gracetune.errors import ConfigError
+from gracetune.plan.ask import Trained, cache_nbytes, fixed_of, picture_of, settings_of, wishes_of
+from gracetune.plan.known_models import Picture
+from gracetune.plan.machines import MACHINES
+from gracetune.plan.measure import REPEATS, measure
+from gracetune.plan.outlines import outline
+from gracetune.plan.rates import FITTED, basics_of, speeds_of
+from gracetune.units import GIB, MIB
+
+LORA = {"rank": 8}
+
+
+def run_file(**sections: Any) -> RunFile:
+    return RunFile.model_validate({"datasets": [{"resolution": 1024}], **sections})
+
+
+def test_the_largest_sample_is_planned() -> None:
+    video = {"dataset_type": "video", "resolution": 480, "frames": [33, 81]}
+    assert picture_of(run_file(datasets=[{"resolution": 512}, video])) == Picture(480, 480, 81)
+    assert picture_of(run_file()) == Picture(1024, 1024)
+    wide = {"resolution": 512, "resolution_type": "edge", "max_aspect": 2.0}
+    assert picture_of(run_file(datasets=[wide])) == Picture(1024, 512)
+    made = {"type": "shapes", "shapes": {"size": 24}}
+    assert picture_of(run_file(datasets=[made])) == Picture(24, 24)
+
+
+def test_without_data_nobody_knows_the_sample() -> None:
+    with pytest.raises(ConfigError, match="datasets is empty"):
+        picture_of(RunFile())
+
+
+def test_the_run_file_says_what_is_open() -> None:
+    train = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    wishes = wishes_of(run_file(train=train, adapter=LORA))
+    assert wishes.samples == 8
+    assert wishes.batch_sizes() == [8, 4, 2, 1]
+    assert (wishes.compile, wishes.stream, wishes.offload) == ((True, False), True, True)
+    plan = {"batch": "fixed", "compile": "never", "stream": False, "offload": False}
+    fixed = wishes_of(run_file(train=train, adapter=LORA, plan=plan))
+    assert fixed.batch_sizes() == [4]
+    assert (fixed.compile, fixed.stream, fixed.offload) == ((False,), False, False)
+
+
+def test_the_ramp_is_planned_at_its_end() -> None:
+    ramp = {"enable_batch_size_rampup": True, "target_effective_batch_size": 9}
+    assert wishes_of(run_file(train={"batch_size": 2}, gh200_optimizations=ramp)).samples == 8
+
+
+def test_what_is_trained_cannot_be_streamed() -> None:
+    assert not wishes_of(run_file()).stream
+
+
+def test_auto_and_off_have_the_defaults() -> None:
+    assert settings_of(run_file(plan="off")) == settings_of(run_file()) == settings_of(RunFile())
+
+
+def test_what_is_fixed_counts_experts_caches_and_averages() -> None:
+    shape = outline(
+        run_file(model={"family": "wan22"}).model, Picture(1024, 1024), {"num_layers": 1}
+    )
+    assert cache_nbytes(shape) == (MIB // 2, 4 * MIB)
+    run = run_file(train={"ema_decay": 0.9}, cache_config={"device_budget_gb": 0.5})
+    fixed = fixed_of(run, shape, Trained(100, 600), samples=260, device_nbytes=96 * GIB)
+    assert (fixed.experts, fixed.optimizer_nbytes, fixed.averages_nbytes) == (2, 1200, 200)
+    assert fixed.host_caches_nbytes == 260 * (MIB // 2 + 4 * MIB)
+    assert fixed.device_caches_nbytes == GIB // 2
+    few = fixed_of(run_file(), shape, Trained(1, 1), samples=2, device_nbytes=96 * GIB)
+    assert few.device_caches_nbytes == 2 * 4 * MIB
+    unknown = fixed_of(run_file(), shape, Trained(1, 1), samples=None, device_nbytes=64 * GIB)
+    assert (unknown.host_caches_nbytes, unknown.device_caches_nbytes) == (0, GIB)
+
+
+def test_caches_on_disk_and_budgets_take_less_of_the_host() -> None:
+    shape = outline(
+        run_file(model={"family": "wan22"}).model, Picture(1024, 1024), {"num_layers": 1}
+    )
+    cache = {"vae_cache_type": "disk", "text_cache_type": "memory"}
+    run = run_file(cache_config=cache)
+    assert fixed_of(run, shape, Trained(1, 1), 10, GIB).host_caches_nbytes == 40 * MIB
+    tight = run_file(cache_config={**cache, "host_budget_gb": 0.01})
+    assert fixed_of(tight, shape, Trained(1, 1), 10, GIB).host_caches_nbytes == int(0.01 * GIB)
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_every_known_machine_has_speeds(name: str) -> None:
+    speeds = speeds_of(basics_of(MACHINES[name]))
+    assert 0 < speeds.attention_backward < speeds.attention_forward < speeds.gemm < speeds.fp8
+    assert 0 < speeds.eager < speeds.compiled <= speeds.memory
+    assert 0 < speeds.both_ways_share <= 1
+
+
+def test_every_fitted_constant_has_a_source() -> None:
+    for figure in FITTED.values():
+        assert figure.value > 0
+        assert len(figure.source) > 8
+
+
+def test_a_machine_is_measured_by_its_own_clock() -> None:
+    ticks = count()
+    waits = []
+    basics = measure(
+        torch.device("cpu"),
+        lambda: waits.append(1),
+        edge=16,
+        copied_nbytes=1000,
+        clock=lambda: float(next(ticks)),
+    )
+    assert basics.flops == 2 * 16**3 * REPEATS  # ten products between two ticks
+    assert basics.memory == 2 * 1000 * REPEATS
+    assert basics.link_in == basics.link_out == 1000 * REPEATS
+    assert len(waits) == 8
