@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-slow test-gpu check format lint types bench clean
+.PHONY: help venv demo test test-slow test-gpu test-hosts check format lint types bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,24 @@ test-slow: venv  ## the tests that take minutes
 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+# SimpleTuner wants Python 3.12 and 7 GB of its own, and must not meet the trainer's environment.
+HOST_PYTHON ?= python3.12
+HOST := .hosts/simpletuner
+HOST_BIN := $(HOST)/bin
+HOST_MODULES ?= test_backend_builders test_factory_edge_cases
+
+$(HOST)/.installed:
+	$(HOST_PYTHON) -m venv $(HOST)
+	$(HOST_BIN)/python -m pip install --quiet torch==2.13.0 torchvision==0.28.0 torchaudio==2.11.0 simpletuner==4.10.1
+	$(HOST_BIN)/python -m pip install --quiet blake3 cramjam cuda-bindings pytest pytest-timeout
+	$(HOST_BIN)/python -m pip download --quiet --no-deps --no-binary simpletuner --no-build-isolation --dest $(HOST) simpletuner==4.10.1
+	tar -xzf $(HOST)/simpletuner-4.10.1.tar.gz -C $(HOST) simpletuner-4.10.1/tests
+	@touch $@
+
+test-hosts: $(HOST)/.installed  ## gracetune inside a real SimpleTuner; HOST_MODULES= runs all of its own tests
+	PYTHONPATH=src $(HOST_BIN)/python -m pytest -o filterwarnings=default tests/hosts
+	$(HOST_BIN)/python tests/hosts/run_upstream_suite.py $(HOST)/simpletuner-4.10.1 $(HOST_MODULES)
 
 format: venv
 	$(BIN)/ruff format .

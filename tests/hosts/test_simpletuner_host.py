@@ -1,0 +1,212 @@
+"""The plug-in in a real SimpleTuner: `make test-hosts` runs this in an environment that has one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import wave
+from importlib import import_module
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("simpletuner", reason="make test-hosts runs it in SimpleTuner's environment")
+
+import torch
+from PIL import Image
+
+from gracetune.hosts.simpletuner.__main__ import check
+from gracetune.hosts.simpletuner.hooks import install
+from gracetune.hosts.simpletuner.needs import FACTORY, JSON, LOCAL, TRACKER, TRAINER
+from gracetune.hosts.simpletuner.plugin import Plugin
+from gracetune.memory.machine import open_machine
+
+CONFIG = {
+    "model_type": "lora",
+    "train_batch_size": 1,
+    "use_gh200_trainer": True,
+    "cache_config": {"vae_cache_type": "unified_memory", "text_cache_type": "unified_memory"},
+    "gh200_optimizations": {"enable_uvm_hints": True},
+}
+
+
+@pytest.fixture(scope="module")
+def hooked():
+    """The plug-in, installed once for this process, as the entry does."""
+    plugin = Plugin({}, open_machine, torch.Tensor.contiguous)
+    local = import_module(LOCAL).LocalDataBackend
+    install(plugin, import_module)
+    return SimpleNamespace(plugin=plugin, stock=local)
+
+
+@pytest.fixture
+def pics(tmp_path):
+    folder = tmp_path / "pics"
+    (folder / "sub").mkdir(parents=True)
+    for number, name in enumerate(("a.png", "b.jpg", "sub/c.webp")):
+        pixels = np.full((8, 12, 3), 40 * number, np.uint8)
+        Image.fromarray(pixels).save(folder / name)
+        (folder / name).with_suffix(".txt").write_text(f"picture {number}")
+    return folder
+
+
+@pytest.fixture
+def backends(hooked, pics, tmp_path):
+    """Ours for a staged data set, and the stock one."""
+    name = f"pics-{tmp_path.name}"
+    block = {"compression": "lz4", "num_workers": 2}
+    [rest] = hooked.plugin.take_datasets(
+        [{"id": name, "type": "in_memory", "instance_data_dir": str(pics), "in_memory": block}]
+    )
+    assert rest == {"id": name, "type": "local", "instance_data_dir": str(pics)}
+    hooked.plugin.take_config(CONFIG)
+    builder = import_module("simpletuner.helpers.data_backend.builders").create_backend_builder(
+        "local", SimpleNamespace(is_local_main_process=True)
+    )
+    config = import_module("simpletuner.helpers.data_backend.config.image").ImageBackendConfig
+    args = {"resolution": 64, "resolution_type": "pixel"}
+    ours = builder._create_backend(config.from_dict(rest, args))
+    assert type(ours).__name__ == "GracetuneDataBackend"
+    assert isinstance(ours, hooked.stock)
+    return ours, hooked.stock(accelerator=None, id=name)
+
+
+def test_every_symbol_fits():
+    assert "symbols fit" in check()[-1]
+
+
+def test_reading_is_the_same_with_the_disk_gone(backends, pics):
+    ours, stock = backends
+    listed = stock.list_files(["png", "jpg", "webp", "txt"], str(pics))
+    assert ours.list_files(["png", "jpg", "webp", "txt"], str(pics)) == listed
+    paths = [path for _, _, files in listed for path in files]
+    assert len(paths) == 6
+    wanted = {path: stock.read(path) for path in paths}
+    pictures = [path for path in paths if not path.endswith(".txt")]
+    images = {path: np.asarray(stock.read_image(path)) for path in pictures}
+    shutil.rmtree(pics)
+    for path in paths:
+        assert ours.exists(path)
+        assert ours.read(path) == wanted[path]
+        assert ours.read(path, as_byteIO=True).read() == wanted[path]
+        assert ours.open_file(path, "rb").read() == wanted[path]
+    for path, pixels in images.items():
+        assert np.array_equal(np.asarray(ours.read_image(path)), pixels)
+    keys, batch = ours.read_image_batch(pictures)
+    assert (keys, len(batch)) == (pictures, 3)
+    assert not stock.exists(paths[0])
+
+
+def test_writes_persist_and_are_read_back(backends, pics):
+    ours, stock = backends
+    path = str(pics / "a.txt")
+    ours.write(path, "another caption")
+    assert stock.read(path) == ours.read(path) == b"another caption"
+    metadata = str(pics / "aspect_ratio_bucket_indices_x.json")
+    ours.write(metadata, json.dumps({"1.0": [path]}))
+    assert json.loads(ours.read(metadata)) == {"1.0": [path]}
+    ours.delete(path)
+    assert not ours.exists(path)
+    with pytest.raises(FileNotFoundError):
+        ours.read(path)
+
+
+def test_cache_files_come_from_memory_and_are_the_same(backends, tmp_path, hooked):
+    ours, stock = backends
+    path = str(tmp_path / "cache" / "x.pt")
+    value = {"latents": torch.arange(6.0), "metadata": {"crop": (0, 0)}}
+    ours.write(path, value)
+    first = ours.torch_load(path)
+    first["latents"] = None
+    hits = hooked.plugin.memory.hits
+    again = ours.torch_load(path)
+    assert hooked.plugin.memory.hits == hits + 1
+    assert torch.equal(again["latents"], stock.torch_load(path)["latents"])
+    assert again["metadata"] == {"crop": (0, 0)}
+    ours.write(path, {"latents": torch.zeros(2)})
+    assert torch.equal(ours.torch_load(path)["latents"], torch.zeros(2))
+    os.remove(path)
+    with pytest.raises(FileNotFoundError):
+        ours.torch_load(path)
+
+
+def test_sound_comes_from_memory(hooked, tmp_path):
+    folder = tmp_path / "sounds"
+    folder.mkdir()
+    with wave.open(str(folder / "a.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes((np.sin(np.arange(1600) / 9) * 9000).astype("<i2").tobytes())
+    name = f"sounds-{tmp_path.name}"
+    entry = {"id": name, "type": "in_memory", "dataset_type": "audio"}
+    hooked.plugin.take_datasets([{**entry, "instance_data_dir": str(folder)}])
+    ours = import_module(FACTORY).LocalDataBackend(accelerator=None, id=name)
+    stock = hooked.stock(accelerator=None, id=name)
+    path = str(folder / "a.wav")
+    wanted, rate = stock.read_image(path)
+    shutil.rmtree(folder)
+    waves, found = ours.read_image(path)
+    assert found == rate == 16000
+    assert torch.equal(waves, wanted)
+
+
+def test_video_comes_from_memory(hooked, tmp_path):
+    av = pytest.importorskip("av")
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    path = str(folder / "a.mp4")
+    with av.open(path, "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        for level in range(0, 250, 50):
+            pixels = np.full((32, 32, 3), level, np.uint8)
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    name = f"videos-{tmp_path.name}"
+    entry = {"id": name, "type": "in_memory", "instance_data_dir": str(folder)}
+    hooked.plugin.take_datasets([entry])
+    ours = import_module(FACTORY).LocalDataBackend(accelerator=None, id=name)
+    wanted = hooked.stock(accelerator=None, id=name).read_image(path)
+    shutil.rmtree(folder)
+    assert np.array_equal(ours.read_image(path), wanted)
+
+
+def test_blocks_do_not_reach_the_command_line(hooked, tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    monkeypatch.setenv("CONFIG_PATH", str(file))
+    monkeypatch.delenv("ENV", raising=False)
+    words = import_module(JSON).load_json_config()
+    assert any(word.startswith("--model_type") for word in words)
+    assert not any("gh200" in word or "cache_config" in word for word in words)
+    tracker = import_module(TRACKER).StateTracker
+    assert tracker.get_raw_config()["cache_config"] == CONFIG["cache_config"]
+
+
+def test_the_end_of_an_epoch_is_no_batch(hooked):
+    trainer = import_module(TRAINER).Trainer
+    bare = trainer.__new__(trainer)
+    assert trainer.prepare_batch(bare, False) is False
+    assert trainer.prepare_batch(bare, None) is None
+
+
+def test_the_entry_runs_a_script_with_the_hooks_set(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from simpletuner.helpers.data_backend import factory\n"
+        "told = (__name__, sys.argv[1:], factory.LocalDataBackend.__name__)\n"
+        "open(__file__ + '.told', 'w').write(repr(told))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "gracetune.hosts.simpletuner", str(script), "--flag"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    told = (tmp_path / "script.py.told").read_text()
+    assert told == "('__main__', ['--flag'], 'GracetuneDataBackend')"
