@@ -67,8 +67,9 @@ def collect(folder, begin, say):
             say(b"+", begin + number)
 
 
-def killed(work, folder, begin, delay_s):
-    """What the child had done when it was killed, in order."""
+def killed(work, folder, begin, words, delay_s):
+    """What the child had done when it was killed, in order: a moment after so many words of it,
+    because on a busy machine a moment alone may pass before it has done anything."""
     hears, says = os.pipe()
     child = os.fork()
     if child == 0:
@@ -78,10 +79,12 @@ def killed(work, folder, begin, delay_s):
         finally:
             os._exit(0)
     os.close(says)
+    told = bytearray()
+    while len(told) < words * MESSAGE.size and (data := os.read(hears, 65536)):
+        told += data
     time.sleep(delay_s)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    told = bytearray()
     while data := os.read(hears, 65536):
         told += data
     os.close(hears)
@@ -94,7 +97,8 @@ def survive(folder, rounds, seed, tell):
     there, maybe = set(), set()
     for number in range(rounds):
         work = draw.choice([build, build, refresh, collect])
-        for what, which in killed(work, folder, 1 + number * 1000, draw.uniform(0.0, 0.12)):
+        moment = draw.randint(0, 12), draw.uniform(0.0, 0.03)
+        for what, which in killed(work, folder, 1 + number * 1000, *moment):
             if what == b"+":
                 there.add(which)
             elif what == b"?":  # whether it is still there nobody knows until the next word
