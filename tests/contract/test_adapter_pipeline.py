@@ -359,5 +359,7 @@ def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path
     )
     untried = check_file(path)
     assert untried.ok
-    assert "not loaded" in untried.notices[0]
-    assert not check_file(path, demanded=("comfyui",)).ok
+    assert untried.demand() is untried
+    assert "not loaded" in untried.lines()[0]
+    with pytest.raises(AdapterError, match="does not load as it should"):
+        check_file(path, demanded=("comfyui",)).demand()

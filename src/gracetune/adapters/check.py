@@ -97,6 +97,8 @@ class Check:
 
     def lines(self) -> list[str]:
         """The verdict, a line a tool."""
+        if not self.targets:
+            return [f"{self.expected} modules: {UNTRIED}"]
         return [
             f"{t.name}: {t.matched} of {t.expected} modules" + (f": {t.reason}" if t.reason else "")
             for t in self.targets
@@ -105,11 +107,11 @@ class Check:
     def demand(self) -> Check:
         """Itself, if the file loads; otherwise the reason as an error."""
         if not self.ok:
-            lost = next((t for t in self.targets if not t.loads), self.targets[0])
+            first = next((t.first for t in self.targets if not t.loads), None)
             raise AdapterError(
                 f"{self.path} does not load as it should. " + " ".join(self.lines()),
                 kind="partial",
-                key=lost.first,
+                key=first,
             )
         return self
 
@@ -165,7 +167,7 @@ def check_file(
         expected=len(wanted),
         targets=targets,
         demanded=demanded,
-        notices=(*adapter.notices, *([] if targets else [UNTRIED])),
+        notices=adapter.notices,
     )
 
 
