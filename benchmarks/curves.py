@@ -21,7 +21,8 @@ SCALE = 2
 def draw_curves(
     curves: Mapping[str, Mapping[int, float]], path: Path, title: str, below: str
 ) -> None:
-    """One line a curve over the same axes; the upper end is cut where all curves only begin."""
+    """One line a curve, six at most, over the same axes; what is high at the very start is cut."""
+    assert len(curves) <= len(COLOURS), len(curves)
     points = {name: sorted(curve.items()) for name, curve in curves.items()}
     last = max(x for curve in points.values() for x, _ in curve)
     least = min(y for curve in points.values() for _, y in curve)
@@ -33,7 +34,7 @@ def draw_curves(
     width, height = SIZE[0] - LEFT - RIGHT, SIZE[1] - TOP - BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
-        share = (min(y, high) - low) / (high - low)
+        share = (y - low) / (high - low)
         return (LEFT + width * x / last) * SCALE, (TOP + height * (1 - share)) * SCALE
 
     for y in ticks(low, high):
@@ -44,16 +45,16 @@ def draw_curves(
         draw.text(
             (place(x, low)[0] - 12 * SCALE, place(x, low)[1] + 8 * SCALE), f"{x:g}", "black", font
         )
+    for colour, curve in zip(COLOURS, points.values(), strict=False):
+        draw.line([place(x, y) for x, y in curve], fill=colour, width=3 * SCALE, joint="curve")
+    draw.rectangle([0, 0, SIZE[0] * SCALE, TOP * SCALE], "white")  # what begins above the axes
     draw.text((LEFT * SCALE, 14 * SCALE), title, "black", font)
     draw.text((LEFT * SCALE, (SIZE[1] - 34) * SCALE), below, "black", font)
-    for index, (name, curve) in enumerate(points.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        draw.line([place(x, y) for x, y in curve], fill=colour, width=3 * SCALE, joint="curve")
+    for index, (colour, name) in enumerate(zip(COLOURS, points, strict=False)):
         row = (TOP + 12 + 24 * index) * SCALE
         column = (SIZE[0] - RIGHT - 250) * SCALE
-        draw.line(
-            [column, row + 9 * SCALE, column + 30 * SCALE, row + 9 * SCALE], colour, 3 * SCALE
-        )
+        line = [column, row + 9 * SCALE, column + 30 * SCALE, row + 9 * SCALE]
+        draw.line(line, colour, 3 * SCALE)
         draw.text((column + 40 * SCALE, row), name, "black", font)
     image.resize(SIZE, Image.Resampling.LANCZOS).save(path)
 
