@@ -95,29 +95,33 @@ def watch_calls(subject: Subject, fakes: dict[int, Tensor], batch: int) -> list[
     """Run the whole model once; what each block was called with."""
     seen: dict[nn.Module, Call] = {}
     flowing: set[int] = set()
+    known: dict[object, tuple[list[Any], TreeSpec]] = {}
+    """What blocks of a kind give: equal ones are run once."""
 
-    def note(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        leaves, spec = tree_flatten((args, kwargs))
-        outputs, out_spec = tree_flatten(output)
-        places = [
-            place
-            for place, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor)
-            and (storage_of(leaf) in flowing or (not seen and _like_any(leaf, outputs)))
-        ]
-        flowing.update(storage_of(tensor) for tensor in tensors_of(outputs))
-        seen[block] = Call(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
+    def noting(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = tree_flatten((args, kwargs))
+            kind = likeness(block, leaves)
+            if kind not in known:
+                known[kind] = tree_flatten(forward(*args, **kwargs))
+            outputs, out_spec = _fresh_outputs(known[kind][0]), known[kind][1]
+            places = [
+                place
+                for place, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor)
+                and (storage_of(leaf) in flowing or (not seen and _like_any(leaf, outputs)))
+            ]
+            flowing.update(storage_of(tensor) for tensor in tensors_of(outputs))
+            seen[block] = Call(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
+            return tree_unflatten(outputs, out_spec)
 
-    whole = Whole(subject)
-    hooks = [block.register_forward_hook(note, with_kwargs=True) for block in subject.blocks]
-    try:
-        with torch.no_grad():
-            functional_call(
-                whole, weights_of(subject.model, fakes, "model."), (subject.inputs(batch),)
-            )
-    finally:
-        for hook in hooks:
-            hook.remove()
+        return run
+
+    with ExitStack() as stack, torch.no_grad():
+        for block in subject.blocks:
+            stack.enter_context(_replaced(block, noting(block, block.forward)))
+        weights = weights_of(subject.model, fakes, "model.")
+        functional_call(Whole(subject), weights, (subject.inputs(batch),))
     missing = [i for i, block in enumerate(subject.blocks) if block not in seen]
     if missing:
         raise ModelError(
@@ -125,6 +129,32 @@ def watch_calls(subject: Subject, fakes: dict[int, Tensor], batch: int) -> list[
             "cannot be planned. Let the family's blocks() return the modules that forward calls."
         )
     return [seen[block] for block in subject.blocks]
+
+
+def likeness(block: nn.Module, leaves: Sequence[Any]) -> object:
+    """Equal for blocks that do the same to inputs of the same shapes."""
+    weights = tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()
+    )
+    given = tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+    return type(block), repr(block), weights, given
+
+
+def _fresh_outputs(outputs: Sequence[Any]) -> list[Any]:
+    """The same in memory of their own; slices of one tensor stay slices of one."""
+    bases: dict[int, Tensor] = {}
+    fresh: list[Any] = []
+    for leaf in outputs:
+        if not isinstance(leaf, Tensor):
+            fresh.append(leaf)
+            continue
+        count = int(leaf.untyped_storage().nbytes()) // leaf.element_size()
+        base = bases.setdefault(storage_of(leaf), torch.empty(count, dtype=leaf.dtype))
+        fresh.append(base.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset()))
+    return fresh
 
 
 def _like_any(leaf: Tensor, outputs: Sequence[Any]) -> bool:

@@ -25,6 +25,7 @@ from gracetune.plan.eager import (
     ATTENTION_BACKWARD,
     BACKWARD_PRODUCTS,
     GEMMS,
+    WeightStorages,
     attention_flops,
     attention_workspace,
     storage_of,
@@ -54,12 +55,13 @@ def cut(
     joint: fx.GraphModule,
     num_outputs: int,
     budget: float,
-    frozen: Sequence[bool],
+    trained: Sequence[bool],
     flowing: Sequence[int],
 ) -> Trace:
     """The trace of a block whose activations are cut to `budget`.
 
-    `frozen` tells which arguments are frozen weights; `flowing` which come from the block before.
+    Of the arguments, weights come first; `trained` tells which of them are. `flowing` are the
+    places of those that come from the block before.
     """
     graph = _copy(joint)  # cutting uses it up
     with functorch_config.patch(activation_memory_budget=budget):
@@ -68,18 +70,18 @@ def cut(
         )
     arguments = [node for node in forward.graph.nodes if node.op == "placeholder"]
     owned = {storage for node in arguments for storage in _storages(node)}
-    weights = {
-        storage
-        for node, is_frozen in zip(arguments, frozen, strict=True)
-        if is_frozen
-        for storage in _storages(node)
-    }
+    kinds: dict[bool, set[int]] = {False: set(), True: set()}
+    for node, is_trained in zip(arguments, trained, strict=False):
+        kinds[is_trained].update(_storages(node))
+    weights = WeightStorages(frozenset(kinds[False]), frozenset(kinds[True]))
     inputs = {storage for place in flowing for storage in _storages(arguments[place])}
     outputs = _outputs(forward.graph)
     results = {storage for node in outputs[:num_outputs] for storage in _storages(node)}
     saved = {storage: n for node in outputs[num_outputs:] for storage, n in _sizes(node).items()}
     there = _Fused(forward.graph, owned, weights)
-    back = _Fused(backward.graph, owned, weights)
+    gradients = _places(backward.graph)[: len(trained)]
+    apart = {storage for node in gradients if node is not None for storage in _storages(node)}
+    back = _Fused(backward.graph, owned | apart, weights)
     return Trace(
         forward=there.ops,
         backward=back.ops,
@@ -108,8 +110,8 @@ class _Kernel:
 class _Fused:
     """A graph as the kernels that a compiler makes of it, with what is alive meanwhile."""
 
-    def __init__(self, graph: fx.Graph, owned: set[int], frozen: set[int]) -> None:
-        self._frozen = frozen
+    def __init__(self, graph: fx.Graph, owned: set[int], weights: WeightStorages) -> None:
+        self._weights = weights
         self._sizes: dict[int, int] = {}
         self._roots: dict[fx.Node, frozenset[int]] = {}
         kernels = self._kernels(graph)
@@ -154,7 +156,9 @@ class _Fused:
         if _is_product(node):
             packet = cast("Any", node.target).overloadpacket
             flops = float(flop_registry[packet](*values, out_val=node.meta["val"]))
-            return Op("gemm", flops, nbytes, bool(kernel.reads & self._frozen))
+            frozen, trained = self._weights.frozen, self._weights.trained
+            of_weights = float(sum(self._sizes[s] for s in kernel.reads & (frozen | trained)))
+            return Op("gemm", flops, nbytes, of_weights, bool(kernel.reads & frozen))
         return Op("elementwise", 0.0, nbytes)
 
     def _peak(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
@@ -225,5 +229,11 @@ def _sizes(node: fx.Node) -> dict[int, int]:
 
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in _places(graph) if node is not None]
+
+
+def _places(graph: fx.Graph) -> list[fx.Node | None]:
+    """What a graph gives, place by place."""
     (node,) = [node for node in graph.nodes if node.op == "output"]
-    return [leaf for leaf in cast("Sequence[Any]", node.args[0]) if isinstance(leaf, fx.Node)]
+    given = cast("Sequence[object]", node.args[0])
+    return [leaf if isinstance(leaf, fx.Node) else None for leaf in given]

@@ -1,12 +1,12 @@
-"""Seconds and bytes of each block at any batch, from traces at batch 1 and 2.
+"""Seconds and bytes of each block at any batch, from a trace at one.
 
 A kernel takes as long as its products or its bytes do, whichever is longer. Everything grows with
-the batch along a straight line, so two traces tell the rest.
+the batch but weights and their gradients, so one trace tells the rest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,7 +33,12 @@ class Parts:
         return self.gemm + self.attention + self.elementwise + self.gaps
 
     def __add__(self, other: Parts) -> Parts:
-        return _combine(self, other, 1.0, 1.0)
+        return Parts(
+            gemm=self.gemm + other.gemm,
+            attention=self.attention + other.attention,
+            elementwise=self.elementwise + other.elementwise,
+            gaps=self.gaps + other.gaps,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,32 +110,28 @@ class Model:
 
     def __init__(
         self,
-        one: ModelShapes,
-        two: ModelShapes,
+        shapes: ModelShapes,
         speeds: Speeds,
         frozen_compute: FrozenCompute = "bf16",
         stored_share: float = 1.0,
     ) -> None:
         """`stored_share`: of the traced frozen weights' bytes, what quantised ones take."""
-        assert (one.batch, two.batch) == (1, 2), (one.batch, two.batch)
-        assert one.order == two.order, "the batch changes which blocks are alike"
-        self.name = one.name
+        self.name = shapes.name
         self.speeds = speeds
         self.frozen_compute = frozen_compute
         self._stored_share = stored_share
-        self._one = one
-        self._two = two
+        self._shapes = shapes
         self._made: dict[int, Costs] = {}
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the model."""
-        return len(self._one.order)
+        return len(self._shapes.order)
 
     @property
     def trained_nbytes(self) -> int:
         """What the optimizer updates."""
-        return self._one.trained_nbytes
+        return self._shapes.trained_nbytes
 
     def at(self, batch: int) -> Costs:
         """The model at this batch."""
@@ -139,56 +140,49 @@ class Model:
         return self._made[batch]
 
     def _make(self, batch: int) -> Costs:
-        one, two = self._one, self._two
-        kinds = [self._block(a, b, batch) for a, b in zip(one.kinds, two.kinds, strict=True)]
-        outside = self._way(one.outside, two.outside, batch, self.speeds.eager)
+        shapes, scale = self._shapes, batch / self._shapes.batch
+        kinds = [self._block(kind, scale) for kind in shapes.kinds]
         return Costs(
             batch=batch,
-            blocks=tuple(kinds[kind] for kind in one.order),
-            outside=outside,
-            outside_frozen_nbytes=one.outside_frozen_nbytes,
-            trained_nbytes=one.trained_nbytes,
-            batch_nbytes=_line(one.batch_nbytes, two.batch_nbytes, batch),
+            blocks=tuple(kinds[kind] for kind in shapes.order),
+            outside=self._way(shapes.outside, scale, self.speeds.eager),
+            outside_frozen_nbytes=shapes.outside_frozen_nbytes,
+            trained_nbytes=shapes.trained_nbytes,
+            batch_nbytes=int(shapes.batch_nbytes * scale),
         )
 
-    def _block(self, one: BlockShapes, two: BlockShapes, batch: int) -> Block:
+    def _block(self, kind: BlockShapes, scale: float) -> Block:
         speeds = self.speeds
         return Block(
-            frozen_nbytes=self._stored(one.frozen_nbytes),
-            trained_nbytes=one.trained_nbytes,
-            input_nbytes=_line(one.input_nbytes, two.input_nbytes, batch),
-            eager=self._way(one.eager, two.eager, batch, speeds.eager),
-            compiled=self._way(one.compiled, two.compiled, batch, speeds.compiled),
-            lean=self._way(one.lean, two.lean, batch, speeds.compiled),
-            lean_budget=one.lean_budget,
+            frozen_nbytes=int(kind.frozen_nbytes * self._stored_share),
+            trained_nbytes=kind.trained_nbytes,
+            input_nbytes=int(kind.input_nbytes * scale),
+            eager=self._way(kind.eager, scale, speeds.eager),
+            compiled=self._way(kind.compiled, scale, speeds.compiled),
+            lean=self._way(kind.lean, scale, speeds.compiled),
+            lean_budget=kind.lean_budget,
         )
 
-    def _stored(self, nbytes: int) -> int:
-        return int(nbytes * self._stored_share)
-
-    def _way(self, one: Trace, two: Trace, batch: int, elementwise: float) -> Way:
-        def seconds(a: Sequence[Op], b: Sequence[Op]) -> Parts:
-            busy = [self._busy(ops, elementwise) for ops in (a, b)]
-            parts = _combine(busy[0], busy[1], 2.0 - batch, batch - 1.0)
-            speeds = self.speeds
-            gaps = max(len(b) * speeds.gap_s, len(b) * speeds.issue_s - parts.total)
-            return replace(parts, gaps=gaps)
-
+    def _way(self, trace: Trace, scale: float, elementwise: float) -> Way:
         return Way(
-            forward=seconds(one.forward, two.forward),
-            backward=seconds(one.backward, two.backward),
-            saved_nbytes=_line(one.saved_nbytes, two.saved_nbytes, batch),
-            saves_input=two.saves_input,
-            forward_peak_nbytes=_line(one.forward_peak_nbytes, two.forward_peak_nbytes, batch),
-            backward_peak_nbytes=_line(one.backward_peak_nbytes, two.backward_peak_nbytes, batch),
+            forward=self._seconds(trace.forward, scale, elementwise),
+            backward=self._seconds(trace.backward, scale, elementwise),
+            saved_nbytes=int(trace.saved_nbytes * scale),
+            saves_input=trace.saves_input,
+            forward_peak_nbytes=int(trace.forward_peak_nbytes * scale),
+            backward_peak_nbytes=int(trace.backward_peak_nbytes * scale),
         )
 
-    def _busy(self, ops: Sequence[Op], elementwise: float) -> Parts:
+    def _seconds(self, ops: Sequence[Op], scale: float, elementwise: float) -> Parts:
+        speeds = self.speeds
         spent = {"gemm": 0.0, "attention": 0.0, "elementwise": 0.0}
         for op in ops:
-            bytes_s = op.nbytes / (elementwise if op.kind == "elementwise" else self.speeds.memory)
-            spent[op.kind] += max(op.flops / self._flops_rate(op), bytes_s)
-        return Parts(**spent)
+            nbytes = op.weights_nbytes + (op.nbytes - op.weights_nbytes) * scale
+            rate = elementwise if op.kind == "elementwise" else speeds.memory
+            spent[op.kind] += max(op.flops * scale / self._flops_rate(op), nbytes / rate)
+        busy = sum(spent.values())
+        gaps = max(len(ops) * speeds.gap_s, len(ops) * speeds.issue_s - busy)
+        return Parts(**spent, gaps=gaps)
 
     def _flops_rate(self, op: Op) -> float:
         speeds = self.speeds
@@ -197,16 +191,3 @@ class Model:
         if op.frozen and self.frozen_compute == "fp8":
             return speeds.fp8
         return speeds.gemm
-
-
-def _line(one: int, two: int, batch: int) -> int:
-    return one + (two - one) * (batch - 1)
-
-
-def _combine(a: Parts, b: Parts, of_a: float, of_b: float) -> Parts:
-    return Parts(
-        gemm=of_a * a.gemm + of_b * b.gemm,
-        attention=of_a * a.attention + of_b * b.attention,
-        elementwise=of_a * a.elementwise + of_b * b.elementwise,
-        gaps=of_a * a.gaps + of_b * b.gaps,
-    )

@@ -7,6 +7,7 @@ for them. Where CUDA's kernels save or allocate something else than the CPU's, t
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +71,17 @@ def attention_workspace(query: Tensor) -> int:
     return int(query.numel()) * 4
 
 
-def op_of(func: OpOverload, args: Any, out: Any, frozen: set[int], backward: bool) -> Op | None:
+@dataclass(frozen=True, slots=True)
+class WeightStorages:
+    """Which memory is weights."""
+
+    frozen: frozenset[int]
+    trained: frozenset[int]
+
+
+def op_of(
+    func: OpOverload, args: Any, out: Any, weights: WeightStorages, backward: bool
+) -> Op | None:
     """The kernel that one call stands for; none where nothing is read or written."""
     packet = func.overloadpacket
     if packet in _ALLOCATES_ONLY:
@@ -90,34 +101,49 @@ def op_of(func: OpOverload, args: Any, out: Any, frozen: set[int], backward: boo
         return Op("attention", flops, nbytes, backward=True)
     if packet in GEMMS:
         flops = float(flop_registry[packet](*args, out_val=out))
-        return Op("gemm", flops, nbytes, bool(known & frozen), backward)
+        read = weights.frozen | weights.trained
+        of_weights = float(sum(size_of(t) for t in inputs if storage_of(t) in read))
+        return Op("gemm", flops, nbytes, of_weights, bool(known & weights.frozen), backward)
     return Op("elementwise", 0.0, nbytes, backward=backward)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every kernel, and every byte from its allocation to its end."""
 
-    def __init__(self, frozen: Iterable[Tensor], known: Iterable[Tensor]) -> None:
+    def __init__(self, weights: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._frozen = {storage_of(tensor) for tensor in frozen}
-        self._known = self._frozen | {storage_of(tensor) for tensor in known}
-        """Storages that were there before: weights and inputs."""
-        self._alive: dict[int, int] = {}
-        self._live_nbytes = 0
-        self._peak_nbytes = 0
+        kinds: dict[bool, set[int]] = {False: set(), True: set()}
+        for weight in weights:
+            kinds[weight.requires_grad].add(storage_of(weight))
+        self._weights = WeightStorages(frozenset(kinds[False]), frozenset(kinds[True]))
+        self._known = kinds[False] | kinds[True] | {storage_of(tensor) for tensor in inputs}
+        """Storages that were there before."""
+        self._alive: dict[int, tuple[int, int]] = {}
+        """Memory by its storage: a number that no other memory has, and bytes."""
+        self._births = 0
+        self._begun_nbytes = 0
+        """What was alive when `take` was last called."""
+        self._changes: list[tuple[int, int]] = []
+        """Since then: whose bytes came or went."""
         self._ops: list[Op] = []
         self.backward = False
 
-    def take(self) -> tuple[tuple[Op, ...], int]:
-        """The kernels since the last time, and the most bytes that were alive meanwhile."""
-        taken = tuple(self._ops), self._peak_nbytes
-        self._ops, self._peak_nbytes = [], self._live_nbytes
+    def take(self, apart: Iterable[Tensor] = ()) -> tuple[tuple[Op, ...], int]:
+        """The kernels since the last time, and the most bytes alive meanwhile, some set apart."""
+        left_out = {self._alive[s][0] for s in map(storage_of, apart) if s in self._alive}
+        live = peak = self._begun_nbytes
+        for number, change in self._changes:
+            if number not in left_out:
+                live += change
+                peak = max(peak, live)
+        taken = tuple(self._ops), peak
+        self._ops, self._changes, self._begun_nbytes = [], [], self.live_nbytes
         return taken
 
     @property
     def live_nbytes(self) -> int:
         """Allocated under this watch and still alive."""
-        return self._live_nbytes
+        return sum(nbytes for _, nbytes in self._alive.values())
 
     def has(self, storage: int) -> bool:
         """Whether memory was allocated under this watch and is still alive."""
@@ -128,13 +154,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Let it run on fake tensors, then look at what came out."""
         out = func(*args, **(kwargs or {}))
-        op = op_of(func, args, out, self._frozen, self.backward)
+        op = op_of(func, args, out, self._weights, self.backward)
         if op is not None:
             self._ops.append(op)
         for tensor in tensors_of(out):
             self._admit(tensor)
-        besides = attention_workspace(tensors_of(args)[1]) if func in ATTENTION_BACKWARD else 0
-        self._peak_nbytes = max(self._peak_nbytes, self._live_nbytes + besides)
+        if func in ATTENTION_BACKWARD:
+            besides = attention_workspace(tensors_of(args)[1])
+            self._changes += [(-1, besides), (-1, -besides)]
         return out
 
     def _admit(self, tensor: Tensor) -> None:
@@ -142,12 +169,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         address = int(storage._cdata)
         if address in self._known or address in self._alive:
             return
-        self._alive[address] = nbytes = int(storage.nbytes())
-        self._live_nbytes += nbytes
+        self._births += 1
+        self._alive[address] = self._births, int(storage.nbytes())
+        self._changes.append(self._alive[address])
         weakref.finalize(storage, self._bury, address).atexit = False
 
     def _bury(self, address: int) -> None:
-        self._live_nbytes -= self._alive.pop(address)
+        number, nbytes = self._alive.pop(address)
+        self._changes.append((number, -nbytes))
 
 
 class CudaKernels(TorchFunctionMode):

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from gracetune.plan.rates import Basics
     from gracetune.plan.result import FrozenCompute
 
+TRACED_BATCH = 2
+"""Of one sample, some operations would be views that are none for two."""
+
 
 def traced(
     subject: Subject,
@@ -32,8 +35,8 @@ def traced(
     stored_share: float = 1.0,
 ) -> Model:
     """A model on a machine, ready to be asked; `stored_share` is what quantised weights take."""
-    one, two = (trace_model(subject, batch) for batch in (1, 2))
-    return Model(one, two, speeds_of(basics), frozen_compute, stored_share)
+    shapes = trace_model(subject, TRACED_BATCH)
+    return Model(shapes, speeds_of(basics), frozen_compute, stored_share)
 
 
 def make_plan(

@@ -122,9 +122,9 @@ def _moments(costs: Costs, choice: Choice, experts: int) -> Iterator[_Moment]:
             saved, arriving = 0, moving.pop() + _on_way(moving, OFFLOAD_AHEAD - 1)
         elif plan.offload_input:
             moving.pop()
-        yield _Moment(held[index + 1] + arriving + saved, work, gradients)
         if choice.accumulation == 1:
             gradients += block.trained_nbytes
+        yield _Moment(held[index + 1] + arriving + saved, work, gradients)
     yield _Moment(0, 0, max(costs.trained_nbytes, accumulated))
 
 

@@ -18,6 +18,8 @@ class Op:
     kind: Kind
     flops: float
     nbytes: float
+    weights_nbytes: float = 0.0
+    """Of these, what is read of weights: it does not grow with the batch."""
     frozen: bool = False
     """Whether it is a product with a frozen weight, which may be done in fp8."""
     backward: bool = False
@@ -36,7 +38,7 @@ class Trace:
     forward_peak_nbytes: int
     """Most that forward has allocated at once, its output and what it saves included."""
     backward_peak_nbytes: int
-    """Most that backward has at once: what is still saved, gradients and work between."""
+    """Most that backward has at once, of what is still saved and work; weights' gradients apart."""
 
     @property
     def flops(self) -> float:

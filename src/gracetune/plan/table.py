@@ -30,8 +30,7 @@ class Row:
 def memory_table(
     outline: Outline, shapes: ModelShapes, trained: Trained, samples: int
 ) -> Iterator[Row]:
-    """Of a data set of so many samples and a step of batch 1; `shapes` is traced at that."""
-    assert shapes.batch == 1, f"activations are of one sample, not of {shapes.batch}"
+    """Of a data set of so many samples, and of a step with one of them."""
     latents, text = cache_nbytes(outline)
     experts = outline.experts
     both = " of both experts" if experts == 2 else ""
@@ -42,7 +41,7 @@ def memory_table(
     yield Row("gradients of one step", trained.nbytes)
     yield Row(f"optimizer state{both}, with fp32 copies", experts * trained.state_nbytes)
     blocks = shapes.blocks
-    inputs = sum(block.input_nbytes for block in blocks)
+    inputs = sum(block.input_nbytes for block in blocks) // shapes.batch
     yield Row("activations of one sample, all recomputed", inputs)
     for name, ways in (
         ("kept lean, compiled", [block.lean for block in blocks]),
@@ -53,4 +52,4 @@ def memory_table(
             way.saved_nbytes + (block.input_nbytes if way.saves_input else 0)
             for way, block in zip(ways, blocks, strict=True)
         )
-        yield Row(f"activations of one sample, {name}", held)
+        yield Row(f"activations of one sample, {name}", held // shapes.batch)

@@ -21,6 +21,7 @@ from gracetune.plan.calls import (
     Whole,
     check_blocks,
     fake_weights,
+    likeness,
     stand_ins,
     watch_calls,
     weights_of,
@@ -49,7 +50,7 @@ def trace_model(subject: Subject, batch: int) -> ModelShapes:
         kinds: list[BlockShapes] = []
         order = []
         for block, call in zip(subject.blocks, calls, strict=True):
-            key = _kind(block, call)
+            key = likeness(block, call.leaves), call.flowing
             if key not in groups:
                 groups[key] = len(kinds)
                 kinds.append(_trace_block(block, fakes, call))
@@ -68,18 +69,6 @@ def trace_model(subject: Subject, batch: int) -> ModelShapes:
         outside_trained_nbytes=_nbytes(t for t in rest if t.requires_grad),
         batch_nbytes=batch_nbytes,
     )
-
-
-def _kind(block: nn.Module, call: Call) -> object:
-    """What makes two blocks the same to the planner."""
-    weights = tuple(
-        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()
-    )
-    leaves = tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
-        for leaf in call.leaves
-    )
-    return type(block), weights, leaves, call.flowing
 
 
 def _fresh(call: Call) -> list[Any]:
@@ -111,9 +100,7 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
     leaves = _fresh(call)
     inputs = [leaves[place] for place in call.flowing]
     trained = [w for w in weights.values() if w.requires_grad]
-    watch = Watch(
-        [w for w in weights.values() if not w.requires_grad], [*trained, *tensors_of(leaves)]
-    )
+    watch = Watch(weights.values(), tensors_of(leaves))
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -131,8 +118,9 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
         kept = sum(n for s, n in saved.items() if watch.has(s) and s not in results)
         watch.backward = True
         gradients = [torch.empty_like(t) for t in outputs]
-        torch.autograd.grad(outputs, [*inputs, *trained], gradients, allow_unused=True)
-        backward, backward_peak = watch.take()
+        wanted = [*trained, *inputs]
+        made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        backward, backward_peak = watch.take(apart=tensors_of(made[: len(trained)]))
     return Trace(
         forward=forward,
         backward=backward,
@@ -176,7 +164,7 @@ def _compiled(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Callabl
         joint,
         num_outputs=len({storage_of(tensor) for tensor in tensors_of(call.outputs)}),
         budget=budget,
-        frozen=[i < len(names) and not a.requires_grad for i, a in enumerate(arguments)],
+        trained=[weight.requires_grad for weight in weights.values()],
         flowing=[len(names) + places.index(place) for place in call.flowing],
     )
 
@@ -190,11 +178,8 @@ def _trace_outside(
 ) -> tuple[Trace, int]:
     """Embeddings, head and loss; and the bytes of the batch itself."""
     weights = weights_of(subject.model, fakes, "model.")
-    trained = [w for w in weights.values() if w.requires_grad]
     inputs = subject.inputs(batch)
-    watch = Watch(
-        [w for w in weights.values() if not w.requires_grad], [*trained, *inputs.values()]
-    )
+    watch = Watch(weights.values(), inputs.values())
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -210,7 +195,7 @@ def _trace_outside(
         del prediction
         watch.backward = True
         loss.backward()
-        backward, backward_peak = watch.take()
+        backward, backward_peak = watch.take(apart=tensors_of([w.grad for w in weights.values()]))
     shared = {storage_of(t): int(t.untyped_storage().nbytes()) for t in _context(calls)}
     trace = Trace(
         forward=forward,

@@ -9,14 +9,15 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def wan_traces() -> tuple[ModelShapes, ModelShapes]:
-    """One block of Wan-14B with a LoRA of rank 32, one frame of 1024x1024, batch 1 and 2."""
+def wan_shapes() -> ModelShapes:
+    """One block of Wan-14B with a LoRA of rank 32, one frame of 1024x1024."""
     from gracetune.cli.plan import make_trainable
     from gracetune.config.schema import AdapterSection, ModelSection
     from gracetune.plan.known_models import Picture
+    from gracetune.plan.make import TRACED_BATCH
     from gracetune.plan.outlines import outline
     from gracetune.plan.trace import trace_model
 
     shape = outline(ModelSection(family="wan22"), Picture(1024, 1024), {"num_layers": 1})
     make_trainable(shape, AdapterSection(rank=32))
-    return trace_model(shape.subject(), 1), trace_model(shape.subject(), 2)
+    return trace_model(shape.subject(), TRACED_BATCH)

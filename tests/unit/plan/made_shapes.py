@@ -27,41 +27,38 @@ SPEEDS = Speeds(
 """A second is a hundred operations, a thousand bytes of device memory or a hundred of the link."""
 
 
-def made_trace(batch: int, saved: int, again: float = 0.0, saves_input: bool = True) -> Trace:
-    """Forward takes one second a sample, backward two and `again`; work needs 10 bytes a sample."""
+def made_trace(saved: int, again: float = 0.0) -> Trace:
+    """Forward takes one second, backward two and `again`, with 10 bytes beside what is saved."""
     return Trace(
-        forward=(Op("gemm", 100.0 * batch, 1.0, frozen=True),),
+        forward=(Op("gemm", 100.0, 1.0, frozen=True),),
         backward=(
-            Op("gemm", 100.0 * batch, 1.0, frozen=True, backward=True),
-            Op("attention", 50.0 * batch, 1.0, backward=True),
-            Op("elementwise", 0.0, 1000.0 * again * batch, backward=True),
+            Op("gemm", 100.0, 1.0, frozen=True, backward=True),
+            Op("attention", 50.0, 1.0, backward=True),
+            Op("elementwise", 0.0, 1000.0 * again, backward=True),
         ),
-        saved_nbytes=saved * batch,
-        saves_input=saves_input,
-        forward_peak_nbytes=(saved + 5) * batch,
-        backward_peak_nbytes=(saved + 10) * batch,
+        saved_nbytes=saved,
+        saves_input=True,
+        forward_peak_nbytes=saved + 5,
+        backward_peak_nbytes=saved + 10,
     )
 
 
 def made_model(num_blocks: int = 8, frozen_nbytes: int = 100, speeds: Speeds = SPEEDS) -> Model:
     """Blocks of 100 bytes that keep 80 bytes a sample, or 40 lean, or their input of 10."""
 
-    def shapes(batch: int) -> ModelShapes:
-        block = BlockShapes(
-            frozen_nbytes=frozen_nbytes,
-            trained_nbytes=2,
-            input_nbytes=10 * batch,
-            eager=made_trace(batch, 120),
-            compiled=made_trace(batch, 80),
-            lean=made_trace(batch, 40, again=0.1),
-            lean_budget=0.5,
-        )
-        outside = Trace((), (), 3 * batch, False, 6 * batch, 7 * batch)
-        return ModelShapes(
-            "made", batch, (block,), (0,) * num_blocks, outside, 50, 0, batch_nbytes=4 * batch
-        )
-
-    return Model(shapes(1), shapes(2), speeds)
+    block = BlockShapes(
+        frozen_nbytes=frozen_nbytes,
+        trained_nbytes=2,
+        input_nbytes=10,
+        eager=made_trace(120),
+        compiled=made_trace(80),
+        lean=made_trace(40, again=0.1),
+        lean_budget=0.5,
+    )
+    outside = Trace((), (), 3, False, 6, 7)
+    order = (0,) * num_blocks
+    shapes = ModelShapes("made", 1, (block,), order, outside, 50, 0, batch_nbytes=4)
+    return Model(shapes, speeds)
 
 
 def made_choice(

@@ -181,19 +181,28 @@ def test_equal_blocks_are_one_kind_and_bytes_are_those_of_the_weights(traced: Mo
     assert traced.batch_nbytes == 2 * (TOKENS * 8 + WIDTH) * 4
 
 
-def test_two_traces_tell_any_batch() -> None:
-    subject = made_subject(Stack())
+@pytest.mark.parametrize("trains_all", [False, True])
+def test_one_trace_tells_any_batch(trains_all: bool) -> None:
+    model = Stack(1)
+    if trains_all:
+        model.requires_grad_(True)
+    subject = made_subject(model)
+    two, five = (trace_model(subject, batch) for batch in (2, 5))
     speeds = speeds_of(basics_of(MACHINES["h200-pcie"]))
-    one, two, five = (trace_model(subject, batch) for batch in (1, 2, 5))
-    foretold, block = Model(one, two, speeds).at(5), five.kinds[0]
-    for way, trace in (("eager", block.eager), ("compiled", block.compiled), ("lean", block.lean)):
-        guessed = {"eager": foretold.blocks[0].eager, "compiled": foretold.blocks[0].compiled}.get(
-            way, foretold.blocks[0].lean
-        )
-        assert guessed.saved_nbytes == pytest.approx(trace.saved_nbytes, rel=0.02)
-        assert guessed.forward_peak_nbytes == pytest.approx(trace.forward_peak_nbytes, rel=0.02)
-        assert guessed.backward_peak_nbytes == pytest.approx(trace.backward_peak_nbytes, rel=0.02)
-    assert foretold.batch_nbytes == five.batch_nbytes
+    foretold, seen = Model(two, speeds).at(5), Model(five, speeds).at(5)
+    (block,), (same,) = foretold.blocks, seen.blocks
+    for guess, truth in (
+        (block.eager, same.eager),
+        (block.compiled, same.compiled),
+        (block.lean, same.lean),
+        (foretold.outside, seen.outside),
+    ):
+        assert guess.saved_nbytes == pytest.approx(truth.saved_nbytes, rel=0.02)
+        assert guess.forward_peak_nbytes == pytest.approx(truth.forward_peak_nbytes, rel=0.02)
+        assert guess.backward_peak_nbytes == pytest.approx(truth.backward_peak_nbytes, rel=0.02)
+        assert guess.forward.gemm == pytest.approx(truth.forward.gemm, rel=0.02)
+        assert guess.backward.total == pytest.approx(truth.backward.total, rel=0.02)
+    assert foretold.batch_nbytes == seen.batch_nbytes
 
 
 def test_the_model_is_left_as_it_was() -> None:
