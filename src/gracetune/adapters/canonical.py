@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 FAMILY_KEY = "gracetune.family"
 PEFT_SETTINGS = "lora_adapter_metadata"
 """Where diffusers keeps peft's settings in a file's header."""
+SCALARS = ("alpha", "scalar")
 HUGE_ALPHA = 1e9
 """ai-toolkit writes 9999999999 for LoKr of whole matrices, where alpha has no part."""
 
@@ -106,6 +107,14 @@ def _other_model(text: str, texts: list[str], table: NameTable) -> AdapterError 
 def _check_finite(tensors: Mapping[str, Tensor], keys: list[Key]) -> None:
     for key in keys:
         tensor = tensors[key.text]
+        if not tensor.numel() or (key.role in SCALARS and tensor.numel() != 1):
+            size = "x".join(map(str, tensor.shape))
+            raise AdapterError(
+                f"{key.text!r} has the shape {size}, which is none of a {key.role}. The file was "
+                "badly put together; save it again.",
+                kind="damaged",
+                key=key.text,
+            )
         if not tensor.is_floating_point():
             if key.role == "alpha":
                 continue
@@ -130,8 +139,6 @@ def _check_finite(tensors: Mapping[str, Tensor], keys: list[Key]) -> None:
 
 def _is_finite(tensor: Tensor) -> bool:
     """By its extremes: one pass, and nan is both of them."""
-    if not tensor.numel():
-        return True
     low, high = torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float())
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
@@ -208,7 +215,8 @@ def _for_module(name: str, module: str, settings: Mapping[str, object]) -> objec
     if not isinstance(patterns, dict):
         return None
     for pattern, value in patterns.items():
-        plain = str(pattern).removeprefix("^")
+        # Compared as text: a header may come from anyone, and expressions can be made to hang.
+        plain = str(pattern).removeprefix("^").replace("\\", "")
         if module == plain or module.endswith(f".{plain}"):
             return value  # type: ignore[no-any-return]
     return None

@@ -181,23 +181,55 @@ PAIRS: tuple[tuple[str, bool, str, int, str, int], ...] = (
     ("lokr_t2", False, "lokr_w2_a", 1, "lokr_w2_b", 0),
     ("lokr_t2", True, "lokr_w2_a", 0, "lokr_t2", 0),
     ("lokr_t2", True, "lokr_t2", 1, "lokr_w2_b", 0),
+    ("hada_t1", False, "hada_w1_a", 0, "hada_w2_a", 0),
+    ("hada_t1", True, "hada_w1_a", 1, "hada_w2_a", 1),
+    ("", False, "hada_w1_b", 1, "hada_w2_b", 1),
 )
-"""Axes that are multiplied with each other, with a core tensor between them or without."""
+"""Axes of one size: with a core tensor between the factors, or without."""
+KERNELS = ("down", "mid", "hada_t1", "hada_t2", "lokr_w2", "lokr_w2_b", "lokr_t2")
+"""What may have a convolution's axes; other factors are matrices."""
 
 
 def _check_ranks(layer: Layer, keys: Mapping[str, str]) -> None:
     tensors = layer.tensors
+    for role, tensor in tensors.items():
+        if not _has_axes(role, tensor.shape, "mid" in tensors):
+            raise AdapterError(
+                f"{keys[role]!r} is {_size(tensor.shape)}, which no {role} of a {layer.algorithm} "
+                "is. The file was badly put together; save it again.",
+                kind="damaged",
+                key=keys[role],
+            )
     for core, between, left, i, right, j in PAIRS:
         if (core in tensors) != between or left not in tensors or right not in tensors:
             continue
-        a, b = tensors[left].shape, tensors[right].shape
-        if len(a) <= i or len(b) <= j or a[i] != b[j]:
-            raise AdapterError(
-                f"{keys[left]!r} is {_size(a)} and {keys[right]!r} is {_size(b)}: their ranks "
-                "do not meet. They are of different adapters, or the file was badly put together.",
-                kind="rank-mismatch",
-                key=keys[left],
-            )
+        if tensors[left].shape[i] != tensors[right].shape[j]:
+            raise _mismatch(tensors, keys, left, right)
+    if "hada_t1" in tensors and tensors["hada_t1"].shape[2:] != tensors["hada_t2"].shape[2:]:
+        raise _mismatch(tensors, keys, "hada_t1", "hada_t2")
+
+
+def _mismatch(
+    tensors: Mapping[str, Tensor], keys: Mapping[str, str], left: str, right: str
+) -> AdapterError:
+    sizes = [_size(tensors[role].shape) for role in (left, right)]
+    return AdapterError(
+        f"{keys[left]!r} is {sizes[0]} and {keys[right]!r} is {sizes[1]}: their ranks or sizes do "
+        "not meet. They are of different adapters, or the file was badly put together.",
+        kind="rank-mismatch",
+        key=keys[left],
+    )
+
+
+def _has_axes(role: str, shape: tuple[int, ...], core: bool) -> bool:
+    """Whether a tensor can be what its key says."""
+    if role in ("diff", "dora"):
+        return len(shape) >= 1
+    if role == "diff_b":
+        return len(shape) == 1
+    if role == "up" or (role == "down" and core):
+        return len(shape) >= 2 and math.prod(shape[2:]) == 1  # a convolution of one point
+    return len(shape) >= 2 if role in KERNELS else len(shape) == 2
 
 
 def _with_alpha(layer: Layer, tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:

@@ -5,9 +5,12 @@ import json
 import pytest
 import torch
 from adapter_examples import HIDDEN, make_lora, make_wan, same
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from gracetune.adapters.delta import delta
+from gracetune.adapters.canonical import canonical
+from gracetune.adapters.delta import delta, delta_shape, norm
 from gracetune.adapters.files import (
     About,
     describe,
@@ -17,8 +20,16 @@ from gracetune.adapters.files import (
     stage_of,
     write_adapter,
 )
-from gracetune.adapters.layers import Adapter, Layer, at_stage, join_stages, split_stages
+from gracetune.adapters.layers import (
+    SHAPES,
+    Adapter,
+    Layer,
+    at_stage,
+    join_stages,
+    split_stages,
+)
 from gracetune.adapters.names import TABLES, Place, table_named
+from gracetune.adapters.tables.forms import ENDINGS
 from gracetune.adapters.tables.wan import WAN
 from gracetune.errors import AdapterError
 
@@ -359,3 +370,74 @@ def test_stages_are_split_and_joined():
     with pytest.raises(AdapterError, match="two files of one model"):
         join_stages(parts["high"], other)
     assert at_stage(parts["low"], "low").stages == ("low",)
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor"),
+    [
+        (f"{PREFIX}.alpha", torch.ones(2)),
+        (B, torch.ones(HIDDEN, 0)),
+        (B, torch.ones(HIDDEN)),
+    ],
+)
+def test_shapes_that_nothing_has(path, key, tensor):
+    error = verdict(path, lora_tensors() | {key: tensor})
+    assert error.kind in ("damaged", "rank-mismatch")
+    assert error.key == key
+
+
+def test_core_tensors_of_two_kernels(path):
+    sizes = {"w1_a": (2, 6), "w1_b": (2, 4), "w2_a": (2, 6), "w2_b": (2, 4)}
+    tensors = {f"{PREFIX}.hada_{name}": torch.ones(size) for name, size in sizes.items()}
+    tensors |= {
+        f"{PREFIX}.hada_t1": torch.ones(2, 2, 3, 3),
+        f"{PREFIX}.hada_t2": torch.ones(2, 2, 1, 3),
+    }
+    assert verdict(path, tensors).key == f"{PREFIX}.hada_t1"
+
+
+SETS = [roles for sets in SHAPES.values() for roles in sets]
+"""Complete layers; what varies below is their shapes."""
+
+
+@st.composite
+def layers_of_any_shape(draw):
+    roles = sorted(draw(st.sampled_from(SETS)) | draw(st.sampled_from([set(), {"diff_b"}])))
+    axes = draw(st.sampled_from([2, 2, 3, 4]))
+    shapes = {}
+    for role in roles:
+        odd = draw(st.integers(0, 7)) == 0
+        count = draw(st.integers(0, 4)) if odd else axes
+        shapes[role] = [draw(st.sampled_from([2, 2, 2, 3])) for _ in range(count)]
+    return shapes
+
+
+@given(layers_of_any_shape(), st.sampled_from([None, 0.0, 2.0]))
+@settings(max_examples=500, deadline=None)
+def test_any_shapes_are_a_layer_that_computes_or_a_verdict(shapes, alpha):
+    """Whatever a file holds, nothing but a verdict comes out of reading it, and no traceback."""
+    tensors = {f"{PREFIX}{ENDINGS['kohya'][role]}": torch.ones(s) for role, s in shapes.items()}
+    if alpha is not None:
+        tensors[f"{PREFIX}.alpha"] = torch.tensor(alpha)
+    try:
+        (layer,) = canonical(tensors, {}).layers.values()
+    except AdapterError as error:
+        event(error.kind)
+        return
+    event("read")
+    assert norm(layer) >= 0.0
+    assert torch.Size(delta_shape(layer)).numel() >= 0
+
+
+def test_settings_that_were_escaped_are_found(tmp_path):
+    prefix = "base_model.model.blocks.0.attn1.to_q"
+    tensors = {
+        f"{prefix}.lora_A.weight": torch.ones(4, HIDDEN),
+        f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
+    }
+    config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {r"^blocks\.0\.attn1\.to_q": 2, "x": 9}}
+    (layer,) = canonical(tensors, {}, None, config).layers.values()
+    assert layer.alpha == 2.0
+    config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {"x": 9}}
+    (layer,) = canonical(tensors, {}, None, config).layers.values()
+    assert layer.alpha is None
