@@ -96,6 +96,7 @@ CASES = {
     "wan22 5B from a first frame": ("wan22-5b", "wan22", "video", {"model": {"task": "image"}}),
     "flux": ("flux", "flux", "image", {}),
     "qwen_image": ("qwen-image", "qwen_image", "image", {}),
+    "qwen_image edits": ("qwen-image-edit", "qwen_image", "image", {}),
     "stable_audio": ("stable-audio", "stable_audio", "audio", {}),
 }
 
@@ -106,6 +107,18 @@ def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
     if "first frame" in case:
         Image.new("RGB", (40, 30), (90, 90, 90)).save(tmp_path / "start.png")
         sections = sections | {"validation": {"images": [str(tmp_path / "start.png")]}}
+    if "edits" in case:
+        write_pictures(tmp_path / "before")
+        Image.new("RGB", (32, 32), (90, 90, 90)).save(tmp_path / "start.png")
+        sections = {
+            "dataset": {"conditioning_data_dir": str(tmp_path / "before")},
+            "validation": {
+                "images": [str(tmp_path / "start.png")],
+                "guidance": 1.0,
+                "sample_steps": 1,
+                "every": 2,
+            },
+        }
     run = run_of(model, family, kind, **sections)
     ended = run_training(run, sinks=[told])
     assert ended.status == "done"
@@ -139,6 +152,8 @@ def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
             {"validation": {"images": ["missing.png"]}},
             r"'missing\.png' cannot be read",
         ),
+        ("qwen_image edits", {}, r"conditioning_data_dir is missing; this qwen_image edits"),
+        ("flux", {"dataset": {"conditioning_data_dir": "x"}}, r"conditioning_data_dir is 'x'; fl"),
         ("flux", {"train": {"experts": "high"}}, r"train\.experts is 'high'"),
         ("flux", {"model": {"quantize": "int8"}, "adapter": None}, r"without an adapter"),
     ],

@@ -155,8 +155,13 @@ class Family(Protocol):
         """Those that are longer than the model reads, so that their ends are not learnt."""
         ...
 
-    def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
-        """Each caption's embeddings, without padding."""
+    def encode_text(
+        self, captions: Sequence[str], images: Sequence[Tensor] = ()
+    ) -> list[dict[str, Tensor]]:
+        """Each caption's embeddings, without padding.
+
+        Families that take a control are given it (CHW in [-1, 1]) with each caption.
+        """
         ...
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

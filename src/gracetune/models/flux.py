@@ -185,7 +185,11 @@ class Flux:
         """By the tokenizer's count."""
         return too_long(self.tokenizers[1], captions, TEXT_LENGTH)
 
-    def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
+    def encode_text(
+        self,
+        captions: Sequence[str],
+        images: Sequence[Tensor] = (),  # noqa: ARG002
+    ) -> list[dict[str, Tensor]]:
         """T5's tokens and CLIP's pooled vector."""
         clip, t5 = self.text
         device = next(t5.parameters()).device

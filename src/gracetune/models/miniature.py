@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WORDS = ("a", "an", "the", "of", "on", "in", "red", "green", "blue", "ring", "box", "star", "sound")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Where pictures stand in a text; their ids follow those of three others."""
 VOCABULARY = 128
 TEXT_WIDTH = 32
 
@@ -36,7 +38,7 @@ def _tokenizer(length: int = 512) -> object:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "</s>", "<unk>"]
+    special = ["<pad>", "</s>", "<unk>", *VISION]
     pieces = [*special, *WORDS, *(chr(code) for code in range(33, 127))]
     vocabulary = {piece: place for place, piece in enumerate(dict.fromkeys(pieces))}
     inner = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>", continuing_subword_prefix=""))
@@ -50,6 +52,7 @@ def _tokenizer(length: int = 512) -> object:
         pad_token="<pad>",
         eos_token="</s>",
         unk_token="<unk>",
+        additional_special_tokens=list(VISION),
         model_max_length=length,
     )
 
@@ -131,6 +134,23 @@ def _flux(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def _qwen_image_edit(folder: Path) -> None:
+    """The same parts and what looks at a picture, in the words of the pipeline that edits."""
+    import json
+
+    from transformers import Qwen2VLImageProcessorPil
+
+    _qwen_image(folder)
+    edge = 28
+    Qwen2VLImageProcessorPil(min_pixels=edge**2, max_pixels=4 * edge**2).save_pretrained(
+        folder / "processor"
+    )
+    index = folder / "model_index.json"
+    said = json.loads(index.read_text()) | {"_class_name": "QwenImageEditPipeline"}
+    said["processor"] = ["transformers", "Qwen2VLProcessor"]
+    index.write_text(json.dumps(said, indent=2))
+
+
 def _qwen_image(folder: Path) -> None:
     from diffusers import (
         AutoencoderKLQwenImage,
@@ -147,9 +167,9 @@ def _qwen_image(folder: Path) -> None:
         vae=AutoencoderKLQwenImage(
             base_dim=4,
             z_dim=channels,
-            dim_mult=[1, 2, 4],
+            dim_mult=[1, 1, 1, 1],
             num_res_blocks=1,
-            temperal_downsample=[False, True],
+            temperal_downsample=[False, True, True],
             latents_mean=[0.1] * channels,
             latents_std=[1.5] * channels,
         ),
@@ -193,10 +213,10 @@ def _qwen_vl() -> object:
                 "num_heads": 2,
                 "out_hidden_size": TEXT_WIDTH,
             },
-            vision_start_token_id=VOCABULARY - 4,
-            vision_end_token_id=VOCABULARY - 3,
-            image_token_id=VOCABULARY - 2,
-            video_token_id=VOCABULARY - 1,
+            vision_start_token_id=3,
+            vision_end_token_id=4,
+            image_token_id=5,
+            video_token_id=6,
         )
     ).eval()
 
@@ -315,6 +335,7 @@ def _wan(folder: Path, *, task: str, experts: int, five: bool) -> None:
 MINIATURES: dict[str, Callable[[Path], None]] = {
     "flux": _flux,
     "qwen-image": _qwen_image,
+    "qwen-image-edit": _qwen_image_edit,
     "stable-audio": _stable_audio,
     "wan22-t2v": lambda folder: _wan(folder, task="text", experts=2, five=False),
     "wan22-i2v": lambda folder: _wan(folder, task="image", experts=2, five=False),

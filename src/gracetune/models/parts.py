@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from gracetune.errors import ModelError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 INDEX = "model_index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+PREFIX = "model.diffusion_model."
+"""What files for ComfyUI may have before every name."""
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 """What diffusers and transformers raise on folders that are not what they seem."""
 
@@ -99,12 +102,11 @@ def read_transformer(
     try:
         # The shape comes from the folder: the file has weights alone.
         model = cls.from_single_file(
-            str(path),
+            {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()},
             config=str(folder),
             subfolder=name,
             torch_dtype=dtype,
             local_files_only=True,
-            disable_mmap=False,
         )
     except UNREADABLE as error:
         raise ModelError(

@@ -13,7 +13,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from torch import Tensor, nn
 
-from gracetune.models.captions import mask_of, padded, tokens_of, too_long
+from gracetune.models.captions import mask_of, padded, too_long
 from gracetune.models.digest import digest_of_weights
 from gracetune.models.parts import (
     copy_rest,
@@ -26,6 +26,7 @@ from gracetune.models.parts import (
     read_transformer,
 )
 from gracetune.models.patches import EDGE, packed, unpacked
+from gracetune.models.qwen_text import TEXT_LENGTH, describe, describe_edit, picture_of
 from gracetune.models.samples import Sampled
 
 if TYPE_CHECKING:
@@ -36,16 +37,7 @@ if TYPE_CHECKING:
     from gracetune.models.family import Forward, Kind, Prediction, Sound
     from gracetune.models.samples import Order
 
-PIPELINES = ("QwenImagePipeline",)
-TEXT_LENGTH = 1024
-TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
-    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
-    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
-"""What the text encoder is asked, as the model was trained."""
-TEMPLATE_TOKENS = 34
-"""Tokens before the caption, whose states are left out."""
+PIPELINES = ("QwenImagePipeline", "QwenImageEditPipeline")
 MAX_EDGE = 4096
 TARGETS = (
     "attn.to_q",
@@ -65,11 +57,23 @@ TARGETS = (
 
 def load(section: ModelSection) -> QwenImage:
     """Read every part of the folder `model.path`."""
-    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+    from transformers import (
+        AutoImageProcessor,
+        AutoTokenizer,
+        Qwen2_5_VLForConditionalGeneration,
+    )
 
     folder = locate(section)
     index = read_index(folder)
     demand_class(folder, index, PIPELINES, "qwen_image")
+    edits = index["_class_name"] == "QwenImageEditPipeline"
+    looker = None
+    if edits:
+        looker = read_part(
+            folder,
+            "processor",
+            lambda p: AutoImageProcessor.from_pretrained(p, local_files_only=True),
+        )
     vae = read_part(
         folder,
         "vae",
@@ -94,7 +98,9 @@ def load(section: ModelSection) -> QwenImage:
         tokenizer=read_part(
             folder, "tokenizer", lambda p: AutoTokenizer.from_pretrained(p, local_files_only=True)
         ),
+        looker=looker,
         cell=2 ** len(vae.temperal_downsample),
+        takes_control=edits,
     )
 
 
@@ -108,6 +114,8 @@ class QwenImage:
     text: list[nn.Module]
     """The text encoder, until it is released."""
     tokenizer: Any
+    looker: Any
+    """What prepares a picture for the text encoder; none where nothing is edited."""
     cell: int
     """Pixels along the edge of a latent's cell."""
     name: str = "qwen_image"
@@ -127,7 +135,8 @@ class QwenImage:
 
     def identity(self) -> dict[str, str]:
         """The encoders' own files."""
-        text = "-".join(digest_of_folder(self.folder / p) for p in ("tokenizer", "text_encoder"))
+        names = ["tokenizer", "text_encoder", *(["processor"] if self.takes_control else [])]
+        text = "-".join(digest_of_folder(self.folder / name) for name in names)
         return {
             "latents": f"qwen-image-mode-{digest_of_folder(self.folder / 'vae')}",
             "text": f"qwen-image-{TEXT_LENGTH}-{text}",
@@ -185,23 +194,17 @@ class QwenImage:
         """By the tokenizer's count."""
         return too_long(self.tokenizer, captions, TEXT_LENGTH)
 
-    def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
-        """The language model's last states, from the caption on."""
+    def encode_text(
+        self, captions: Sequence[str], images: Sequence[Tensor] = ()
+    ) -> list[dict[str, Tensor]]:
+        """The language model's last states, from the caption or the picture on."""
         (encoder,) = self.text
-        device = next(encoder.parameters()).device
-        texts = []
-        for caption in captions:
-            found = tokens_of(
-                self.tokenizer, TEMPLATE.format(caption), TEXT_LENGTH + TEMPLATE_TOKENS
-            )
-            with torch.no_grad():
-                states = encoder(
-                    input_ids=found["input_ids"].to(device),
-                    attention_mask=found["attention_mask"].to(device),
-                    output_hidden_states=True,
-                ).hidden_states[-1]
-            texts.append({"tokens": states[0, TEMPLATE_TOKENS:]})
-        return texts
+        if not self.takes_control:
+            return [{"tokens": describe(encoder, self.tokenizer, one)} for one in captions]
+        return [
+            {"tokens": describe_edit(encoder, self.tokenizer, self.looker, caption, picture)}
+            for caption, picture in zip(captions, images, strict=True)
+        ]
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Zeros behind the shorter ones, and a mask that leaves them out."""
@@ -237,31 +240,24 @@ class QwenImage:
 
     def sample(self, order: Order) -> list[Sampled]:
         """One picture a prompt."""
-        import diffusers
-
-        pipeline = diffusers.QwenImagePipeline(
-            scheduler=read_scheduler(self.folder),
-            vae=self.vae,
-            text_encoder=None,
-            tokenizer=None,
-            transformer=self.transformer,
-        )
-        pipeline.set_progress_bar_config(disable=True)
+        pipeline = self._pipeline()
         device = next(self.transformer.parameters()).device
         dtype = self.transformer.img_in.weight.dtype
         width, height = order.shape
-        empty = order.empty["tokens"][None].to(device, dtype)
+        empties = order.empties or [order.empty] * len(order.texts)
         made = []
-        for number, text in enumerate(order.texts):
-            tokens = text["tokens"][None].to(device, dtype)
+        for number, (text, empty) in enumerate(zip(order.texts, empties, strict=True)):
+            tokens, nothing = (t["tokens"][None].to(device, dtype) for t in (text, empty))
             against = {
-                "negative_prompt_embeds": empty,
-                "negative_prompt_embeds_mask": torch.ones(empty.shape[:2], device=device).long(),
+                "negative_prompt_embeds": nothing,
+                "negative_prompt_embeds_mask": torch.ones(nothing.shape[:2], device=device).long(),
             }
+            start = {"image": picture_of(order.images[number])} if order.images else {}
             picture = pipeline(
                 prompt_embeds=tokens,
                 prompt_embeds_mask=torch.ones(tokens.shape[:2], device=device).long(),
                 **against if order.guidance > 1 else {},
+                **start,
                 width=width,
                 height=height,
                 num_inference_steps=order.steps,
@@ -276,6 +272,22 @@ class QwenImage:
         """A whole pipeline's folder; what was not trained is linked or copied."""
         self.transformer.save_pretrained(folder / "transformer")
         copy_rest(self.folder, folder, leave_out=("transformer",))
+
+    def _pipeline(self) -> Any:
+        import diffusers
+
+        edits = {"processor": None} if self.takes_control else {}
+        cls = diffusers.QwenImageEditPipeline if edits else diffusers.QwenImagePipeline
+        pipeline = cls(
+            scheduler=read_scheduler(self.folder),
+            vae=self.vae,
+            text_encoder=None,
+            tokenizer=None,
+            transformer=self.transformer,
+            **edits,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
 
     def _encoded(self, pixels: Tensor) -> Tensor:
         """A picture is a film of one frame to this VAE."""

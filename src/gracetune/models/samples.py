@@ -29,6 +29,8 @@ class Order:
     """1: none."""
     images: Sequence[Tensor] = ()
     """For families that start from a picture, one a prompt: CHW in [-1, 1], of the order's size."""
+    empties: Sequence[Mapping[str, Tensor]] = ()
+    """Where the text depends on the picture: `empty` with each of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,11 @@ class StableAudio:
         """By the tokenizer's count."""
         return too_long(self.tokenizer, captions, self.tokenizer.model_max_length)
 
-    def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
+    def encode_text(
+        self,
+        captions: Sequence[str],
+        images: Sequence[Tensor] = (),  # noqa: ARG002
+    ) -> list[dict[str, Tensor]]:
         """T5's states. No caption is no token at all: what guidance compares with."""
         (encoder,) = self.text
         device = next(encoder.parameters()).device

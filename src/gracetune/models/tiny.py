@@ -169,7 +169,11 @@ class Tiny:
         """None is too long."""
         return []
 
-    def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
+    def encode_text(
+        self,
+        captions: Sequence[str],
+        images: Sequence[Tensor] = (),  # noqa: ARG002
+    ) -> list[dict[str, Tensor]]:
         """One vector a word, with a share that tells its place."""
         return [{"tokens": self._tokens(caption.lower().split())} for caption in captions]
 

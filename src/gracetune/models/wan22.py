@@ -235,7 +235,11 @@ class Wan22:
         """By the tokenizer's count."""
         return too_long(self.tokenizer, captions, TEXT_LENGTH)
 
-    def encode_text(self, captions: Sequence[str]) -> list[dict[str, Tensor]]:
+    def encode_text(
+        self,
+        captions: Sequence[str],
+        images: Sequence[Tensor] = (),  # noqa: ARG002
+    ) -> list[dict[str, Tensor]]:
         """The encoder's last hidden states."""
         (encoder,) = self.text
         device = next(encoder.parameters()).device

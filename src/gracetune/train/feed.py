@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from gracetune.events.types import BatchesFed, Notice
 from gracetune.train.draws import seed_of
 from gracetune.train.prepare import Preparation, generations_of, only, prepare, warm
 from gracetune.train.stores import open_stores
+from gracetune.train.texts import EMPTY, Texts, name_of
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -47,10 +48,6 @@ if TYPE_CHECKING:
     from gracetune.train.stores import Stores
 
     Tell = Callable[[Event], None]
-
-EMPTY = ""
-"""The caption of dropped captions and of guidance."""
-
 
 HOT_SHARE = 64
 """One part in so many of the device's memory is for text that stays there."""
@@ -113,11 +110,11 @@ def _build_feed(
             f"validation.holdout is {run.validation.holdout}, which leaves no sample to train on. "
             "Lower it."
         )
-    captions = {sample.caption for group in groups for sample in group.samples} | {EMPTY}
     identity = family.identity()
-    fill_text(stores.text, captions, family.encode_text, identity["text"], tell, ranks)
-    warm(stores.text, [text_key(caption, identity["text"]) for caption in sorted(captions)])
     sources = {d.id: one.source for d, one in zip(run.datasets, prepared, strict=True)}
+    texts = Texts(family, groups, sources, recipes)
+    fill_text(stores.text, texts.names, texts.encode, identity["text"], tell, ranks)
+    warm(stores.text, [text_key(name, identity["text"]) for name in sorted(texts.names)])
     generations = generations_of(preparation, trained, sources)
     server = Server(
         recipes,
@@ -130,7 +127,7 @@ def _build_feed(
         stores.tally,
         tiling,
     )
-    hot = _hot(run, trained, server, mover, tell)
+    hot = _hot(run, family, trained, server, mover, tell)
     batch = run.train.batch_size
     return Feed(
         order=BatchOrder(trained, batch, run.seed),
@@ -168,16 +165,21 @@ def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group]
 
 
 def _hot(
-    run: RunFile, trained: Sequence[Group], server: Server, mover: Mover, tell: Tell
+    run: RunFile,
+    family: Family,
+    trained: Sequence[Group],
+    server: Server,
+    mover: Mover,
+    tell: Tell,
 ) -> HotTexts:
     """The captions that are used most, as far as the device's budget goes."""
     if not mover.moves:
         return HotTexts({})
-    counts: Counter[str] = Counter()
+    counts: defaultdict[str, float] = defaultdict(float)
     for group in trained:
-        counts[EMPTY] += round(group.length * group.caption_dropout)
         for sample in group.samples:
-            counts[sample.caption] += group.repeats
+            counts[name_of(EMPTY, sample, family)] += group.repeats * group.caption_dropout
+            counts[name_of(sample.caption, sample, family)] += group.repeats
     row = sorted(counts, key=lambda caption: (-counts[caption], caption))
     asked = run.cache_config.device_budget_gb
     budget = mover.device_nbytes // HOT_SHARE if asked is None else int(asked * GIB)
@@ -203,8 +205,8 @@ def _loader_of(
     """A function from draws to a batch on the device."""
 
     def load(draws: Sequence[Draw]) -> Batch:
-        captions = [draw.caption for draw in draws]
-        texts = hot.all_of(captions) or server.texts_of(captions)
+        names = [name_of(draw.caption, draw.sample, family) for draw in draws]
+        texts = hot.all_of(names) or server.texts_of(names)
         latents, text = mover.bring(partial(server.latents_of, draws), family.stack_text(texts))
         return Batch(latents, text, tuple(draw.sample for draw in draws))
 

@@ -25,7 +25,7 @@ from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
 from gracetune.errors import CacheError
-from gracetune.train.feed import EMPTY
+from gracetune.train.texts import EMPTY
 from gracetune.train.wanted import cache_root
 
 if TYPE_CHECKING:

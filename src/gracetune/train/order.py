@@ -12,11 +12,11 @@ from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.models.samples import Order
 from gracetune.train import media
-from gracetune.train.feed import EMPTY
+from gracetune.train.texts import EMPTY
 from gracetune.train.validate import Validation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -69,22 +69,35 @@ def build_validation(
         captions = dict.fromkeys(sample.caption for sample in feed.trained)
         prompts = tuple(captions)[: section.num_prompts]
         tell(Notice("validation.prompts: none given; picturing " + "; ".join(map(repr, prompts))))
-    *texts, empty = map(_on_host, family.encode_text([*prompts, EMPTY]))
     images = [_read_image(path, (shape[0], shape[1])) for path in section.images or ()]
+    texts, empties = _encoded(family, prompts, images)
     return Validation(
         folder=Path(run.output_dir) / VALIDATION_FOLDER,
         prompts=prompts,
         order=Order(
             texts=texts,
-            empty=empty,
+            empty=empties[0],
             shape=shape,
             seed=section.seed,
             steps=section.sample_steps,
             guidance=section.guidance,
             images=images,
+            empties=empties if family.takes_control else (),
         ),
         held_out=[feed.load(draws) for draws in feed.held_out],
     )
+
+
+def _encoded(
+    family: Family, prompts: Sequence[str], images: Sequence[Tensor]
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Each prompt's text, and that of no caption: once, or with each picture."""
+    if not family.takes_control:
+        *texts, empty = map(_on_host, family.encode_text([*prompts, EMPTY]))
+        return texts, [empty]
+    both = family.encode_text([*prompts, *[EMPTY] * len(prompts)], [*images, *images])
+    on_host = [_on_host(text) for text in both]
+    return on_host[: len(prompts)], on_host[len(prompts) :]
 
 
 def _shape(run: RunFile) -> tuple[Kind, Shape]:

@@ -17,8 +17,8 @@ from gracetune.data.decoders import choose_decoders
 from gracetune.errors import CacheError
 from gracetune.train.build import CHECKPOINT_FOLDER
 from gracetune.train.checkpoint import complete
-from gracetune.train.feed import EMPTY
 from gracetune.train.prepare import GENERATIONS
+from gracetune.train.texts import EMPTY, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,10 +52,14 @@ def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> 
     ledger = CorruptionLedger(tell, folder / "corruption.json")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
-    wanted = {text_key(EMPTY, identity["text"])}
+    wanted: set[Key] = set()
     for index, section in enumerate(run.datasets):
         opened = open_dataset(section, index, tell, ledger)
-        wanted |= {text_key(sample.caption, identity["text"]) for sample in opened.samples}
+        wanted |= {
+            text_key(name_of(caption, sample, family), identity["text"])
+            for sample in opened.samples
+            for caption in (sample.caption, EMPTY)
+        }
         if mode_of(section) == "disable_cache":
             continue
         plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)

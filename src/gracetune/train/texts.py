@@ -1,0 +1,78 @@
+"""What a text is looked up by: its caption, or its caption and the control picture it speaks of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from gracetune.data.recipe import render_control
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from gracetune.cache.serve import Recipes
+    from gracetune.data.loader import Group
+    from gracetune.data.sample import Companion, Sample, Shape
+    from gracetune.data.source import Source
+    from gracetune.models.family import Family
+
+EMPTY = ""
+"""The caption of dropped captions and of guidance."""
+
+
+class About(NamedTuple):
+    """A caption with the sample whose control it is encoded with."""
+
+    caption: str
+    sample: Sample
+    size: Shape
+
+
+def name_of(caption: str, sample: Sample, family: Family) -> str:
+    """The caption alone wherever the text encoder sees nothing else."""
+    if not family.takes_control:
+        return caption
+    return f"{caption} [control {_control(sample).digest}]"
+
+
+class Texts:
+    """Every text that a run will ask for, and how each is encoded."""
+
+    def __init__(
+        self,
+        family: Family,
+        groups: Iterable[Group],
+        sources: Mapping[str, Source],
+        recipes: Recipes,
+    ) -> None:
+        self._family, self._sources, self._recipes = family, sources, recipes
+        self._about: dict[str, About] = {}
+        for group in groups:
+            for sample in group.samples:
+                for caption in (sample.caption, EMPTY):
+                    name = name_of(caption, sample, family)
+                    self._about.setdefault(name, About(caption, sample, group.size))
+
+    @property
+    def names(self) -> list[str]:
+        """In no order that matters; the empty caption is among them."""
+        return list(self._about)
+
+    def encode(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
+        """As the family does; a control is fitted as its sample is."""
+        about = [self._about[name] for name in names]
+        captions = [one.caption for one in about]
+        if not self._family.takes_control:
+            return self._family.encode_text(captions)
+        return self._family.encode_text(captions, [self._picture(one) for one in about])
+
+    def _picture(self, one: About) -> Tensor:
+        data = self._sources[one.sample.dataset].read(_control(one.sample).key)
+        size = (one.size[0], one.size[1])
+        return render_control(data, self._recipes(one.sample), size, self._recipes.decoders)
+
+
+def _control(sample: Sample) -> Companion:
+    (control,) = (one for one in sample.companions if one.role == "control")
+    return control

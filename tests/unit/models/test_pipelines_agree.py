@@ -1,0 +1,175 @@
+"""Flux, Qwen-Image and Stable Audio say what diffusers' own pipelines would."""
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gracetune.config.schema import ModelSection
+from gracetune.errors import ModelError
+from gracetune.models import qwen_text
+from gracetune.models.family import load_family
+from gracetune.models.miniature import write_miniature
+from gracetune.models.parts import without_bars
+from gracetune.models.patches import packed, unpacked
+
+PROMPT = "a red ring on the box"
+
+
+def load(family, folder, **section):
+    return load_family(ModelSection(family=family, path=str(folder), **section))
+
+
+def test_patches_are_those_of_both_pipelines():
+    latents = torch.randn(2, 4, 6, 8)
+    rows = packed(latents)
+    for pipeline in (diffusers.FluxPipeline, diffusers.QwenImagePipeline):
+        theirs = pipeline._pack_latents(latents.unsqueeze(2).squeeze(2), 2, 4, 6, 8)
+        assert torch.equal(rows, theirs)
+    assert torch.equal(unpacked(rows, 6, 8), latents)
+
+
+def test_flux_reads_captions_as_its_pipeline_does(miniature):
+    folder = miniature("flux")
+    pipeline = diffusers.FluxPipeline.from_pretrained(folder, local_files_only=True)
+    tokens, pooled, _ = pipeline.encode_prompt(PROMPT, None)
+    family = load("flux", folder)
+    ours = family.stack_text(family.encode_text([PROMPT]))
+    torch.testing.assert_close(ours["tokens"], tokens)
+    torch.testing.assert_close(ours["pooled"], pooled)
+
+
+def test_flux_places_patches_as_its_pipeline_does(miniature):
+    family = load("flux", miniature("flux"))
+    noisy = torch.randn(1, *family.latent_shape(16, 24))
+    seen = {}
+
+    def watched(**inputs):
+        seen.update(inputs)
+        return family.transformer(**inputs)
+
+    text = family.stack_text(family.encode_text([PROMPT]))
+    with torch.no_grad():
+        family.predict(watched, noisy, torch.tensor([0.25]), text)
+    rows, columns = noisy.shape[2] // 2, noisy.shape[3] // 2
+    theirs = diffusers.FluxPipeline._prepare_latent_image_ids(
+        1, rows, columns, torch.device("cpu"), torch.float32
+    )
+    assert torch.equal(seen["img_ids"], theirs)
+    assert seen["timestep"].tolist() == [0.25]
+    assert seen["guidance"].tolist() == [1.0]
+
+
+def test_qwen_image_reads_captions_as_its_pipeline_does(miniature):
+    folder = miniature("qwen-image")
+    pipeline = diffusers.QwenImagePipeline.from_pretrained(folder, local_files_only=True)
+    assert pipeline.prompt_template_encode == qwen_text.TEMPLATE
+    assert pipeline.prompt_template_encode_start_idx == qwen_text.TEMPLATE_TOKENS
+    tokens, mask = pipeline.encode_prompt([PROMPT])
+    assert mask is None
+    family = load("qwen_image", folder)
+    ours = family.stack_text(family.encode_text([PROMPT]))
+    torch.testing.assert_close(ours["tokens"], tokens)
+    assert ours["mask"].all()
+
+
+def test_texts_of_a_batch_are_masked_to_their_own_lengths(miniature):
+    family = load("qwen_image", miniature("qwen-image"))
+    stacked = family.stack_text(family.encode_text([PROMPT, "a"]))
+    lengths = stacked["mask"].sum(1).tolist()
+    assert lengths[0] == stacked["tokens"].shape[1] > lengths[1]
+    assert (stacked["tokens"][1, lengths[1] :] == 0).all()
+
+
+def test_an_edit_is_asked_as_its_pipeline_asks():
+    pipeline = diffusers.QwenImageEditPipeline(
+        scheduler=None,
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        processor=None,
+        transformer=None,
+    )
+    assert pipeline.prompt_template_encode == qwen_text.EDIT_TEMPLATE
+    assert pipeline.prompt_template_encode_start_idx == qwen_text.EDIT_TEMPLATE_TOKENS
+
+
+def test_the_text_of_an_edit_depends_on_its_picture(miniature):
+    family = load("qwen_image", miniature("qwen-image-edit"))
+    picture = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    one, other, again = family.encode_text([PROMPT] * 3, [picture, -picture, picture])
+    assert torch.equal(one["tokens"], again["tokens"])
+    assert not torch.equal(one["tokens"], other["tokens"])
+
+
+def test_the_reference_of_an_edit_is_given_clean(miniature):
+    family = load("qwen_image", miniature("qwen-image-edit"))
+    pixels = torch.rand(1, 6, 32, 32) * 2 - 1
+    x0, given = family.parts(family.encode(pixels))
+    plain = load("qwen_image", miniature("qwen-image"))
+    torch.testing.assert_close(x0, plain.encode(pixels[:, :3]))
+    torch.testing.assert_close(given["reference"], plain.encode(pixels[:, 3:]))
+
+
+def test_stable_audio_is_told_what_its_pipeline_tells(miniature, monkeypatch):
+    folder = miniature("stable-audio")
+    with without_bars():
+        pipeline = diffusers.StableAudioPipeline.from_pretrained(folder, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    family = load("stable_audio", folder)
+    calls = []
+
+    def watched(noisy, timestep, **inputs):
+        calls.append((noisy, timestep, inputs))
+        return family.transformer(noisy, timestep, **inputs)
+
+    monkeypatch.setattr(pipeline.transformer, "forward", watched)
+    length = 4000
+    with pytest.warns(UserWarning, match="Should have t"):
+        pipeline(
+            prompt=PROMPT,
+            audio_end_in_s=length / 16000,
+            num_inference_steps=2,
+            guidance_scale=1.0,
+            generator=torch.Generator().manual_seed(0),
+        )
+    (noisy, timestep, theirs), *_ = calls
+    monkeypatch.setattr(pipeline.transformer, "forward", None)
+    text = family.stack_text(family.encode_text([PROMPT]))
+    _, given = family.parts(family.encode(torch.zeros(1, 2, length)))
+    with torch.no_grad():
+        family.predict(watched, noisy, timestep, {**text, **given})
+    ours = calls[-1][2]
+    for name in ("encoder_hidden_states", "global_hidden_states"):
+        torch.testing.assert_close(ours[name], theirs[name])
+    torch.testing.assert_close(ours["rotary_embedding"], theirs["rotary_embedding"])
+    assert 0 < timestep.item() < 1
+
+
+def test_a_clip_is_filled_up_with_silence_and_its_length_is_told(miniature):
+    family = load("stable_audio", miniature("stable-audio"))
+    short = torch.rand(1, 2, 1600) * 2 - 1
+    encoded = family.encode(short)
+    x0, given = family.parts(encoded)
+    assert given["seconds"].tolist() == pytest.approx([0.1])
+    whole = torch.zeros(1, 2, family.sound.max_length)
+    whole[..., :1600] = short
+    torch.testing.assert_close(family.parts(family.encode(whole))[0], x0)
+
+
+@pytest.mark.parametrize(("family", "name"), [("flux", "flux"), ("qwen_image", "qwen-image")])
+def test_a_missing_part_is_named(family, name, tmp_path):
+    folder = write_miniature(name, tmp_path / "model")
+    for file in (folder / "vae").iterdir():
+        file.unlink()
+    with pytest.raises(ModelError, match="vae cannot be read"):
+        load(family, folder)
+
+
+def test_a_qwen_file_with_a_prefix_replaces_the_transformer(miniature, tmp_path):
+    other = write_miniature("qwen-image", tmp_path / "other", seed=5)
+    weights = load_file(other / "transformer" / "diffusion_pytorch_model.safetensors")
+    file = tmp_path / "model.safetensors"
+    save_file({f"model.diffusion_model.{name}": t for name, t in weights.items()}, file)
+    family = load("qwen_image", miniature("qwen-image"), transformer_file=str(file))
+    assert family.weights_digest() == load("qwen_image", other).weights_digest()
