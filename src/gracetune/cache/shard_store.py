@@ -227,7 +227,6 @@ class ShardStore:
 
     def _begin(self) -> None:
         """State of this process; a forked child has its own."""
-        self._pid = os.getpid()
         self._index = Index(self.folder / INDEX)
         self._writer = None
         self._maps = MappedShards(self.shards, self._max_maps)
@@ -235,6 +234,7 @@ class ShardStore:
         self._ready: dict[str, Entry] = {}
         self._known: dict[str, Row] = {}
         self._checked = Bits()
+        self._pid = os.getpid()
 
     def _at_home(self) -> None:
         if os.getpid() == self._pid:
@@ -246,7 +246,9 @@ class ShardStore:
                 self._writer.release()
             # Another thread of the parent may have held one when it forked.
             self._lock, self._write_lock = threading.RLock(), threading.RLock()
-        self._begin()
+        with self._lock:
+            if os.getpid() != self._pid:
+                self._begin()
 
     def _rows(self, keys: Sequence[str]) -> dict[str, Row]:
         """Where these are; asked once, because an entry stays where it is."""

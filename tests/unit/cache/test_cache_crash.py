@@ -15,7 +15,7 @@ import torch
 
 from gracetune.cache import shards
 from gracetune.cache.collect import compact
-from gracetune.cache.shard_store import ShardStore
+from gracetune.cache.shard_store import INDEX, ShardStore
 from gracetune.cache.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -125,7 +125,12 @@ def check(tmp_path, told, monkeypatch, rounds, seed):
     there = survive(folder, rounds, seed, told)
     assert len(there) >= rounds // 2, "children lived too short to prove anything"
     assert told.texts() == [], "nothing was found damaged"
-    with ShardStore(folder) as store:
+    for path in folder.glob(f"{INDEX}*"):
+        path.unlink()
+    with ShardStore(folder, told) as store:
+        assert verify(store, told).clean, "the index that is made again is right"
+        every = [key for which in there for key in batch(which)]
+        assert all(store.has(every)), "and has all that the lost one had"
         store.delete([*store.keys()])
         compact(store)
         assert [*store.shards.iterdir()] == [], "killed writers left nothing behind"

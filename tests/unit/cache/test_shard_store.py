@@ -254,6 +254,32 @@ def test_a_failed_write_leaves_the_cache_as_it_was_and_says_where(tmp_path, monk
         assert store.get("k2")["latents"][0, 0] == 2
 
 
+def test_a_shard_that_got_no_entry_is_removed_again(tmp_path):
+    with ShardStore(tmp_path) as store:
+        fill(store, [1])
+        store.delete(["k1"])
+        assert len(files(store)) == 1
+    assert files(store) == []
+
+
+def test_threads_may_ask_a_closed_store_at_once(tmp_path):
+    with ShardStore(tmp_path) as store:
+        fill(store, range(8))
+    found = []
+    threads = [
+        threading.Thread(
+            target=lambda n=n: found.append(store.get(f"k{n}")["latents"][0, 0].item())
+        )
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [*range(8)]
+    store.close()
+
+
 def test_deleted_entries_are_gone_and_views_of_them_stay_good(store):
     fill(store, range(4))
     view = store.get("k1")["latents"]

@@ -188,22 +188,46 @@ def test_batches_may_mix_data_sets_that_are_cached_refreshed_and_encoded_live(fe
         made.close()
 
 
-def test_a_picture_that_breaks_while_training_ends_the_run_by_name(feed, tmp_path):
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    for number in range(4):
-        Image.new("RGB", (30, 24), (number, 0, 0)).save(pictures / f"{number}.png")
-    dataset = {
+def pictures_in(folder, count=4):
+    folder.mkdir()
+    for number in range(count):
+        Image.new("RGB", (30, 24), (number, 0, 0)).save(folder / f"{number}.png")
+    return {
         "id": "d",
-        "instance_data_dir": str(pictures),
+        "instance_data_dir": str(folder),
         "caption_strategy": "filename",
         "resolution": 24,
         "crop": "random",
-        "augmentations_cache_mode": "disable_cache",
     }
-    made = feed(datasets=[dataset])
+
+
+def test_a_picture_that_breaks_while_training_ends_the_run_by_name(feed, tmp_path):
+    dataset = pictures_in(tmp_path / "pictures")
+    made = feed(datasets=[dataset | {"augmentations_cache_mode": "disable_cache"}])
     assert len(made.load(made.order.at(0))) == 4
-    (pictures / "2.png").write_bytes(b"torn")
+    (tmp_path / "pictures" / "2.png").write_bytes(b"torn")
     with pytest.raises(RunFailedError, match=r"'d': 2.png was readable when the run began"):
         made.load(made.order.at(0))
     made.close()
+
+
+def test_a_picture_that_breaks_before_its_next_generation_ends_the_run_by_name(feed, tmp_path):
+    dataset = pictures_in(tmp_path / "pictures")
+    made = feed(datasets=[dataset | {"augmentations_cache_mode": "refresh_each_epoch"}])
+    (tmp_path / "pictures" / "1.png").write_bytes(b"torn")
+    made.load(made.order.at(0))
+    with pytest.raises(RunFailedError, match=r"'d': 1.png was readable when the run began"):
+        made.load(made.order.at(made.order.epoch_length))
+    made.close()
+
+
+def test_pictures_that_cannot_be_read_are_dropped_and_all_of_them_are_too_many(feed, tmp_path):
+    dataset = pictures_in(tmp_path / "pictures") | {"max_corruption_rate": 1.0}
+    whole = (tmp_path / "pictures" / "0.png").read_bytes()
+    torn = whole[: len(whole) - 30]  # its head says a size, its pixels cannot be read
+    (tmp_path / "pictures" / "0.png").write_bytes(torn)
+    assert len(feed(datasets=[dataset]).trained) == 3
+    for number in range(4):
+        (tmp_path / "pictures" / f"{number}.png").write_bytes(torn)
+    with pytest.raises(DataError, match=r"datasets\[0\] \('d'\): none of the 4 pictures"):
+        feed(datasets=[dataset])
