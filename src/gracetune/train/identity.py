@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 SECTIONS = ("seed", "model", "adapter", "datasets", "train", "optimizer", "gh200_optimizations")
 FREE = {
     "model.path",
+    "model.revision",
+    "model.transformer_file",
+    "model.transformer_2_file",
     "train.max_train_steps",
     "train.checkpoint_every",
     "train.checkpoint_minutes",
