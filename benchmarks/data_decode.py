@@ -2,7 +2,7 @@
 
 The script makes its data: 5,000 JPEG files with the statistics of photographs (amplitude falls as
 1/f), some PNG and WebP files, and a few videos. All ways get the same files, the same bucket and as
-many workers; they take turns within one run, another way first in each, so that a noisy machine
+many workers; they take turns within one run, in another order each, so that a noisy machine
 disturbs them alike. A figure is the median over the turns, and a ratio the median of the ratios
 within turns. End to end, every turn reads other files, spread over the whole set.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -266,7 +267,7 @@ def loader_figures(samples: Sequence[object]) -> dict[str, object]:
 
 def formats(turns: int) -> dict[str, object]:
     """Decoding alone, one thread, from memory: each format against every wheel that reads it."""
-    pixels = list(photographs(12, 1024, 768))
+    pixels = list(photographs(6, 1024, 768))
 
     def encoded(file_format: str, **options: object) -> list[bytes]:
         files = []
@@ -309,6 +310,9 @@ def formats(turns: int) -> dict[str, object]:
             "share of the fastest wheel's speed": round(
                 ratio(seconds[fastest], seconds["gracetune"]), 3
             ),
+            "share of the fastest wheel's speed, quartiles": quartiles(
+                seconds[fastest], seconds["gracetune"]
+            ),
             "times Pillow": round(ratio(seconds["Pillow"], seconds["gracetune"]), 2),
         }
     return figures
@@ -349,11 +353,16 @@ def each(read: Callable[[bytes], object], files: Sequence[bytes]) -> None:
 
 
 def in_turns(ways: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Processor seconds of each way in each turn, threads of its own included; another first."""
+    """Processor seconds of each way in each turn, threads of its own included.
+
+    Shuffled in each turn: a way is slower or faster for what ran before it.
+    """
     names = list(ways)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(turns):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    shuffle = random.Random(0).shuffle
+    for _ in range(turns):
+        shuffle(names)
+        for name in names:
             started = time.process_time()
             ways[name]()
             seconds[name].append(time.process_time() - started)
@@ -363,6 +372,13 @@ def in_turns(ways: dict[str, Callable[[], object]], turns: int) -> dict[str, lis
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
     """How many times as fast, in the median turn."""
     return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+
+
+def quartiles(theirs: Sequence[float], ours: Sequence[float]) -> str:
+    """Between which the ratios of half of the turns lie."""
+    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{low:.3f} to {high:.3f}"
 
 
 def main() -> None:
