@@ -3,7 +3,7 @@
 One function a claim. What is compared takes turns within one run, each of them first in as many
 turns as the others. A figure is the median of its turns, and a ratio the median of the ratios
 within turns: what else runs on the machine disturbs neighbours in time alike. Decoding has a script
-of its own, data_decode.py, which also makes the pictures: 5,000 JPEG files with the statistics of
+of its own, data_decode.py. Both make their pictures: 5,000 JPEG files with the statistics of
 photographs.
 
     python benchmarks/data.py [--pictures 5000] [--turns 20] [--workers 2]
@@ -52,7 +52,7 @@ def main() -> None:
         return
     # Only here: what they import would be counted as a fresh process's own memory.
     import results
-    from data_decode import make_pictures
+    from data_made import make_pictures
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "pictures"

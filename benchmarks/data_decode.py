@@ -19,18 +19,17 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import av
 import cv2
 import imagecodecs
 import numpy as np
 import results
 import simplejpeg
 import torch
+from data_made import make_pictures, make_video, photographs
 from PIL import Image, ImageOps
 
 from gracetune.config.schema import DatasetSection
@@ -46,56 +45,12 @@ from gracetune.data.recipe import Recipe, render
 from gracetune.data.video import decode_video
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
-WIDTH, HEIGHT = 512, 384
 SIZE = (352, 264)
 """Of the bucket."""
 CLIP = (17, 24.0)
 """Frames and rate."""
-
-
-def photographs(count: int, width: int, height: int) -> Iterable[np.ndarray]:
-    """Parts of a few large fields of 1/f noise, each with another tint: no two alike."""
-    random = np.random.default_rng(0)
-    edge = 1536
-    distance = np.hypot(np.fft.fftfreq(edge)[:, None], np.fft.rfftfreq(edge)[None])
-    distance[0, 0] = np.inf
-    fields = []
-    for _ in range(6):
-        noise = np.fft.rfft2(random.standard_normal((edge, edge)))
-        field = np.fft.irfft2(noise / distance, s=(edge, edge))
-        fields.append((field / field.std()).astype(np.float32))
-    for _ in range(count):
-        light, tint = random.choice(6, 2, replace=False)
-        parts = []
-        for field in (fields[light], fields[tint]):
-            x, y = random.integers(0, edge - width), random.integers(0, edge - height)
-            parts.append(field[y : y + height, x : x + width])
-        mix = 40 * parts[0][..., None] + 15 * parts[1][..., None] * random.uniform(-1, 1, 3)
-        yield (mix + 120).clip(0, 255).astype(np.uint8)
-
-
-def make_pictures(folder: Path, count: int) -> None:
-    """JPEG files of quality 90, 4:2:0: what a web crawl has most of."""
-    folder.mkdir()
-    for number, pixels in enumerate(photographs(count, WIDTH, HEIGHT)):
-        data = simplejpeg.encode_jpeg(pixels, quality=90, colorsubsampling="420")
-        (folder / f"{number:05}.jpg").write_bytes(data)
-
-
-def make_video(frames: int) -> bytes:
-    """H.264, a slow pan over a photograph."""
-    (wide,) = photographs(1, 960, 540)
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as output:
-        stream = output.add_stream("libx264", rate=Fraction(24))
-        stream.width, stream.height, stream.pix_fmt = 640, 480, "yuv420p"
-        for n in range(frames):
-            part = np.ascontiguousarray(wide[n : n + 480, 2 * n : 2 * n + 640])
-            output.mux(stream.encode(av.VideoFrame.from_ndarray(part, format="rgb24")))
-        output.mux(stream.encode())
-    return buffer.getvalue()
 
 
 def to_tensor(pixels: np.ndarray) -> torch.Tensor:
