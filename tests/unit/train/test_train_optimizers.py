@@ -89,3 +89,35 @@ def test_schedule_free_validates_and_exports_its_average(tiny_run, tmp_path):
     run_training(quiet)
     for key, value in weights(quiet).items():
         assert torch.equal(value, trained[key]), "looking changed the run"
+
+
+def test_the_seeds_optimizer_trains_two_experts_and_keeps_every_rate(tiny_run, miniature, told):
+    """Resumed while the low expert has not been trained once."""
+    sections = {
+        "model": {"family": "wan22", "path": str(miniature("wan22-t2v"))},
+        "adapter": {"kind": "lora", "rank": 2},
+        "optimizer": {
+            "name": "automagic",
+            "lr": 1e-6,
+            "high_noise_lr_bump": 1e-6,
+            "low_noise_lr_bump": 5e-7,
+            "high_noise_max_lr": 1e-3,
+            "low_noise_max_lr": 5e-4,
+        },
+    }
+    for steps in (2, 4):
+        train = {"max_train_steps": steps, "checkpoint_every": 2, "ema_decay": 0, "switch_every": 2}
+        run = tiny_run(**sections, train=train)
+        run_training(run, sinks=[told])
+    folder = Path(run.output_dir) / "checkpoints"
+    first, last = (
+        dict(load_file(folder / name / "optimizer.safetensors").items())
+        for name in ("step-000002", "step-000004")
+    )
+    rates = {key for key in last if key.endswith("|rate")}
+    high = {key for key in rates if key.startswith("high.")}
+    assert {key for key in first if key.endswith("|rate")} == high
+    assert high < rates
+    for key in high:  # they rested in the second part
+        assert torch.equal(first[key], last[key])
+    assert {spread.expert for spread in told.of(RatesSpread)} == {"high", "low"}
