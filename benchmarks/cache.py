@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 SHAPES = {"16x64x64": 10_000, "16x128x128": 4_000}
 """What pictures of 512 and of 1024 pixels become, and how many of them are read."""
-OTHERS = {"safetensors": 10_000, "torch.save": 2_000, "gzip": 100}
+OTHERS = {"safetensors": 10_000, "torch.save": 1_000, "gzip": 16}
 """Most items of each other way: the slow ones are measured on fewer."""
 OURS = ("memory", "disk")
 BATCH = 8
-TURNS = 15
+TURNS = 11
 TURN_BATCHES = 25
 COLD_TURNS = 7
 TOKENS = 512
