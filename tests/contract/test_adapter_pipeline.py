@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from gracetune.adapters.check import check_file
 from gracetune.adapters.delta import delta, merged
 from gracetune.adapters.files import About, read_adapter, read_tensors, write_adapter
-from gracetune.adapters.layers import Adapter
+from gracetune.adapters.layers import Adapter, Layer
 from gracetune.adapters.names import Place
 from gracetune.adapters.tables.wan import WAN
 from gracetune.errors import AdapterError
@@ -163,7 +163,7 @@ def test_magnitudes_that_diffusers_drops_are_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", ["lokr", "lokr-whole"])
+@pytest.mark.parametrize("kind", ["lokr", "lokr-whole", "lokr-both"])
 def test_a_lokr_loads_into_a_transformer_and_does_what_our_maths_says(
     kind, stage, pipeline, tmp_path
 ):
@@ -343,11 +343,13 @@ def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path
         assert found.targets[0].matched == 1
     wrong = check_file(path, cls=SD3Transformer2DModel, config=config | {"num_attention_heads": 3})
     assert not wrong.ok
-    # peft makes a whole matrix where the rank is half its width or more, and loads no factors then.
-    half = Adapter(
-        adapter.table, {Place(None, "transformer_blocks.0.attn.to_q"): make_lokr(16, 16, generator)}
-    )
-    path = write_adapter(tmp_path / "half.safetensors", half, "diffusers")
+    # peft makes a whole matrix where the rank is half its width or more, and loads no factors.
+    half = Layer("lokr", make_lokr(16, 16, generator).tensors)
+    adapter = Adapter(adapter.table, {Place(None, "transformer_blocks.0.attn.to_q"): half})
+    path = write_adapter(tmp_path / "half.safetensors", adapter, "diffusers")
+    assert check_file(path, cls=SD3Transformer2DModel, config=config).ok
+    raw = {f"transformer.transformer_blocks.0.attn.to_q.{k}": t for k, t in half.tensors.items()}
+    save_file(raw, path, {"gracetune.family": "tiny"})
     lost = check_file(path, cls=SD3Transformer2DModel, config=config)
     assert not lost.ok
     assert lost.targets[0].wrong

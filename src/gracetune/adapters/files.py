@@ -144,8 +144,9 @@ def interchange_form(adapter: Adapter) -> Form:
     algorithms = {layer.algorithm for layer in layers}
     if any(layer.dora for layer in layers) and algorithms == {"lora"}:
         return form_named("diffusers")  # it alone keeps magnitudes, under peft's own name
-    kind = "lora" if algorithms == {"lora"} else "other"
-    return form_named(dict(adapter.table.interchange)[kind])
+    kind = algorithms.pop() if len(algorithms) == 1 else "other"
+    by_kind = dict(adapter.table.interchange)
+    return form_named(by_kind.get(kind, by_kind["other"]))
 
 
 def write_stages(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.adapters.delta import dora_by_rows
+from gracetune.adapters.delta import dora_by_rows, lokr_sizes
 from gracetune.adapters.layers import Adapter, Layer, at_stage, rank_of, scale_of
 from gracetune.adapters.names import Index, Place, write_key
 from gracetune.adapters.rows import join_fused, split_fused, swap_halves
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from gracetune.adapters.tables.forms import Form, Style
 
+PEFT_STYLES = ("peft", "peft-live")
 FOLDED_ROLE = {"lora": "up", "loha": "hada_w1_a", "lokr": "lokr_w1"}
 """The factor that takes the scale where a form has no alpha."""
 
@@ -93,8 +94,10 @@ def _style(form: Form, place: Place, layer: Layer) -> Style:
 def _roles(layer: Layer, form: Form, style: Style) -> dict[str, Tensor]:
     if form.alpha == "folded":
         layer = fold_scale(layer)
+    if layer.algorithm == "lokr" and style in PEFT_STYLES:
+        layer = _as_peft_makes_it(layer)
     tensors = dict(layer.tensors)
-    if layer.dora and style in ("peft", "peft-live"):
+    if layer.dora and style in PEFT_STYLES:
         if not dora_by_rows(layer):
             raise _cannot(form, "dora_scale", "its magnitudes go by rows alone", "kohya")
         tensors["dora"] = tensors["dora"].flatten()
@@ -105,6 +108,19 @@ def _roles(layer: Layer, form: Form, style: Style) -> dict[str, Tensor]:
     elif form.alpha == "if-needed" and rank is not None and scale_of(layer) != 1.0:
         tensors["alpha"] = torch.tensor(layer.alpha)
     return tensors
+
+
+def _as_peft_makes_it(layer: Layer) -> Layer:
+    """peft makes whole matrices where the rank is half their width or more, and then loads no
+    factors; the smaller matrix it decomposes for all modules or for none."""
+    t = dict(layer.tensors)
+    if "lokr_w1_a" in t:
+        t["lokr_w1"] = t.pop("lokr_w1_a").float() @ t.pop("lokr_w1_b").float()
+    (_, rows), (_, columns) = lokr_sizes(layer)
+    plain = "lokr_w2_a" in t and "lokr_t2" not in t and t["lokr_w2_b"].dim() == 2
+    if plain and 2 * t["lokr_w2_b"].shape[0] >= max(rows, columns):
+        t["lokr_w2"] = t.pop("lokr_w2_a").float() @ t.pop("lokr_w2_b").float()
+    return replace(layer, tensors=t)
 
 
 def _stored(key: str, role: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -137,7 +137,11 @@ def _convert(args: argparse.Namespace) -> int:
     out = args.out or args.files[0].with_name(f"{args.files[0].stem}-{form.name}.safetensors")
     written = write_stages(out, adapter, form, about_of(args, adapter), dtype_of(args))
     lines = [*adapter.notices, *cut_lines(cut)]
-    lines += [f"{form.name}: {path} ({len(adapter.layers)} modules)" for path in written]
+    counts = [len(adapter.layers)]
+    if len(written) > 1:
+        counts = [len(adapter.only(stage).layers) for stage in adapter.stages]
+    pairs = zip(written, counts, strict=True)
+    lines += [f"{form.name}: {path} ({count} modules)" for path, count in pairs]
     if form.caution:
         lines.append(f"Note: {form.caution}.")
     told = {

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from adapter_examples import HIDDEN, make_lora, make_wan, same
+from adapter_examples import HIDDEN, make_loha, make_lokr, make_lora, make_wan, same
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -353,9 +353,12 @@ def test_the_form_that_most_tools_load():
     assert interchange_form(make_wan("lokr")).name == "comfyui"
     generator = torch.Generator().manual_seed(0)
     place = Place(None, "transformer_blocks.0.attn.to_q")
-    for family, form in (("flux", "diffusers"), ("qwen_image", "diffusers")):
-        adapter = Adapter(TABLES[family], {place: make_lora(4, 4, generator)})
-        assert interchange_form(adapter).name == form
+    for table in (TABLES["flux"], TABLES["qwen_image"], table_named("tiny")):
+        for make, form in ((make_lora, "diffusers"), (make_lokr, "diffusers")):
+            adapter = Adapter(table, {place: make(8, 8, generator)})
+            assert interchange_form(adapter).name == form
+        adapter = Adapter(table, {place: make_loha(8, 8, generator)})
+        assert interchange_form(adapter).name == ("comfyui" if table.open else "lycoris")
     dora = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): make_lora(4, 4, generator, dora=True)})
     assert interchange_form(dora).name == "diffusers"
 

@@ -2,12 +2,18 @@ import json
 
 import pytest
 import torch
-from adapter_examples import make_lora, make_wan, same, shape_of, wan_modules
+from adapter_examples import make_lokr, make_lora, make_wan, same, shape_of, wan_modules
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from gracetune.adapters.delta import delta
-from gracetune.adapters.files import About, read_adapter, read_tensors, write_adapter
+from gracetune.adapters.files import (
+    About,
+    interchange_form,
+    read_adapter,
+    read_tensors,
+    write_adapter,
+)
 from gracetune.adapters.layers import Adapter
 from gracetune.adapters.names import TABLES, Place
 from gracetune.cli.main import main
@@ -283,8 +289,9 @@ def test_check_against_a_models_config(capsys, lora, tmp_path):
     assert "cannot be read" in _error(capsys, "check", lora, "--model", tmp_path / "nowhere.json")
 
 
+@pytest.mark.parametrize("make", [make_lora, make_lokr])
 @pytest.mark.parametrize("family", ["flux", "qwen_image"])
-def test_check_of_other_families(capsys, family, tmp_path):
+def test_check_of_other_families(capsys, family, make, tmp_path):
     generator = torch.Generator().manual_seed(0)
     kinds = {"proj_mlp": (48, 12), "net.0.proj": (48, 12), "net.2": (12, 48)}
     layers = {}
@@ -292,9 +299,9 @@ def test_check_of_other_families(capsys, family, tmp_path):
         module = template.format(0)
         shape = next((s for end, s in kinds.items() if module.endswith(end)), (12, 12))
         shape = (12, 60) if module.endswith("blocks.0.proj_out") else shape
-        layers[Place(None, module)] = make_lora(*shape, generator)
+        layers[Place(None, module)] = make(*shape, generator)
     adapter = Adapter(TABLES[family], layers)
-    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
+    path = write_adapter(tmp_path / "a.safetensors", adapter, interchange_form(adapter))
     (found,) = told(capsys, "check", path, "--for", "diffusers", "--for", "comfyui")
     assert found["ok"]
     assert {t["matched"] for t in found["targets"]} == {len(layers)}

@@ -42,13 +42,17 @@ class NameTable:
     """Most blocks of each kind in any published model: a file with more is another family's."""
     staged: bool = False
     """Whether the family has models of two experts."""
-    interchange: tuple[tuple[str, str], ...] = (("lora", "diffusers"), ("other", "lycoris"))
-    """The form that most tools load: of LoRA, and of all other algorithms."""
+    interchange: tuple[tuple[str, str], ...] = (
+        ("lora", "diffusers"),
+        ("lokr", "diffusers"),
+        ("other", "lycoris"),
+    )
+    """The form that most tools load, by algorithm."""
     open: bool = False
     """Whether any dotted name is a module: a family without a table."""
 
 
-DOTTED = (("lora", "diffusers"), ("other", "comfyui"))
+DOTTED = (("lora", "diffusers"), ("lokr", "diffusers"), ("other", "comfyui"))
 """Forms that are read without a table."""
 
 

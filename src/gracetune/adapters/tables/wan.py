@@ -61,5 +61,5 @@ WAN = NameTable(
     num_blocks=(("blocks", 40),),
     staged=True,
     # ComfyUI knows no diffusers' names of Wan; diffusers reads the original's.
-    interchange=(("lora", "comfyui"), ("other", "comfyui")),
+    interchange=(("other", "comfyui"),),
 )
