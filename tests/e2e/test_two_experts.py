@@ -1,6 +1,8 @@
 """A model of two experts, from the command line to files that other programs load."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -167,6 +169,26 @@ def test_two_files_that_load_and_a_resume_that_changes_nothing(
         assert (trained - plain).abs().max() > 0.01
     sampled = np.asarray(Image.open(torn / "validation" / f"step-{STEPS:06d}" / "000.png"), float)
     assert np.abs(pictured(pipeline) - sampled).max() <= 1
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_same_turns(settings, wan_file, tmp_path):
+    """In every step one expert has no gradient on any rank; the others still meet."""
+    file = wan_file(settings("lora", max_train_steps=4))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "-m", "gracetune", "train", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = events(tmp_path / "run", "step_done")
+    assert [step["expert"] for step in steps] == ["high", "low"] * 2
+    assert {step["samples"] for step in steps} == {8}
+    assert sorted(p.name for p in (tmp_path / "run" / "adapter").iterdir()) == sorted(
+        FILES.values()
+    )
 
 
 @pytest.mark.parametrize("expert", ["high", "low"])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def digest_of_weights(module: nn.Module) -> str:
     """Of every parameter's name, shape, type and bytes."""
-    hasher = blake3()
+    hasher = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(module.state_dict().items()):
         hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         contiguous = tensor.detach().cpu().contiguous()

@@ -55,13 +55,12 @@ def _export_adapter(
     """One file an expert, or one in all; each is loaded where others would load it, and counted."""
     # peft takes seconds to import
     from gracetune.adapters.check import check_file
-    from gracetune.adapters.files import FILE_NAME, About, write_adapter
+    from gracetune.adapters.files import FILE_NAME, About, interchange_form, write_adapter
     from gracetune.adapters.layers import at_stage
     from gracetune.adapters.live import live_adapter
 
     whole = live_adapter(transformers_of(t.family.transformer), modules, t.family.name)
-    # Names of the original model where there are any: ComfyUI reads no others, diffusers these too.
-    form = "comfyui" if whole.table.rows else "diffusers"
+    form = interchange_form(whole)
     for stage in whole.stages:
         about = About(
             base_model=base_weights,
@@ -73,7 +72,8 @@ def _export_adapter(
         name = FILE_NAME if stage is None else STAGE_FILES[stage]
         path = write_adapter(folder / name, part, form, about)
         check = check_file(path, table=whole.table, stage=stage, modules=modules[stage or ""])
-        tell(Notice(f"{name}: " + " ".join(check.lines())))
+        text = f"{name}: " + " ".join(check.lines())
+        tell(Notice(text, level="info" if check.ok else "warning"))
 
 
 def run_digest(t: Trainee) -> str:
