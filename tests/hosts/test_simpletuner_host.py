@@ -210,3 +210,13 @@ def test_the_entry_runs_a_script_with_the_hooks_set(tmp_path):
     assert done.returncode == 0, done.stderr
     told = (tmp_path / "script.py.told").read_text()
     assert told == "('__main__', ['--flag'], 'GracetuneDataBackend')"
+
+
+def test_the_verb_checks_and_becomes_simpletuner():
+    words = [sys.executable, "-m", "gracetune", "host", "simpletuner"]
+    done = subprocess.run([*words, "check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "symbols fit" in done.stdout.splitlines()[-1]
+    done = subprocess.run([*words, "run", "--", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "SimpleTuner" in done.stdout

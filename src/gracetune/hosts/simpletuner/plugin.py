@@ -127,6 +127,8 @@ class Plugin:
         demand_own_accumulation(accelerator.distributed_type.name, vars(config))
 
         def follow(accumulation: int) -> None:
+            if config.gradient_accumulation_steps != accumulation:
+                log.info("GH200 ramp adjusted gradient_accumulation_steps -> %s", accumulation)
             config.gradient_accumulation_steps = accumulation
 
         ramp = Ramp(schedule, accelerator, lambda: int(trainer.state["global_step"]), follow)
