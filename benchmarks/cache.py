@@ -6,14 +6,15 @@ run has unless told otherwise: entries live in slabs of host memory) and `disk` 
 shards). The others are one file an item, each way by its own reader, and their tensors are stacked
 into the same memory. Everyone has one thread.
 
-Warm: every way has read everything once. The ways take turns of a few batches, over and over, and
-the median of their turns counts: other work on the machine hits all of them alike. `copy` is the
-floor: the same bytes copied from memory to memory and nothing else. At 16x128x128 that copy is most
+Warm: every way has read everything once, and nothing waits for a disk. The ways take turns of a few
+batches, over and over; the median of their turns counts, in seconds of the CPU, which on a quiet
+machine are the seconds that pass and on a busy one leave out the time that others had. `copy` is
+the floor: the same bytes copied from memory to memory and nothing else. At 16x128x128 that copy is most
 of what ours do, so nothing can be much faster; `in_hand` is what is left without it: from keys to
 tensors that a copy engine may take, which for `memory` is all that a GPU's loader pays.
 
 Cold: the kernel is asked to forget the files of a way before each of its turns (posix_fadvise
-DONTNEED); names and sizes stay known to it, which favours one file an item. Every entry is compared
+DONTNEED), and the seconds that pass are counted, in the same turns; names and sizes stay known to it, which favours one file an item. Every entry is compared
 with its checksum by ours and by nobody else. `disk` is ours here; `memory` is filled by the same
 reads.
 
@@ -147,10 +148,11 @@ class Reading:
                 order = shuffled(self._counts[name], turn)[: TURN_BATCHES * BATCH]
                 if cold:
                     self._forget(name)
-                began = time.perf_counter()
+                clock = time.perf_counter if cold else time.process_time
+                began = clock()
                 for numbers in batches(order):
                     read(numbers)
-                seconds[name].append((time.perf_counter() - began) / len(order))
+                seconds[name].append((clock() - began) / len(order))
         return {name: median(taken) for name, taken in seconds.items()}
 
     def _readers(self) -> dict[str, Read]:
