@@ -9,14 +9,14 @@ into the same memory. Everyone has one thread.
 Warm: every way has read everything once, and nothing waits for a disk. The ways take turns of a few
 batches, over and over; the median of their turns counts, in seconds of the CPU, which on a quiet
 machine are the seconds that pass and on a busy one leave out the time that others had. `copy` is
-the floor: the same bytes copied from memory to memory and nothing else. At 16x128x128 that copy is most
-of what ours do, so nothing can be much faster; `in_hand` is what is left without it: from keys to
-tensors that a copy engine may take, which for `memory` is all that a GPU's loader pays.
+the floor: the same bytes copied from memory to memory and nothing else. At 16x128x128 that copy is
+most of what ours do, so nothing can be much faster; `in_hand` is what is left without it: from keys
+to tensors, wherever they lie.
 
 Cold: the kernel is asked to forget the files of a way before each of its turns (posix_fadvise
-DONTNEED), and the seconds that pass are counted, in the same turns; names and sizes stay known to it, which favours one file an item. Every entry is compared
-with its checksum by ours and by nobody else. `disk` is ours here; `memory` is filled by the same
-reads.
+DONTNEED), and the seconds that pass are counted, in the same turns. Names and sizes stay known to
+the kernel, which favours one file an item. Every entry is compared with its checksum by ours and by
+nobody else. `disk` is ours here; `memory` is filled by the same reads.
 
 `python benchmarks/cache.py --write` takes about 12 GB of disk and some minutes.
 """
