@@ -323,7 +323,7 @@ def pageable(nbytes: int) -> Tensor:
 
 def whole_pages(nbytes: int) -> Tensor:
     """Plain host memory that begins with a page: a disk can write to it directly."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

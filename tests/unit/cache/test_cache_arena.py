@@ -1,4 +1,5 @@
 import gc
+import os
 import threading
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.cache import arena
-from gracetune.cache.arena import ArenaStore, Budget, Slabs, Tally, pageable
+from gracetune.cache.arena import ArenaStore, Budget, Slabs, Tally, pageable, whole_pages
 from gracetune.cache.store import MemoryStore
 from gracetune.errors import ConfigError
 
@@ -169,3 +170,16 @@ def test_threads_may_share_it(told):
         thread.join()
     assert wrong == []
     assert kept.nbytes <= 16 * KIB
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_pages_are_a_process_s_own():
+    memory = whole_pages(8 * KIB)
+    memory[:] = 1
+    assert memory.data_ptr() % 4096 == 0
+    child = os.fork()
+    if child == 0:
+        memory[:] = 2
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert memory.eq(1).all()
