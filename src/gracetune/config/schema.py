@@ -59,6 +59,9 @@ class ModelSection(Section):
     """What the weights are kept in; `auto`: what the files have."""
     quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
     """Keep the frozen weights of linear layers in fewer bits; adapters are trained beside them."""
+    frozen_compute: Literal["bf16", "fp8"] = "bf16"
+    """How products with frozen weights are computed; `fp8`: rounded by rows, with half the bytes in
+    memory and on the link, where the GPU has such products."""
     task: Literal["auto", "text", "image"] = "auto"
     """What a sample starts from, where a model can do both; `auto`: what it was made for."""
     init_seed: int = 0

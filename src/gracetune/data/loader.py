@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -125,6 +126,11 @@ class BatchOrder:
             self._epoch = self._shuffled(number)
         first, last = self._epoch.batches[place]
         return tuple(self._draw(int(entry), number) for entry in self._epoch.entries[first:last])
+
+    def largest(self) -> tuple[Draw, ...]:
+        """One sample of the largest size: what fits it fits all."""
+        first, _ = max(self._spans, key=lambda span: prod(self._draw(span[0], 0).size))
+        return (self._draw(first, 0),)
 
     def _spans_by_size(self) -> list[tuple[int, int]]:
         """Groups are sorted by size, so the entries of one size lie side by side."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -90,8 +90,9 @@ class Compiler:
 
     def close(self) -> None:
         """Put torch's settings back as they were."""
-        callback_handler.remove_start_callback(self._starts)
-        callback_handler.remove_end_callback(self._ends)
+        with suppress(ValueError):  # a reset of the compiler has forgotten us already
+            callback_handler.remove_start_callback(self._starts)
+            callback_handler.remove_end_callback(self._ends)
         self._settings.close()
 
     def compiled(self, way: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,10 +75,11 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A session, and how its result is written."""
+    """A session, how its result is written, and how it is taken down."""
 
     session: Session
     export: Callable[[], Path]
+    close: Callable[[], None]
 
 
 def start_accelerator(run: RunFile) -> Accelerator:
@@ -132,7 +133,11 @@ def build(
     shape = plan_order(run, family)
     _quantize(run, family, tell)
     modules = _make_trainable(run, family, turns, tell)
-    family.transformer.to(device)
+    unplanned = why_unplanned(run, device, accelerator.num_processes)
+    if run.train.gradient_checkpointing:
+        _checkpoint(family, unplanned, tell)
+    if unplanned:
+        family.transformer.to(device)
     # After everything that draws from a seed of its own, and reseeds the generators by the way.
     seed_generators(seed_of(run.seed, "process", accelerator.process_index))
     parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
@@ -144,10 +149,15 @@ def build(
     _tell_cut_captions(family, feed.trained, tell)
     validation = build_validation(run, family, feed, shape, tell)
     family.release_text_encoder()
+    placed = None
+    if not unplanned:
+        from gracetune.train.planning import settle  # tracers take seconds to import
+
+        placed = settle(run, family, feed, mover.link, device, tell)
     trainee = Trainee(
         run=run,
         family=family,
-        transformer=accelerator.prepare(family.transformer),
+        transformer=accelerator.prepare_model(family.transformer, device_placement=placed is None),
         parameters=parameters,
         optimizer=optimizer,
         ema=Ema(parameters, run.train.ema_decay) if run.train.ema_decay else None,
@@ -169,7 +179,11 @@ def build(
         interrupt=interrupt,
         tell=tell,
     )
-    return Built(session, lambda: export(trainee, modules, weights, folder, tell))
+    return Built(
+        session,
+        export=lambda: export(trainee, modules, weights, folder, tell),
+        close=_nothing if placed is None else placed.close,
+    )
 
 
 def resume(session: Session, snapshot: Snapshot | None) -> Progress:
@@ -267,10 +281,33 @@ def _make_trainable(run: RunFile, family: Family, turns: Turns, tell: Tell) -> M
         seed = seed_of(run.seed, "adapter") % 2**31
         modules = add_adapter(trained, run.adapter, family.adapter_targets, seed)
         count = sum(map(len, modules.values()))
-        tell(Notice(f"{NAMES[run.adapter.kind]} of rank {run.adapter.rank} on {count} modules"))
+        rank = "" if run.adapter.kind == "full" else f" of rank {run.adapter.rank}"
+        tell(Notice(f"{NAMES[run.adapter.kind]}{rank} on {count} modules"))
     else:
         for transformer in trained.values():
             transformer.requires_grad_(True)
-    if run.train.gradient_checkpointing:
-        family.enable_gradient_checkpointing()
     return modules
+
+
+def why_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
+    """Why the transformer is simply brought to the device; empty: a plan says where it lives."""
+    if run.plan == "off":
+        return "plan is off"
+    if run.model.quantize != "none":
+        return f"model.quantize is {run.model.quantize}, and such weights cannot be moved about"
+    if num_ranks > 1:
+        return f"there are {num_ranks} ranks, and each keeps its model on its device"
+    if device.type != "cuda" and (run.plan == "auto" or run.plan.device_memory is None):
+        return "there is no GPU, and plan.device_memory does not say what to rehearse"
+    return ""
+
+
+def _checkpoint(family: Family, unplanned: str, tell: Tell) -> None:
+    if unplanned:
+        family.enable_gradient_checkpointing()
+    else:
+        tell(Notice("train.gradient_checkpointing: the plan says for each block what is kept"))
+
+
+def _nothing() -> None:
+    """There is nothing to take down."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import Gh200Section
     from gracetune.events.types import Event, MemoryUsed
     from gracetune.memory.placement import PlacementTable
+    from gracetune.memory.platform import Link
 
 MOVED_AHEAD = {"latents": "staged", "audio": "staged"}
 """A batch is about to be used: what lives in host memory is moved, not read over the link."""
@@ -58,6 +59,11 @@ class Mover:
     def moves(self) -> bool:
         """Whether the device has a memory of its own that batches must be brought to."""
         return self.device.type == "cuda"
+
+    @property
+    def link(self) -> Link:
+        """How the device reaches host memory."""
+        return self._session.machine.platform.link
 
     @property
     def device_nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
@@ -123,15 +124,15 @@ def run_training(
                     fan.tell(Notice(text))
                 for text in warnings:
                     fan.tell(Notice(text, level="warning", fallback=True))
-                built = build(run, accelerator, fan.tell, requests, interrupt)
-                progress = resume(built.session, snapshot)
-                if accelerator.is_main_process:
-                    _take_over(run, folder, progress, fan)
-                fan.tell(_started(built.session, progress))
-                with interrupt.between_steps():
-                    train_loop(built.session, progress)
+                with closing(build(run, accelerator, fan.tell, requests, interrupt)) as built:
+                    progress = resume(built.session, snapshot)
                     if accelerator.is_main_process:
-                        landmarks.outputs["result"] = str(built.export())
+                        _take_over(run, folder, progress, fan)
+                    fan.tell(_started(built.session, progress))
+                    with interrupt.between_steps():
+                        train_loop(built.session, progress)
+                        if accelerator.is_main_process:
+                            landmarks.outputs["result"] = str(built.export())
     accelerator.end_training()
     assert ending.ended is not None
     return ending.ended

@@ -1,0 +1,71 @@
+"""Wan's self-attention with rotations that a compiler makes one kernel of.
+
+diffusers writes the even and the odd half of each pair separately; compiled, those are strided
+passes over memory that take longer than the norm beside them. Here a pair is the number times a
+cosine plus its neighbour times a sine: the same products and sums, one contiguous pass.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class RotatingProcessor(WanAttnProcessor):  # type: ignore[misc]
+    """As diffusers', where a query is rotated; everything else is left to it."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Attention of tokens to each other."""
+        if rotary_emb is None or encoder_hidden_states is not None or attn.fused_projections:
+            plain: Tensor = super().__call__(
+                attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
+            )
+            return plain
+        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
+        value = attn.to_v(hidden_states)
+        heads = (attn.heads, -1)
+        mixed: Tensor = dispatch_attention_fn(
+            rotate(query.unflatten(2, heads), *rotary_emb),
+            rotate(key.unflatten(2, heads), *rotary_emb),
+            value.unflatten(2, heads),
+            attn_mask=attention_mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+        projected: Tensor = attn.to_out[0](mixed.flatten(2, 3).type_as(query))
+        dropped: Tensor = attn.to_out[1](projected)
+        return dropped
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Pairs of neighbours turned by their angles, which tables hold twice, once a neighbour."""
+    neighbours = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    signs = sines.new_tensor([-1.0, 1.0]).repeat(x.shape[-1] // 2)
+    return (x * cosines + neighbours * (sines * signs)).type_as(x)
+
+
+def rotate_in_one_pass(transformer: nn.Module) -> int:
+    """Give each self-attention of a Wan transformer our processor; gives how many."""
+    count = 0
+    for module in transformer.modules():
+        if isinstance(module, WanAttention) and type(module.processor) is WanAttnProcessor:
+            processor = RotatingProcessor()
+            processor._attention_backend = module.processor._attention_backend
+            processor._parallel_config = module.processor._parallel_config
+            module.set_processor(processor)
+            count += 1
+    return count

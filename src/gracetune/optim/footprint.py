@@ -1,0 +1,31 @@
+"""What an optimizer keeps of each number that it updates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.optim.build import build_optimizer
+
+if TYPE_CHECKING:
+    from gracetune.config.schema import OptimizerSection
+
+PROBE_EDGE = 256
+"""Edge of the matrix that an optimizer is tried on: factored ones keep less of larger ones."""
+
+
+def state_nbytes_each(section: OptimizerSection) -> float:
+    """Bytes of state for each number, found by one step on a small matrix."""
+    probe = nn.Parameter(torch.zeros(PROBE_EDGE, PROBE_EDGE))
+    optimizer = build_optimizer({"probe": probe}, section)
+    probe.grad = torch.ones_like(probe)
+    optimizer.step()
+    kept = [
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    return sum(kept) / probe.numel()

@@ -1,0 +1,130 @@
+"""How a run uses its machine: planned once, when model and data are there, and then applied.
+
+The micro-batch stays what the run file says, since noise is drawn by micro-batches and a run must
+repeat; a faster one is only named. What is already in memory when a plan is made, such as caches
+and encoders, is not counted again: the plan is for what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from gracetune.adapters.fused import demand_fp8, freeze_in_fp8, fuse_lora
+from gracetune.events.types import Notice
+from gracetune.models.experts import transformers_of
+from gracetune.models.wan_attention import rotate_in_one_pass
+from gracetune.optim.footprint import state_nbytes_each
+from gracetune.plan.ask import settings_of, wishes_of
+from gracetune.plan.candidates import Budget
+from gracetune.plan.make import family_subject, make_plan
+from gracetune.plan.measure import measure
+from gracetune.plan.peak import Fixed
+from gracetune.plan.rates import FITTED
+from gracetune.plan.report import describe, speed
+from gracetune.stream.movers import open_mover
+from gracetune.train.place import Layout, place
+from gracetune.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from gracetune.config.schema import RunFile
+    from gracetune.data.sample import Batch
+    from gracetune.events.types import Event
+    from gracetune.memory.platform import Link
+    from gracetune.models.family import Family
+    from gracetune.plan.choose import Planned
+    from gracetune.plan.rates import Basics
+    from gracetune.plan.result import Plan
+    from gracetune.train.feed import Feed
+    from gracetune.train.place import Placed
+
+    Tell = Callable[[Event], None]
+
+HOST_RESERVE_SHARE = 0.05
+"""Of host memory that is free now, left to others."""
+CPU_EDGE, CPU_COPY = 512, 1 << 22
+"""A CPU is only planned for in a rehearsal: its rates need not be good ones."""
+
+
+def settle(
+    run: RunFile, family: Family, feed: Feed, link: Link, device: torch.device, tell: Tell
+) -> Placed:
+    """Plan for what is free now, tell it, and bring the transformer where it belongs."""
+    planned = plan_for(run, family, feed.load(feed.order.largest()), device)
+    tell(Notice(f"plan: {describe(planned.best)}"))
+    tell(Notice(f"predicted: {speed(planned.best)}"))
+    _prepare(run, family, device, tell)  # after the plan: tracers know the model's own products
+    return apply(planned.best, family, link, device, tell)
+
+
+def plan_for(run: RunFile, family: Family, largest: Batch, device: torch.device) -> Planned:
+    """The fastest way to run the largest bucket in what is free."""
+    transformers = transformers_of(family.transformer)
+    trained = sum(p.numel() for p in family.transformer.parameters() if p.requires_grad)
+    subject = family_subject(family, largest.latents.shape[1:], largest.text)
+    return make_plan(
+        subject,
+        _rates(device),
+        Fixed(
+            optimizer_nbytes=int(trained * state_nbytes_each(run.optimizer)),
+            experts=len(transformers),
+            library_nbytes=int(FITTED["library_nbytes"].value),
+            averages_nbytes=4 * trained if run.train.ema_decay else 0,
+        ),
+        Budget(_device_nbytes(run, device), _host_nbytes(run), FITTED["fragmentation"].value),
+        replace(wishes_of(run), batches=(run.train.batch_size,)),
+        frozen_compute=run.model.frozen_compute,
+    )
+
+
+def apply(plan: Plan, family: Family, link: Link, device: torch.device, tell: Tell) -> Placed:
+    """The transformer as planned; of two experts, both alike through one ring."""
+    blocks = family.blocks()
+    count = len(transformers_of(family.transformer))
+    size = len(blocks) // count
+    parts: Sequence[Sequence[nn.Module]] = [
+        blocks[number * size : (number + 1) * size] for number in range(count)
+    ]
+    layout = Layout(plan.blocks, plan.compiled, plan.slots)
+    return place(family.transformer, parts, layout, open_mover(device, link), tell)
+
+
+def _prepare(run: RunFile, family: Family, device: torch.device, tell: Tell) -> None:
+    """What makes steps faster: the same numbers by fewer passes, and rounded ones if asked for."""
+    if run.model.frozen_compute == "fp8":
+        demand_fp8(device)
+        count = freeze_in_fp8(family.blocks())
+        tell(Notice(f"{count} frozen products are computed in fp8"))
+    for transformer in transformers_of(family.transformer).values():
+        rotate_in_one_pass(transformer)
+        fuse_lora(transformer)
+
+
+def _rates(device: torch.device) -> Basics:
+    if device.type == "cuda":
+        return measure(device, torch.cuda.synchronize)
+    return measure(device, lambda: None, CPU_EDGE, CPU_COPY)
+
+
+def _device_nbytes(run: RunFile, device: torch.device) -> int:
+    asked = settings_of(run).device_memory
+    if device.type != "cuda":
+        assert asked is not None, "a rehearsal without its memory"
+        return parse_bytes(asked)
+    taken = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - taken
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    return free if asked is None else min(free, parse_bytes(asked) - taken)
+
+
+def _host_nbytes(run: RunFile) -> int:
+    asked = settings_of(run).host_memory
+    free = int(psutil.virtual_memory().available * (1 - HOST_RESERVE_SHARE))
+    return free if asked is None else min(free, parse_bytes(asked))

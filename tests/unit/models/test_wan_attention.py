@@ -1,0 +1,47 @@
+"""Rotations in one pass are diffusers' own, bit for bit."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from gracetune.models.wan_attention import RotatingProcessor, rotate_in_one_pass
+
+SMALL = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 32,
+    "ffn_dim": 64,
+    "text_dim": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "freq_dim": 32,
+}
+
+
+def gradients(dtype, rotated):
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(**SMALL).to(dtype)
+    if rotated:
+        assert rotate_in_one_pass(model) == 2 * SMALL["num_layers"]
+        assert rotate_in_one_pass(model) == 0
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(1, 4, 1, 8, 8, generator=generator).to(dtype)
+    text = torch.randn(1, 6, 32, generator=generator).to(dtype)
+    (out,) = model(latents, torch.tensor([500]), text, return_dict=False)
+    out.float().square().sum().backward()
+    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotating_in_one_pass_changes_no_bit(dtype):
+    for ours, theirs in zip(gradients(dtype, True), gradients(dtype, False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_backend_that_was_chosen_stays_chosen():
+    model = WanTransformer3DModel(**SMALL)
+    model.set_attention_backend("native")
+    rotate_in_one_pass(model)
+    processor = model.blocks[0].attn1.processor
+    assert isinstance(processor, RotatingProcessor)
+    assert processor._attention_backend == "native"
