@@ -30,6 +30,32 @@ def forget(store):
         os.close(descriptor)
 
 
+@pytest.fixture
+def own_cache(tmp_path):
+    """Only where the page cache of this folder can be asked, dropped and read past."""
+    path = tmp_path / "probe"
+    path.write_bytes(bytes(4 * PAGE))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        asked = Residency()
+        held = asked.holds(descriptor, 0, 4 * PAGE)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+        dropped = not asked.holds(descriptor, 0, PAGE)
+    except OSError:
+        held = dropped = False
+    finally:
+        os.close(descriptor)
+        path.unlink()
+    if not (held and dropped):
+        pytest.skip("the file system of the tests has no page cache of its own")
+
+
+def damages(told):
+    return [text for text in told.texts() if "is damaged" in text]
+
+
 class Rooms:
     """Memory in one piece, and how often it was asked for."""
 
@@ -88,7 +114,7 @@ def test_damage_is_found_when_a_batch_is_gathered(tmp_path, told, words):
     forget(store)
     with ShardStore(tmp_path, told) as store:
         assert store.gather(["k0", "k1"], "latents", Rooms()) is None
-        assert "differ from their checksum" in told.texts()[0]
+        assert "differ from their checksum" in damages(told)[0]
         assert store.load(["k1", "k2"], Rooms())[0] is None
         assert store.gather(["k0", "k2"], "latents", Rooms())[1, 0] == 2
 
@@ -105,7 +131,7 @@ def test_a_moved_entry_is_found_again_and_a_lost_one_is_told(tmp_path, told):
             left.unlink()
         store.close()
         assert store.gather(["k5", "k0"], "latents", Rooms()) is None
-        assert len(told.texts()) == 2
+        assert len(damages(told)) == 2
 
 
 def test_loaded_entries_lie_in_the_memory_that_was_given(store):
@@ -140,6 +166,7 @@ def test_a_closed_store_opens_again_when_it_is_asked(store):
     assert store.gather(["k2", "k1"], "latents", Rooms())[:, 0].tolist() == [2, 1]
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_a_file_system_without_direct_reads_is_told_once(store, told, monkeypatch):
     fill(store, range(4))
     forget(store)
@@ -167,6 +194,7 @@ def test_what_cannot_be_opened_for_another_reason_is_an_error(store, monkeypatch
         store.gather(["k1"], "latents", Rooms())
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("seconds", "asked"), [(1.0, ["k7", "k0", "k1"]), (0.001, ["k7"])])
 def test_a_disk_is_asked_in_advance_where_it_is_slow_or_entries_are_small(tmp_path, seconds, asked):
     told = []
@@ -187,6 +215,7 @@ def test_a_disk_is_asked_in_advance_where_it_is_slow_or_entries_are_small(tmp_pa
         assert told == asked
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_the_page_cache_is_asked_without_having_it_read(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(64 * PAGE))
@@ -196,8 +225,9 @@ def test_the_page_cache_is_asked_without_having_it_read(tmp_path):
     assert asked.holds(descriptor, 0, 64 * PAGE)
     assert asked.holds(descriptor, 5, 0)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    assert asked.holds(descriptor, 0, 1) != asked.is_known
-    assert asked.holds(descriptor, 3 * PAGE - 1, 2) != asked.is_known
+    for _ in range(2):
+        assert not asked.holds(descriptor, 0, 1)
+        assert not asked.holds(descriptor, 3 * PAGE - 1, 2)
     os.close(descriptor)
 
 
@@ -217,6 +247,7 @@ def test_a_kernel_that_does_not_tell_is_asked_once(monkeypatch, code):
     assert (len(calls), asked.is_known) == (1, False)
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_what_the_kernel_refuses_otherwise_is_an_error():
     with pytest.raises(resident.CacheError, match="Bad file descriptor"):
         Residency().holds(10**6, 0, 1)
