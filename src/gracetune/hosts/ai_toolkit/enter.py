@@ -1,0 +1,59 @@
+"""Where ai-toolkit enters: our file in its `extensions` folder asks here for what it shows."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gracetune.config.environment import process_environment
+from gracetune.hosts.ai_toolkit.blocks import TYPE
+from gracetune.hosts.ai_toolkit.clone import check
+from gracetune.hosts.ai_toolkit.needs import EXTENSION, SD_TRAINER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from gracetune.hosts.ai_toolkit.plugin import Plugin
+
+
+def extensions(shim: str) -> list[type]:
+    """What ai-toolkit finds in our file; the clone is the folder above that of the file."""
+    root = Path(shim).resolve().parents[1]
+    return [extension_class(root, import_module, make_plugin)]
+
+
+def extension_class(
+    root: Path, find: Callable[[str], ModuleType], make: Callable[[], Plugin]
+) -> type:
+    """The extension; ai-toolkit asks it for its process right before it makes processes."""
+    entered: list[Plugin] = []
+
+    class GracetuneExtension(find(EXTENSION).Extension):  # type: ignore[misc]
+        """The one place where ai-toolkit learns of us."""
+
+        uid = TYPE
+        name = "gracetune"
+
+        @classmethod
+        def get_process(cls) -> type:
+            """A trainer that is always ours; jobs learn of ours on the way."""
+            from gracetune.hosts.ai_toolkit.hooks import enter_jobs
+
+            if not entered:
+                entered.append(make())
+                enter_jobs(entered[0], find, partial(check, root))
+            trainer: type = find(SD_TRAINER).SDTrainer
+            return trainer
+
+    return GracetuneExtension
+
+
+def make_plugin() -> Plugin:
+    """The plug-in of this process."""
+    from gracetune.hosts.ai_toolkit.plugin import Plugin
+    from gracetune.memory.machine import open_machine
+
+    return Plugin(process_environment(), lambda: open_machine(0))

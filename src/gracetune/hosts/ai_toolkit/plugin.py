@@ -1,0 +1,181 @@
+"""What the hooks share while ai-toolkit runs: data and cache files held in memory, and where the
+tensors of a batch are placed."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.config.environment import environment_settings
+from gracetune.data.budget import host_room
+from gracetune.errors import ConfigError
+from gracetune.events.types import Notice
+from gracetune.hosts.ai_toolkit.blocks import Blocks, is_ours, take_blocks
+from gracetune.hosts.ai_toolkit.generations import KEY, Generations, Settings
+from gracetune.hosts.simpletuner.blocks import StagedSet
+from gracetune.hosts.simpletuner.shelf import Served, Shelf, TensorMemory, stage
+from gracetune.memory.placement import place_batch, placement_table
+from gracetune.memory.session import MemorySession
+from gracetune.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from io import BytesIO, TextIOWrapper
+
+    from gracetune.config.schema import CacheSection
+    from gracetune.events.types import Event
+    from gracetune.hosts.ai_toolkit.blocks import DatasetBlock
+    from gracetune.memory.machine import Machine
+
+    Load = Callable[[str], object]
+
+log = logging.getLogger("gracetune")
+CACHE_FOLDERS = {"_latent_cache": "vae", "_t_e_cache": "text"}
+"""Where ai-toolkit keeps cache files, beside the pictures, and which cache it is."""
+IN_MEMORY = ("memory", "unified_memory")
+_MEMORY_SHARE = 0.5
+"""Of what the host can spare, for cache files, where nothing is said."""
+
+
+def tell(event: Event) -> None:
+    """Notices go to the log of the run; progress is ai-toolkit's to show."""
+    if isinstance(event, Notice):
+        log.log(logging.WARNING if event.level == "warning" else logging.INFO, "%s", event.text)
+
+
+class Plugin:
+    """One for each run of ai-toolkit; its loaders' workers are forks of it."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        open_machine: Callable[[], Machine],
+        room: Callable[[], int] = host_room,
+    ) -> None:
+        self.environment = environment
+        self.memory: TensorMemory | None = None
+        self._room = room
+        self._process = os.getpid()
+        self._held: frozenset[str] = frozenset()
+        self._kept: set[str] = set()
+        self._shelves: dict[str, Shelf] = {}
+        self._session = MemorySession(open_machine, lambda: environment_settings(environment), tell)
+
+    def take(self, config: Mapping[str, object]) -> tuple[dict[str, object], Blocks]:
+        """What ai-toolkit may see of a process; what it says to us is told and prepared."""
+        if not is_ours(config):
+            return dict(config), Blocks(stage_timesteps=False, check_saves=False)
+        rest, blocks = take_blocks(config, self.environment)
+        for text in blocks.notices:
+            log.info("%s", text)
+        self._session.override = blocks.gh200.enable_uvm_hints
+        if blocks.cache is not None:
+            self._hold_caches(blocks.cache)
+        return rest, blocks
+
+    def _hold_caches(self, cache: CacheSection) -> None:
+        types = {"vae": cache.vae_cache_type, "text": cache.text_cache_type}
+        self._held = frozenset(kind for kind, place in types.items() if place in IN_MEMORY)
+        if self._held and self.memory is None:
+            limit = cache.host_budget_gb
+            ranks = int(self.environment.get("LOCAL_WORLD_SIZE", "1"))
+            share = max(0, int(self._room() * _MEMORY_SHARE / ranks))
+            budget = share if limit is None else int(limit * GIB)
+            # Not pinned: memory that the driver pins is not there in forks, which workers are.
+            self.memory = TensorMemory(budget, torch.Tensor.contiguous)
+            log.info("cache files are kept in host memory, up to %s", format_bytes(budget))
+
+    def attach(self, blocks: Blocks, configs: Sequence[Settings]) -> None:
+        """Give ai-toolkit's data sets, one a resolution, what was kept from them at first."""
+        if not blocks.datasets:
+            return
+        of_each = [block for block in blocks.datasets for _ in range(block.num_resolutions)]
+        assert len(of_each) == len(configs), f"{len(of_each)} blocks, {len(configs)} data sets"
+        for block, config in zip(of_each, configs, strict=True):
+            if block.mode:
+                config.augments = list(block.augments)
+                config.augmentations = list(block.augmentations) or None
+                vars(config)[KEY] = Generations(block.mode)
+        if any(block.staged or block.mode for block in blocks.datasets) or self._held:
+            workers = [vars(config)["num_workers"] for config in configs]
+            demand_forks(max(workers, default=0))
+
+    def stage(self, blocks: Sequence[DatasetBlock]) -> None:
+        """Read the data sets that are to be held in memory, each folder once."""
+        for block in blocks:
+            folder = os.path.abspath(block.folder)
+            if block.staged is not None and folder not in self._shelves:
+                chosen = StagedSet(folder, folder, block.staged, ())
+                self._shelves[folder] = stage(chosen, tell, None)
+
+    def staged_bytes(self, path: object) -> bytes | None:
+        """The bytes of a staged file; none: ask the disk."""
+        if not isinstance(path, str):
+            return None
+        found = os.path.abspath(path)
+        for shelf in self._shelves.values():
+            if shelf.holds(found):
+                return shelf.read(found)
+        return None
+
+    def opened(self, path: object, mode: str) -> BytesIO | TextIOWrapper | None:
+        """A staged file to read from; none: ask the disk."""
+        if not isinstance(path, str):
+            return None
+        found = os.path.abspath(path)
+        for shelf in self._shelves.values():
+            if shelf.holds(found):
+                return Served(shelf, None).open_file(found, mode)
+        return None
+
+    def load(self, path: str, load: Load) -> object:
+        """The tensors of a cache file, from memory where they are held.
+
+        Workers read what this process has read before they began; what they read themselves they
+        do not keep, or each of them would hold the cache once more.
+        """
+        memory = self.memory
+        if memory is None or CACHE_FOLDERS.get(Path(path).parent.name) not in self._held:
+            return load(path)
+        if os.getpid() == self._process:
+            self._kept.add(path)
+        elif path not in self._kept:
+            return load(path)
+        return memory.get(path, load)
+
+    def hold(self, paths: Iterable[str], load: Load) -> None:
+        """Read cache files ahead, as far as the budget goes."""
+        if self.memory is None:
+            return
+        wanted, left = sorted(set(paths)), 0
+        for path in wanted:
+            if self.memory.nbytes + os.path.getsize(path) > self.memory.budget_nbytes:
+                left += 1
+            else:
+                self.load(path, load)
+        if left:
+            log.warning(
+                "%s of %s cache files stay on disk: gracetune.cache_config.host_budget_gb is %s",
+                *(left, len(wanted), format_bytes(self.memory.budget_nbytes)),
+            )
+
+    def place(self, blocks: Blocks, batch: Mapping[str, object]) -> None:
+        """Hint where the tensors of a batch live."""
+        if self._session.enabled:
+            place_batch(batch, self._session.hints, placement_table(blocks.gh200.placement))
+
+
+def demand_forks(num_workers: int) -> None:
+    """Workers that are started anew would know nothing of what is held here."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    method = method or multiprocessing.get_all_start_methods()[0]
+    if num_workers > 0 and method != "fork":
+        raise ConfigError(
+            f"datasets have num_workers: {num_workers}, and Python starts workers by {method}: "
+            "they would not see data and caches in memory. Set num_workers: 0."
+        )

@@ -1,0 +1,176 @@
+"""ai-toolkit's own trainers, extended where they invite it: each method calls theirs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gracetune.errors import AdapterError, ConfigError
+from gracetune.hosts.ai_toolkit.timesteps import demand_stages, stage_boundaries
+from gracetune.optim.build import groups_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch.nn import Parameter
+
+    from gracetune.adapters.tables.types import Stage
+    from gracetune.hosts.ai_toolkit.plugin import Plugin
+
+log = logging.getLogger("gracetune")
+STAGES: dict[str, Stage] = {"transformer_1": "high", "transformer_2": "low"}
+"""How names tell the expert, of two."""
+PARTS: dict[Stage, str] = {"high": "_high_noise", "low": "_low_noise"}
+"""What ai-toolkit adds to the name of a file for one expert."""
+UNJUDGED = ("unknown-key", "ambiguous", "mixed-stages")
+
+
+def process_class(plugin: Plugin, original: type) -> type:
+    """A trainer of ai-toolkit's with our parts; without keys of ours it is as it was."""
+
+    class GracetuneProcess(original):  # type: ignore[misc]
+        """See `process_class`."""
+
+        def __init__(
+            self, process_id: int, job: object, config: Mapping[str, object], **options: object
+        ) -> None:
+            rest, self.gracetune_blocks = plugin.take(config)
+            super().__init__(process_id, job, rest, **options)
+            plugin.attach(self.gracetune_blocks, self.dataset_configs)
+            if self.gracetune_blocks.optimizer is not None:
+                self.train_config.optimizer_params = {"section": self.gracetune_blocks.optimizer}
+
+        def before_dataset_load(self) -> None:
+            super().before_dataset_load()
+            plugin.stage(self.gracetune_blocks.datasets)
+
+        def hook_add_extra_train_params(self, params: list[Any]) -> list[Any]:
+            return grouped(self, super().hook_add_extra_train_params(params))
+
+        def hook_before_train_loop(self) -> None:
+            super().hook_before_train_loop()
+            keep_to_stages(self)
+
+        def process_general_training_batch(self, batch: Any) -> Any:
+            made = super().process_general_training_batch(batch)
+            plugin.place(self.gracetune_blocks, placed(batch, made))
+            return made
+
+        def save(self, step: int | None = None) -> None:
+            super().save(step)
+            check_saved(self, step)
+
+    functools.update_wrapper(GracetuneProcess, original, updated=())
+    return GracetuneProcess
+
+
+def grouped(process: Any, params: list[Any]) -> list[Any]:
+    """Parameters by stage, for our optimizer; for ai-toolkit's as they were."""
+    section = process.gracetune_blocks.optimizer
+    if section is None:
+        return params
+    named = names_by_stage(params, process.network, only_stage(process.sd))
+    groups = groups_of(named, section)
+    return [{**each, "params": [p for _, p in each["params"]]} for each in groups]
+
+
+def only_stage(model: Any) -> Stage | None:
+    """The one expert that is trained, of two: names do not tell it then."""
+    if not model.is_multistage:
+        return None
+    trained: list[int] = model.trainable_multistage_boundaries
+    order: list[Stage] = list(STAGES.values())
+    return order[trained[0]] if len(trained) == 1 else None
+
+
+def names_by_stage(params: Iterable[Any], network: Any, only: Stage | None) -> dict[str, Parameter]:
+    """Every parameter by a name that begins with its stage."""
+    names = {id(p): name for name, p in network.named_parameters()} if network is not None else {}
+    found: dict[str, Parameter] = {}
+    for group in params:
+        for p in group["params"] if isinstance(group, dict) else [group]:
+            name = names.get(id(p), f"extra.{len(found)}")
+            stage = only or next((STAGES[each] for each in STAGES if each in name), None)
+            found[name if stage is None else f"{stage}.{name}"] = p
+    return found
+
+
+def keep_to_stages(process: Any) -> None:
+    """Whenever timesteps are made, say which of them the stage at work may draw."""
+    model = process.sd
+    if not (process.gracetune_blocks.stage_timesteps and model.is_multistage):
+        return
+    demand_stages(process.train_config.timestep_type)
+    scheduler, boundaries = model.noise_scheduler, list(model.multistage_boundaries)
+
+    def set_train_timesteps(original: Any, *args: object, **options: object) -> object:
+        made = original(*args, **options)
+        stage = process.current_boundary_index
+        model.multistage_boundaries = stage_boundaries(scheduler.timesteps, boundaries, stage)
+        return made
+
+    scheduler.set_train_timesteps = partial(set_train_timesteps, scheduler.set_train_timesteps)
+
+
+def placed(batch: Any, made: Sequence[object]) -> dict[str, object]:
+    """The tensors of a batch by names that the placement table knows."""
+    found = {name: value for name, value in vars(batch).items() if name != "file_items"}
+    embeds = found.get("prompt_embeds")
+    if embeds is not None:
+        found["prompt_embeds"] = vars(embeds)
+    return {**found, "noisy_latents": made[0]}
+
+
+def check_saved(process: Any, step: int | None) -> None:
+    """Read back what was just written, and count: a run must not end with a file of nothing."""
+    wanted = process.gracetune_blocks.check_saves and process.network is not None
+    merged = process.train_config.merge_network_on_save
+    if not wanted or merged or not process.accelerator.is_main_process:
+        return
+    name = process.job.name + ("_LoRA" if process.named_lora else "")
+    number = "" if step is None else f"_{step:09d}"
+    stem = os.path.join(process.save_root, f"{name}{number}")
+    if not (process.sd.is_multistage and process.network_config.split_multistage_loras):
+        check_one(Path(f"{stem}.safetensors"), None, None)
+        return
+    for stage, modules in modules_by_stage(process.network, only_stage(process.sd)).items():
+        check_one(Path(f"{stem}{PARTS[stage]}.safetensors"), stage, modules)
+
+
+def check_one(path: Path, stage: Stage | None, modules: list[str] | None) -> None:
+    """One file; what we cannot read is not judged where only we may be to blame, and that is said.
+
+    A file with both experts is no fault of the run's: it was asked for, and no tool loads it.
+    """
+    from gracetune.adapters.check import check_file
+
+    try:
+        found = check_file(path, stage=stage, modules=modules)
+    except AdapterError as error:
+        if stage is not None or error.kind not in UNJUDGED:
+            raise
+        log.warning("%s was not checked: %s", path, error)
+        return
+    found.demand()
+    log.info("%s holds %s modules. %s", path, found.expected, " ".join(found.lines()))
+
+
+def modules_by_stage(network: Any, only: Stage | None) -> dict[Stage, list[str]]:
+    """What is trained of two experts, by the names of diffusers."""
+    found: dict[Stage, list[str]] = {}
+    for module in network.get_all_modules():
+        parts = str(module.lora_name).split("$$")
+        stage = next((STAGES[each] for each in parts if each in STAGES), only)
+        if len(parts) == 1 or stage is None:
+            raise ConfigError(
+                f"the adapter has a module {module.lora_name!r}, in a spelling that cannot be "
+                "split into two experts. Set network.old_lokr_format: false and network.type: lora "
+                "or lokr, or gracetune.check_saves: false."
+            )
+        skipped = ("transformer", *STAGES)
+        found.setdefault(stage, []).append(".".join(p for p in parts if p not in skipped))
+    return found
