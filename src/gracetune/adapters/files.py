@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from gracetune.adapters.canonical import FAMILY_KEY, canonical
+from gracetune.adapters.canonical import FAMILY_KEY, PEFT_SETTINGS, canonical
 from gracetune.adapters.layers import Adapter, at_stage, rank_of
 from gracetune.adapters.names import form_named, table_named
 from gracetune.adapters.spelling import spell
@@ -130,7 +130,9 @@ def write_adapter(
         "gracetune.form": form.name,
         "format": "pt",
     }
-    header.pop("lora_adapter_metadata", None)  # its alpha is in the weights or in the keys now
+    header.pop(PEFT_SETTINGS, None)  # its alpha is in the weights or in the keys now
+    if len(adapter.stages) > 1:
+        header.pop("gracetune.stage", None)  # joined from files of one stage each
     with new_file(path) as staging:
         save_file(tensors, staging, metadata=header)
     if form.name == "peft" and path.name == PEFT_FILE:

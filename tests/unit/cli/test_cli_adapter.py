@@ -119,6 +119,7 @@ def test_convert_splits_and_joins_stages(capsys, tmp_path):
     high, low = found["files"]
     run(capsys, "convert", low, high, "--to", "ai-toolkit-combined", "-o", back)
     assert same(read_adapter(back), both)
+    assert "gracetune.stage" not in read_tensors(back)[1]
     run(capsys, "convert", path, "--stage", "low", "--to", "kohya", "-o", back)
     assert same(read_adapter(back), read_adapter(tmp_path / "run_low_noise.safetensors"))
     assert "Give the high one" in _error(
