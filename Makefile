@@ -52,7 +52,7 @@ $(HOST)/.installed:
 	@touch $@
 
 test-hosts: $(HOST)/.installed  ## gracetune inside a real SimpleTuner; HOST_MODULES= runs all of its own tests
-	PYTHONPATH=src $(HOST_BIN)/python -m pytest -o filterwarnings=default tests/hosts
+	PYTHONPATH=$(CURDIR)/src $(HOST_BIN)/python -m pytest -o filterwarnings=default tests/hosts
 	$(HOST_BIN)/python tests/hosts/run_upstream_suite.py $(HOST)/simpletuner-4.10.1 $(HOST_MODULES)
 
 format: venv

@@ -13,6 +13,7 @@ pytest.importorskip("simpletuner", reason="make test-hosts runs it in SimpleTune
 from made_pipeline import write_environment, write_pipeline
 
 SCRIPT = Path(__file__).with_name("train_on_cpu.py")
+SRC = Path(__file__).resolve().parents[2] / "src"
 PLUGGED = ("-m", "gracetune.hosts.simpletuner")
 pytestmark = pytest.mark.timeout(1200)
 
@@ -33,6 +34,7 @@ def train(folder: Path, *how: str) -> str:
             "CONFIG_PATH": str(folder),
             "ACCELERATE_USE_CPU": "true",
             "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(SRC),
         },
         capture_output=True,
         text=True,
