@@ -102,11 +102,12 @@ class ShardStore:
         if len(rows) < len(keys):
             return None
         places = rows[0].tensors
-        if len(places) == 1 and all(row.tensors == places for row in rows):
-            slab = room(len(rows) * places[0].nbytes)
-            parts = [*slab.numpy().reshape(len(rows), -1)]
-            if self._read_whole(rows, parts):
-                return slab.view(TORCH_DTYPES[places[0].dtype]).view(len(rows), *places[0].shape)
+        alone = [place.name for place in places] == [name] and places[0].nbytes > 0
+        if alone and all(row.tensors == places for row in rows):
+            place = places[0]
+            slab = room(len(rows) * place.nbytes)
+            if self._read_whole(rows, [*slab.numpy().reshape(len(rows), place.nbytes)]):
+                return slab.view(TORCH_DTYPES[place.dtype]).view(len(rows), *place.shape)
         return stack_entries(self.get_many(keys), name, room)
 
     def load(self, keys: Sequence[str], allocate: Allocate) -> list[Entry | None]:
@@ -121,12 +122,12 @@ class ShardStore:
         self._tell_refusal()
         entries: dict[str, Entry | None] = {}
         for (key, room), done in zip(given.items(), read, strict=True):
-            row = rows[key]
-            if done and self._is_whole(row, room.numpy(), 0):
-                entries[key] = unpack(room, 0, row.tensors)
-        return [
-            entries.get(key) or (self._entry(rows[key]) if key in rows else None) for key in keys
-        ]
+            if done:
+                whole = self._is_whole(rows[key], room.numpy(), 0)
+                entries[key] = unpack(room, 0, rows[key].tensors) if whole else None
+        for key in rows.keys() - entries.keys():
+            entries[key] = self._entry(rows[key])
+        return [entries.get(key) for key in keys]
 
     def put(self, key: str, entry: Entry) -> None:
         """Keep one entry; `put_many` waits for the disk once a batch, not once an entry."""

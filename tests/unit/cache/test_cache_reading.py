@@ -134,6 +134,27 @@ def test_a_moved_entry_is_found_again_and_a_lost_one_is_told(tmp_path, told):
         assert len(damages(told)) == 2
 
 
+def test_damage_is_told_once_when_an_entry_is_loaded(tmp_path, told):
+    with ShardStore(tmp_path) as store:
+        fill(store, range(2))
+        with store.index() as index:
+            row = index.find(["k1"])["k1"]
+    (path,) = store.shards.iterdir()
+    with path.open("r+b") as file:
+        file.seek(row.begin)
+        file.write(b"\x07")
+    with ShardStore(tmp_path, told) as store:
+        assert store.load(["k1", "k0"], Rooms())[0] is None
+        assert len(damages(told)) == 1
+
+
+def test_tensors_are_gathered_by_name_and_may_be_empty(store):
+    store.put_many({f"k{n}": {"empty": torch.zeros(0, 4)} for n in range(2)})
+    assert store.gather(["k0", "k1"], "empty", pageable).shape == (2, 0, 4)
+    with pytest.raises(KeyError, match="latents"):
+        store.gather(["k0", "k1"], "latents", pageable)
+
+
 def test_loaded_entries_lie_in_the_memory_that_was_given(store):
     fill(store, range(3))
     store.put("pair", {"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.int64)})
