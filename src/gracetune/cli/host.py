@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.config.environment import process_environment
+from gracetune.config.environment import claim_alloc_conf, process_environment
 from gracetune.errors import HostError
 
 if TYPE_CHECKING:
@@ -28,6 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start = actions.add_parser("run", help="check, then start it: run -- train --env NAME")
     start.set_defaults(run_action=_run)
     start.add_argument("words", nargs="*", metavar="-- ARGUMENT", help="for simpletuner itself")
+    _add_ai_toolkit(hosts.add_parser("ai-toolkit", help="ai-toolkit, as git clones it"))
+
+
+def _add_ai_toolkit(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, act, text in (
+        ("check", _check_clone, "whether a clone can be hooked"),
+        ("install", _install_clone, "check, then put one small file into its extensions folder"),
+        ("uninstall", _uninstall_clone, "take the file away: the clone is as it was"),
+        ("run", _run_clone, "check, then start it: run PATH -- config.yaml"),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.set_defaults(run_action=act)
+        action.add_argument("path", type=Path, metavar="PATH", help="the folder of the clone")
+        if name == "run":
+            action.add_argument("words", nargs="*", metavar="-- ARGUMENT", help="for its run.py")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,3 +76,46 @@ def _run(args: argparse.Namespace) -> int:
     given = environment.get("ACCELERATE_EXTRA_ARGS", "")
     environment["ACCELERATE_EXTRA_ARGS"] = f"{given} {ENTRY}".strip()
     os.execve(command, [str(command), *(args.words or ["train"])], environment)
+
+
+def _check_clone(args: argparse.Namespace) -> int:
+    from gracetune.hosts.ai_toolkit.clone import check
+
+    try:
+        print(*check(args.path), sep="\n")
+    except HostError as error:
+        print(error)
+        return 1
+    return 0
+
+
+def _install_clone(args: argparse.Namespace) -> int:
+    from gracetune.hosts.ai_toolkit.clone import install
+
+    print(f"{install(args.path)} is there; ai-toolkit finds it when a job starts.")
+    return 0
+
+
+def _uninstall_clone(args: argparse.Namespace) -> int:
+    from gracetune.hosts.ai_toolkit.clone import uninstall
+
+    found = uninstall(args.path)
+    print(f"{args.path} is as it was." if found else f"{args.path} had nothing of ours.")
+    return 0
+
+
+def _run_clone(args: argparse.Namespace) -> int:
+    """Become ai-toolkit's own command, which wants to be started in its folder."""
+    from gracetune.hosts.ai_toolkit.clone import check, shim_path
+
+    print(check(args.path)[-1], flush=True)
+    root = args.path.resolve()
+    if not shim_path(root).exists():
+        raise HostError(
+            f"{root} does not know gracetune yet: run `gracetune host ai-toolkit install {root}`."
+        )
+    words = [str(Path(each).resolve()) if Path(each).is_file() else each for each in args.words]
+    environment = dict(process_environment())
+    claim_alloc_conf(environment)
+    os.chdir(root)
+    os.execve(sys.executable, [sys.executable, "run.py", *words], environment)
