@@ -20,6 +20,7 @@ from gracetune.hosts.port.report import conflict_lines, plan_json, plan_lines
 from gracetune.hosts.port.rollback import roll_back
 from gracetune.hosts.port.state import find_state, patches_of
 from gracetune.hosts.port.validate import validate
+from gracetune.hosts.port.worktree import uncommitted
 
 if TYPE_CHECKING:
     import argparse
@@ -124,6 +125,9 @@ def _extract(args: argparse.Namespace, git: Git, folder: Path) -> int:
         print(f"{patch.name}: {len(patch.files)} files, +{added} -{taken}, risk {patch.risk}")
         print(f"  {patch.why}")
     print(f"{len(manifest.patches)} patches of {branch} since {manifest.base[:10]} in {folder}.")
+    dirty = uncommitted(git)
+    if dirty and git.commit("HEAD") == manifest.head:
+        print(f"Not in them, because it is not committed: {', '.join(dirty)}.")
     return 0
 
 

@@ -74,6 +74,12 @@ def test_from_extract_to_rollback(port, repo, capsys):
     assert (repo.folder / "one.py").read_text() == ONE.replace("b = 2", "b = 20")
 
 
+def test_what_is_not_committed_is_not_in_the_patches(port, repo, capsys):
+    (repo.folder / "one.py").write_text("an idea\n")
+    assert port("extract", "--upstream", "upstream") == 0
+    assert "Not in them, because it is not committed: one.py." in capsys.readouterr().out
+
+
 def test_json(port, capsys):
     assert port("extract", "--upstream", "upstream", "--json") == 0
     manifest = json.loads(capsys.readouterr().out)
