@@ -200,8 +200,11 @@ class Ring:
         finally:
             self._block_ends(index)
 
-    def close(self) -> None:
-        """Take the hooks away and put all weights onto the device; they must fit."""
+    def close(self, bring: bool = True) -> None:
+        """Take the hooks away and put all weights onto the device, where they must fit.
+
+        Not to `bring` them leaves them in host memory, and a model that cannot run as it is.
+        """
         if self._closed:
             return
         self._closed = True
@@ -210,7 +213,8 @@ class Ring:
         while self._passes:
             self._passes.pop().close()
         self._slots.clear()
-        put_back(self._regions, self._mover.device)
+        if bring:
+            put_back(self._regions, self._mover.device)
         self._host.clear()
         self._mover.release()
 

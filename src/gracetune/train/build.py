@@ -149,15 +149,15 @@ def build(
     _tell_cut_captions(family, feed.trained, tell)
     validation = build_validation(run, family, feed, shape, tell)
     family.release_text_encoder()
-    placed = None
+    settled = None
     if not unplanned:
         from gracetune.train.planning import settle  # tracers take seconds to import
 
-        placed = settle(run, family, feed, mover.link, device, tell)
+        settled = settle(run, family, feed, mover.link, device, tell)
     trainee = Trainee(
         run=run,
         family=family,
-        transformer=accelerator.prepare_model(family.transformer, device_placement=placed is None),
+        transformer=accelerator.prepare_model(family.transformer, device_placement=settled is None),
         parameters=parameters,
         optimizer=optimizer,
         ema=Ema(parameters, run.train.ema_decay) if run.train.ema_decay else None,
@@ -178,11 +178,12 @@ def build(
         requests=requests,
         interrupt=interrupt,
         tell=tell,
+        settled=settled,
     )
     return Built(
         session,
         export=lambda: export(trainee, modules, weights, folder, tell),
-        close=_nothing if placed is None else placed.close,
+        close=_nothing if settled is None else settled.close,
     )
 
 

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from accelerate.utils import gather_object
 
 from gracetune.data.loader import Loader, LoaderState
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
     from gracetune.train.feed import Feed
     from gracetune.train.interrupt import Interrupt
     from gracetune.train.mover import Mover
+    from gracetune.train.planning import Settled
     from gracetune.train.ramp import Ramp
     from gracetune.train.state import Progress
-    from gracetune.train.step import Trainee
+    from gracetune.train.step import StepResult, Trainee
     from gracetune.train.validate import Validation
 
 
+WARM, CHECKED = 2, 5
+"""Steps after which a plan is timed, and after which it is held against the time."""
 SAVING = {"stop": "stopping", "save": "asked for", "clock": "every N minutes"}
 """What makes a checkpoint beside the count of steps, and how the log calls it."""
 
@@ -55,6 +59,8 @@ class Session:
     requests: Requests
     interrupt: Interrupt
     tell: Callable[[Event], None]
+    settled: Settled | None = None
+    """The plan at work; none: the transformer is simply on the device."""
 
 
 class Stream:
@@ -99,10 +105,16 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
 
     if progress.step == 0 and run.validation.every > 0:
         _validate(s, record, 0)
+    first, begun = progress.step, 0.0
     while progress.step < total:
-        result = train_step(s.trainee, stream.take(accumulation), accumulation, progress)
+        result = _step(s, stream.take(accumulation), accumulation, progress)
         progress = progress.after(accumulation, stream.state.consumed, result.expert)
         record.add(progress.step, stream.state.epoch(s.feed.order), result)
+        if s.settled is not None and progress.step - first in (WARM, CHECKED):
+            record.flush()  # waits for the device
+            if progress.step - first == CHECKED:
+                s.settled.check((time.monotonic() - begun) / (CHECKED - WARM) / accumulation)
+            begun = time.monotonic()
 
         asked = _asked(s, progress.step, saved_at)
         stop = "stop" in asked and progress.step < total
@@ -122,6 +134,27 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
     record.flush()
     assert saved_step == total, (saved_step, total)
     return progress
+
+
+def _step(s: Session, window: Iterator[Batch], length: int, progress: Progress) -> StepResult:
+    """One step; where the device is too small for the plan, again with a smaller plan."""
+    if s.settled is None:
+        return train_step(s.trainee, window, length, progress)
+    taken: list[Batch] = []
+
+    def again() -> Iterator[Batch]:
+        yield from list(taken)
+        for batch in window:
+            taken.append(batch)
+            yield batch
+
+    while True:
+        try:
+            return train_step(s.trainee, again(), length, progress)
+        except torch.OutOfMemoryError as full:
+            s.trainee.optimizer.zero_grad()
+            if not s.settled.step_down(full):
+                raise
 
 
 def _reason(asked: set[str], step: int, total: int) -> str:

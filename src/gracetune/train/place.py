@@ -39,7 +39,7 @@ class Layout:
 
 
 class Placed:
-    """A model that runs as planned; `close` leaves all of it on the device as it was made."""
+    """A model that runs as planned; `close` leaves what was streamed in host memory."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ def place(
     if ring is None:
         model.to(mover.device)
     else:
-        undo.callback(ring.close)
+        undo.callback(ring.close, bring=False)
     offload = _offload(blocks, plans, layout, ring, mover, tell)
     if offload is not None:
         undo.callback(offload.close)

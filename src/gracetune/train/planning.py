@@ -7,7 +7,8 @@ and encoders, is not counted again: the plan is for what is left.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -20,14 +21,15 @@ from gracetune.models.wan_attention import rotate_in_one_pass
 from gracetune.optim.footprint import state_nbytes_each
 from gracetune.plan.ask import settings_of, wishes_of
 from gracetune.plan.candidates import Budget
-from gracetune.plan.make import family_subject, make_plan
+from gracetune.plan.choose import PlanError, choose
+from gracetune.plan.make import family_subject, traced
 from gracetune.plan.measure import measure
 from gracetune.plan.peak import Fixed
 from gracetune.plan.rates import FITTED
 from gracetune.plan.report import describe, speed
 from gracetune.stream.movers import open_mover
 from gracetune.train.place import Layout, place
-from gracetune.units import parse_bytes
+from gracetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.memory.platform import Link
     from gracetune.models.family import Family
-    from gracetune.plan.choose import Planned
+    from gracetune.plan.candidates import Wishes
+    from gracetune.plan.cost import Model
     from gracetune.plan.rates import Basics
     from gracetune.plan.result import Plan
     from gracetune.train.feed import Feed
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 
     Tell = Callable[[Event], None]
 
+SMALLER = (0.85, 0.92, 0.97)
+"""Of what a plan needed that did not fit, what the next one may need: the first that can be."""
 HOST_RESERVE_SHARE = 0.05
 """Of host memory that is free now, left to others."""
 CPU_EDGE, CPU_COPY = 512, 1 << 22
@@ -55,23 +60,41 @@ CPU_EDGE, CPU_COPY = 512, 1 << 22
 
 def settle(
     run: RunFile, family: Family, feed: Feed, link: Link, device: torch.device, tell: Tell
-) -> Placed:
+) -> Settled:
     """Plan for what is free now, tell it, and bring the transformer where it belongs."""
-    planned = plan_for(run, family, feed.load(feed.order.largest()), device)
-    tell(Notice(f"plan: {describe(planned.best)}"))
-    tell(Notice(f"predicted: {speed(planned.best)}"))
+    ask = question(run, family, feed.load(feed.order.largest()), device)
+    plan = ask.answer(ask.budget)
+    tell(Notice(f"plan: {describe(plan)}"))
+    tell(Notice(f"predicted: {speed(plan)}"))
     _prepare(run, family, device, tell)  # after the plan: tracers know the model's own products
-    return apply(planned.best, family, link, device, tell)
+
+    def placed(plan: Plan) -> Placed:
+        return apply(plan, family, link, device, tell)
+
+    return Settled(ask, plan, placed, device, tell)
 
 
-def plan_for(run: RunFile, family: Family, largest: Batch, device: torch.device) -> Planned:
-    """The fastest way to run the largest bucket in what is free."""
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the planner is asked, and may be asked again with less memory."""
+
+    model: Model
+    fixed: Fixed
+    budget: Budget
+    wishes: Wishes
+
+    def answer(self, budget: Budget) -> Plan:
+        """The fastest plan within a budget."""
+        return choose(self.model, self.fixed, budget, self.wishes, simulated=False).best
+
+
+def question(run: RunFile, family: Family, largest: Batch, device: torch.device) -> Question:
+    """For the largest bucket of a run, in what is free on this machine."""
     transformers = transformers_of(family.transformer)
     trained = sum(p.numel() for p in family.transformer.parameters() if p.requires_grad)
     subject = family_subject(family, largest.latents.shape[1:], largest.text)
-    return make_plan(
-        subject,
-        _rates(device),
+    return Question(
+        traced(subject, _rates(device), run.model.frozen_compute),
         Fixed(
             optimizer_nbytes=int(trained * state_nbytes_each(run.optimizer)),
             experts=len(transformers),
@@ -80,8 +103,63 @@ def plan_for(run: RunFile, family: Family, largest: Batch, device: torch.device)
         ),
         Budget(_device_nbytes(run, device), _host_nbytes(run), FITTED["fragmentation"].value),
         replace(wishes_of(run), batches=(run.train.batch_size,)),
-        frozen_compute=run.model.frozen_compute,
     )
+
+
+class Settled:
+    """A plan at work; it is held against what happens, and gives way to a smaller one."""
+
+    def __init__(
+        self,
+        ask: Question,
+        plan: Plan,
+        place_as: Callable[[Plan], Placed],
+        device: torch.device,
+        tell: Tell,
+    ) -> None:
+        self.plan = plan
+        self._ask = ask
+        self._place_as = place_as
+        self._device = device
+        self._tell = tell
+        self._placed = place_as(plan)
+
+    def check(self, seconds: float) -> None:
+        """Say how a micro-batch of the first steps compares with what was predicted."""
+        text = (
+            f"measured: {self.plan.batch / seconds:.3f} samples/s, "
+            f"{seconds / self.plan.seconds.step:.2f} times the predicted time"
+        )
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            share = peak / self.plan.device.total
+            text += f"; {format_bytes(peak)} of device memory at most, {share:.2f} of the plan's"
+        self._tell(Notice(text))
+
+    def step_down(self, why: Exception) -> bool:
+        """Go on with a plan that needs clearly less; false where there is none."""
+        smaller = self._smaller()
+        if smaller is None:
+            return False
+        reason = str(why).splitlines()[0]
+        text = f"{reason} Going on with less: {describe(smaller)}; {speed(smaller)}"
+        self._tell(Notice(text, level="warning", fallback=True))
+        self._placed.close()
+        self.plan = smaller
+        self._placed = self._place_as(smaller)
+        return True
+
+    def _smaller(self) -> Plan | None:
+        asked = self._ask.budget
+        needed = self.plan.device.total * (1 + asked.fragmentation)
+        for share in SMALLER:
+            with suppress(PlanError):
+                return self._ask.answer(replace(asked, device_nbytes=int(needed * share)))
+        return None
+
+    def close(self) -> None:
+        """The transformer is only good for reading after this."""
+        self._placed.close()
 
 
 def apply(plan: Plan, family: Family, link: Link, device: torch.device, tell: Tell) -> Placed:
