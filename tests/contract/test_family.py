@@ -187,7 +187,7 @@ def test_sampling_gives_what_was_ordered_and_again_the_same(family, shape):
         made = family.sample(order)
         (again,) = family.sample(replace(order, texts=texts[:1], images=order.images[:1]))
     assert len(made) == 2
-    assert torch.equal(made[0].data, again.data)
+    torch.testing.assert_close(made[0].data, again.data)  # one or many at once round differently
     for one in made:
         if one.kind == "audio":
             assert one.data.shape == shape

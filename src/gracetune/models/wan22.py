@@ -102,6 +102,8 @@ def load(section: ModelSection) -> Wan22:
         ),
         boundary=None if low is None else index.get("boundary_ratio") or BOUNDARIES[task],
         starts_from=task,
+        # A picture that is given whole leaves nothing to learn.
+        kinds=("video",) if task == "image" else ("image", "video"),
         expands_timesteps=bool(index.get("expand_timesteps")),
         pixel_step=edge,
         max_edge=high.config.rope_max_seq_len * edge,
@@ -136,12 +138,12 @@ class Wan22:
     tokenizer: Any
     boundary: float | None
     starts_from: Literal["text", "image"]
+    kinds: tuple[Kind, ...]
     expands_timesteps: bool
     """TI2V-5B: each token has a level of its own, and a given first frame has none."""
     pixel_step: int
     max_edge: int
     name: str = "wan22"
-    kinds: tuple[Kind, ...] = ("image", "video")
     sound: Sound | None = None
     takes_control: bool = False
     prediction: Prediction = "flow"

@@ -99,6 +99,12 @@ def test_the_first_frame_is_given_as_the_pipeline_gives_it(miniature):
     torch.testing.assert_close(given["beside"], theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_that_starts_from_a_picture_is_not_trained_on_pictures(miniature):
+    assert load(miniature("wan22-i2v")).kinds == ("video",)
+    assert load(miniature("wan22-5b"), task="image").kinds == ("video",)
+    assert load(miniature("wan22-5b")).kinds == ("image", "video")
+
+
 def test_a_given_frame_of_the_5b_model_is_clean_and_costs_no_loss(miniature):
     family = load(miniature("wan22-5b"), task="image")
     x0, given = family.parts(family.encode(clip()))
