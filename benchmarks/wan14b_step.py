@@ -31,6 +31,7 @@ from wan14b import DEVICE, LAYERS, let_go, make_model, make_step, time_step
 
 from gracetune.adapters.fused import freeze_in_fp8, fuse_lora
 from gracetune.memory.machine import open_machine
+from gracetune.models.wan_attention import rotate_in_one_pass
 from gracetune.plan.result import BlockPlan
 from gracetune.stream.activations import OffloadSettings
 from gracetune.stream.movers import open_mover
@@ -173,6 +174,7 @@ def measure_way(
     model = make_model()
     if name.startswith("fp8"):
         freeze_in_fp8(model.blocks)
+    rotate_in_one_pass(model)
     fuse_lora(model)
     placed = place(model, [list(model.blocks)], way.layout(), open_mover(DEVICE, link), show)
     let_go()
