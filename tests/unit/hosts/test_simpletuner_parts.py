@@ -307,6 +307,14 @@ def test_a_configuration_sets_the_plug_in_up():
     assert on_disk.memory is None
 
 
+def test_a_later_mapping_without_our_blocks_changes_nothing():
+    made = plugin()
+    made.take_config(SEED)
+    assert made.take_config({"model_type": "full"}) == {"model_type": "full"}
+    assert made.blocks.gh200.target_effective_batch_size == 32
+    assert made.blocks.raw["model_type"] == "lora"
+
+
 def test_attaching_sets_the_ramp_and_tells_of_it(accelerator):
     made = plugin()
     made.take_config({**SEED, "train_batch_size": 1})

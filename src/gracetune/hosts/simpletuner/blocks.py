@@ -126,7 +126,7 @@ def _staged(
     return StagedSet(name, folder, loaded.run.datasets[0].in_memory, extensions)
 
 
-def _load(run: dict[str, object], name: str, environment: Mapping[str, str]) -> LoadedRun:
+def _load(run: Mapping[str, object], name: str, environment: Mapping[str, str]) -> LoadedRun:
     """As a run file is read; its lines are not those of the host's file, so none is named."""
     try:
         return load_run_text(json.dumps(run), "json", name, environment=environment)

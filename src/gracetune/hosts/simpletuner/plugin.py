@@ -64,7 +64,12 @@ class Plugin:
 
     def take_config(self, config: Mapping[str, object]) -> dict[str, object]:
         """What SimpleTuner may see of its configuration."""
-        rest, self.blocks = take_blocks(config, self._environment)
+        rest, blocks = take_blocks(config, self._environment)
+        if len(rest) == len(config) and self.blocks.raw:
+            return (
+                rest  # another mapping on its way to the command line, with nothing of ours in it
+            )
+        self.blocks = blocks
         for text in self.blocks.notices:
             log.info("%s", text)
         self._session.override = self.blocks.gh200.enable_uvm_hints

@@ -1,0 +1,166 @@
+"""Hooks on a stand-in with SimpleTuner's names; tests/hosts sets them in the real one."""
+
+import os
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gracetune.hosts.probe import probe
+from gracetune.hosts.simpletuner import needs
+from gracetune.hosts.simpletuner.__main__ import make_plugin
+from gracetune.hosts.simpletuner.hooks import install
+from gracetune.hosts.simpletuner.plugin import Plugin
+from gracetune.memory.machine import open_machine
+
+
+class LocalDataBackend:
+    def __init__(self, accelerator, id, compress_cache=False):
+        self.id = id
+
+    def read(self, filepath, as_byteIO=False):  # noqa: N803
+        with open(filepath, "rb") as file:
+            data = file.read()
+        return BytesIO(data) if as_byteIO else data
+
+    def write(self, filepath, data):
+        with open(filepath, "wb") as file:
+            file.write(data)
+
+    def delete(self, filepath):
+        os.remove(filepath)
+
+    def exists(self, filepath):
+        return os.path.exists(filepath)
+
+    def open_file(self, filepath, mode):
+        return open(filepath, mode)
+
+    def torch_load(self, filename):
+        return {"loaded": torch.tensor(len(self.read(filename)))}
+
+
+class Trainer:
+    def __init__(self, config=None, disable_accelerator=False):
+        self.config, self.accelerator = config, None
+
+    def prepare_batch(self, batch):
+        return batch and {"latents": batch}
+
+
+def load_image(source):
+    """Takes what has bytes, and fails on some, as decoders do."""
+    data = Path(source).read_bytes() if isinstance(source, str) else source.read()
+    if data == b"needs a name" and not isinstance(source, str):
+        raise ValueError("what is this?")
+    return data
+
+
+def load_video(path):
+    with open(path, "rb") as file:
+        return path, file.read()
+
+
+@pytest.fixture
+def host():
+    """Modules by name, as `import_module` would find them."""
+    local = SimpleNamespace(
+        LocalDataBackend=LocalDataBackend, load_image=load_image, load_video=load_video
+    )
+    registry = type("FactoryRegistry", (), {"load_configuration": lambda self: list(self.sets)})
+    made = {
+        needs.JSON: SimpleNamespace(mapping_to_cli_args=lambda mapping, **_: sorted(mapping)),
+        needs.TOML: SimpleNamespace(mapping_to_cli_args=lambda mapping, **_: sorted(mapping)),
+        needs.LOCAL: local,
+        needs.FACTORY: SimpleNamespace(FactoryRegistry=registry, LocalDataBackend=LocalDataBackend),
+        needs.AUDIO: SimpleNamespace(load_audio=load_image),
+        needs.TRAINER: SimpleNamespace(Trainer=type("Trainer", (Trainer,), {})),
+        needs.TRACKER: SimpleNamespace(StateTracker=type("StateTracker", (), {})),
+    }
+    plugin = Plugin({}, open_machine, torch.Tensor.contiguous)
+    install(plugin, made.__getitem__)
+    return SimpleNamespace(plugin=plugin, **{k.rpartition(".")[2]: v for k, v in made.items()})
+
+
+@pytest.fixture
+def backend(host, tmp_path):
+    folder = tmp_path / "pics"
+    folder.mkdir()
+    for name in ("a.png", "b.mp4", "a.txt"):
+        (folder / name).write_bytes(name.encode())
+    (folder / "c.png").write_bytes(b"needs a name")
+    config = {"cache_config": {"vae_cache_type": "memory"}, "gh200_optimizations": {}, "seed": 1}
+    assert host.json_file.mapping_to_cli_args(config, transform=None) == ["seed"]
+    registry = host.factory.FactoryRegistry()
+    registry.sets = [{"id": "pics", "type": "in_memory", "instance_data_dir": str(folder)}]
+    assert registry.load_configuration()[0]["type"] == "local"
+    return host.factory.LocalDataBackend(accelerator=None, id="pics"), folder
+
+
+def test_a_backend_reads_from_memory_and_writes_to_disk(backend):
+    made, folder = backend
+    path = str(folder / "a.txt")
+    os.rename(path, f"{path}.away")
+    assert made.exists(path)
+    assert made.read(path) == made.read(path, as_byteIO=True).read() == b"a.txt"
+    assert made.open_file(path, "rb").read() == b"a.txt"
+    made.write(path, b"new")
+    assert made.read(path) == b"new"
+    with made.open_file(path, "rb") as file:
+        assert file.read() == b"new"
+    made.delete(path)
+    assert not made.exists(path)
+
+
+def test_tensors_are_kept(backend, host, tmp_path):
+    made, _ = backend
+    path = str(tmp_path / "x.pt")
+    made.write(path, b"four")
+    assert made.torch_load(path)["loaded"] == made.torch_load(path)["loaded"] == 4
+    assert host.plugin.memory.hits == 1
+
+
+def test_decoders_get_bytes_and_fall_back_to_the_path(backend, host, caplog):
+    _, folder = backend
+    assert host.local.load_image(str(folder / "a.png")) == b"a.png"
+    assert host.local.load_image(BytesIO(b"x")) == b"x"
+    assert host.load.load_audio(str(folder / "a.png")) == b"a.png"
+    assert host.local.load_image(str(folder / "c.png")) == b"needs a name"
+    assert "cannot be decoded from memory (what is this?): read from disk" in caplog.text
+    path, data = host.local.load_video(str(folder / "b.mp4"))
+    assert (path.startswith("/proc/self/fd/"), data) == (True, b"b.mp4")
+    other = folder.parent / "other.mp4"
+    other.write_bytes(b"other")
+    assert host.local.load_video(str(other)) == (str(other), b"other")
+
+
+def test_trainers_are_attached_to_and_batches_placed(host):
+    trainer = host.trainer.Trainer({})
+    assert trainer.prepare_batch(False) is False
+    assert trainer.prepare_batch(torch.ones(1))["latents"] == 1
+    tracker = host.state_tracker.StateTracker
+    assert tracker.get_gh200_runtime_config() == {"uvm_hints_enabled": False}
+    assert tracker.get_raw_config() == {}
+
+
+def test_what_is_hooked_is_what_is_needed(tmp_path):
+    """Every module that a hook asks for is one that the probe looks into."""
+    asked = []
+
+    def find(name):
+        asked.append(name)
+        raise KeyError(name)
+
+    with pytest.raises(KeyError):
+        install(Plugin({}, open_machine, torch.Tensor.contiguous), find)
+    assert {*asked} <= {need.module for need in needs.NEEDS}
+    assert not any(found.fits for found in probe(tmp_path, needs.NEEDS))
+
+
+def test_a_process_makes_its_own_plug_in():
+    plugin = make_plugin()
+    assert plugin.memory is None
+    assert plugin.take_config({"seed": 1}) == {"seed": 1}
+    assert make_plugin() is not plugin
