@@ -5,6 +5,7 @@ A file has, under `figures.configurations`, one record a measured step:
     name, model (a family), batch, compiled, seconds, peak_gib
     streamed      numbers of the streamed blocks, or "all", "every_second", "none"
     activations   of each block, or one word for all
+    checkpointing "plain" where recomputed blocks did attention again too, as torch's own does
     slots, rank, width, height, frames, config (changes to the model's shape)   where not the usual
     state_nbytes  what the optimizer keeps of each trained number
     fitted        whether a rate in `plan/rates` was fitted to it; such records prove nothing
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 PEAK_LIMIT, SECONDS_LIMIT = 0.05, 0.10
 USUAL = {"rank": 32, "width": 1024, "height": 1024, "frames": 1, "config": {}, "slots": 3}
+USUAL |= {"checkpointing": "selective"}
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def compare(record: dict[str, Any], machine_name: str) -> Compared:
         told["rank"],
         (told["width"], told["height"], told["frames"]),
         machine_name,
+        told["checkpointing"] == "plain",
     )
     choice = choice_of(told, model.num_blocks)
     fixed = Fixed(
@@ -109,12 +112,18 @@ def compare(record: dict[str, Any], machine_name: str) -> Compared:
 
 @cache
 def model_of(
-    family: str, config: str, rank: int, size: tuple[int, int, int], machine_name: str
+    family: str,
+    config: str,
+    rank: int,
+    size: tuple[int, int, int],
+    machine_name: str,
+    plain: bool,
 ) -> tuple[Model, int]:
     """A traced model, and how many numbers its LoRA trains."""
     shape = outline(ModelSection(family=family), Picture(*size), json.loads(config))
     trained = make_trainable(shape, AdapterSection(rank=rank))
-    return traced(shape.subject(), basics_of(machine(machine_name))), trained
+    basics = basics_of(machine(machine_name))
+    return traced(shape.subject(), basics, plain_checkpointing=plain), trained
 
 
 def choice_of(told: dict[str, Any], num_blocks: int) -> Choice:

@@ -40,7 +40,9 @@ COMPILED_MIXES: tuple[tuple[tuple[Treatment, ...], Treatment], ...] = (
 )
 """What the first blocks do, in turns, and what the last ones do, as many as fit."""
 EAGER_MIXES: tuple[tuple[tuple[Treatment, ...], Treatment], ...] = (
+    ((LEAN,), KEEP),
     ((RECOMPUTE,), KEEP),
+    ((RECOMPUTE,), LEAN),
     ((OFFLOAD,), KEEP),
     ((RECOMPUTE_FROM_HOST,), KEEP),
 )

@@ -69,12 +69,7 @@ def predict(model: Model, choice: Choice, fixed: Fixed, simulated: bool) -> Plan
     """What one choice takes."""
     costs = model.at(choice.batch)
     return Plan(
-        blocks=tuple(
-            replace(plan, lean_budget=block.lean_budget)
-            if choice.compiled and plan.activations in ("lean", "offload")
-            else plan
-            for plan, block in zip(choice.blocks, costs.blocks, strict=True)
-        ),
+        blocks=choice.blocks,
         batch=choice.batch,
         accumulation=choice.accumulation,
         slots=choice.slots,

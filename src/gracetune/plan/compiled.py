@@ -7,6 +7,7 @@ all else is folded into whatever kernel needs it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -54,17 +55,19 @@ def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModu
 def cut(
     joint: fx.GraphModule,
     num_outputs: int,
-    budget: float,
+    budget: float | None,
     trained: Sequence[bool],
     flowing: Sequence[int],
 ) -> Trace:
-    """The trace of a block whose activations are cut to `budget`.
+    """The trace of a block whose activations are cut to `budget`; none: to attention's outputs.
 
     Of the arguments, weights come first; `trained` tells which of them are. `flowing` are the
     places of those that come from the block before.
     """
     graph = _copy(joint)  # cutting uses it up
-    with functorch_config.patch(activation_memory_budget=budget):
+    if budget is None:
+        _keep_attention_alone(graph.graph)
+    with functorch_config.patch(activation_memory_budget=1.0 if budget is None else budget):
         forward, backward = min_cut_rematerialization_partition(
             graph, None, num_fwd_outputs=num_outputs
         )
@@ -90,6 +93,23 @@ def cut(
         forward_peak_nbytes=there.peak_nbytes,
         backward_peak_nbytes=back.peak_nbytes,
     )
+
+
+def _keep_attention_alone(graph: fx.Graph) -> None:
+    """Mark forward as selective checkpointing does."""
+    after_loss: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and str(node.target).startswith("tangents"):
+            after_loss.add(node)
+        if node.op != "call_function" or after_loss & set(node.all_input_nodes):
+            after_loss |= {node} if node.op == "call_function" else set()
+            continue
+        kept = any(n.target in ATTENTION for n in (node, *node.all_input_nodes))
+        is_output = node.target is operator.getitem or node.target in ATTENTION
+        node.meta["ac_graph_id"] = 0
+        node.meta["recompute"] = (
+            CheckpointPolicy.MUST_SAVE if kept and is_output else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
@@ -158,7 +178,7 @@ class _Fused:
             flops = float(flop_registry[packet](*values, out_val=node.meta["val"]))
             frozen, trained = self._weights.frozen, self._weights.trained
             of_weights = float(sum(self._sizes[s] for s in kernel.reads & (frozen | trained)))
-            return Op("gemm", flops, nbytes, of_weights, bool(kernel.reads & frozen))
+            return Op("gemm", flops, nbytes, of_weights, frozen=bool(kernel.reads & frozen))
         return Op("elementwise", 0.0, nbytes)
 
     def _peak(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:

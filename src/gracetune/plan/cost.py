@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gracetune.plan.shapes import checkpointed
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gracetune.plan.rates import Speeds
     from gracetune.plan.result import Activations, BlockPlan, FrozenCompute
-    from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace
+    from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace, Ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,38 +56,54 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockWays:
+    """A block at one batch by what it keeps."""
+
+    keep: Way
+    lean: Way
+    recompute: Way
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """A block at one batch, every way it can run."""
 
     frozen_nbytes: int
     trained_nbytes: int
     input_nbytes: int
-    eager: Way
-    compiled: Way
-    lean: Way
-    lean_budget: float
+    eager: BlockWays
+    compiled: BlockWays
 
     def way(self, activations: Activations, compiled: bool) -> Way:
-        """How it runs; without compilation nothing is lean, and all that is saved is offloaded."""
-        if not compiled:
-            return self.eager
-        return self.lean if activations in ("lean", "offload") else self.compiled
+        """How it runs; of what is offloaded, a compiled block keeps the lean set."""
+        ways = self.compiled if compiled else self.eager
+        if activations == "recompute":
+            return ways.recompute
+        is_lean = activations == "lean" or (activations == "offload" and compiled)
+        return ways.lean if is_lean else ways.keep
 
-    def outgoing_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
-        """What waits in host memory between forward and backward."""
-        if plan.activations == "offload":
-            way = self.way(plan.activations, compiled)
-            return way.saved_nbytes + (self.input_nbytes if way.saves_input else 0)
-        return self.input_nbytes if plan.offload_input else 0
+    def again_s(self, activations: Activations, compiled: bool) -> float:
+        """Seconds that keeping everything would spare."""
+        mine, keep = self.way(activations, compiled), self.way("keep", compiled)
+        return (mine.forward + mine.backward).total - (keep.forward + keep.backward).total
 
-    def held_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
-        """What stays on the device between forward and backward."""
-        if plan.activations == "offload" or plan.offload_input:
-            return 0
-        if plan.activations == "recompute":
-            return self.input_nbytes
+    def saved_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
+        """What there is between forward and backward, here or in host memory."""
         way = self.way(plan.activations, compiled)
         return way.saved_nbytes + (self.input_nbytes if way.saves_input else 0)
+
+    def outgoing_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
+        """What of it waits in host memory."""
+        return self.saved_nbytes(plan, compiled) if is_sent(plan) else 0
+
+    def held_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
+        """What of it stays on the device."""
+        return 0 if is_sent(plan) else self.saved_nbytes(plan, compiled)
+
+
+def is_sent(plan: BlockPlan) -> bool:
+    """Whether a block's activations go to the host."""
+    return plan.activations == "offload" or plan.offload_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +132,17 @@ class Model:
         speeds: Speeds,
         frozen_compute: FrozenCompute = "bf16",
         stored_share: float = 1.0,
+        plain_checkpointing: bool = False,
     ) -> None:
-        """`stored_share`: of the traced frozen weights' bytes, what quantised ones take."""
+        """`stored_share`: of the traced frozen weights' bytes, what quantised ones take.
+
+        `plain_checkpointing`: recomputed blocks do attention again too, as other tools do it.
+        """
         self.name = shapes.name
         self.speeds = speeds
         self.frozen_compute = frozen_compute
         self._stored_share = stored_share
+        self._plain = plain_checkpointing
         self._shapes = shapes
         self._made: dict[int, Costs] = {}
 
@@ -152,16 +175,20 @@ class Model:
         )
 
     def _block(self, kind: BlockShapes, scale: float) -> Block:
-        speeds = self.speeds
         return Block(
             frozen_nbytes=int(kind.frozen_nbytes * self._stored_share),
             trained_nbytes=kind.trained_nbytes,
             input_nbytes=int(kind.input_nbytes * scale),
-            eager=self._way(kind.eager, scale, speeds.eager),
-            compiled=self._way(kind.compiled, scale, speeds.compiled),
-            lean=self._way(kind.lean, scale, speeds.compiled),
-            lean_budget=kind.lean_budget,
+            eager=self._ways(kind.eager, kind.input_nbytes, scale, self.speeds.eager),
+            compiled=self._ways(kind.compiled, kind.input_nbytes, scale, self.speeds.compiled),
         )
+
+    def _ways(self, ways: Ways, input_nbytes: int, scale: float, elementwise: float) -> BlockWays:
+        again = checkpointed(ways.keep, input_nbytes) if self._plain else ways.recompute
+        keep, lean, recompute = (
+            self._way(trace, scale, elementwise) for trace in (ways.keep, ways.lean, again)
+        )
+        return BlockWays(keep, lean, recompute)
 
     def _way(self, trace: Trace, scale: float, elementwise: float) -> Way:
         return Way(

@@ -93,9 +93,11 @@ def op_of(
     known = {storage_of(tensor) for tensor in inputs}
     if inputs and not mutates and all(storage_of(tensor) in known for tensor in outputs):
         return None  # a view
-    nbytes = float(sum(size_of(tensor) for tensor in [*inputs, *outputs]))
+    written = float(sum(size_of(tensor) for tensor in outputs))
+    nbytes = written + float(sum(size_of(tensor) for tensor in inputs))
     if func in ATTENTION:
-        return Op("attention", attention_flops(inputs[0], inputs[1]), nbytes, backward=backward)
+        flops = attention_flops(inputs[0], inputs[1])
+        return Op("attention", flops, nbytes, out_nbytes=written, backward=backward)
     if func in ATTENTION_BACKWARD:
         flops = BACKWARD_PRODUCTS * attention_flops(inputs[1], inputs[2])
         return Op("attention", flops, nbytes, backward=True)
@@ -103,7 +105,8 @@ def op_of(
         flops = float(flop_registry[packet](*args, out_val=out))
         read = weights.frozen | weights.trained
         of_weights = float(sum(size_of(t) for t in inputs if storage_of(t) in read))
-        return Op("gemm", flops, nbytes, of_weights, bool(known & weights.frozen), backward)
+        frozen = bool(known & weights.frozen)
+        return Op("gemm", flops, nbytes, of_weights, written, frozen, backward)
     return Op("elementwise", 0.0, nbytes, backward=backward)
 
 
@@ -144,6 +147,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def live_nbytes(self) -> int:
         """Allocated under this watch and still alive."""
         return sum(nbytes for _, nbytes in self._alive.values())
+
+    @property
+    def num_ops(self) -> int:
+        """Kernels since `take` was last called."""
+        return len(self._ops)
 
     def has(self, storage: int) -> bool:
         """Whether memory was allocated under this watch and is still alive."""

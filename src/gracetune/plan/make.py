@@ -33,10 +33,11 @@ def traced(
     basics: Basics,
     frozen_compute: FrozenCompute = "bf16",
     stored_share: float = 1.0,
+    plain_checkpointing: bool = False,
 ) -> Model:
     """A model on a machine, ready to be asked; `stored_share` is what quantised weights take."""
     shapes = trace_model(subject, TRACED_BATCH)
-    return Model(shapes, speeds_of(basics), frozen_compute, stored_share)
+    return Model(shapes, speeds_of(basics), frozen_compute, stored_share, plain_checkpointing)
 
 
 def make_plan(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gracetune.plan.cost import is_sent
 from gracetune.plan.result import OFFLOAD_AHEAD, Bytes
 
 if TYPE_CHECKING:
@@ -96,12 +97,10 @@ def _moments(costs: Costs, choice: Choice, experts: int) -> Iterator[_Moment]:
     """What was sent to the host: the newest may still be on their way."""
     for block, plan in zip(costs.blocks, choice.blocks, strict=True):
         way = block.way(plan.activations, choice.compiled)
-        if plan.activations != "recompute":
-            saved = way.saved_nbytes
-            work = way.forward_peak_nbytes - saved + block.input_nbytes
-            # One more to be sent waits until there is room for it.
-            leaving = OFFLOAD_AHEAD - (plan.activations == "offload")
-            yield _Moment(held[-1] + _on_way(moving, leaving) + saved, work, gradients)
+        work = way.forward_peak_nbytes - way.saved_nbytes + block.input_nbytes
+        # One more to be sent waits until there is room for it.
+        leaving = _on_way(moving, OFFLOAD_AHEAD - is_sent(plan))
+        yield _Moment(held[-1] + leaving + way.saved_nbytes, work, gradients)
         held.append(held[-1] + block.held_nbytes(plan, choice.compiled))
         outgoing = block.outgoing_nbytes(plan, choice.compiled)
         if outgoing:
@@ -113,18 +112,12 @@ def _moments(costs: Costs, choice: Choice, experts: int) -> Iterator[_Moment]:
         block, plan = costs.blocks[index], choice.blocks[index]
         way = block.way(plan.activations, choice.compiled)
         work = way.backward_peak_nbytes - way.saved_nbytes
-        saved = 0 if plan.activations in ("keep", "lean") else way.saved_nbytes
-        if plan.activations == "recompute":
-            again = way.forward_peak_nbytes + block.input_nbytes - way.saved_nbytes
-            work = max(work, again)
         arriving = _on_way(moving)
-        if plan.activations == "offload":
-            saved, arriving = 0, moving.pop() + _on_way(moving, OFFLOAD_AHEAD - 1)
-        elif plan.offload_input:
-            moving.pop()
+        if is_sent(plan):
+            arriving = moving.pop() + _on_way(moving, OFFLOAD_AHEAD - 1)
         if choice.accumulation == 1:
             gradients += block.trained_nbytes
-        yield _Moment(held[index + 1] + arriving + saved, work, gradients)
+        yield _Moment(held[index + 1] + arriving, work, gradients)
     yield _Moment(0, 0, max(costs.trained_nbytes, accumulated))
 
 

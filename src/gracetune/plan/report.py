@@ -21,7 +21,7 @@ WAYS = {
     ("lean", False): "kept lean",
     ("offload", False): "offloaded",
     ("recompute", False): "recomputed",
-    ("recompute", True): "recomputed from inputs in host memory",
+    ("recompute", True): "recomputed from host memory",
 }
 NOTICEABLE = 0.01
 """Share of a step from which on a wait is worth a word."""

@@ -13,7 +13,8 @@ Activations = Literal["keep", "lean", "recompute", "offload"]
 """What backward finds of a block's forward pass.
 
 `keep`: all that it saved. `lean`: outputs of matrix products and attention; cheap work between
-them is done again. `offload`: the lean set, in host memory. `recompute`: the block's input alone.
+them is done again. `recompute`: the block's input and attention's outputs; products are done again.
+`offload`: the lean set in host memory; of a block that is not compiled, all that it saved.
 """
 FrozenCompute = Literal["bf16", "fp8"]
 Role = Literal[
@@ -21,8 +22,6 @@ Role = Literal[
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-LEAN_BUDGETS = (0.5, 0.7, 0.9)
-"""Tried in turn for a lean block: the first at which no matrix product is done twice."""
 OFFLOAD_AHEAD = 2
 """Blocks whose offloaded activations may be on the device at once, on their way out or back."""
 
@@ -34,9 +33,7 @@ class BlockPlan:
     weights: Weights
     activations: Activations
     offload_input: bool = False
-    """Whether the input that `recompute` starts from waits in host memory."""
-    lean_budget: float = 1.0
-    """`torch._functorch.config.activation_memory_budget` that this block is compiled with."""
+    """Whether what `recompute` starts from waits in host memory."""
 
 
 @dataclass(frozen=True, slots=True)

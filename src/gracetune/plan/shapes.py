@@ -6,7 +6,10 @@ Made by `trace` from fake tensors, read by `cost` and `memory`. Nothing here loa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Kind = Literal["gemm", "attention", "elementwise"]
 
@@ -20,6 +23,8 @@ class Op:
     nbytes: float
     weights_nbytes: float = 0.0
     """Of these, what is read of weights: it does not grow with the batch."""
+    out_nbytes: float = 0.0
+    """Of these, what is written."""
     frozen: bool = False
     """Whether it is a product with a frozen weight, which may be done in fp8."""
     backward: bool = False
@@ -40,10 +45,48 @@ class Trace:
     backward_peak_nbytes: int
     """Most that backward has at once, of what is still saved and work; weights' gradients apart."""
 
+    num_read: int | None = None
+    """Kernels of forward up to the last that backward reads from; none: all of them."""
+
     @property
     def flops(self) -> float:
         """Of both passes."""
         return sum(op.flops for op in (*self.forward, *self.backward))
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """A block by what it keeps; backward has what is done again."""
+
+    keep: Trace
+    lean: Trace
+    recompute: Trace
+
+
+def done_again(keep: Trace, kept: Sequence[Op], input_nbytes: int) -> Trace:
+    """A block that keeps its input and what some kernels gave, and does the others twice.
+
+    Checkpointing stops where backward has all it reads.
+    """
+    stays = {id(op) for op in kept}
+    again = tuple(op for op in keep.forward[: keep.num_read] if id(op) not in stays)
+    saved_nbytes = int(sum(op.out_nbytes for op in kept))
+    return Trace(
+        forward=keep.forward,
+        backward=(*again, *keep.backward),
+        saved_nbytes=saved_nbytes,
+        saves_input=True,
+        forward_peak_nbytes=keep.forward_peak_nbytes - keep.saved_nbytes + saved_nbytes,
+        # Backward begins with all of forward there again, beside the output's gradient.
+        backward_peak_nbytes=max(
+            keep.forward_peak_nbytes + input_nbytes, keep.backward_peak_nbytes
+        ),
+    )
+
+
+def checkpointed(keep: Trace, input_nbytes: int) -> Trace:
+    """As torch's own checkpointing does it: the input alone is kept, and all is done again."""
+    return done_again(keep, (), input_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +97,8 @@ class BlockShapes:
     trained_nbytes: int
     input_nbytes: int
     """Of what flows from block to block: what `recompute` must remember."""
-    eager: Trace
-    compiled: Trace
-    lean: Trace
-    """Compiled, with nothing kept that is cheap to do again."""
-    lean_budget: float
-    """Of the partitioner, for that."""
+    eager: Ways
+    compiled: Ways
 
 
 @dataclass(frozen=True, slots=True)

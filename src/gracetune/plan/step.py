@@ -91,8 +91,8 @@ def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
 
 def _parts(costs: Costs, choice: Choice) -> Parts:
     total = None
-    for block, plan in zip(costs.blocks, choice.blocks, strict=True):
-        way = block.way(plan.activations, choice.compiled)
+    for block in costs.blocks:
+        way = block.way("keep", choice.compiled)
         both = way.forward + way.backward
         total = both if total is None else total + both
     assert total is not None, "a model without blocks"
@@ -101,9 +101,8 @@ def _parts(costs: Costs, choice: Choice) -> Parts:
 
 def _recomputed(costs: Costs, choice: Choice) -> float:
     return sum(
-        block.way(plan.activations, choice.compiled).forward.total
+        block.again_s(plan.activations, choice.compiled)
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
-        if plan.activations == "recompute"
     )
 
 
@@ -181,8 +180,7 @@ class _Script:
             if place is not None:
                 after.append(back[place])
             way = block.way(plan.activations, self.choice.compiled)
-            again = way.forward.total if plan.activations == "recompute" else 0.0
-            self._compute(again + way.backward.total, after)
+            self._compute(way.backward.total, after)
             if place is not None and place >= OFFLOAD_AHEAD:
                 back[place - OFFLOAD_AHEAD] = self._bring(place - OFFLOAD_AHEAD, out)
 

@@ -41,12 +41,11 @@ def memory_table(
     yield Row("gradients of one step", trained.nbytes)
     yield Row(f"optimizer state{both}, with fp32 copies", experts * trained.state_nbytes)
     blocks = shapes.blocks
-    inputs = sum(block.input_nbytes for block in blocks) // shapes.batch
-    yield Row("activations of one sample, all recomputed", inputs)
     for name, ways in (
-        ("kept lean, compiled", [block.lean for block in blocks]),
-        ("kept, compiled", [block.compiled for block in blocks]),
-        ("kept, eager", [block.eager for block in blocks]),
+        ("recomputed, compiled", [block.compiled.recompute for block in blocks]),
+        ("kept lean, compiled", [block.compiled.lean for block in blocks]),
+        ("kept, compiled", [block.compiled.keep for block in blocks]),
+        ("kept, eager", [block.eager.keep for block in blocks]),
     ):
         held = sum(
             way.saved_nbytes + (block.input_nbytes if way.saves_input else 0)

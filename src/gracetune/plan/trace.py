@@ -28,13 +28,14 @@ from gracetune.plan.calls import (
 )
 from gracetune.plan.compiled import cut, joint_graph
 from gracetune.plan.eager import CudaKernels, Watch, size_of, storage_of, tensors_of
-from gracetune.plan.result import LEAN_BUDGETS
-from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace
+from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace, Ways, done_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 
+LEAN_BUDGETS = (0.5, 0.7, 0.9)
+"""Of torch's partitioner, tried in turn for a lean block."""
 DONE_ONCE = 1.001
 """Products this near in all are done once: thin ones of an adapter are cheap."""
 
@@ -81,18 +82,25 @@ def _fresh(call: Call) -> list[Any]:
 
 def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> BlockShapes:
     parameters = list(block.parameters())
+    input_nbytes = sum(size_of(leaf) for leaf in call.flowing_leaves)
     cut_to = _compiled(block, fakes, call)
-    compiled = cut_to(1.0)
-    lean_budget, lean = _leanest(cut_to, compiled.flops)
+    keep = cut_to(1.0)
     return BlockShapes(
         frozen_nbytes=_nbytes(p for p in parameters if not p.requires_grad),
         trained_nbytes=_nbytes(p for p in parameters if p.requires_grad),
-        input_nbytes=sum(size_of(leaf) for leaf in call.flowing_leaves),
-        eager=_trace_eager(block, fakes, call),
-        compiled=compiled,
-        lean=lean,
-        lean_budget=lean_budget,
+        input_nbytes=input_nbytes,
+        eager=_eager_ways(_trace_eager(block, fakes, call), input_nbytes),
+        compiled=Ways(keep, _leanest(cut_to, keep.flops), cut_to(None)),
     )
+
+
+def _eager_ways(keep: Trace, input_nbytes: int) -> Ways:
+    """What selective checkpointing keeps, it does not do again; a LoRA's sum is one product."""
+    attention = [op for op in keep.forward if op.kind == "attention"]
+    has_frozen = any(op.frozen for op in keep.forward)
+    products = [op for op in keep.forward if op.kind == "gemm" and op.frozen == has_frozen]
+    lean = done_again(keep, [*products, *attention], input_nbytes)
+    return Ways(keep, lean, done_again(keep, attention, input_nbytes))
 
 
 def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trace:
@@ -102,9 +110,12 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
     trained = [w for w in weights.values() if w.requires_grad]
     watch = Watch(weights.values(), tensors_of(leaves))
     saved: dict[int, int] = {}
+    num_read = 0
 
     def pack(tensor: Tensor) -> Tensor:
+        nonlocal num_read
         saved[storage_of(tensor)] = int(tensor.untyped_storage().nbytes())
+        num_read = watch.num_ops
         return tensor
 
     args, kwargs = tree_unflatten(leaves, call.spec)
@@ -129,19 +140,22 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
         forward_peak_nbytes=forward_peak,
         # The block's output belongs to the next block, which is done with it by now.
         backward_peak_nbytes=backward_peak - (before - kept),
+        num_read=num_read,
     )
 
 
-def _leanest(cut_to: Callable[[float], Trace], flops: float) -> tuple[float, Trace]:
-    """The smallest budget at which nothing dear is done twice."""
+def _leanest(cut_to: Callable[[float | None], Trace], flops: float) -> Trace:
+    """The smallest budget at which no product is done twice: that keeps what products gave."""
     for budget in LEAN_BUDGETS[:-1]:
         trace = cut_to(budget)
         if trace.flops <= flops * DONE_ONCE:
-            return budget, trace
-    return LEAN_BUDGETS[-1], cut_to(LEAN_BUDGETS[-1])
+            return trace
+    return cut_to(LEAN_BUDGETS[-1])
 
 
-def _compiled(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Callable[[float], Trace]:
+def _compiled(
+    block: nn.Module, fakes: dict[int, Tensor], call: Call
+) -> Callable[[float | None], Trace]:
     """One joint graph, to be cut for any budget."""
     weights = weights_of(block, fakes)
     names = list(weights)

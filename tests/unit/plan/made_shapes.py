@@ -7,7 +7,7 @@ from dataclasses import replace
 from gracetune.plan.cost import Model
 from gracetune.plan.rates import Speeds
 from gracetune.plan.result import BlockPlan
-from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace
+from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace, Ways, checkpointed
 from gracetune.plan.step import Choice
 
 SPEEDS = Speeds(
@@ -43,6 +43,12 @@ def made_trace(saved: int, again: float = 0.0) -> Trace:
     )
 
 
+def made_ways(saved: int) -> Ways:
+    """Lean blocks keep 40 bytes; recomputed ones their input alone."""
+    keep = made_trace(saved)
+    return Ways(keep, made_trace(40, again=0.1), checkpointed(keep, 10))
+
+
 def made_model(num_blocks: int = 8, frozen_nbytes: int = 100, speeds: Speeds = SPEEDS) -> Model:
     """Blocks of 100 bytes that keep 80 bytes a sample, or 40 lean, or their input of 10."""
 
@@ -50,10 +56,8 @@ def made_model(num_blocks: int = 8, frozen_nbytes: int = 100, speeds: Speeds = S
         frozen_nbytes=frozen_nbytes,
         trained_nbytes=2,
         input_nbytes=10,
-        eager=made_trace(120),
-        compiled=made_trace(80),
-        lean=made_trace(40, again=0.1),
-        lean_budget=0.5,
+        eager=made_ways(120),
+        compiled=made_ways(80),
     )
     outside = Trace((), (), 3, False, 6, 7)
     order = (0,) * num_blocks
