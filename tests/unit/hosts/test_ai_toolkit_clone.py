@@ -1,0 +1,175 @@
+"""Our one file in a clone: put there only where everything fits, and taken away without a trace."""
+
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from made_clone import status, write_clone
+
+from gracetune.cli.main import main
+from gracetune.errors import HostError
+from gracetune.hosts.ai_toolkit.clone import check, find_clone, install, shim_path, uninstall
+from gracetune.hosts.ai_toolkit.needs import KNOWN, NEEDS
+
+
+@pytest.fixture
+def clone(tmp_path):
+    return write_clone(tmp_path / "ai-toolkit")
+
+
+def test_a_clone_is_known_by_its_commit(clone):
+    found = find_clone(clone)
+    assert len(found.version) == 12
+    assert found.root == clone
+
+
+def test_a_clone_without_history_goes_by_its_number(clone):
+    shutil.rmtree(clone / ".git")
+    assert find_clone(clone).version == "0.12.26"
+    (clone / "version.py").write_text("import os\n")
+    assert find_clone(clone).version == "of an unknown version"
+    (clone / "version.py").unlink()
+    assert find_clone(clone).version == "of an unknown version"
+
+
+def test_a_broken_history_is_no_hindrance(clone):
+    (clone / ".git" / "HEAD").write_text("ref: refs/heads/gone\n")
+    assert find_clone(clone).version == "0.12.26"
+
+
+def test_another_folder_is_refused_by_name(tmp_path):
+    with pytest.raises(HostError, match=r"no clone of ai-toolkit: it has no run\.py"):
+        find_clone(tmp_path)
+
+
+def test_every_symbol_is_in_the_table_and_an_unknown_commit_is_probed(clone):
+    lines = check(clone)
+    assert len(lines) == len(NEEDS) + 2
+    assert all(line.startswith("ok ") for line in lines[1:-1])
+    assert "not among those tried, but everything is there" in lines[-1]
+    assert all(len(commit) == 12 for commit in KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        (
+            "toolkit/dataloader_mixins.py",
+            "def get_latent_path(self, recalculate=False)",
+            "def get_latent_path(self, again=False)",
+            "it should begin with (recalculate)",
+        ),
+        (
+            "jobs/process/BaseSDTrainProcess.py",
+            "self.before_dataset_load()",
+            "pass",
+            "no longer uses self.before_dataset_load()",
+        ),
+        (
+            "jobs/BaseJob.py",
+            "def load_processes(",
+            "def make_processes(",
+            "has no BaseJob.load_processes",
+        ),
+        (
+            "toolkit/prompt_utils.py",
+            "load_file(path, device='cpu')",
+            "load_file(path)",
+            "no longer uses load_file(path, device='cpu')",
+        ),
+    ],
+)
+def test_what_no_longer_fits_is_named_and_nothing_is_installed(
+    clone, capsys, file, old, new, said
+):
+    text = (clone / file).read_text()
+    assert old in text
+    (clone / file).write_text(text.replace(old, new))
+    assert main(["host", "ai-toolkit", "check", str(clone)]) == 1
+    table = capsys.readouterr().out
+    assert said in table
+    assert "cannot be hooked" in table
+    assert "27a03a91f23e" in table
+    assert main(["host", "ai-toolkit", "install", str(clone)]) == 2
+    assert said in capsys.readouterr().err
+    assert not shim_path(clone).exists()
+
+
+def test_a_clone_is_as_it_was_after_uninstall(clone, capsys):
+    before = status(clone)
+    assert main(["host", "ai-toolkit", "install", str(clone)]) == 0
+    assert "gracetune_shim.py is there" in capsys.readouterr().out
+    assert status(clone) != before
+    run = "import sys; sys.path.insert(0, '.'); from toolkit.extension import *"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{run}; print([e.uid for e in get_all_extensions()])"],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+    )
+    assert done.stdout.strip() == "['gracetune', 'sd_trainer', 'merge']", done.stderr
+    assert list((clone / "extensions" / "__pycache__").glob("gracetune_shim.*"))
+    assert main(["host", "ai-toolkit", "uninstall", str(clone)]) == 0
+    assert "is as it was" in capsys.readouterr().out
+    assert not (clone / "extensions" / "__pycache__").exists()
+    left = [line for line in status(clone).splitlines() if "__pycache__" not in line]
+    assert "\n".join(left) == before.strip()
+    assert main(["host", "ai-toolkit", "uninstall", str(clone)]) == 0
+    assert "had nothing of ours" in capsys.readouterr().out
+
+
+def test_installing_again_renews_the_file(clone):
+    shim = install(clone)
+    shim.write_text(shim.read_text() + "\n# of an older version\n")
+    install(clone)
+    assert "older" not in shim.read_text()
+
+
+@pytest.mark.parametrize("act", [install, uninstall])
+def test_a_file_of_someone_else_is_left_alone(clone, act):
+    shim_path(clone).write_text("mine = 1\n")
+    with pytest.raises(HostError, match="is not ours"):
+        act(clone)
+    assert shim_path(clone).read_text() == "mine = 1\n"
+
+
+def test_a_clone_without_the_folder_is_refused(clone):
+    shutil.rmtree(clone / "extensions")
+    with pytest.raises(HostError, match="looks for extensions"):
+        install(clone)
+
+
+def test_a_clone_that_does_not_know_us_is_not_started(clone, capsys):
+    assert main(["host", "ai-toolkit", "run", str(clone), "--", "x.yaml"]) == 2
+    assert "host ai-toolkit install" in capsys.readouterr().err
+
+
+def test_run_becomes_its_own_command_without_our_allocator_keys(clone, tmp_path):
+    install(clone)
+    (tmp_path / "mine.yaml").write_text("job: extension\n")
+    command = [sys.executable, "-m", "gracetune", "host", "ai-toolkit", "run", str(clone)]
+    done = subprocess.run(
+        [*command, "--", "mine.yaml", "-n", "name"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "use_uvm:True,max_split_size_mb:64"},
+    )
+    verdict, said = done.stdout.splitlines()
+    started = json.loads(said)
+    assert "symbols fit" in verdict
+    assert started["words"] == [str(tmp_path / "mine.yaml"), "-n", "name"]
+    assert started["here"] == str(clone)
+    assert started["all"]["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert started["all"]["GRACETUNE_ALLOC_CONF"] == "use_uvm:True"
+
+
+def test_the_file_is_small_and_says_who_put_it_there(clone):
+    text = install(clone).read_text()
+    assert text.startswith('"""Put here by `gracetune host ai-toolkit install`')
+    assert len(text.splitlines()) < 10
