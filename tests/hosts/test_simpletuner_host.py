@@ -7,6 +7,7 @@ import subprocess
 import sys
 import wave
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,7 +90,8 @@ def test_reading_is_the_same_with_the_disk_gone(backends, pics):
     shutil.rmtree(pics)
     for path in paths:
         assert ours.exists(path)
-        assert ours.read(path) == wanted[path]
+        assert ours.exists(Path(path))
+        assert ours.read(path) == ours.read(Path(path)) == wanted[path]
         assert ours.read(path, as_byteIO=True).read() == wanted[path]
         assert ours.open_file(path, "rb").read() == wanted[path]
     for path, pixels in images.items():

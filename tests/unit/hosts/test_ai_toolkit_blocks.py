@@ -66,7 +66,11 @@ def test_what_is_left_has_none_of_our_keys_and_the_original_all_of_them():
     }
     assert given["datasets"][0]["augmentations"] == [FLIP]
     (found,) = blocks.datasets
-    assert (found.mode, found.augments, found.augmentations) == ("static", ("ColorJitter",), (FLIP,))
+    assert (found.mode, found.augments, found.augmentations) == (
+        "static",
+        ("ColorJitter",),
+        (FLIP,),
+    )
     assert found.staged.compression == "zstd"
     assert found.num_resolutions == 2
     assert blocks.cache.host_budget_gb == 2

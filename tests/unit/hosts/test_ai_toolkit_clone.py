@@ -1,6 +1,5 @@
 """Our one file in a clone: put there only where everything fits, and taken away without a trace."""
 
-
 import json
 import os
 import shutil
@@ -83,9 +82,7 @@ def test_every_symbol_is_in_the_table_and_an_unknown_commit_is_probed(clone):
         ),
     ],
 )
-def test_what_no_longer_fits_is_named_and_nothing_is_installed(
-    clone, capsys, file, old, new, said
-):
+def test_what_no_longer_fits_is_named_and_nothing_is_installed(clone, capsys, file, old, new, said):
     text = (clone / file).read_text()
     assert old in text
     (clone / file).write_text(text.replace(old, new))

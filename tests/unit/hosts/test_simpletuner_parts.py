@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +123,9 @@ def test_media_and_captions_are_held_by_absolute_path(shelf):
     assert [held.holds(str(folder / name)) for name in names] == [True] * 3 + [False] * 3
     assert held.read(str(folder / "sub/b.JPG")) == b"sub/b.JPG"
     assert not held.holds("a.png")
+    assert held.holds(folder / "a.png"), "paths are text, or not"
+    held.forget(folder / "a.png")
+    assert not held.holds(str(folder / "a.png"))
 
 
 def test_what_is_written_is_read_from_disk(shelf):
@@ -179,7 +183,8 @@ def test_a_file_that_changed_is_read_again(file):
     memory.get(file, loader(calls))
     os.utime(file, ns=(1, 1))
     memory.get(file, loader(calls))
-    memory.forget(file)
+    memory.forget(Path(file))
+    memory.get(Path(file), loader(calls))
     memory.get(file, loader(calls))
     assert len(calls) == 3
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import ModuleType, SimpleNamespace
 
     from gracetune.hosts.simpletuner.plugin import Plugin
+    from gracetune.hosts.simpletuner.shelf import FilePath
 
     Loader = Callable[[object], object]
 
@@ -134,28 +135,28 @@ def backend_class(plugin: Plugin, original: type) -> type:
             super().__init__(accelerator=accelerator, id=id, compress_cache=compress_cache)
             self._served = Served(plugin.shelf(id), plugin.memory)
 
-        def read(self, filepath: str, as_byteIO: bool = False) -> object:  # noqa: N803
+        def read(self, filepath: FilePath, as_byteIO: bool = False) -> object:  # noqa: N803
             data = self._served.read(filepath)
             if data is None:
                 return super().read(filepath, as_byteIO)
             return BytesIO(data) if as_byteIO else data
 
-        def exists(self, filepath: str) -> bool:
+        def exists(self, filepath: FilePath) -> bool:
             return self._served.holds(filepath) or bool(super().exists(filepath))
 
-        def open_file(self, filepath: str, mode: str) -> object:
+        def open_file(self, filepath: FilePath, mode: str) -> object:
             opened = self._served.open_file(filepath, mode)
             return super().open_file(filepath, mode) if opened is None else opened
 
-        def write(self, filepath: str, data: object) -> None:
+        def write(self, filepath: FilePath, data: object) -> None:
             self._served.forget(filepath)
             super().write(filepath, data)
 
-        def delete(self, filepath: str) -> None:
+        def delete(self, filepath: FilePath) -> None:
             self._served.forget(filepath)
             super().delete(filepath)
 
-        def torch_load(self, filename: str) -> object:
+        def torch_load(self, filename: FilePath) -> object:
             return self._served.load(filename, super().torch_load)
 
     return GracetuneDataBackend

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gracetune.data.progress import Tell
     from gracetune.hosts.simpletuner.blocks import StagedSet
 
+FilePath = str | os.PathLike[str]
 TABLES = frozenset((".txt", ".caption", ".jsonl", ".parquet", ".csv"))
 WRITTEN_BY_HOST = ("aspect_ratio_bucket",)
 """Names that SimpleTuner writes into a data set's folder and changes later."""
@@ -40,24 +41,29 @@ class Shelf:
         self._known = frozenset(staged.keys())
         self._forgotten: set[str] = set()
 
-    def holds(self, path: str) -> bool:
+    def holds(self, path: FilePath) -> bool:
         """Whether a path is served from here."""
-        return path not in self._forgotten and self._key(path) in self._known
+        key = self._key(path)
+        return key in self._known and key not in self._forgotten
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: FilePath) -> bytes:
         """The bytes as they were staged."""
         key = self._key(path)
         assert key is not None, path
         return self._staged.read(key)
 
-    def forget(self, path: str) -> None:
+    def forget(self, path: FilePath) -> None:
         """From now on the disk has the word."""
-        self._forgotten.add(path)
+        key = self._key(path)
+        if key is not None:
+            self._forgotten.add(key)
 
-    def _key(self, path: str) -> str | None:
-        if not path.startswith(self._prefix):
+    def _key(self, path: FilePath) -> str | None:
+        """SimpleTuner hands out text, and asks with text or `Path`."""
+        text = os.fspath(path)
+        if not text.startswith(self._prefix):
             return None
-        return path[len(self._prefix) :].replace(os.sep, "/")
+        return text[len(self._prefix) :].replace(os.sep, "/")
 
 
 def stage(chosen: StagedSet, tell: Tell, meet_in: Path | None) -> Shelf:
@@ -107,8 +113,9 @@ class TensorMemory:
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, path: str, load: Callable[[str], object]) -> object:
+    def get(self, where: FilePath, load: Callable[[str], object]) -> object:
         """The value of a file, from memory where it is there."""
+        path = os.fspath(where)
         file = _identity(path)
         with self._lock:
             held = self._held.get(path)
@@ -124,10 +131,10 @@ class TensorMemory:
             value = self._keep(path, value, file)
         return value
 
-    def forget(self, path: str) -> None:
+    def forget(self, path: FilePath) -> None:
         """The file is about to change."""
         with self._lock:
-            self._drop(path)
+            self._drop(os.fspath(path))
 
     def _keep(self, path: str, value: object, file: tuple[int, int, int]) -> object:
         nbytes = sum(tensor.nbytes for tensor in _tensors(value))
@@ -193,15 +200,15 @@ class Served:
     shelf: Shelf | None
     memory: TensorMemory | None
 
-    def holds(self, path: str) -> bool:
+    def holds(self, path: FilePath) -> bool:
         """Whether a file is staged."""
         return self.shelf is not None and self.shelf.holds(path)
 
-    def read(self, path: str) -> bytes | None:
+    def read(self, path: FilePath) -> bytes | None:
         """The bytes of a staged file; none: ask the disk."""
         return self.shelf.read(path) if self.shelf is not None and self.shelf.holds(path) else None
 
-    def open_file(self, path: str, mode: str) -> BytesIO | TextIOWrapper | None:
+    def open_file(self, path: FilePath, mode: str) -> BytesIO | TextIOWrapper | None:
         """A staged file to read from; who opens it in any other way changes it."""
         if mode not in ("r", "rt", "rb"):
             self.forget(path)
@@ -211,11 +218,11 @@ class Served:
             return None
         return BytesIO(data) if mode == "rb" else TextIOWrapper(BytesIO(data), encoding="utf-8")
 
-    def load(self, path: str, load: Callable[[str], object]) -> object:
+    def load(self, path: FilePath, load: Callable[[str], object]) -> object:
         """The tensors of a cache file."""
         return load(path) if self.memory is None else self.memory.get(path, load)
 
-    def forget(self, path: str) -> None:
+    def forget(self, path: FilePath) -> None:
         """The disk has the word."""
         if self.shelf is not None:
             self.shelf.forget(path)
