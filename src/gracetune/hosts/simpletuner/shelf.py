@@ -220,7 +220,7 @@ class Served:
 
     def load(self, path: FilePath, load: Callable[[str], object]) -> object:
         """The tensors of a cache file."""
-        return load(path) if self.memory is None else self.memory.get(path, load)
+        return load(os.fspath(path)) if self.memory is None else self.memory.get(path, load)
 
     def forget(self, path: FilePath) -> None:
         """The disk has the word."""
