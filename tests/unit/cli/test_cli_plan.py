@@ -13,7 +13,9 @@ from gracetune.cli.main import main
 from gracetune.config.schema import OptimizerSection, RunFile
 from gracetune.errors import ConfigError
 from gracetune.memory.machine import Machine
+from gracetune.plan.known_models import Picture
 from gracetune.plan.machines import MACHINES
+from gracetune.plan.outlines import outline
 from gracetune.plan.rates import basics_of
 
 if TYPE_CHECKING:
@@ -106,6 +108,16 @@ def test_an_unknown_machine_lists_those_there_are(
 def test_an_optimizers_state_is_tried_out(name: str, nbytes: float) -> None:
     each = plan.state_nbytes_each(OptimizerSection(name=name))
     assert each == pytest.approx(nbytes, abs=0.01)
+
+
+@pytest.mark.parametrize(("dtype", "each"), [("float32", 4 + 8), ("auto", 2 + 12)])
+def test_training_all_keeps_state_for_all(dtype: str, each: int) -> None:
+    run = RunFile.model_validate({"model": {"family": "wan22", "dtype": dtype}})
+    shape = outline(run.model, Picture(64, 64), {"num_layers": 1, "num_attention_heads": 2})
+    trained = plan._trained(run, shape)
+    count = sum(p.numel() for p in shape.model.parameters())
+    assert all(p.requires_grad for p in shape.model.parameters())
+    assert trained.nbytes + trained.state_nbytes == pytest.approx(count * each, rel=1e-3)
 
 
 def test_samples_are_counted_without_their_captions(tmp_path: Path) -> None:

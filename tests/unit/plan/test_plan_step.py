@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from made_shapes import SPEEDS, made_choice, made_model
 
+from gracetune.plan.cost import Model
 from gracetune.plan.step import least_seconds, predict_seconds
 
 
@@ -119,3 +120,29 @@ def test_a_single_streamed_block_stays_in_its_slot() -> None:
     seconds = predict_seconds(model.at(1), made_choice(model, streamed=1, slots=2), SPEEDS, 0)
     assert seconds.link_in == 0
     assert seconds.wait_weights == 0
+
+
+def test_fp8_speeds_up_products_with_frozen_weights_alone() -> None:
+    shapes = made_model(2)._shapes
+    plain, rounded = (Model(shapes, SPEEDS, how).at(1) for how in ("bf16", "fp8"))
+    before, after = (costs.blocks[0].compiled.keep for costs in (plain, rounded))
+    assert after.forward.gemm == pytest.approx(before.forward.gemm / 2)
+    assert after.backward.attention == before.backward.attention
+
+
+def test_quantised_weights_take_less_of_slots_host_and_link() -> None:
+    model = Model(made_model(8)._shapes, SPEEDS, stored_share=0.5)
+    choice = made_choice(model, streamed=8)
+    whole = predict_seconds(made_model(8).at(1), choice, SPEEDS, 0)
+    half = predict_seconds(model.at(1), choice, SPEEDS, 0)
+    assert model.at(1).slot_nbytes == 50
+    assert half.link_in == pytest.approx(whole.link_in / 2)
+
+
+def test_a_host_that_queues_slowly_leaves_gaps() -> None:
+    slow = replace(SPEEDS, issue_s=10.0)
+    model = made_model(2, speeds=slow)
+    seconds = predict_seconds(model.at(1), made_choice(model), slow, 0)
+    assert seconds.step == pytest.approx(2 * (10 + 30), rel=0.01)
+    busy = predict_seconds(model.at(100), made_choice(model, batch=100), slow, 0)
+    assert busy.step == pytest.approx(2 * 300, rel=0.01)
