@@ -156,6 +156,8 @@ def test_two_files_that_load_and_a_resume_that_changes_nothing(
         assert all(torch.equal(tensors[key], others[key]) for key in tensors)
         assert about["gracetune.stage"] == stage
         assert about["gracetune.boundary"] == "0.875"
+        assert about["gracetune.base_model"].startswith("wan22-t2v ")
+        assert about["gracetune.run_digest"]
         assert all(key.startswith("diffusion_model.blocks.") for key in tensors)
 
     pipeline = WanPipeline.from_pretrained(miniature("wan22-t2v"), local_files_only=True)
@@ -169,6 +171,25 @@ def test_two_files_that_load_and_a_resume_that_changes_nothing(
         assert (trained - plain).abs().max() > 0.01
     sampled = np.asarray(Image.open(torn / "validation" / f"step-{STEPS:06d}" / "000.png"), float)
     assert np.abs(pictured(pipeline) - sampled).max() <= 1
+
+
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_recomputing_activations_trains_the_same_adapter(settings, wan_file, tmp_path, kind):
+    file = wan_file(settings(kind, max_train_steps=2))
+    made = {}
+    for recompute in ("false", "true"):
+        folder = tmp_path / recompute
+        said = [f"output_dir={folder}", f"train.gradient_checkpointing={recompute}"]
+        run_training(load_run_file(file, [*said, "validation.every=0"]).run)
+        made[recompute] = read_tensors(folder / "adapter" / FILES["low"])[0]
+    for key, kept in made["false"].items():
+        torch.testing.assert_close(made["true"][key], kept)
+    assert any(t.abs().max() > 0 for key, t in kept_ups(made["false"]))
+
+
+def kept_ups(tensors):
+    """What begins at zero, and moves only if a gradient reached it."""
+    return [(k, t) for k, t in tensors.items() if k.endswith(("lora_B.weight", "w2_b", "lokr_w2"))]
 
 
 @pytest.mark.slow

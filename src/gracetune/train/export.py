@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -63,9 +64,10 @@ def _export_adapter(
     form = interchange_form(whole)
     for stage in whole.stages:
         about = About(
-            base_model=base_weights,
+            base_model=f"{_model_name(t)} {base_weights}",
             stage=stage,
             boundary=t.family.boundary,
+            trigger=t.run.datasets[0].instance_prompt or "",
             run_digest=run_digest(t),
         )
         part = at_stage(whole.only(stage), None)
@@ -74,6 +76,12 @@ def _export_adapter(
         check = check_file(path, table=whole.table, stage=stage, modules=modules[stage or ""])
         text = f"{name}: " + " ".join(check.lines())
         tell(Notice(text, level="info" if check.ok else "warning"))
+
+
+def _model_name(t: Trainee) -> str:
+    """What the model is called where it came from, without the machine's folders."""
+    path = t.run.model.path
+    return t.family.name if path is None else PurePath(path).name
 
 
 def run_digest(t: Trainee) -> str:
