@@ -13,6 +13,7 @@ from gracetune.cli.main import main
 from gracetune.config.schema import OptimizerSection, RunFile
 from gracetune.errors import ConfigError
 from gracetune.memory.machine import Machine
+from gracetune.models import tiny
 from gracetune.plan.known_models import Picture
 from gracetune.plan.machines import MACHINES
 from gracetune.plan.outlines import outline
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RUN = {
-    "model": {"family": "tiny"},
-    "adapter": {"rank": 4},
+    "adapter": {"rank": 4, "targets": ["attn.to_q"]},
     "datasets": [{"type": "shapes", "shapes": {"size": 24}}],
     "train": {"batch_size": 4},
 }
@@ -31,8 +31,14 @@ RUN = {
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
+    """A run of the tiny family with a single layer: there is one kind of block to look at."""
+    folder = tmp_path / "model" / "transformer"
+    folder.mkdir(parents=True)
+    config = {**tiny.CONFIG, "num_layers": 1, "_class_name": "SD3Transformer2DModel"}
+    (folder / "config.json").write_text(json.dumps(config))
     file = tmp_path / "run.json"
-    file.write_text(json.dumps(RUN))
+    model = {"family": "tiny", "path": str(folder.parent)}
+    file.write_text(json.dumps({**RUN, "model": model}))
     return file
 
 
@@ -47,7 +53,8 @@ def test_a_plan_for_a_known_machine_is_printed_as_simulated(
 ) -> None:
     assert main(["plan", str(written), "--machine", "gh200-96", "--hbm", "1GB"]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("tiny (the family's own), 24x24 a sample, on GH200, 96 GB")
+    assert told.startswith("tiny (as in ")
+    assert "24x24 a sample, on GH200, 96 GB" in told
     assert "simulated from published figures" in told
     assert "within 953.7 MiB of device memory" in told
     assert "batch 4" in told
