@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.adapters.delta import delta_shape
+from gracetune.adapters.delta import delta_shape, dora_by_rows
 from gracetune.adapters.layers import Adapter, Layer, make_layer, rank_of, scale_of
 from gracetune.adapters.names import (
     TABLES,
@@ -161,10 +161,26 @@ def _layer(
         # peft scales the bias of lora_B together with its product.
         scaled = layer.tensors["diff_b"].float() * scale_of(layer)
         layer = replace(layer, tensors={**layer.tensors, "diff_b": scaled})
+    if layer.dora:
+        _check_magnitudes(layer, found["dora"].text)
     if place.module in table.swapped and next(iter(found.values())).naming == "original":
         half = delta_shape(layer)[0] // 2
         layer = take_rows(place.module, layer, [(half, 2 * half), (0, half)])
     return layer
+
+
+def _check_magnitudes(layer: Layer, key: str) -> None:
+    """One a row, or one a column; a flattened kernel's columns are several of the weight's."""
+    shape, magnitude = delta_shape(layer), layer.tensors["dora"]
+    number = magnitude.numel()
+    fits = shape[1] % number == 0 if magnitude.dim() > 2 else shape[1] == number
+    if not (shape[0] == number if dora_by_rows(layer) else fits):
+        raise AdapterError(
+            f"{key!r} has {number} magnitudes for a weight of {shape[0]} rows and {shape[1]} "
+            "columns: it is of another module or model.",
+            kind="rank-mismatch",
+            key=key,
+        )
 
 
 def _peft_settings(

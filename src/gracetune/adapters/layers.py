@@ -129,7 +129,7 @@ def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
             key=first,
         )
     algorithm = algorithms.pop()
-    core = roles - BESIDE if algorithm != "full" else roles - {"dora"}
+    core = roles - BESIDE if algorithm != "full" else roles
     if core not in SHAPES[algorithm]:
         wanted = min(SHAPES[algorithm], key=lambda one: len(one ^ core))
         lacks, extra = sorted(wanted - core), sorted(core - wanted)
@@ -193,7 +193,7 @@ KERNELS = ("down", "mid", "hada_t1", "hada_t2", "lokr_w2", "lokr_w2_b", "lokr_t2
 def _check_ranks(layer: Layer, keys: Mapping[str, str]) -> None:
     tensors = layer.tensors
     for role, tensor in tensors.items():
-        if not _has_axes(role, tensor.shape, "mid" in tensors):
+        if not _has_axes(role, tensor.shape, frozenset(tensors)):
             raise AdapterError(
                 f"{keys[role]!r} is {_size(tensor.shape)}, which no {role} of a {layer.algorithm} "
                 "is. The file was badly put together; save it again.",
@@ -221,14 +221,16 @@ def _mismatch(
     )
 
 
-def _has_axes(role: str, shape: tuple[int, ...], core: bool) -> bool:
+def _has_axes(role: str, shape: tuple[int, ...], beside: frozenset[str]) -> bool:
     """Whether a tensor can be what its key says."""
     if role in ("diff", "dora"):
         return len(shape) >= 1
     if role == "diff_b":
         return len(shape) == 1
-    if role == "up" or (role == "down" and core):
+    if role == "up" or (role == "down" and "mid" in beside):
         return len(shape) >= 2 and math.prod(shape[2:]) == 1  # a convolution of one point
+    if role == "lokr_w2_b" and "lokr_t2" in beside:
+        return len(shape) == 2  # the kernel is the core's
     return len(shape) >= 2 if role in KERNELS else len(shape) == 2
 
 

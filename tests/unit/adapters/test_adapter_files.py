@@ -381,6 +381,8 @@ def test_stages_are_split_and_joined():
         (f"{PREFIX}.alpha", torch.ones(2)),
         (B, torch.ones(HIDDEN, 0)),
         (B, torch.ones(HIDDEN)),
+        (f"{PREFIX}.dora_scale", torch.ones(HIDDEN + 1, 1)),
+        (f"{PREFIX}.dora_scale", torch.ones(1, HIDDEN // 2)),
     ],
 )
 def test_shapes_that_nothing_has(path, key, tensor):
@@ -405,7 +407,8 @@ SETS = [roles for sets in SHAPES.values() for roles in sets]
 
 @st.composite
 def layers_of_any_shape(draw):
-    roles = sorted(draw(st.sampled_from(SETS)) | draw(st.sampled_from([set(), {"diff_b"}])))
+    beside = draw(st.sampled_from([set(), {"diff_b"}, {"dora"}]))
+    roles = sorted(draw(st.sampled_from(SETS)) | beside)
     axes = draw(st.sampled_from([2, 2, 3, 4]))
     shapes = {}
     for role in roles:
@@ -429,7 +432,8 @@ def test_any_shapes_are_a_layer_that_computes_or_a_verdict(shapes, alpha):
         return
     event("read")
     assert norm(layer) >= 0.0
-    assert torch.Size(delta_shape(layer)).numel() >= 0
+    if layer.algorithm != "full":
+        assert delta(layer).numel() == torch.Size(delta_shape(layer)).numel()
 
 
 def test_settings_that_were_escaped_are_found(tmp_path):
