@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-slow test-gpu test-hosts check format lint types bench clean
+.PHONY: help venv demo test test-slow test-gpu test-hosts test-ai-toolkit check format lint types bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,24 @@ $(HOST)/.installed:
 test-hosts: $(HOST)/.installed  ## gracetune inside a real SimpleTuner; HOST_MODULES= runs all of its own tests
 	PYTHONPATH=$(CURDIR)/src $(HOST_BIN)/python -m pytest -o filterwarnings=default tests/hosts
 	$(HOST_BIN)/python tests/hosts/run_upstream_suite.py $(HOST)/simpletuner-4.10.1 $(HOST_MODULES)
+
+# ai-toolkit is a clone, and its packages go on top of those that SimpleTuner has brought.
+AITK := .hosts/ai-toolkit
+AITK_ENV := .hosts/ai-toolkit-env
+AITK_BIN := $(AITK_ENV)/bin
+
+$(AITK):
+	git clone --quiet https://github.com/ostris/ai-toolkit $@
+
+$(AITK_ENV)/.installed: $(HOST)/.installed
+	$(HOST_BIN)/python -m venv $(AITK_ENV)
+	$(HOST_BIN)/python -c 'import site; print(*site.getsitepackages())' > $$($(AITK_BIN)/python -c 'import site; print(*site.getsitepackages())')/simpletuner.pth
+	$(AITK_BIN)/python -m pip install --quiet albumentations==1.4.15 albucore==0.0.16 oyaml flatten_json kornia lpips pytorch_fid pytorch-wavelets python-slugify prodigyopt mutagen python-dotenv toml opencv-python-headless
+	$(AITK_BIN)/python -m pip install --quiet --no-deps torchao==0.10.0 controlnet_aux==0.0.10 bitsandbytes peft==0.18.1
+	@touch $@
+
+test-ai-toolkit: $(AITK_ENV)/.installed | $(AITK)  ## gracetune inside a real ai-toolkit, on a small Wan 2.2
+	PYTHONPATH=src CUDA_VISIBLE_DEVICES= ACCELERATE_USE_CPU=1 NO_ALBUMENTATIONS_UPDATE=1 $(AITK_BIN)/python -m pytest -o filterwarnings=default tests/hosts/test_ai_toolkit_host.py
 
 format: venv
 	$(BIN)/ruff format .

@@ -132,7 +132,8 @@ FILES = {
                 if self.is_latent_cached:
                     self.get_latent()
                     return
-                self.picture = Image.open(self.path).convert("RGB")
+                with Image.open(self.path) as picture:
+                    self.picture = picture.convert("RGB")
 
             def load_and_process_video(self):
                 return cv2.VideoCapture(self.path)
@@ -205,7 +206,8 @@ FILES = {
                 self.dataset_config = dataset_config
                 self.is_latent_cached = self.is_caching_to_disk = False
                 self._encoded_latent = self._latent_path = None
-                self.width, self.height = Image.open(self.path).size
+                with Image.open(self.path) as picture:
+                    self.width, self.height = picture.size
         """,
     "toolkit/data_loader.py": """
         import copy
@@ -315,8 +317,12 @@ FILES = {
                 params = self.hook_add_extra_train_params(params)
                 self.params = params
                 optimizer_type = self.train_config.optimizer.lower()
-                self.optimizer = get_optimizer(self.params, optimizer_type, learning_rate=self.train_config.lr,
-                                               optimizer_params=self.train_config.optimizer_params)
+                self.optimizer = get_optimizer(
+                    self.params,
+                    optimizer_type,
+                    learning_rate=self.train_config.lr,
+                    optimizer_params=self.train_config.optimizer_params,
+                )
                 self.before_dataset_load()
                 self.data_loader = [AiToolkitDataset(each) for each in self.dataset_configs]
                 self.hook_before_train_loop()
@@ -327,7 +333,8 @@ FILES = {
                     1000, device="cpu", timestep_type="sigmoid", latents=latents, patch_size=1
                 )
                 boundaries = [1] + self.sd.multistage_boundaries
-                high, low = boundaries[self.current_boundary_index], boundaries[self.current_boundary_index + 1]
+                high = boundaries[self.current_boundary_index]
+                low = boundaries[self.current_boundary_index + 1]
                 asc = torch.flip(self.sd.noise_scheduler.timesteps, dims=[0])
                 lo = len(asc) - torch.searchsorted(asc, torch.tensor(high * 1000), right=False)
                 hi = len(asc) - torch.searchsorted(asc, torch.tensor(low * 1000), right=True)
@@ -391,12 +398,18 @@ FILES = {
 }
 
 
-def write_clone(root: Path) -> Path:
-    """The files, in a repository with one commit."""
+def write_files(root: Path) -> Path:
+    """The files alone."""
     for name, text in FILES.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(dedent(text).lstrip("\n"))
+    return root
+
+
+def write_clone(root: Path) -> Path:
+    """The files, in a repository with one commit."""
+    write_files(root)
     git(root, "init", "-q")
     git(root, "add", ".")
     who = ("-c", "user.name=n", "-c", "user.email=n@example.org")

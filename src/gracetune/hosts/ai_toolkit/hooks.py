@@ -33,6 +33,7 @@ def enter_jobs(plugin: Plugin, find: Find, check: Callable[[], object]) -> None:
 def install(plugin: Plugin, find: Find) -> None:
     """Set every hook that ai-toolkit's classes do not invite."""
     mixins, items, prompts = find(MIXINS), find(ITEMS), find(PROMPTS)
+    load_file = mixins.load_file
     for module in (mixins, prompts):
         _wrap(module, "load_file", partial(_from_memory, plugin))
     for module in (mixins, items):
@@ -42,7 +43,7 @@ def install(plugin: Plugin, find: Find) -> None:
     latents = mixins.LatentCachingFileItemDTOMixin
     _wrap(latents, "get_latent_info_dict", _describing)
     _wrap(latents, "get_latent_path", _finding)
-    _wrap(find(LOADER).AiToolkitDataset, "setup_epoch", partial(_at_epochs, plugin, mixins))
+    _wrap(find(LOADER).AiToolkitDataset, "setup_epoch", partial(_at_epochs, plugin, load_file))
     _wrap(find(TRAINER), "get_optimizer", _making_optimizers)
 
 
@@ -126,13 +127,13 @@ def _finding(original: Call) -> Call:
     return lambda item, recalculate=False: latent_path(item, original, recalculate)
 
 
-def _at_epochs(plugin: Plugin, mixins: ModuleType, original: Call) -> Call:
+def _at_epochs(plugin: Plugin, load_file: Call, original: Call) -> Call:
     def setup_epoch(self: Any) -> None:
         is_first = self.epoch_num == 0
         original(self)
         generations = of_settings(self.dataset_config)
         if is_first:
-            plugin.hold(_cache_files(self), mixins.load_file)
+            plugin.hold(_cache_files(self), load_file)
         elif generations is not None and generations.mode == "refresh_each_epoch":
             generations.refresh(self)
 

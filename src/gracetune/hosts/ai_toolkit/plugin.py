@@ -103,7 +103,7 @@ class Plugin:
                 vars(config)[KEY] = Generations(block.mode)
         if any(block.staged or block.mode for block in blocks.datasets) or self._held:
             workers = [vars(config)["num_workers"] for config in configs]
-            demand_forks(max(workers, default=0))
+            demand_forks(max(workers, default=0), start_method())
 
     def stage(self, blocks: Sequence[DatasetBlock]) -> None:
         """Read the data sets that are to be held in memory, each folder once."""
@@ -170,10 +170,14 @@ class Plugin:
             place_batch(batch, self._session.hints, placement_table(blocks.gh200.placement))
 
 
-def demand_forks(num_workers: int) -> None:
+def start_method() -> str:
+    """How Python starts workers, without settling it: ai-toolkit may."""
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return chosen or multiprocessing.get_all_start_methods()[0]
+
+
+def demand_forks(num_workers: int, method: str) -> None:
     """Workers that are started anew would know nothing of what is held here."""
-    method = multiprocessing.get_start_method(allow_none=True)
-    method = method or multiprocessing.get_all_start_methods()[0]
     if num_workers > 0 and method != "fork":
         raise ConfigError(
             f"datasets have num_workers: {num_workers}, and Python starts workers by {method}: "

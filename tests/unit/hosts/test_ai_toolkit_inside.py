@@ -1,0 +1,488 @@
+"""The plug-in inside a small clone, by the clone's own way in: its data, timesteps and saves."""
+
+import logging
+import os
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from made_clone import write_files
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from gracetune.errors import AdapterError, ConfigError, HostError
+from gracetune.hosts.ai_toolkit.clone import install
+from gracetune.hosts.ai_toolkit.plugin import demand_forks, start_method
+from gracetune.hosts.ai_toolkit.timesteps import stage_boundaries
+
+PACKAGES = ("toolkit", "jobs", "extensions", "extensions_built_in")
+FLIP = {"method": "HorizontalFlip", "params": {"p": 0.5}}
+STAGES = {"optimizer": "automagic", "lr": 2e-6}
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A clone with our file in it, importable for the length of a test."""
+    root = write_files(tmp_path / "ai-toolkit")
+    install(root)
+    monkeypatch.syspath_prepend(root)
+    monkeypatch.delenv("AITK_GH200_ENABLE_UVM_HINTS", raising=False)
+    yield root
+    for name in [each for each in sys.modules if each.partition(".")[0] in PACKAGES]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(3):
+        pixels = np.full((8, 8, 3), 40 * number, dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"caption {number}")
+    return folder
+
+
+def make(clone, *processes):
+    """The processes that ai-toolkit makes of a job."""
+    from jobs.ExtensionJob import ExtensionJob
+
+    assert clone.is_dir()
+    return ExtensionJob({"config": {"name": "name", "process": list(processes)}}).process
+
+
+def network(*names):
+    """As ai-toolkit spells a network's modules: `$$` for a dot."""
+    made = nn.Module()
+    modules = []
+    for name in names:
+        layer = nn.Linear(2, 2, bias=False)
+        layer.lora_name = name
+        made.add_module(name, layer)
+        modules.append(layer)
+    made.get_all_modules = lambda: modules
+    return made
+
+
+def experts(trained=(0, 1)):
+    from toolkit.samplers.custom_flowmatch_sampler import CustomFlowMatchEulerDiscreteScheduler
+
+    return SimpleNamespace(
+        is_multistage=True,
+        multistage_boundaries=[0.875, 0.0],
+        trainable_multistage_boundaries=list(trained),
+        noise_scheduler=CustomFlowMatchEulerDiscreteScheduler(),
+    )
+
+
+BOTH = ("transformer$$transformer_1$$a", "transformer$$transformer_2$$a")
+ONE = SimpleNamespace(is_multistage=False)
+
+
+def run(process, model=ONE, names=("transformer$$a",)):
+    process.run(model, network(*names))
+    return process
+
+
+def test_a_process_without_our_keys_is_of_their_own_class(clone):
+    (process,) = make(clone, {"type": "sd_trainer"})
+    from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
+
+    assert type(process) is SDTrainer
+
+
+def test_a_key_of_ours_makes_a_process_ours_by_name_it_stays_theirs(clone):
+    plain, ours, always = make(
+        clone, {"type": "merge"}, {"type": "sd_trainer", "gracetune": {}}, {"type": "gracetune"}
+    )
+    assert type(plain).__name__ == "Merger"
+    assert type(ours).__name__ == "SDTrainer"
+    assert ours.gracetune_blocks.check_saves
+    assert always.gracetune_blocks.check_saves
+
+
+def test_of_two_processes_of_a_type_the_one_without_keys_is_as_it_was(clone):
+    quiet, _ = make(clone, {"type": "sd_trainer"}, {"type": "sd_trainer", "gracetune": {}})
+    assert not quiet.gracetune_blocks.check_saves
+    assert not quiet.gracetune_blocks.stage_timesteps
+
+
+def test_our_keys_in_a_process_that_trains_nothing_are_refused(clone):
+    with pytest.raises(ConfigError, match="type merge has keys of gracetune's"):
+        make(clone, {"type": "merge", "gracetune": {}})
+
+
+def test_a_clone_that_no_longer_fits_is_not_hooked_and_runs_without_us(clone):
+    file = clone / "toolkit" / "data_loader.py"
+    file.write_text(file.read_text().replace("def setup_epoch", "def begin_epoch"))
+    with pytest.raises(HostError, match=r"has no AiToolkitDataset\.setup_epoch"):
+        make(clone, {"type": "sd_trainer", "gracetune": {}})
+    import toolkit.dataloader_mixins as mixins
+
+    assert mixins.Image is Image
+    make(clone, {"type": "sd_trainer"})
+
+
+def entry(folder, **keys):
+    return {
+        "type": "sd_trainer",
+        "gracetune": {},
+        "datasets": [{"folder_path": str(folder), **keys}],
+    }
+
+
+def test_staged_pictures_and_captions_outlive_the_files(clone, pictures):
+    (process,) = make(clone, entry(pictures, in_memory={"compression": "none"}))
+    (data,) = run(process).data_loader
+    (pictures / "1.png").unlink()
+    (pictures / "1.txt").unlink()
+    item = data[1]
+    assert item.picture.getpixel((0, 0)) == (40, 40, 40)
+    assert item.caption == "caption 1"
+    import toolkit.dataloader_mixins as mixins
+
+    with mixins.open(pictures / "2.txt") as file:
+        assert file.read() == "caption 2"
+    assert mixins.Image.fromarray is Image.fromarray
+
+
+def test_staged_videos_are_opened_from_memory(clone, pictures):
+    import cv2
+
+    file = pictures / "0.avi"
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter_fourcc(*"MJPG"), 4, (16, 16))
+    for _ in range(3):
+        writer.write(np.zeros((16, 16, 3), dtype=np.uint8))
+    writer.release()
+    (process,) = make(clone, entry(pictures, in_memory={}))
+    run(process)
+    file.unlink()
+    import toolkit.dataloader_mixins as mixins
+
+    assert int(mixins.cv2.VideoCapture(str(file)).get(cv2.CAP_PROP_FRAME_COUNT)) == 3
+    assert not mixins.cv2.VideoCapture(str(pictures / "none.avi")).isOpened()
+
+
+CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
+
+
+def files(pictures):
+    return sorted(each.name for each in (pictures / "_latent_cache").iterdir())
+
+
+def test_stock_turns_the_cache_off_and_a_mode_keeps_it_on(clone, pictures):
+    given = {"type": "sd_trainer", "datasets": [{"folder_path": str(pictures), **CACHED}]}
+    (stock,) = make(clone, given)
+    assert not stock.dataset_configs[0].cache_latents_to_disk
+    (ours,) = make(clone, entry(pictures, **CACHED, augmentations_cache_mode="static"))
+    assert ours.dataset_configs[0].cache_latents_to_disk
+    assert ours.dataset_configs[0].augmentations == [FLIP]
+
+
+def test_static_caches_are_drawn_once_and_named_by_their_recipe(clone, pictures):
+    plain = {"cache_latents_to_disk": True}
+    run(make(clone, entry(pictures, **plain))[0])
+    unaugmented = files(pictures)
+    mode = {"augmentations_cache_mode": "static"}
+    (data,) = run(make(clone, entry(pictures, **CACHED, **mode))[0]).data_loader
+    assert len(files(pictures)) == 2 * len(unaugmented)
+    data.setup_epoch()
+    assert data.num_encoded == 3
+    (again,) = run(make(clone, entry(pictures, **CACHED, **mode))[0]).data_loader
+    assert again.num_encoded == 0
+    other = {**CACHED, "augmentations": [{**FLIP, "params": {"p": 1.0}}]}
+    (changed,) = run(make(clone, entry(pictures, **other, **mode))[0]).data_loader
+    assert changed.num_encoded == 3
+
+
+def test_an_edited_picture_is_encoded_again_in_our_modes(clone, pictures):
+    mode = {"augmentations_cache_mode": "static"}
+    run(make(clone, entry(pictures, **CACHED, **mode))[0])
+    os.utime(pictures / "0.png", (1, 1))
+    (data,) = run(make(clone, entry(pictures, **CACHED, **mode))[0]).data_loader
+    assert data.num_encoded == 1
+
+
+def test_refreshed_caches_have_new_files_and_old_ones_leave_an_epoch_later(clone, pictures):
+    given = entry(pictures, **CACHED, augmentations_cache_mode="refresh_each_epoch")
+    (data,) = run(make(clone, given)[0]).data_loader
+    first = set(files(pictures))
+    assert data[0]._encoded_latent[0] == 0
+    data.setup_epoch()
+    second = set(files(pictures)) - first
+    assert len(second) == 3
+    assert first < set(files(pictures)), "workers may still read ahead in the one before"
+    assert data[0]._encoded_latent[0] == 3
+    data.setup_epoch()
+    assert data[0]._encoded_latent[0] == 6
+    assert not first & set(files(pictures))
+    assert second < set(files(pictures))
+
+
+def test_workers_hear_of_a_new_generation_once_it_is_whole(clone, pictures):
+    """A worker is a fork with its own copy of every file's settings."""
+    given = entry(pictures, **CACHED, augmentations_cache_mode="refresh_each_epoch")
+    (data,) = run(make(clone, given)[0]).data_loader
+    ask, answer = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        for _ in range(2):
+            os.read(ask[0], 1)
+            os.write(answer[1], bytes([int(data[0]._encoded_latent[0])]))
+        os._exit(0)
+    os.write(ask[1], b".")
+    before = os.read(answer[0], 1)
+    data.setup_epoch()
+    os.write(ask[1], b".")
+    after = os.read(answer[0], 1)
+    os.waitpid(child, 0)
+    assert (before, after) == (b"\x00", b"\x03")
+
+
+def test_a_refresh_that_fails_leaves_the_generation_before_in_use(clone, pictures):
+    given = entry(pictures, **CACHED, augmentations_cache_mode="refresh_each_epoch")
+    (data,) = run(make(clone, given)[0]).data_loader
+    (pictures / "2.png").write_bytes(b"no picture")
+    with pytest.raises(OSError, match="cannot identify"):
+        data.setup_epoch()
+    assert data[0]._encoded_latent[0] == 0
+
+
+def held(pictures, **cache):
+    given = entry(pictures, cache_latents_to_disk=True)
+    return given | {"gracetune": {"cache_config": cache}}
+
+
+def test_cache_files_are_held_and_read_no_more(clone, pictures, monkeypatch):
+    (process,) = make(clone, held(pictures, host_budget_gb=1))
+    (data,) = run(process).data_loader
+    (pictures / "_t_e_cache").mkdir()
+    save_file({"text_embed": torch.ones(3)}, pictures / "_t_e_cache" / "text.safetensors")
+    import toolkit.dataloader_mixins as mixins
+
+    monkeypatch.setattr(mixins.TextEmbeddingFileItemDTOMixin, "is_text_embedding_cached", True)
+    plugin = plugin_of(process)
+    before = plugin.memory.misses
+    assert before == 3, "read ahead, before workers are forked"
+    one, two = data[1], data[1]
+    assert torch.equal(one._encoded_latent, torch.full((4,), 1.0))
+    assert plugin.memory.misses == before + 1, "the text embedding, once"
+    assert plugin.memory.hits == 3
+    assert one.prompt_embeds.text_embeds is two.prompt_embeds.text_embeds
+    with pytest.raises(SafetensorError, match="meta"):
+        mixins.load_file(one.get_latent_path(), device="meta")  # theirs to load, and to refuse
+
+
+def plugin_of(process):
+    hook = type(process).__init__.__closure__
+    return next(cell.cell_contents for cell in hook if hasattr(cell.cell_contents, "memory"))
+
+
+def test_a_kind_of_cache_may_stay_on_disk(clone, pictures):
+    none = held(pictures, vae_cache_type="disk", text_cache_type="disk")
+    (process,) = make(clone, none)
+    assert plugin_of(process).memory is None
+    (process,) = make(clone, held(pictures, host_budget_gb=1, vae_cache_type="disk"))
+    (data,) = run(process).data_loader
+    assert data[0]._encoded_latent[0] == 0
+    assert plugin_of(process).memory.misses == 0
+
+
+def test_what_the_budget_does_not_hold_is_told(clone, pictures, caplog):
+    given = held(pictures, host_budget_gb=1e-7)
+    with caplog.at_level(logging.WARNING, "gracetune"):
+        (data,) = run(make(clone, given)[0]).data_loader
+    assert "of 3 cache files stay on disk" in caplog.text
+    assert data[2]._encoded_latent[0] == 2
+
+
+def test_workers_do_not_hold_what_they_read_themselves(clone, pictures):
+    (process,) = make(clone, held(pictures, host_budget_gb=1))
+    run(process)
+    plugin = plugin_of(process)
+    path = str(pictures / "_latent_cache" / "new.safetensors")
+    save_file({"latent": torch.ones(2)}, path)
+    child = os.fork()
+    if child == 0:
+        plugin.load(path, lambda _: {"latent": torch.ones(2)})
+        os._exit(plugin.memory.misses)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_workers_that_are_not_forks_are_refused():
+    assert start_method() == "fork"
+    demand_forks(2, "fork")
+    demand_forks(0, "spawn")
+    with pytest.raises(ConfigError, match="num_workers: 2, and Python starts workers by spawn"):
+        demand_forks(2, "spawn")
+
+
+def automagic(**params):
+    return {"type": "sd_trainer", "train": {**STAGES, "optimizer_params": params}}
+
+
+def test_each_expert_has_its_own_bounds(clone):
+    params = {"high_noise_lr_bump": 1e-6, "low_noise_lr_bump": 5e-7, "low_noise_max_lr": 5e-4}
+    (process,) = make(clone, automagic(**params))
+    run(process, experts(), BOTH)
+    high, low = process.optimizer.param_groups
+    assert (high["stage"], high["lr_bump"], high["max_lr"]) == ("high", 1e-6, 1e-3)
+    assert (low["stage"], low["lr_bump"], low["max_lr"]) == ("low", 5e-7, 5e-4)
+    assert high["start_lr"] == 2e-6
+    for p in process.network.parameters():
+        p.grad = torch.ones_like(p)
+    process.optimizer.step()
+    assert process.optimizer.get_avg_learning_rate() == pytest.approx(2e-6)
+
+
+@pytest.mark.parametrize(("trained", "stage"), [((0,), "high"), ((1,), "low")])
+def test_one_expert_alone_is_known_by_what_is_trained(clone, trained, stage):
+    (process,) = make(clone, automagic(**{f"{stage}_noise_max_lr": 1e-5}))
+    run(process, experts(trained))
+    (group,) = process.optimizer.param_groups
+    assert (group["stage"], group["max_lr"]) == (stage, 1e-5)
+
+
+def test_bounds_by_stage_need_stages(clone):
+    (process,) = make(clone, automagic(high_noise_max_lr=1e-4))
+    with pytest.raises(ConfigError, match="one transformer for all noise levels"):
+        run(process)
+
+
+def test_other_optimizers_stay_theirs(clone):
+    (process,) = make(clone, {"type": "sd_trainer", "gracetune": {}})
+    run(process)
+    assert type(process.optimizer) is torch.optim.AdamW
+    assert "stage" not in process.optimizer.param_groups[0]
+
+
+def windows(process, stage):
+    batch = SimpleNamespace(latents=torch.zeros(1), prompt_embeds=None, file_items=[])
+    process.current_boundary_index = stage
+    return torch.cat([process.process_general_training_batch(batch)[2] for _ in range(20)])
+
+
+def test_stock_windows_reach_into_the_other_stage_and_ours_do_not(clone):
+    torch.manual_seed(0)
+    (stock,) = make(clone, {"type": "sd_trainer", "gracetune": {"stage_timesteps": False}})
+    (ours,) = make(clone, {"type": "sd_trainer", "gracetune": {}})
+    for process in (stock, ours):
+        run(process, experts(), BOTH)
+    assert windows(stock, 1).max() > 875
+    assert windows(ours, 1).max() <= 875
+    assert windows(ours, 0).min() > 875
+    assert windows(ours, 1).max() <= 875
+    assert windows(ours, 1).max() > 870, "and the window is as wide as it may be"
+
+
+def test_ways_of_drawing_without_stages_are_refused(clone):
+    given = {"type": "sd_trainer", "gracetune": {}, "train": {"timestep_type": "two_step"}}
+    (process,) = make(clone, given)
+    with pytest.raises(ConfigError, match="timestep_type is two_step"):
+        run(process, experts(), BOTH)
+
+
+@pytest.mark.parametrize(("stage", "timesteps"), [(0, [800.0, 100.0]), (1, [990.0, 900.0])])
+def test_a_stage_without_a_timestep_is_no_silent_matter(stage, timesteps):
+    with pytest.raises(ConfigError, match=f"stage {stage} of the model"):
+        stage_boundaries(torch.tensor(timesteps), [0.875, 0.0], stage)
+
+
+def test_batches_are_placed_where_hints_are_on(clone, caplog):
+    given = {"type": "sd_trainer", "gracetune": {"gh200_optimizations": {"enable_uvm_hints": True}}}
+    (process,) = make(clone, given)
+    run(process)
+    process.sd = experts()
+    embeds = SimpleNamespace(text_embeds=torch.zeros(2))
+    batch = SimpleNamespace(latents=torch.zeros(1), prompt_embeds=embeds, file_items=[object()])
+    with caplog.at_level(logging.INFO, "gracetune"):
+        process.process_general_training_batch(batch)
+    assert "prefer_cpu_residency is unsupported: no GPU" in caplog.text
+
+
+def lora(*modules):
+    tensors = {}
+    for module in modules:
+        key = f"diffusion_model.blocks.0.self_attn.{module}"
+        tensors[f"{key}.lora_A.weight"] = torch.randn(2, 8)
+        tensors[f"{key}.lora_B.weight"] = torch.randn(8, 2)
+    return tensors
+
+
+def saving(clone, folder, parts, gracetune=None):
+    """A process of two experts whose network writes these files."""
+    given = {"type": "sd_trainer", "gracetune": gracetune or {}, "training_folder": str(folder)}
+    (process,) = make(clone, given)
+    names = [
+        f"transformer$$transformer_{stage}$$blocks$$0$$attn1$$to_{part}"
+        for stage in (1, 2)
+        for part in "qk"
+    ]
+    run(process, experts(), names)
+
+    def save_weights(path):
+        for part, tensors in parts.items():
+            save_file(tensors, path.replace(".safetensors", f"{part}.safetensors"))
+
+    process.network.save_weights = save_weights
+    return process
+
+
+def test_a_save_is_read_back_and_counted(clone, tmp_path, caplog):
+    whole = lora("q", "k")
+    process = saving(clone, tmp_path, {"_high_noise": whole, "_low_noise": whole})
+    with caplog.at_level(logging.INFO, "gracetune"):
+        process.save(7)
+    assert caplog.text.count("holds 2 modules. diffusers: 2 of 2 modules comfyui: 2 of 2") == 2
+    assert "name_000000007_low_noise.safetensors" in caplog.text
+
+
+def test_a_save_that_lost_modules_ends_the_run(clone, tmp_path):
+    parts = {"_high_noise": lora("q", "k"), "_low_noise": lora("q")}
+    with pytest.raises(
+        AdapterError, match=r"name_low_noise.* lacks 1 of 2 modules, blocks.0.attn1"
+    ):
+        saving(clone, tmp_path, parts).save()
+
+
+def test_a_stage_that_was_not_written_ends_the_run(clone, tmp_path):
+    with pytest.raises(AdapterError, match=r"name_low_noise\.safetensors is not there"):
+        saving(clone, tmp_path, {"_high_noise": lora("q", "k")}).save()
+
+
+def test_checks_can_be_left_out(clone, tmp_path):
+    saving(clone, tmp_path, {}, {"check_saves": False}).save()
+
+
+def test_spellings_that_cannot_be_split_are_named(clone, tmp_path):
+    process = saving(clone, tmp_path, {})
+    process.network = network("lora_transformer_transformer_1_blocks_0_attn1_to_q")
+    process.network.save_weights = lambda path: None
+    with pytest.raises(ConfigError, match="old_lokr_format: false"):
+        process.save()
+
+
+def test_what_we_cannot_read_is_not_judged_and_that_is_said(clone, tmp_path, caplog):
+    process = saving(clone, tmp_path, {"": {"lora_te.weird": torch.ones(2)}})
+    process.sd = ONE
+    with caplog.at_level(logging.WARNING, "gracetune"):
+        process.save()
+    assert "name.safetensors was not checked" in caplog.text
+
+
+def test_a_file_that_is_damaged_is_judged_in_any_family(clone, tmp_path):
+    process = saving(
+        clone,
+        tmp_path,
+        {
+            "": lora("q")
+            | {"diffusion_model.blocks.0.self_attn.q.alpha": torch.tensor(float("nan"))}
+        },
+    )
+    process.sd = ONE
+    with pytest.raises(AdapterError, match="nan"):
+        process.save()
