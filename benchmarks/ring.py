@@ -100,7 +100,7 @@ def measure(
     model = make_model(LAYERS)
     rotate_in_one_pass(model)
     fuse_lora(model)
-    placed = place(model, [list(model.blocks)], layout, open_mover(DEVICE, link), show)
+    placed = place(model, {model: list(model.blocks)}, layout, open_mover(DEVICE, link), show)
     for batch in BATCHES:
         before = placed.ring.counters() if placed.ring else None
         measured = time_step(make_step(model, batch), STEPS)

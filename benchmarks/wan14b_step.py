@@ -176,7 +176,7 @@ def measure_way(
         freeze_in_fp8(model.blocks)
     rotate_in_one_pass(model)
     fuse_lora(model)
-    placed = place(model, [list(model.blocks)], way.layout(), open_mover(DEVICE, link), show)
+    placed = place(model, {model: list(model.blocks)}, way.layout(), open_mover(DEVICE, link), show)
     let_go()
     total = torch.cuda.mem_get_info(DEVICE)[1]
     torch.cuda.set_per_process_memory_fraction(budget_gb * 1e9 / total)

@@ -96,7 +96,9 @@ class Fused:
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """What peft gives, where that is a plain LoRA at work."""
         layer, base = self.layer, self.base
-        if layer.disable_adapters or layer.merged or layer.active_adapters != [self.name]:
+        off = layer.disable_adapters or layer.merged or layer.active_adapters != [self.name]
+        # Autocast rounds what is in fp32; these products would not be rounded, and be slow.
+        if off or (self.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)):
             plain: Tensor = self.by_peft(x, *args, **kwargs)
             return plain
         rows, scale = x.to(self.dtype).flatten(0, -2), layer.scaling[self.name]

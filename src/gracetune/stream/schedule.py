@@ -3,7 +3,7 @@
 Pure bookkeeping over block numbers: no tensors, no clocks. A pass is one call of the model with
 the backward that follows it. Its order is guessed for the first pass of a kind, learnt from that,
 and held against every later one. Uses of the same block in a row count as one. Of several models
-that share the blocks' memory, such as two experts, a pass runs one: its first block says which.
+that share the blocks' memory, such as two experts, a pass runs one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ class Schedule:
         """`starts` has the first block of each model."""
         self.surprises = 0
         """Uses that a learnt order did not have next."""
-        self._model_of = [
-            model
-            for model, (start, end) in enumerate(pairwise([*starts, num_blocks]))
-            for _ in range(start, end)
-        ]
         self._orders: dict[tuple[Pass, int], list[int]] = {}
         for model, (start, end) in enumerate(pairwise([*starts, num_blocks])):
             there = list(range(start, end))
@@ -51,10 +46,10 @@ class Schedule:
         self._longest = LONGEST_PASS * num_blocks
         self._next = 0
 
-    def begin(self, kind: Pass) -> None:
-        """The model is called: learn from the pass that is over, expect the first block."""
+    def begin(self, kind: Pass, model: int = 0) -> None:
+        """A model is called: learn from the pass that is over, expect the first block."""
         self._learn()
-        self._kind = (kind, self._kind[1])  # the model that ran last runs on, until it does not
+        self._kind = (kind, model)
         self._seen = []
         self._next = 0
 
@@ -65,8 +60,6 @@ class Schedule:
 
     def used(self, block: int) -> bool:
         """Take note of a use; false where another was expected from a learnt order."""
-        if not self._seen:
-            self._kind = (self._kind[0], self._model_of[block])
         if len(self._seen) < self._longest:
             self._seen.append(block)
         as_expected = block == self.expected()

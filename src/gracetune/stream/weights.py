@@ -83,21 +83,37 @@ def stream_weights(
     tell: Callable[[Notice], None],
     slots: int = DEFAULT_SLOTS,
     poison: bool = False,
-    starts: Sequence[int] = (0,),
+    parts: Sequence[nn.Module] | None = None,
 ) -> Ring:
     """Stream the frozen weights of some blocks of a model, given in the order forward uses them.
 
     All else of the model is brought to the device. `poison` fills a slot with NaN before it is
-    filled with weights: for finding who reads too late. Where a call of the model runs one of
-    several parts, such as experts, `starts` has the number of each part's first block.
+    filled with weights: for finding who reads too late. `parts` are the modules of which each
+    call is a pass, in the order of their blocks: two experts, say; none: the model itself.
     """
     if slots < LEAST_SLOTS:
         raise StreamError(
             f"a ring of {slots} slot(s) was asked for; one holds the block in use and another what "
             f"comes next, so at least {LEAST_SLOTS} are needed. Ask for {DEFAULT_SLOTS}."
         )
-    schedule = Schedule(len(blocks), starts)
-    return Ring(model, blocks, mover, tell, schedule, slots, poison)
+    schedule = Schedule(len(blocks), (0,) if parts is None else _starts(parts, blocks))
+    return Ring(model, parts or [model], blocks, mover, tell, schedule, slots, poison)
+
+
+def _starts(parts: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[int]:
+    """The number of each part's first block."""
+    inside = [set(part.modules()) for part in parts]
+    owners = [[block in modules for modules in inside] for block in blocks]
+    starts = []
+    for number in range(len(parts)):
+        own = [index for index, owner in enumerate(owners) if owner[number]]
+        if not own or own != list(range(own[0], own[0] + len(own))):
+            raise StreamError(
+                f"part {number} ({type(parts[number]).__name__}) has no blocks to stream, or they "
+                "do not stand side by side in the list. Give the blocks part by part."
+            )
+        starts.append(own[0])
+    return starts
 
 
 class Ring:
@@ -106,6 +122,7 @@ class Ring:
     def __init__(
         self,
         model: nn.Module,
+        parts: Sequence[nn.Module],
         blocks: Sequence[nn.Module],
         mover: Mover,
         tell: Callable[[Notice], None],
@@ -137,7 +154,7 @@ class Ring:
         self._told_surprise = False
         self._closed = False
         self._indices = {block: index for index, block in enumerate(blocks)}
-        self._hooks = self._hook(model, blocks)
+        self._hooks = self._hook(parts, blocks)
 
     def __deepcopy__(self, memo: object) -> Ring:
         """Refused: a copied model would have hooks that feed the first one's modules."""
@@ -218,21 +235,29 @@ class Ring:
         self._host.clear()
         self._mover.release()
 
-    def _hook(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
-        hooks = [
-            model.register_forward_pre_hook(self._pass_begins, prepend=True),
-            model.register_forward_hook(self._pass_ends, always_call=True),
-        ]
+    def _hook(
+        self, parts: Sequence[nn.Module], blocks: Sequence[nn.Module]
+    ) -> list[RemovableHandle]:
+        hooks = []
+        for number, part in enumerate(parts):
+            begins = partial(self._pass_begins, number)
+            hooks.append(part.register_forward_pre_hook(begins, prepend=True))
+            hooks.append(part.register_forward_hook(self._pass_ends, always_call=True))
         for index, block in enumerate(blocks):
             if self._regions[index].places:
-                begins, ends = partial(self._block_begins, index), partial(self._block_ends, index)
-                hooks.append(block.register_forward_pre_hook(begins, prepend=True))
-                hooks.append(block.register_forward_hook(ends, always_call=True))
+                hooks.append(
+                    block.register_forward_pre_hook(
+                        partial(self._block_begins, index), prepend=True
+                    )
+                )
+                hooks.append(
+                    block.register_forward_hook(partial(self._block_ends, index), always_call=True)
+                )
         return hooks
 
-    def _pass_begins(self, *_: object) -> None:
+    def _pass_begins(self, part: int, *_: object) -> None:
         training = torch.is_grad_enabled()
-        self._schedule.begin(Pass.TRAIN if training else Pass.SAMPLE)
+        self._schedule.begin(Pass.TRAIN if training else Pass.SAMPLE, part)
         self._in_use = None
         self._slots.trim()
         self._fetch_ahead()

@@ -12,7 +12,7 @@ from gracetune.stream.weights import DEFAULT_SLOTS, stream_weights
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -60,18 +60,18 @@ class Placed:
 
 def place(
     model: nn.Module,
-    transformers: Sequence[Sequence[nn.Module]],
+    transformers: Mapping[nn.Module, Sequence[nn.Module]],
     layout: Layout,
     mover: Mover,
     tell: Tell,
     backend: str = "inductor",
 ) -> Placed:
-    """Bring a model to the device as a plan says; `transformers` has the blocks of each.
+    """Bring a model to the device as a plan says; each of its transformers comes with its blocks.
 
     Call it when it is settled what is trained: frozen weights stream, others never do.
     """
     undo = ExitStack()
-    blocks = [block for part in transformers for block in part]
+    blocks = [block for part in transformers.values() for block in part]
     plans = [plan for _ in transformers for plan in layout.blocks]
     ring = _stream(model, transformers, layout, mover, tell)
     if ring is None:
@@ -101,7 +101,7 @@ def _keeping(plan: BlockPlan, compiled: bool) -> Keeping:
 
 def _stream(
     model: nn.Module,
-    transformers: Sequence[Sequence[nn.Module]],
+    transformers: Mapping[nn.Module, Sequence[nn.Module]],
     layout: Layout,
     mover: Mover,
     tell: Tell,
@@ -109,9 +109,8 @@ def _stream(
     chosen = [i for i, plan in enumerate(layout.blocks) if plan.weights == "streamed"]
     if not chosen:
         return None
-    streamed = [part[index] for part in transformers for index in chosen]
-    starts = [number * len(chosen) for number in range(len(transformers))]
-    return stream_weights(model, streamed, mover, tell, layout.slots, starts=starts)
+    streamed = [part[index] for part in transformers.values() for index in chosen]
+    return stream_weights(model, streamed, mover, tell, layout.slots, parts=list(transformers))
 
 
 def _offload(

@@ -32,9 +32,7 @@ from gracetune.train.place import Layout, place
 from gracetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import nn
+    from collections.abc import Callable
 
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
@@ -50,6 +48,8 @@ if TYPE_CHECKING:
 
     Tell = Callable[[Event], None]
 
+COMPILING_S = 90.0
+"""What compiling the blocks of a model takes, about, the first time."""
 SMALLER = (0.85, 0.92, 0.97)
 """Of what a plan needed that did not fit, what the next one may need: the first that can be."""
 HOST_RESERVE_SHARE = 0.05
@@ -82,10 +82,22 @@ class Question:
     fixed: Fixed
     budget: Budget
     wishes: Wishes
+    micro_batches: int
+    """Of the whole run: compiling must pay for itself."""
 
     def answer(self, budget: Budget) -> Plan:
-        """The fastest plan within a budget."""
-        return choose(self.model, self.fixed, budget, self.wishes, simulated=False).best
+        """The plan with which the run is done first; compiling is part of the run."""
+        plans = []
+        for compiled in self.wishes.compile:
+            wishes = replace(self.wishes, compile=(compiled,))
+            with suppress(PlanError):
+                plans.append(choose(self.model, self.fixed, budget, wishes, simulated=False).best)
+        if not plans:
+            return choose(self.model, self.fixed, budget, self.wishes, simulated=False).best
+        return min(plans, key=self._seconds)
+
+    def _seconds(self, plan: Plan) -> float:
+        return self.micro_batches * plan.seconds.step + (COMPILING_S if plan.compiled else 0.0)
 
 
 def question(run: RunFile, family: Family, largest: Batch, device: torch.device) -> Question:
@@ -103,6 +115,7 @@ def question(run: RunFile, family: Family, largest: Batch, device: torch.device)
         ),
         Budget(_device_nbytes(run, device), _host_nbytes(run), FITTED["fragmentation"].value),
         replace(wishes_of(run), batches=(run.train.batch_size,)),
+        run.train.max_train_steps * run.train.gradient_accumulation_steps,
     )
 
 
@@ -165,11 +178,12 @@ class Settled:
 def apply(plan: Plan, family: Family, link: Link, device: torch.device, tell: Tell) -> Placed:
     """The transformer as planned; of two experts, both alike through one ring."""
     blocks = family.blocks()
-    count = len(transformers_of(family.transformer))
-    size = len(blocks) // count
-    parts: Sequence[Sequence[nn.Module]] = [
-        blocks[number * size : (number + 1) * size] for number in range(count)
-    ]
+    transformers = list(transformers_of(family.transformer).values())
+    size = len(blocks) // len(transformers)
+    parts = {
+        transformer: blocks[number * size : (number + 1) * size]
+        for number, transformer in enumerate(transformers)
+    }
     layout = Layout(plan.blocks, plan.compiled, plan.slots)
     return place(family.transformer, parts, layout, open_mover(device, link), tell)
 

@@ -74,6 +74,17 @@ def test_bf16_products_train_fp32_weights():
     assert not torch.equal(model(x), before)
 
 
+def test_autocast_of_fp32_weights_is_left_to_torch():
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+    plain, fused = make(), make()
+    fuse_lora(fused)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = gradients(plain, x), gradients(fused, x)
+    assert found[0].dtype == torch.bfloat16
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_layer_nobody_calls_gets_no_gradient():
     model = make(torch.bfloat16)
     fuse_lora(model)

@@ -35,6 +35,14 @@ def test_blocks_of_another_model(told):
     assert "block 0 (Block) is not part of the model (Model)" in said
 
 
+def test_parts_whose_blocks_are_mixed_or_missing(told):
+    high, low = made(), made()
+    both = nn.ModuleList([high, low])
+    mixed = [high.blocks[0], low.blocks[0], high.blocks[1]]
+    assert "part 0 (Model)" in refused(both, mixed, told, parts=[high, low])
+    assert "part 1 (Model)" in refused(both, list(high.blocks), told, parts=[high, low])
+
+
 def test_a_block_twice(told):
     model = made()
     assert "given twice" in refused(model, [model.blocks[0], model.blocks[0]], told)
