@@ -148,6 +148,8 @@ def test_staged_pictures_and_captions_outlive_the_files(clone, pictures):
     with mixins.open(pictures / "2.txt") as file:
         assert file.read() == "caption 2"
     assert mixins.Image.fromarray is Image.fromarray
+    with pytest.raises(FileNotFoundError):
+        mixins.Image.open(str(pictures / "4.png"))
 
 
 def test_staged_videos_are_opened_from_memory(clone, pictures):
@@ -458,12 +460,12 @@ def test_checks_can_be_left_out(clone, tmp_path):
     saving(clone, tmp_path, {}, {"check_saves": False}).save()
 
 
-def test_spellings_that_cannot_be_split_are_named(clone, tmp_path):
-    process = saving(clone, tmp_path, {})
-    process.network = network("lora_transformer_transformer_1_blocks_0_attn1_to_q")
-    process.network.save_weights = lambda path: None
+def test_spellings_that_cannot_be_split_are_refused_before_training(clone):
+    (process,) = make(clone, {"type": "sd_trainer", "gracetune": {}})
     with pytest.raises(ConfigError, match="old_lokr_format: false"):
-        process.save()
+        run(process, experts(), ["lora_transformer_transformer_1_blocks_0_attn1_to_q"])
+    (process,) = make(clone, {"type": "sd_trainer", "gracetune": {"check_saves": False}})
+    run(process, experts(), ["lora_transformer_transformer_1_blocks_0_attn1_to_q"])
 
 
 def test_what_we_cannot_read_is_not_judged_and_that_is_said(clone, tmp_path, caplog):

@@ -54,6 +54,9 @@ def process_class(plugin: Plugin, original: type) -> type:
         def hook_before_train_loop(self) -> None:
             super().hook_before_train_loop()
             keep_to_stages(self)
+            if saves_by_stage(self):
+                # What could not be checked after a day of training is refused before it.
+                modules_by_stage(self.network, only_stage(self.sd))
 
         def process_general_training_batch(self, batch: Any) -> Any:
             made = super().process_general_training_batch(batch)
@@ -122,19 +125,30 @@ def placed(batch: Any, made: Sequence[object]) -> dict[str, object]:
     embeds = found.get("prompt_embeds")
     if embeds is not None:
         found["prompt_embeds"] = vars(embeds)
-    return {**found, "noisy_latents": made[0]}
+    return {**found, "latent_batch": made[0]}
+
+
+def saves_adapters(process: Any) -> bool:
+    """Whether a save writes an adapter that is to be checked."""
+    wanted: bool = process.gracetune_blocks.check_saves
+    merged: bool = process.train_config.merge_network_on_save
+    return wanted and process.network is not None and not merged
+
+
+def saves_by_stage(process: Any) -> bool:
+    """Whether it writes one for each expert."""
+    split = process.sd.is_multistage and process.network_config.split_multistage_loras
+    return saves_adapters(process) and bool(split)
 
 
 def check_saved(process: Any, step: int | None) -> None:
     """Read back what was just written, and count: a run must not end with a file of nothing."""
-    wanted = process.gracetune_blocks.check_saves and process.network is not None
-    merged = process.train_config.merge_network_on_save
-    if not wanted or merged or not process.accelerator.is_main_process:
+    if not saves_adapters(process) or not process.accelerator.is_main_process:
         return
     name = process.job.name + ("_LoRA" if process.named_lora else "")
     number = "" if step is None else f"_{step:09d}"
     stem = os.path.join(process.save_root, f"{name}{number}")
-    if not (process.sd.is_multistage and process.network_config.split_multistage_loras):
+    if not saves_by_stage(process):
         check_one(Path(f"{stem}.safetensors"), None, None)
         return
     for stage, modules in modules_by_stage(process.network, only_stage(process.sd)).items():
