@@ -106,6 +106,7 @@ def plan(
         fixed,
         budget,
         wishes_of(run_file),
+        frozen_compute=run_file.model.frozen_compute,
         stored_share=STORED_SHARES[run_file.model.quantize],
         simulated=where.simulated,
     )

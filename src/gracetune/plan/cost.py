@@ -141,7 +141,8 @@ class Model:
         self.name = shapes.name
         self.speeds = speeds
         self.frozen_compute = frozen_compute
-        self._stored_share = stored_share
+        # Weights for fp8 products are kept and moved in fp8.
+        self._stored_share = min(stored_share, 0.5) if frozen_compute == "fp8" else stored_share
         self._plain = plain_checkpointing
         self._shapes = shapes
         self._made: dict[int, Costs] = {}

@@ -128,6 +128,7 @@ def test_fp8_speeds_up_products_with_frozen_weights_alone() -> None:
     before, after = (costs.blocks[0].compiled.keep for costs in (plain, rounded))
     assert after.forward.gemm == pytest.approx(before.forward.gemm / 2)
     assert after.backward.attention == before.backward.attention
+    assert rounded.slot_nbytes == plain.slot_nbytes / 2
 
 
 def test_quantised_weights_take_less_of_slots_host_and_link() -> None:
