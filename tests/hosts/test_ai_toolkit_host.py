@@ -8,6 +8,7 @@ is the miniature's, where ai-toolkit would download one.
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections import OrderedDict
@@ -157,7 +158,9 @@ def test_every_symbol_fits():
 
 
 def test_switched_off_it_trains_what_stock_trains(run_job, model, pictures, tmp_path):
-    run_job(config(model, pictures, tmp_path / "stock"))
+    # Encoding draws from the same generator as training does, so that each run encodes for itself.
+    twin = shutil.copytree(pictures, tmp_path / "twin")
+    run_job(config(model, twin, tmp_path / "stock"))
     off = {"stage_timesteps": False, "check_saves": False}
     ours = run_job(config(model, pictures, tmp_path / "ours", gracetune=off))
     assert ours.gracetune_blocks is not None
@@ -175,11 +178,13 @@ def test_all_of_it_trains_saves_and_resumes(
 
     drawn, reads = [], []
     original = AiToolkitDataset._get_single_item
-    monkeypatch.setattr(
-        AiToolkitDataset,
-        "_get_single_item",
-        lambda self, index: reads.append(found := original(self, index)) or found,
-    )
+
+    def read(self, index):
+        found = original(self, index)
+        reads.append((found.path, found.get_latent().clone()))
+        return found
+
+    monkeypatch.setattr(AiToolkitDataset, "_get_single_item", read)
 
     def watched(given):
         from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
@@ -218,7 +223,7 @@ def test_all_of_it_trains_saves_and_resumes(
     assert all((at > 875) == (stage == 0) for stage, at in drawn), drawn
     # Two epochs ended: the first draw is gone, the second may still be read ahead.
     assert len(list((pictures / "_latent_cache").iterdir())) == 6
-    latents = [item.get_latent() for item in reads if item.path.endswith("0.png")]
+    latents = [latent for path, latent in reads if path.endswith("0.png")]
     assert len(latents) > 1
     assert any(not torch.equal(latents[0], other) for other in latents[1:])
 
