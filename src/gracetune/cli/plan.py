@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from torch import nn
-
-    from gracetune.config.schema import AdapterSection, OptimizerSection, RunFile
+    from gracetune.config.schema import AdapterSection, RunFile
     from gracetune.memory.machine import Machine
     from gracetune.plan.ask import Trained
     from gracetune.plan.outlines import Outline
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 HELP = "memory and speed of a run before it is started, for this machine or a known one"
 CAPTION_SUFFIXES = {".txt", ".json", ".jsonl", ".csv", ".parquet", ".caption"}
-PROBE_EDGE = 256
-"""Edge of the matrix that an optimizer is tried on, to see what it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +159,7 @@ def _measured(device: int) -> Basics:
 
 def _trained(run_file: RunFile, shape: Outline) -> Trained:
     """What one expert trains, and what the optimizer keeps for it."""
+    from gracetune.optim.footprint import state_nbytes_each
     from gracetune.plan.ask import MASTER_NBYTES, Trained
 
     count = make_trainable(shape, run_file.adapter)
@@ -187,25 +184,6 @@ def make_trainable(shape: Outline, section: AdapterSection | None) -> int:
     for parameter in parameters:  # products are in the model's type, updates in fp32
         parameter.data = parameter.data.to(shape.dtype)
     return sum(parameter.numel() for parameter in parameters)
-
-
-def state_nbytes_each(section: OptimizerSection) -> float:
-    """What the optimizer keeps of each number that it updates: tried on a small matrix."""
-    import torch
-
-    from gracetune.optim.build import build_optimizer
-
-    probe: nn.Parameter = torch.nn.Parameter(torch.zeros(PROBE_EDGE, PROBE_EDGE))
-    optimizer = build_optimizer({"probe": probe}, section)
-    probe.grad = torch.ones_like(probe)
-    optimizer.step()
-    kept = [
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return sum(kept) / probe.numel()
 
 
 def count_samples(run_file: RunFile) -> int | None:

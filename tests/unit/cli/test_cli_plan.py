@@ -14,6 +14,7 @@ from gracetune.config.schema import OptimizerSection, RunFile
 from gracetune.errors import ConfigError
 from gracetune.memory.machine import Machine
 from gracetune.models import tiny
+from gracetune.optim.footprint import state_nbytes_each
 from gracetune.plan.known_models import Picture
 from gracetune.plan.machines import MACHINES
 from gracetune.plan.outlines import outline
@@ -113,7 +114,7 @@ def test_an_unknown_machine_lists_those_there_are(
 
 @pytest.mark.parametrize(("name", "nbytes"), [("adamw", 8.0), ("lion", 4.0)])
 def test_an_optimizers_state_is_tried_out(name: str, nbytes: float) -> None:
-    each = plan.state_nbytes_each(OptimizerSection(name=name))
+    each = state_nbytes_each(OptimizerSection(name=name))
     assert each == pytest.approx(nbytes, abs=0.01)
 
 

@@ -70,9 +70,9 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "say what to do: train, now"),
+        ([], "say what to do: train, plan, now"),
         (["trian"], "'trian' is not a verb. Did you mean 'train'?"),
-        (["xyzzy"], "'xyzzy' is not a verb. Known: train, now"),
+        (["xyzzy"], "'xyzzy' is not a verb. Known: train, plan, now"),
         (["--quiet"], "'--quiet' is not a verb."),
     ],
 )

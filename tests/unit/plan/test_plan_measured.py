@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gracetune.cli.plan import state_nbytes_each
+from gracetune.optim.footprint import state_nbytes_each
 from gracetune.config.schema import ModelSection, OptimizerSection
 from gracetune.plan.ask import MASTER_NBYTES, Trained
 from gracetune.plan.choose import predict
