@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gracetune.optim.footprint import state_nbytes_each
 from gracetune.config.schema import ModelSection, OptimizerSection
+from gracetune.optim.footprint import state_nbytes_each
 from gracetune.plan.ask import MASTER_NBYTES, Trained
 from gracetune.plan.choose import predict
 from gracetune.plan.cost import Model
