@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -42,13 +43,19 @@ def extension_class(
             """A trainer that is always ours; jobs learn of ours on the way."""
             from gracetune.hosts.ai_toolkit.hooks import enter_jobs
 
+            trainer: type = find(SD_TRAINER).SDTrainer
             if not entered:
                 entered.append(make())
                 enter_jobs(entered[0], find, partial(check, root))
-            trainer: type = find(SD_TRAINER).SDTrainer
             return trainer
 
     return GracetuneExtension
+
+
+def say(text: str) -> None:
+    """Print, as ai-toolkit does: its captioners switch all logs off when they are imported."""
+    sys.stdout.write(f"gracetune: {text}\n")
+    sys.stdout.flush()
 
 
 def make_plugin() -> Plugin:
@@ -56,4 +63,4 @@ def make_plugin() -> Plugin:
     from gracetune.hosts.ai_toolkit.plugin import Plugin
     from gracetune.memory.machine import open_machine
 
-    return Plugin(process_environment(), lambda: open_machine(0))
+    return Plugin(process_environment(), lambda: open_machine(0), say)

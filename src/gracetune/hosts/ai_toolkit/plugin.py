@@ -3,7 +3,6 @@ tensors of a batch are placed."""
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 from pathlib import Path
@@ -34,18 +33,11 @@ if TYPE_CHECKING:
 
     Load = Callable[[str], object]
 
-log = logging.getLogger("gracetune")
 CACHE_FOLDERS = {"_latent_cache": "vae", "_t_e_cache": "text"}
 """Where ai-toolkit keeps cache files, beside the pictures, and which cache it is."""
 IN_MEMORY = ("memory", "unified_memory")
 _MEMORY_SHARE = 0.5
 """Of what the host can spare, for cache files, where nothing is said."""
-
-
-def tell(event: Event) -> None:
-    """Notices go to the log of the run; progress is ai-toolkit's to show."""
-    if isinstance(event, Notice):
-        log.log(logging.WARNING if event.level == "warning" else logging.INFO, "%s", event.text)
 
 
 class Plugin:
@@ -55,16 +47,20 @@ class Plugin:
         self,
         environment: Mapping[str, str],
         open_machine: Callable[[], Machine],
+        say: Callable[[str], None],
         room: Callable[[], int] = host_room,
     ) -> None:
         self.environment = environment
+        self.say = say
         self.memory: TensorMemory | None = None
         self._room = room
         self._process = os.getpid()
         self._held: frozenset[str] = frozenset()
         self._kept: set[str] = set()
         self._shelves: dict[str, Shelf] = {}
-        self._session = MemorySession(open_machine, lambda: environment_settings(environment), tell)
+        self._session = MemorySession(
+            open_machine, lambda: environment_settings(environment), self._tell
+        )
 
     def take(self, config: Mapping[str, object]) -> tuple[dict[str, object], Blocks]:
         """What ai-toolkit may see of a process; what it says to us is told and prepared."""
@@ -72,11 +68,16 @@ class Plugin:
             return dict(config), Blocks(stage_timesteps=False, check_saves=False)
         rest, blocks = take_blocks(config, self.environment)
         for text in blocks.notices:
-            log.info("%s", text)
+            self.say(text)
         self._session.override = blocks.gh200.enable_uvm_hints
         if blocks.cache is not None:
             self._hold_caches(blocks.cache)
         return rest, blocks
+
+    def _tell(self, event: Event) -> None:
+        """Progress is ai-toolkit's to show."""
+        if isinstance(event, Notice):
+            self.say(f"warning: {event.text}" if event.level == "warning" else event.text)
 
     def _hold_caches(self, cache: CacheSection) -> None:
         types = {"vae": cache.vae_cache_type, "text": cache.text_cache_type}
@@ -88,7 +89,7 @@ class Plugin:
             budget = share if limit is None else int(limit * GIB)
             # Not pinned: memory that the driver pins is not there in forks, which workers are.
             self.memory = TensorMemory(budget, torch.Tensor.contiguous)
-            log.info("cache files are kept in host memory, up to %s", format_bytes(budget))
+            self.say(f"cache files are kept in host memory, up to {format_bytes(budget)}")
 
     def attach(self, blocks: Blocks, configs: Sequence[Settings]) -> None:
         """Give ai-toolkit's data sets, one a resolution, what was kept from them at first."""
@@ -111,7 +112,7 @@ class Plugin:
             folder = os.path.abspath(block.folder)
             if block.staged is not None and folder not in self._shelves:
                 chosen = StagedSet(folder, folder, block.staged, ())
-                self._shelves[folder] = stage(chosen, tell, None)
+                self._shelves[folder] = stage(chosen, self._tell, None)
 
     def staged_bytes(self, path: object) -> bytes | None:
         """The bytes of a staged file; none: ask the disk."""
@@ -159,9 +160,10 @@ class Plugin:
             else:
                 self.load(path, load)
         if left:
-            log.warning(
-                "%s of %s cache files stay on disk: gracetune.cache_config.host_budget_gb is %s",
-                *(left, len(wanted), format_bytes(self.memory.budget_nbytes)),
+            budget = format_bytes(self.memory.budget_nbytes)
+            self.say(
+                f"{left} of {len(wanted)} cache files stay on disk: "
+                f"gracetune.cache_config.host_budget_gb allows {budget}"
             )
 
     def place(self, blocks: Blocks, batch: Mapping[str, object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,15 @@ from gracetune.hosts.ai_toolkit.timesteps import demand_stages, stage_boundaries
 from gracetune.optim.build import groups_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.nn import Parameter
 
     from gracetune.adapters.tables.types import Stage
     from gracetune.hosts.ai_toolkit.plugin import Plugin
 
-log = logging.getLogger("gracetune")
+    Say = Callable[[str], None]
+
 STAGES: dict[str, Stage] = {"transformer_1": "high", "transformer_2": "low"}
 """How names tell the expert, of two."""
 PARTS: dict[Stage, str] = {"high": "_high_noise", "low": "_low_noise"}
@@ -65,7 +65,7 @@ def process_class(plugin: Plugin, original: type) -> type:
 
         def save(self, step: int | None = None) -> None:
             super().save(step)
-            check_saved(self, step)
+            check_saved(self, step, plugin.say)
 
     functools.update_wrapper(GracetuneProcess, original, updated=())
     return GracetuneProcess
@@ -141,7 +141,7 @@ def saves_by_stage(process: Any) -> bool:
     return saves_adapters(process) and bool(split)
 
 
-def check_saved(process: Any, step: int | None) -> None:
+def check_saved(process: Any, step: int | None, say: Say) -> None:
     """Read back what was just written, and count: a run must not end with a file of nothing."""
     if not saves_adapters(process) or not process.accelerator.is_main_process:
         return
@@ -149,13 +149,13 @@ def check_saved(process: Any, step: int | None) -> None:
     number = "" if step is None else f"_{step:09d}"
     stem = os.path.join(process.save_root, f"{name}{number}")
     if not saves_by_stage(process):
-        check_one(Path(f"{stem}.safetensors"), None, None)
+        check_one(Path(f"{stem}.safetensors"), None, None, say)
         return
     for stage, modules in modules_by_stage(process.network, only_stage(process.sd)).items():
-        check_one(Path(f"{stem}{PARTS[stage]}.safetensors"), stage, modules)
+        check_one(Path(f"{stem}{PARTS[stage]}.safetensors"), stage, modules, say)
 
 
-def check_one(path: Path, stage: Stage | None, modules: list[str] | None) -> None:
+def check_one(path: Path, stage: Stage | None, modules: list[str] | None, say: Say) -> None:
     """One file; what we cannot read is not judged where only we may be to blame, and that is said.
 
     A file with both experts is no fault of the run's: it was asked for, and no tool loads it.
@@ -167,10 +167,10 @@ def check_one(path: Path, stage: Stage | None, modules: list[str] | None) -> Non
     except AdapterError as error:
         if stage is not None or error.kind not in UNJUDGED:
             raise
-        log.warning("%s was not checked: %s", path, error)
+        say(f"warning: {path} was not checked: {error}")
         return
     found.demand()
-    log.info("%s holds %s modules. %s", path, found.expected, " ".join(found.lines()))
+    say(f"{path} holds {found.expected} modules. {' '.join(found.lines())}")
 
 
 def modules_by_stage(network: Any, only: Stage | None) -> dict[Stage, list[str]]:
