@@ -43,7 +43,7 @@ class Fp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """As the linear layer, within the rounding."""
         y: Tensor = FrozenProductFp8.apply(  # type: ignore[no-untyped-call]
-            x.flatten(0, -2), self.weight, self.weight_scales, self.bias
+            x.to(self.dtype).flatten(0, -2), self.weight, self.weight_scales, self.bias
         )
         return y.view(*x.shape[:-1], -1)
 

@@ -77,7 +77,7 @@ def _by_peft(model: nn.Module, section: AdapterSection, modules: Mapping[str, Se
         r=section.rank,
         lora_alpha=alpha_of(section),
         lora_dropout=section.dropout,
-        target_modules=list(modules),
+        target_modules="|".join(map(re.escape, modules)),  # as a list, endings would match too
         rank_pattern={f"^{re.escape(name)}": setting.rank for name, setting in modules.items()},
         alpha_pattern={f"^{re.escape(name)}": setting.alpha for name, setting in modules.items()},
         use_dora=section.kind == "dora",

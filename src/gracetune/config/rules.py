@@ -135,6 +135,20 @@ def _adapter(run: RunFile) -> Iterator[Breach]:
         )
 
 
+def _fp8(run: RunFile) -> Iterator[Breach]:
+    if run.model.frozen_compute != "fp8":
+        return
+    reason = ""
+    if run.adapter is None:
+        reason = "without an adapter every weight is trained, and none is frozen"
+    elif run.adapter.kind == "dora":
+        reason = "adapter.kind dora measures the frozen weights in every step"
+    elif run.model.quantize != "none":
+        reason = f"model.quantize {run.model.quantize} has stored them in its own way"
+    if reason:
+        yield Breach("model.frozen_compute", f"is fp8, but {reason}; set it to bf16.")
+
+
 def _datasets(run: RunFile) -> Iterator[Breach]:
     counts = Counter(dataset.id for dataset in run.datasets)
     for index, dataset in enumerate(run.datasets):
@@ -242,6 +256,7 @@ RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (
     _automagic,
     _betas,
     _adapter,
+    _fp8,
     _datasets,
     _persistence,
     _validation,

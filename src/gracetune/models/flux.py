@@ -247,11 +247,11 @@ class Flux:
             transformer=self.transformer,
         )
         pipeline.set_progress_bar_config(disable=True)
-        device = next(self.transformer.parameters()).device
+        where = next(self.transformer.parameters())
         width, height = order.shape
         made = []
         for number, text in enumerate(order.texts):
-            stacked = {key: t.to(device) for key, t in self.stack_text([text]).items()}
+            stacked = {key: t.to(where) for key, t in self.stack_text([text]).items()}
             picture = pipeline(
                 prompt_embeds=stacked["tokens"],
                 pooled_prompt_embeds=stacked["pooled"],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gracetune.optim.build import build_optimizer
+from gracetune.optim.build import STAGES, build_optimizer
 
 if TYPE_CHECKING:
     from gracetune.config.schema import OptimizerSection
@@ -19,7 +19,7 @@ PROBE_EDGE = 256
 def state_nbytes_each(section: OptimizerSection) -> float:
     """Bytes of state for each number, found by one step on a small matrix."""
     probe = nn.Parameter(torch.zeros(PROBE_EDGE, PROBE_EDGE))
-    optimizer = build_optimizer({"probe": probe}, section)
+    optimizer = build_optimizer({f"{_stage(section)}.probe": probe}, section)
     probe.grad = torch.ones_like(probe)
     optimizer.step()
     kept = [
@@ -29,3 +29,10 @@ def state_nbytes_each(section: OptimizerSection) -> float:
         if isinstance(value, Tensor)
     ]
     return sum(kept) / probe.numel()
+
+
+def _stage(section: OptimizerSection) -> str:
+    """Settings of one expert are refused where there are no experts."""
+    named = section.model_dump(exclude_none=True)
+    stages = [stage for stage in STAGES if any(key.startswith(f"{stage}_noise") for key in named)]
+    return stages[0] if stages else "one"

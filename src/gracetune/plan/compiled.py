@@ -234,7 +234,8 @@ def _workspace(node: fx.Node) -> int:
 
 
 def _value(argument: object) -> Any:
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+    """What stands for an argument; states of random generators have no value to look at."""
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
 def _storages(node: fx.Node) -> list[int]:

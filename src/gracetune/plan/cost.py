@@ -93,12 +93,16 @@ class Block:
         return way.saved_nbytes + (self.input_nbytes if way.saves_input else 0)
 
     def outgoing_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
-        """What of it waits in host memory."""
-        return self.saved_nbytes(plan, compiled) if is_sent(plan) else 0
+        """What of it waits in host memory; what an eager checkpoint keeps itself cannot."""
+        if not is_sent(plan):
+            return 0
+        if plan.activations == "recompute" and not compiled:
+            return self.input_nbytes
+        return self.saved_nbytes(plan, compiled)
 
     def held_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
         """What of it stays on the device."""
-        return 0 if is_sent(plan) else self.saved_nbytes(plan, compiled)
+        return self.saved_nbytes(plan, compiled) - self.outgoing_nbytes(plan, compiled)
 
 
 def is_sent(plan: BlockPlan) -> bool:

@@ -59,13 +59,22 @@ def make_plan(
 def family_subject(
     family: Family, latent_shape: Sequence[int], text: Mapping[str, Tensor]
 ) -> Subject:
-    """A loaded family with its adapter in place, for the tracer; of two experts, the first.
+    """A loaded family with its adapter in place, for the tracer; of two experts, a trained one.
 
     `latent_shape` is of one encoded sample, `text` a batch of any size as `stack_text` makes it.
     """
     transformers = transformers_of(family.transformer)
-    model = next(iter(transformers.values()))
-    blocks = family.blocks()
+    number = next(
+        (
+            n
+            for n, t in enumerate(transformers.values())
+            if any(p.requires_grad for p in t.parameters())
+        ),
+        0,
+    )
+    model = list(transformers.values())[number]
+    size = len(family.blocks()) // len(transformers)
+    blocks = family.blocks()[number * size : (number + 1) * size]
 
     def inputs(batch: int) -> dict[str, Tensor]:
         texts = {
@@ -79,4 +88,4 @@ def family_subject(
         conditions = {name: batch[name] for name in text} | given
         return family.predict(called, noisy, batch["levels"], conditions)
 
-    return Subject(family.name, model, blocks[: len(blocks) // len(transformers)], inputs, predict)
+    return Subject(family.name, model, blocks, inputs, predict)

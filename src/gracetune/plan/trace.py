@@ -7,6 +7,8 @@ kind. What is outside of blocks is traced with stand-ins for them.
 
 from __future__ import annotations
 
+from functools import _lru_cache_wrapper
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +59,7 @@ def trace_model(subject: Subject, batch: int) -> ModelShapes:
                 kinds.append(_trace_block(block, fakes, call))
             order.append(groups[key])
         outside, batch_nbytes = _trace_outside(subject, fakes, calls, batch)
+    _forget_fakes(subject.model)
     inside = {id(p) for block in subject.blocks for p in block.parameters()}
     rest = [p for p in subject.model.parameters() if id(p) not in inside]
     buffers = list(subject.model.buffers())
@@ -70,6 +73,16 @@ def trace_model(subject: Subject, batch: int) -> ModelShapes:
         outside_trained_nbytes=_nbytes(t for t in rest if t.requires_grad),
         batch_nbytes=batch_nbytes,
     )
+
+
+def _forget_fakes(model: nn.Module) -> None:
+    """Tables that a model's classes remember by their arguments were made of fakes just now."""
+    for kind in {type(module) for module in model.modules()}:
+        for method in vars(kind).values():
+            inside = method.__closure__ or () if isfunction(method) else ()
+            for found in (method, *(cell.cell_contents for cell in inside)):
+                if isinstance(found, _lru_cache_wrapper):
+                    found.cache_clear()
 
 
 def _fresh(call: Call) -> list[Any]:

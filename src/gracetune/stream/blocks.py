@@ -116,7 +116,7 @@ class Compiler:
         text = (
             f"blocks are not compiled from here on, which costs speed: {type(why).__name__}: "
             f"{reason[0] if reason else 'no reason given'}. Compilations so far: {self.graphs}. "
-            "Fewer buckets need fewer of them; train.compile: false says that none is wanted."
+            "Fewer buckets need fewer of them; plan.compile: never says that none is wanted."
         )
         self._tell(Notice(text, level="warning", fallback=True))
 
@@ -162,7 +162,13 @@ def _eager(block: nn.Module, how: Keeping, ring: Ring | None) -> Callable[..., A
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=keeps, **kwargs)
+
+        def by_place(*values: Any) -> Any:
+            named = dict(zip(kwargs, values[len(args) :], strict=True))
+            return forward(*values[: len(args)], **named)
+
+        # A checkpoint holds on to what is given by name; what is given by place can be sent away.
+        return checkpoint(by_place, *args, *kwargs.values(), use_reentrant=False, context_fn=keeps)
 
     return run
 

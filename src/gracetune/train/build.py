@@ -46,7 +46,7 @@ from gracetune.train.step import Trainee
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Sample
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 ENGINES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 CHECKPOINT_FOLDER = "checkpoints"
+FP32_NBYTES = 4
 NAMES = {
     "lora": "LoRA",
     "dora": "DoRA",
@@ -137,6 +138,11 @@ def build(
     if run.train.gradient_checkpointing:
         _checkpoint(family, unplanned, tell)
     if unplanned:
+        if run.model.frozen_compute == "fp8":
+            raise ConfigError(
+                f"model.frozen_compute is fp8, which a plan brings about, but {unplanned}. Set it "
+                "to bf16, or let the run be planned on one GPU."
+            )
         family.transformer.to(device)
     # After everything that draws from a seed of its own, and reseeds the generators by the way.
     seed_generators(seed_of(run.seed, "process", accelerator.process_index))
@@ -287,7 +293,17 @@ def _make_trainable(run: RunFile, family: Family, turns: Turns, tell: Tell) -> M
     else:
         for transformer in trained.values():
             transformer.requires_grad_(True)
+        _train_in_fp32(trained.values(), tell)
     return modules
+
+
+def _train_in_fp32(transformers: Iterable[nn.Module], tell: Tell) -> None:
+    """Updates are far smaller than the steps of bf16: in bf16 most would change nothing."""
+    narrow = [p for t in transformers for p in t.parameters() if p.itemsize < FP32_NBYTES]
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
+    if narrow:
+        tell(Notice(f"{len(narrow)} trained weights are kept in fp32, which bf16 updates need"))
 
 
 def why_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from gracetune.train.validate import Validation
 
 
-WARM, CHECKED = 2, 5
-"""Steps after which a plan is timed, and after which it is held against the time."""
+WARM, TIMED = 2, 3
+"""Steps before a plan is timed, and steps that it is timed by."""
 SAVING = {"stop": "stopping", "save": "asked for", "clock": "every N minutes"}
 """What makes a checkpoint beside the count of steps, and how the log calls it."""
 
@@ -105,26 +105,24 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
 
     if progress.step == 0 and run.validation.every > 0:
         _validate(s, record, 0)
-    first, begun = progress.step, 0.0
+    timing = Timing(s, progress.step)
     while progress.step < total:
         result = _step(s, stream.take(accumulation), accumulation, progress)
         progress = progress.after(accumulation, stream.state.consumed, result.expert)
         record.add(progress.step, stream.state.epoch(s.feed.order), result)
-        if s.settled is not None and progress.step - first in (WARM, CHECKED):
-            record.flush()  # waits for the device
-            if progress.step - first == CHECKED:
-                s.settled.check((time.monotonic() - begun) / (CHECKED - WARM) / accumulation)
-            begun = time.monotonic()
+        timing.after(progress.step, accumulation, record)
 
         asked = _asked(s, progress.step, saved_at)
         stop = "stop" in asked and progress.step < total
         scheduled = run.validation.every > 0 and _due(progress.step, run.validation.every, total)
         if scheduled or "validate" in asked:
             _validate(s, record, progress.step)
+            timing.disturbed = True
         if _due(progress.step, run.train.checkpoint_every, total) or asked & SAVING.keys():
             _save(s, record, progress, _reason(asked, progress.step, total))
             s.tell(stream.fed(progress.step))
             saved_at, saved_step = time.monotonic(), progress.step
+            timing.disturbed = True
         if stop:
             raise InterruptedRunError(
                 f"stopped after step {progress.step} of {total}; the state is saved. "
@@ -136,25 +134,46 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
     return progress
 
 
+class Timing:
+    """Holds a plan against a few steps with nothing between them."""
+
+    def __init__(self, s: Session, first: int) -> None:
+        self.disturbed = True
+        """Whether something else than steps has taken time since the clock was started."""
+        self._settled = s.settled
+        self._first = first
+        self._began = 0.0
+        self._steps = 0
+
+    def after(self, step: int, accumulation: int, record: Record) -> None:
+        """Start the clock after the first steps, and again where it was disturbed."""
+        if self._settled is None or step - self._first < WARM:
+            return
+        if self.disturbed:
+            record.flush()  # waits for the device
+            self._settled.watch()
+            self.disturbed, self._steps, self._began = False, 0, time.monotonic()
+            return
+        self._steps += 1
+        if self._steps == TIMED:
+            record.flush()
+            self._settled.check((time.monotonic() - self._began) / TIMED / accumulation)
+            self._settled = None
+
+
 def _step(s: Session, window: Iterator[Batch], length: int, progress: Progress) -> StepResult:
     """One step; where the device is too small for the plan, again with a smaller plan."""
     if s.settled is None:
         return train_step(s.trainee, window, length, progress)
-    taken: list[Batch] = []
-
-    def again() -> Iterator[Batch]:
-        yield from list(taken)
-        for batch in window:
-            taken.append(batch)
-            yield batch
-
+    batches = list(window)  # a second try needs them again
     while True:
         try:
-            return train_step(s.trainee, again(), length, progress)
-        except torch.OutOfMemoryError as full:
-            s.trainee.optimizer.zero_grad()
-            if not s.settled.step_down(full):
-                raise
+            return train_step(s.trainee, batches, length, progress)
+        except torch.OutOfMemoryError as error:
+            full = error.with_traceback(None)  # whose frames hold what did not fit
+        s.trainee.optimizer.zero_grad()
+        if not s.settled.step_down(str(full).splitlines()[0]):
+            raise full
 
 
 def _reason(asked: set[str], step: int, total: int) -> str:

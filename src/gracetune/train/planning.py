@@ -62,7 +62,10 @@ def settle(
     run: RunFile, family: Family, feed: Feed, link: Link, device: torch.device, tell: Tell
 ) -> Settled:
     """Plan for what is free now, tell it, and bring the transformer where it belongs."""
-    ask = question(run, family, feed.load(feed.order.largest()), device)
+    largest = feed.load(feed.order.largest())
+    family.to(torch.device("cpu"))  # where the tracer's stand-ins are
+    ask = question(run, family, largest, device)
+    family.to(device)
     plan = ask.answer(ask.budget)
     tell(Notice(f"plan: {describe(plan)}"))
     tell(Notice(f"predicted: {speed(plan)}"))
@@ -137,6 +140,11 @@ class Settled:
         self._tell = tell
         self._placed = place_as(plan)
 
+    def watch(self) -> None:
+        """What is measured from here on is the steps' own."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
     def check(self, seconds: float) -> None:
         """Say how a micro-batch of the first steps compares with what was predicted."""
         text = (
@@ -149,12 +157,11 @@ class Settled:
             text += f"; {format_bytes(peak)} of device memory at most, {share:.2f} of the plan's"
         self._tell(Notice(text))
 
-    def step_down(self, why: Exception) -> bool:
+    def step_down(self, reason: str) -> bool:
         """Go on with a plan that needs clearly less; false where there is none."""
         smaller = self._smaller()
         if smaller is None:
             return False
-        reason = str(why).splitlines()[0]
         text = f"{reason} Going on with less: {describe(smaller)}; {speed(smaller)}"
         self._tell(Notice(text, level="warning", fallback=True))
         self._placed.close()

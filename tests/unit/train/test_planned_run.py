@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
+from gracetune.config.rules import check_trainable
 from gracetune.config.schema import PlanSection, RunFile
-from gracetune.errors import GracetuneError
+from gracetune.errors import ConfigError, GracetuneError
 from gracetune.events.types import Notice, StepDone
 from gracetune.train import planning
 from gracetune.train.build import why_unplanned
@@ -92,3 +93,70 @@ def test_where_no_plan_is_made_there_is_a_reason(settings, ranks, reason):
 
 def test_a_gpu_alone_is_planned_for():
     assert why_unplanned(RunFile(), torch.device("cuda", 0), 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "optimizer", "experts"),
+    [
+        ("wan22-t2v", {"rank": 2, "dropout": 0.1}, {}, "low"),
+        (
+            "wan22-t2v",
+            {"kind": "lokr", "rank": 2, "dropout": 0.1},
+            {"name": "automagic", "high_noise_lr_bump": 1e-6, "low_noise_max_lr": 1e-3},
+            "both",
+        ),
+        ("qwen-image", {"rank": 2}, {}, None),
+        ("flux", {"rank": 2}, {}, None),
+    ],
+)
+def test_models_adapters_and_optimizers_are_planned_as_they_train(
+    tiny_run, miniature, told, tmp_path, family, adapter, optimizer, experts
+):
+    def losses(name, plan):
+        told.events.clear()
+        train = {"max_train_steps": 2, "batch_size": 1}
+        if experts is not None:
+            train |= {"experts": experts, "timestep_shift": 5.0}
+        run = tiny_run(
+            output_dir=str(tmp_path / name),
+            model={
+                "family": family.split("-t2v")[0].replace("-", "_"),
+                "path": str(miniature(family)),
+            },
+            adapter=adapter,
+            optimizer=optimizer,
+            train=train,
+            plan=plan,
+        )
+        data = run.datasets[0].model_copy(update={"resolution": 32})
+        run_training(run.model_copy(update={"datasets": (data,)}), sinks=[told])
+        return [event.loss for event in told.of(StepDone)]
+
+    planned = losses("planned", {"device_memory": "1GB", "compile": "never"})
+    texts = [text for text in told.texts() if text.startswith("plan:")]
+    assert len(texts) == 1
+    if not adapter.get("dropout"):
+        assert planned == pytest.approx(losses("plain", "off"), rel=1e-3)
+
+
+def test_full_training_of_narrow_weights_is_done_in_fp32(tiny_run, miniature, told):
+    model = {"family": "wan22", "path": str(miniature("wan22-t2v")), "dtype": "bfloat16"}
+    run = tiny_run(model=model, train={"max_train_steps": 2, "batch_size": 1, "experts": "high"})
+    data = run.datasets[0].model_copy(update={"resolution": 32})
+    run_training(run.model_copy(update={"datasets": (data,)}), sinks=[told])
+    assert any("trained weights are kept in fp32" in text for text in told.texts())
+
+
+def test_fp8_is_refused_where_it_could_not_be_had():
+    with pytest.raises(ConfigError, match="none is frozen"):
+        check_trainable(RunFile(model={"frozen_compute": "fp8"}))
+    with pytest.raises(ConfigError, match="dora measures"):
+        check_trainable(
+            RunFile(model={"frozen_compute": "fp8"}, adapter={"kind": "dora", "rank": 2})
+        )
+
+
+def test_fp8_without_a_plan_is_refused(tiny_run):
+    run = tiny_run(model={"frozen_compute": "fp8"}, adapter={"rank": 2}, plan="off")
+    with pytest.raises(ConfigError, match="which a plan brings about, but plan is off"):
+        run_training(run)
