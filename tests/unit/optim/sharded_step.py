@@ -44,6 +44,7 @@ def main() -> None:
     torch.testing.assert_close(theirs.mean_rate(), ours.mean_rate(), rtol=1e-4, atol=1e-7)
     counts, expected = (o.rate_counts(-9, 0, 9)[""] for o in (theirs, ours))
     assert torch.equal(counts, expected), (counts, expected)
+    dist.barrier()  # who leaves first takes the connection along
     dist.destroy_process_group()
 
 
