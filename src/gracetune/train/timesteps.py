@@ -98,9 +98,10 @@ def shares_of(section: TrainSection, window: Window, shift: float) -> tuple[floa
     distribution = DISTRIBUTIONS[section.timestep_sampling]
 
     def below(level: float) -> float:
-        if level <= 0 or level >= 1:
-            return float(level >= 1)
-        return distribution.share_below(_shifted(level, 1 / shift), section)
+        drawn = _shifted(level, 1 / shift) if 0 < level < 1 else level
+        if drawn <= 0 or drawn >= 1:  # the least numbers there are become 0
+            return float(drawn >= 1)
+        return distribution.share_below(drawn, section)
 
     low, high = below(window.low), below(window.high)
     if high - low < LEAST_SHARE:
