@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from gracetune.models.wan_attention import RotatingProcessor, rotate_in_one_pass
+from gracetune.models.wan_attention import RotatingProcessor, rotate, rotate_in_one_pass
 
 SMALL = {
     "num_layers": 2,
@@ -36,6 +36,27 @@ def gradients(dtype, rotated):
 def test_rotating_in_one_pass_changes_nothing(dtype):
     for ours, theirs in zip(gradients(dtype, True), gradients(dtype, False), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotation_has_the_bits_of_diffusers_own(dtype):
+    """Even and odd halves apart, as its processor writes them, and back."""
+    generator = torch.Generator().manual_seed(1)
+    angles = torch.randn(1, 5, 1, 16, generator=generator).repeat_interleave(2, dim=-1)
+    cosines, sines = angles.cos(), angles.sin()
+    x = torch.randn(2, 5, 3, 32, generator=generator).to(dtype)
+    grad = torch.randn(x.shape, generator=generator).to(dtype)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    even, odd = theirs.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cosines[..., 0::2], sines[..., 1::2]
+    expected = torch.empty_like(theirs)
+    expected[..., 0::2] = even * cos - odd * sin
+    expected[..., 1::2] = even * sin + odd * cos
+    found = rotate(ours, cosines, sines)
+    assert torch.equal(found, expected)
+    found.backward(grad)
+    expected.backward(grad)
+    assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_a_backend_that_was_chosen_stays_chosen():
