@@ -11,10 +11,10 @@ from accelerate import Accelerator
 
 from gracetune.config.schema import Gh200Section
 from gracetune.errors import ConfigError, DataError
+from gracetune.hosts.shelf import Served, TensorMemory, stage
 from gracetune.hosts.simpletuner.blocks import take_blocks, take_staged
 from gracetune.hosts.simpletuner.plugin import Plugin, demand_own_accumulation
 from gracetune.hosts.simpletuner.ramp import Ramp, Schedule, build_schedule
-from gracetune.hosts.simpletuner.shelf import Served, TensorMemory, stage
 from gracetune.memory.machine import open_machine
 from gracetune.train.ramp import Ramp as OwnRamp
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gracetune.config.load import load_run_text
-from gracetune.config.schema import CacheSection, Gh200Section, InMemorySection
+from gracetune.config.schema import CacheSection, Gh200Section
 from gracetune.errors import ConfigError
+from gracetune.hosts.staged_set import StagedSet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,17 +42,6 @@ class Blocks:
     raw: Mapping[str, object] = field(default_factory=dict)
     """The whole configuration, as it was read."""
     notices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StagedSet:
-    """A data set that is to be held in memory."""
-
-    id: str
-    folder: str
-    section: InMemorySection
-    extensions: tuple[str, ...]
-    """Without dots, in lower case; empty: media, captions and tables."""
 
 
 def take_blocks(

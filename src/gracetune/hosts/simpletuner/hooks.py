@@ -8,6 +8,7 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING
 
+from gracetune.hosts.shelf import Served
 from gracetune.hosts.simpletuner.needs import (
     AUDIO,
     FACTORY,
@@ -18,14 +19,13 @@ from gracetune.hosts.simpletuner.needs import (
     TRAINER,
 )
 from gracetune.hosts.simpletuner.plugin import log
-from gracetune.hosts.simpletuner.shelf import Served
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType, SimpleNamespace
 
+    from gracetune.hosts.shelf import FilePath
     from gracetune.hosts.simpletuner.plugin import Plugin
-    from gracetune.hosts.simpletuner.shelf import FilePath
 
     Loader = Callable[[object], object]
 

@@ -11,9 +11,9 @@ from gracetune.config.environment import environment_settings
 from gracetune.data.budget import host_room
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
+from gracetune.hosts.shelf import TensorMemory, stage
 from gracetune.hosts.simpletuner.blocks import Blocks, take_blocks, take_staged
 from gracetune.hosts.simpletuner.ramp import Ramp, build_schedule
-from gracetune.hosts.simpletuner.shelf import TensorMemory, stage
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
 from gracetune.units import GIB, format_bytes
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     from gracetune.events.types import Event
-    from gracetune.hosts.simpletuner.blocks import StagedSet
-    from gracetune.hosts.simpletuner.shelf import Shelf
+    from gracetune.hosts.shelf import Shelf
+    from gracetune.hosts.staged_set import StagedSet
     from gracetune.memory.machine import Machine
 
 log = logging.getLogger("gracetune")

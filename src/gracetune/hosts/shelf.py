@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.data.progress import Tell
-    from gracetune.hosts.simpletuner.blocks import StagedSet
+    from gracetune.hosts.staged_set import StagedSet
 
 FilePath = str | os.PathLike[str]
 TABLES = frozenset((".txt", ".caption", ".jsonl", ".parquet", ".csv"))
