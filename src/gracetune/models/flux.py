@@ -13,9 +13,8 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor, nn
 
 from gracetune.models.captions import tokens_of, too_long
-from gracetune.models.digest import digest_of_weights
+from gracetune.models.folder_family import FolderFamily
 from gracetune.models.parts import (
-    copy_rest,
     demand_class,
     digest_of_folder,
     locate,
@@ -99,7 +98,7 @@ def load(section: ModelSection) -> Flux:
 
 
 @dataclass(frozen=True)
-class Flux:
+class Flux(FolderFamily):
     """The loaded parts. See `Family` for what each member means."""
 
     folder: Path
@@ -134,31 +133,9 @@ class Flux:
             "text": f"flux-{TEXT_LENGTH}-{text}",
         }
 
-    def weights_digest(self) -> str:
-        """Of the transformer."""
-        return digest_of_weights(self.transformer)
-
     def blocks(self) -> Sequence[nn.Module]:
         """The double blocks, then the single ones."""
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
-
-    def enable_gradient_checkpointing(self) -> None:
-        """As diffusers does it, block by block."""
-        self.transformer.enable_gradient_checkpointing()
-
-    def to(self, device: torch.device) -> None:
-        """The VAE, and the text encoders as long as they are there."""
-        for part in (self.vae, *self.text):
-            part.to(device)
-
-    def release_text_encoder(self) -> None:
-        """Both of them."""
-        self.text.clear()
-
-    def tile(self, on: bool) -> bool:
-        """The VAE's own tiles."""
-        (self.vae.enable_tiling if on else self.vae.disable_tiling)()
-        return True
 
     def encode(self, media: Tensor) -> Tensor:
         """Shifted and scaled latents."""
@@ -264,11 +241,6 @@ class Flux:
             ).images[0]
             made.append(Sampled("image", picture.float().cpu() * 2 - 1))
         return made
-
-    def export(self, folder: Path) -> None:
-        """A whole pipeline's folder; what was not trained is linked or copied."""
-        self.transformer.save_pretrained(folder / "transformer")
-        copy_rest(self.folder, folder, leave_out=("transformer",))
 
 
 def _places(rows: int, columns: int, like: Tensor) -> Tensor:

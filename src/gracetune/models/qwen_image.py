@@ -14,9 +14,8 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from torch import Tensor, nn
 
 from gracetune.models.captions import mask_of, padded, too_long
-from gracetune.models.digest import digest_of_weights
+from gracetune.models.folder_family import FolderFamily
 from gracetune.models.parts import (
-    copy_rest,
     demand_class,
     digest_of_folder,
     locate,
@@ -105,7 +104,7 @@ def load(section: ModelSection) -> QwenImage:
 
 
 @dataclass(frozen=True)
-class QwenImage:
+class QwenImage(FolderFamily):
     """The loaded parts. See `Family` for what each member means."""
 
     folder: Path
@@ -142,31 +141,9 @@ class QwenImage:
             "text": f"qwen-image-{TEXT_LENGTH}-{text}",
         }
 
-    def weights_digest(self) -> str:
-        """Of the transformer."""
-        return digest_of_weights(self.transformer)
-
     def blocks(self) -> Sequence[nn.Module]:
         """The joint blocks."""
         return list(self.transformer.transformer_blocks)
-
-    def enable_gradient_checkpointing(self) -> None:
-        """As diffusers does it, block by block."""
-        self.transformer.enable_gradient_checkpointing()
-
-    def to(self, device: torch.device) -> None:
-        """The VAE, and the text encoder as long as it is there."""
-        for part in (self.vae, *self.text):
-            part.to(device)
-
-    def release_text_encoder(self) -> None:
-        """Sixteen gigabytes that training does not need."""
-        self.text.clear()
-
-    def tile(self, on: bool) -> bool:
-        """The VAE's own tiles."""
-        (self.vae.enable_tiling if on else self.vae.disable_tiling)()
-        return True
 
     def encode(self, media: Tensor) -> Tensor:
         """Normalised latents; a control's follow its picture's as more channels."""
@@ -267,11 +244,6 @@ class QwenImage:
             ).images[0]
             made.append(Sampled("image", picture.float().cpu() * 2 - 1))
         return made
-
-    def export(self, folder: Path) -> None:
-        """A whole pipeline's folder; what was not trained is linked or copied."""
-        self.transformer.save_pretrained(folder / "transformer")
-        copy_rest(self.folder, folder, leave_out=("transformer",))
 
     def _pipeline(self) -> Any:
         import diffusers

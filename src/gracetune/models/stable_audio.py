@@ -18,10 +18,9 @@ from torch.nn import functional
 
 from gracetune.errors import ConfigError
 from gracetune.models.captions import mask_of, padded, tokens_of, too_long
-from gracetune.models.digest import digest_of_weights
 from gracetune.models.family import Sound
+from gracetune.models.folder_family import FolderFamily
 from gracetune.models.parts import (
-    copy_rest,
     demand_class,
     digest_of_folder,
     locate,
@@ -100,7 +99,7 @@ def load(section: ModelSection) -> StableAudio:
 
 
 @dataclass(frozen=True)
-class StableAudio:
+class StableAudio(FolderFamily):
     """The loaded parts. See `Family` for what each member means."""
 
     folder: Path
@@ -131,17 +130,9 @@ class StableAudio:
             "text": f"stable-audio-{text}",
         }
 
-    def weights_digest(self) -> str:
-        """Of the transformer."""
-        return digest_of_weights(self.transformer)
-
     def blocks(self) -> Sequence[nn.Module]:
         """The transformer's."""
         return list(self.transformer.transformer_blocks)
-
-    def enable_gradient_checkpointing(self) -> None:
-        """As diffusers does it, block by block."""
-        self.transformer.enable_gradient_checkpointing()
 
     def to(self, device: torch.device) -> None:
         """The VAE, the seconds' projection, and the text encoder as long as it is there."""
@@ -272,11 +263,6 @@ class StableAudio:
                 ).audios[0]
             made.append(Sampled("audio", waves.float().cpu(), self.sound.sample_rate))
         return made
-
-    def export(self, folder: Path) -> None:
-        """A whole pipeline's folder; what was not trained is linked or copied."""
-        self.transformer.save_pretrained(folder / "transformer")
-        copy_rest(self.folder, folder, leave_out=("transformer",))
 
 
 def _scheduler(folder: Path) -> Any:

@@ -18,6 +18,7 @@ from gracetune.errors import ModelError
 from gracetune.models.captions import cleaned, padded, tokens_of, too_long
 from gracetune.models.digest import digest_of_weights
 from gracetune.models.experts import Experts, transformers_of
+from gracetune.models.folder_family import FolderFamily
 from gracetune.models.parts import (
     copy_rest,
     demand_class,
@@ -127,7 +128,7 @@ def _task(
 
 
 @dataclass(frozen=True)
-class Wan22:
+class Wan22(FolderFamily):
     """The loaded parts. See `Family` for what each member means."""
 
     folder: Path
@@ -174,20 +175,6 @@ class Wan22:
         for transformer in transformers_of(self.transformer).values():
             assert isinstance(transformer, WanTransformer3DModel)
             transformer.enable_gradient_checkpointing()
-
-    def to(self, device: torch.device) -> None:
-        """The VAE, and the text encoder as long as it is there."""
-        for part in (self.vae, *self.text):
-            part.to(device)
-
-    def release_text_encoder(self) -> None:
-        """Eleven gigabytes that training does not need."""
-        self.text.clear()
-
-    def tile(self, on: bool) -> bool:
-        """The VAE's own tiles."""
-        (self.vae.enable_tiling if on else self.vae.disable_tiling)()
-        return True
 
     def encode(self, media: Tensor) -> Tensor:
         """Normalised latents; a first frame's mask and latents follow where it is given."""
