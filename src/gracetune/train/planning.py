@@ -29,7 +29,7 @@ from gracetune.plan.rates import FITTED
 from gracetune.plan.report import describe, speed
 from gracetune.stream.movers import open_mover
 from gracetune.train.place import Layout, place
-from gracetune.units import format_bytes, parse_bytes
+from gracetune.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,6 +155,9 @@ class Settled:
             peak = torch.cuda.max_memory_allocated(self._device)
             share = peak / self.plan.device.total
             text += f"; {format_bytes(peak)} of device memory at most, {share:.2f} of the plan's"
+        if self._placed.compiler is not None:
+            compiler = self._placed.compiler
+            text += f"; {compiler.graphs} graphs compiled in {format_seconds(compiler.seconds)}"
         self._tell(Notice(text))
 
     def step_down(self, reason: str) -> bool:
