@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 
@@ -54,7 +55,8 @@ class RotatingProcessor(WanAttnProcessor):  # type: ignore[misc]
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Pairs of neighbours turned by their angles, which tables hold twice, once a neighbour."""
     neighbours = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
-    signs = sines.new_tensor([-1.0, 1.0]).repeat(x.shape[-1] // 2)
+    # Made on the device: a list of numbers would be copied there, and the host would wait for it.
+    signs = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32) % 2 * 2 - 1
     return (x * cosines + neighbours * (sines * signs)).type_as(x)
 
 
