@@ -6,6 +6,7 @@ adapter that is switched off or merged.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from gracetune.adapters.products import (
+    FP8_GIVES,
     FrozenProductFp8,
     LoraProduct,
     LoraProductFp8,
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 LEAST_FP8 = (8, 9)
 """The compute capability from which on there are fp8 products."""
+FP8_STEP = 16
+"""Kernels want both sides of a weight in multiples of this."""
 
 
 class Fp8Linear(nn.Module):
@@ -34,7 +38,7 @@ class Fp8Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
-        """Of what goes in and out."""
+        """Of the layer that this was."""
         weight, scales = round_rows(linear.weight.detach())
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scales = nn.Parameter(scales, requires_grad=False)
@@ -43,32 +47,65 @@ class Fp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """As the linear layer, within the rounding."""
         y: Tensor = FrozenProductFp8.apply(  # type: ignore[no-untyped-call]
-            x.to(self.dtype).flatten(0, -2), self.weight, self.weight_scales, self.bias
+            x.to(FP8_GIVES).flatten(0, -2), self.weight, self.weight_scales, self.bias
         )
-        return y.view(*x.shape[:-1], -1)
+        return self.as_the_layer_gives(y).view(*x.shape[:-1], -1)
+
+    def as_the_layer_gives(self, y: Tensor) -> Tensor:
+        """A product in the type that whoever comes next was made for."""
+        if self.dtype == FP8_GIVES or torch.is_autocast_enabled(y.device.type):
+            return y
+        return y.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class InFp8:
+    """What became of the frozen linear layers of some blocks."""
+
+    count: int
+    """Computed in fp8 from now on."""
+    left: int
+    """As they were: no kernel takes their sides."""
 
 
 def demand_fp8(device: torch.device) -> None:
     """Refuse fp8 products by name where the hardware has none."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_FP8:
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        demand_capability(torch.cuda.get_device_name(device), capability)
+    else:
+        demand_capability(str(device), (0, 0))
+
+
+def demand_capability(name: str, capability: tuple[int, int]) -> None:
+    """The same for a device by its name and compute capability."""
+    if capability >= LEAST_FP8:
         return
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     raise GracetuneError(
         f"model.frozen_compute: fp8 needs a GPU with fp8 products (compute capability "
         f"{'.'.join(map(str, LEAST_FP8))} or more); {name} has none. Set it to bf16."
     )
 
 
-def freeze_in_fp8(blocks: Iterable[nn.Module]) -> int:
-    """Store every frozen linear weight of the blocks in fp8; gives how many."""
-    done = 0
+def freeze_in_fp8(blocks: Iterable[nn.Module]) -> InFp8:
+    """Store every frozen linear weight of the blocks in fp8, where a kernel takes its sides."""
+    count = left = 0
     for block in blocks:
         for module in list(block.modules()):
             for name, child in list(module.named_children()):
-                if type(child) is nn.Linear and not child.weight.requires_grad:
-                    module._modules[name] = Fp8Linear(child)
-                    done += 1
-    return done
+                if type(child) is not nn.Linear or child.weight.requires_grad:
+                    continue
+                if child.in_features % FP8_STEP or child.out_features % FP8_STEP:
+                    left += 1
+                    continue
+                module._modules[name] = Fp8Linear(child)
+                count += 1
+    if not count:
+        raise GracetuneError(
+            f"model.frozen_compute is fp8, but none of {left} frozen linear layers has sides that "
+            f"are multiples of {FP8_STEP}, which fp8 products need. Set it to bf16."
+        )
+    return InFp8(count, left)
 
 
 def fuse_lora(model: nn.Module) -> int:
@@ -86,12 +123,18 @@ class Fused:
     def __init__(self, layer: LoraLinear) -> None:
         (self.name,) = layer.lora_A
         self.base = layer.get_base_layer()
-        self.dtype = self.base.dtype if isinstance(self.base, Fp8Linear) else self.base.weight.dtype
+        self.dtype = FP8_GIVES if isinstance(self.base, Fp8Linear) else self.base.weight.dtype
         self.layer = layer
         self.by_peft = layer.forward
-        self.trained = (layer.lora_A[self.name].weight, layer.lora_B[self.name].weight)
-        self.halves: tuple[Tensor, Tensor] = self.trained
+        self.copies: tuple[Tensor, Tensor] | None = None
+        """The halves in the type of the products, where they are trained in another."""
         layer.forward = self.forward
+
+    @property
+    def trained(self) -> tuple[Tensor, Tensor]:
+        """Both halves as the layer has them now: whoever traces it puts others in their place."""
+        down, up = self.layer.lora_A[self.name], self.layer.lora_B[self.name]
+        return down.weight, up.weight
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """What peft gives, where that is a plain LoRA at work."""
@@ -102,14 +145,16 @@ class Fused:
             plain: Tensor = self.by_peft(x, *args, **kwargs)
             return plain
         rows, scale = x.to(self.dtype).flatten(0, -2), layer.scaling[self.name]
+        halves = self.trained if self.copies is None else self.copies
         y: Tensor
         if isinstance(base, Fp8Linear):
             y = LoraProductFp8.apply(  # type: ignore[no-untyped-call]
-                rows, base.weight, base.weight_scales, base.bias, *self.halves, scale
+                rows, base.weight, base.weight_scales, base.bias, *halves, scale
             )
+            y = base.as_the_layer_gives(y)
         else:
             y = LoraProduct.apply(  # type: ignore[no-untyped-call]
-                rows, base.weight, base.bias, *self.halves, scale
+                rows, base.weight, base.bias, *halves, scale
             )
         return y.view(*x.shape[:-1], -1)
 
@@ -138,10 +183,13 @@ def _refresh(fused: Sequence[Fused]) -> None:
     for dtype in {one.dtype for one in fused}:
         alike = [one for one in fused if one.dtype == dtype]
         weights = [weight for one in alike for weight in one.trained]
-        if any(weight.dtype != dtype for weight in weights):
-            weights = CastTogether.apply(dtype, *weights)  # type: ignore[no-untyped-call]
-        for one, down, up in zip(alike, weights[::2], weights[1::2], strict=True):
-            one.halves = (down, up)
+        if all(weight.dtype == dtype for weight in weights):
+            for one in alike:
+                one.copies = None
+            continue
+        copies = CastTogether.apply(dtype, *weights)  # type: ignore[no-untyped-call]
+        for one, down, up in zip(alike, copies[::2], copies[1::2], strict=True):
+            one.copies = (down, up)
 
 
 def _copied(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+FP8_GIVES = torch.bfloat16
+"""What a product of fp8 is given out in: the one type that every kernel for it has."""
 LEAST_SCALE = 1e-12
 """A row of zeros has no scale of its own."""
 
@@ -231,8 +233,10 @@ def _scaled(
 ) -> Tensor:
     """The product of two rounded matrices; where no unit does it, the same numbers by hand."""
     if left.is_cuda:
+        added = None if bias is None else bias.to(dtype)
+        rows = left.contiguous()  # rounding keeps the strides of what came in; kernels want rows
         return torch._scaled_mm(
-            left, right, left_scales, right_scales, bias, out_dtype=dtype, use_fast_accum=True
+            rows, right, left_scales, right_scales, added, out_dtype=dtype, use_fast_accum=True
         )
     product = (left.float() * left_scales) @ (right.float() * right_scales)
     return (product if bias is None else product + bias.float()).to(dtype)

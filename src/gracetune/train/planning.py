@@ -202,8 +202,11 @@ def _prepare(run: RunFile, family: Family, device: torch.device, tell: Tell) -> 
     """What makes steps faster: the same numbers by fewer passes, and rounded ones if asked for."""
     if run.model.frozen_compute == "fp8":
         demand_fp8(device)
-        count = freeze_in_fp8(family.blocks())
-        tell(Notice(f"{count} frozen products are computed in fp8"))
+        frozen = freeze_in_fp8(family.blocks())
+        tell(Notice(f"{frozen.count} frozen products are computed in fp8"))
+        if frozen.left:
+            text = f"{frozen.left} frozen products are not in fp8: their sides fit no kernel"
+            tell(Notice(text, level="warning", fallback=True))
     for transformer in transformers_of(family.transformer).values():
         rotate_in_one_pass(transformer)
         fuse_lora(transformer)

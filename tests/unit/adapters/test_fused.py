@@ -6,7 +6,14 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional
 
-from gracetune.adapters.fused import Fp8Linear, demand_fp8, freeze_in_fp8, fuse_lora
+from gracetune.adapters.fused import (
+    Fp8Linear,
+    InFp8,
+    demand_capability,
+    demand_fp8,
+    freeze_in_fp8,
+    fuse_lora,
+)
 from gracetune.adapters.products import FP8_MAX, round_rows
 from gracetune.errors import GracetuneError
 
@@ -137,7 +144,7 @@ def test_fp8_products_point_where_the_exact_ones_do(has_lora):
         exact, model = Net().requires_grad_(False), Net().requires_grad_(False)
         model.load_state_dict(exact.state_dict())
     expected = gradients(exact, x)
-    assert freeze_in_fp8([model]) == 2
+    assert freeze_in_fp8([model]) == InFp8(2, 0)
     assert fuse_lora(model) == (2 if has_lora else 0)
     for ours, theirs in zip(gradients(model, x), expected, strict=True):
         assert functional.cosine_similarity(ours.flatten(), theirs.flatten(), 0) > 0.998
@@ -157,3 +164,40 @@ def test_fp8_weights_take_half_the_bytes_and_trained_ones_stay():
 def test_fp8_is_refused_by_name_where_there_is_none():
     with pytest.raises(GracetuneError, match=r"frozen_compute.*cpu has none"):
         demand_fp8(torch.device("cpu"))
+
+
+def test_a_gpu_that_is_too_old_is_refused_by_its_name():
+    demand_capability("NVIDIA L4", (8, 9))
+    with pytest.raises(GracetuneError, match=r"capability 8\.9 or more\); NVIDIA A100 has none"):
+        demand_capability("NVIDIA A100", (8, 0))
+
+
+@pytest.mark.parametrize("has_lora", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_fp8_gives_the_type_that_the_layer_gave(has_lora, dtype, autocast):
+    model = make(dtype) if has_lora else Net().requires_grad_(False).to(dtype)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = model(x)
+        freeze_in_fp8([model])
+        fuse_lora(model)
+        found = model(x)
+    assert found.dtype == expected.dtype
+    cosine = functional.cosine_similarity(found.float().flatten(), expected.float().flatten(), 0)
+    assert cosine > 0.99
+    found.float().sum().backward()
+    assert x.grad.dtype == dtype
+
+
+def test_layers_whose_sides_fit_no_kernel_stay_as_they_are():
+    block = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 32), nn.Linear(32, 16))
+    block.requires_grad_(False)
+    assert freeze_in_fp8([block]) == InFp8(1, 2)
+    assert [type(layer) for layer in block] == [nn.Linear, nn.Linear, Fp8Linear]
+
+
+def test_blocks_that_nothing_can_be_rounded_in_are_refused():
+    block = nn.Sequential(nn.Linear(8, 24)).requires_grad_(False)
+    with pytest.raises(GracetuneError, match=r"none of 1 frozen linear.*multiples of 16.*bf16"):
+        freeze_in_fp8([block])
