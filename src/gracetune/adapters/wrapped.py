@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gracetune.adapters.kronecker import kron_linear, thin_kron_linear
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +40,21 @@ class Adapted(nn.Module):
         """The frozen layer as it is, and what is trained beside it."""
         base: Tensor = self.base_layer(x)
         beside: Tensor = self.adapter.bypass_forward_diff(self.dropout(x))
+        return base + beside.to(base.dtype)
+
+
+class KroneckerAdapted(Adapted):
+    """y = layer(x) + kron(w1, w2) dropout(x), with the weights of LyCORIS's LoKr."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As above, by our own products."""
+        base: Tensor = self.base_layer(x)
+        x, adapter = self.dropout(x), self.adapter
+        w1 = adapter.lokr_w1 * adapter.scale
+        if adapter.use_w2:
+            beside = kron_linear(x, w1.to(x.dtype), adapter.lokr_w2.to(x.dtype))
+        else:
+            beside = thin_kron_linear(x, w1, adapter.lokr_w2_a, adapter.lokr_w2_b)
         return base + beside.to(base.dtype)
 
 
@@ -74,8 +90,10 @@ def adapt(model: nn.Module, name: str, section: AdapterSection, setting: Setting
     else:
         adapter = _lycoris(layer, section, setting)
     adapter.to(next(layer.parameters()).device)
+    by_kronecker = section.kind == "lokr" and isinstance(layer, nn.Linear)
+    cls = KroneckerAdapted if by_kronecker else Adapted
     parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, Adapted(layer, adapter, setting.dropout))
+    setattr(model.get_submodule(parent), own, cls(layer, adapter, setting.dropout))
 
 
 def _lycoris(layer: nn.Module, section: AdapterSection, setting: Setting) -> nn.Module:

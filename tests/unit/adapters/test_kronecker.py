@@ -1,0 +1,114 @@
+"""Our products of a LoKr against the matrix itself, and against what LyCORIS computes."""
+
+import pytest
+import torch
+from torch import nn
+
+from gracetune.adapters import kronecker
+from gracetune.adapters.inject import add_adapter
+from gracetune.adapters.kronecker import kron_linear, thin_kron_linear
+from gracetune.adapters.wrapped import Adapted, KroneckerAdapted
+from gracetune.config.schema import AdapterSection
+
+
+def made(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rows", [(), (5,), (2, 3)])
+@pytest.mark.parametrize(("up", "u", "down", "v"), [(4, 4, 6, 6), (2, 8, 3, 5), (8, 2, 5, 3)])
+def test_a_row_is_multiplied_as_by_the_whole_matrix(rows, up, u, down, v):
+    w1, w2, x = made(up, u), made(down, v, seed=1), made(*rows, u * v, seed=2)
+    torch.testing.assert_close(kron_linear(x, w1, w2), x @ torch.kron(w1, w2).T)
+
+
+@pytest.mark.parametrize("most", [0, 256])
+@pytest.mark.parametrize("rows", [(), (2, 3)])
+def test_a_thin_one_is_the_same_joined_or_not(monkeypatch, rows, most):
+    monkeypatch.setattr(kronecker, "MOST_JOINED", most)
+    w1, a, b = made(4, 3), made(7, 2, seed=1), made(2, 5, seed=2)
+    x = made(*rows, 15, seed=3)
+    torch.testing.assert_close(thin_kron_linear(x, w1, a, b), x @ torch.kron(w1, a @ b).T)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(24, 36)
+        self.outer = nn.Linear(36, 24, bias=False)
+
+    def forward(self, x):
+        return self.outer(self.inner(x).tanh())
+
+
+def adapted(**settings):
+    torch.manual_seed(0)
+    model = Net()
+    section = AdapterSection(kind="lokr", **settings)
+    add_adapter({"": model}, section, ["inner", "outer"], seed=3)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return model
+
+
+def answers(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rank": 2, "factor": 4, "alpha": 3},
+        {"rank": 2},
+        {"rank": 2, "factor": 2, "full_matrix": True},
+        {"rank": 2, "factor": 4, "overrides": {"inner": {"rank": 1}}},
+    ],
+)
+def test_training_sees_what_lycoris_computes(settings):
+    x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(1))
+    ours, theirs = adapted(**settings), adapted(**settings)
+    for name in ("inner", "outer"):
+        layer = theirs.get_submodule(name)
+        assert type(layer) is KroneckerAdapted
+        layer.forward = Adapted.forward.__get__(layer)
+    for one, other in zip(answers(ours, x), answers(theirs, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_block_is_one_graph():
+    model = adapted(rank=2, factor=4)
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def saved_nbytes(model, x):
+    """Of what autograd keeps besides weights, by storage."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(nbytes for nbytes, _ in kept.values())
+
+
+def test_what_is_kept_for_backward_is_thin():
+    layer = nn.Linear(512, 512)
+    holder = nn.ModuleDict({"layer": layer})
+    add_adapter({"": holder}, AdapterSection(kind="lokr", rank=4, factor=4), ["layer"], seed=0)
+    x = torch.randn(4096, 512, requires_grad=True)
+    ours = saved_nbytes(holder["layer"], x)
+    holder["layer"].forward = Adapted.forward.__get__(holder["layer"])
+    assert ours < 1.1 * x.nbytes
+    assert saved_nbytes(holder["layer"], x) > 1.9 * x.nbytes
