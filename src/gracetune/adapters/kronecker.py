@@ -24,23 +24,25 @@ def thin_kron_linear(x: Tensor, w1: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`kron(w1, a b) x` for every row x; the weights may be of another type than the rows."""
     if len(w1) * len(b) <= MOST_JOINED:
         narrow = functional.linear(x, torch.kron(w1, b).to(x.dtype))
-        groups = narrow.unflatten(-1, (len(w1), len(b)))
+        groups = _cut(narrow, len(w1))
     else:
-        groups = _mixed(_grouped(x, w1, b.to(x.dtype)), w1.to(x.dtype))
+        thin = functional.linear(_cut(x, w1.shape[1]), b.to(x.dtype))
+        groups = _mixed(thin, w1.to(x.dtype))
     return functional.linear(groups, a.to(x.dtype)).flatten(-2)
 
 
 def kron_linear(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """`kron(w1, w2) x` for every row x, by the narrower way."""
     (up, u), (down, v) = w1.shape, w2.shape
+    groups = _cut(x, u)
     if u * down <= up * v:
-        return _mixed(_grouped(x, w1, w2), w1).flatten(-2)
-    return functional.linear(_mixed(x.unflatten(-1, (u, v)), w1), w2).flatten(-2)
+        return _mixed(functional.linear(groups, w2), w1).flatten(-2)
+    return functional.linear(_mixed(groups, w1), w2).flatten(-2)
 
 
-def _grouped(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """X w2^T."""
-    return functional.linear(x.unflatten(-1, (w1.shape[1], w2.shape[1])), w2)
+def _cut(x: Tensor, rows: int) -> Tensor:
+    """Every row as a matrix."""
+    return x.reshape(*x.shape[:-1], rows, -1)
 
 
 def _mixed(groups: Tensor, w1: Tensor) -> Tensor:
