@@ -1,8 +1,9 @@
-"""Which weights are streamed, and the one piece of host memory that they live in.
+"""Which weights are streamed, and the host memory that they live in: a piece for each block.
 
-Frozen parameters of the blocks are copied into the slab and from then on are views of it: they can
-be read, saved and hashed as before, at the price of host memory. What the blocks share with the
-rest of the model, and everything that is trained, stays out.
+Frozen parameters of a block are copied into its piece and from then on are views of it: they can be
+read, saved and hashed as before, at the price of host memory. What they were before is gone before
+the next block is copied. What the blocks share with the rest of the model, and everything that is
+trained, stays out.
 """
 
 from __future__ import annotations
@@ -72,10 +73,15 @@ def lay_out(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Region]:
 
 
 def fill(regions: Sequence[Region], allocate: Callable[[int], Tensor]) -> list[Tensor]:
-    """Move the weights into one slab: the bytes of each block. Parameters become views of it."""
-    slab = allocate(sum(region.nbytes for region in regions))
-    pieces = list(torch.split(slab, [region.nbytes for region in regions]))
-    for region, piece in zip(regions, pieces, strict=True):
+    """Move the weights into memory of their own, whose views the parameters become.
+
+    One piece of memory for all would be there beside all weights as they were: host memory for two
+    models, and again for a plan that takes the place of another.
+    """
+    pieces = []
+    for region in regions:
+        piece = allocate(region.nbytes) if region.places else torch.empty(0, dtype=torch.uint8)
+        pieces.append(piece)
         for place in region.places:  # a weight that two blocks share is in both
             home = place.view(piece.view(place.dtype))
             home.copy_(place.parameter.detach())

@@ -1,0 +1,58 @@
+"""Host memory while weights move into it: never a second copy of the model."""
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gracetune.stream.slab import fill, lay_out
+
+BLOCKS = 4
+
+
+def make_model():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(BLOCKS)]
+    return nn.Sequential(*blocks).requires_grad_(False)
+
+
+class Room:
+    """Allocates, and looks each time at how much of the model is still as it was."""
+
+    def __init__(self, model):
+        self.before = [StorageWeakRef(p.untyped_storage()) for p in model.parameters()]
+        self.left, self.asked = [], []
+
+    def __call__(self, nbytes):
+        self.left.append(sum(not storage.expired() for storage in self.before))
+        self.asked.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def test_what_was_moved_is_gone_before_the_next_block_is():
+    model = make_model()
+    expected = [p.detach().clone() for p in model.parameters()]
+    room = Room(model)
+    pieces = fill(lay_out(model, list(model)), room)
+    each = len(expected) // BLOCKS
+    assert room.left == [each * left for left in range(BLOCKS, 0, -1)]
+    assert [len(piece) for piece in pieces] == room.asked
+    assert all(map(torch.equal, model.parameters(), expected))
+
+
+def test_a_second_plan_takes_the_place_of_the_first_block_by_block():
+    model = make_model()
+    first = fill(lay_out(model, list(model)), Room(model))
+    first.clear()
+    room = Room(model)
+    fill(lay_out(model, list(model)), room)
+    assert room.left == sorted(room.left, reverse=True)
+    assert room.left[-1] == len(room.before) // BLOCKS
+
+
+def test_a_block_with_nothing_to_stream_asks_for_no_memory():
+    model = make_model()
+    model[1].requires_grad_(True)
+    room = Room(model)
+    pieces = fill(lay_out(model, list(model)), room)
+    assert len(room.asked) == BLOCKS - 1
+    assert len(pieces[1]) == 0
