@@ -58,8 +58,9 @@ class Slots:
     def __init__(self, mover: Mover, nbytes: int, count: int) -> None:
         self.nbytes = nbytes
         """Of each."""
+        self.count = count
+        """As many as were asked for; there may be more for a while."""
         self._mover = mover
-        self._count = count
         self._slots: list[Slot] = []
         self._by_address: dict[int, Slot] = {}
         self._by_block: dict[int, Slot] = {}
@@ -119,9 +120,18 @@ class Slots:
         self._by_address[slot.memory.data_ptr()] = slot
         return slot
 
+    def resize(self, count: int) -> None:
+        """Ask for another number, between passes: more are there at once, fewer when nobody holds
+        them.
+        """
+        while len(self._slots) < count:
+            self.grow()
+        self.count = count
+        self.trim()
+
     def trim(self) -> None:
         """Give slots beyond the number asked for back, as far as nobody holds them."""
-        for slot in self._slots[self._count :]:
+        for slot in self._slots[self.count :]:
             if not slot.held():
                 self.vacate(slot)
                 del self._by_address[slot.memory.data_ptr()]

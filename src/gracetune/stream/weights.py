@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gracetune.events.types import Notice
+from gracetune.stream.growth import Growth
 from gracetune.stream.movers import StreamError
 from gracetune.stream.schedule import Pass, Schedule
 from gracetune.stream.slab import bring_rest, fill, lay_out, put_back
@@ -143,6 +144,7 @@ class Ring:
         """Where parameters must still be: whoever moves them means something that we do not do."""
         bring_rest(model, self._regions, mover.device)
         self._slots = Slots(mover, max(region.nbytes for region in self._regions), slots)
+        self._growth: Growth | None = None
         self._schedule = schedule
         self._in_use: int | None = None
         """The block whose weights were asked for last."""
@@ -179,6 +181,15 @@ class Ring:
             slot_nbytes=self._slots.nbytes,
             host_nbytes=sum(len(piece) for piece in self._host),
         )
+
+    def grow_within(self, nbytes: int) -> None:
+        """Add slots while steps wait for weights, in so much more device memory."""
+        useful = sum(bool(region.places) for region in self._regions)
+        self._growth = Growth(self._slots, self._mover, useful, nbytes, self._tell)
+
+    def give_back(self) -> bool:
+        """Go on with the slots that were asked for; false where none was added to them."""
+        return self._growth is not None and self._growth.give_back()
 
     def pack(self, tensor: Tensor) -> Tensor | Reference:
         """For saved-tensor hooks: a streamed weight as a reference, all else as it is."""
@@ -260,6 +271,8 @@ class Ring:
         self._schedule.begin(Pass.TRAIN if training else Pass.SAMPLE, part)
         self._in_use = None
         self._slots.trim()
+        if training and self._growth is not None:
+            self._growth.observe()
         self._fetch_ahead()
         saving = ExitStack()
         if training:  # checkpoints inside the model put hooks of their own above these
