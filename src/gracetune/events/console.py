@@ -24,12 +24,17 @@ from gracetune.events.types import (
     StageProgress,
     StepDone,
     Validated,
+    WeightsStreamed,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.events.types import Event, Sink
+
+
+QUIET = (Notice, MemoryUsed, BatchesFed, WeightsStreamed, RatesSpread)
+"""Events that say nothing of a step that was held back."""
 
 
 def console_sink(
@@ -62,7 +67,7 @@ class PlainConsole:
         elif isinstance(event, StepDone):
             self._step(event)
         else:
-            if not isinstance(event, Notice | MemoryUsed | BatchesFed | RatesSpread):
+            if not isinstance(event, QUIET):
                 self._release()
             for line in self._story.landmark(event):
                 self._print(line)
@@ -170,6 +175,7 @@ class Story:
         self.pace = lines.Pace()
         self.memory: MemoryUsed | None = None
         self._fed: BatchesFed | None = None
+        self._streamed: WeightsStreamed | None = None
         self._fallbacks = 0
 
     def add(self, event: Event) -> None:
@@ -182,6 +188,8 @@ class Story:
             self.memory = event
         elif isinstance(event, BatchesFed):
             self._fed = event
+        elif isinstance(event, WeightsStreamed):
+            self._streamed = event
         elif isinstance(event, Notice) and event.fallback:
             self._fallbacks += 1
 
@@ -199,7 +207,16 @@ class Story:
             case CheckpointSaved():
                 return [lines.checkpoint_saved(event)]
             case RunEnded():
-                fed = [] if self._fed is None else [lines.batches_fed(self._fed)]
-                return [*fed, *lines.run_ended(event, self._fallbacks)]
-            case StageProgress() | StepDone() | MemoryUsed() | BatchesFed() | RatesSpread():
+                moved = [] if self._fed is None else [lines.batches_fed(self._fed)]
+                if self._streamed is not None:
+                    moved.append(lines.weights_streamed(self._streamed))
+                return [*moved, *lines.run_ended(event, self._fallbacks)]
+            case (
+                StageProgress()
+                | StepDone()
+                | MemoryUsed()
+                | BatchesFed()
+                | WeightsStreamed()
+                | RatesSpread()
+            ):
                 return []

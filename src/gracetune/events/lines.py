@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         StageProgress,
         StepDone,
         Validated,
+        WeightsStreamed,
     )
 
 _SMOOTHING = 0.9
@@ -122,6 +123,15 @@ def batches_fed(event: BatchesFed) -> str:
         f"fed {event.batches:,} batches ({found}; {format_bytes(event.nbytes)} moved); "
         f"steps waited {event.waits:,} times for {format_seconds(event.waited_s)}, "
         f"{format_seconds(event.hidden_s)} of work hidden, {event.depth} ahead"
+    )
+
+
+def weights_streamed(event: WeightsStreamed) -> str:
+    """How much travelled, and how much of that nobody waited for."""
+    return (
+        f"streamed {format_bytes(event.nbytes)} of weights in {event.fetches:,} fetches through "
+        f"{event.slots} slots; steps waited {event.late + event.on_demand:,} times for "
+        f"{format_seconds(event.waited_s)}, {format_seconds(event.hidden_s)} hidden"
     )
 
 

@@ -23,7 +23,14 @@ from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from gracetune.errors import RunFailedError
-from gracetune.events.types import BatchesFed, MemoryUsed, RatesSpread, StepDone, Validated
+from gracetune.events.types import (
+    BatchesFed,
+    MemoryUsed,
+    RatesSpread,
+    StepDone,
+    Validated,
+    WeightsStreamed,
+)
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -68,6 +75,8 @@ class TensorBoardSink:
             self._scalars(event.step, _of_memory(event))
         elif isinstance(event, BatchesFed):
             self._scalars(event.step, _of_feed(event))
+        elif isinstance(event, WeightsStreamed):
+            self._scalars(event.step, _of_ring(event))
         elif isinstance(event, RatesSpread):
             self._histogram(event)
         elif isinstance(event, Validated):
@@ -160,4 +169,13 @@ def _of_feed(event: BatchesFed) -> dict[str, float]:
         "feed/waited_s": event.waited_s,
         "feed/hidden_s": event.hidden_s,
         "feed/depth": event.depth,
+    }
+
+
+def _of_ring(event: WeightsStreamed) -> dict[str, float]:
+    return {
+        "stream/slots": event.slots,
+        "stream/late": event.late + event.on_demand,
+        "stream/waited_s": event.waited_s,
+        "stream/hidden_s": event.hidden_s,
     }

@@ -106,6 +106,26 @@ class BatchesFed:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsStreamed:
+    """What streaming frozen weights has cost and hidden since the model was placed."""
+
+    step: int
+    slots: int
+    """Blocks that have room on the device at once; steps that wait may have added some."""
+    fetches: int
+    nbytes: int
+    """Brought to the device."""
+    late: int
+    """Uses whose weights were asked for ahead, and still waited for."""
+    on_demand: int
+    """Uses whose weights nobody had asked for."""
+    waited_s: float
+    """How long computing stood still for weights."""
+    hidden_s: float
+    """How long the link was busy beside computing, by its measured rate."""
+
+
+@dataclass(frozen=True, slots=True)
 class RatesSpread:
     """How learning rates are spread, where every element has one of its own."""
 
@@ -169,6 +189,7 @@ Event = (
     | StepDone
     | MemoryUsed
     | BatchesFed
+    | WeightsStreamed
     | RatesSpread
     | RampChanged
     | Validated
@@ -183,6 +204,7 @@ KINDS: dict[type[Event], str] = {
     StepDone: "step_done",
     MemoryUsed: "memory_used",
     BatchesFed: "batches_fed",
+    WeightsStreamed: "weights_streamed",
     RatesSpread: "rates_spread",
     RampChanged: "ramp_changed",
     Validated: "validated",

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from gracetune.train.feed import Feed
     from gracetune.train.interrupt import Interrupt
     from gracetune.train.mover import Mover
-    from gracetune.train.planning import Settled
     from gracetune.train.ramp import Ramp
+    from gracetune.train.settled import Settled
     from gracetune.train.state import Progress
     from gracetune.train.step import StepResult, Trainee
     from gracetune.train.validate import Validation
@@ -120,7 +120,7 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
             timing.disturbed = True
         if _due(progress.step, run.train.checkpoint_every, total) or asked & SAVING.keys():
             _save(s, record, progress, _reason(asked, progress.step, total))
-            s.tell(stream.fed(progress.step))
+            _tell_moved(s, stream, progress.step)
             saved_at, saved_step = time.monotonic(), progress.step
             timing.disturbed = True
         if stop:
@@ -141,6 +141,7 @@ class Timing:
         self.disturbed = True
         """Whether something else than steps has taken time since the clock was started."""
         self._settled = s.settled
+        self._total = s.trainee.run.train.max_train_steps
         self._first = first
         self._began = 0.0
         self._steps = 0
@@ -157,15 +158,35 @@ class Timing:
         self._steps += 1
         if self._steps == TIMED:
             record.flush()
-            self._settled.check((time.monotonic() - self._began) / TIMED / accumulation)
-            self._settled = None
+            seconds = (time.monotonic() - self._began) / TIMED / accumulation
+            if self._settled.check(seconds, (self._total - step) * accumulation):
+                self._first, self.disturbed = step, True  # and the new plan is timed as well
+                record.resume()
+            else:
+                self._settled = None
+
+
+class Again:
+    """The batches of a step, each as soon as it is there; once more for a second try."""
+
+    def __init__(self, window: Iterator[Batch], saw: Callable[[Batch], None]) -> None:
+        self._window = window
+        self._saw = saw
+        self._taken: list[Batch] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self._taken
+        for batch in self._window:
+            self._taken.append(batch)
+            self._saw(batch)
+            yield batch
 
 
 def _step(s: Session, window: Iterator[Batch], length: int, progress: Progress) -> StepResult:
     """One step; where the device is too small for the plan, again with a smaller plan."""
     if s.settled is None:
         return train_step(s.trainee, window, length, progress)
-    batches = list(window)  # a second try needs them again
+    batches = Again(window, s.settled.saw)
     while True:
         try:
             return train_step(s.trainee, batches, length, progress)
@@ -215,6 +236,14 @@ def _validate(s: Session, record: Record, step: int) -> None:
     record.flush()
     s.tell(validate(s.trainee, s.validation, step))
     record.resume()
+
+
+def _tell_moved(s: Session, stream: Stream, step: int) -> None:
+    """What batches and streamed weights have cost by now."""
+    s.tell(stream.fed(step))
+    streamed = None if s.settled is None else s.settled.streamed(step)
+    if streamed is not None:
+        s.tell(streamed)
 
 
 def _save(s: Session, record: Record, progress: Progress, reason: str) -> None:

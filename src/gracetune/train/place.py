@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gracetune.stream.activations import offload_activations
+from gracetune.stream.activations import OffloadSettings, offload_activations
 from gracetune.stream.blocks import Compiler, run_blocks
 from gracetune.stream.weights import DEFAULT_SLOTS, stream_weights
 from gracetune.units import MIB
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gracetune.events.types import Notice
     from gracetune.plan.result import BlockPlan
-    from gracetune.stream.activations import Offload, OffloadSettings
+    from gracetune.stream.activations import Offload
     from gracetune.stream.blocks import Keeping
     from gracetune.stream.movers import Mover
     from gracetune.stream.weights import Ring
@@ -36,6 +36,8 @@ class Layout:
     offload: OffloadSettings | None = None
     least_sent: int = MIB
     """Activations smaller than this stay on the device."""
+    spare_nbytes: int = 0
+    """Device memory that is left: where backward waits, more activations come back ahead in it."""
 
 
 class Placed:
@@ -52,6 +54,20 @@ class Placed:
         self.offload = offload
         self.compiler = compiler
         self._undo = undo
+
+    def may_grow(self, nbytes: int) -> None:
+        """Let the ring add slots in so much device memory, where steps wait for weights."""
+        if self.ring is not None:
+            self.ring.grow_within(nbytes)
+
+    def give_back(self) -> bool:
+        """Take back what was added to the ring; false where nothing was."""
+        return self.ring is not None and self.ring.give_back()
+
+    def waited_s(self) -> float:
+        """How long computing has stood still for copies so far; waits for the device."""
+        ring = 0.0 if self.ring is None else self.ring.counters().waited_s
+        return ring + (0.0 if self.offload is None else self.offload.counters().waited_s)
 
     def close(self) -> None:
         """The last that was put on goes first."""
@@ -70,24 +86,24 @@ def place(
 
     Call it when it is settled what is trained: frozen weights stream, others never do.
     """
-    undo = ExitStack()
     blocks = [block for part in transformers.values() for block in part]
     plans = [plan for _ in transformers for plan in layout.blocks]
-    ring = _stream(model, transformers, layout, mover, tell)
-    if ring is None:
-        model.to(mover.device)
-    else:
-        undo.callback(ring.close, bring=False)
-    offload = _offload(blocks, plans, layout, ring, mover, tell)
-    if offload is not None:
-        undo.callback(offload.close)
-    compiler = Compiler(tell, backend) if layout.compiled else None
-    if compiler is not None:
-        undo.callback(compiler.close)
-    keeping = [_keeping(plan, layout.compiled) for plan in plans]
-    running = run_blocks(blocks, keeping, compiler, ring)
-    undo.callback(running.close)
-    return Placed(ring, offload, compiler, undo)
+    with ExitStack() as undo:  # what does not fit after all leaves nothing behind
+        ring = _stream(model, transformers, layout, mover, tell)
+        if ring is None:
+            model.to(mover.device)
+        else:
+            undo.callback(ring.close, bring=False)
+        offload = _offload(blocks, plans, layout, ring, mover, tell)
+        if offload is not None:
+            undo.callback(offload.close)
+        compiler = Compiler(tell, backend) if layout.compiled else None
+        if compiler is not None:
+            undo.callback(compiler.close)
+        keeping = [_keeping(plan, layout.compiled) for plan in plans]
+        running = run_blocks(blocks, keeping, compiler, ring)
+        undo.callback(running.close)
+        return Placed(ring, offload, compiler, undo.pop_all())
 
 
 def _keeping(plan: BlockPlan, compiled: bool) -> Keeping:
@@ -131,5 +147,5 @@ def _offload(
         tell,
         layout.least_sent,
         others=[block for block, sent in zip(blocks, sends, strict=True) if not sent],
-        settings=layout.offload,
+        settings=layout.offload or OffloadSettings(ahead_nbytes=layout.spare_nbytes),
     )

@@ -7,6 +7,7 @@ and encoders, is not counted again: the plan is for what is left.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -29,13 +30,13 @@ from gracetune.plan.rates import FITTED
 from gracetune.plan.report import describe, speed
 from gracetune.stream.movers import open_mover
 from gracetune.train.place import Layout, place
-from gracetune.units import format_bytes, format_seconds, parse_bytes
+from gracetune.train.settled import COMPILING_S, CudaMeter, NoMeter, Settled
+from gracetune.units import MIB, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.config.schema import RunFile
-    from gracetune.data.sample import Batch
     from gracetune.events.types import Event
     from gracetune.memory.platform import Link
     from gracetune.models.family import Family
@@ -45,15 +46,15 @@ if TYPE_CHECKING:
     from gracetune.plan.result import Plan
     from gracetune.train.feed import Feed
     from gracetune.train.place import Placed
+    from gracetune.train.settled import Meter
 
     Tell = Callable[[Event], None]
 
-COMPILING_S = 90.0
-"""What compiling the blocks of a model takes, about, the first time."""
-SMALLER = (0.85, 0.92, 0.97)
-"""Of what a plan needed that did not fit, what the next one may need: the first that can be."""
 HOST_RESERVE_SHARE = 0.05
 """Of host memory that is free now, left to others."""
+MEASURED_SHARE = 8
+"""One part in so many of free device memory is for each piece that rates are measured by."""
+BF16_NBYTES = 2
 CPU_EDGE, CPU_COPY = 512, 1 << 22
 """A CPU is only planned for in a rehearsal: its rates need not be good ones."""
 
@@ -63,18 +64,23 @@ def settle(
 ) -> Settled:
     """Plan for what is free now, tell it, and bring the transformer where it belongs."""
     largest = feed.load(feed.order.largest())
+    shape, text = largest.latents.shape[1:], largest.text
+    rates = _rates(device)
     family.to(torch.device("cpu"))  # where the tracer's stand-ins are
-    ask = question(run, family, largest, device)
+    model = traced(family_subject(family, shape, text), rates, run.model.frozen_compute)
     family.to(device)
+    del largest, text
+    meter: Meter = CudaMeter(device) if device.type == "cuda" else NoMeter()
+    ask = question(run, family, model, device)
     plan = ask.answer(ask.budget)
     tell(Notice(f"plan: {describe(plan)}"))
     tell(Notice(f"predicted: {speed(plan)}"))
     _prepare(run, family, device, tell)  # after the plan: tracers know the model's own products
 
     def placed(plan: Plan) -> Placed:
-        return apply(plan, family, link, device, tell)
+        return apply(plan, family, link, device, tell, ask.spare(plan))
 
-    return Settled(ask, plan, placed, device, tell)
+    return Settled(ask, plan, placed, meter, shape.numel(), tell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +105,25 @@ class Question:
             return choose(self.model, self.fixed, budget, self.wishes, simulated=False).best
         return min(plans, key=self._seconds)
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether the device has room for it."""
+        return self.spare(plan) >= 0
+
+    def spare(self, plan: Plan, peak_nbytes: int | None = None) -> int:
+        """Device memory within the budget that a plan leaves; `peak_nbytes`: what it took."""
+        taken = plan.device.total if peak_nbytes is None else peak_nbytes
+        return int(self.budget.device_nbytes / (1 + self.budget.fragmentation)) - taken
+
     def _seconds(self, plan: Plan) -> float:
         return self.micro_batches * plan.seconds.step + (COMPILING_S if plan.compiled else 0.0)
 
 
-def question(run: RunFile, family: Family, largest: Batch, device: torch.device) -> Question:
+def question(run: RunFile, family: Family, model: Model, device: torch.device) -> Question:
     """For the largest bucket of a run, in what is free on this machine."""
     transformers = transformers_of(family.transformer)
     trained = sum(p.numel() for p in family.transformer.parameters() if p.requires_grad)
-    subject = family_subject(family, largest.latents.shape[1:], largest.text)
     return Question(
-        traced(subject, _rates(device), run.model.frozen_compute),
+        model,
         Fixed(
             optimizer_nbytes=int(trained * state_nbytes_each(run.optimizer)),
             experts=len(transformers),
@@ -122,70 +136,14 @@ def question(run: RunFile, family: Family, largest: Batch, device: torch.device)
     )
 
 
-class Settled:
-    """A plan at work; it is held against what happens, and gives way to a smaller one."""
-
-    def __init__(
-        self,
-        ask: Question,
-        plan: Plan,
-        place_as: Callable[[Plan], Placed],
-        device: torch.device,
-        tell: Tell,
-    ) -> None:
-        self.plan = plan
-        self._ask = ask
-        self._place_as = place_as
-        self._device = device
-        self._tell = tell
-        self._placed = place_as(plan)
-
-    def watch(self) -> None:
-        """What is measured from here on is the steps' own."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def check(self, seconds: float) -> None:
-        """Say how a micro-batch of the first steps compares with what was predicted."""
-        text = (
-            f"measured: {self.plan.batch / seconds:.3f} samples/s, "
-            f"{seconds / self.plan.seconds.step:.2f} times the predicted time"
-        )
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
-            share = peak / self.plan.device.total
-            text += f"; {format_bytes(peak)} of device memory at most, {share:.2f} of the plan's"
-        if self._placed.compiler is not None:
-            compiler = self._placed.compiler
-            text += f"; {compiler.graphs} graphs compiled in {format_seconds(compiler.seconds)}"
-        self._tell(Notice(text))
-
-    def step_down(self, reason: str) -> bool:
-        """Go on with a plan that needs clearly less; false where there is none."""
-        smaller = self._smaller()
-        if smaller is None:
-            return False
-        text = f"{reason} Going on with less: {describe(smaller)}; {speed(smaller)}"
-        self._tell(Notice(text, level="warning", fallback=True))
-        self._placed.close()
-        self.plan = smaller
-        self._placed = self._place_as(smaller)
-        return True
-
-    def _smaller(self) -> Plan | None:
-        asked = self._ask.budget
-        needed = self.plan.device.total * (1 + asked.fragmentation)
-        for share in SMALLER:
-            with suppress(PlanError):
-                return self._ask.answer(replace(asked, device_nbytes=int(needed * share)))
-        return None
-
-    def close(self) -> None:
-        """The transformer is only good for reading after this."""
-        self._placed.close()
-
-
-def apply(plan: Plan, family: Family, link: Link, device: torch.device, tell: Tell) -> Placed:
+def apply(
+    plan: Plan,
+    family: Family,
+    link: Link,
+    device: torch.device,
+    tell: Tell,
+    spare_nbytes: int = 0,
+) -> Placed:
     """The transformer as planned; of two experts, both alike through one ring."""
     blocks = family.blocks()
     transformers = list(transformers_of(family.transformer).values())
@@ -194,7 +152,7 @@ def apply(plan: Plan, family: Family, link: Link, device: torch.device, tell: Te
         transformer: blocks[number * size : (number + 1) * size]
         for number, transformer in enumerate(transformers)
     }
-    layout = Layout(plan.blocks, plan.compiled, plan.slots)
+    layout = Layout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
     return place(family.transformer, parts, layout, open_mover(device, link), tell)
 
 
@@ -213,9 +171,11 @@ def _prepare(run: RunFile, family: Family, device: torch.device, tell: Tell) -> 
 
 
 def _rates(device: torch.device) -> Basics:
-    if device.type == "cuda":
-        return measure(device, torch.cuda.synchronize)
-    return measure(device, lambda: None, CPU_EDGE, CPU_COPY)
+    if device.type != "cuda":
+        return measure(device, lambda: None, CPU_EDGE, CPU_COPY)
+    room = _free_nbytes(device) // MEASURED_SHARE
+    edge = min(8192, 1 << int(math.log2(room / BF16_NBYTES) / 2))
+    return measure(device, torch.cuda.synchronize, edge, min(512 * MIB, room))
 
 
 def _device_nbytes(run: RunFile, device: torch.device) -> int:
@@ -223,10 +183,18 @@ def _device_nbytes(run: RunFile, device: torch.device) -> int:
     if device.type != "cuda":
         assert asked is not None, "a rehearsal without its memory"
         return parse_bytes(asked)
+    free = _free_nbytes(device)
+    taken = torch.cuda.memory_allocated(device)
+    return free if asked is None else min(free, parse_bytes(asked) - taken)
+
+
+def _free_nbytes(device: torch.device) -> int:
+    """What torch can still give out: of the device, and of this process's share of it."""
     taken = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - taken
-    free = torch.cuda.mem_get_info(device)[0] + cached
-    return free if asked is None else min(free, parse_bytes(asked) - taken)
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return min(free + cached, int(total * share) - taken)
 
 
 def _host_nbytes(run: RunFile) -> int:

@@ -1,0 +1,257 @@
+"""A plan at work: held against its first steps, corrected once, and given up where it is too large.
+
+Whatever is changed is changed between two steps, and no number that is trained on depends on it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+import torch
+
+from gracetune.events.types import Notice, WeightsStreamed
+from gracetune.plan.choose import PlanError, predict
+from gracetune.plan.report import describe, speed
+from gracetune.train.correcting import Measured, choice_of, learnt, was_wrong
+from gracetune.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gracetune.data.sample import Batch
+    from gracetune.events.types import Event
+    from gracetune.plan.result import Plan
+    from gracetune.train.place import Placed
+    from gracetune.train.planning import Question
+
+    Tell = Callable[[Event], None]
+
+COMPILING_S = 90.0
+"""What compiling the blocks of a model takes, about, the first time."""
+CLEAR_GAIN = 0.03
+"""Of a micro-batch's seconds: what another plan must be predicted to save before it is taken."""
+SMALLER = (0.85, 0.92, 0.97)
+"""Of what a plan needed that did not fit, what the next one may need: the first that can be."""
+
+
+class Meter(Protocol):
+    """What steps take of the device."""
+
+    def restart(self) -> None:
+        """What is measured from here on is the steps' own."""
+        ...
+
+    def peak_nbytes(self) -> int | None:
+        """The most since then, beside what was there before the plan; none: nobody counts it."""
+        ...
+
+
+class CudaMeter:
+    """By torch's allocator; made before anything that is planned is on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = torch.cuda.memory_allocated(device)
+
+    def restart(self) -> None:
+        """Begin anew."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_nbytes(self) -> int:
+        """Of what is allocated, not of what the allocator holds."""
+        return torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+class NoMeter:
+    """A rehearsal on the CPU: nobody counts."""
+
+    def restart(self) -> None:
+        """Nothing to begin."""
+
+    def peak_nbytes(self) -> None:
+        """Not known."""
+
+
+class Settled:
+    """The plan, and the transformer as it says."""
+
+    def __init__(
+        self,
+        ask: Question,
+        plan: Plan,
+        place_as: Callable[[Plan], Placed],
+        meter: Meter,
+        largest_numel: int,
+        tell: Tell,
+    ) -> None:
+        """`largest_numel`: of one sample's latents in the bucket that the plan is for."""
+        self.plan = plan
+        self._ask = ask
+        self._place_as = place_as
+        self._meter = meter
+        self._largest_numel = largest_numel
+        self._tell = tell
+        self._checked = False
+        self._placed = place_as(plan)
+        self.watch()
+
+    def watch(self) -> None:
+        """What is measured from here on is the steps' own."""
+        self._meter.restart()
+        self._micro_batches = self._large = 0
+        self._waited_before = self._placed.waited_s()
+
+    def saw(self, batch: Batch) -> None:
+        """A micro-batch is trained on: the plan is for full ones of the largest bucket."""
+        self._micro_batches += 1
+        full = len(batch) >= self.plan.batch
+        self._large += full and batch.latents[0].numel() >= self._largest_numel
+
+    def check(self, seconds: float, left: int) -> bool:
+        """Hold a micro-batch of the first steps against the plan, the first time to correct it.
+
+        `left`: micro-batches still to come. True where the plan was changed.
+        """
+        waited = (self._placed.waited_s() - self._waited_before) / max(self._micro_batches, 1)
+        peak = self._meter.peak_nbytes()
+        self._tell(Notice(self._comparison(seconds, peak)))
+        first, self._checked = not self._checked, True
+        measured = Measured(
+            seconds=seconds if self._large == self._micro_batches else None,
+            waited_s=waited,
+            peak_nbytes=peak if self._large else None,
+        )
+        if first and self._large and was_wrong(self.plan, measured):
+            return self._correct(measured, left)
+        self._let_grow(measured.peak_nbytes)
+        return False
+
+    def step_down(self, reason: str) -> bool:
+        """Go on in clearly less memory; false where there is no way to."""
+        if self._placed.give_back():  # which tells
+            return True
+        smaller = self._smaller()
+        if smaller is None:
+            return False
+        text = f"{reason} Going on with less: {describe(smaller)}; {speed(smaller)}"
+        self._tell(Notice(text, level="warning", fallback=True))
+        self._checked = True  # the device has said how much there is
+        self._change_to(smaller)
+        return True
+
+    def streamed(self, step: int) -> WeightsStreamed | None:
+        """What streaming has cost so far; none where all weights stay. Waits for the device."""
+        if self._placed.ring is None:
+            return None
+        counters = self._placed.ring.counters()
+        link_s = counters.fetched_nbytes / self._ask.model.speeds.link_in
+        return WeightsStreamed(
+            step=step,
+            slots=counters.slots,
+            fetches=counters.fetches,
+            nbytes=counters.fetched_nbytes,
+            late=counters.late,
+            on_demand=counters.on_demand,
+            waited_s=counters.waited_s,
+            hidden_s=max(0.0, link_s - counters.waited_s),
+        )
+
+    def close(self) -> None:
+        """The transformer is only good for reading after this."""
+        self._placed.close()
+
+    def _comparison(self, seconds: float, peak: int | None) -> str:
+        text = (
+            f"measured: {self.plan.batch / seconds:.3f} samples/s, "
+            f"{seconds / self.plan.seconds.step:.2f} times the predicted time"
+        )
+        if peak is not None:
+            share = peak / self.plan.device.total
+            text += f"; {format_bytes(peak)} of device memory at most, {share:.2f} of the plan's"
+        if self._large < self._micro_batches:
+            text += (
+                f"; {self._micro_batches - self._large} of {self._micro_batches} micro-batches "
+                "were smaller than those that the plan is for"
+            )
+        compiler = self._placed.compiler
+        if compiler is not None:
+            text += f"; {compiler.graphs} graphs compiled in {format_seconds(compiler.seconds)}"
+        return text
+
+    def _correct(self, measured: Measured, left: int) -> bool:
+        """Plan once more with what was learnt; change where that is clearly better, or needed."""
+        model, fixed = learnt(self._ask.model, self._ask.fixed, self.plan, measured)
+        self._ask = replace(self._ask, model=model, fixed=fixed)
+        now = predict(model, choice_of(self.plan), fixed, simulated=False)
+        other = self._other(now, left)
+        if other is None:
+            self.plan = now
+            self._let_grow(measured.peak_nbytes)
+            return False
+        text = (
+            f"corrected once, since the first steps were not as predicted: {describe(other)}. "
+            f"Predicted from what was measured: {speed(other)}; as it was: {speed(now)}"
+        )
+        self._tell(Notice(text))
+        try:
+            self._change_to(other)
+        except torch.OutOfMemoryError as error:
+            text = f"{str(error).splitlines()[0]} The plan stays as it was."
+            self._tell(Notice(text, level="warning", fallback=True))
+            self.plan = now
+            self._placed = self._place_as(now)
+        return True
+
+    def _other(self, now: Plan, left: int) -> Plan | None:
+        """A plan that is worth the change, for what is left of the run."""
+        ask = replace(self._ask, micro_batches=left)
+        if now.compiled:  # what is compiled already costs nothing
+            ask = replace(ask, wishes=replace(ask.wishes, compile=(True,)))
+        with suppress(PlanError):
+            other = ask.answer(ask.budget)
+            if choice_of(other) == choice_of(now) or not self._host_has_room(other):
+                return None
+            if not ask.fits(now):
+                return other
+            saved = now.seconds.step - other.seconds.step
+            if saved > CLEAR_GAIN * now.seconds.step and left * saved > _compiling_s(now, other):
+                return other
+        return None
+
+    def _host_has_room(self, other: Plan) -> bool:
+        """While weights change places, the old slab and the new one are both there."""
+        if not other.streamed or other.host.weights <= psutil.virtual_memory().available:
+            return True
+        text = (
+            f"a better plan was found, but moving to it takes {format_bytes(other.host.weights)} "
+            "of host memory for a moment, which is not free; the plan stays"
+        )
+        self._tell(Notice(text))
+        return False
+
+    def _smaller(self) -> Plan | None:
+        asked = self._ask.budget
+        needed = self.plan.device.total * (1 + asked.fragmentation)
+        for share in SMALLER:
+            with suppress(PlanError):
+                return self._ask.answer(replace(asked, device_nbytes=int(needed * share)))
+        return None
+
+    def _change_to(self, plan: Plan) -> None:
+        self._placed.close()
+        self._placed = self._place_as(plan)
+        self.plan = plan
+
+    def _let_grow(self, peak_nbytes: int | None) -> None:
+        self._placed.may_grow(max(0, self._ask.spare(self.plan, peak_nbytes)))
+
+
+def _compiling_s(now: Plan, other: Plan) -> float:
+    """Blocks that run as some do already need no graphs of their own."""
+    ways, before = (
+        {(block.weights, block.activations) for block in plan.blocks} for plan in (other, now)
+    )
+    return COMPILING_S if other.compiled and not (now.compiled and ways <= before) else 0.0
