@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": DATA | {"data"},
     "adapters": PARTS,
     "models": PARTS | {"adapters"},
-    "optim": GROUND | {"registry", "config"},
+    "optim": PARTS,
     "train": TRAINED,
     "hosts": TRAINED,
     "dashboard": GROUND | {"events"},

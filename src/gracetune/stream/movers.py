@@ -45,6 +45,8 @@ class Lane(Enum):
     """To the device."""
     OUT = "activations out"
     BACK = "activations back"
+    STATE_IN = "optimizer state in"
+    STATE_OUT = "optimizer state out"
 
 
 @dataclass(frozen=True, slots=True)

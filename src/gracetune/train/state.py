@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch
 from gracetune.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
     from torch.nn import Parameter
@@ -97,9 +97,12 @@ def optimizer_tensors(
 
 
 def restore_optimizer(
-    optimizer: Optimizer, parameters: Mapping[str, Parameter], saved: Mapping[str, Tensor]
+    optimizer: Optimizer,
+    parameters: Mapping[str, Parameter],
+    saved: Mapping[str, Tensor],
+    load: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """The reverse; torch moves each tensor to where its parameter is."""
+    """The reverse; torch moves each tensor to where its parameter is, unless `load` does it."""
     places = {
         id(parameter): index
         for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])
@@ -119,7 +122,7 @@ def restore_optimizer(
             raise CheckpointError(
                 f"the checkpoint has optimizer state for {name}, not trained now."
             )
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    (load or optimizer.load_state_dict)({"state": state, "param_groups": groups})
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:

@@ -1,0 +1,286 @@
+"""The optimizer's step, wherever its state lives: on the device, in host memory, or part here.
+
+State in host memory passes through a few slots on the device, bucket by bucket, and the optimizer
+itself steps on what is there: the same kernels on the same numbers, so the same bits as with all of
+it on the device. Both directions of the link are busy at once: while one bucket arrives, the one
+before leaves. AdamW's two moments are 8 bytes a number each way, which the link moves in less time
+than a CPU takes to read and write the 28 bytes of the same update.
+
+A step goes through the buckets against the order of the step before: what is still in the slots is
+used first, and the last copies out are hidden behind the next forward. Updates cannot begin before
+backward is over, since clipping needs the length of all gradients.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gracetune.errors import RunFailedError
+from gracetune.optim.buckets import divide, is_large
+from gracetune.stream.movers import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+    from gracetune.optim.buckets import Bucket
+    from gracetune.stream.movers import Arrival, Mover
+
+SLOTS = 3
+"""One fills, one is updated, one empties."""
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """How state is cut into buckets, and how they move."""
+
+    bucket_numel: int = 1 << 25
+    """Numbers trained by one bucket: large enough for the link's full speed, also over C2C."""
+    least_nbytes: int = 1 << 14
+    """State smaller than this stays on the device."""
+    slots: int = SLOTS
+    poison: bool = False
+    """Fill a slot with NaN before it is filled: what is read too early shows."""
+
+    def slot_nbytes(self, largest_numel: int, nbytes_each: float) -> int:
+        """Device memory that the slots take, where one parameter has at most so many numbers."""
+        return int(self.slots * max(self.bucket_numel, largest_numel) * nbytes_each)
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    memory: Tensor
+    bucket: Bucket | None = None
+    """Whose state is in it, or on its way there."""
+    arrival: Arrival | None = None
+    leaving: Arrival | None = None
+    """The copy out that nobody has waited for."""
+
+    def land(self) -> None:
+        """Let what is queued from here on come after the copy out."""
+        if self.leaving is not None:
+            self.leaving.wait(ahead=True)
+            self.leaving = None
+
+
+class Update:
+    """Steps an optimizer; `place` says how much of its state lives in host memory."""
+
+    def __init__(
+        self, optimizer: Optimizer, mover: Mover, nbytes_each: float, travel: Travel | None = None
+    ) -> None:
+        """`nbytes_each` is what the optimizer keeps for each number that is trained."""
+        self._optimizer = optimizer
+        self._mover = mover
+        self._travel = travel or Travel()
+        self._tensors_each = round(nbytes_each / torch.float32.itemsize)
+        self._buckets = divide(optimizer.param_groups, self._travel.bucket_numel)
+        self._hosted = 0
+        """The first so many buckets live in host memory."""
+        self._slots: list[_Slot] = []
+        self._turned = False
+
+    @property
+    def host_nbytes(self) -> int:
+        """State in host memory."""
+        return sum(bucket.nbytes for bucket in self._buckets)
+
+    @property
+    def slots_nbytes(self) -> int:
+        """Device memory that state passes through."""
+        return sum(len(slot.memory) for slot in self._slots)
+
+    def place(self, host_share: float) -> None:
+        """Let at least this share of the state live in host memory, and the rest on the device."""
+        assert 0 <= host_share <= 1, f"a share of {host_share}"
+        self.rest()
+        self._slots.clear()
+        wanted = host_share * sum(bucket.numel for bucket in self._buckets)
+        numel = self._hosted = 0
+        for bucket in self._buckets:
+            if numel < wanted:
+                self._hosted += 1
+                numel += bucket.numel
+                self._send_home(bucket)
+            else:
+                self._bring_back(bucket)
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient.
+
+        Where memory runs out before anything has changed, a smaller plan can try again. After that
+        nobody can: a second try would update some weights twice.
+        """
+        self._make_room()
+        try:
+            self._step()
+        except torch.OutOfMemoryError as error:
+            raise RunFailedError(
+                f"the device was full in the middle of an update ({str(error).splitlines()[0]}): "
+                "some weights have changed and others have not. Checkpoints saved before are kept. "
+                "Go on from the last one with a lower plan.device_memory, or with another "
+                "optimizer."
+            ) from error
+
+    def rest(self) -> None:
+        """Wait until host memory holds all that the last step left there."""
+        for slot in self._slots:
+            slot.land()
+        self._mover.waits(Lane.STATE_OUT)
+
+    def load(self, whole: Mapping[str, Any]) -> None:
+        """What `Optimizer.load_state_dict` does, without bringing to the device what lives in host
+        memory."""
+        self.rest()
+        for slot in self._slots:
+            slot.bucket = None
+        for bucket in self._buckets:
+            bucket.give_up(self._mover)
+        hosted = {p for bucket in self._buckets[: self._hosted] for p in bucket.parameters}
+        ours = [p for group in self._optimizer.param_groups for p in group["params"]]
+        saved = [index for group in whole["param_groups"] for index in group["params"]]
+        stays: dict[int, dict[str, Any]] = {}
+        large: dict[Parameter, dict[str, Tensor]] = {}
+        for index, parameter in zip(saved, ours, strict=True):
+            for key, value in whole["state"].get(index, {}).items():
+                if parameter in hosted and is_large(value, self._travel.least_nbytes):
+                    large.setdefault(parameter, {})[key] = value
+                else:
+                    stays.setdefault(index, {})[key] = value
+        self._optimizer.load_state_dict({"state": stays, "param_groups": whole["param_groups"]})
+        for parameter, values in large.items():
+            self._optimizer.state[parameter].update(values)
+        for bucket in self._buckets[: self._hosted]:
+            self._send_home(bucket)
+
+    def close(self) -> None:
+        """Bring nothing back: the state is only good for reading after this."""
+        self.rest()
+        self._slots.clear()
+
+    def _make_room(self) -> None:
+        """Take and let go of what the step will take: it may run out of memory here, not there."""
+        largest = max((bucket.nbytes for bucket in self._buckets), default=0)
+        if largest and (not self._slots or len(self._slots[0].memory) < largest):
+            for slot in self._slots:
+                slot.land()
+            self._slots.clear()
+            self._slots = [
+                _Slot(self._mover.device_memory(largest)) for _ in range(self._travel.slots)
+            ]
+        state = self._optimizer.state
+        if len(state) == sum(len(bucket.parameters) for bucket in self._buckets):
+            return
+        new = [
+            [p for p in bucket.parameters if p.grad is not None and not state.get(p)]
+            for bucket in self._buckets
+        ]
+        stays = [p for bucket in new[self._hosted :] for p in bucket]
+        passes = max(new[: self._hosted], key=_numel, default=[])
+        room = [torch.empty_like(p) for p in stays + passes for _ in range(self._tensors_each)]
+        del room
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        hosted, resident = self._buckets[: self._hosted], self._buckets[self._hosted :]
+        due = [bucket for bucket in hosted if bucket.due()]
+        new = [bucket for bucket in due if not bucket.pieces]
+        moving = [bucket for bucket in due if bucket.pieces]
+        if resident:
+            self._step_only(resident)
+        for bucket in new:  # their first gradients: the optimizer makes state on the device
+            self._step_only([bucket])
+            self._send_home(bucket)
+        self._stream(moving)
+
+    def _stream(self, buckets: Sequence[Bucket]) -> None:
+        """Let buckets pass through the slots; each slot is filled again once it is empty."""
+        order = list(reversed(buckets)) if self._turned else list(buckets)
+        self._turned = not self._turned
+        for slot in self._slots:
+            slot.land()
+        first = order[: len(self._slots)]
+        places = {slot.bucket: slot for slot in self._slots if slot.bucket in first}
+        waiting = deque(bucket for bucket in order if bucket not in places)
+        for slot in self._slots:
+            if slot.bucket not in places and waiting:
+                places[waiting[0]] = slot
+                self._fetch(slot, waiting.popleft())
+        before: _Slot | None = None
+        for bucket in order:
+            slot = places[bucket]
+            self._step_in(slot, bucket)
+            if before is not None and waiting:
+                places[waiting[0]] = before
+                self._fetch(before, waiting.popleft())
+            before = slot
+
+    def _fetch(self, slot: _Slot, bucket: Bucket) -> None:
+        slot.land()
+        for piece, place in bucket.spans(slot.memory):
+            slot.arrival = self._mover.copy(place, piece, self._travel.poison, lane=Lane.STATE_IN)
+        slot.bucket = bucket
+
+    def _step_in(self, slot: _Slot, bucket: Bucket) -> None:
+        """Update a bucket whose state is in a slot, and send the state home."""
+        if slot.arrival is not None:
+            slot.arrival.wait(ahead=True)
+            slot.arrival = None
+        state = self._optimizer.state
+        views = [(entry, entry.view(slot.memory)) for entry in bucket.entries]
+        for entry, view in views:
+            state[entry.parameter][entry.key] = view
+        try:
+            self._step_only([bucket])
+        finally:
+            for entry, view in views:
+                made = state[entry.parameter][entry.key]
+                if made is not view:  # the optimizer put another tensor in its place
+                    view.copy_(made)
+                state[entry.parameter][entry.key] = entry.host
+        for piece, place in bucket.spans(slot.memory):
+            slot.leaving = self._mover.copy(piece, place, poison=False, lane=Lane.STATE_OUT)
+        if self._send_home(bucket):  # a parameter had its first gradient
+            slot.bucket = None
+
+    def _step_only(self, buckets: Sequence[Bucket]) -> None:
+        """The optimizer's own step, on some of its parameters."""
+        if len(buckets) == len(self._buckets):
+            self._optimizer.step()
+            return
+        with _restricted(self._optimizer, buckets):
+            self._optimizer.step()
+
+    def _send_home(self, bucket: Bucket) -> bool:
+        return bucket.send_home(self._optimizer.state, self._mover, self._travel.least_nbytes)
+
+    def _bring_back(self, bucket: Bucket) -> None:
+        for entry in bucket.entries:
+            there = entry.host.to(self._mover.device, copy=True)
+            self._optimizer.state[entry.parameter][entry.key] = there
+        bucket.give_up(self._mover)
+
+
+@contextmanager
+def _restricted(optimizer: Optimizer, buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Let an optimizer see the parameters of some buckets alone; its groups stay the same."""
+    whole = [group["params"] for group in optimizer.param_groups]
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = [p for b in buckets if b.group == index for p in b.parameters]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+
+
+def _numel(parameters: Sequence[Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
