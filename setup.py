@@ -1,7 +1,7 @@
-"""Compile the memory shim beside the package; everything else is in pyproject.toml.
+"""Compile the memory shim and staging's helper beside the package; all else is in pyproject.toml.
 
-The shim is a plain shared library, not a Python module: it is the same for every Python, and an
-install without a C compiler goes on without it.
+Both are plain shared libraries, not Python modules: they are the same for every Python, and an
+install without a C compiler goes on without them.
 """
 
 from setuptools import Extension, setup
@@ -10,7 +10,7 @@ from setuptools.command.build_ext import build_ext
 
 
 class BuildShim(build_ext):
-    """Name the library as `gracetune.memory.shim` looks for it."""
+    """Name each library as the module beside it looks for it."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
@@ -31,7 +31,13 @@ setup(
             extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
             libraries=["dl", "pthread"],
             optional=True,
-        )
+        ),
+        Extension(
+            "gracetune.data._gather",
+            sources=["src/gracetune/data/gather.c"],
+            extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
+            optional=True,
+        ),
     ],
     cmdclass={"build_ext": BuildShim, "bdist_wheel": AnyPython},
 )

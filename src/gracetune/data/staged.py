@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from gracetune.data.budget import host_room
 from gracetune.data.codecs import CODECS
+from gracetune.data.gather import MissingGather, find_gather
 from gracetune.data.index import Index, Row
 from gracetune.data.parallel import default_workers
 from gracetune.data.source import StampedSource
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gracetune.config.schema import InMemorySection
+    from gracetune.data.gather import Gather
     from gracetune.data.progress import Tell
     from gracetune.data.source import Source
     from gracetune.memory.arena import Ticket
@@ -52,17 +54,25 @@ class StagedSource:
         setting: str = "datasets",
         meet_in: Path | None = None,
         room: Callable[[], int] = host_room,
+        find: Callable[[], Gather | MissingGather] = find_gather,
     ) -> StagedSource:
         """Read `keys` by threads into host memory, never past `memory_limit_gb` or the host's room.
 
         Processes of one machine that name the same folder in `meet_in` end up with one copy: the
-        first stages, the others wait and map what it made.
+        first stages, the others wait and map what it made. `find` looks for the compiled helper.
         """
         keys = sorted(set(keys))
         sizes = sizes_of(source, keys, section.num_workers or default_workers())
 
         def make() -> Arena:
-            return fill_arena(source, keys, sizes, section, tell, setting, room)
+            gather = find()
+            if isinstance(gather, MissingGather):
+                tell(
+                    Notice(
+                        f"files are staged one by one, by Python: {gather.reason}", fallback=True
+                    )
+                )
+            return fill_arena(source, keys, sizes, section, tell, setting, room, gather)
 
         if meet_in is None:
             return cls(make())

@@ -1,7 +1,8 @@
 """Filling an arena from a source: every file is read once, by threads, and none is held twice.
 
-A worker takes a run of files. Large ones are copied inside the kernel where they lie in plain files
-and stay as they are; the others are gathered, compressed where that helps, and written together.
+A worker takes a run of files. Those that lie in plain files and stay as they are it copies inside
+the kernel: all by one call where the compiled helper is there, else the large ones one by one. The
+others are gathered, compressed where that helps, and written together.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from gracetune.data.budget import Budget
 from gracetune.data.codecs import CODECS, pack
+from gracetune.data.gather import ODD, MissingGather
 from gracetune.data.index import PLAIN, Columns, write_index
 from gracetune.data.packing import Packing, choose_packing
 from gracetune.data.parallel import chunks, default_workers, ordered_map
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gracetune.config.schema import InMemorySection
+    from gracetune.data.gather import Gather
     from gracetune.data.progress import Tell
-    from gracetune.data.source import Source
+    from gracetune.data.source import Place, Source
     from gracetune.memory.arena import Arena, Hand
 
 UNREADABLE = 255
@@ -75,6 +78,7 @@ def fill_arena(
     tell: Tell,
     setting: str,
     room: Callable[[], int],
+    gather: Gather | MissingGather,
 ) -> Arena:
     """Read `keys`, which are sorted, into a new arena, never past the limits."""
     num_workers = section.num_workers or default_workers()
@@ -86,7 +90,7 @@ def fill_arena(
     columns = Columns.empty(len(keys))
     unreadable: dict[str, str] = {}
     progress = Progress("staging", len(keys), tell, total_nbytes=sum(sizes))
-    filler = _Filler(source, keys, sizes, packing, writer, budget)
+    filler = _Filler(source, keys, sizes, packing, writer, budget, gather)
     raw = 0
     try:
         pieces = chunks(sizes, num_workers, section.chunk_size)
@@ -165,6 +169,7 @@ class _Filler:
         packing: Packing,
         writer: ArenaWriter,
         budget: Budget,
+        gather: Gather | MissingGather,
     ) -> None:
         self._source = source
         self._files = source if isinstance(source, FileSource) else None
@@ -173,29 +178,62 @@ class _Filler:
         self._packing = packing
         self._writer = writer
         self._budget = budget
+        self._gather = None if isinstance(gather, MissingGather) else gather
 
     def fill(self, numbers: range) -> _Rows:
         """Bring one run of files into the arena."""
         rows = _Rows(numbers.start)
+        places = self._places(numbers)
         with self._writer.hand() as hand:
+            brought = self._brought(places, hand)
             gathered = _Gathered(hand, rows)
             for number in numbers:
-                key = self._keys[number]
+                if number in brought:
+                    at, nbytes = brought[number]
+                    rows.add(at, nbytes, nbytes, PLAIN)
+                    continue
                 try:
-                    if not self._copied(key, self._sizes[number], rows, hand):
-                        self._read(key, gathered)
+                    if not self._copied(number, places.get(number), rows, hand):
+                        self._read(self._keys[number], gathered)
                 except OSError as error:
                     rows.add(0, 0, 0, UNREADABLE)
-                    rows.unreadable[key] = error.strerror or str(error)
+                    rows.unreadable[self._keys[number]] = error.strerror or str(error)
             gathered.flush()
         return rows
 
-    def _copied(self, key: str, size: int, rows: _Rows, hand: Hand) -> bool:
+    def _places(self, numbers: range) -> dict[int, Place]:
+        """Where those lie that the kernel can copy: plain files, or parts of them, stored as they
+        are."""
+        if self._files is None:
+            return {}
+        found: dict[int, Place] = {}
+        for number in numbers:
+            key = self._keys[number]
+            if self._packing.codec_of(key) is None and key not in self._packing.sampled:
+                place = _place(self._files, key)
+                if place is not None:
+                    found[number] = place
+        return found
+
+    def _brought(self, places: dict[int, Place], hand: Hand) -> dict[int, tuple[int, int]]:
+        """Place and length of what came by one call; whatever is odd about a file is not here."""
+        numbers = [number for number in places if self._sizes[number]]
+        if self._gather is None or not numbers:
+            return {}
+        sizes = [self._sizes[number] for number in numbers]
+        expected = sum(sizes)
+        self._budget.take(expected, expected)
+        starts, lengths = self._gather(hand, [places[number] for number in numbers], sizes)
+        rows = zip(numbers, starts, lengths, strict=True)
+        brought = {number: (start, nbytes) for number, start, nbytes in rows if nbytes != ODD}
+        missing = sum(nbytes for _, nbytes in brought.values()) - expected
+        self._budget.take(missing, missing)
+        return brought
+
+    def _copied(self, number: int, place: Place | None, rows: _Rows, hand: Hand) -> bool:
         """Whether the kernel could copy it as it is."""
-        if size < SMALL_NBYTES or self._files is None or self._packing.codec_of(key) is not None:
-            return False
-        place = None if key in self._packing.sampled else self._files.place(key)
-        if place is None:
+        size = self._sizes[number]
+        if size < SMALL_NBYTES or place is None:
             return False
         path, offset, nbytes = place
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -226,6 +264,13 @@ class _Filler:
         stored = data if packed is None else packed
         self._budget.take(len(data), len(stored))
         gathered.add(stored, len(data), PLAIN if packed is None else CODEC_NAMES.index(codec))
+
+
+def _place(source: FileSource, key: str) -> Place | None:
+    try:
+        return source.place(key)
+    except OSError:
+        return None  # reading it will say why
 
 
 def _size(source: Source, key: str) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _NO_SENDFILE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -82,6 +82,16 @@ class Hand:
                 done = os.write(self._fd, left)
                 left = left[done:]
                 self._end += done
+        except OSError as error:
+            raise ArenaFullError(error.strerror) from error
+        return place
+
+    def receive(self, write: Callable[[int], int]) -> int:
+        """Let `write` put bytes behind all else, through the descriptor that it is given; their
+        place. It tells how many they were; what it raises is that there was no room for them."""
+        place = self._base + self._end
+        try:
+            self._end += write(self._fd)
         except OSError as error:
             raise ArenaFullError(error.strerror) from error
         return place

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from made_sources import FILES, write_folder, write_tar
 from gracetune.config.schema import InMemorySection
 from gracetune.data import staging
 from gracetune.data.folder import FolderSource
+from gracetune.data.gather import Gather, MissingGather, find_gather
 from gracetune.data.shards import LocalShard
 from gracetune.data.staged import StagedSource
 from gracetune.data.tar import TarSource
@@ -34,12 +36,27 @@ if TYPE_CHECKING:
 
 BIG = bytes(range(256)) * 1000
 """Large enough to be copied inside the kernel."""
+LIMIT = len(BIG) / GIB
 
 
-def _stage(source: Source, events: list[Event] | None = None, **section: object) -> StagedSource:
+Find = Callable[[], Gather | MissingGather]
+"""How staging looks for the compiled helper."""
+
+
+@pytest.fixture(params=["compiled", "python"])
+def find(request: pytest.FixtureRequest) -> Find:
+    """Files by one call, and one by one: whatever they do, the same comes out."""
+    return find_gather if request.param == "compiled" else lambda: MissingGather("it is not here")
+
+
+def _stage(
+    source: Source, events: list[Event] | None = None, find: Find = find_gather, **section: object
+) -> StagedSource:
     told: list[Event] = [] if events is None else events
     settings = InMemorySection.model_validate({"compression": "none", **section})
-    return StagedSource.stage(source, source.keys(), settings, told.append, "datasets[0]")
+    return StagedSource.stage(
+        source, source.keys(), settings, told.append, "datasets[0]", find=find
+    )
 
 
 class Treacherous(FolderSource):
@@ -53,7 +70,8 @@ class Treacherous(FolderSource):
     def place(self, key: str) -> Place:
         path, victim = self._victim
         if key == victim:
-            match self._change:
+            change, self._change = self._change, "nothing"
+            match change:
                 case "vanish":
                     path.unlink()
                 case "grow":
@@ -68,10 +86,10 @@ class Treacherous(FolderSource):
     ("change", "left"), [("vanish", None), ("shrink", 7), ("grow", 2.0), ("nothing", 1.0)]
 )
 def test_a_file_that_changes_while_it_is_staged(
-    tmp_path: Path, data: bytes, change: str, left: float | None
+    tmp_path: Path, data: bytes, change: str, left: float | None, find: Find
 ) -> None:
     write_folder(tmp_path, {"a": b"before", "b": data * 3, "c": b"after"})
-    staged = _stage(Treacherous(tmp_path, "b", change))
+    staged = _stage(Treacherous(tmp_path, "b", change), find=find)
     assert (staged.read("a"), staged.read("c")) == (b"before", b"after")
     if left is None:
         with pytest.raises(OSError, match="No such file"):
@@ -82,16 +100,16 @@ def test_a_file_that_changes_while_it_is_staged(
         assert staged.nbytes("b") == len(whole)
 
 
-def test_a_file_without_permission_is_named_and_the_rest_is_staged() -> None:
+def test_a_file_without_permission_is_named_and_the_rest_is_staged(find: Find) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = write_folder(Path(name), {"a": b"mine", "b": b"secret", "c": BIG})
         for path, mode in ((root, 0o755), (root / "a", 0o644), (root / "b", 0), (root / "c", 0)):
             path.chmod(mode)
-        assert holds_in_a_fork(lambda: _only_a_is_readable(root), as_nobody=True)
+        assert holds_in_a_fork(lambda: _only_a_is_readable(root, find), as_nobody=True)
 
 
-def _only_a_is_readable(root: Path) -> bool:
-    staged = _stage(FolderSource(root))
+def _only_a_is_readable(root: Path, find: Find) -> bool:
+    staged = _stage(FolderSource(root), find=find)
     reasons = []
     for key in ("b", "c"):
         try:
@@ -108,9 +126,10 @@ def test_a_folder_named_like_a_picture_is_no_file(tmp_path: Path) -> None:
     assert staged.read("y.png") == b""
 
 
-def test_large_and_small_files_mix(tmp_path: Path) -> None:
+def test_large_and_small_files_mix(tmp_path: Path, find: Find) -> None:
     files = {f"{n:03d}": BIG[: n * 2500] for n in range(100)}
-    staged = _stage(FolderSource(write_folder(tmp_path, files)), num_workers=3, chunk_size=7)
+    source = FolderSource(write_folder(tmp_path, files))
+    staged = _stage(source, find=find, num_workers=3, chunk_size=7)
     assert {key: staged.read(key) for key in staged.keys()} == files  # noqa: SIM118
     assert staged.stored_nbytes == sum(map(len, files.values()))
 
@@ -120,15 +139,28 @@ def test_what_is_gathered_is_written_in_pieces(
 ) -> None:
     monkeypatch.setattr(staging, "GATHERED_NBYTES", 1000)
     files = {f"{n:03d}": bytes([n]) * 300 for n in range(50)}
-    staged = _stage(FolderSource(write_folder(tmp_path, files)))
+    source = FolderSource(write_folder(tmp_path, files))
+    staged = _stage(source, find=lambda: MissingGather("it is not here"))
     assert {key: staged.read(key) for key in staged.keys()} == files  # noqa: SIM118
 
 
 @pytest.mark.parametrize("chunk_size", [1, 10, 1000, None])
-def test_chunk_size_changes_nothing_but_the_pace(tmp_path: Path, chunk_size: int | None) -> None:
+def test_chunk_size_changes_nothing_but_the_pace(
+    tmp_path: Path, chunk_size: int | None, find: Find
+) -> None:
     path = write_tar(tmp_path / "x.tar", FILES)
-    staged = _stage(TarSource([LocalShard(path)], lambda event: None), chunk_size=chunk_size)
+    source = TarSource([LocalShard(path)], lambda event: None)
+    staged = _stage(source, find=find, chunk_size=chunk_size)
     assert {key: staged.read(key) for key in staged.keys()} == FILES  # noqa: SIM118
+
+
+def test_the_limit_holds_for_files_that_have_grown(tmp_path: Path, find: Find) -> None:
+    write_folder(tmp_path, {"a": BIG, "b": BIG})
+    with pytest.raises(DataError, match=r"datasets\[0\]\.in_memory\.memory_limit_gb"):
+        _stage(Treacherous(tmp_path, "b", "grow"), find=find, memory_limit_gb=2.5 * LIMIT)
+    assert _stage(FolderSource(tmp_path), find=find, memory_limit_gb=3 * LIMIT)
+    with pytest.raises(DataError, match=r"datasets\[0\]\.in_memory\.memory_limit_gb"):
+        _stage(FolderSource(tmp_path), find=find, memory_limit_gb=2.9 * LIMIT)
 
 
 def test_the_limit_holds_for_files_copied_in_the_kernel(tmp_path: Path) -> None:
@@ -158,6 +190,14 @@ def test_a_machine_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     source = FolderSource(write_folder(tmp_path, {"a": b"x"}))
     with pytest.raises(DataError, match=r"datasets\[0\].*ran out of memory.*No space left"):
         _stage(source)
+
+
+def test_without_the_helper_it_is_told_once(tmp_path: Path) -> None:
+    events: list[Event] = []
+    source = FolderSource(write_folder(tmp_path, {"a": BIG, "b": BIG}))
+    _stage(source, events, lambda: MissingGather("it is not here"))
+    (notice,) = (event for event in events if isinstance(event, Notice) and event.fallback)
+    assert notice.text == "files are staged one by one, by Python: it is not here"
 
 
 def test_progress_tells_files_and_bytes_and_seconds(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Many files into the arena by one call, where the compiled helper is there.
+
+`gather.c` says how. The package's build compiles it beside this file; a machine without a C
+compiler installs all the same, and files come one by one there, by Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gracetune.data.source import Place
+    from gracetune.memory.arena import Hand
+
+ABI = 1
+"""Raised together with the one in gather.c whenever the two must change together."""
+LIBRARY = "_gather.so"
+SOURCE = Path(__file__).with_name("gather.c")
+_WHOLE = -1
+ODD = -1
+"""The length of a file that is not as it was, or cannot be copied so."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissingGather:
+    """There is no helper here, and why."""
+
+    reason: str
+
+
+class Gather:
+    """The loaded helper."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        wide = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
+        self._gather = library.gracetune_gather
+        self._gather.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, wide, wide, wide)
+        self._gather.restype = ctypes.c_int64
+
+    def __call__(
+        self, hand: Hand, places: Sequence[Place], sizes: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Copy files of known lengths into the arena: where each lies, and how long it is or ODD.
+
+        ArenaFullError: there is no memory left.
+        """
+        paths = os.fsencode("\0".join(place.path for place in places)) + b"\0"
+        assert paths.count(b"\0") == len(places), "a path with a NUL in it"
+        offsets = np.array(
+            [_WHOLE if nbytes is None else offset for _, offset, nbytes in places], np.int64
+        )
+        nbytes = np.array(sizes, np.int64)
+        starts = np.zeros(len(places), np.int64)
+
+        def write(descriptor: int) -> int:
+            done: int = self._gather(descriptor, paths, len(places), offsets, nbytes, starts)
+            if done < 0:
+                raise OSError(-done, os.strerror(-done))
+            return done
+
+        first = hand.receive(write)
+        return [first + start for start in starts.tolist()], nbytes.tolist()
+
+
+def find_gather(folder: Path = SOURCE.parent) -> Gather | MissingGather:
+    """The helper beside this file, or why there is none."""
+    path = folder / LIBRARY
+    if not path.exists():
+        return MissingGather(
+            "it was not built: there was no C compiler when gracetune was installed"
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+        found = str(library.gracetune_gather_abi())
+    except (OSError, AttributeError) as error:
+        return MissingGather(f"it cannot be loaded: {error}")
+    if found != str(ABI):
+        return MissingGather(f"it has version {found}, and this gracetune needs {ABI}")
+    return Gather(library)
