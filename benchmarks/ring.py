@@ -98,8 +98,8 @@ def measure(
 ) -> None:
     """Every batch of one way; a streamed one is judged by the resident one before it."""
     model = make_model(LAYERS)
-    rotate_in_one_pass(model)
     fuse_lora(model)
+    rotate_in_one_pass(model)
     placed = place(model, {model: list(model.blocks)}, layout, open_mover(DEVICE, link), show)
     for batch in BATCHES:
         before = placed.ring.counters() if placed.ring else None

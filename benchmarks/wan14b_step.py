@@ -86,7 +86,7 @@ class Way:
 
 OURS = {
     "96": [
-        Way("24 of 40 streamed, all kept", 2, streamed=24, keep=40),
+        Way("16 of 40 streamed, all kept", 2, streamed=16, keep=40),
         Way("resident, half kept, half lean", 2, streamed=0, keep=20, lean=20),
     ],
     "48": [
@@ -174,8 +174,8 @@ def measure_way(
     model = make_model()
     if name.startswith("fp8"):
         freeze_in_fp8(model.blocks)
-    rotate_in_one_pass(model)
     fuse_lora(model)
+    rotate_in_one_pass(model)
     placed = place(model, {model: list(model.blocks)}, way.layout(), open_mover(DEVICE, link), show)
     let_go()
     total = torch.cuda.mem_get_info(DEVICE)[1]

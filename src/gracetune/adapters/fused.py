@@ -136,25 +136,39 @@ class Fused:
         down, up = self.layer.lora_A[self.name], self.layer.lora_B[self.name]
         return down.weight, up.weight
 
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """What peft gives, where that is a plain LoRA at work."""
-        layer, base = self.layer, self.base
+    @property
+    def scale(self) -> float:
+        """Of what the LoRA adds."""
+        scaling: float = self.layer.scaling[self.name]
+        return scaling
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Both halves in the type of the products."""
+        return self.trained if self.copies is None else self.copies
+
+    def is_at_work(self, x: Tensor) -> bool:
+        """Whether this is a plain LoRA now: neither switched off nor merged."""
+        layer = self.layer
         off = layer.disable_adapters or layer.merged or layer.active_adapters != [self.name]
         # Autocast rounds what is in fp32; these products would not be rounded, and be slow.
-        if off or (self.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)):
+        by_torch = self.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+        return not (off or by_torch)
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """What peft gives, where that is a plain LoRA at work."""
+        if not self.is_at_work(x):
             plain: Tensor = self.by_peft(x, *args, **kwargs)
             return plain
-        rows, scale = x.to(self.dtype).flatten(0, -2), layer.scaling[self.name]
-        halves = self.trained if self.copies is None else self.copies
+        base, rows = self.base, x.to(self.dtype).flatten(0, -2)
         y: Tensor
         if isinstance(base, Fp8Linear):
             y = LoraProductFp8.apply(  # type: ignore[no-untyped-call]
-                rows, base.weight, base.weight_scales, base.bias, *halves, scale
+                rows, base.weight, base.weight_scales, base.bias, *self.halves(), self.scale
             )
             y = base.as_the_layer_gives(y)
         else:
             y = LoraProduct.apply(  # type: ignore[no-untyped-call]
-                rows, base.weight, base.bias, *halves, scale
+                rows, base.weight, base.bias, *self.halves(), self.scale
             )
         return y.view(*x.shape[:-1], -1)
 

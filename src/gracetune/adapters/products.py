@@ -36,7 +36,7 @@ def lora_linear(
 ) -> tuple[Tensor, Tensor]:
     """The product with its LoRA, and the narrow tensor between the LoRA's two halves."""
     narrow = functional.linear(x, down)
-    return _beside(narrow, up, bias, scale).addmm_(x, weight.t()), narrow
+    return beside(narrow, up, bias, scale).addmm_(x, weight.t()), narrow
 
 
 @torch.library.custom_op("gracetune::lora_linear_fp8", mutates_args=())
@@ -62,10 +62,9 @@ def lora_gradients(
     grad: Tensor, x: Tensor, narrow: Tensor, up: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What both halves of the LoRA get, and the narrow gradient between them."""
-    between = grad @ up
-    between *= scale
-    grad_up = grad.t() @ narrow
-    grad_up *= scale
+    between, grad_up = grad @ up, grad.t() @ narrow
+    if scale != 1.0:
+        torch._foreach_mul_([between, grad_up], scale)
     return between.t() @ x, grad_up, between
 
 
@@ -109,7 +108,8 @@ def _wide_and_narrow(x: Tensor, weight: Tensor, down: Tensor) -> tuple[Tensor, T
     return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(down))
 
 
-def _beside(narrow: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def beside(narrow: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """The LoRA's own product, and the bias: what the frozen product adds itself to."""
     if bias is None:
         return (narrow * scale) @ up.t()
     return torch.addmm(bias, narrow, up.t(), alpha=scale)

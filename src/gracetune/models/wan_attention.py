@@ -1,8 +1,9 @@
-"""Wan's self-attention with rotations that a compiler makes one kernel of.
+"""Wan's self-attention with fewer passes over memory, for the same numbers.
 
 diffusers writes the even and the odd half of each pair separately; compiled, those are strided
 passes over memory that take longer than the norm beside them. Here a pair is the number times a
-cosine plus its neighbour times a sine: the same products and sums, one contiguous pass.
+cosine plus its neighbour times a sine: the same products and sums, one contiguous pass. And a LoRA
+on queries, keys and values reads what they share once.
 """
 
 from __future__ import annotations
@@ -13,12 +14,19 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 
+from gracetune.adapters.shared_input import share_input
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from gracetune.adapters.shared_input import SharedInput
 
 
 class RotatingProcessor(WanAttnProcessor):  # type: ignore[misc]
     """As diffusers', where a query is rotated; everything else is left to it."""
+
+    shared: SharedInput | None = None
+    """The LoRA layers of queries, keys and values as one, where they can be."""
 
     def __call__(
         self,
@@ -34,12 +42,14 @@ class RotatingProcessor(WanAttnProcessor):  # type: ignore[misc]
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
             )
             return plain
-        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
-        value = attn.to_v(hidden_states)
+        if self.shared is None:
+            query, key, value = (give(hidden_states) for give in (attn.to_q, attn.to_k, attn.to_v))
+        else:
+            query, key, value = self.shared(hidden_states)
         heads = (attn.heads, -1)
         mixed: Tensor = dispatch_attention_fn(
-            rotate(query.unflatten(2, heads), *rotary_emb),
-            rotate(key.unflatten(2, heads), *rotary_emb),
+            rotate(attn.norm_q(query).unflatten(2, heads), *rotary_emb),
+            rotate(attn.norm_k(key).unflatten(2, heads), *rotary_emb),
             value.unflatten(2, heads),
             attn_mask=attention_mask,
             dropout_p=0.0,
@@ -61,13 +71,17 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def rotate_in_one_pass(transformer: nn.Module) -> int:
-    """Give each self-attention of a Wan transformer our processor; gives how many."""
+    """Give each self-attention of a Wan transformer our processor; gives how many.
+
+    Call it after LoRA layers were fused, if they are.
+    """
     count = 0
     for module in transformer.modules():
         if isinstance(module, WanAttention) and type(module.processor) is WanAttnProcessor:
             processor = RotatingProcessor()
             processor._attention_backend = module.processor._attention_backend
             processor._parallel_config = module.processor._parallel_config
+            processor.shared = share_input([module.to_q, module.to_k, module.to_v])
             module.set_processor(processor)
             count += 1
     return count

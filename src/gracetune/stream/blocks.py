@@ -47,6 +47,7 @@ PRODUCTS = {
     "aten::convolution",
     "aten::_scaled_mm",
     "gracetune::lora_linear",
+    "gracetune::lora_linears",
     "gracetune::lora_linear_fp8",
 }
 DEFAULT_GRAPHS = 64

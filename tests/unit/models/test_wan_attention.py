@@ -3,7 +3,9 @@
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from peft import LoraConfig
 
+from gracetune.adapters.fused import fuse_lora
 from gracetune.models.wan_attention import RotatingProcessor, rotate, rotate_in_one_pass
 
 SMALL = {
@@ -57,6 +59,27 @@ def test_a_rotation_has_the_bits_of_diffusers_own(dtype):
     found.backward(grad)
     expected.backward(grad)
     assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_lora_on_queries_keys_and_values_reads_their_input_once():
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(**SMALL)
+    targets = ["to_q", "to_k", "to_v"]
+    model.add_adapter(LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    latents, text = torch.randn(1, 4, 1, 8, 8), torch.randn(1, 6, 32)
+
+    def trained():
+        (out,) = model(latents, torch.tensor([500]), text, return_dict=False)
+        model.zero_grad()
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = trained()
+    assert fuse_lora(model) == 6 * SMALL["num_layers"]
+    rotate_in_one_pass(model)
+    assert model.blocks[0].attn1.processor.shared is not None
+    for ours, theirs in zip(trained(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_a_backend_that_was_chosen_stays_chosen():
