@@ -58,8 +58,6 @@ TARGETS = (
 
 def load(section: ModelSection) -> Wan22:
     """Read every part of the folder `model.path`."""
-    from transformers import AutoTokenizer, UMT5EncoderModel
-
     folder = locate(section)
     index = read_index(folder)
     demand_class(folder, index, PIPELINES, "wan22")
@@ -76,6 +74,15 @@ def load(section: ModelSection) -> Wan22:
             f"model.transformer_2_file is {section.transformer_2_file!r}, but {folder} has one "
             "transformer. Leave it out, or name a folder with two."
         )
+    return with_transformers(section, folder, index, high, low)
+
+
+def with_transformers(
+    section: ModelSection, folder: Path, index: Mapping[str, Any], high: Any, low: Any | None
+) -> Wan22:
+    """The folder's other parts around transformers that are there; no `low`: there is one."""
+    from transformers import AutoTokenizer, UMT5EncoderModel
+
     vae = read_part(
         folder,
         "vae",
