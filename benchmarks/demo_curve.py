@@ -1,0 +1,111 @@
+"""The demo's adapter, trained once; prints the loss on pictures that nobody trains on, by step.
+
+    PYTHONPATH=src python benchmarks/demo_curve.py MODEL [--seed 0] [--compute bf16|fp8] [--steps N]
+
+The held-out pictures are the same for every seed: further copies of the stars that are trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gracetune.config.load import load_run_file
+from gracetune.data.loader import Loader
+from gracetune.data.sample import Batch, Sample
+from gracetune.data.shapes import draw, drawn
+from gracetune.events.requests import Requests
+from gracetune.train.build import build, start_accelerator
+from gracetune.train.interrupt import Interrupt
+from gracetune.train.state import Progress
+from gracetune.train.step import train_step
+from gracetune.train.validate import held_out_loss
+
+if TYPE_CHECKING:
+    from gracetune.events.types import Event
+    from gracetune.models.family import Family
+    from gracetune.train.loop import Session
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "demo-lora.json"
+EVERY = 25
+PIXELS = 24
+COPIES = range(100, 112)
+"""Numbers far above those that the example draws."""
+
+
+def main() -> None:
+    """Train, and print one line: a JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="the folder of the demo's model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compute", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--steps", type=int, default=500)
+    arguments = parser.parse_args()
+    told: list[str] = []
+
+    def tell(event: Event) -> None:
+        told.append(str(event))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = load_run_file(
+            EXAMPLE,
+            [
+                f"output_dir={folder}",
+                f"datasets.0.instance_data_dir={folder}/data",
+                f"model.path={arguments.model}",
+                f"model.frozen_compute={arguments.compute}",
+                f"seed={arguments.seed}",
+                f"train.max_train_steps={arguments.steps}",
+                "train.ema_decay=0",
+            ],
+            environment={},
+        ).run
+        requests = Requests(Path(folder))
+        built = build(run, start_accelerator(run), tell, requests, Interrupt())
+        curve = follow(built.session, arguments.steps)
+        built.close()
+    rounded = [line for line in told if "fp8" in line]
+    print(json.dumps({"curve": curve, "told": rounded}))
+
+
+def follow(session: Session, steps: int) -> dict[int, float]:
+    """Train, and look every now and then."""
+    held = held_out_batch(session.trainee.family, session.trainee.accelerator.device)
+    batches = iter(Loader(session.feed.order, session.feed.load, 0, 1, 0))
+
+    @torch.no_grad()
+    def look() -> float:
+        return held_out_loss(session.trainee, [held])["held_out"]
+
+    curve = {0: look()}
+    for step in range(steps):
+        batch, _ = next(batches)
+        train_step(session.trainee, [batch], 1, Progress(step, step))
+        if (step + 1) % EVERY == 0 or step + 1 == steps:
+            curve[step + 1] = look()
+    return curve
+
+
+def held_out_batch(family: Family, device: torch.device) -> Batch:
+    """Drawn here, encoded by the family."""
+    figures = [(figure, copy) for copy in COPIES for figure in drawn("star")]
+    images = np.stack([np.asarray(draw(figure, PIXELS, copy, 0)) for figure, copy in figures])
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    captions = [figure.caption for figure, _ in figures]
+    text = family.stack_text(family.encode_text(captions))
+    samples = tuple(
+        Sample("held out", f"{index}", caption, "", PIXELS, PIXELS)
+        for index, caption in enumerate(captions)
+    )
+    moved = {name: tensor.to(device) for name, tensor in text.items()}
+    return Batch(family.encode(pixels).to(device), moved, samples)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,411 @@
+"""What rounding costs: adapters trained beside frozen products in bf16 and fp8, and plainly.
+
+A Wan-shaped transformer of 220 M parameters learns the demo's shapes from nothing; adapters are
+then taught stars, three seeds each way, with equal beginnings, batches, levels and noise:
+
+    bf16    ours: fp32 LoRA weights as masters, products in bf16, fused, blocks compiled
+    fp8     the same with `model.frozen_compute: fp8`: frozen products rounded, forward and back
+    plain   peft's own fp32 LoRA under bf16 autocast, eager
+
+Rules, fixed before anything was measured:
+
+    curves      The mean final held-out loss of three seeds in fp8 lies between the least and the
+                greatest of three in bf16; the same for bf16 (ours) among three plain ones. Each is
+                validated as it was trained. An adapter from fp8 is also looked at beside weights
+                in bf16, as it would be used.
+    gradients   Of one batch, in whole steps through all blocks, with a fresh adapter and with a
+                trained one: for every block, the adapter's gradients (as one vector) and the
+                gradient that leaves the block for the one before it have a cosine of at least 0.98
+                between fp8 and bf16. The same for eight blocks of Wan 14B's shape with random
+                weights. How far bf16 itself is from fp32 is given beside it.
+    demo        The curves' rule for `examples/demo-lora.json` with another seed and fp8.
+
+    PYTHONPATH=src:benchmarks python benchmarks/lora_quality.py [--demo FOLDER] [--out FOLDER]
+        [--commit NAME] [--rehearse]
+
+`--demo` names the model that `make demo` has trained (runs/demo/model). `--rehearse` takes every
+path with a small model, on a CPU too; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
+
+import results
+import torch
+from shapes_wan import (
+    Course,
+    Pictures,
+    Shape,
+    adapter_of,
+    ask,
+    draw_pictures,
+    give_adapter,
+    held_out_loss,
+    losses,
+    make_arm,
+    make_model,
+    restart,
+    train,
+)
+from torch.nn import functional
+
+from gracetune.config.schema import OptimizerSection
+from gracetune.stream.blocks import Compiler
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shapes_wan import Asked, Way
+    from torch import Tensor, nn
+
+    from gracetune.events.types import Notice
+
+SEEDS = (0, 1, 2)
+LEAST_COSINE = 0.98
+DRAWS = 4
+"""Levels at which each held-out picture is measured."""
+GRADIENT_BATCH = 64
+DEMO_STEPS = 500
+
+
+@dataclass(frozen=True)
+class Size:
+    """Everything that a rehearsal makes smaller."""
+
+    shape: Shape
+    random: Shape
+    """The blocks with random weights."""
+    cells: int
+    """Edge of what those look at."""
+    text_length: int
+    pixels: int
+    copies: int
+    held_copies: int
+    scratch: Course
+    adapting: Course
+    rank: int
+    demo_steps: int
+    backend: str
+
+
+def course(steps: int, batch: int, every: int, lr: float, warmup: int) -> Course:
+    """Rates rise, then fall along a cosine."""
+    section = OptimizerSection(lr=lr, betas=(0.9, 0.99), schedule="cosine", warmup_steps=warmup)
+    return Course(steps, batch, every, section)
+
+
+WHOLE = Size(
+    shape=Shape(layers=12, heads=8, ffn=4096, channels=48, text=64),
+    random=Shape(layers=8, heads=40, ffn=13824, channels=16, text=4096),
+    cells=128,
+    text_length=512,
+    pixels=64,
+    copies=48,
+    held_copies=8,
+    scratch=course(steps=2000, batch=128, every=250, lr=3e-4, warmup=100),
+    adapting=course(steps=300, batch=64, every=25, lr=5e-4, warmup=20),
+    rank=16,
+    demo_steps=DEMO_STEPS,
+    backend="inductor",
+)
+SMALL = Size(
+    shape=Shape(layers=2, heads=1, ffn=256, channels=48, text=64),
+    random=Shape(layers=2, heads=1, ffn=256, channels=16, text=64),
+    cells=8,
+    text_length=16,
+    pixels=16,
+    copies=1,
+    held_copies=1,
+    scratch=course(steps=4, batch=8, every=2, lr=3e-4, warmup=1),
+    adapting=course(steps=4, batch=8, every=2, lr=5e-4, warmup=1),
+    rank=4,
+    demo_steps=25,
+    backend="aot_eager",
+)
+
+
+def main() -> int:
+    """Measure, print, write; what is done is written even where the rest fails."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--demo", type=Path, help="the folder of the demo's model")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
+    parser.add_argument("--commit", default="", help="where there is no git to ask")
+    parser.add_argument("--rehearse", action="store_true", help="every path, small")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available() and not arguments.rehearse:
+        print("a GPU with fp8 products is needed, or --rehearse")
+        return 2
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = SMALL if arguments.rehearse else WHOLE
+    figures: dict[str, object] = {}
+    began = time.perf_counter()
+
+    def done(part: str) -> None:
+        figures[f"{part}_done_at_s"] = time.perf_counter() - began
+        results.write("lora_quality", figures, arguments.out, arguments.commit)
+        print(f"[{time.perf_counter() - began:.0f} s] {part}", flush=True)
+
+    demos = start_demos(arguments.demo, size.demo_steps) if arguments.demo else {}
+    compiler = Compiler(show, size.backend)
+    weights = learn_shapes(figures, size, device)
+    done("scratch")
+    compare_ways(figures, size, weights, compiler)
+    done("adapters")
+    random_blocks(figures, size, device)
+    done("random_blocks")
+    if demos:
+        collect_demos(figures, demos)
+        done("demo")
+    if device.type == "cuda":
+        figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+    figures["graphs_compiled"], figures["compiling_s"] = compiler.graphs, compiler.seconds
+    met = judge(figures)
+    done("rules")
+    compiler.close()
+    return 0 if met else 1
+
+
+def learn_shapes(figures: dict[str, object], size: Size, device: torch.device) -> dict[str, Tensor]:
+    """The model's weights after training from nothing."""
+    pictures = draw_pictures(None, size.pixels, range(size.copies), device)
+    last = range(size.copies, size.copies + size.held_copies)
+    held = draw_pictures(None, size.pixels, last, device)
+    model = make_model(size.shape, device)
+    figures["parameters"] = sum(p.numel() for p in model.parameters())
+    curve = train(
+        model,
+        pictures,
+        lambda: held_out_loss(model, held, 1, autocast=True),
+        size.scratch,
+        seed=0,
+        autocast=True,
+    )
+    figures["scratch_held_out"] = json.dumps(curve)
+    print("from scratch:", curve, flush=True)
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def compare_ways(
+    figures: dict[str, object], size: Size, weights: Mapping[str, Tensor], compiler: Compiler
+) -> None:
+    """Curves of every way and seed, then gradients with a fresh and with a trained adapter."""
+    device = next(iter(weights.values())).device
+    stars = draw_pictures("star", size.pixels, range(size.copies), device)
+    last = range(size.copies, size.copies + size.held_copies)
+    held = draw_pictures("star", size.pixels, last, device)
+
+    def arm(way: Way) -> nn.Module:
+        return make_arm(size.shape, weights, way, size.rank, compiler)
+
+    usual, rounded = arm("bf16"), arm("fp8")
+    trained = adapt(figures, "bf16", usual, stars, held, size)
+    from_fp8 = adapt(figures, "fp8", rounded, stars, held, size)
+    for seed, adapter in from_fp8.items():
+        give_adapter(usual, adapter)
+        figures[f"used_in_bf16.fp8.{seed}"] = held_out_loss(usual, held, DRAWS, autocast=False)
+    adapt(figures, "plain", arm("plain"), stars, held, size)
+    asked = one_question(stars, min(GRADIENT_BATCH, len(stars.latents)))
+    exact = arm("fp32")
+    for state in ("fresh", "trained"):
+        models = {"bf16": usual, "fp8": rounded, "fp32": exact}
+        for model in models.values():
+            if state == "fresh":
+                restart(model, SEEDS[0])
+            else:
+                give_adapter(model, trained[SEEDS[0]])
+        compare_gradients(figures, f"cosine.{state}", models, asked)
+
+
+def adapt(
+    figures: dict[str, object],
+    way: Way,
+    model: nn.Module,
+    stars: Pictures,
+    held: Pictures,
+    size: Size,
+) -> dict[int, dict[str, Tensor]]:
+    """One training a seed; gives the adapters."""
+    autocast = way == "plain"
+    made = {}
+    for seed in SEEDS:
+        restart(model, seed)
+        curve = train(
+            model,
+            stars,
+            lambda: held_out_loss(model, held, DRAWS, autocast),
+            size.adapting,
+            seed,
+            autocast,
+        )
+        made[seed] = adapter_of(model)
+        figures[f"held_out.{way}.{seed}"] = json.dumps(curve)
+        figures[f"final.{way}.{seed}"] = curve[size.adapting.steps]
+        print(f"{way}, seed {seed}: {curve[0]:.5f} -> {curve[size.adapting.steps]:.6f}", flush=True)
+    return made
+
+
+def one_question(pictures: Pictures, count: int) -> Asked:
+    """The batch whose gradients are compared: evenly spread levels, noise from a seed."""
+    chosen = pictures.at(slice(None, count))
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(chosen.latents.shape, generator=generator).to(chosen.latents)
+    levels = (torch.randperm(count, generator=generator) + 0.5) / count
+    return ask(chosen, levels.to(noise), noise)
+
+
+def random_blocks(figures: dict[str, object], size: Size, device: torch.device) -> None:
+    """Gradients of blocks of Wan 14B's shape, with an adapter that is not zero."""
+    shape, rank = size.random, 2 * size.rank
+    weights = {n: t.detach() for n, t in make_model(shape, device).state_dict().items()}
+    generator = torch.Generator(device).manual_seed(0)
+
+    def noise(*sides: int) -> Tensor:
+        return torch.randn(sides, generator=generator, device=device)
+
+    pictures = Pictures(
+        noise(1, shape.channels, 1, size.cells, size.cells), noise(1, size.text_length, shape.text)
+    )
+    asked = ask(pictures, torch.full((1,), 0.5, device=device), noise(*pictures.latents.shape))
+    models = {way: make_arm(shape, weights, way, rank, None) for way in ("bf16", "fp8", "fp32")}
+    with torch.no_grad():
+        for model in models.values():
+            torch.manual_seed(1)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.02)
+    compare_gradients(figures, "cosine.random_14b", models, asked)
+
+
+def compare_gradients(
+    figures: dict[str, object], name: str, models: Mapping[str, nn.Module], asked: Asked
+) -> None:
+    """fp8 against bf16 by blocks; both against fp32, of which the least is noted."""
+    found = {way: gradients(model, asked) for way, model in models.items()}
+    for what in ("adapter", "input"):
+        pairs = {"fp8_bf16": ("fp8", "bf16"), "bf16_fp32": ("bf16", "fp32")}
+        for pair, (one, other) in pairs.items():
+            each = [
+                cosine(mine, theirs)
+                for mine, theirs in zip(found[one][what], found[other][what], strict=True)
+            ]
+            figures[f"{name}.{what}.{pair}"] = json.dumps([round(value, 5) for value in each])
+            figures[f"{name}.{what}.{pair}_least"] = min(each)
+            print(f"{name} {what} {pair}: least {min(each):.5f}, mean {mean(each):.5f}", flush=True)
+
+
+def gradients(model: nn.Module, asked: Asked) -> dict[str, list[Tensor]]:
+    """By blocks: of the adapter, as one vector, and of what came into the block."""
+    entering: dict[int, Tensor] = {}
+
+    def remember(index: int) -> None:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            inputs[0].register_hook(lambda grad: entering.__setitem__(index, grad.float()))
+
+        handles.append(model.blocks[index].register_forward_pre_hook(hook))
+
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    for index in range(len(model.blocks)):
+        remember(index)
+    model.zero_grad()
+    asked.noisy.requires_grad_()  # so that the first block has an input gradient too
+    losses(model, asked, autocast=False).mean().backward()
+    for handle in handles:
+        handle.remove()
+    asked.noisy.requires_grad_(False).grad = None
+    adapters = [
+        torch.cat([p.grad.float().flatten() for p in block.parameters() if p.requires_grad])
+        for block in model.blocks
+    ]
+    model.zero_grad()
+    return {"adapter": adapters, "input": [entering[index] for index in sorted(entering)]}
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    """Of two gradients as vectors."""
+    return float(functional.cosine_similarity(one.flatten().double(), other.flatten().double(), 0))
+
+
+def start_demos(model: Path, steps: int) -> dict[tuple[str, int], subprocess.Popen[str]]:
+    """A process each: a model this small leaves a GPU idle, and a few can share it."""
+    command = [sys.executable, Path(__file__).with_name("demo_curve.py"), model]
+    return {
+        (compute, seed): subprocess.Popen(
+            [*command, "--seed", f"{seed}", "--compute", compute, "--steps", f"{steps}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for compute in ("bf16", "fp8")
+        for seed in SEEDS
+    }
+
+
+def collect_demos(
+    figures: dict[str, object], demos: Mapping[tuple[str, int], subprocess.Popen[str]]
+) -> None:
+    """Their curves, and what was told of fp8; a process that failed leaves its last line."""
+    for (compute, seed), process in demos.items():
+        out, err = process.communicate()
+        if process.returncode:
+            figures[f"demo_failed.{compute}.{seed}"] = err.strip().splitlines()[-1]
+            print(f"demo, {compute}, seed {seed}: {err.strip()[-2000:]}", flush=True)
+            continue
+        made = json.loads(out.splitlines()[-1])
+        curve = {int(step): loss for step, loss in made["curve"].items()}
+        figures[f"demo_held_out.{compute}.{seed}"] = json.dumps(curve)
+        figures[f"demo_final.{compute}.{seed}"] = curve[max(curve)]
+        figures[f"demo_told.{compute}"] = " | ".join(made["told"])
+        print(f"demo, {compute}, seed {seed}: {curve[0]:.5f} -> {curve[max(curve)]:.6f}")
+
+
+def judge(figures: dict[str, object]) -> bool:
+    """Print each rule and whether it holds."""
+    met = [
+        within(figures, "fp8 among bf16", "final.fp8", "final.bf16"),
+        within(figures, "ours among plain", "final.bf16", "final.plain"),
+    ]
+    if any(name.startswith("demo_") for name in figures):
+        met.append(within(figures, "demo", "demo_final.fp8", "demo_final.bf16"))
+    for name in [name for name in figures if name.endswith("fp8_bf16_least")]:
+        value = figures[name]
+        met.append(isinstance(value, float) and value >= LEAST_COSINE)
+        say(met[-1], f"{name}: {value:.5f} (at least {LEAST_COSINE})")
+    return all(met)
+
+
+def within(figures: dict[str, object], rule: str, one: str, other: str) -> bool:
+    """Whether the mean of one way is between the least and the greatest of another."""
+    wanted = [f"{way}.{seed}" for way in (one, other) for seed in SEEDS]
+    values = {name: figures[name] for name in wanted if isinstance(figures.get(name), float)}
+    if len(values) < len(wanted):
+        say(False, f"{rule}: not measured")
+        return False
+    mine, theirs = ([values[f"{way}.{seed}"] for seed in SEEDS] for way in (one, other))
+    holds = min(theirs) <= mean(mine) <= max(theirs)
+    figures[f"rule.{rule}"] = holds
+    say(holds, f"{rule}: {mean(mine):.6f} within {min(theirs):.6f} to {max(theirs):.6f}")
+    return holds
+
+
+def say(holds: bool, text: str) -> None:
+    """One line a rule."""
+    print(f"{'met   ' if holds else 'MISSED'} {text}", flush=True)
+
+
+def show(notice: Notice) -> None:
+    """Print what a compiler tells."""
+    print("   ", notice.text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

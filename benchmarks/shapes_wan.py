@@ -1,0 +1,245 @@
+"""A Wan-shaped transformer that learns the demo's shapes from nothing, and adapters on top of it.
+
+Random weights tell little of rounding: what a model has learned is anything but evenly spread. So
+this one is trained first, in fp32 under autocast, on drawn shapes; adapters are then taught stars.
+Pictures are folded into channels and captions made into vectors as the demo's family does it.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from diffusers import WanTransformer3DModel
+from peft.tuners.lora import Linear as LoraLinear
+
+from gracetune.adapters.fused import freeze_in_fp8, fuse_lora
+from gracetune.adapters.inject import NAME, add_adapter
+from gracetune.config.schema import AdapterSection, ModelSection, OptimizerSection, TrainSection
+from gracetune.data.shapes import draw, drawn
+from gracetune.models import tiny
+from gracetune.models.wan22 import TARGETS
+from gracetune.models.wan_attention import rotate_in_one_pass
+from gracetune.optim.build import build_optimizer
+from gracetune.optim.rates import set_rates
+from gracetune.optim.schedule import rate_share
+from gracetune.stream.blocks import run_blocks
+from gracetune.train import objective
+from gracetune.train.step import scale_and_clip
+from gracetune.train.timesteps import draw_levels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor, nn
+
+    from gracetune.stream.blocks import Compiler
+
+Way = Literal["bf16", "fp8", "plain", "fp32"]
+"""Ours with products in bf16 or fp8; peft's own under autocast; peft's own in fp32 throughout."""
+CHUNK = 128
+"""Held-out samples at a time."""
+TRAIN = TrainSection()
+"""Levels are drawn as a run file without a word on it draws them."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How wide and deep a transformer is."""
+
+    layers: int
+    heads: int
+    ffn: int
+    channels: int
+    text: int
+
+
+@dataclass(frozen=True)
+class Course:
+    """One training: how long, in what batches, at which rate."""
+
+    steps: int
+    batch: int
+    every: int
+    """Steps between two looks at the held-out samples."""
+    optimizer: OptimizerSection
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Encoded pictures with the vectors of their captions, all on the device."""
+
+    latents: Tensor
+    words: Tensor
+
+    def at(self, chosen: Tensor | slice) -> Pictures:
+        """Some of them."""
+        return Pictures(self.latents[chosen], self.words[chosen])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Noisy pictures at given levels: what a model is asked, and what it should say."""
+
+    noisy: Tensor
+    levels: Tensor
+    words: Tensor
+    target: Tensor
+
+
+def draw_pictures(
+    concept: str | None, pixels: int, copies: range, device: torch.device
+) -> Pictures:
+    """These copies of every combination; other numbers are other places and sizes."""
+    figures = [(figure, copy) for copy in copies for figure in drawn(concept)]
+    with ThreadPoolExecutor() as pool:
+        made = pool.map(lambda one: np.asarray(draw(one[0], pixels, one[1], 0)), figures)
+        images = torch.from_numpy(np.stack(list(made))).permute(0, 3, 1, 2)
+    family = tiny.load(ModelSection())
+    latents = family.encode(images.float() / 127.5 - 1.0).unsqueeze(2)
+    texts = family.encode_text([figure.caption for figure, _ in figures])
+    return Pictures(latents.to(device), family.stack_text(texts)["tokens"].to(device))
+
+
+def make_model(shape: Shape, device: torch.device) -> nn.Module:
+    """Random weights in fp32, always the same."""
+    torch.manual_seed(0)
+    with device:
+        model: nn.Module = WanTransformer3DModel(
+            num_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            ffn_dim=shape.ffn,
+            in_channels=shape.channels,
+            out_channels=shape.channels,
+            text_dim=shape.text,
+        )
+    return model
+
+
+def make_arm(
+    shape: Shape,
+    weights: Mapping[str, Tensor],
+    way: Way,
+    rank: int,
+    compiler: Compiler | None,
+) -> nn.Module:
+    """The model with these weights and a new adapter, computing in one of the ways."""
+    model = make_model(shape, next(iter(weights.values())).device)
+    model.load_state_dict(weights)
+    if way != "fp32":
+        to_bf16(model)
+    add_adapter({"": model}, AdapterSection(rank=rank), TARGETS, seed=0)
+    if way == "fp8":
+        freeze_in_fp8(model.blocks)
+    if way in ("bf16", "fp8"):
+        fuse_lora(model)
+        rotate_in_one_pass(model)
+        run_blocks(model.blocks, ["keep"] * shape.layers, compiler)
+    return model.train()
+
+
+def to_bf16(model: nn.Module) -> None:
+    """As the model's files are loaded: some of its parts stay in fp32."""
+    kept = set(model._keep_in_fp32_modules)
+    for name, parameter in model.named_parameters():
+        if not kept & set(name.split(".")):
+            parameter.data = parameter.data.bfloat16()
+
+
+def restart(model: nn.Module, seed: int) -> None:
+    """A new adapter: one half random, the other zero."""
+    torch.manual_seed(seed)
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            layer.reset_lora_parameters(NAME, init_lora_weights=True)
+
+
+def adapter_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of what is trained."""
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def give_adapter(model: nn.Module, adapter: Mapping[str, Tensor]) -> None:
+    """Another model's adapter, in place."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert trained.keys() == adapter.keys(), trained.keys() ^ adapter.keys()
+    for name, parameter in trained.items():
+        parameter.copy_(adapter[name])
+
+
+def ask(pictures: Pictures, levels: Tensor, noise: Tensor) -> Asked:
+    """Along the path of flow matching."""
+    return Asked(
+        objective.noisy(pictures.latents, noise, levels),
+        levels,
+        pictures.words,
+        objective.target(pictures.latents, noise, levels, "flow"),
+    )
+
+
+def losses(model: nn.Module, asked: Asked, autocast: bool) -> Tensor:
+    """Of each sample. Inputs come in the type of the model's first layer."""
+    dtype = model.patch_embedding.weight.dtype
+    with torch.autocast(asked.noisy.device.type, torch.bfloat16, enabled=autocast):
+        (said,) = model(
+            hidden_states=asked.noisy.to(dtype),
+            timestep=asked.levels * 1000,
+            encoder_hidden_states=asked.words.to(dtype),
+            return_dict=False,
+        )
+    return objective.losses(said, asked.target)
+
+
+def train(
+    model: nn.Module,
+    pictures: Pictures,
+    held_out: Callable[[], float],
+    course: Course,
+    seed: int,
+    autocast: bool,
+) -> dict[int, float]:
+    """Everything that may be trained; gives the held-out loss by step. The seed sets batches,
+    levels and noise, alike for every way to compute.
+    """
+    device = pictures.latents.device
+    generator = torch.Generator(device).manual_seed(seed)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = build_optimizer(trained, course.optimizer)
+    whole = torch.ones((), device=device)
+    curve = {0: held_out()}
+    for step in range(course.steps):
+        chosen = torch.randint(
+            len(pictures.latents), (course.batch,), generator=generator, device=device
+        )
+        batch = pictures.at(chosen)
+        noise = torch.randn(batch.latents.shape, generator=generator, device=device)
+        levels = draw_levels(TRAIN, course.batch, generator)
+        losses(model, ask(batch, levels, noise), autocast).mean().backward()
+        scale_and_clip(list(trained.values()), whole, TRAIN.max_grad_norm)
+        set_rates(optimizer, rate_share(course.optimizer, step, course.steps))
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % course.every == 0 or step + 1 == course.steps:
+            curve[step + 1] = held_out()
+    return curve
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, pictures: Pictures, draws: int, autocast: bool) -> float:
+    """The mean over evenly spread levels, with noise that never changes."""
+    latents, count = pictures.latents, len(pictures.latents)
+    total = torch.zeros((), device=latents.device)
+    for number in range(draws):
+        generator = torch.Generator().manual_seed(number)
+        noise = torch.randn(latents.shape, generator=generator).to(latents)
+        order = torch.randperm(count, generator=generator)
+        levels = ((order + (number + 0.5) / draws) / count).to(latents)
+        for start in range(0, count, CHUNK):
+            part = slice(start, start + CHUNK)
+            asked = ask(pictures.at(part), levels[part], noise[part])
+            total += losses(model, asked, autocast).sum()
+    return float(total / (draws * count))
