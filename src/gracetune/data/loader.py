@@ -6,7 +6,7 @@ ranks take in turn. Where a run stands in it is one number, whatever the number 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -131,6 +131,13 @@ class BatchOrder:
         """One sample of the largest size: what fits it fits all."""
         first, _ = max(self._spans, key=lambda span: prod(self._draw(span[0], 0).size))
         return (self._draw(first, 0),)
+
+    def draws_by_size(self) -> dict[Shape, int]:
+        """How many samples of each size an epoch shows, repeats counted."""
+        counts: Counter[Shape] = Counter()
+        for group in self._groups:
+            counts[group.size] += group.length
+        return counts
 
     def _spans_by_size(self) -> list[tuple[int, int]]:
         """Groups are sorted by size, so the entries of one size lie side by side."""

@@ -24,7 +24,7 @@ from gracetune.optim.build import build_optimizer
 from gracetune.train.demands import demand_data
 from gracetune.train.draws import Draws, seed_of
 from gracetune.train.ema import Ema
-from gracetune.train.experts import plan_turns, tell_turns
+from gracetune.train.experts import expected_mix, mix_of, plan_turns, tell_turns
 from gracetune.train.export import export
 from gracetune.train.feed import build_feed
 from gracetune.train.identity import demand_same, identity_of
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.experts import Turns
     from gracetune.train.export import Modules
+    from gracetune.train.feed import Feed
     from gracetune.train.interrupt import Interrupt
     from gracetune.train.mover import Mover
 
@@ -127,7 +128,7 @@ def build(
     weights = family.weights_digest()
     for note in notes_on_weights(run.train, family.prediction):
         tell(Notice(note))
-    turns = _plan_turns(run, family, tell)
+    turns = plan_turns(run.train, family.boundary, expected_mix(run, family))
     if len(turns.windows) > 1 and accelerator.ddp_handler is not None:
         accelerator.ddp_handler.find_unused_parameters = True  # one expert rests in every step
     demand_data(run, family)
@@ -153,6 +154,7 @@ def build(
     mover = build_mover(run.gh200_optimizations, device, tell)
     feed = build_feed(run, family, mover, folder, tell, _ranks(run, accelerator, folder))
     _tell_cut_captions(family, feed.trained, tell)
+    turns = _weigh_turns(run, family, feed, tell)
     validation = build_validation(run, family, feed, shape, tell)
     family.release_text_encoder()
     settled = None
@@ -244,13 +246,9 @@ def _ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
     )
 
 
-def _plan_turns(run: RunFile, family: Family, tell: Tell) -> Turns:
-    """Who is trained when; the share of each expert may depend on the size of what it sees."""
-    data = run.datasets[0]
-    tokens = 1
-    if family.boundary is not None:
-        tokens = family.num_tokens(family.latent_shape(data.resolution, data.resolution))
-    turns = plan_turns(run.train, family.boundary, tokens)
+def _weigh_turns(run: RunFile, family: Family, feed: Feed, tell: Tell) -> Turns:
+    """Who is trained when: the share of each expert may follow the sizes of what is drawn."""
+    turns = plan_turns(run.train, family.boundary, mix_of(feed.order, family))
     text = tell_turns(turns, family.boundary)
     if text is not None:
         tell(Notice(text))

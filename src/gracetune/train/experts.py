@@ -8,9 +8,11 @@ is exactly the boundary belongs to high noise.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gracetune.data.buckets import frame_counts
 from gracetune.errors import ConfigError
 from gracetune.models.experts import EXPERTS
 from gracetune.train.timesteps import WHOLE, Window, expert_windows, overlap, share_of
@@ -18,8 +20,17 @@ from gracetune.train.timesteps import WHOLE, Window, expert_windows, overlap, sh
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gracetune.config.schema import TrainSection
+    from gracetune.config.schema import RunFile, TrainSection
+    from gracetune.data.loader import BatchOrder
+    from gracetune.data.sample import Shape
     from gracetune.models.experts import Expert
+    from gracetune.models.family import Family
+
+    Mix = Mapping[int, int]
+    """How many samples are drawn of each number of tokens."""
+
+ONE_SIZE: Mix = {1: 1}
+"""Enough for shifts that do not follow the size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +74,11 @@ class Turns:
         return [Turn(expert, window) for expert, window in self.windows.items()]
 
 
-def plan_turns(section: TrainSection, boundary: float | None, num_tokens: int = 1) -> Turns:
-    """From the run file and the model's boundary to turns; what cannot be is refused by name."""
+def plan_turns(section: TrainSection, boundary: float | None, mix: Mix = ONE_SIZE) -> Turns:
+    """From the run file and the model's boundary to turns; what cannot be is refused by name.
+
+    Larger samples may be shifted towards noise: shares are means over all that is drawn.
+    """
     if boundary is None:
         if section.experts != "both":
             raise ConfigError(
@@ -76,13 +90,43 @@ def plan_turns(section: TrainSection, boundary: float | None, num_tokens: int = 
     trained = {e: w for e, w in named.items() if section.experts in ("both", e)}
     for window in trained.values():
         overlap(window, Window(*section.timestep_window))  # refuses one without any level
-        share_of(section, window, num_tokens)
+        mean_share(section, window, mix)
     if len(trained) == 1:
         return Turns(section.switch_every, 1.0 if "high" in trained else 0.0, trained)
     share = 0.5
     if section.expert_turns == "proportional":
-        share = share_of(section, named["high"], num_tokens)
+        share = mean_share(section, named["high"], mix)
     return Turns(section.switch_every, share, trained)
+
+
+def mean_share(section: TrainSection, window: Window, mix: Mix) -> float:
+    """How much of what is drawn of these samples lies in a window."""
+    drawn = sum(mix.values())
+    return sum(n * share_of(section, window, tokens) for tokens, n in mix.items()) / drawn
+
+
+def expected_mix(run: RunFile, family: Family) -> Mix:
+    """Before the data are looked at: every length of clip that they may have, as squares."""
+    shapes: list[Shape] = []
+    for data in run.datasets:
+        square = (data.resolution, data.resolution)
+        is_video = data.dataset_type == "video"
+        shapes += [(*square, frames) for frames in frame_counts(data)] if is_video else [square]
+    return _mix(family, dict.fromkeys(shapes, 1))
+
+
+def mix_of(order: BatchOrder, family: Family) -> Mix:
+    """What a run really draws, by the buckets that its data fill."""
+    return _mix(family, order.draws_by_size())
+
+
+def _mix(family: Family, draws: Mapping[Shape, int]) -> Mix:
+    if family.boundary is None:
+        return ONE_SIZE
+    mix: Counter[int] = Counter()
+    for shape, count in draws.items():
+        mix[family.num_tokens(family.latent_shape(*shape))] += count
+    return mix
 
 
 def tell_turns(turns: Turns, boundary: float | None) -> str | None:

@@ -5,9 +5,17 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gracetune.config.schema import TrainSection
+from gracetune.config.schema import DatasetSection, RunFile, TrainSection
+from gracetune.data.loader import BatchOrder, Group
 from gracetune.errors import ConfigError
-from gracetune.train.experts import ALONE, plan_turns, tell_turns
+from gracetune.train.experts import (
+    ALONE,
+    ONE_SIZE,
+    expected_mix,
+    mix_of,
+    plan_turns,
+    tell_turns,
+)
 from gracetune.train.state import Progress
 from gracetune.train.timesteps import DISTRIBUTIONS, draw_levels, expert_windows, share_of
 
@@ -48,7 +56,7 @@ def test_every_level_is_its_experts(
     windows = expert_windows(boundary).values()
     shares = [share_or_none(section, window, tokens) for window in windows]
     assume(all(shares))  # a tail that nobody meant is refused, not rounded
-    plan = plan_turns(section, boundary, tokens)
+    plan = plan_turns(section, boundary, {tokens: 1})
     turn = plan.at(step)
     levels = draw_levels(section, 64, torch.Generator().manual_seed(seed), turn.window, tokens)
     assert experts in ("both", turn.expert)
@@ -86,6 +94,60 @@ def test_shares_are_those_that_a_global_draw_would_have():
             expert_turns="proportional", timestep_shift=shift, timestep_sampling="uniform"
         )
         assert plan_turns(section, 0.875).high_share == pytest.approx(share, abs=5e-4)
+
+
+def test_shares_are_means_over_what_is_drawn_of_each_size():
+    section = TrainSection(
+        expert_turns="proportional", timestep_shift="sd3", timestep_sampling="uniform"
+    )
+    picture, clip = 4096, 21 * 4096
+    alone = [plan_turns(section, 0.875, {tokens: 1}).high_share for tokens in (picture, clip)]
+    assert alone[0] == pytest.approx(0.3, abs=1e-3)  # shift 3: 0.875 comes from 0.7
+    assert alone[1] == pytest.approx(0.6626, abs=1e-3)  # shift 13.75
+    both = plan_turns(section, 0.875, {picture: 3, clip: 1}).high_share
+    assert both == pytest.approx((3 * alone[0] + alone[1]) / 4)
+
+
+def test_a_size_that_has_no_level_of_an_expert_is_refused_before_it_is_drawn():
+    section = TrainSection(timestep_shift="flux", timestep_sampling="logit_normal")
+    plan_turns(section, 0.875, {4096: 1})
+    with pytest.raises(ConfigError, match=r"too few to draw from"):
+        plan_turns(section, 0.875, {4096: 999, 40 * 4096: 1})
+
+
+class Sized:
+    """As much of a family as turns ask for: the tokens of Wan."""
+
+    boundary: float | None = 0.875
+
+    def latent_shape(self, width, height, frames=1):
+        return 16, (frames - 1) // 4 + 1, height // 8, width // 8
+
+    def num_tokens(self, latent_shape):
+        _, frames, height, width = latent_shape
+        return frames * (height // 2) * (width // 2)
+
+
+def test_before_the_data_are_read_every_length_of_clip_is_expected():
+    run = RunFile(
+        datasets=(
+            DatasetSection(id="pictures", resolution=1024),
+            DatasetSection(id="clips", dataset_type="video", resolution=512, frames=(1, 81)),
+        )
+    )
+    assert expected_mix(run, Sized()) == {4096: 1, 1024: 1, 21 * 1024: 1}
+
+
+def test_what_a_run_draws_is_counted_by_tokens():
+    def group(size, count, repeats=1):
+        samples = tuple(object() for _ in range(count))
+        return Group(samples, repeats, 0.0, size)
+
+    order = BatchOrder([group((64, 64), 3), group((32, 128), 2), group((64, 64, 9), 1, 5)], 2, 0)
+    assert mix_of(order, Sized()) == {16: 5, 48: 5}
+    single = Sized()
+    single.boundary = None
+    assert mix_of(order, single) == ONE_SIZE
 
 
 def test_a_level_on_the_boundary_is_high_noise():
