@@ -160,13 +160,17 @@ def _measured(device: int) -> Basics:
 def _trained(run_file: RunFile, shape: Outline) -> Trained:
     """What one expert trains, and what the optimizer keeps for it."""
     from gracetune.optim.footprint import state_nbytes_each
+    from gracetune.optim.update import Travel
     from gracetune.plan.ask import MASTER_NBYTES, Trained
 
-    count = make_trainable(shape, run_file.adapter)
+    make_trainable(shape, run_file.adapter)
+    counts = [p.numel() for p in shape.model.parameters() if p.requires_grad]
+    count = sum(counts)
     each = state_nbytes_each(run_file.optimizer)
     if shape.dtype.itemsize < MASTER_NBYTES:
         each += MASTER_NBYTES
-    return Trained(count * shape.dtype.itemsize, int(count * each))
+    slots = Travel().slots_nbytes(counts, each)
+    return Trained(count * shape.dtype.itemsize, int(count * each), slots)
 
 
 def make_trainable(shape: Outline, section: AdapterSection | None) -> int:

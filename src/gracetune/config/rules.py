@@ -22,6 +22,15 @@ AUTOMAGIC_KEYS = tuple(
     for key in ("lr_bump", "min_lr", "max_lr")
 )
 
+PARTED_OPTIMIZERS = ("adafactor", "adamw", "lion", "muon")
+"""Those that update each parameter by itself: their state can be brought piece by piece."""
+WHOLE_OPTIMIZERS = {
+    "adamw_8bit": "keeps its state in a form of its own, small already",
+    "automagic": "looks at the rates and updates of all parameters at once",
+    "prodigy": "finds one scale for all parameters",
+    "schedule_free": "counts the steps of all parameters together",
+}
+
 
 class Breach(NamedTuple):
     """A setting that does not go with the others."""
@@ -116,6 +125,23 @@ def _automagic(run: RunFile) -> Iterator[Breach]:
                 f"is {low:g}; it must be at most optimizer.{high_key} ({high:g}). "
                 "Lower the one or raise the other.",
             )
+
+
+def why_whole(name: str) -> str:
+    """Why an optimizer's state cannot live in host memory; empty: it can."""
+    if name in PARTED_OPTIMIZERS:
+        return ""
+    return WHOLE_OPTIMIZERS.get(name, "may look at all parameters at once, for all that is known")
+
+
+def _state(run: RunFile) -> Iterator[Breach]:
+    why = why_whole(run.optimizer.name)
+    if run.optimizer.state == "host" and why:
+        yield Breach(
+            "optimizer.state",
+            f"is host, which brings state to the device piece by piece, but {run.optimizer.name} "
+            f"{why}. Set it to device, or name one of {', '.join(PARTED_OPTIMIZERS)}.",
+        )
 
 
 def _betas(run: RunFile) -> Iterator[Breach]:
@@ -254,6 +280,7 @@ RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (
     _warmup,
     _timesteps,
     _automagic,
+    _state,
     _betas,
     _adapter,
     _fp8,

@@ -212,6 +212,9 @@ class OptimizerSection(Section):
     """Optimizer steps over which the rate rises from zero."""
     final_lr_share: Share = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
+    state: Literal["auto", "device", "host"] = "auto"
+    """Where the optimizer's state lives; `auto`: on the device, and as far as a plan of full
+    training needs that room, in host memory."""
     lr_bump: PositiveFloat | None = None
     """Automagic: how far each element's rate moves in one step; none: a rate is found instead."""
     min_lr: PositiveFloat | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gracetune.stream.movers import Mover
 
-    State = MutableMapping[Parameter, dict[str, Any]]
+    State = MutableMapping[Tensor, Any]
 
 ALIGNMENT = 256
 """Of each tensor, in bytes: what device kernels expect of fresh memory."""
@@ -124,17 +124,25 @@ def is_large(value: object, least_nbytes: int) -> bool:
 
 
 def divide(groups: Sequence[dict[str, Any]], numel: int) -> list[Bucket]:
-    """Parameters in their order, about so many numbers a bucket; one larger is a bucket alone."""
-    buckets: list[Bucket] = []
-    for index, group in enumerate(groups):
-        room = 0
-        for parameter in group["params"]:
-            if parameter.numel() > room:
-                buckets.append(Bucket(index, []))
-                room = numel
-            buckets[-1].parameters.append(parameter)
-            room -= parameter.numel()
-    return buckets
+    """Parameters in their order, about so many numbers a bucket."""
+    return [
+        Bucket(index, group["params"][run.start : run.stop])
+        for index, group in enumerate(groups)
+        for run in runs([parameter.numel() for parameter in group["params"]], numel)
+    ]
+
+
+def runs(counts: Sequence[int], numel: int) -> list[range]:
+    """Where a list is cut so that no part has more than so much, but for one that has it alone."""
+    found: list[range] = []
+    room = 0
+    for index, count in enumerate(counts):
+        if count > room or not found:
+            found.append(range(index, index))
+            room = numel
+        found[-1] = range(found[-1].start, index + 1)
+        room -= count
+    return found
 
 
 def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:

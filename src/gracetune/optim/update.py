@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gracetune.errors import RunFailedError
-from gracetune.optim.buckets import divide, is_large
+from gracetune.optim.buckets import divide, is_large, runs
 from gracetune.stream.movers import Lane
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch import Tensor
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
@@ -50,9 +50,10 @@ class Travel:
     poison: bool = False
     """Fill a slot with NaN before it is filled: what is read too early shows."""
 
-    def slot_nbytes(self, largest_numel: int, nbytes_each: float) -> int:
-        """Device memory that the slots take, where one parameter has at most so many numbers."""
-        return int(self.slots * max(self.bucket_numel, largest_numel) * nbytes_each)
+    def slots_nbytes(self, counts: Sequence[int], nbytes_each: float) -> int:
+        """Device memory that slots will take, for parameters with so many numbers each."""
+        sizes = [sum(counts[i] for i in run) for run in runs(counts, self.bucket_numel)]
+        return int(min(self.slots, len(sizes)) * max(sizes, default=0) * nbytes_each)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,9 +95,17 @@ class Update:
         return sum(bucket.nbytes for bucket in self._buckets)
 
     @property
+    def device_nbytes(self) -> int:
+        """State on the device, and what state passes through there."""
+        state = [value for values in self._optimizer.state.values() for value in values.values()]
+        whole = sum(value.nbytes for value in state if isinstance(value, Tensor))
+        away = sum(entry.host.nbytes for bucket in self._buckets for entry in bucket.entries)
+        return whole - away + self.slots_nbytes
+
+    @property
     def slots_nbytes(self) -> int:
         """Device memory that state passes through."""
-        return sum(len(slot.memory) for slot in self._slots)
+        return len(self._slots) * self._slot_nbytes
 
     def place(self, host_share: float) -> None:
         """Let at least this share of the state live in host memory, and the rest on the device."""
@@ -165,17 +174,21 @@ class Update:
         """Bring nothing back: the state is only good for reading after this."""
         self.rest()
         self._slots.clear()
+        self._mover.release()
+
+    @property
+    def _slot_nbytes(self) -> int:
+        return len(self._slots[0].memory) if self._slots else 0
 
     def _make_room(self) -> None:
         """Take and let go of what the step will take: it may run out of memory here, not there."""
-        largest = max((bucket.nbytes for bucket in self._buckets), default=0)
-        if largest and (not self._slots or len(self._slots[0].memory) < largest):
+        sizes = [bucket.nbytes for bucket in self._buckets if bucket.pieces]
+        largest, count = max(sizes, default=0), min(self._travel.slots, len(sizes))
+        if len(self._slots) < count or largest > self._slot_nbytes:
             for slot in self._slots:
                 slot.land()
             self._slots.clear()
-            self._slots = [
-                _Slot(self._mover.device_memory(largest)) for _ in range(self._travel.slots)
-            ]
+            self._slots = [_Slot(self._mover.device_memory(largest)) for _ in range(count)]
         state = self._optimizer.state
         if len(state) == sum(len(bucket.parameters) for bucket in self._buckets):
             return

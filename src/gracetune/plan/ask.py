@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from gracetune.config.rules import why_whole
 from gracetune.config.schema import PlanSection
 from gracetune.errors import ConfigError
 from gracetune.plan.candidates import Wishes
@@ -22,6 +23,8 @@ HOT_SHARE = 64
 """The trainer's default for texts that stay on the device: one part of so many of its memory."""
 MASTER_NBYTES = 4
 """Of each trained number: a copy in fp32 that updates are added to."""
+STATE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the optimizer's state, what may live in host memory where nobody has said."""
 STORED_SHARES = {"none": 1.0, "fp8": 0.5, "int8": 0.5, "nf4": 0.2656}
 """Of bf16 weights, what quantised ones take: nf4 has a scale for every 64 numbers."""
 
@@ -66,7 +69,18 @@ def wishes_of(run: RunFile) -> Wishes:
         compile=choices[settings.compile],
         stream=settings.stream and run.adapter is not None,  # what is trained cannot stream
         offload=settings.offload,
+        host_state=_host_state(run),
     )
+
+
+def _host_state(run: RunFile) -> tuple[float, ...]:
+    """Shares of the optimizer's state to try in host memory; an adapter's is too small to ask."""
+    if run.optimizer.state == "host":
+        return (1.0,)
+    whole = run.adapter is None or run.adapter.kind == "full"
+    if run.optimizer.state == "auto" and whole and not why_whole(run.optimizer.name):
+        return STATE_SHARES
+    return (0.0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +90,8 @@ class Trained:
     nbytes: int
     state_nbytes: int
     """What the optimizer keeps for it."""
+    state_slots_nbytes: int = 0
+    """What that passes through on the device, where it lives in host memory."""
 
 
 def fixed_of(
@@ -90,6 +106,7 @@ def fixed_of(
         device_caches_nbytes=_on_device(cache, text, samples, device_nbytes),
         host_caches_nbytes=_in_host(cache, latents, text, samples),
         library_nbytes=int(FITTED["library_nbytes"].value),
+        state_slots_nbytes=trained.state_slots_nbytes,
         averages_nbytes=outline.experts * trained.nbytes if run.train.ema_decay else 0,
     )
 

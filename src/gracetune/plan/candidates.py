@@ -7,6 +7,7 @@ before earlier blocks recompute. So the last blocks get the faster treatment, th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 from gracetune.plan.peak import device_bytes, host_bytes
@@ -72,6 +73,8 @@ class Wishes:
     stream: bool = True
     offload: bool = True
     slots: tuple[int, ...] = (3, 2, 4)
+    host_state: tuple[float, ...] = (0.0,)
+    """Shares of the optimizer's state that may live in host memory."""
 
     def batch_sizes(self) -> list[int]:
         """Largest first."""
@@ -89,6 +92,7 @@ class Frame:
     batch: int
     samples: int
     compiled: bool
+    host_state: float
 
     def choice(self, first: Sequence[Treatment], last: Treatment, num_last: int) -> Choice:
         """With the first blocks treated in turns, and so many last ones in their own way."""
@@ -100,22 +104,29 @@ class Frame:
             weights: Weights = "streamed" if index in inside else "resident"
             blocks.append(BlockPlan(weights, activations, offload_input))
         accumulation = self.samples // self.batch
-        return Choice(tuple(blocks), self.batch, accumulation, self.slots, self.compiled)
+        return Choice(
+            tuple(blocks), self.batch, accumulation, self.slots, self.compiled, self.host_state
+        )
 
 
 def candidates(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> Iterator[Choice]:
     """Every choice that fits, each with as many fast blocks as there is room for."""
-    for batch in wishes.batch_sizes():
-        for compiled in wishes.compile:
-            for streamed, slots in _streams(model.num_blocks, wishes):
-                frame = Frame(model.num_blocks, streamed, slots, batch, wishes.samples, compiled)
-                for first, last in _mixes(compiled, wishes):
-                    found = _most(
-                        frame, first, last, lambda c: fits_device(model, c, fixed, budget)
-                    )
-                    # The more blocks stay on the device, the less the host must hold.
-                    if found is not None and fits(model, found, fixed, budget):
-                        yield found
+
+    def fit(choice: Choice) -> bool:
+        return fits_device(model, choice, fixed, budget)
+
+    for frame in _frames(model, wishes):
+        for first, last in _mixes(frame.compiled, wishes):
+            found = _most(frame, first, last, fit)
+            # The more blocks stay on the device, the less the host must hold.
+            if found is not None and fits(model, found, fixed, budget):
+                yield found
+
+
+def _frames(model: Model, wishes: Wishes) -> Iterator[Frame]:
+    for batch, compiled, share in product(wishes.batch_sizes(), wishes.compile, wishes.host_state):
+        for streamed, slots in _streams(model.num_blocks, wishes):
+            yield Frame(model.num_blocks, streamed, slots, batch, wishes.samples, compiled, share)
 
 
 def fits(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> bool:
@@ -141,6 +152,7 @@ def leanest(model: Model, fixed: Fixed, wishes: Wishes) -> Choice:
             batch=min(wishes.batch_sizes()),
             samples=wishes.samples,
             compiled=compiled,
+            host_state=max(wishes.host_state),
         )
         choices += [frame.choice(first, last, 0) for first, last in _mixes(compiled, wishes)]
     return min(choices, key=lambda c: device_bytes(model.at(c.batch), c, fixed).total)

@@ -77,8 +77,11 @@ def predict(model: Model, choice: Choice, fixed: Fixed, simulated: bool) -> Plan
         frozen_compute=model.frozen_compute,
         device=device_bytes(costs, choice, fixed),
         host=host_bytes(costs, choice, fixed),
-        seconds=predict_seconds(costs, choice, model.speeds, fixed.optimizer_nbytes),
+        seconds=predict_seconds(
+            costs, choice, model.speeds, fixed.optimizer_nbytes // fixed.experts
+        ),
         simulated=simulated,
+        host_state=choice.host_state,
     )
 
 
@@ -86,7 +89,7 @@ def _kind(plan: Plan | Choice) -> object:
     """What makes two plans different enough to show both."""
     streams = bool(plan.streamed)
     treatments = frozenset((b.activations, b.offload_input) for b in plan.blocks)
-    return plan.batch, plan.compiled, streams, treatments
+    return plan.batch, plan.compiled, streams, treatments, bool(plan.host_state)
 
 
 def _simplest(plans: list[Plan]) -> Plan:
@@ -96,6 +99,7 @@ def _simplest(plans: list[Plan]) -> Plan:
     return min(
         close,
         key=lambda plan: (
+            plan.host_state,
             any(b.activations == "offload" or b.offload_input for b in plan.blocks),
             len(plan.streamed),
             plan.slots,
@@ -127,7 +131,7 @@ def _with_streamed(plan: Plan, count: int) -> Choice:
         for index, block in enumerate(plan.blocks)
     )
     slots = plan.slots if inside else 0
-    return Choice(blocks, plan.batch, plan.accumulation, slots, plan.compiled)
+    return Choice(blocks, plan.batch, plan.accumulation, slots, plan.compiled, plan.host_state)
 
 
 def _others(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:

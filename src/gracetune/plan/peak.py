@@ -24,7 +24,7 @@ class Fixed:
     """What a run needs whatever is chosen."""
 
     optimizer_nbytes: int
-    """The optimizer's state of all experts, on the device."""
+    """The optimizer's state of all experts."""
     experts: int = 1
     """Transformers of this shape; a step uses one, and treats both alike."""
     device_caches_nbytes: int = 0
@@ -37,6 +37,8 @@ class Fixed:
     """Workspaces of the libraries that kernels come from."""
     averages_nbytes: int = 0
     """Moving averages of what is trained."""
+    state_slots_nbytes: int = 0
+    """What state passes through on the device, where it lives in host memory."""
     batches_ahead: int = 1
     """Batches on the device beside the one in use."""
 
@@ -65,7 +67,7 @@ def device_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
         weights=fixed.experts * (costs.outside_frozen_nbytes + resident) + slots,
         adapters=fixed.experts * costs.trained_nbytes + fixed.averages_nbytes,
         gradients=top.gradients,
-        optimizer=fixed.optimizer_nbytes,
+        optimizer=_state_on_device(choice.host_state, fixed),
         activations=top.activations,
         caches=fixed.device_caches_nbytes + costs.batch_nbytes * (1 + fixed.batches_ahead),
         workspace=top.workspace + fixed.library_nbytes,
@@ -81,9 +83,15 @@ def host_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
     slab = sum(costs.blocks[index].frozen_nbytes for index in choice.streamed)
     return Bytes(
         weights=fixed.experts * slab + fixed.host_weights_nbytes,
+        optimizer=int(choice.host_state * fixed.optimizer_nbytes),
         activations=out,
         caches=fixed.host_caches_nbytes,
     )
+
+
+def _state_on_device(host_share: float, fixed: Fixed) -> int:
+    slots = fixed.state_slots_nbytes if host_share else 0
+    return fixed.optimizer_nbytes - int(host_share * fixed.optimizer_nbytes) + slots
 
 
 def _moments(costs: Costs, choice: Choice, experts: int) -> Iterator[_Moment]:

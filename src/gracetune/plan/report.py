@@ -86,7 +86,9 @@ def describe(plan: Plan) -> str:
     times = f", accumulated {plan.accumulation} times" if plan.accumulation > 1 else ""
     how = "compiled" if plan.compiled else "eager"
     fp8 = ", fp8 products" if plan.frozen_compute == "fp8" else ""
-    return f"batch {plan.batch}{times}, {how}{fp8}; {_weights(plan)}; activations: {_ways(plan)}"
+    state = f"; {_state(plan)}" if plan.host_state else ""
+    where = f"{_weights(plan)}; activations: {_ways(plan)}{state}"
+    return f"batch {plan.batch}{times}, {how}{fp8}; {where}"
 
 
 def speed(plan: Plan) -> str:
@@ -114,6 +116,11 @@ def reasons(planned: Planned, budget: Budget) -> list[str]:
     else:
         found.append("all weights fit beside the activations, so none are streamed")
     found.append(_activation_reason(best))
+    if best.host_state:
+        found.append(
+            f"{_state(best)}: {format_bytes(best.host.optimizer)} go to the device and back in "
+            f"every update, which takes {seconds.wait_state / seconds.step:.1%} of the step"
+        )
     batches = {other.batch: other for other in planned.others if other.batch != best.batch}
     for other in sorted(batches.values(), key=lambda plan: plan.batch):
         slower = best.samples_per_second / other.samples_per_second - 1
@@ -137,6 +144,10 @@ def _activation_reason(plan: Plan) -> str:
     if not parts:
         return "all activations fit, so no product is done twice"
     return "; ".join(parts) + ": the rest of the device's memory is spent on activations that stay"
+
+
+def _state(plan: Plan) -> str:
+    return f"{plan.host_state:.0%} of the optimizer's state in host memory"
 
 
 def _weights(plan: Plan) -> str:
@@ -169,6 +180,7 @@ def _seconds(plan: Plan) -> Iterator[str]:
         ("outside, gaps", s.overhead),
         ("waiting for weights", s.wait_weights),
         ("waiting for activations", s.wait_activations),
+        ("waiting for the state", s.wait_state),
     ):
         yield f"  {name:<22}{format_seconds(part):>9}{part / s.step:>7.1%}"
 

@@ -87,6 +87,8 @@ class Seconds:
     link_in: float
     """How long the link to the device is busy; beside computing, not on top of it."""
     link_out: float
+    wait_state: float = 0.0
+    """What an update takes longer because its state comes over the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Plan:
     seconds: Seconds
     simulated: bool
     """Whether its seconds come from a machine's published figures."""
+    host_state: float = 0.0
+    """Share of the optimizer's state that lives in host memory."""
 
     @property
     def samples_per_second(self) -> float:

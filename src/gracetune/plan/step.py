@@ -33,6 +33,8 @@ class Choice:
     accumulation: int
     slots: int
     compiled: bool
+    host_state: float = 0.0
+    """Share of the optimizer's state that lives in host memory."""
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -68,8 +70,9 @@ def predict_seconds(costs: Costs, choice: Choice, speeds: Speeds, optimizer_nbyt
         overhead=parts.gaps + script.outside_s,
         wait_weights=waits[WEIGHTS_IN],
         wait_activations=waits[ACTIVATIONS_IN] + waits[ACTIVATIONS_OUT],
-        link_in=script.seconds_of(WEIGHTS_IN, ACTIVATIONS_IN),
-        link_out=script.seconds_of(ACTIVATIONS_OUT),
+        link_in=script.seconds_of(WEIGHTS_IN, ACTIVATIONS_IN) + script.state_in_s,
+        link_out=script.seconds_of(ACTIVATIONS_OUT) + script.state_out_s,
+        wait_state=script.wait_state_s,
     )
 
 
@@ -129,6 +132,13 @@ class _Script:
         outside = self.costs.outside
         traffic = 3 * self.costs.trained_nbytes + 2 * self.optimizer_nbytes
         self._update_s = traffic / self.speeds.memory / self.choice.accumulation
+        moved = self.choice.host_state * self.optimizer_nbytes / self.choice.accumulation
+        self.state_in_s, self.state_out_s = (
+            moved / rate for rate in (self.speeds.link_in, self.speeds.link_out)
+        )
+        # Both ways at once, and kernels beside it: whatever is slowest is what the update takes.
+        link_s = max(self.state_in_s, self.state_out_s) / self.speeds.both_ways_share
+        self.wait_state_s = max(0.0, link_s - self._update_s)
         self._outside_s = outside.forward.total, outside.backward.total
         self._offloaded = [
             (index, nbytes)
@@ -166,7 +176,7 @@ class _Script:
                 out.append(self._add(ACTIVATIONS_OUT, seconds, [self.last_compute]))
         self._compute(self._outside_s[1])
         self._write_backward(out)
-        self._compute(self._update_s)
+        self._compute(self._update_s + self.wait_state_s)
 
     def _write_backward(self, out: list[int]) -> None:
         back: dict[int, int] = {}

@@ -16,11 +16,15 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_
 from gracetune.cache.ranks import Ranks
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
+from gracetune.memory.ledger import Tier
 from gracetune.models.attention import choose_attention
 from gracetune.models.experts import transformers_of
 from gracetune.models.family import load_family
 from gracetune.models.quantize import demand_quantizable, quantize_blocks
 from gracetune.optim.build import build_optimizer
+from gracetune.optim.footprint import state_nbytes_each
+from gracetune.optim.update import Update
+from gracetune.stream.movers import open_mover
 from gracetune.train.demands import demand_data
 from gracetune.train.draws import Draws, seed_of
 from gracetune.train.ema import Ema
@@ -39,7 +43,6 @@ from gracetune.train.state import (
     restore_optimizer,
     restore_weights,
     seed_generators,
-    state_of,
 )
 from gracetune.train.step import Trainee
 
@@ -47,12 +50,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Sample
     from gracetune.events.requests import Requests
     from gracetune.events.types import Event
     from gracetune.models.family import Family
+    from gracetune.stream.movers import Mover as StreamMover
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.experts import Turns
     from gracetune.train.export import Modules
@@ -157,17 +162,19 @@ def build(
     turns = _weigh_turns(run, family, feed, tell)
     validation = build_validation(run, family, feed, shape, tell)
     family.release_text_encoder()
+    update = _make_update(run, optimizer, open_mover(device, mover.link), unplanned, tell)
     settled = None
     if not unplanned:
         from gracetune.train.planning import settle  # tracers take seconds to import
 
-        settled = settle(run, family, feed, mover.link, device, tell)
+        settled = settle(run, family, feed, update, mover.link, device, tell)
     trainee = Trainee(
         run=run,
         family=family,
         transformer=accelerator.prepare_model(family.transformer, device_placement=settled is None),
         parameters=parameters,
         optimizer=optimizer,
+        update=update,
         ema=Ema(parameters, run.train.ema_decay) if run.train.ema_decay else None,
         accelerator=accelerator,
         draws=Draws(run.seed, device),
@@ -188,10 +195,14 @@ def build(
         tell=tell,
         settled=settled,
     )
+
+    def close() -> None:
+        update.close()
+        if settled is not None:
+            settled.close()
+
     return Built(
-        session,
-        export=lambda: export(trainee, modules, weights, folder, tell),
-        close=_nothing if settled is None else settled.close,
+        session, export=lambda: export(trainee, modules, weights, folder, tell), close=close
     )
 
 
@@ -209,7 +220,7 @@ def resume(session: Session, snapshot: Snapshot | None) -> Progress:
         )
         session.tell(Notice(text, level="warning"))
     restore_weights(t.parameters, snapshot.tensors["weights"])
-    restore_optimizer(t.optimizer, t.parameters, snapshot.tensors["optimizer"])
+    restore_optimizer(t.optimizer, t.parameters, snapshot.tensors["optimizer"], t.update.load)
     if t.ema is not None:
         restore_weights(t.ema.averages, snapshot.tensors["ema"])
     generators = snapshot.tensors.get(f"generators-{t.accelerator.process_index}")
@@ -221,6 +232,17 @@ def resume(session: Session, snapshot: Snapshot | None) -> Progress:
     return snapshot.progress
 
 
+def _make_update(
+    run: RunFile, optimizer: Optimizer, mover: StreamMover, unplanned: str, tell: Tell
+) -> Update:
+    """A plan says where state lives, and may try again in less memory; without one, it is said."""
+    update = Update(optimizer, mover, 0.0 if unplanned else state_nbytes_each(run.optimizer))
+    if unplanned and run.optimizer.state == "host":
+        update.place(1.0)
+        tell(Notice("the optimizer's state lives in host memory"))
+    return update
+
+
 def _keep_books(t: Trainee, mover: Mover) -> None:
     """What holds memory for as long as the run: statistics name each by its role."""
     frozen = [p for p in t.family.transformer.parameters() if not p.requires_grad]
@@ -228,7 +250,8 @@ def _keep_books(t: Trainee, mover: Mover) -> None:
     mover.watch("weights", lambda: _nbytes(frozen))
     mover.watch("trained", lambda: _nbytes(t.parameters.values()))
     mover.watch("averages", lambda: _nbytes(averages))
-    mover.watch("optimizer", lambda: _nbytes(state_of(t.optimizer)))
+    mover.watch("optimizer", lambda: t.update.device_nbytes)
+    mover.watch("optimizer_in_host_memory", lambda: t.update.host_nbytes, Tier.HOST)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
@@ -322,7 +345,3 @@ def _checkpoint(family: Family, unplanned: str, tell: Tell) -> None:
         family.enable_gradient_checkpointing()
     else:
         tell(Notice("train.gradient_checkpointing: the plan says for each block what is kept"))
-
-
-def _nothing() -> None:
-    """There is nothing to take down."""

@@ -27,6 +27,7 @@ FREE = {
     "train.keep_checkpoints",
     "train.gradient_checkpointing",
     "train.mixed_precision",
+    "optimizer.state",
     "gh200_optimizations.enable_uvm_hints",
 }
 """Settings that may change between two parts of a run: contents are compared instead of paths, and

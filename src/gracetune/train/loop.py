@@ -261,6 +261,7 @@ def _save(s: Session, record: Record, progress: Progress, reason: str) -> None:
 def snapshot_of(s: Session, progress: Progress) -> Snapshot:
     """Everything that going on from here needs."""
     t = s.trainee
+    t.update.rest()
     tensors: dict[str, Mapping[str, Tensor]] = {
         "weights": weights_of(t.parameters),
         "optimizer": optimizer_tensors(t.optimizer, t.parameters),

@@ -51,7 +51,7 @@ class Mover:
         pool = session.pool() if session.pooled else None
         self._pool = pool if isinstance(pool, UnifiedPool) else None
         self._tier = Tier.DEVICE if self.moves else Tier.HOST
-        self._watched: dict[str, Callable[[], int]] = {}
+        self._watched: dict[str, tuple[Tier, Callable[[], int]]] = {}
         self._booked: dict[str, int] = {}
         self._staging = Staging(self.host_memory, _mark_of_this_stream)
 
@@ -107,17 +107,17 @@ class Mover:
         self._place(None if gathered is made[0] else gathered, moved)
         return gathered, {**text, **moved}
 
-    def watch(self, role: str, nbytes: Callable[[], int]) -> None:
-        """Keep a role in the books: asked whenever memory is told."""
-        self._watched[role] = nbytes
+    def watch(self, role: str, nbytes: Callable[[], int], tier: Tier | None = None) -> None:
+        """Keep a role in the books: asked whenever memory is told; `tier`: the device's."""
+        self._watched[role] = tier or self._tier, nbytes
 
     def used(self, step: int) -> MemoryUsed:
         """What is in use now; between steps, so that stages may change and reclaim here."""
         self._session.observe(act=True)
-        for role, nbytes in self._watched.items():
-            self._session.ledger.give_back(self._tier, role, self._booked.get(role, 0))
+        for role, (tier, nbytes) in self._watched.items():
+            self._session.ledger.give_back(tier, role, self._booked.get(role, 0))
             self._booked[role] = nbytes()
-            self._session.ledger.take(self._tier, role, self._booked[role])
+            self._session.ledger.take(tier, role, self._booked[role])
         return memory_event(step, self._session.stats(), psutil.Process().memory_info().rss)
 
     def _place(self, latents: Tensor | None, text: Mapping[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ from gracetune.events.types import Notice
 from gracetune.models.experts import transformers_of
 from gracetune.models.wan_attention import rotate_in_one_pass
 from gracetune.optim.footprint import state_nbytes_each
+from gracetune.optim.update import Travel
 from gracetune.plan.ask import settings_of, wishes_of
 from gracetune.plan.candidates import Budget
 from gracetune.plan.choose import PlanError, choose
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.memory.platform import Link
     from gracetune.models.family import Family
+    from gracetune.optim.update import Update
     from gracetune.plan.candidates import Wishes
     from gracetune.plan.cost import Model
     from gracetune.plan.rates import Basics
@@ -60,7 +62,13 @@ CPU_EDGE, CPU_COPY = 512, 1 << 22
 
 
 def settle(
-    run: RunFile, family: Family, feed: Feed, link: Link, device: torch.device, tell: Tell
+    run: RunFile,
+    family: Family,
+    feed: Feed,
+    update: Update,
+    link: Link,
+    device: torch.device,
+    tell: Tell,
 ) -> Settled:
     """Plan for what is free now, tell it, and bring the transformer where it belongs."""
     largest = feed.load(feed.order.largest())
@@ -78,6 +86,7 @@ def settle(
     _prepare(run, family, device, tell)  # after the plan: tracers know the model's own products
 
     def placed(plan: Plan) -> Placed:
+        update.place(plan.host_state)
         return apply(plan, family, link, device, tell, ask.spare(plan))
 
     return Settled(ask, plan, placed, meter, shape.numel(), tell)
@@ -121,14 +130,16 @@ class Question:
 def question(run: RunFile, family: Family, model: Model, device: torch.device) -> Question:
     """For the largest bucket of a run, in what is free on this machine."""
     transformers = transformers_of(family.transformer)
-    trained = sum(p.numel() for p in family.transformer.parameters() if p.requires_grad)
+    counts = [p.numel() for p in family.transformer.parameters() if p.requires_grad]
+    trained, each = sum(counts), state_nbytes_each(run.optimizer)
     return Question(
         model,
         Fixed(
-            optimizer_nbytes=int(trained * state_nbytes_each(run.optimizer)),
+            optimizer_nbytes=int(trained * each),
             experts=len(transformers),
             library_nbytes=int(FITTED["library_nbytes"].value),
             averages_nbytes=4 * trained if run.train.ema_decay else 0,
+            state_slots_nbytes=Travel().slots_nbytes(counts, each),
         ),
         Budget(_device_nbytes(run, device), _host_nbytes(run), FITTED["fragmentation"].value),
         replace(wishes_of(run), batches=(run.train.batch_size,)),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Batch
     from gracetune.models.experts import Expert
     from gracetune.models.family import Family
+    from gracetune.optim.update import Update
     from gracetune.train.draws import Draws
     from gracetune.train.ema import Ema
     from gracetune.train.experts import Turn, Turns
@@ -45,6 +46,8 @@ class Trainee:
     parameters: dict[str, Parameter]
     """What is trained, by name."""
     optimizer: Optimizer
+    update: Update
+    """The optimizer's step, wherever its state lives."""
     ema: Ema | None
     accelerator: Accelerator
     draws: Draws
@@ -89,7 +92,7 @@ def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progr
     )
     section, total = t.run.optimizer, t.run.train.max_train_steps
     set_rates(t.optimizer, rate_share(section, progress.step, total))
-    t.optimizer.step()
+    t.update.step()
     lr = used_rate(t.optimizer)
     t.optimizer.zero_grad()
     if t.ema is not None:

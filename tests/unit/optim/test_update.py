@@ -151,8 +151,10 @@ def test_what_is_on_the_device_is_the_slots_and_what_is_small():
     assert 0 <= padding < 256 * 2 * len(case.named)
     largest = max(bucket.nbytes for bucket in case.update._buckets)
     assert case.update.slots_nbytes == SMALL.slots * largest
-    biggest = max(p.numel() for p in case.named.values())
-    assert SMALL.slot_nbytes(biggest, 8.0) >= case.update.slots_nbytes
+    foreseen = SMALL.slots_nbytes([p.numel() for p in case.named.values()], 8.0)
+    assert foreseen == 3 * 192 * 8 == case.update.slots_nbytes
+    assert SMALL.slots_nbytes([5, 6], 8.0) == 11 * 8
+    assert SMALL.slots_nbytes([200, 100], 8.0) == 2 * 200 * 8
 
 
 def test_what_is_still_in_a_slot_is_not_fetched_again():
