@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
 
-STEPS = 6
+STEPS = 5
 LEAST = {"96": 2.1, "48": 1.55, "24": 1.4, "12": 1.2}
 LEAST_FP8 = {"96": 2.6, "12": 1.4}
 NEEDED = 130 * GIB
@@ -84,29 +84,29 @@ class Way:
         return Layout(blocks, compiled=True, offload=OffloadSettings(ahead=2))
 
 
+ALL_LEAN = Way("streamed, all lean", 2, lean=40)
 OURS = {
     "96": [
-        Way("16 of 40 streamed, all kept", 2, streamed=16, keep=40),
+        Way("24 of 40 streamed, all kept", 2, streamed=24, keep=40),
         Way("resident, half kept, half lean", 2, streamed=0, keep=20, lean=20),
     ],
-    "48": [
-        Way("streamed, 12 lean, 20 offloaded", 4, lean=12, offload=20, sends_inputs=True),
-        Way("streamed, all lean", 2, lean=40),
-    ],
+    "48": [ALL_LEAN, replace(ALL_LEAN, name="streamed, 36 lean", lean=36)],
     "24": [
-        Way("streamed, 22 offloaded", 4, offload=22, sends_inputs=True),
+        Way("streamed, 8 lean, 14 offloaded", 3, lean=8, offload=14, sends_inputs=True),
         Way("streamed, 14 offloaded", 3, offload=14, sends_inputs=True),
         Way("streamed, all recomputed", 2),
     ],
     "12": [
-        Way("streamed, all recomputed, inputs in host memory", 3, sends_inputs=True),
+        Way("streamed, 14 offloaded", 3, offload=14, sends_inputs=True),
+        Way("streamed, 8 offloaded", 2, offload=8, sends_inputs=True),
         Way("streamed, all recomputed, inputs in host memory", 2, sends_inputs=True),
     ],
 }
 IN_FP8 = {
     "96": [Way("resident, all kept", 2, streamed=0, keep=40)],
     "12": [
-        Way("streamed, all recomputed, inputs in host memory", 3, sends_inputs=True),
+        Way("streamed, 20 offloaded", 3, offload=20, sends_inputs=True),
+        Way("streamed, 12 offloaded", 2, offload=12, sends_inputs=True),
         Way("streamed, all recomputed, inputs in host memory", 2, sends_inputs=True),
     ],
 }
@@ -124,17 +124,21 @@ def main() -> int:
         return 2
     link = open_machine().platform.link
     figures: dict[str, float | str] = {}
+
+    def save() -> None:
+        results.write("wan14b_step", figures, arguments.out, arguments.commit)
+
     parts: dict[str, Callable[[], None]] = {
         "plain": lambda: measure_plain(figures),
-        "ours": lambda: measure_ours(figures, link, OURS, ""),
-        "fp8": lambda: measure_ours(figures, link, IN_FP8, "fp8_"),
-        "peers": lambda: measure_peers(figures),
+        "ours": lambda: measure_ours(figures, link, OURS, "", save),
+        "fp8": lambda: measure_ours(figures, link, IN_FP8, "fp8_", save),
+        "peers": lambda: measure_peers(figures, save),
     }
     for part in arguments.only.split(","):
         began = time.perf_counter()
         parts[part]()
         figures[f"{part}_took_s"] = time.perf_counter() - began
-        results.write("wan14b_step", figures, arguments.out, arguments.commit)
+        save()
     return 0 if report(figures) else 1
 
 
@@ -152,13 +156,18 @@ def measure_plain(figures: dict[str, float | str]) -> None:
 
 
 def measure_ours(
-    figures: dict[str, float | str], link: Link, budgets: dict[str, list[Way]], prefix: str
+    figures: dict[str, float | str],
+    link: Link,
+    budgets: dict[str, list[Way]],
+    prefix: str,
+    save: Callable[[], None],
 ) -> None:
     """The first layout of each budget that fits; the first budget is also taken apart."""
     for budget, ways in budgets.items():
         for way in ways:
             try:
                 measure_way(figures, link, f"{prefix}{budget}", int(budget), way)
+                save()
                 break
             except torch.OutOfMemoryError as full:
                 print(f"{prefix}{budget} GB: {way} does not fit: {str(full)[:300]}", flush=True)
@@ -274,8 +283,8 @@ def timed(work: Callable[[], object], times: int = 12) -> float:
     return median(each[2:])
 
 
-def measure_peers(figures: dict[str, float | str]) -> None:
-    """Two ways to train with frozen weights in host memory, at the batch of the plain loop."""
+def measure_peers(figures: dict[str, float | str], save: Callable[[], None]) -> None:
+    """Two ways to train with frozen weights in host memory."""
     model = make_model()
     model.enable_gradient_checkpointing()
     model.enable_group_offload(
@@ -287,6 +296,7 @@ def measure_peers(figures: dict[str, float | str]) -> None:
         non_blocking=True,
     )
     note(figures, "group_offload", 2, time_step(make_step(model, 2, True), 3))
+    save()
     del model
     let_go()
     model = with_ramtorch(make_model())
