@@ -38,6 +38,14 @@ def write_videos(folder):
         (folder / f"{number}.txt").write_text("a red ring")
 
 
+def write_masks(folder):
+    folder.mkdir()
+    for number in range(len(COLOURS)):
+        mask = Image.new("L", (64, 64))
+        mask.paste(255, (0, 0, 32, 16 * (number + 1)))
+        mask.save(folder / f"{number}.png")
+
+
 def write_sounds(folder):
     folder.mkdir()
     for number in range(3):
@@ -95,6 +103,8 @@ CASES = {
     "wan22 5B": ("wan22-5b", "wan22", "video", {}),
     "wan22 5B from a first frame": ("wan22-5b", "wan22", "video", {"model": {"task": "image"}}),
     "flux": ("flux", "flux", "image", {}),
+    "flux with masks": ("flux", "flux", "image", {}),
+    "wan22 5B on videos with masks": ("wan22-5b", "wan22", "video", {}),
     "qwen_image": ("qwen-image", "qwen_image", "image", {}),
     "qwen_image edits": ("qwen-image-edit", "qwen_image", "image", {}),
     "stable_audio": ("stable-audio", "stable_audio", "audio", {}),
@@ -119,6 +129,9 @@ def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
                 "every": 2,
             },
         }
+    if "masks" in case:
+        write_masks(tmp_path / "masks")
+        sections = {"dataset": {"mask_data_dir": str(tmp_path / "masks")}}
     run = run_of(model, family, kind, **sections)
     ended = run_training(run, sinks=[told])
     assert ended.status == "done"
@@ -142,6 +155,7 @@ def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
         ("stable_audio", {"dataset": {"sample_rate": 44100}}, r"sample_rate is 44100; .* 16000"),
         ("stable_audio", {"dataset": {"channels": 1}}, r"channels is 1; .* works with 2"),
         ("stable_audio", {"dataset": {"seconds": 9.0}}, r"seconds is 9; .* at most 0\.32"),
+        ("stable_audio", {"dataset": {"mask_data_dir": "x"}}, r"mask_data_dir is 'x'; no picture"),
         ("stable_audio", {"validation": {"seconds": 5}}, r"validation\.seconds asks for"),
         ("wan22 on videos", {"validation": {"frames": 6}}, r"validation\.frames is 6"),
         ("wan22 on videos", {"validation": {"width": 40}}, r"do not suit wan22"),

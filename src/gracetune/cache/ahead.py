@@ -69,7 +69,7 @@ class CudaLane:
         """The step's stream waits, not the host; memory is used again only after the step."""
         step = torch.cuda.current_stream(self._device)
         step.wait_event(arrival)
-        for tensor in (batch.latents, *batch.text.values()):
+        for tensor in batch.tensors():
             tensor.record_stream(step)
 
 
@@ -228,4 +228,4 @@ class Ahead(Generic[Arrival]):
 
 def nbytes_of(batch: Batch) -> int:
     """What a batch takes on the device."""
-    return sum(t.nbytes for t in (batch.latents, *batch.text.values()))
+    return sum(tensor.nbytes for tensor in batch.tensors())

@@ -49,6 +49,12 @@ def latent_key(
     return _key(kind="latents", sample=content, geometry=geometry, encoder=by)
 
 
+def mask_key(mask: str, size: Shape, cells: tuple[int, int], recipe: Recipe) -> Key:
+    """The bytes of the mask, by their digest, the geometry it is fitted by, and its cells."""
+    geometry = f"{recipe.name} {'x'.join(map(str, size))}"
+    return _key(kind="mask", mask=mask, geometry=geometry, cells=f"{cells[0]}x{cells[1]}")
+
+
 def text_key(caption: str, encoder: str) -> Key:
     """The caption and the encoder; equal captions share one entry."""
     return _key(kind="text", caption=caption, encoder=encoder)

@@ -10,13 +10,15 @@ import torch
 from gracetune.cache.arena import ArenaStore, pageable
 from gracetune.cache.fill import Picture, rendered
 from gracetune.cache.generations import NO_EPOCH, generation_of, mode_of
-from gracetune.cache.keys import latent_key, text_key
+from gracetune.cache.keys import latent_key, mask_key, text_key
+from gracetune.cache.masks import NAME, levels_by, weights
 from gracetune.cache.tiling import WHOLE
 from gracetune.data.recipe import recipe_of
+from gracetune.data.sample import mask_of
 from gracetune.errors import RunFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from gracetune.cache.generations import Generations
     from gracetune.cache.generations import Mode as Way
     from gracetune.cache.keys import Key
+    from gracetune.cache.masks import CellsOf
     from gracetune.cache.store import Entry, Room, Store
     from gracetune.cache.tiling import Tiling
     from gracetune.config.schema import DatasetSection
@@ -72,6 +75,7 @@ class Server:
     encode: Callable[[Tensor], Tensor]
     identity: Mapping[str, str]
     tally: Tally
+    cells: CellsOf
     tiling: Tiling = WHOLE
 
     def latents_of(self, draws: Sequence[Draw], room: Room) -> Tensor:
@@ -91,13 +95,29 @@ class Server:
         device = max((t.device for t in made.values()), key=lambda device: device.type != "cpu")
         return torch.stack([made[place].to(device) for place in range(len(draws))])
 
+    def weights_of(self, draws: Sequence[Draw]) -> Tensor | None:
+        """How much each cell of a batch counts, as masks say; none where no sample has one."""
+        masked: dict[Way, list[int]] = {}
+        for place, draw in enumerate(draws):
+            if mask_of(draw.sample) is not None:
+                masked.setdefault(self._way(draw), []).append(place)
+        if not masked:
+            return None
+        weights_BHW = torch.ones(len(draws), *self.cells(draws[0].size))  # noqa: N806
+        for way, places in masked.items():
+            levels = self._levels(way, [draws[place] for place in places])
+            for place, one in zip(places, levels, strict=True):
+                section = self.recipes.sections[draws[place].sample.dataset]
+                weights_BHW[place] = weights(one, section.mask_background, section.mask_normalize)
+        return weights_BHW
+
     def will_need(self, draws: Sequence[Draw]) -> None:
         """These are soon to be asked for: what has to come from a disk starts to."""
         asked: dict[Store, list[Key]] = {}
         for draw in draws:
             store = self._store_of(self._way(draw), draw.epoch)
             if store is not None:
-                asked.setdefault(store, []).append(self._key(draw))
+                asked.setdefault(store, []).extend(self._keys(draw))
         for store, keys in asked.items():
             store.will_need(keys)
 
@@ -138,8 +158,49 @@ class Server:
         tiled = self.tiling.of(draw.size, draw.sample.kind)
         return latent_key(draw.sample, draw.size, self.identity["latents"], recipe, tiled)
 
+    def _keys(self, draw: Draw) -> list[Key]:
+        """Of the latents, and of the mask where there is one."""
+        masked = mask_of(draw.sample) is not None
+        return [self._key(draw), self._mask_key(draw)] if masked else [self._key(draw)]
+
+    def _mask_key(self, draw: Draw) -> Key:
+        mask = mask_of(draw.sample)
+        assert mask is not None, f"{draw.sample.key} has no mask"
+        recipe = self.recipes(draw.sample, draw.epoch)
+        return mask_key(mask.digest, draw.size, self.cells(draw.size), recipe)
+
+    def _levels(self, way: Way, draws: Sequence[Draw]) -> Tensor:
+        """Of the masks of these draws, all served in one way."""
+        if way == "disable_cache":
+            return self._rendered_now(draws)
+        store = self.latents if way == "static" else self.generations.at(draws[0].epoch)
+        found = store.gather([self._mask_key(draw) for draw in draws], NAME, pageable)
+        if found is None:
+            raise _gone("some")
+        self._count(store, len(draws))
+        return found
+
+    def _rendered_now(self, draws: Sequence[Draw]) -> Tensor:
+        def levels(live: Live, pictures: Sequence[Picture]) -> Iterator[Tensor | str]:
+            return levels_by(live.prefetch, pictures, self.cells, self.recipes.decoders)
+
+        return torch.stack(self._made_now(draws, levels))
+
     def _encoded_now(self, draws: Sequence[Draw]) -> Tensor:
-        pixels: dict[int, Tensor] = {}
+        def pixels(live: Live, pictures: Sequence[Picture]) -> Iterator[Tensor | str]:
+            return rendered(pictures, self.recipes.decoders, live.prefetch)
+
+        stacked = torch.stack(self._made_now(draws, pixels))
+        with torch.no_grad():
+            return self.encode(stacked)
+
+    def _made_now(
+        self,
+        draws: Sequence[Draw],
+        make: Callable[[Live, Sequence[Picture]], Iterator[Tensor | str]],
+    ) -> list[Tensor]:
+        """Of each draw what its data set's workers make of it."""
+        found: dict[int, Tensor] = {}
         by_dataset: dict[str, list[int]] = {}
         for place, draw in enumerate(draws):
             by_dataset.setdefault(draw.sample.dataset, []).append(place)
@@ -149,16 +210,14 @@ class Server:
                 Picture(d.sample, d.size, live.source, self.recipes(d.sample, d.epoch))
                 for d in (draws[place] for place in places)
             ]
-            decoded = rendered(pictures, self.recipes.decoders, live.prefetch)
-            for place, picture, made in zip(places, pictures, decoded, strict=True):
+            for place, made in zip(places, make(live, pictures), strict=True):
                 if isinstance(made, str):
                     raise RunFailedError(
-                        f"data set {dataset!r}: {picture.sample.key} was readable when the run "
-                        f"began and is not now: {made}. Mend it, and start again to resume."
+                        f"data set {dataset!r}: {draws[place].sample.key} was readable when the "
+                        f"run began and is not now: {made}. Mend it, and start again to resume."
                     )
-                pixels[place] = made
-        with torch.no_grad():
-            return self.encode(torch.stack([pixels[place] for place in range(len(draws))]))
+                found[place] = made
+        return [found[place] for place in range(len(draws))]
 
     def _count(self, store: Store, number: int) -> None:
         if not isinstance(store, ArenaStore):  # which counts for itself

@@ -36,6 +36,8 @@ ALIASES: Mapping[str, str] = {
     "datasets.*.caption_dropout_rate": "datasets.*.caption_dropout",
     "datasets.*.default_caption": "datasets.*.instance_prompt",
     "datasets.*.minimum_image_size": "datasets.*.min_edge",
+    "datasets.*.mask_path": "datasets.*.mask_data_dir",
+    "datasets.*.mask_min_value": "datasets.*.mask_background",
     "datasets.*.aspect_bucket_alignment": "datasets.*.bucket_step",
     "datasets.*.config.in_memory_limit_gb": "datasets.*.in_memory.memory_limit_gb",
     "datasets.*.config.in_memory_compression_lib": "datasets.*.in_memory.compression",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -59,6 +59,11 @@ class Sample:
     companions: tuple[Companion, ...] = ()
 
 
+def mask_of(sample: Sample) -> Companion | None:
+    """The mask of a sample, where its data set has masks."""
+    return next((one for one in sample.companions if one.role == "mask"), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Samples of one bucket, encoded."""
@@ -68,6 +73,15 @@ class Batch:
     text: Mapping[str, Tensor]
     """What the family's text encoder made, each tensor stacked likewise."""
     samples: tuple[Sample, ...]
+    weights: Tensor | None = None
+    """How much each cell of the latents counts, BHW; none: all alike."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that lies on the device."""
+        yield self.latents
+        yield from self.text.values()
+        if self.weights is not None:
+            yield self.weights
 
     def __len__(self) -> int:
         return len(self.samples)

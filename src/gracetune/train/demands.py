@@ -30,19 +30,35 @@ def demand_kind(section: DatasetSection, index: int, family: Family) -> None:
             f"{' and '.join(NOUNS[kind] for kind in family.kinds)} alone. Set dataset_type: "
             f"{family.kinds[0]}, or choose another model.family."
         )
-    unused = {"mask_data_dir": section.mask_data_dir}
-    if not family.takes_control:
-        unused["conditioning_data_dir"] = section.conditioning_data_dir
-    for key, folder in unused.items():
-        if folder is not None:
-            raise ConfigError(
-                f"datasets[{index}].{key} is {folder!r}; {family.name} trains on pictures and "
-                "captions alone, so these files would have no effect. Leave it out."
-            )
+    _demand_mask(section, index)
+    if not family.takes_control and section.conditioning_data_dir is not None:
+        raise ConfigError(
+            f"datasets[{index}].conditioning_data_dir is {section.conditioning_data_dir!r}; "
+            f"{family.name} trains on pictures and captions alone, so these files would have no "
+            "effect. Leave it out."
+        )
     if family.takes_control and section.conditioning_data_dir is None:
         raise ConfigError(
             f"datasets[{index}].conditioning_data_dir is missing; this {family.name} edits a "
             "picture. Name the folder of the pictures to be edited, each of its sample's name."
+        )
+
+
+def _demand_mask(section: DatasetSection, index: int) -> None:
+    """A mask lies over a picture or over every frame of a clip."""
+    folder = section.mask_data_dir
+    if folder is not None and section.dataset_type == "audio":
+        raise ConfigError(
+            f"datasets[{index}].mask_data_dir is {folder!r}; no picture lies over a sound, so "
+            "these files would have no effect. Leave it out."
+        )
+    weighed = section.mask_background > 0 or not section.mask_normalize
+    if folder is None and weighed:
+        key = "mask_background" if section.mask_background > 0 else "mask_normalize"
+        value = section.mask_background if section.mask_background > 0 else False
+        raise ConfigError(
+            f"datasets[{index}].{key} is {value}, but there are no masks to weigh. Name their "
+            "folder in mask_data_dir, or leave it out."
         )
 
 

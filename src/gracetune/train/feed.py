@@ -27,7 +27,7 @@ from gracetune.data.sample import Batch
 from gracetune.errors import DataError
 from gracetune.events.types import BatchesFed, Notice
 from gracetune.train.draws import seed_of
-from gracetune.train.prepare import Preparation, generations_of, only, prepare, warm
+from gracetune.train.prepare import Preparation, cells_of, generations_of, only, prepare, warm
 from gracetune.train.stores import open_stores
 from gracetune.train.texts import EMPTY, Texts, name_of
 from gracetune.units import GIB, format_bytes
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
     Tell = Callable[[Event], None]
 
+WEIGHTS = "weights of the loss"
+"""They travel with the texts; none of those is called so."""
 HOT_SHARE = 64
 """One part in so many of the device's memory is for text that stays there."""
 
@@ -125,6 +127,7 @@ def _build_feed(
         encode,
         identity,
         stores.tally,
+        cells_of(family),
         tiling,
     )
     hot = _hot(run, family, trained, server, mover, tell)
@@ -207,8 +210,13 @@ def _loader_of(
     def load(draws: Sequence[Draw]) -> Batch:
         names = [name_of(draw.caption, draw.sample, family) for draw in draws]
         texts = hot.all_of(names) or server.texts_of(names)
-        latents, text = mover.bring(partial(server.latents_of, draws), family.stack_text(texts))
-        return Batch(latents, text, tuple(draw.sample for draw in draws))
+        beside = family.stack_text(texts)
+        weights = server.weights_of(draws)
+        if weights is not None:
+            beside[WEIGHTS] = weights
+        latents, moved = mover.bring(partial(server.latents_of, draws), beside)
+        samples = tuple(draw.sample for draw in draws)
+        return Batch(latents, moved, samples, moved.pop(WEIGHTS, None))
 
     return load
 

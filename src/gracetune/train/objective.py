@@ -59,9 +59,17 @@ def velocity(x0: Tensor, noise: Tensor) -> Tensor:
     return noise - x0
 
 
-def losses(predicted: Tensor, target: Tensor) -> Tensor:
-    """The mean squared error of each sample, in fp32."""
-    return (predicted.float() - target.float()).square().flatten(1).mean(1)
+def losses(
+    predicted: Tensor,
+    target: Tensor,
+    weights_BHW: Tensor | None = None,  # noqa: N803
+) -> Tensor:
+    """The mean squared error of each sample, in fp32; cells count as `weights_BHW` says."""
+    squared = (predicted.float() - target.float()).square()
+    if weights_BHW is not None:
+        count, *cells = weights_BHW.shape
+        squared = squared * weights_BHW.view(count, *[1] * (squared.ndim - 3), *cells)
+    return squared.flatten(1).mean(1)
 
 
 def loss_weights(s_B: Tensor, section: TrainSection, prediction: Prediction) -> Tensor | None:  # noqa: N803

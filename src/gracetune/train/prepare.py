@@ -16,6 +16,7 @@ from gracetune.cache.generations import (
     mode_of,
 )
 from gracetune.cache.keys import latent_key
+from gracetune.cache.masks import fill_masks, mask_keys
 from gracetune.data import buckets
 from gracetune.data.dataset import open_dataset
 from gracetune.data.loader import Group
@@ -33,13 +34,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.cache.masks import CellsOf
     from gracetune.cache.ranks import Ranks
     from gracetune.cache.serve import Recipes
     from gracetune.cache.store import Store
     from gracetune.cache.tiling import Tiling
     from gracetune.config.schema import RunFile
     from gracetune.data.corruption import CorruptionLedger
-    from gracetune.data.sample import Sample
+    from gracetune.data.sample import Sample, Shape
     from gracetune.data.source import Source
     from gracetune.events.types import Event
     from gracetune.models.family import Family
@@ -140,11 +142,26 @@ def _encode(
     section, encoder = prep.run.datasets[index], prep.family.identity()["latents"]
     prefetch = by_threads(section.in_memory.num_workers, BATCH, section.timeout_s)
     ranks = replace(prep.ranks, reports=prep.ranks.reports / f"{what}-{index}")
-    bad = fill_latents(
-        store, pictures, encode, encoder, tell, prep.recipes.decoders, prefetch, ranks
-    )
+    decoders = prep.recipes.decoders
+    bad = fill_latents(store, pictures, encode, encoder, tell, decoders, prefetch, ranks)
     warm(store, [latent_key(p.sample, p.size, encoder, p.recipe, p.tiled) for p in pictures])
+    if section.mask_data_dir is not None:
+        cells = cells_of(prep.family)
+        lost = {sample for sample, _ in bad}
+        left = [picture for picture in pictures if picture.sample not in lost]
+        bad += fill_masks(store, left, cells, tell, decoders, prefetch, ranks)
+        warm(store, mask_keys(pictures, cells))
     return bad
+
+
+def cells_of(family: Family) -> CellsOf:
+    """Rows and columns of a family's latents, which are their last two dimensions."""
+
+    def cells(size: Shape) -> tuple[int, int]:
+        *_, rows, columns = family.latent_shape(*size)
+        return rows, columns
+
+    return cells
 
 
 def warm(store: Store, keys: Sequence[str]) -> None:

@@ -123,7 +123,8 @@ def losses_at(
         predicted = t.family.predict(
             routed(t.transformer, expert), noisy, levels, {**batch.text, **given}
         )
-    return objective.losses(predicted, objective.target(x0, noise, levels, kind))
+    target = objective.target(x0, noise, levels, kind)
+    return objective.losses(predicted, target, batch.weights)
 
 
 def scale_and_clip(parameters: list[Parameter], scale: Tensor, max_norm: float) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.cache.generations import left_over, marks_in, mode_of
-from gracetune.cache.keys import latent_key, text_key
+from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.serve import Recipes
 from gracetune.cache.shard_store import is_cache
 from gracetune.cache.tiling import choose_tiling
@@ -14,10 +14,11 @@ from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
+from gracetune.data.sample import mask_of
 from gracetune.errors import CacheError
 from gracetune.train.build import CHECKPOINT_FOLDER
 from gracetune.train.checkpoint import complete
-from gracetune.train.prepare import GENERATIONS
+from gracetune.train.prepare import GENERATIONS, cells_of
 from gracetune.train.texts import EMPTY, name_of
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> 
     ledger = CorruptionLedger(tell, folder / "corruption.json")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
+    cells = cells_of(family)
     wanted: set[Key] = set()
     for index, section in enumerate(run.datasets):
         opened = open_dataset(section, index, tell, ledger)
@@ -73,6 +75,13 @@ def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> 
             )
             for size, samples in plan.buckets.items()
             for sample in samples
+            for epoch in range(section.variants)
+        }
+        wanted |= {
+            mask_key(mask.digest, size, cells(size), recipes(sample, epoch))
+            for size, samples in plan.buckets.items()
+            for sample in samples
+            if (mask := mask_of(sample)) is not None
             for epoch in range(section.variants)
         }
     if ledger.entries:

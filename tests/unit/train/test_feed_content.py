@@ -103,7 +103,10 @@ def test_the_decoders_are_told(made, told):
     [
         ({"dataset_type": "video"}, r"datasets\[0\]\.dataset_type is 'video'; tiny encodes images"),
         ({"dataset_type": "audio"}, r"datasets\[0\]\.dataset_type is 'audio'; tiny encodes images"),
-        ({"mask_data_dir": "x"}, r"datasets\[0\]\.mask_data_dir is 'x'; tiny trains on pictures"),
+        (
+            {"mask_background": 0.1},
+            r"datasets\[0\]\.mask_background is 0\.1, but there are no masks",
+        ),
         ({"conditioning_data_dir": "x"}, r"datasets\[0\]\.conditioning_data_dir is 'x'"),
     ],
 )

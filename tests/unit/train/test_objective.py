@@ -27,6 +27,21 @@ def test_losses_are_per_sample_and_in_fp32():
     assert losses.tolist() == [1.0, 4.0]
 
 
+@pytest.mark.parametrize("frames", [(), (3,)], ids=["pictures", "videos"])
+def test_cells_count_as_their_weights_say(frames):
+    predicted, target = (torch.randn(2, 5, *frames, 2, 3) for _ in range(2))
+    weights = torch.rand(2, 2, 3)
+    found = objective.losses(predicted, target, weights)
+    squared = (predicted - target).square()
+    by_hand = [
+        sum(squared[n, ..., y, x].mean() * weights[n, y, x] for y in range(2) for x in range(3)) / 6
+        for n in range(2)
+    ]
+    torch.testing.assert_close(found, torch.stack(by_hand))
+    plain = objective.losses(predicted, target)
+    assert torch.equal(objective.losses(predicted, target, torch.ones(2, 2, 3)), plain)
+
+
 def test_levels_broadcast_over_video_too():
     x0 = torch.zeros(2, 3, 5, 4, 4)
     out = objective.noisy(x0, torch.ones_like(x0), torch.tensor([0.25, 0.75]))

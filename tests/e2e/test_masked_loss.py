@@ -1,0 +1,265 @@
+"""Training with masks: what counts is what they show, however they are cached."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from gracetune.cache.shard_store import ShardStore
+from gracetune.config.schema import RunFile
+from gracetune.data.decoders import choose_decoders
+from gracetune.data.recipe import recipe_of, render_mask
+from gracetune.errors import CheckpointError, ConfigError
+from gracetune.events.requests import Requests
+from gracetune.events.types import StepDone, Validated
+from gracetune.models.tiny import load
+from gracetune.train.build import build, start_accelerator
+from gracetune.train.interrupt import Interrupt
+from gracetune.train.loop import train_loop
+from gracetune.train.prepare import cells_of
+from gracetune.train.run import run_training
+from gracetune.train.state import Progress
+from gracetune.train.step import batch_losses
+from gracetune.train.wanted import wanted_keys
+
+STEPS = 5
+PICTURES = 8
+CELL = 4
+RANDOM = {
+    "crop": "random",
+    "augmentations": [{"name": "flip"}, {"name": "rotate"}, {"name": "erase"}],
+}
+MODES = {
+    "plain": {},
+    "variants": {**RANDOM, "augmentations_cache_mode": "static", "variants": 2},
+    "refresh_each_epoch": {**RANDOM, "augmentations_cache_mode": "refresh_each_epoch"},
+    "disable_cache": {**RANDOM, "augmentations_cache_mode": "disable_cache"},
+}
+GENERATION = {
+    "plain": lambda epoch: 0,
+    "variants": lambda epoch: epoch % 2,
+    "refresh_each_epoch": lambda epoch: epoch,
+    "disable_cache": lambda epoch: epoch,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Pictures, masks that are white at the left, and masks that are white all over."""
+    root = tmp_path_factory.mktemp("masked")
+    for name in ("pictures", "others", "masks", "white"):
+        (root / name).mkdir()
+    for number in range(PICTURES):
+        random = np.random.default_rng(number)
+        for name in ("pictures", "others"):
+            pixels = random.integers(0, 256, (40, 32, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+        mask = np.zeros((80, 64), np.uint8)  # of another size, and the same aspect
+        mask[:, : 10 + 6 * number] = 255
+        Image.fromarray(mask).save(root / "masks" / f"{number}.png")
+        Image.fromarray(np.full((40, 32), 255, np.uint8)).save(root / "white" / f"{number}.png")
+    return root
+
+
+@pytest.fixture
+def made(folders, tmp_path):
+    def make(name, *, mask="masks", steps=STEPS, beside=None, cache=None, **settings):
+        dataset = {
+            "id": "masked",
+            "instance_data_dir": str(folders / "pictures"),
+            "caption_strategy": "filename",
+            "resolution": 24,
+            "max_aspect": 2.0,
+            **({"mask_data_dir": str(folders / mask)} if mask else {}),
+            **settings,
+        }
+        return RunFile.model_validate(
+            {
+                "output_dir": str(tmp_path / name),
+                "seed": 5,
+                "datasets": [dataset, *([beside] if beside else [])],
+                "cache_config": cache or {},
+                "train": {"max_train_steps": steps, "batch_size": 4, "checkpoint_every": 0},
+                "optimizer": {"lr": 1e-3},
+                "logging": {"tensorboard": False, "every": 1},
+                "validation": {"every": 0},
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def built(told):
+    def make(run):
+        folder = Path(run.output_dir)
+        folder.mkdir(exist_ok=True)
+        return build(run, start_accelerator(run), told, Requests(folder), Interrupt()).session
+
+    return make
+
+
+def losses(told):
+    return {event.step: event.loss for event in told.of(StepDone)}
+
+
+def trained(run, told):
+    told.events.clear()
+    run_training(run, sinks=[told])
+    return losses(told)
+
+
+def weights(run):
+    steps = sorted((Path(run.output_dir) / "checkpoints").glob("step-*"))
+    return json.loads((steps[-1] / "manifest.json").read_text())["files"]
+
+
+def weighed(run, draw, generation):
+    """The weights of one draw, from the file and the run file alone."""
+    section = next(d for d in run.datasets if d.id == draw.sample.dataset)
+    width, height = draw.size
+    if section.mask_data_dir is None:
+        return torch.ones(height // CELL, width // CELL)
+    decoders = choose_decoders()
+    recipe = recipe_of(section, draw.sample, run.seed, generation, decoders.lanczos)
+    data = (Path(section.mask_data_dir) / draw.sample.key).read_bytes()
+    pixels = render_mask(data, recipe, draw.size, decoders)[0]
+    cells = pixels.reshape(height // CELL, CELL, width // CELL, CELL).mean((1, 3))
+    levels = (cells * 255).round() / 255
+    found = section.mask_background + (1 - section.mask_background) * levels
+    return found / found.mean() if section.mask_normalize and found.any() else found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_with_the_weights_of_the_drawn_masks(made, built, told, mode):
+    """One run with what the feed brings, one with weights put together by hand."""
+    session = built(made("by hand", **MODES[mode]))
+    run, feed = session.trainee.run, session.feed
+    told.events.clear()
+
+    def load(draws):
+        by_hand = [weighed(run, draw, GENERATION[mode](draw.epoch)) for draw in draws]
+        batch = feed.load(draws)
+        # Averages that lie between two levels are rounded either way: one of 255, over the mean.
+        torch.testing.assert_close(batch.weights, torch.stack(by_hand), rtol=0, atol=0.2)
+        return batch
+
+    train_loop(replace(session, feed=replace(feed, load=load)), Progress())
+    expected = losses(told)
+    assert len(set(expected.values())) == STEPS
+    assert trained(made("fed", **MODES[mode]), told) == expected
+    without = trained(made("without", mask=None, **MODES[mode]), told)
+    assert not set(without.values()) & set(expected.values())
+
+
+def test_white_masks_change_nothing_bit_for_bit(made, told):
+    expected = trained(made("without", mask=None), told)
+    assert trained(made("white", mask="white"), told) == expected
+    assert weights(made("white", mask="white")) == weights(made("without", mask=None))
+
+
+def test_black_cells_give_no_gradient(made, built):
+    """What the model says there is nobody's business."""
+    session = built(made("run", mask_normalize=False))
+    t, draws = session.trainee, session.feed.order.at(0)
+    batch = session.feed.load(draws)
+    said = []
+    real = t.family.predict
+
+    def predict(*arguments):
+        said.append(real(*arguments))
+        said[0].retain_grad()
+        return said[0]
+
+    family = replace(t.family)
+    object.__setattr__(family, "predict", predict)
+    batch_losses(replace(t, family=family), batch, 0).sum().backward()
+    silent = said[0].grad.abs().sum(1) == 0
+    assert torch.equal(silent, batch.weights == 0)
+    assert 0 < silent.float().mean() < 1
+
+
+def test_samples_without_masks_beside_masked_ones_count_whole(made, built, folders, told):
+    beside = {
+        "id": "plain",
+        "instance_data_dir": str(folders / "others"),
+        "caption_strategy": "filename",
+        "resolution": 24,
+        "max_aspect": 2.0,
+    }
+    session = built(made("run", beside=beside, mask_background=0.25))
+    run, order = session.trainee.run, session.feed.order
+    mixed = 0
+    for index in range(order.epoch_length):
+        draws = order.at(index)
+        batch = session.feed.load(draws)
+        kinds = {draw.sample.dataset for draw in draws}
+        mixed += len(kinds) == 2
+        if kinds == {"plain"}:
+            assert batch.weights is None
+            continue
+        for draw, found in zip(draws, batch.weights, strict=True):
+            torch.testing.assert_close(found, weighed(run, draw, 0), rtol=0, atol=0.01)
+            if draw.sample.dataset == "plain":
+                assert torch.equal(found, torch.ones_like(found))
+    assert mixed
+    trained(made("trained", beside=beside, mask_background=0.25), told)
+    assert all(np.isfinite(list(losses(told).values())))
+
+
+@pytest.mark.parametrize("cache", [{"persistent_cache": True}, {"vae_cache_type": "disk"}])
+def test_masks_are_kept_with_latents_and_wanted(made, told, cache, tmp_path):
+    expected = trained(made("memory"), told)
+    run = made("kept", cache=cache)
+    assert trained(run, told) == expected
+    with ShardStore(tmp_path / "kept" / "cache" / "latents") as store:
+        names = sorted(name for key in store.keys() for name in store.get(key))  # noqa: SIM118
+        assert names == ["latents"] * PICTURES + ["mask"] * PICTURES
+        assert set(store.keys()) <= wanted_keys(run, load(run.model), told)
+    # Once more from what is kept: nothing is rendered, and the same is trained.
+    again = run.model_copy(update={"output_dir": str(tmp_path / "again")})
+    cached = run.cache_config.model_copy(update={"cache_dir": str(tmp_path / "kept" / "cache")})
+    assert trained(again.model_copy(update={"cache_config": cached}), told) == expected
+    stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
+    assert "rendering masks" not in stages
+
+
+def test_the_held_out_loss_is_that_of_what_is_learnt(made, told):
+    found = {}
+    for name, mask in (("without", None), ("masked", "masks")):
+        run = made(name, mask=mask, steps=1)
+        section = run.validation.model_copy(update={"every": 1, "holdout": 0.5})
+        trained(run.model_copy(update={"validation": section}), told)
+        event = told.of(Validated)[-1]
+        found[name] = tuple(event.losses.values())
+    assert found["without"] != found["masked"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"mask": "white"}, "training samples"), ({"mask_background": 0.5}, "mask_background")],
+)
+def test_other_masks_are_another_run(made, told, change, named):
+    trained(made("run", steps=2), told)
+    with pytest.raises(CheckpointError, match=named):
+        trained(made("run", **change), told)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ({"mask": None, "mask_background": 0.5}, r"datasets\[0\]\.mask_background is 0\.5, but"),
+        ({"mask": None, "mask_normalize": False}, r"datasets\[0\]\.mask_normalize is False, but"),
+    ],
+)
+def test_weights_without_masks_are_refused(made, told, settings, refusal):
+    with pytest.raises(ConfigError, match=refusal):
+        trained(made("run", **settings), told)
+
+
+def test_cells_are_the_last_dimensions_of_latents(made):
+    assert cells_of(load(made("run").model))((24, 32)) == (8, 6)

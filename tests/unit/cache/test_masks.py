@@ -1,0 +1,163 @@
+"""Masks beside latents: levels of cells, what is rendered again, and what levels weigh."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from gracetune.cache.fill import Picture
+from gracetune.cache.keys import mask_key
+from gracetune.cache.masks import NAME, fill_masks, mask_keys, weights
+from gracetune.cache.ranks import ALONE
+from gracetune.cache.store import MemoryStore
+from gracetune.data.augment import AugmentationDraw, Step
+from gracetune.data.decoders import PILLOW
+from gracetune.data.prefetch import Prefetch
+from gracetune.data.recipe import PLAIN, Recipe
+from gracetune.data.sample import Companion, Sample
+from gracetune.events.types import Notice
+
+SIZE = (16, 8)
+CELLS = (2, 4)
+NOW = Prefetch()
+
+
+def png(pixels):
+    buffer = io.BytesIO()
+    Image.fromarray(np.asarray(pixels, np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def stripe(first, last):
+    """White from one column to another, black elsewhere."""
+    pixels = np.zeros((8, 16))
+    pixels[:, first:last] = 255
+    return png(pixels)
+
+
+class Files:
+    def __init__(self, **masks):
+        self.masks = masks
+        self.reads = []
+
+    def read(self, key):
+        self.reads.append(key)
+        if key not in self.masks:
+            raise FileNotFoundError(f"no {key}")
+        return self.masks[key]
+
+
+def picture(source, key, recipe=PLAIN, digest=None):
+    mask = Companion("mask", key, digest or f"digest of {key}")
+    sample = Sample("d", f"{key}.png", "", f"picture {key}", 16, 8, companions=(mask,))
+    return Picture(sample, SIZE, source, recipe)
+
+
+def fill(store, pictures, tell, cells=CELLS):
+    return fill_masks(store, pictures, lambda _: cells, tell, PILLOW, NOW, ALONE)
+
+
+def levels(store, picture):
+    (key,) = mask_keys([picture], lambda _: CELLS)
+    return store.get(key)[NAME].tolist()
+
+
+def test_a_cell_has_the_average_of_its_pixels(told):
+    store, source = MemoryStore(), Files(half=stripe(0, 8), part=stripe(4, 10))
+    half, part = picture(source, "half"), picture(source, "part")
+    assert fill(store, [half, part], told) == []
+    assert levels(store, half) == [[255, 255, 0, 0]] * 2
+    assert levels(store, part) == [[0, 255, 128, 0]] * 2  # two of four columns: 127.5
+
+
+def test_a_mask_is_warped_as_its_sample_is(told):
+    store, source = MemoryStore(), Files(half=stripe(0, 8))
+    flipped = picture(source, "half", Recipe(draw=AugmentationDraw((Step("flip", {}),))))
+    fill(store, [flipped], told)
+    assert levels(store, flipped) == [[0, 0, 255, 255]] * 2
+
+
+def test_what_is_there_is_not_rendered_again_and_other_bytes_are(told):
+    store, source = MemoryStore(), Files(half=stripe(0, 8))
+    fill(store, [picture(source, "half")], told)
+    fill(store, [picture(source, "half")], told)
+    assert source.reads == ["half"]
+    source.masks["half"] = stripe(8, 16)
+    changed = picture(source, "half", digest="of other bytes")
+    fill(store, [changed], told)
+    assert levels(store, changed) == [[0, 0, 255, 255]] * 2
+
+
+def test_samples_without_a_mask_are_left_alone(told):
+    store = MemoryStore()
+    bare = Picture(Sample("d", "x", "", "x", 16, 8), SIZE, Files())
+    assert fill(store, [bare], told) == []
+    assert mask_keys([bare], lambda _: CELLS) == []
+
+
+def test_masks_that_cannot_be_read_are_named_with_every_sample_of_theirs(told):
+    source = Files(broken=b"no picture", half=stripe(0, 8))
+    pictures = [picture(source, key) for key in ("gone", "broken", "half")]
+    found = fill(MemoryStore(), pictures, told)
+    assert [(sample.key, reason) for sample, reason in found] == [
+        ("gone.png", "its mask gone: no gone"),
+        (
+            "broken.png",
+            "its mask broken: not a picture in a known format "
+            "(PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF)",
+        ),
+    ]
+
+
+def test_masks_that_let_nothing_be_learnt_are_told(told):
+    source = Files(black=stripe(0, 0), half=stripe(0, 8))
+    fill(MemoryStore(), [picture(source, "black"), picture(source, "half")], told)
+    (notice,) = told.of(Notice)
+    assert notice.level == "warning"
+    assert "1 of 2 masks are black in all that their samples show (black.png" in notice.text
+
+
+@pytest.mark.parametrize("count", [1, 32, 33, 70])
+def test_any_number_is_rendered_in_order(told, count):
+    names = [f"m{n}" for n in range(count)]
+    source = Files(**{name: png(np.full((8, 16), n)) for n, name in enumerate(names)})
+    store, pictures = MemoryStore(), [picture(source, name) for name in names]
+    fill(store, pictures, told)
+    assert [levels(store, one)[0][0] for one in pictures] == list(range(count))
+
+
+def test_the_key_names_bytes_geometry_and_cells():
+    base = mask_key("digest", SIZE, CELLS, PLAIN)
+    others = [
+        mask_key("another", SIZE, CELLS, PLAIN),
+        mask_key("digest", (8, 16), CELLS, PLAIN),
+        mask_key("digest", SIZE, (4, 8), PLAIN),
+        mask_key("digest", SIZE, CELLS, Recipe(crop=(0.5, 0.0))),
+    ]
+    assert len({base, *others}) == 5
+    assert base.about["kind"] == "mask"
+
+
+@pytest.mark.parametrize(
+    ("background", "normalize", "wanted"),
+    [
+        (0.0, False, [1.0, 0.0, 0.0, 0.0]),
+        (0.0, True, [4.0, 0.0, 0.0, 0.0]),
+        (0.2, False, [1.0, 0.2, 0.2, 0.2]),
+        (0.2, True, [2.5, 0.5, 0.5, 0.5]),
+        (1.0, True, [1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_levels_weigh_as_the_run_file_says(background, normalize, wanted):
+    found = weights(torch.tensor([[255, 0, 0, 0]], dtype=torch.uint8), background, normalize)
+    torch.testing.assert_close(found, torch.tensor([wanted]))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_white_weighs_exactly_one_and_black_nothing(normalize):
+    white = torch.full((3, 5), 255, dtype=torch.uint8)
+    assert torch.equal(weights(white, 0.0, normalize), torch.ones(3, 5))
+    black = torch.zeros(3, 5, dtype=torch.uint8)
+    assert torch.equal(weights(black, 0.0, normalize), torch.zeros(3, 5))
