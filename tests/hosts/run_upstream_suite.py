@@ -2,72 +2,179 @@
 
     python tests/hosts/run_upstream_suite.py FOLDER [MODULE...]
 
-FOLDER has the `tests` of its source distribution. Without modules, all of them are run.
+FOLDER has the `tests` of its source distribution; without modules, all of them are run. Results are
+kept beside it as they come, and what is already there is not run again, unless the hooks have
+changed since. Tests are compared one by one, in modules that fail on their own too.
 """
 
-# ruff: noqa: T201  what it prints is its report
-
 import argparse
+import hashlib
+import json
 import os
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[2] / "src"
-HOOKED = """
-import sys, unittest
-from importlib import import_module
-from gracetune.hosts.simpletuner.__main__ import make_plugin
-from gracetune.hosts.simpletuner.hooks import install
-install(make_plugin(), import_module)
-unittest.main(module=sys.argv.pop(1))
-"""
-PLAIN = "import sys, unittest\nunittest.main(module=sys.argv.pop(1))\n"
+sys.path.insert(0, str(SRC))
+
+from upstream_modules import FORK, FRESH, Ran, Runner, run_here, warm  # noqa: E402
+
+from gracetune.hosts.simpletuner import needs  # noqa: E402
+from gracetune.hosts.simpletuner.__main__ import make_plugin  # noqa: E402
+from gracetune.hosts.simpletuner.hooks import install  # noqa: E402
+from gracetune.hosts.simpletuner.webui import install_webui  # noqa: E402
+
+WARM = ("torch", "diffusers", "transformers", "accelerate", "peft", "simpletuner")
+STOCK = "stock"
+"""The stamp of runs without hooks: they do not change when the hooks do."""
 
 
-def run(folder: Path, module: str, code: str) -> tuple[int, str]:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, f"tests.{module}"],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{SRC}"},
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-    except subprocess.TimeoutExpired:
-        return 124, "timed out"
-    return done.returncode, done.stderr
+def hook() -> None:
+    """As the entries of the trainer and of the WebUI do it."""
+    install(make_plugin(), import_module)
+    install_webui(dict(os.environ), import_module)
+
+
+def stamp_of_hooks() -> str:
+    """Changes with every line of what is hooked in."""
+    hosts = SRC / "gracetune" / "hosts"
+    digest = hashlib.sha256()
+    for path in sorted([*hosts.glob("*.py"), *(hosts / "simpletuner").glob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@dataclass
+class Book:
+    """Every run so far, in a file that grows by a line a run."""
+
+    path: Path
+    stamp: str
+    runs: list[Ran] = field(default_factory=list)
+
+    def read(self) -> None:
+        if not self.path.exists():
+            return
+        for line in self.path.read_text().splitlines():
+            entry = json.loads(line)
+            if entry.pop("stamp") in (STOCK, self.stamp):
+                self.runs.append(Ran(**{**entry, "passed": tuple(entry["passed"])}))
+
+    def add(self, ran: Ran) -> None:
+        self.runs.append(ran)
+        with self.path.open("a") as file:
+            file.write(ran.line(self.stamp if ran.hooks else STOCK) + "\n")
+
+    def of(self, module: str, hooks: bool, way: str) -> list[Ran]:
+        wanted = (module, hooks, way)
+        return [each for each in self.runs if (each.module, each.hooks, each.way) == wanted]
+
+
+def lost(without: Iterable[Ran], with_hooks: Iterable[Ran]) -> set[str]:
+    """Tests that pass whenever there are no hooks, and never with them."""
+    stock = set.intersection(*({*each.passed} for each in without))
+    return stock - {name for each in with_hooks for name in each.passed}
+
+
+def settle(module: str, book: Book, runner: Runner) -> None:
+    """Run what is missing of a module; what differs is run again, to tell luck from hooks."""
+    _compare(module, FORK, book, runner)
+    forked = book.of(module, False, FORK)[0]
+    if forked.wholly_passed:
+        return
+    if not book.of(module, False, FRESH):
+        book.add(runner.run(module, False, FRESH))
+    if {*book.of(module, False, FRESH)[0].passed} - {*forked.passed}:
+        _compare(module, FRESH, book, runner)
+
+
+def _compare(module: str, way: str, book: Book, runner: Runner) -> None:
+    for hooks in (False, True):
+        if not book.of(module, hooks, way):
+            book.add(runner.run(module, hooks, way))
+    with_hooks = book.of(module, True, way)
+    if len(with_hooks) == 1 and lost(book.of(module, False, way), with_hooks):
+        book.add(runner.run(module, False, way))
+        book.add(runner.run(module, True, way))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    module: str
+    kind: str
+    """`passed`, `same` (what fails, fails without hooks too), `unsteady`, `worse`."""
+    num_passed: int
+    detail: str
+
+
+def judge(module: str, book: Book) -> Verdict:
+    """By the way in which the module passes most on its own."""
+    ways = [way for way in (FORK, FRESH) if book.of(module, True, way)]
+    way = max(ways, key=lambda each: len(book.of(module, False, each)[0].passed))
+    without, with_hooks = book.of(module, False, way), book.of(module, True, way)
+    num_passed = len(without[0].passed)
+    missing = lost(without, with_hooks)
+    if missing:
+        return Verdict(module, "worse", num_passed, ", ".join(sorted(missing)))
+    if lost(without[:1], with_hooks[:1]):
+        names = sorted(lost(without[:1], with_hooks[:1]))
+        return Verdict(module, "unsteady", num_passed, ", ".join(names))
+    if without[0].wholly_passed:
+        return Verdict(module, "passed", num_passed, "")
+    others = without[0].others
+    kinds = {kind: [*others.values()].count(kind) for kind in ("failed", "error")}
+    detail = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+    return Verdict(module, "same", num_passed, f"{without[0].ended}; {detail}".rstrip("; "))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("modules", nargs="*")
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one module")
+    parser.add_argument("--fresh", nargs=2, metavar=("NOTES", "HOOKS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.folder = args.folder.resolve()
-    found = sorted(path.stem for path in (args.folder / "tests").glob("test_*.py"))
+    out = sys.stdout  # SimpleTuner puts colours into its own
+    folder = args.folder.resolve()
+    sys.path.insert(1, str(folder))
+    os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{SRC}"
+    if args.fresh:
+        run_here(args.modules[0], Path(args.fresh[0]), hook if args.fresh[1] == "with" else None)
+        return 0
+
+    def fresh(module: str, notes: Path, hooks: bool) -> list[str]:
+        words = [sys.executable, __file__, str(folder), module, "--fresh", str(notes)]
+        return [*words, "with" if hooks else "without"]
+
+    found = sorted(path.stem for path in (folder / "tests").glob("test_*.py"))
     modules = args.modules or found
-    worse = []
+    book = Book(folder / "results.jsonl", stamp_of_hooks())
+    book.read()
+    warm([*WARM, *{need.module: None for need in (*needs.NEEDS, *needs.WEBUI_NEEDS)}])
+    runner = Runner(folder, folder / "logs", args.limit, hook, fresh)
+    verdicts = []
+    for module in modules:
+        settle(module, book, runner)
+        verdicts.append(judge(module, book))
+        print(f"{module}: {verdicts[-1].kind} {verdicts[-1].detail}".rstrip(), file=out, flush=True)
+    print(*report(verdicts), sep="\n", file=out)
+    return 1 if any(each.kind == "worse" for each in verdicts) else 0
 
-    def both(module: str) -> tuple[str, int, int, str]:
-        without, _ = run(args.folder, module, PLAIN)
-        if without:
-            return module, without, without, ""
-        with_hooks, said = run(args.folder, module, HOOKED)
-        return module, without, with_hooks, said
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for module, without, with_hooks, said in pool.map(both, modules):
-            verdict = "same" if not with_hooks else "WORSE"
-            print(f"{module}: {'fails without, too' if without else verdict}", flush=True)
-            if with_hooks and not without:
-                worse.append(module)
-                print(said[-2000:], flush=True)
-    print(f"{len(modules)} modules, {len(worse)} worse with the hooks")
-    return 1 if worse else 0
+def report(verdicts: list[Verdict]) -> list[str]:
+    """The counts."""
+    names = {
+        "passed": "pass without hooks and with them",
+        "same": "fail on this machine without hooks, and pass the same tests with them",
+        "unsteady": "differ from run to run without a pattern",
+        "worse": "pass tests without hooks that fail with them",
+    }
+    counts = [f"{sum(each.kind == kind for each in verdicts):5} {names[kind]}" for kind in names]
+    tests = sum(each.num_passed for each in verdicts)
+    return ["", f"{len(verdicts)} modules; {tests} tests pass without hooks", *counts]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = simpletuner.add_subparsers(dest="action", required=True, metavar="ACTION")
     check = actions.add_parser("check", help="whether the installed version can be hooked")
     check.set_defaults(run_action=_check)
-    start = actions.add_parser("run", help="check, then start it: run -- train --env NAME")
+    start = actions.add_parser(
+        "run", help="check, then start it: run -- train --env NAME, or run -- server"
+    )
     start.set_defaults(run_action=_run)
     start.add_argument("words", nargs="*", metavar="-- ARGUMENT", help="for simpletuner itself")
     _add_ai_toolkit(hosts.add_parser("ai-toolkit", help="ai-toolkit, as git clones it"))
@@ -55,9 +57,10 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     del args
     from gracetune.hosts.simpletuner.__main__ import check
+    from gracetune.hosts.simpletuner.needs import NEEDS, WEBUI_NEEDS
 
     try:
-        print(*check(), sep="\n")
+        print(*check((*NEEDS, *WEBUI_NEEDS)), sep="\n")
     except HostError as error:
         print(error)
         return 1
@@ -75,7 +78,12 @@ def _run(args: argparse.Namespace) -> int:
     environment = dict(process_environment())
     given = environment.get("ACCELERATE_EXTRA_ARGS", "")
     environment["ACCELERATE_EXTRA_ARGS"] = f"{given} {ENTRY}".strip()
-    os.execve(command, [str(command), *(args.words or ["train"])], environment)
+    # Both start `accelerate` by its name, which an environment that is not activated does not have.
+    environment["PATH"] = os.pathsep.join([str(command.parent), environment.get("PATH", "")])
+    words = [str(command), *(args.words or ["train"])]
+    if words[1] == "server":
+        words = [sys.executable, "-m", "gracetune.hosts.simpletuner.webui", *words]
+    os.execve(words[0], words, environment)
 
 
 def _check_clone(args: argparse.Namespace) -> int:

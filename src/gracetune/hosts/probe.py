@@ -197,8 +197,19 @@ def _signature(node: ast.AST) -> Signature | None:
     """Of a class, what making one takes."""
     if isinstance(node, ast.ClassDef):
         made = _find(node, "__init__")
+        if made is None and node.decorator_list:
+            return _made_by_fields(node)
         return made if isinstance(made, ast.FunctionDef) else None
     return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+
+def _made_by_fields(node: ast.ClassDef) -> Signature:
+    """The initializer that a dataclass gets."""
+    fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+    names = [each.target.id for each in fields if isinstance(each.target, ast.Name)]
+    defaults = [each.value for each in fields if each.value is not None]
+    arguments = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, defaults)
+    return ast.FunctionDef("__init__", arguments, [], [])
 
 
 def probe_lines(

@@ -30,6 +30,12 @@ class Trainer:
         pass
 
 
+@dataclass
+class Field:
+    name: str
+    choices: list = field(default_factory=list)
+
+
 async def later(first, second=None, **rest):
     pass
 """
@@ -59,6 +65,7 @@ def reason(root: Path, **need) -> str:
         {"name": "Trainer", "accepts": ("config", "device")},
         {"name": "Trainer.step", "takes": ("batch",), "accepts": ("scale",)},
         {"name": "later", "takes": ("first",), "accepts": ("anything",)},
+        {"name": "Field", "accepts": ("name", "choices")},
         {"module": "pkg.deep", "name": "x"},
         {"name": "Trainer", "sites": (Site("pkg.mod", "Trainer.train", "self.step(self.batch)"),)},
         {"name": "Trainer", "sites": (Site("pkg.mod", "", "self.accelerator.accumulate"),)},
@@ -81,6 +88,10 @@ def test_what_fits(root, need):
         (
             {"name": "Trainer.step", "takes": ("batch",), "accepts": ("mode",)},
             "the signature is Trainer.step(batch); it takes no mode",
+        ),
+        (
+            {"name": "Field", "accepts": ("name", "tab")},
+            "the signature is Field(name, choices); it takes no tab",
         ),
         (
             {"name": "Trainer.step", "accepts": ("scale",)},

@@ -6,6 +6,7 @@ start it so, on every rank.
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 import tempfile
@@ -21,15 +22,18 @@ from gracetune.hosts.simpletuner.needs import KNOWN, NEEDS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gracetune.hosts.probe import Need
     from gracetune.hosts.simpletuner.plugin import Plugin
 
 WAY_OUT = "Install both into one environment: pip install simpletuner gracetune."
+SAID = "--gracetune-config="
+"""What the WebUI's fields say: its jobs read no config.json."""
 
 
-def check() -> list[str]:
+def check(needs: Sequence[Need] = NEEDS) -> list[str]:
     """Probe the installed SimpleTuner; HostError with the table where it does not fit."""
     installed = find_installed("simpletuner", WAY_OUT)
-    found = probe(installed.root, NEEDS)
+    found = probe(installed.root, needs)
     lines = probe_lines(installed, found, KNOWN)
     if not all(each.fits for each in found):
         raise HostError("\n".join(lines))
@@ -38,6 +42,8 @@ def check() -> list[str]:
 
 def enter(argv: Sequence[str]) -> None:
     """Check, hook, and run the script as if it had been started itself."""
+    said = [word.removeprefix(SAID) for word in argv[:1] if word.startswith(SAID)]
+    argv = argv[len(said) :]
     if not argv:
         raise HostError(
             "there is no script to run. This is for accelerate: set "
@@ -47,7 +53,10 @@ def enter(argv: Sequence[str]) -> None:
     claim_process_alloc_conf()
     from gracetune.hosts.simpletuner.hooks import install
 
-    install(make_plugin(), import_module)
+    plugin = make_plugin()
+    install(plugin, import_module)
+    for text in said:
+        plugin.take_config(json.loads(text))
     sys.argv = list(argv)
     runpy.run_path(argv[0], run_name="__main__")
 

@@ -6,7 +6,7 @@ import functools
 import os
 from functools import partial
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gracetune.hosts.shelf import Served
 from gracetune.hosts.simpletuner.needs import (
@@ -33,22 +33,23 @@ if TYPE_CHECKING:
 def install(plugin: Plugin, find: Callable[[str], ModuleType]) -> None:
     """Set every hook; `find` imports a module of SimpleTuner's."""
     for name in (JSON, TOML):
-        _wrap(find(name), "mapping_to_cli_args", partial(_taking_blocks, plugin))
+        wrap(find(name), "mapping_to_cli_args", partial(_taking_blocks, plugin))
     local, factory = find(LOCAL), find(FACTORY)
-    _wrap(factory.FactoryRegistry, "load_configuration", partial(_taking_datasets, plugin))
-    _wrap(factory, "LocalDataBackend", partial(backend_class, plugin))
-    _wrap(local, "load_image", partial(_from_memory, plugin))
-    _wrap(local, "load_video", partial(_video_from_memory, plugin))
-    _wrap(find(AUDIO), "load_audio", partial(_from_memory, plugin))
+    wrap(factory.FactoryRegistry, "load_configuration", partial(_taking_datasets, plugin))
+    wrap(factory, "LocalDataBackend", partial(backend_class, plugin))
+    wrap(local, "load_image", partial(_from_memory, plugin))
+    wrap(local, "load_video", partial(_video_from_memory, plugin))
+    wrap(find(AUDIO), "load_audio", partial(_from_memory, plugin))
     trainer = find(TRAINER).Trainer
-    _wrap(trainer, "__init__", partial(_attaching, plugin))
-    _wrap(trainer, "prepare_batch", partial(_placing, plugin))
+    wrap(trainer, "__init__", partial(_attaching, plugin))
+    wrap(trainer, "prepare_batch", partial(_placing, plugin))
     tracker = find(TRACKER).StateTracker
     tracker.get_raw_config = staticmethod(lambda: dict(plugin.blocks.raw))
     tracker.get_gh200_runtime_config = staticmethod(lambda: dict(plugin.runtime))
 
 
-def _wrap(owner: object, name: str, hook: Callable[..., object]) -> None:
+def wrap(owner: object, name: str, hook: Callable[[Any], object]) -> None:
+    """Replace an attribute by what the hook makes of it."""
     setattr(owner, name, hook(getattr(owner, name)))
 
 

@@ -15,6 +15,11 @@ JSON = "simpletuner.helpers.configuration.json_file"
 TOML = "simpletuner.helpers.configuration.toml_file"
 AUDIO = "simpletuner.helpers.audio.load"
 TRACKER = "simpletuner.helpers.training.state_tracker"
+KEEPER = "simpletuner.simpletuner_sdk.process_keeper"
+FIELD_REGISTRY = "simpletuner.simpletuner_sdk.server.services.field_registry.registry"
+FIELD_TYPES = "simpletuner.simpletuner_sdk.server.services.field_registry.types"
+CONFIG_STORE = "simpletuner.simpletuner_sdk.server.services.config_store"
+TRAINING = "simpletuner.simpletuner_sdk.server.services.training_service"
 
 _READS = (
     Site(LOCAL, "LocalDataBackend.torch_load", "self.exists(filename)"),
@@ -113,4 +118,62 @@ NEEDS = (
         ),
     ),
     Need(TRACKER, "StateTracker", "shows our configuration to whoever asks"),
+)
+
+WEBUI_NEEDS = (
+    Need(
+        FIELD_TYPES,
+        "ConfigField",
+        "is what our options become",
+        accepts=(
+            *("name", "arg_name", "ui_label", "field_type", "tab", "section", "default_value"),
+            *("choices", "help_text", "tooltip", "importance", "order"),
+        ),
+    ),
+    Need(
+        FIELD_REGISTRY,
+        "FieldRegistry._add_field",
+        "takes our fields",
+        takes=("field",),
+        sites=(Site(FIELD_REGISTRY, "", "FieldRegistry()"),),
+    ),
+    Need(FIELD_REGISTRY, "field_registry", "is the one that the WebUI asks"),
+    Need(CONFIG_STORE, "ConfigStore.load_config", "unfolds our blocks into fields", ("name",)),
+    Need(
+        CONFIG_STORE,
+        "ConfigStore.save_config",
+        "folds our fields into blocks",
+        ("name", "config"),
+    ),
+    Need(
+        CONFIG_STORE,
+        "ConfigStore.save_trainer_config",
+        "folds our fields into blocks, and keeps what has no field",
+        ("name", "config"),
+        sites=(Site(TRAINING, "persist_config_bundle", "store.save_trainer_config"),),
+    ),
+    Need(
+        CONFIG_STORE,
+        "ConfigStore.validate_config",
+        "refuses what a job would die of",
+        ("config",),
+        sites=(Site(TRAINING, "validate_training_config", "store.validate_config"),),
+    ),
+    Need(
+        KEEPER,
+        "submit_job",
+        "starts jobs: through our entry",
+        ("job_id", "func", "config"),
+        sites=(Site(TRAINING, "start_training_job", "process_keeper.submit_job"),),
+    ),
+    Need(
+        TRAINER,
+        "run_trainer_job",
+        "gives accelerate our entry, before the script",
+        ("config",),
+        sites=(
+            Site(TRAINER, "run_trainer_job", "shlex.split(str(accelerate_extra_args))"),
+            Site(TRAINER, "run_trainer_job", "cmd.extend(extra_args)"),
+        ),
+    ),
 )

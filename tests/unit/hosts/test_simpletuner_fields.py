@@ -1,0 +1,76 @@
+"""Blocks as fields of a form, and back."""
+
+import pytest
+
+from gracetune.hosts.simpletuner.fields import OPTIONS, UNSET, fold, take_ours, unfold
+
+BLOCKS = {
+    "seed": 1,
+    "use_gh200_trainer": True,
+    "cache_config": {"vae_cache_type": "unified_memory", "host_budget_gb": 2.5},
+    "gh200_optimizations": {
+        "enable_uvm_hints": False,
+        "batch_rampup_steps": 400,
+        "placement": {"latents": "host"},
+    },
+}
+FIELDS = {
+    "seed": 1,
+    "gracetune_use_gh200_trainer": "true",
+    "gracetune_vae_cache_type": "unified_memory",
+    "gracetune_host_budget_gb": "2.5",
+    "gracetune_enable_uvm_hints": "false",
+    "gracetune_batch_rampup_steps": "400",
+    "gh200_optimizations": {"placement": {"latents": "host"}},
+}
+
+
+def test_there_and_back():
+    assert unfold(BLOCKS) == FIELDS
+    assert fold(FIELDS) == BLOCKS
+
+
+def test_dashes_and_keys_at_the_top_are_the_same_options():
+    shown = unfold({"--cache_config": {"text_cache_type": "disk"}, "--enable_uvm_hints": True})
+    assert shown == {
+        "--gracetune_text_cache_type": "disk",
+        "--gracetune_enable_uvm_hints": "true",
+    }
+    assert fold(shown) == {
+        "cache_config": {"text_cache_type": "disk"},
+        "gh200_optimizations": {"enable_uvm_hints": True},
+    }
+
+
+@pytest.mark.parametrize("nothing", [None, "", UNSET])
+def test_what_is_emptied_is_gone(nothing):
+    assert fold({"gracetune_host_budget_gb": nothing}) == {}
+    kept = unfold(BLOCKS)
+    assert fold({"gracetune_vae_cache_type": nothing}, kept) == {
+        "gh200_optimizations": {"placement": {"latents": "host"}}
+    }
+
+
+def test_an_empty_block_still_switches_caches_on():
+    assert fold(unfold({"cache_config": {}})) == {"cache_config": {}}
+
+
+def test_nothing_said_is_nothing_shown():
+    assert unfold({"gh200_optimizations": {"enable_uvm_hints": None}}) == {}
+
+
+def test_what_is_no_number_is_left_to_be_refused():
+    assert fold({"gracetune_host_budget_gb": "much"}) == {
+        "cache_config": {"host_budget_gb": "much"}
+    }
+    assert fold({"gracetune_host_budget_gb": 3}) == {"cache_config": {"host_budget_gb": 3}}
+
+
+def test_ours_and_the_rest():
+    rest, ours = take_ours({**FIELDS, "--use_gh200_trainer": None})
+    assert rest == {"seed": 1}
+    assert ours == {key: value for key, value in BLOCKS.items() if key != "seed"}
+
+
+def test_names_are_unique():
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
