@@ -24,6 +24,11 @@ FORMAT = 2
 """Of the tables below and of the shards; another one is refused."""
 WAIT_S = 60.0
 """How long one process waits for another's commit."""
+MAPPED_NBYTES = 1024**3
+"""As much of the file is mapped: the kernel then reads around a row, and rows are found all over.
+Reading ahead by a descriptor of our own would take SQLite's locks away when it is closed."""
+_MOST_FORMS = 1024
+"""Forms of entries that are parsed once; most have the form of many others."""
 _AT_ONCE = 900
 """Keys in one question: SQLite takes 999 values."""
 _TABLES = (
@@ -86,6 +91,7 @@ class Index:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._forms: dict[str, tuple[TensorPlace, ...]] = {}
         try:
             self._db = sqlite3.connect(path, WAIT_S, isolation_level=None, check_same_thread=False)
             self._prepare()
@@ -104,7 +110,7 @@ class Index:
         found: dict[str, Row] = {}
         for chunk in _chunks(keys):
             question = f"{_ROW} WHERE e.key IN ({_marks(chunk)})"
-            found.update((row[1], _row(row)) for row in self._db.execute(question, chunk))
+            found.update((row[1], self._row(row)) for row in self._db.execute(question, chunk))
         return found
 
     def which(self, keys: Sequence[str]) -> set[str]:
@@ -123,17 +129,19 @@ class Index:
     def in_shard(self, name: str) -> list[Row]:
         """What one file holds, in its order."""
         question = f"{_ROW} WHERE s.name = ? ORDER BY e.begin"
-        return [_row(row) for row in self._db.execute(question, (name,))]
+        return [self._row(row) for row in self._db.execute(question, (name,))]
 
     def made_of(self, part: str, value: str) -> list[Row]:
         """Entries whose explanation has this value."""
         question = f"{_ROW} WHERE json_extract(e.about, ?) = ? ORDER BY e.id"
-        return [_row(row) for row in self._db.execute(question, (f"$.{part}", value))]
+        return [self._row(row) for row in self._db.execute(question, (f"$.{part}", value))]
 
     def beginning(self, prefix: str) -> list[Row]:
         """Entries whose key begins so."""
         question = f"{_ROW} WHERE e.key >= ? AND e.key < ? ORDER BY e.key LIMIT 20"
-        return [_row(row) for row in self._db.execute(question, (prefix, prefix + "\U0010ffff"))]
+        return [
+            self._row(row) for row in self._db.execute(question, (prefix, prefix + "\U0010ffff"))
+        ]
 
     def shards(self) -> list[ShardRow]:
         """Every file that the index knows."""
@@ -203,9 +211,27 @@ class Index:
             )
             return done.rowcount == 1
 
+    def _row(self, values: tuple[int, str, str, int, int, str, bytes, str]) -> Row:
+        number, key, shard, begin, nbytes, tensors, checksum, about = values
+        return Row(
+            number, key, shard, begin, nbytes, self._form(tensors), checksum, json.loads(about)
+        )
+
+    def _form(self, tensors: str) -> tuple[TensorPlace, ...]:
+        """The same object for entries of one form, which makes them cheap to compare too."""
+        places = self._forms.get(tensors)
+        if places is None:
+            if len(self._forms) == _MOST_FORMS:
+                self._forms.clear()
+            places = self._forms[tensors] = tuple(
+                TensorPlace(name, dtype, tuple(shape), start, size)
+                for name, dtype, shape, start, size in json.loads(tensors)
+            )
+        return places
+
     def _prepare(self) -> None:
         self._log_ahead()
-        for setting in ("synchronous=NORMAL", "cache_size=-16384"):
+        for setting in ("synchronous=NORMAL", "cache_size=-16384", f"mmap_size={MAPPED_NBYTES}"):
             self._db.execute(f"PRAGMA {setting}")
         ((version,),) = self._db.execute("PRAGMA user_version")
         if version not in (0, FORMAT):
@@ -243,15 +269,6 @@ class Index:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
-
-
-def _row(values: tuple[int, str, str, int, int, str, bytes, str]) -> Row:
-    number, key, shard, begin, nbytes, tensors, checksum, about = values
-    places = tuple(
-        TensorPlace(name, dtype, tuple(shape), start, size)
-        for name, dtype, shape, start, size in json.loads(tensors)
-    )
-    return Row(number, key, shard, begin, nbytes, places, checksum, json.loads(about))
 
 
 def _values(row: Row, shard: int) -> dict[str, object]:

@@ -12,10 +12,10 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from gracetune.cache.direct import DirectQueue, Wanted
 from gracetune.cache.packing import LARGE, PAGE
 from gracetune.cache.resident import Residency
 from gracetune.cache.shards import find_file, map_file
@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     from gracetune.cache.index import Row
     from gracetune.cache.packing import Bytes
 
-
-READERS = 8
-"""Requests that a disk has at once."""
-SLOW_S = 0.02
-"""A batch that takes longer comes from a disk that seeks or a network: worth asking in advance."""
+SLOW_S, SLOW_RATE = 0.02, 200e6
+"""A batch that takes longer, at fewer bytes a second, comes from a disk that seeks or a network:
+worth asking in advance."""
 
 
 class Descriptor:
@@ -56,31 +54,46 @@ class OpenShards:
         self._most = most
         self._open: OrderedDict[tuple[str, bool], Descriptor] = OrderedDict()
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._clock = clock
         self._residency = Residency()
+        self._queue = DirectQueue()
+        self._clock = clock
         self.is_slow = False
         """Whether the last entries that had to come from the disk took their time."""
         self.no_direct = ""
-        """Why the file system takes no direct reads; empty where it does, or was not asked."""
+        """Why files are not read past the page cache; empty where they are, or were not yet."""
 
-    def read(self, rows: Sequence[Row], rooms: Sequence[Bytes]) -> list[bool]:
-        """The bytes of these entries; false where a file is gone or too short.
+    def read(
+        self,
+        rows: Sequence[Row],
+        rooms: Sequence[Bytes],
+        is_whole: Callable[[Row, Bytes], bool],
+    ) -> list[bool | None]:
+        """Have these entries in their rooms, and whether each is whole; none where a file is gone
+        or too short.
 
         What has to come from the disk is written by it to where it belongs, as far as that is whole
         pages: the kernel then keeps no copy of it and makes none, at a third of the CPU's time.
+        Those that came are looked at while others are on their way.
         """
         pairs = [*zip(rows, rooms, strict=True)]
-        late = [place for place, pair in enumerate(pairs) if not self._is_cached(pair[0])]
+        late = [place for place, row in enumerate(rows) if not self._is_cached(row)]
         direct = [place for place in late if _is_pages(*pairs[place])]
-        done = [False] * len(pairs)
         began = self._clock()
-        for place, came in zip(direct, self._each_direct([pairs[p] for p in direct]), strict=True):
-            done[place] = came
+        coming = dict(zip(direct, self._begin([pairs[place] for place in direct]), strict=False))
+        self.ask_disk([rows[place] for place in late if place not in coming])
+        found: list[bool | None] = []
+        try:
+            for place, (row, room) in enumerate(pairs):
+                ticket = coming.pop(place, 0)
+                came = ticket > 0 and self._queue.wait(ticket) >= row.nbytes
+                came = came or self._read_through(row, room)
+                found.append(is_whole(row, room) if came else None)
+        finally:
+            self._queue.settle(coming.values())
         if direct:
-            self.is_slow = self._clock() - began > SLOW_S
-        self.ask_disk([rows[place] for place in late if not done[place]])
-        return [came or self._read_through(*pair) for came, pair in zip(done, pairs, strict=True)]
+            nbytes = sum(rows[place].nbytes for place in direct)
+            self.is_slow = self._clock() - began > max(SLOW_S, nbytes / SLOW_RATE)
+        return found
 
     def ask_disk(self, rows: Iterable[Row]) -> None:
         """Start reading these rows, all at once, instead of a page at a time when touched."""
@@ -94,9 +107,7 @@ class OpenShards:
         """Close what nobody reads."""
         with self._lock:
             self._open.clear()
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
+        self._queue.close()
 
     def _is_cached(self, row: Row) -> bool:
         file = self._file(row.shard)
@@ -112,19 +123,21 @@ class OpenShards:
             done += count
         return file is not None
 
-    def _each_direct(self, pairs: Sequence[tuple[Row, Bytes]]) -> Iterable[bool]:
-        """By several threads, so that the disk has several requests at once."""
-        if len(pairs) < 2:
-            return [self._read_direct(*pair) for pair in pairs]
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(READERS, "gracetune-disk")
-            pool = self._pool
-        return pool.map(lambda pair: self._read_direct(*pair), pairs)
-
-    def _read_direct(self, row: Row, room: Bytes) -> bool:
-        file = self._file(row.shard, direct=True)
-        return file is not None and os.preadv(file.number, [room.data], row.begin) >= row.nbytes
+    def _begin(self, pairs: Sequence[tuple[Row, Bytes]]) -> list[int]:
+        """Ask the disk for all of them at once; a ticket for each, no tickets where it cannot be
+        asked so."""
+        files = [self._file(row.shard, direct=True) for row, _ in pairs]
+        wanted = [
+            Wanted(file.number, row.begin, room)
+            for file, (row, room) in zip(files, pairs, strict=True)
+            if file is not None
+        ]
+        if len(wanted) < len(pairs):  # refused; or one is gone, which shows when it is read
+            return []
+        tickets = self._queue.begin(wanted)
+        if tickets is None:
+            self.no_direct = f"the kernel has no queue for direct reads ({self._queue.refusal})"
+        return tickets or []
 
     def _file(self, shard: str, direct: bool = False) -> Descriptor | None:
         with self._lock:

@@ -106,7 +106,7 @@ class ShardStore:
         if alone and all(row.tensors == places for row in rows):
             place = places[0]
             slab = room(len(rows) * place.nbytes)
-            if self._read_whole(rows, [*slab.numpy().reshape(len(rows), place.nbytes)]):
+            if all(self._read(rows, [*slab.numpy().reshape(len(rows), place.nbytes)])):
                 return slab.view(TORCH_DTYPES[place.dtype]).view(len(rows), *place.shape)
         return stack_entries(self.get_many(keys), name, room)
 
@@ -116,14 +116,10 @@ class ShardStore:
         rows = self._rows(keys)
         rooms = {key: allocate(room_for(row.nbytes)) for key, row in rows.items()}
         given = {key: room for key, room in rooms.items() if room is not None}
-        read = self._files.read(
-            [rows[key] for key in given], [room.numpy() for room in given.values()]
-        )
-        self._tell_refusal()
+        read = self._read([rows[key] for key in given], [room.numpy() for room in given.values()])
         entries: dict[str, Entry | None] = {}
-        for (key, room), done in zip(given.items(), read, strict=True):
-            if done:
-                whole = self._is_whole(rows[key], room.numpy(), 0)
+        for (key, room), whole in zip(given.items(), read, strict=True):
+            if whole is not None:
                 entries[key] = unpack(room, 0, rows[key].tensors) if whole else None
         for key in rows.keys() - entries.keys():
             entries[key] = self._entry(rows[key])
@@ -176,7 +172,7 @@ class ShardStore:
         """Have the disk read ahead what is worth it; returns at once.
 
         What a fast disk can write to where it belongs is better left until it is needed: ahead, it
-        would pass through the page cache.
+        would pass through the page cache, or be copied once more.
         """
         self._at_home()
         rows = self._rows(keys).values()
@@ -279,13 +275,11 @@ class ShardStore:
         whole = self._is_whole(row, data.numpy(), row.begin)
         return unpack(data, row.begin, row.tensors) if whole else None
 
-    def _read_whole(self, rows: Sequence[Row], parts: Sequence[Bytes]) -> bool:
-        """Whether all could be read, and are what was put."""
-        read = self._files.read(rows, parts)
+    def _read(self, rows: Sequence[Row], rooms: Sequence[Bytes]) -> list[bool | None]:
+        """Whether each is there and what was put; none where it could not be read."""
+        read = self._files.read(rows, rooms, lambda row, room: self._is_whole(row, room, 0))
         self._tell_refusal()
-        return all(read) and all(
-            self._is_whole(row, part, 0) for row, part in zip(rows, parts, strict=True)
-        )
+        return read
 
     def _is_whole(self, row: Row, data: Bytes, begin: int) -> bool:
         """Whether an entry's bytes are what was put; each process looks once."""

@@ -208,6 +208,35 @@ def test_a_file_system_without_direct_reads_is_told_once(store, told, monkeypatc
     store.will_need(["k0"])
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_a_kernel_without_a_queue_is_told_once(store, told, monkeypatch):
+    fill(store, range(4))
+    forget(store)
+    monkeypatch.setattr(store._files._queue, "_numbers", None)
+    monkeypatch.setattr(store._files._queue, "refusal", "Operation not permitted")
+    for _ in range(2):
+        assert store.gather(["k1", "k2"], "latents", Rooms())[:, 0].tolist() == [1, 2]
+        forget(store)
+    (text,) = told.texts()
+    assert "no queue for direct reads (Operation not permitted)" in text
+    assert store.load(["k3"], Rooms())[0]["latents"][0] == 3
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_nothing_is_under_way_when_a_batch_fails(store, monkeypatch):
+    fill(store, range(8))
+    forget(store)
+
+    def fail(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(store, "_is_whole", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        store.gather([f"k{n}" for n in range(8)], "latents", Rooms())
+    queue = store._files._queue
+    assert queue._begun == queue._done == {}
+
+
 def test_what_cannot_be_opened_for_another_reason_is_an_error(store, monkeypatch):
     fill(store, [1])
     monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))

@@ -1,0 +1,178 @@
+import ctypes
+import errno
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from gracetune.cache import direct
+from gracetune.cache.arena import whole_pages
+from gracetune.cache.direct import DEPTH, DirectQueue, Wanted
+
+PAGE = 4096
+PAGES = 3 * DEPTH
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A descriptor of a file whose pages each hold their number."""
+    path = tmp_path_factory.mktemp("direct") / "pages"
+    path.write_bytes(np.repeat(np.arange(PAGES, dtype=np.uint32), PAGE // 4).tobytes() + b"tail")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        pytest.skip("the file system of the tests takes no direct reads")
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def queue():
+    made = DirectQueue()
+    yield made
+    made.close()
+
+
+def wanted(descriptor, numbers):
+    rooms = whole_pages(len(numbers) * PAGE).numpy().reshape(len(numbers), PAGE)
+    return [Wanted(descriptor, n * PAGE, room) for n, room in zip(numbers, rooms, strict=True)]
+
+
+def holds(one):
+    return set(one.room.view(np.uint32).tolist())
+
+
+def test_more_than_the_kernel_takes_at_once_come_in_any_order(queue, pages):
+    numbers = [*np.random.default_rng(0).permutation(PAGES)]
+    asked = wanted(pages, numbers)
+    tickets = queue.begin(asked)
+    for place in reversed(range(PAGES)):
+        assert queue.wait(tickets[place]) == PAGE
+        assert holds(asked[place]) == {numbers[place]}
+    assert queue.begin([]) == []
+
+
+def test_the_end_of_a_file_comes_short(queue, pages):
+    inside, tail, behind = queue.begin(wanted(pages, [PAGES - 1, PAGES, PAGES + 1]))
+    assert [queue.wait(ticket) for ticket in (behind, tail, inside)] == [0, 4, PAGE]
+
+
+def test_threads_share_a_queue(queue, pages):
+    wrong = []
+
+    def read(seed):
+        draw = np.random.default_rng(seed)
+        for _ in range(20):
+            numbers = draw.integers(0, PAGES, 16)
+            asked = wanted(pages, numbers)
+            for number, one, ticket in zip(numbers, asked, queue.begin(asked), strict=True):
+                if queue.wait(ticket) != PAGE or holds(one) != {number}:
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_closed_queue_is_made_again(queue, pages):
+    begun = queue.begin(wanted(pages, range(8)))
+    queue.close()
+    assert [queue.wait(ticket) for ticket in begun] == [PAGE] * 8  # closing waited for all
+    queue.close()
+    (ticket,) = queue.begin(wanted(pages, [5]))
+    assert queue.wait(ticket) == PAGE
+
+
+def test_what_nobody_waits_for_is_settled(queue, pages):
+    asked = wanted(pages, range(32))
+    tickets = queue.begin(asked)
+    queue.wait(tickets[3])
+    queue.settle(tickets)
+    assert [holds(one) for one in asked] == [{n} for n in range(32)]
+    with pytest.raises(AssertionError, match="no read"):
+        queue.wait(tickets[0])
+
+
+def test_one_bad_request_leaves_nothing_under_way(queue, pages):
+    good, bad = wanted(pages, range(4)), wanted(10**6, [4])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        queue.begin([*good, *bad])
+    assert [holds(one) for one in good] == [{n} for n in range(4)]
+    assert queue._begun == queue._done == {}
+
+
+def test_what_a_disk_reports_is_raised_for_that_read_alone(queue, pages, monkeypatch):
+    bad, good = queue.begin(wanted(pages, [0, 1]))
+    queue.settle([])
+    while queue._begun:
+        queue._reap()
+    queue._done[bad] = -errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        queue.wait(bad)
+    assert queue.wait(good) == PAGE
+
+
+def test_a_signal_does_not_end_a_wait(queue, pages):
+    real, calls = queue._call, []
+
+    def interrupted(number, *rest):
+        calls.append(number)
+        if number == queue._numbers[2] and calls.count(number) == 1:
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        return real(number, *rest)
+
+    queue._call = interrupted
+    (ticket,) = queue.begin(wanted(pages, [7]))
+    assert queue.wait(ticket) == PAGE
+
+
+def test_a_wait_that_fails_is_an_error(queue, pages, monkeypatch):
+    (ticket,) = queue.begin(wanted(pages, [7]))
+    with monkeypatch.context() as patched:
+        patched.setattr(queue, "_call", refuse(errno.EINVAL))
+        with pytest.raises(OSError, match="Invalid argument"):
+            queue.wait(ticket)
+    assert queue.wait(ticket) == PAGE
+
+
+def refuse(code):
+    def call(*_):
+        ctypes.set_errno(code)
+        return -1
+
+    return call
+
+
+def test_a_kernel_without_a_queue_says_why_and_is_asked_once(pages, monkeypatch):
+    queue = DirectQueue()
+    monkeypatch.setattr(queue, "_call", refuse(errno.EPERM))
+    assert queue.begin(wanted(pages, [1])) is None
+    assert queue.refusal == "Operation not permitted"
+    monkeypatch.undo()
+    assert queue.begin(wanted(pages, [1])) is None
+
+
+def test_an_unknown_machine_has_no_queue(pages):
+    queue = DirectQueue("vax")
+    assert queue.begin(wanted(pages, [1])) is None
+    assert "vax" in queue.refusal
+
+
+def test_a_queue_that_is_let_go_is_given_back_by_its_own_process(pages):
+    queue, calls = DirectQueue(), []
+    (ticket,) = queue.begin(wanted(pages, [1]))
+    queue.wait(ticket)
+    context = queue._context.value
+    direct._destroy(lambda *words: calls.append(words), 1, context, os.getpid() + 1)
+    assert calls == []
+    release = queue._release
+    del queue
+    gc.collect()
+    assert not release.alive
