@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+    from typing import Literal
 
 SIZE = (1000, 640)
 LEFT, TOP, RIGHT, BOTTOM = 90, 50, 30, 70
@@ -19,7 +20,11 @@ SCALE = 2
 
 
 def draw_curves(
-    curves: Mapping[str, Mapping[int, float]], path: Path, title: str, below: str
+    curves: Mapping[str, Mapping[int, float]],
+    path: Path,
+    title: str,
+    below: str,
+    legend: Literal["high", "low"] = "high",
 ) -> None:
     """One line a curve, six at most, over the same axes; what is high at the very start is cut."""
     assert len(curves) <= len(COLOURS), len(curves)
@@ -50,8 +55,9 @@ def draw_curves(
     draw.rectangle([0, 0, SIZE[0] * SCALE, TOP * SCALE], "white")  # what begins above the axes
     draw.text((LEFT * SCALE, 14 * SCALE), title, "black", font)
     draw.text((LEFT * SCALE, (SIZE[1] - 34) * SCALE), below, "black", font)
+    first = TOP + 12 if legend == "high" else SIZE[1] - BOTTOM - 12 - 24 * len(points)
     for index, (colour, name) in enumerate(zip(COLOURS, points, strict=False)):
-        row = (TOP + 12 + 24 * index) * SCALE
+        row = (first + 24 * index) * SCALE
         column = (SIZE[0] - RIGHT - 250) * SCALE
         line = [column, row + 9 * SCALE, column + 30 * SCALE, row + 9 * SCALE]
         draw.line(line, colour, 3 * SCALE)
