@@ -1,4 +1,9 @@
-"""Optimizers on a GPU: the same numbers as on a CPU, bf16 rounded there, and no step that waits."""
+"""Optimizers on a GPU: the same numbers as on a CPU, bf16 rounded there, and no step that waits.
+
+State in host memory: the same bits as on the device, whoever is slow, in less device memory.
+"""
+
+import random
 
 import pytest
 import torch
@@ -7,6 +12,8 @@ from gracetune.config.schema import OptimizerSection
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.rounding import round_into
+from gracetune.optim.update import Travel, Update
+from gracetune.stream.movers import CudaMover, Lane
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 
 pytestmark = pytest.mark.gpu
@@ -90,3 +97,140 @@ def test_state_comes_back_exactly(name):
             each.step()
     for key, p in ours.items():
         assert torch.equal(p, theirs[key])
+
+
+SMALL = Travel(bucket_numel=20_000, least_nbytes=256, poison=True)
+
+
+class SlowLink(CudaMover):
+    """Copies that take at random no time or far longer than an update."""
+
+    def __init__(self, seed):
+        super().__init__(DEVICE, pin=True)
+        self.dice = random.Random(seed)
+
+    def copy(self, target, source, poison, lane=Lane.WEIGHTS):
+        with torch.cuda.stream(self._streams[lane]):
+            torch.cuda._sleep(self.dice.choice([0, 0, 1_000_000]))
+        return super().copy(target, source, poison, lane)
+
+
+def wide_parameters(numel=16_000, count=9):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    shapes = [(numel // 125, 125) if index % 3 else (numel,) for index in range(count)]
+    return {
+        f"p{index}": torch.nn.Parameter(torch.randn(shape, generator=generator, device=DEVICE))
+        for index, shape in enumerate(shapes)
+    }
+
+
+def give_on_device(named, seed, without=()):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    for name, p in named.items():
+        grad = torch.randn(p.shape, generator=generator, device=DEVICE)
+        p.grad = None if name in without else grad
+
+
+def made(name, share, mover, travel=SMALL, **sizes):
+    named = wide_parameters(**sizes)
+    optimizer = build_optimizer(named, OptimizerSection(name=name, lr=1e-2, weight_decay=0.1))
+    update = Update(optimizer, mover, 8.0, travel)
+    update.place(share)
+    return named, optimizer, update
+
+
+def everything(named, optimizer, update):
+    update.rest()
+    state = {key: t.cpu().clone() for key, t in optimizer_tensors(optimizer, named).items()}
+    return {**{name: p.detach().cpu() for name, p in named.items()}, **state}
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "lion"])
+def test_state_in_host_memory_gives_the_same_bits(name, share):
+    if name == "lion":
+        pytest.importorskip("lion_pytorch")
+    ended = []
+    for where in (0.0, share):
+        case = made(name, where, SlowLink(seed=1))
+        for seed in range(12):
+            give_on_device(case[0], seed, without=("p4",) if seed < 5 else ())
+            case[2].step()
+        ended.append(everything(*case))
+    assert ended[0].keys() == ended[1].keys()
+    for key, value in ended[0].items():
+        assert torch.equal(value, ended[1][key]), key
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])
+def test_state_moves_with_a_checkpoint(before, after):
+    whole = made("adamw", before, SlowLink(seed=2))
+    for seed in range(4):
+        give_on_device(whole[0], seed)
+        whole[2].step()
+    saved = everything(*whole)
+    named, optimizer, update = made("adamw", after, SlowLink(seed=3))
+    for name, p in named.items():
+        p.data.copy_(saved.pop(name))
+    restore_optimizer(optimizer, named, saved, update.load)
+    for seed in range(4, 8):
+        for parameters_, each in ((whole[0], whole[2]), (named, update)):
+            give_on_device(parameters_, seed)
+            each.step()
+    expected, found = everything(*whole), everything(named, optimizer, update)
+    for key, value in expected.items():
+        assert torch.equal(value, found[key]), key
+
+
+def test_a_step_with_its_state_in_host_memory_waits_for_nothing():
+    named, _, update = made("adamw", 1.0, CudaMover(DEVICE, pin=True))
+    for seed in range(3):
+        give_on_device(named, seed)
+        update.step()
+    give_on_device(named, 3)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        update.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_state_in_host_memory_leaves_the_device_to_others():
+    """Also while it is made, saved and loaded: 256 MiB of state through slots of 48 MiB in all."""
+    travel = Travel(bucket_numel=2_000_000)
+    named, optimizer, update = made(
+        "adamw", 1.0, CudaMover(DEVICE, pin=True), travel, numel=2_000_000, count=16
+    )
+    give_on_device(named, 0)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        update.step()
+    update.rest()
+    saved = {key: t.cpu().clone() for key, t in optimizer_tensors(optimizer, named).items()}
+    restore_optimizer(optimizer, named, saved, update.load)
+    update.step()
+    torch.cuda.synchronize()
+    assert update.host_nbytes >= 16 * 16_000_000
+    assert torch.cuda.max_memory_allocated() - before < 4 * 16_500_000
+    update.close()
+
+
+def test_a_full_device_is_found_out_before_anything_changes():
+    named, _, update = made("adamw", 0.0, CudaMover(DEVICE, pin=True), numel=2_000_000, count=8)
+    give_on_device(named, 0)
+    kept = {name: p.detach().clone() for name, p in named.items()}
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 40_000_000) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            update.step()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert all(torch.equal(p, kept[name]) for name, p in named.items())
+    update.step()
+    assert all(not torch.equal(p, kept[name]) for name, p in named.items())
