@@ -21,6 +21,7 @@ import gc
 import os
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +252,9 @@ def main() -> int:
         not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < NEEDED
     ):
         print("a GPU with 70 GiB free is needed; --rehearse runs a small model on the CPU")
+        return 2
+    if not arguments.rehearse and find_spec("torchao") is None:
+        print("torchao is needed beside ours: pip install 'gracetune[quantize]'")
         return 2
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchao's steps are the CPU's
     device = torch.device("cpu") if arguments.rehearse else torch.device("cuda", 0)
