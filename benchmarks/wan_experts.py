@@ -7,7 +7,9 @@ memory fraction. Blocks are compiled, as `plan: auto` would do for a run of a us
 
 Counted are the steps after both experts have had `--warm` turns; what compiling and the plan's own
 correction take is in what comes before. Turns and lines of the log are equally long, so that each
-line times one expert.
+line times one expert. A picture is sampled before the first step and after the last, through both
+experts; the device memory of that is measured apart. Caches and encoders that are on the device
+before the plan is made are no part of it, nor of what is measured against it.
 
     PYTHONPATH=src:benchmarks python benchmarks/wan_experts.py [--out FOLDER] [--commit NAME]
         [--steps 40] [--batch 2] [--compile always|auto|never] [--rehearse]
@@ -20,7 +22,9 @@ import json
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -36,19 +40,19 @@ from gracetune.config.load import load_run_file
 from gracetune.events.fan import Fan
 from gracetune.events.log import JsonlLog
 from gracetune.events.requests import Requests
-from gracetune.events.types import Notice, StageProgress, StepDone
+from gracetune.events.types import Notice, StageProgress, StepDone, Validated
 from gracetune.plan.report import describe
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
 from gracetune.train.state import Progress
-from gracetune.units import GIB, format_bytes
+from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gracetune.events.types import Event
-    from gracetune.plan.result import Bytes
+    from gracetune.plan.result import Plan
     from gracetune.train.build import Built
 
 DEVICE_GB = 96
@@ -61,9 +65,9 @@ FEW, SMALL_EDGE = 16, 64
 def main() -> int:
     """Prepare, run, compare with the plan, write."""
     arguments = parsed()
+    clock = Clock()
     if not arguments.rehearse:
         narrow_the_device()
-    clock = Clock()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         wan_random.install(folder / "site")
@@ -101,23 +105,30 @@ def narrow_the_device() -> None:
     """From here on torch refuses to take more, whatever the device has."""
     total = torch.cuda.mem_get_info(0)[1]
     torch.cuda.set_per_process_memory_fraction(DEVICE_GB * 1e9 / total, 0)
+    square = torch.ones(256, 256, device="cuda")
+    (square @ square).sum().item()  # the libraries' own host memory is no part of the run's
 
 
 def make_pictures(folder: Path, count: int, edge: int) -> None:
     """Soft colours under a fine grain, no two alike, each with a caption of its own."""
     folder.mkdir()
-    random = np.random.default_rng(0)
-    grain = random.integers(-12, 13, (edge, edge, 1))
-    ramp = np.linspace(0, 2 * np.pi, edge)
-    for number in range(count):
-        waves = random.uniform(0.5, 4, (2, 3)), random.uniform(0, 7, (2, 3))
+    ramp = np.linspace(0, 2 * np.pi, edge, dtype=np.float32)
+    grain = np.random.default_rng(count).integers(-12, 13, (edge, edge, 1)).astype(np.float32)
+
+    def make(number: int) -> None:
+        random = np.random.default_rng(number)
         rows, columns = (
-            np.sin(ramp[:, None] * speed + start) for speed, start in zip(*waves, strict=True)
+            50 * np.sin(ramp[:, None] * random.uniform(0.5, 4, 3) + random.uniform(0, 7, 3))
+            for _ in range(2)
         )
-        pixels = 128 + 50 * (rows[:, None] + columns[None]) + np.roll(grain, 37 * number, axis=0)
+        soft = (128 + rows[:, None] + columns[None]).astype(np.float32)
+        pixels = soft + np.roll(grain, 37 * number, axis=0)
         picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
         picture.save(folder / f"{number:03}.jpg", quality=92)
         (folder / f"{number:03}.txt").write_text(f"the ring of number {number}, on a blue box")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(make, range(count)))
 
 
 def run_file(folder: Path, arguments: argparse.Namespace) -> Path:
@@ -148,12 +159,12 @@ def run_file(folder: Path, arguments: argparse.Namespace) -> Path:
             "checkpoint_minutes": 0,
         },
         "optimizer": {"name": "adamw", "lr": 1e-4},
-        "validation": {"every": 0},
+        "validation": {"every": arguments.steps, "prompts": ["a red ring"], "sample_steps": 2},
         "logging": {"every": TURN, "tensorboard": False},
         "plan": {
             "device_memory": "64MB" if small else f"{DEVICE_GB}GB",
             "batch": "fixed",
-            "compile": "never" if small else arguments.compile,
+            "compile": arguments.compile,
         },
     }
     path = folder / "run.json"
@@ -166,49 +177,80 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._since = time.monotonic()
+        self._began = self._since = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line, with the time since the beginning."""
+        print(f"{time.monotonic() - self._began:7.1f} {text}", flush=True)
 
     def lap(self, name: str) -> None:
         """All since the last lap."""
         now = time.monotonic()
         self.seconds[name] = now - self._since
         self._since = now
-        print(
-            f"    {name}: {self.seconds[name]:.1f} s, {host_now()} GiB of host memory", flush=True
+        self.say(
+            f"{name} took {self.seconds[name]:.1f} s; host memory {host_nbytes() / GIB:.1f} GiB"
         )
 
 
 class Watcher:
-    """A sink: prints what a run tells, and keeps the time of every step."""
+    """A sink: prints what a run tells, and keeps the time and the memory of its steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock, warm_steps: int, last_step: int) -> None:
         self.steps: list[StepDone] = []
-        self._told = ""
+        self.before_plan = self.training = self.sampling = DeviceMemory()
+        self._clock = clock
+        self._warm_steps, self._last_step = warm_steps, last_step
+        self._stage = ""
 
     def handle(self, event: Event) -> None:
         """Everything that is said in words, and each stage once."""
         if isinstance(event, StepDone):
             self.steps.append(event)
             if event.step % TURN == 0:
-                print(
-                    f"  step {event.step} ({event.expert}): {event.seconds:.3f} s, loss "
-                    f"{event.loss:.4f}",
-                    flush=True,
-                )
+                line = f"step {event.step} ({event.expert}): {event.seconds:.3f} s"
+                self._clock.say(f"{line}, loss {event.loss:.4f}")
+            if event.step in (self._warm_steps, self._last_step):
+                self.training = device_memory()  # the second look is at the counted steps alone
+        elif isinstance(event, Validated):
+            self.sampling = device_memory()
+            self._clock.say(f"sampled in {event.seconds:.1f} s")
         elif isinstance(event, Notice):
-            print("   ", event.text, flush=True)
-        elif isinstance(event, StageProgress) and event.stage != self._told:
-            self._told = event.stage
-            print("   ", event.stage, event.total, event.unit, flush=True)
+            self._clock.say(event.text)
+            if event.text.startswith("plan: "):
+                self.before_plan = device_memory()
+        elif isinstance(event, StageProgress) and event.stage != self._stage:
+            self._stage = event.stage
+            self._clock.say(f"{event.stage}: {event.total} {event.unit}")
 
     def close(self) -> None:
         """Nothing to flush."""
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """By torch's allocator: taken now, and the most since the last look."""
+
+    now: int = 0
+    taken: int = 0
+    reserved: int = 0
+
+
+def device_memory() -> DeviceMemory:
+    """Look, and begin anew."""
+    if not torch.cuda.is_available():
+        return DeviceMemory()
+    most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    seen = DeviceMemory(torch.cuda.memory_allocated(), *most)
+    torch.cuda.reset_peak_memory_stats()
+    return seen
+
+
 def train(path: Path, arguments: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     """The run itself, and what it took beside what was planned."""
     run = load_run_file(path, environment={}).run
-    watcher = Watcher()
+    warm_steps = 2 * TURN * arguments.warm
+    watcher = Watcher(clock, warm_steps, arguments.steps)
     before = host_nbytes()
     output = Path(run.output_dir)
     output.mkdir()
@@ -216,76 +258,76 @@ def train(path: Path, arguments: argparse.Namespace, clock: Clock) -> dict[str, 
         accelerator = start_accelerator(run)
         with closing(build(run, accelerator, fan.tell, Requests(output), Interrupt())) as built:
             clock.lap("build")
-            peaks = Peaks(before)
+            planned = plan_of(built)
             train_loop(built.session, Progress())
             clock.lap("steps")
-            peaks.read()
-            figures = compared(built, peaks, watcher.steps, arguments)
+            figures = {
+                "first_plan": describe(planned),
+                "first_planned_step_s": planned.seconds.step,
+                **memory_figures(built, watcher, host_nbytes() - before),
+                **speed_figures(built, watcher.steps, warm_steps),
+            }
             exported = built.export()
             clock.lap("export")
             figures["files"] = ", ".join(sorted(file.name for file in exported.iterdir()))
     return {**figures, "took_s": clock.seconds}
 
 
-class Peaks:
-    """Memory over the steps; `before`: of the host, with nothing loaded."""
-
-    def __init__(self, before: int) -> None:
-        self._before = before
-        self.device = self.reserved = self.host = 0
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-
-    def read(self) -> None:
-        """The most there was; of the host, what there is now beyond `before`."""
-        self.host = host_nbytes() - self._before
-        if torch.cuda.is_available():
-            self.device = torch.cuda.max_memory_allocated()
-            self.reserved = torch.cuda.max_memory_reserved()
-
-
-def compared(
-    built: Built, peaks: Peaks, steps: list[StepDone], arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Planned and measured, side by side."""
+def plan_of(built: Built) -> Plan:
+    """The plan at work."""
     settled = built.session.settled
     assert settled is not None, "the run was not planned"
-    plan = settled.plan
-    counted = [step for step in steps if step.step > 2 * TURN * arguments.warm]
-    figures: dict[str, Any] = {
+    return settled.plan
+
+
+def memory_figures(built: Built, watcher: Watcher, host: int) -> dict[str, Any]:
+    """Planned and measured, side by side; `host`: what the run has added to the process."""
+    plan, family = plan_of(built), built.session.trainee.family
+    frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
+    inside = {p for block in family.blocks() for p in block.parameters()}
+    streamed = sum(p.nbytes for p in frozen if p in inside and p.device.type == "cpu")
+    return {
+        "trained_parameters": sum(p.numel() for p in built.session.trainee.parameters.values()),
+        "frozen_parameters": sum(p.numel() for p in frozen),
+        "device_gib": {
+            "allowed": DEVICE_GB * 1e9 / GIB,
+            "planned": plan.device.total / GIB,
+            "measured": (watcher.training.taken - watcher.before_plan.now) / GIB,
+            "before_plan": watcher.before_plan.now / GIB,
+            "reserved": watcher.training.reserved / GIB,
+            "sampling": (watcher.sampling.taken - watcher.before_plan.now) / GIB,
+            **{f"planned_{role}": n / GIB for role, n in plan.device.by_role().items()},
+        },
+        "host_gib": {
+            "planned": plan.host.total / GIB,
+            "planned_weights": plan.host.weights / GIB,
+            "weights": streamed / GIB,
+            "measured": host / GIB,
+            "most": most_host_nbytes() / GIB,
+            "machine": psutil.virtual_memory().total / GIB,
+        },
+    }
+
+
+def speed_figures(built: Built, steps: list[StepDone], warm_steps: int) -> dict[str, Any]:
+    """Of the steps that count, by expert and over all."""
+    plan = plan_of(built)
+    counted = [step for step in steps if step.step > warm_steps]
+    over_all = pace(counted)
+    return {
         "pictures": len(built.session.feed.trained),
         "steps": len(steps),
         "counted_steps": len(counted),
         "batch": plan.batch,
         "plan": describe(plan),
         "planned_step_s": plan.seconds.step,
-        "device_gib": {
-            "allowed": DEVICE_GB * 1e9 / GIB,
-            "planned": plan.device.total / GIB,
-            "measured": peaks.device / GIB,
-            "reserved": peaks.reserved / GIB,
-            **by_role(plan.device),
-        },
-        "host_gib": {
-            "planned": plan.host.total / GIB,
-            "measured": peaks.host / GIB,
-            "most": most_host_nbytes() / GIB,
-            "machine": psutil.virtual_memory().total / GIB,
-        },
-        "trained_parameters": sum(p.numel() for p in built.session.trainee.parameters.values()),
-        "frozen_parameters": sum(
-            p.numel()
-            for p in built.session.trainee.family.transformer.parameters()
-            if not p.requires_grad
-        ),
         "loss": {"first": steps[0].loss, "last": steps[-1].loss},
+        "high_steps_s": pace(step for step in counted if step.expert == "high"),
+        "low_steps_s": pace(step for step in counted if step.expert == "low"),
+        "steps_s": over_all,
+        "pictures_s": plan.batch * over_all,
+        "of_planned_speed": over_all * plan.seconds.step,
     }
-    for expert in ("high", "low"):
-        figures[f"{expert}_steps_s"] = pace(s for s in counted if s.expert == expert)
-    figures["steps_s"] = pace(counted)
-    figures["pictures_s"] = plan.batch * figures["steps_s"]
-    figures["of_planned_speed"] = figures["steps_s"] * plan.seconds.step
-    return figures
 
 
 def pace(steps: Iterable[StepDone]) -> float:
@@ -293,19 +335,9 @@ def pace(steps: Iterable[StepDone]) -> float:
     return 1 / mean(step.seconds for step in steps)
 
 
-def by_role(planned: Bytes) -> dict[str, float]:
-    """What the plan's device memory is for."""
-    return {f"planned_{role}": nbytes / GIB for role, nbytes in planned.by_role().items()}
-
-
 def host_nbytes() -> int:
     """Of this process, what is in memory now."""
     return int(psutil.Process().memory_info().rss)
-
-
-def host_now() -> str:
-    """The same in words."""
-    return f"{host_nbytes() / GIB:.1f}"
 
 
 def most_host_nbytes() -> int:
@@ -319,15 +351,28 @@ def judge(figures: dict[str, Any]) -> bool:
     """Print the table; whether the run stayed within what it was allowed."""
     device, host = figures["device_gib"], figures["host_gib"]
     print(f"plan: {figures['plan']}")
-    for name, tier in (("device", device), ("host", host)):
-        planned, measured = (format_bytes(int(tier[key] * GIB)) for key in ("planned", "measured"))
-        print(f"{name:<8}planned {planned:>10}   measured {measured:>10}")
-    print(f"host, at most while loading: {host['most']:.1f} of {host['machine']:.1f} GiB")
+    print(f"{'GiB':<24}{'planned':>9}{'measured':>10}")
+    print(f"{'device, training':<24}{device['planned']:>9.2f}{device['measured']:>10.2f}")
+    print(f"{'device, sampling':<24}{'':>9}{device['sampling']:>10.2f}")
+    print(f"{'host, streamed weights':<24}{host['planned_weights']:>9.2f}{host['weights']:>10.2f}")
+    print(f"{'host, all of the run':<24}{host['planned']:>9.2f}{host['measured']:>10.2f}")
+    print(f"{'host, most ever':<24}{'':>9}{host['most']:>10.2f} of {host['machine']:.1f}")
     for name in ("high_steps_s", "low_steps_s", "steps_s", "pictures_s", "of_planned_speed"):
-        print(f"{name:<18}{figures[name]:>8.3f}")
-    within = device["reserved"] <= device["allowed"]
-    print(f"{'met   ' if within else 'MISSED'} within {DEVICE_GB} GB: {device['reserved']:.1f} GiB")
-    return within
+        print(f"{name:<24}{figures[name]:>9.3f}")
+    verdicts = {
+        f"{device['reserved']:.1f} GiB reserved, {device['allowed']:.1f} allowed": (
+            device["reserved"] <= device["allowed"]
+        ),
+        "sampling takes no more of the device than training": (
+            device["sampling"] <= device["measured"]
+        ),
+        "host memory for weights is as planned": (
+            abs(host["weights"] - host["planned_weights"]) <= 0.01 * host["planned_weights"]
+        ),
+    }
+    for text, met in verdicts.items():
+        print(f"{'met   ' if met else 'MISSED'} {text}")
+    return all(verdicts.values())
 
 
 if __name__ == "__main__":
