@@ -6,7 +6,7 @@ refused too: diffusers accepts it without a word.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
@@ -32,7 +32,7 @@ BACKENDS = {
     "xformers": "xformers",
 }
 UNTOUCHED = ("auto", "sdpa")
-"""What torch does on its own."""
+"""What torch does on its own; `auto` is measured later, on a GPU, by what the model asks for."""
 
 
 def choose_attention(transformer: nn.Module, name: str) -> None:
@@ -42,23 +42,41 @@ def choose_attention(transformer: nn.Module, name: str) -> None:
     if name not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
         raise ConfigError(f"model.attention_mechanism {name!r} is not known. Known: {known}.")
-    assert isinstance(transformer, ModelMixin), type(transformer)
-    backend = AttentionBackendName(BACKENDS[name])
     try:
-        _check_attention_backend_requirements(backend)
-        if any(_takes_backend(processor) for processor in transformer.attn_processors.values()):
-            transformer.set_attention_backend(backend.value)
-            return
-    except (RuntimeError, ImportError, ValueError) as error:
+        backend = backend_of(name)
+    except (RuntimeError, ImportError) as error:
         raise ConfigError(
             f"model.attention_mechanism {name!r} cannot be used here: {error} "
             "Set it to auto or sdpa."
         ) from error
-    raise ConfigError(
-        f"model.attention_mechanism is {name!r}, but {type(transformer).__name__} does not use "
-        "diffusers' attention dispatcher; set it to auto or sdpa."
-    )
+    if not switch_attention(transformer, backend):
+        raise ConfigError(
+            f"model.attention_mechanism is {name!r}, but {type(transformer).__name__} does not use "
+            "diffusers' attention dispatcher; set it to auto or sdpa."
+        )
 
 
-def _takes_backend(processor: object) -> bool:
-    return "_attention_backend" in dir(processor)
+def backend_of(name: str) -> AttentionBackendName:
+    """diffusers' own name; an error where what it needs is not installed."""
+    backend = AttentionBackendName(BACKENDS[name])
+    _check_attention_backend_requirements(backend)
+    return backend
+
+
+def switch_attention(transformer: nn.Module, backend: AttentionBackendName) -> int:
+    """Give this backend to all attention that takes one; gives how many did.
+
+    diffusers' own `set_attention_backend` would make it the default of the whole process too, for
+    encoders and for runs to come.
+    """
+    processors = switchable(transformer)
+    for processor in processors:
+        processor._attention_backend = backend
+    return len(processors)
+
+
+def switchable(transformer: nn.Module) -> list[Any]:
+    """The attention processors that go through diffusers' dispatcher."""
+    if not isinstance(transformer, ModelMixin):
+        return []
+    return [p for p in transformer.attn_processors.values() if "_attention_backend" in dir(p)]

@@ -25,6 +25,7 @@ from gracetune.optim.build import build_optimizer
 from gracetune.optim.footprint import state_nbytes_each
 from gracetune.optim.update import Update
 from gracetune.stream.movers import open_mover
+from gracetune.train.attending import settle_attention
 from gracetune.train.demands import demand_data
 from gracetune.train.draws import Draws, seed_of
 from gracetune.train.ema import Ema
@@ -182,6 +183,8 @@ def build(
     )
     trainee.transformer.train()
     _keep_books(trainee, mover)
+    largest = feed.order.largest() * run.train.batch_size
+    settle_attention(trainee, lambda: feed.load(largest), folder, tell)
     session = Session(
         trainee=trainee,
         feed=feed,

@@ -1,0 +1,122 @@
+"""`model.attention_mechanism: auto` on a GPU: measured by the largest batch of the run.
+
+What was chosen is kept in the run's folder, so that a run that goes on computes as it did before;
+another device, or another version of what computes, measures anew.
+"""
+
+from __future__ import annotations
+
+import json
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import diffusers
+import torch
+from accelerate.utils import broadcast_object_list
+
+from gracetune.durable import write_text
+from gracetune.events.types import Notice
+from gracetune.models.attention import backend_of, switch_attention, switchable
+from gracetune.models.attention_timing import Watching, fastest, stopwatch_of, time_attention
+from gracetune.models.experts import EXPERTS, routed, transformers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from gracetune.data.sample import Batch
+    from gracetune.events.types import Event
+    from gracetune.models.attention_timing import Asked, Timing
+    from gracetune.train.step import Trainee
+
+    Tell = Callable[[Event], None]
+    Choose = Callable[[Sequence[tuple[Asked, int]]], tuple[str, str]]
+    """From the calls of a pass to a backend, and what is told of it."""
+
+CHOICE = "attention.json"
+LEVEL = 0.5
+"""Of noise, in the pass that is watched: any would do."""
+
+
+def settle_attention(t: Trainee, largest: Callable[[], Batch], folder: Path, tell: Tell) -> None:
+    """Pick the backend of this run by measuring, where the run file leaves it open on a GPU."""
+    device = t.accelerator.device
+    if t.run.model.attention_mechanism != "auto" or device.type != "cuda":
+        return
+    here = {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+    }
+
+    def choose(calls: Sequence[tuple[Asked, int]]) -> tuple[str, str]:
+        timings = time_attention(calls, device, stopwatch_of(device))
+        return fastest(timings), told(timings, calls)
+
+    pick_attention(t, largest, folder / CHOICE, here, choose, tell)
+
+
+def pick_attention(
+    t: Trainee,
+    largest: Callable[[], Batch],
+    kept: Path,
+    here: dict[str, str],
+    choose: Choose,
+    tell: Tell,
+) -> None:
+    """As the run did before, or as is chosen now; every rank does as the first one."""
+    transformers = list(transformers_of(t.family.transformer).values())
+    if not all(map(switchable, transformers)):
+        return
+    name = ""
+    if t.accelerator.is_main_process:
+        name = read_choice(kept, here)
+        text = f"attention: {name}, as this run has measured before"
+        if not name:
+            name, text = choose(watched(t, largest()))
+            write_text(kept, json.dumps(here | {"backend": name}))
+        tell(Notice(text))
+    (name,) = broadcast_object_list([name])
+    for transformer in transformers:
+        switch_attention(transformer, backend_of(name))
+
+
+def read_choice(kept: Path, here: dict[str, str]) -> str:
+    """What was chosen here before; empty where nothing was."""
+    if not kept.is_file():
+        return ""
+    found = json.loads(kept.read_text(encoding="utf-8"))
+    return str(found.pop("backend")) if found | here == found else ""
+
+
+def watched(t: Trainee, batch: Batch) -> list[tuple[Asked, int]]:
+    """The attention of one pass of the model; nothing is drawn and nothing is kept."""
+    device = t.accelerator.device
+    x0, given = t.family.parts(batch.latents)
+    levels = torch.full((len(batch),), LEVEL, device=device)
+    by_name = transformers_of(t.family.transformer)
+    expert = next((e for e in EXPERTS if e in by_name and _is_trained(by_name[e])), None)
+    watching = Watching()
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        torch.no_grad(),
+        t.accelerator.autocast(),
+        watching,
+    ):
+        transformer = routed(t.family.transformer, expert)  # not its wrapper: ranks differ here
+        t.family.predict(transformer, x0, levels, {**batch.text, **given})
+    return watching.most_work()
+
+
+def told(timings: Sequence[Timing], calls: Sequence[tuple[Asked, int]]) -> str:
+    """The choice with the times that it was made by, and who could not be timed."""
+    kinds = "; ".join(f"{count} times {asked}" for asked, count in calls)
+    timed = ", ".join(f"{t.name} {t.seconds * 1e3:.2f} ms" for t in timings if isfinite(t.seconds))
+    left_out = ", ".join(f"{t.name} ({t.reason})" for t in timings if not isfinite(t.seconds))
+    text = f"attention: {fastest(timings)}, by measuring {kinds}, forward and backward: {timed}"
+    return f"{text}; left out: {left_out}" if left_out else text
+
+
+def _is_trained(transformer: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in transformer.parameters())

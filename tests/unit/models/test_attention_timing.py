@@ -1,0 +1,141 @@
+"""The fastest backend that gives the right numbers, by calls that a model really makes."""
+
+import time
+from math import inf, isfinite
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from gracetune.models import attention_timing
+from gracetune.models.attention_timing import (
+    OWN,
+    TRIED,
+    Asked,
+    Timing,
+    Trial,
+    Watching,
+    fastest,
+    stopwatch_of,
+    time_attention,
+)
+
+CPU = torch.device("cpu")
+SMALL = (1, 12, 2, 8)
+
+
+def asked(query=SMALL, key=SMALL, **different):
+    settings = {"dtype": torch.float32, "mask": None, "scale": None, "causal": False}
+    return Asked(query, key, **(settings | different))
+
+
+def test_a_pass_tells_what_attention_it_asks_for():
+    model = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        num_layers=3,
+        ffn_dim=16,
+        text_dim=8,
+        freq_dim=8,
+        in_channels=4,
+        out_channels=4,
+    )
+    watching = Watching()
+    with torch.no_grad(), watching:
+        model(torch.zeros(2, 4, 1, 8, 8), torch.tensor([1, 1]), torch.zeros(2, 5, 8))
+    own, cross = watching.most_work()
+    assert (own[0].query, own[0].key, own[1]) == ((2, 16, 2, 12), (2, 16, 2, 12), 3)
+    assert (cross[0].query, cross[0].key, cross[1]) == ((2, 16, 2, 12), (2, 5, 2, 12), 3)
+    assert str(cross[0]) == "16 queries on 5 keys in 2 heads of 12"
+    assert {one.dtype for one, _ in watching.most_work()} == {torch.float32}
+
+
+def test_under_autocast_attention_is_asked_for_in_its_type():
+    q, mask = torch.zeros(1, 2, 4, 8), torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    watching = Watching()
+    with torch.autocast("cpu", torch.bfloat16), watching:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, mask, scale=0.5)
+    ((one, count),) = watching.most_work()
+    assert (one.dtype, one.scale, count) == (torch.bfloat16, 0.5, 1)
+    assert one.mask is mask
+    assert str(one).endswith("masked")
+
+
+def test_what_is_installed_and_right_is_timed_and_the_rest_has_a_reason():
+    began = time.monotonic()
+    timings = time_attention([(asked(), 3)], CPU, stopwatch_of(CPU))
+    assert time.monotonic() - began < 10
+    by_name = {timing.name: timing for timing in timings}
+    assert set(by_name) == set(TRIED)
+    assert 0 < by_name[OWN].seconds < 1
+    assert by_name["flash_attn_2"] == Timing("flash_attn_2", inf, "not installed")
+    assert not isfinite(by_name["cudnn"].seconds), "a CPU has none"
+    assert by_name["cudnn"].reason
+    assert [timing.seconds for timing in timings] == sorted(timing.seconds for timing in timings)
+
+
+def test_calls_are_weighed_by_how_often_they_are_made():
+    """A stopwatch that gives each call a second."""
+    long = asked(key=(1, 24, 2, 8))
+    timings = time_attention([(asked(), 3), (long, 4)], CPU, lambda work, repeats: 1.0)
+    assert next(timing for timing in timings if timing.name == OWN).seconds == 7.0
+
+
+def test_another_is_taken_only_where_it_is_clearly_faster():
+    def chosen(**seconds):
+        return fastest([Timing(name, value) for name, value in seconds.items()])
+
+    assert chosen(cudnn=0.98, sdpa=1.0, flash=2.0) == "sdpa"
+    assert chosen(cudnn=0.9, sdpa=1.0, flash=0.95) == "cudnn"
+    assert chosen(sdpa=1.0, flash=inf) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (lambda q, k, v, **_: q + k + v, "other numbers"),
+        (lambda q, k, v, **_: q.detach() + 0, "does not require grad"),
+        (lambda q, k, v, **_: (q + k + v) * float("nan"), "other numbers"),
+        (lambda q, k, v, **_: q.no_such(), None),
+    ],
+)
+def test_other_numbers_and_a_missing_backward_are_seen(monkeypatch, broken, reason):
+    trial = Trial(asked(), CPU, stopwatch_of(CPU), 1.0)
+    assert trial.of(attention_timing.backend_of(OWN))[1] == ""
+    monkeypatch.setattr(attention_timing, "dispatch_attention_fn", broken)
+    if reason is None:
+        with pytest.raises(AttributeError):  # a fault of ours is not a reason
+            trial.of(attention_timing.backend_of(OWN))
+    else:
+        assert reason in trial.of(attention_timing.backend_of(OWN))[1]
+
+
+def test_a_slow_backend_is_repeated_less():
+    counts = []
+
+    def stopwatch(work, repeats):
+        counts.append(repeats)
+        return 0.4
+
+    Trial(asked(), CPU, stopwatch, 1.0).of(attention_timing.backend_of(OWN))
+    assert counts == [1, 2]
+    counts.clear()
+    Trial(asked(), CPU, stopwatch, 0.1).of(attention_timing.backend_of(OWN))
+    assert counts == [1]
+
+
+def test_long_sequences_are_timed_with_fewer_heads_and_count_in_full(monkeypatch):
+    monkeypatch.setattr(attention_timing, "MOST_NUMEL", 1 * 12 * 8)
+    trial = Trial(asked(query=(1, 12, 4, 8), key=(1, 12, 4, 8)), CPU, lambda *_: 1.0, 1.0)
+    assert trial._leaves[0].shape == (1, 12, 1, 8)
+    assert trial.of(attention_timing.backend_of(OWN)) == (4.0, "")
+    mask = torch.ones(1, 4, 12, 12, dtype=torch.bool)
+    whole = Trial(asked(query=(1, 12, 4, 8), key=(1, 12, 4, 8), mask=mask), CPU, lambda *_: 1.0, 1)
+    assert whole._leaves[0].shape == (1, 12, 4, 8)
+    assert whole.of(attention_timing.backend_of(OWN)) == (1.0, "")
+
+
+def test_heads_may_share_keys():
+    trial = Trial(asked(query=(1, 12, 4, 8), key=(1, 12, 2, 8)), CPU, stopwatch_of(CPU), 1.0)
+    assert trial._leaves[1].shape == (1, 12, 2, 8)
+    assert trial.of(attention_timing.backend_of(OWN))[1] == ""
