@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gracetune.plan.step import Choice, predict_seconds
+from gracetune.plan.choose import predict
+from gracetune.plan.step import Choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +54,9 @@ def learnt(model: Model, fixed: Fixed, plan: Plan, measured: Measured) -> tuple[
 
 def choice_of(plan: Plan) -> Choice:
     """What was decided, without what it was predicted to take."""
-    return Choice(plan.blocks, plan.batch, plan.accumulation, plan.slots, plan.compiled)
+    return Choice(
+        plan.blocks, plan.batch, plan.accumulation, plan.slots, plan.compiled, plan.host_state
+    )
 
 
 def _bytes_wrong(plan: Plan, measured: Measured) -> bool:
@@ -76,8 +79,7 @@ def _at_pace(model: Model, fixed: Fixed, plan: Plan, seconds: float, waited_s: f
 
     def step_with(link: float) -> float:
         paced = model.paced(slower, link)
-        costs = paced.at(plan.batch)
-        return predict_seconds(costs, choice_of(plan), paced.speeds, fixed.optimizer_nbytes).step
+        return predict(paced, choice_of(plan), fixed, simulated=False).seconds.step
 
     moves = predicted.link_in > 0 or predicted.link_out > 0
     return model.paced(slower, _link_for(seconds, step_with) if moves else 1.0)

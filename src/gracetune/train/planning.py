@@ -177,8 +177,8 @@ def _prepare(run: RunFile, family: Family, device: torch.device, tell: Tell) -> 
             text = f"{frozen.left} frozen products are not in fp8: their sides fit no kernel"
             tell(Notice(text, level="warning", fallback=True))
     for transformer in transformers_of(family.transformer).values():
-        rotate_in_one_pass(transformer)
         fuse_lora(transformer)
+        rotate_in_one_pass(transformer)
 
 
 def _rates(device: torch.device) -> Basics:

@@ -1,0 +1,151 @@
+"""A ring adds slots while it is waited for, keeps what helps, and gives back what does not."""
+
+import random
+
+import pytest
+import torch
+from streamed_model import assert_same, made, step, streamed
+from test_ring_safety import LastMinute
+
+from gracetune.stream import growth
+from gracetune.stream.growth import WINDOW, Growth
+from gracetune.stream.movers import SynchronousMover, Waits
+from gracetune.stream.slots import Slots
+
+NBYTES = 512
+
+
+class Waited(SynchronousMover):
+    """A link whose waits are said by hand; memory for so many slots more."""
+
+    def __init__(self, room=100):
+        super().__init__()
+        self.seconds = 0.0
+        self.room = room
+
+    def waits_seen(self, lane):
+        return Waits(0, self.seconds)
+
+    def device_memory(self, nbytes):
+        if self.room == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        self.room -= 1
+        return super().device_memory(nbytes)
+
+
+class Steps:
+    """Passes of a second each, of which some part is waited for."""
+
+    def __init__(self, told, most_slots=8, limit_nbytes=10 * NBYTES, room=100):
+        self.now = 0.0
+        self.mover = Waited(room)
+        self.slots = Slots(self.mover, NBYTES, 3)
+        self.growth = Growth(
+            self.slots, self.mover, most_slots, limit_nbytes, told, clock=lambda: self.now
+        )
+
+    def window(self, share):
+        for _ in range(WINDOW):
+            self.now += 1.0
+            self.mover.seconds += share
+            self.growth.observe()
+        return len(self.slots)
+
+
+def test_slots_are_added_as_long_as_each_helps(told):
+    steps = Steps(told)
+    assert [steps.window(share) for share in (0.2, 0.15, 0.1, 0.004, 0.0)] == [4, 5, 6, 6, 6]
+    assert [text.partition(";")[0] for text in told.texts()] == [
+        f"slots of the ring: {count} of 512 B" for count in (4, 5, 6)
+    ]
+    assert "waited 20.0% of their time" in told.texts()[0]
+
+
+def test_a_slot_that_does_not_help_is_given_back_and_none_is_tried_again(told):
+    steps = Steps(told)
+    assert [steps.window(share) for share in (0.2, 0.199, 0.2, 0.5)] == [4, 3, 3, 3]
+    assert "did not help" in told.texts()[-1]
+    assert len(told.texts()) == 2
+
+
+def test_nothing_happens_where_nothing_is_waited_for(told):
+    steps = Steps(told)
+    assert [steps.window(0.004) for _ in range(5)] == [3] * 5
+    assert steps.window(0.1) == 4, "it is still looked at"
+
+
+@pytest.mark.parametrize(("most", "limit", "reached"), [(5, 10 * NBYTES, 5), (8, NBYTES, 4)])
+def test_there_are_never_more_than_blocks_nor_than_memory_allows(told, most, limit, reached):
+    steps = Steps(told, most, limit)
+    for share in (0.4, 0.3, 0.2, 0.1, 0.05):
+        steps.window(share)
+    assert len(steps.slots) == reached
+
+
+def test_memory_that_others_took_meanwhile_ends_it(told):
+    steps = Steps(told, room=4)
+    assert [steps.window(share) for share in (0.3, 0.2, 0.1)] == [4, 4, 4]
+    assert "there is no room for another" in told.texts()[-1]
+    assert len(told.texts()) == 2
+
+
+def test_what_was_added_can_be_taken_back_once(told):
+    steps = Steps(told)
+    steps.window(0.3)
+    steps.window(0.2)
+    assert steps.growth.give_back()
+    assert len(steps.slots) == 3
+    assert not steps.growth.give_back()
+    assert steps.window(0.5) == 3, "memory was short: it is not tried again"
+
+
+def test_an_unasked_ring_has_nothing_to_give_back(told):
+    _, ring = streamed(made(), told)
+    assert not ring.give_back()
+
+
+@pytest.mark.parametrize("kind", [SynchronousMover, LastMinute])
+def test_gradients_stay_the_same_while_slots_come_and_go(kind, told, monkeypatch):
+    """Bit for bit, with memory of slots poisoned, whatever is decided between passes."""
+
+    class Moody(kind):
+        """Waits at random, so that every decision is taken at some time."""
+
+        waited = 0.0
+
+        def waits_seen(self, lane):
+            self.waited += dice.random() ** 4
+            return Waits(0, self.waited)
+
+    monkeypatch.setattr(growth, "WINDOW", 1)
+    dice = random.Random(1)
+    model = made(num_blocks=7)
+    twin, ring = streamed(model, told, slots=2, mover=Moody())
+    sizes = set()
+    for seed in range(40):
+        if seed % 6 == 0:
+            ring.give_back()
+            ring.grow_within(dice.choice([1, 3, 99]) * ring.counters().slot_nbytes)
+        assert_same(step(twin, seed), step(model, seed))
+        sizes.add(ring.counters().slots)
+    assert len(sizes) >= 3, sizes
+    told_of = " ".join(told.texts())
+    assert "did not help" in told_of
+    assert "given back" in told_of
+    counters = ring.counters()
+    assert counters.surprises == counters.extra_slots == 0
+
+
+def test_a_ring_with_room_for_all_fetches_no_more(told, monkeypatch):
+    monkeypatch.setattr(growth, "WINDOW", 1)
+    monkeypatch.setattr(growth, "GAIN", 100.0)
+    monkeypatch.setattr(growth, "WORTH", 1e-12)
+    model = made(num_blocks=5)
+    twin, ring = streamed(model, told, slots=2)
+    ring.grow_within(10**9)
+    for seed in range(7):
+        assert_same(step(twin, seed), step(model, seed))
+    assert ring.counters().slots == 5
+    fetches = ring.counters().fetches
+    assert_same(step(twin, 7), step(model, 7))
+    assert ring.counters().fetches == fetches
