@@ -4,19 +4,23 @@ Latents are read by shuffled batches of 8 until the batch is one tensor in memor
 and again: what a loader needs before it can move a batch. Ours are `memory` (the cache type that a
 run has unless told otherwise: entries live in slabs of host memory) and `disk` (they stay in
 shards). The others are one file an item, each way by its own reader, and their tensors are stacked
-into the same memory. Everyone has one thread.
+into the same memory. The ways take turns of a few batches, over and over; the median of their turns
+counts.
 
-Warm: every way has read everything once, and nothing waits for a disk. The ways take turns of a few
-batches, over and over; the median of their turns counts, in seconds of the CPU, which on a quiet
-machine are the seconds that pass and on a busy one leave out the time that others had. `copy` is
-the floor: the same bytes copied from memory to memory and nothing else. At 16x128x128 that copy is
-most of what ours do, so nothing can be much faster; `in_hand` is what is left without it: from keys
-to tensors, wherever they lie.
+`warm`: every way has read everything once, and nothing waits for a disk. Everyone has one thread,
+and the seconds of the CPU count, which on a quiet machine are the seconds that pass and on a busy
+one leave out the time that others had. `copy` is the floor: the same bytes copied from memory to
+memory and nothing else. At 16x128x128 that copy is most of what ours do, so nothing can be much
+faster; `in_hand` is what is left without it: from keys to tensors, wherever they lie. `warm_cores`:
+the same with every core for everyone, by the seconds that pass. Ours have nothing to set, torch
+copies with all of them; the others read each item by itself, one after the other (`alone`) and by
+as many threads as there are cores (`threads`).
 
-Cold: the kernel is asked to forget the files of a way before each of its turns (posix_fadvise
-DONTNEED), and the seconds that pass are counted, in the same turns. Names and sizes stay known to
-the kernel, which favours one file an item. Every entry is compared with its checksum by ours and by
-nobody else. `disk` is ours here; `memory` is filled by the same reads.
+`cold`: the kernel is asked to forget the files of a way before each of its turns (posix_fadvise
+DONTNEED), and the seconds that pass are counted. Names and sizes stay known to the kernel, which
+favours one file an item. Ours asks the disk for the items of a batch at once; the others read one
+after the other and by as many threads as a batch has items. Every entry is compared with its
+checksum by ours and by nobody else. `disk` is ours here; `memory` is filled by the same reads.
 
 `python benchmarks/cache.py --write` takes about 12 GB of disk and some minutes.
 """
@@ -31,6 +35,7 @@ import random
 import shutil
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -119,16 +124,24 @@ class Reading:
     def measured(self) -> dict[str, object]:
         """Microseconds an item, and how many times faster than the best of the others."""
         self._memory.warm([key(n) for n in range(self._counts["memory"])])
-        warm = self._turns({**self._readers(), "copy": self._copied}, TURNS, cold=False)
-        in_hand = self._turns(self._hands(), TURNS, cold=False)
+        copy: dict[str, Read] = {"copy": self._copied}
+        cores = os.cpu_count() or 1
+        alone = {**self._readers(), **self._stacked()}
+        warm = self._turns({**alone, **copy}, time.process_time)
+        in_hand = self._turns(self._hands(), time.process_time)
+        torch.set_num_threads(cores)
+        together = {**self._readers(), **self._stacked(), **self._by_threads(cores), **copy}
+        warm_cores = self._turns(together, time.perf_counter)
+        torch.set_num_threads(1)
         self._plain = torch.empty(0)
         self._disk.close()
-        ways = {name: read for name, read in self._readers().items() if name != "memory"}
-        cold = self._turns(ways, COLD_TURNS, cold=True)
-        measured = {"warm": warm, "in_hand": in_hand, "cold": cold}
+        ways = {"disk": self._readers()["disk"], **self._stacked(), **self._by_threads(BATCH)}
+        cold = self._turns(ways, time.perf_counter, COLD_TURNS)
+        measured = {"warm": warm, "in_hand": in_hand, "warm_cores": warm_cores, "cold": cold}
         return {
             "items": self._counts["memory"],
             "nbytes_an_item": self._nbytes,
+            "cores": cores,
             "us_an_item": {
                 what: {name: round(seconds * 1e6, 1) for name, seconds in ways.items()}
                 for what, ways in measured.items()
@@ -136,19 +149,20 @@ class Reading:
             "times_the_best_other": {what: ratios(ways) for what, ways in measured.items()},
         }
 
-    def _turns(self, ways: Mapping[str, Read], turns: int, *, cold: bool) -> dict[str, float]:
+    def _turns(
+        self, ways: Mapping[str, Read], clock: Callable[[], float], cold_turns: int = 0
+    ) -> dict[str, float]:
         """The median of each way's seconds an item, over turns that they take one by one."""
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        if not cold:
+        if not cold_turns:
             for name, read in ways.items():
-                for numbers in batches(shuffled(self._counts[name], 0)):
+                for numbers in batches(shuffled(self._counts[files_of(name)], 0)):
                     read(numbers)
-        for turn in range(1, 1 + turns):
+        for turn in range(1, 1 + (cold_turns or TURNS)):
             for name, read in ways.items():
-                order = shuffled(self._counts[name], turn)[: TURN_BATCHES * BATCH]
-                if cold:
-                    self._forget(name)
-                clock = time.perf_counter if cold else time.process_time
+                order = shuffled(self._counts[files_of(name)], turn)[: TURN_BATCHES * BATCH]
+                if cold_turns:
+                    self._forget(files_of(name))
                 began = clock()
                 for numbers in batches(order):
                     read(numbers)
@@ -156,7 +170,7 @@ class Reading:
         return {name: median(taken) for name, taken in seconds.items()}
 
     def _readers(self) -> dict[str, Read]:
-        """How each way has a batch in the slab."""
+        """How ours have a batch in the slab."""
 
         def ours(store: ArenaStore | ShardStore) -> Read:
             def read(numbers: Sequence[int]) -> None:
@@ -165,16 +179,29 @@ class Reading:
 
             return read
 
+        return {"memory": ours(self._memory), "disk": ours(self._disk)}
+
+    def _stacked(self) -> dict[str, Read]:
+        """The others, one item after the other."""
+
         def stacked(load: Callable[[int], Tensor]) -> Read:
             return lambda numbers: torch.stack(
                 [load(n) for n in numbers], out=self._batch[: len(numbers)]
             )
 
-        return {
-            "memory": ours(self._memory),
-            "disk": ours(self._disk),
-            **{name: stacked(load) for name, load in self._loaders().items()},
-        }
+        return {f"{name}.alone": stacked(load) for name, load in self._loaders().items()}
+
+    def _by_threads(self, count: int) -> dict[str, Read]:
+        """The others, each item by a thread that also copies it to its place."""
+        pool = ThreadPoolExecutor(count)
+
+        def threaded(load: Callable[[int], Tensor]) -> Read:
+            def one(place: int, number: int) -> None:
+                self._batch[place].copy_(load(number))
+
+            return lambda numbers: [*pool.map(one, range(len(numbers)), numbers)]
+
+        return {f"{name}.threads": threaded(load) for name, load in self._loaders().items()}
 
     def _hands(self) -> dict[str, Read]:
         """How each way has the tensors of a batch, wherever they lie."""
@@ -192,7 +219,7 @@ class Reading:
         return {
             "memory": ours(self._memory),
             "disk": ours(self._disk),
-            **{name: loaded(load) for name, load in self._loaders().items()},
+            **{f"{name}.alone": loaded(load) for name, load in self._loaders().items()},
         }
 
     def _loaders(self) -> dict[str, Callable[[int], Tensor]]:
@@ -253,8 +280,13 @@ class Reading:
 
 def ratios(seconds: Mapping[str, float]) -> dict[str, float]:
     """How many times faster each of ours is than the fastest of the others."""
-    best = min(value for name, value in seconds.items() if name in OTHERS)
+    best = min(value for name, value in seconds.items() if files_of(name) in OTHERS)
     return {name: round(best / seconds[name], 2) for name in OURS if name in seconds}
+
+
+def files_of(way: str) -> str:
+    """The folder that a way reads from."""
+    return way.removesuffix(".alone").removesuffix(".threads")
 
 
 def key(number: int) -> str:

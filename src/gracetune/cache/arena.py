@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,8 @@ SLAB_NBYTES = 64 * 1024**2
 """A power of two: pinned memory is handed out in powers of two, whatever is asked for."""
 LEAST_NBYTES = 4096
 LOADED_TOGETHER = 64
+REMEMBERED = 4096
+"""Batches whose use is still to be counted; what was used before them counts as not used since."""
 
 
 class Budget:
@@ -89,6 +92,7 @@ class ArenaStore:
         self._slabs = Slabs(budget, allocate)
         self._budget = budget
         self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._used: deque[Sequence[str]] = deque(maxlen=REMEMBERED)
         self._lock = threading.Lock()
         self._told = False
         self._tally = tally
@@ -105,14 +109,12 @@ class ArenaStore:
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         """Those in memory as views; the others are read together, and kept where they fit."""
         with self._lock:
-            entries = self._entries
-            found = {key: entries[key] for key in keys if key in entries}
-            for key in found:
-                entries.move_to_end(key)
-            if len(found) == len(keys):
-                self._tally.hits += len(keys)
-                return [*found.values()]
-            self._tally.hits += sum(key in found for key in keys)
+            self._used.append(keys)
+            here = [*map(self._entries.get, keys)]
+            self._tally.hits += len(here) - here.count(None)
+        if None not in here:
+            return here
+        found = {key: entry for key, entry in zip(keys, here, strict=True) if entry is not None}
         lacking = list(dict.fromkeys(key for key in keys if key not in found))
         if lacking and self._behind is not None:
             read = self._brought(self._behind, lacking, evict=True)
@@ -233,11 +235,21 @@ class ArenaStore:
     def _room(self, nbytes: int, *, evict: bool) -> Tensor | None:
         with self._lock:
             room = self._slabs.take(nbytes)
+            if room is None and evict:
+                self._count_uses()
             while room is None and evict and self._entries:
                 self._tell_once()
                 self._entries.popitem(last=False)
                 room = self._slabs.take(nbytes)
             return room
+
+    def _count_uses(self) -> None:
+        """Put what was used last last; only before something has to leave, because it costs more
+        than finding an entry does."""
+        for key in chain.from_iterable(self._used):
+            if key in self._entries:
+                self._entries.move_to_end(key)
+        self._used.clear()
 
     def _tell_once(self) -> None:
         if not self._told and self._behind is not None:

@@ -95,6 +95,11 @@ class OpenShards:
             self.is_slow = self._clock() - began > max(SLOW_S, nbytes / SLOW_RATE)
         return found
 
+    def hold(self, rows: Iterable[Row]) -> bool:
+        """Whether all of these are in the page cache: copying them from a mapped file takes half
+        the time of reading them."""
+        return all(self._is_cached(row) for row in rows)
+
     def ask_disk(self, rows: Iterable[Row]) -> None:
         """Start reading these rows, all at once, instead of a page at a time when touched."""
         for shard, alike in groupby(sorted(rows, key=_place), key=lambda row: row.shard):

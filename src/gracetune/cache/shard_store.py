@@ -95,7 +95,8 @@ class ShardStore:
         return self._view(keys)
 
     def gather(self, keys: Sequence[str], name: str, room: Room) -> Tensor | None:
-        """Read to where they belong, and copied no further; entries of several tensors are."""
+        """Copied from the page cache where it has them, else read to where they belong; entries of
+        several tensors are read as a whole, and then copied."""
         self._at_home()
         found = self._rows(keys)
         rows = [found[key] for key in keys if key in found]
@@ -103,7 +104,7 @@ class ShardStore:
             return None
         places = rows[0].tensors
         alone = [place.name for place in places] == [name] and places[0].nbytes > 0
-        if alone and all(row.tensors == places for row in rows):
+        if alone and all(row.tensors == places for row in rows) and not self._files.hold(rows):
             place = places[0]
             slab = room(len(rows) * place.nbytes)
             if all(self._read(rows, [*slab.numpy().reshape(len(rows), place.nbytes)])):

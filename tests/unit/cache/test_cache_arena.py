@@ -69,6 +69,34 @@ def test_the_least_recently_used_leaves_and_is_read_from_behind(told):
     assert kept.nbytes <= 4 * KIB
 
 
+@given(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4), max_size=40))
+@settings(deadline=None, max_examples=40)
+def test_what_leaves_is_what_was_used_longest_ago(batches):
+    tally, behind = Tally(), MemoryStore()
+    behind.put_many({f"{number}": entry(number) for number in range(8)})
+    kept = ArenaStore("latents", Budget(4 * KIB), behind, lambda event: None, pageable, tally)
+    expected = []  # the last is the one that was used last
+    for batch in batches:
+        tally.hits = 0
+        kept.get_many([f"{number}" for number in batch])
+        assert tally.hits == sum(number in expected for number in batch)
+        here = [number for number in batch if number in expected]
+        new = [*dict.fromkeys(number for number in batch if number not in expected)]
+        for number in here + new:
+            expected = [*(n for n in expected if n != number), number][-4:]
+
+
+def test_uses_are_counted_in_bounded_memory(told, monkeypatch):
+    monkeypatch.setattr(arena, "REMEMBERED", 2)
+    kept = store(told, 4 * KIB, MemoryStore())
+    kept.put_many({f"{number}": entry(number) for number in range(4)})
+    for key in "3210":
+        kept.get(key)
+    kept.put("4", entry(4))  # of the uses, those of 1 and 0 are remembered
+    assert [*kept._entries] == ["3", "1", "0", "4"]
+    assert len(kept._used) == 0
+
+
 def test_without_files_what_does_not_fit_is_refused_by_the_name_of_the_setting(told):
     kept = store(told, budget=4 * KIB)
     kept.put_many({f"{number}": entry(number) for number in range(4)})

@@ -89,6 +89,23 @@ def test_a_batch_is_gathered_where_it_is_wanted(store, cold, words, allocate):
     assert batch.data_ptr() == slab.data_ptr()
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_only_what_the_page_cache_lacks_is_read(store, monkeypatch):
+    fill(store, range(4))
+    read, real = [], store._files.read
+
+    def spied(rows, *rest):
+        read.append([row.key for row in rows])
+        return real(rows, *rest)
+
+    monkeypatch.setattr(store._files, "read", spied)
+    assert store.gather(["k3", "k1"], "latents", Rooms())[:, 0].tolist() == [3, 1]
+    assert read == []
+    forget(store)
+    assert store.gather(["k2", "k0"], "latents", Rooms())[:, 0].tolist() == [2, 0]
+    assert read == [["k2", "k0"]]
+
+
 def test_a_gathered_batch_with_something_missing_is_none(store):
     fill(store, range(2))
     assert store.gather(["k0", "absent"], "latents", Rooms()) is None
