@@ -175,6 +175,7 @@ def test_the_input_of_a_checkpoint_that_the_model_makes(case, told, streams):
     assert counters.on_demand == 0
 
 
+@pytest.mark.filterwarnings("ignore")  # compilers look at what torch warns of looking at
 @pytest.mark.parametrize("mix", ["all", "all, streamed"])
 def test_compiled_blocks(case, told, mix):
     resident = wan()

@@ -126,7 +126,7 @@ def build(
     interrupt: Interrupt,
 ) -> Built:
     """Load the model, prepare the data, and put everything together."""
-    folder, device = Path(run.output_dir), accelerator.device
+    folder, device = Path(run.output_dir), _numbered(accelerator.device)
     ramp, notes = build_ramp(run, accelerator.num_processes)
     for note in notes:
         tell(Notice(note))
@@ -328,6 +328,13 @@ def _train_in_fp32(transformers: Iterable[nn.Module], tell: Tell) -> None:
         parameter.data = parameter.data.float()
     if narrow:
         tell(Notice(f"{len(narrow)} trained weights are kept in fp32, which bf16 updates need"))
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """By its number: torch answers some questions about no other, and tensors are on no other."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def why_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
