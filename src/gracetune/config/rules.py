@@ -134,6 +134,16 @@ def why_whole(name: str) -> str:
     return WHOLE_OPTIMIZERS.get(name, "may look at all parameters at once, for all that is known")
 
 
+def trains_in_bf16(run: RunFile) -> bool:
+    """Whether full training leaves weights in bf16, with fp32 of each in the optimizer's state."""
+    return (
+        run.adapter is None
+        and run.model.dtype == "bfloat16"
+        and not why_whole(run.optimizer.name)
+        and not run.train.ema_decay  # averages in bf16 would stand still
+    )
+
+
 def _state(run: RunFile) -> Iterator[Breach]:
     why = why_whole(run.optimizer.name)
     if run.optimizer.state == "host" and why:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gracetune import registry
+from gracetune.config.rules import PARTED_OPTIMIZERS
 from gracetune.errors import ConfigError
+from gracetune.optim.masters import Masters, stand_ins
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +38,7 @@ DEFAULT_LR = {
 }
 """Where `optimizer.lr` is not given and 1e-4 is not it: the packages' own, and for Lion a tenth of
 AdamW's, as its paper says. Automagic has rates of its own, which the schedule only scales."""
+FP32_NBYTES = 4
 STAGES = ("high", "low")
 """Parameters whose names begin so belong to one of two experts, and get a group of their own."""
 
@@ -53,10 +56,18 @@ class BuildOptimizer(Protocol):
 def build_optimizer(
     parameters: Mapping[str, Parameter], section: OptimizerSection, seed: int = 0
 ) -> Optimizer:
-    """The optimizer that the run file names; `seed` is for what it draws, if anything."""
+    """The optimizer that the run file names; `seed` is for what it draws, if anything.
+
+    Parameters narrower than fp32 get masters; Automagic rounds such weights in its own way.
+    """
     build = cast("BuildOptimizer", registry.load("optimizer", section.name, OPTIMIZERS))
-    groups = groups_of(parameters, section)
-    optimizer = build(groups, section, seed)
+    narrow = any(p.itemsize < FP32_NBYTES for p in parameters.values())
+    if narrow and section.name in PARTED_OPTIMIZERS:
+        stood_for = stand_ins(parameters.values())
+        named = dict(zip(parameters, stood_for, strict=True))
+        optimizer: Optimizer = Masters(build(groups_of(named, section), section, seed), stood_for)
+    else:
+        optimizer = build(groups_of(parameters, section), section, seed)
     for group in optimizer.param_groups:
         group["initial_lr"] = highest_lr(section)
     return optimizer

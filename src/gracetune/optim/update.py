@@ -198,7 +198,8 @@ class Update:
         ]
         stays = [p for bucket in new[self._hosted :] for p in bucket]
         passes = max(new[: self._hosted], key=_numel, default=[])
-        room = [torch.empty_like(p) for p in stays + passes for _ in range(self._tensors_each)]
+        wide = [p for p in stays + passes for _ in range(self._tensors_each)]
+        room = [torch.empty_like(p, dtype=torch.float32) for p in wide]
         del room
 
     @torch.no_grad()

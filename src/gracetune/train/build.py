@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
 
 from gracetune.cache.ranks import Ranks
+from gracetune.config.rules import trains_in_bf16
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.ledger import Tier
@@ -22,7 +23,7 @@ from gracetune.models.experts import transformers_of
 from gracetune.models.family import load_family
 from gracetune.models.quantize import demand_quantizable, quantize_blocks
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.footprint import state_nbytes_each
+from gracetune.optim.footprint import nbytes_each
 from gracetune.optim.update import Update
 from gracetune.stream.movers import open_mover
 from gracetune.train.attending import settle_attention
@@ -239,7 +240,8 @@ def _make_update(
     run: RunFile, optimizer: Optimizer, mover: StreamMover, unplanned: str, tell: Tell
 ) -> Update:
     """A plan says where state lives, and may try again in less memory; without one, it is said."""
-    update = Update(optimizer, mover, 0.0 if unplanned else state_nbytes_each(run.optimizer))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    update = Update(optimizer, mover, 0.0 if unplanned else nbytes_each(run.optimizer, parameters))
     if unplanned and run.optimizer.state == "host":
         update.place(1.0)
         tell(Notice("the optimizer's state lives in host memory"))
@@ -317,17 +319,22 @@ def _make_trainable(run: RunFile, family: Family, turns: Turns, tell: Tell) -> M
     else:
         for transformer in trained.values():
             transformer.requires_grad_(True)
-        _train_in_fp32(trained.values(), tell)
+        _widen(run, trained.values(), tell)
     return modules
 
 
-def _train_in_fp32(transformers: Iterable[nn.Module], tell: Tell) -> None:
-    """Updates are far smaller than the steps of bf16: in bf16 most would change nothing."""
+def _widen(run: RunFile, transformers: Iterable[nn.Module], tell: Tell) -> None:
+    """Updates are far smaller than the steps of bf16: in bf16 alone most would change nothing."""
     narrow = [p for t in transformers for p in t.parameters() if p.itemsize < FP32_NBYTES]
+    if not narrow:
+        return
+    if trains_in_bf16(run):
+        tell(Notice(f"{len(narrow)} trained weights stay in bf16; the optimizer has fp32 of each"))
+        return
     for parameter in narrow:
         parameter.data = parameter.data.float()
-    if narrow:
-        tell(Notice(f"{len(narrow)} trained weights are kept in fp32, which bf16 updates need"))
+    text = f"{len(narrow)} trained weights are kept in fp32, which bf16 updates need"
+    tell(Notice(f"{text}; model.dtype: bfloat16 with adamw and no ema_decay takes half of that"))
 
 
 def _numbered(device: torch.device) -> torch.device:

@@ -19,7 +19,7 @@ from gracetune.adapters.fused import demand_fp8, freeze_in_fp8, fuse_lora
 from gracetune.events.types import Notice
 from gracetune.models.experts import transformers_of
 from gracetune.models.wan_attention import rotate_in_one_pass
-from gracetune.optim.footprint import state_nbytes_each
+from gracetune.optim.footprint import nbytes_each
 from gracetune.optim.update import Travel
 from gracetune.plan.ask import settings_of, wishes_of
 from gracetune.plan.candidates import Budget
@@ -130,8 +130,9 @@ class Question:
 def question(run: RunFile, family: Family, model: Model, device: torch.device) -> Question:
     """For the largest bucket of a run, in what is free on this machine."""
     transformers = transformers_of(family.transformer)
-    counts = [p.numel() for p in family.transformer.parameters() if p.requires_grad]
-    trained, each = sum(counts), state_nbytes_each(run.optimizer)
+    parameters = [p for p in family.transformer.parameters() if p.requires_grad]
+    counts = [p.numel() for p in parameters]
+    trained, each = sum(counts), nbytes_each(run.optimizer, parameters)
     return Question(
         model,
         Fixed(

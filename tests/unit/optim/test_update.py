@@ -210,7 +210,7 @@ def test_room_for_new_state_is_asked_for_before_the_update(monkeypatch):
     optimizer = torch.optim.AdamW(named.items())
     update = Update(optimizer, SynchronousMover(), 8.0, SMALL)
     asked = []
-    monkeypatch.setattr(torch, "empty_like", lambda p: asked.append(p.numel()))
+    monkeypatch.setattr(torch, "empty_like", lambda p, **_: asked.append(p.numel()))
     give(named, 0)
     update.step()
     assert sorted(asked) == sorted(2 * [p.numel() for p in named.values()])
