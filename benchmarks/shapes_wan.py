@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gracetune.stream.blocks import Compiler
-
 Way = Literal["bf16", "fp8", "plain", "fp32"]
 """Ours with products in bf16 or fp8; peft's own under autocast; peft's own in fp32 throughout."""
-CHUNK = 128
-"""Held-out samples at a time."""
 TRAIN = TrainSection()
 """Levels are drawn as a run file without a word on it draws them."""
 
@@ -124,7 +120,6 @@ def make_arm(
     weights: Mapping[str, Tensor],
     way: Way,
     rank: int,
-    compiler: Compiler | None,
 ) -> nn.Module:
     """The model with these weights and a new adapter, computing in one of the ways."""
     model = make_model(shape, next(iter(weights.values())).device)
@@ -137,7 +132,7 @@ def make_arm(
     if way in ("bf16", "fp8"):
         fuse_lora(model)
         rotate_in_one_pass(model)
-        run_blocks(model.blocks, ["keep"] * shape.layers, compiler)
+        run_blocks(model.blocks, ["keep"] * shape.layers, compiler=None)
     return model.train()
 
 
@@ -194,52 +189,108 @@ def losses(model: nn.Module, asked: Asked, autocast: bool) -> Tensor:
     return objective.losses(said, asked.target)
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What chance brings to a step."""
+
+    chosen: Tensor
+    noise: Tensor
+    levels: Tensor
+
+
+class Backward:
+    """Forward and backward of one step, always the same kernels on the same memory.
+
+    A GPU waits for Python in steps as small as these, so there they are recorded once and
+    replayed. Gradients are overwritten, never added to; nobody may set them to none.
+    """
+
+    def __init__(self, model: nn.Module, pictures: Pictures, batch: int, autocast: bool) -> None:
+        self.model, self.pictures, self.autocast, self.batch = model, pictures, autocast, batch
+        self._given = self.draw(torch.Generator(pictures.latents.device).manual_seed(0))
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if pictures.latents.is_cuda:
+            try:
+                self._graph = self._recorded()
+            except RuntimeError as error:  # slower, and the same numbers
+                print(f"steps are not recorded: {error}", flush=True)
+
+    def draw(self, generator: torch.Generator) -> Drawn:
+        """Pictures, noise and levels of a step."""
+        latents, device = self.pictures.latents, generator.device
+        chosen = torch.randint(len(latents), (self.batch,), generator=generator, device=device)
+        shape = (self.batch, *latents.shape[1:])
+        noise = torch.randn(shape, generator=generator, device=device)
+        return Drawn(chosen, noise, draw_levels(TRAIN, self.batch, generator))
+
+    def __call__(self, drawn: Drawn) -> None:
+        """Leave gradients with the parameters."""
+        self._given.chosen.copy_(drawn.chosen)
+        self._given.noise.copy_(drawn.noise)
+        self._given.levels.copy_(drawn.levels)
+        if self._graph is None:
+            self.model.zero_grad()
+            self._run()
+        else:
+            self._graph.replay()
+
+    def _run(self) -> None:
+        given = self._given
+        batch = Pictures(
+            self.pictures.latents.index_select(0, given.chosen),
+            self.pictures.words.index_select(0, given.chosen),
+        )
+        asked = ask(batch, given.levels, given.noise)
+        losses(self.model, asked, self.autocast).mean().backward()
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # kernels are chosen and workspaces made
+                self.model.zero_grad()
+                self._run()
+        torch.cuda.current_stream().wait_stream(side)
+        self.model.zero_grad()  # gradients are the recording's own from here on
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._run()
+        return graph
+
+
 def train(
-    model: nn.Module,
-    pictures: Pictures,
-    held_out: Callable[[], float],
-    course: Course,
-    seed: int,
-    autocast: bool,
+    backward: Backward, held_out: Callable[[], float], course: Course, seed: int
 ) -> dict[int, float]:
     """Everything that may be trained; gives the held-out loss by step. The seed sets batches,
     levels and noise, alike for every way to compute.
     """
-    device = pictures.latents.device
+    device = backward.pictures.latents.device
     generator = torch.Generator(device).manual_seed(seed)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in backward.model.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(trained, course.optimizer)
     whole = torch.ones((), device=device)
     curve = {0: held_out()}
     for step in range(course.steps):
-        chosen = torch.randint(
-            len(pictures.latents), (course.batch,), generator=generator, device=device
-        )
-        batch = pictures.at(chosen)
-        noise = torch.randn(batch.latents.shape, generator=generator, device=device)
-        levels = draw_levels(TRAIN, course.batch, generator)
-        losses(model, ask(batch, levels, noise), autocast).mean().backward()
+        backward(backward.draw(generator))
         scale_and_clip(list(trained.values()), whole, TRAIN.max_grad_norm)
         set_rates(optimizer, rate_share(course.optimizer, step, course.steps))
         optimizer.step()
-        optimizer.zero_grad()
         if (step + 1) % course.every == 0 or step + 1 == course.steps:
             curve[step + 1] = held_out()
     return curve
 
 
+def held_out_question(pictures: Pictures, draws: int) -> Asked:
+    """Every picture so many times, at evenly spread levels, with noise that never changes."""
+    count = draws * len(pictures.latents)
+    every = pictures.at(torch.arange(count, device=pictures.latents.device) % (count // draws))
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(every.latents.shape, generator=generator).to(every.latents)
+    levels = (torch.randperm(count, generator=generator) + 0.5) / count
+    return ask(every, levels.to(noise), noise)
+
+
 @torch.no_grad()
-def held_out_loss(model: nn.Module, pictures: Pictures, draws: int, autocast: bool) -> float:
-    """The mean over evenly spread levels, with noise that never changes."""
-    latents, count = pictures.latents, len(pictures.latents)
-    total = torch.zeros((), device=latents.device)
-    for number in range(draws):
-        generator = torch.Generator().manual_seed(number)
-        noise = torch.randn(latents.shape, generator=generator).to(latents)
-        order = torch.randperm(count, generator=generator)
-        levels = ((order + (number + 0.5) / draws) / count).to(latents)
-        for start in range(0, count, CHUNK):
-            part = slice(start, start + CHUNK)
-            asked = ask(pictures.at(part), levels[part], noise[part])
-            total += losses(model, asked, autocast).sum()
-    return float(total / (draws * count))
+def held_out_loss(model: nn.Module, asked: Asked, autocast: bool) -> float:
+    """The mean over all that is asked."""
+    return float(losses(model, asked, autocast).mean())
