@@ -9,6 +9,7 @@ Figures: benchmarks/results/data_decode.json.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from gracetune.data.headers import png_chunks
@@ -24,11 +25,14 @@ if TYPE_CHECKING:
     Pixels = NDArray[np.uint8]
     Decode = Callable[[bytes, str, Size], Pixels | None]
     """From a file, the Pillow mode of its header and the smallest size that will do."""
+    DecodePlain = Callable[[bytes], Pixels | None]
+    """From a file that `headers` has found to be plain: nothing is asked again."""
 
 Lanczos = Literal["pillow", "torch"]
 MODES = ("L", "RGB", "RGBA")
 """Eight bits a channel: in all others Pillow's reading is the definition."""
 
+_JPEG_COLOURS = {"L": "GRAY", "RGB": "RGB"}
 _PNG_DEPTH = 24
 _WEBP_CHUNK, _WEBP_FLAGS, _WEBP_ANIMATION = slice(12, 16), 20, 2
 
@@ -39,6 +43,8 @@ class Decoders:
 
     by_format: Mapping[str, Decode] = field(default_factory=dict)
     lanczos: Lanczos = "pillow"
+    plain: Mapping[str, DecodePlain] = field(default_factory=dict)
+    """The same for plain files, by the fastest that there is."""
     why: str = "pictures are decoded and resized by Pillow"
 
 
@@ -48,16 +54,17 @@ PILLOW = Decoders()
 def choose_decoders() -> Decoders:
     """Look once what is installed; nothing below asks again."""
     found: dict[str, Decode] = {}
+    plain: dict[str, DecodePlain] = {}
     names = []
     for add in (_add_simplejpeg, _add_imagecodecs):
         try:
-            names.append(add(found))
+            names.append(add(found, plain))
         except ImportError:
             continue  # an extra that is not installed
     lanczos: Lanczos = "torch" if _torch_has_lanczos() else "pillow"
     who = f"pictures are decoded by {', '.join([*names, 'Pillow'])} and resized by {lanczos}"
     more = "" if len(names) == 2 else "; `pip install gracetune[images]` makes it faster"
-    return Decoders(found, lanczos, who + more)
+    return Decoders(found, lanczos, plain, who + more)
 
 
 def _torch_has_lanczos() -> bool:
@@ -75,27 +82,39 @@ def _torch_has_lanczos() -> bool:
     return True
 
 
-def _add_simplejpeg(found: dict[str, Decode]) -> str:
+def _tried(decode: Callable[[bytes], Pixels], *refusals: type[Exception]) -> DecodePlain:
+    """The decoder, with none for what it refuses."""
+
+    def call(data: bytes) -> Pixels | None:
+        try:
+            return decode(data)
+        except refusals:
+            return None
+
+    return call
+
+
+def _add_simplejpeg(found: dict[str, Decode], plain: dict[str, DecodePlain]) -> str:
     import simplejpeg
 
     def jpeg(data: bytes, mode: str, least: Size) -> Pixels | None:
-        colours = {"L": "GRAY", "RGB": "RGB"}.get(mode)
-        if colours is None:
+        if mode not in _JPEG_COLOURS:
             return None
         try:
             # strict: what libjpeg only warns about is for Pillow to judge
             pixels: Pixels = simplejpeg.decode_jpeg(
-                data, colours, min_width=least[0], min_height=least[1], strict=True
+                data, _JPEG_COLOURS[mode], min_width=least[0], min_height=least[1], strict=True
             )
         except ValueError:
             return None
         return pixels[:, :, 0] if mode == "L" else pixels
 
     found["JPEG"] = jpeg
+    plain["JPEG"] = _tried(partial(simplejpeg.decode_jpeg, strict=True), ValueError)
     return "simplejpeg (JPEG)"
 
 
-def _add_imagecodecs(found: dict[str, Decode]) -> str:
+def _add_imagecodecs(found: dict[str, Decode], plain: dict[str, DecodePlain]) -> str:
     import imagecodecs
 
     def png(data: bytes, mode: str, least: Size) -> Pixels | None:  # noqa: ARG001
@@ -117,4 +136,7 @@ def _add_imagecodecs(found: dict[str, Decode]) -> str:
         return pixels
 
     found |= {"PNG": png, "WEBP": webp}
+    opaque = partial(imagecodecs.webp_decode, hasalpha=False)
+    plain["PNG"] = _tried(imagecodecs.spng_decode, imagecodecs.SpngError, ValueError, MemoryError)
+    plain["WEBP"] = _tried(opaque, imagecodecs.WebpError, ValueError)
     return "imagecodecs (PNG, WebP)"

@@ -113,13 +113,13 @@ def decode_pixels(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE)
 def _plain(data: bytes, decoders: Decoders) -> Pixels | None:
     """The pixels of a plain picture by its decoder alone: Pillow's opening of it takes time."""
     header = plain_header(data)
-    most = Image.MAX_IMAGE_PIXELS
-    if header is None or header.file_format not in decoders.by_format or most is None:
+    if header is None or header[0] not in decoders.plain:
         return None
-    width, height = header.size
-    if width * height > most:
+    file_format, (width, height) = header
+    most = Image.MAX_IMAGE_PIXELS
+    if most is None or not 0 < width * height <= most:
         return None  # Pillow says what it thinks of such sizes
-    pixels = decoders.by_format[header.file_format](data, "RGB", WHOLE)
+    pixels = decoders.plain[file_format](data)
     return pixels if pixels is not None and pixels.shape == (height, width, 3) else None
 
 
