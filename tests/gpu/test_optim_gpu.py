@@ -115,11 +115,13 @@ class SlowLink(CudaMover):
         return super().copy(target, source, poison, lane)
 
 
-def wide_parameters(numel=16_000, count=9):
+def wide_parameters(numel=16_000, count=9, dtype=torch.float32):
     generator = torch.Generator(DEVICE).manual_seed(0)
     shapes = [(numel // 125, 125) if index % 3 else (numel,) for index in range(count)]
     return {
-        f"p{index}": torch.nn.Parameter(torch.randn(shape, generator=generator, device=DEVICE))
+        f"p{index}": torch.nn.Parameter(
+            torch.randn(shape, generator=generator, device=DEVICE).bfloat16().to(dtype)
+        )
         for index, shape in enumerate(shapes)
     }
 
@@ -127,8 +129,8 @@ def wide_parameters(numel=16_000, count=9):
 def give_on_device(named, seed, without=()):
     generator = torch.Generator(DEVICE).manual_seed(seed)
     for name, p in named.items():
-        grad = torch.randn(p.shape, generator=generator, device=DEVICE)
-        p.grad = None if name in without else grad
+        grad = torch.randn(p.shape, generator=generator, device=DEVICE).bfloat16()
+        p.grad = None if name in without else grad.to(p.dtype)
 
 
 def made(name, share, mover, travel=SMALL, **sizes):
@@ -162,6 +164,21 @@ def test_state_in_host_memory_gives_the_same_bits(name, share):
         assert torch.equal(value, ended[1][key]), key
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_masters_of_bf16_weights_train_as_fp32_weights_do(share):
+    wide = made("adamw", 0.0, SlowLink(seed=4))
+    narrow = made("adamw", share, SlowLink(seed=5), dtype=torch.bfloat16)
+    for seed in range(8):
+        for named, _, update in (wide, narrow):
+            give_on_device(named, seed)
+            update.step()
+    expected, found = everything(*wide), everything(*narrow)
+    for name in wide[0]:
+        assert torch.equal(found[f"{name}|master"], expected[name]), name
+        assert torch.equal(found[name], expected[name].bfloat16()), name
+        assert torch.equal(found[f"{name}|exp_avg"], expected[f"{name}|exp_avg"]), name
+
+
 @pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])
 def test_state_moves_with_a_checkpoint(before, after):
     whole = made("adamw", before, SlowLink(seed=2))
@@ -182,8 +199,9 @@ def test_state_moves_with_a_checkpoint(before, after):
         assert torch.equal(value, found[key]), key
 
 
-def test_a_step_with_its_state_in_host_memory_waits_for_nothing():
-    named, _, update = made("adamw", 1.0, CudaMover(DEVICE, pin=True))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_with_its_state_in_host_memory_waits_for_nothing(dtype):
+    named, _, update = made("adamw", 1.0, CudaMover(DEVICE, pin=True), dtype=dtype)
     for seed in range(3):
         give_on_device(named, seed)
         update.step()

@@ -135,7 +135,7 @@ def _activation_reason(plan: Plan) -> str:
     parts = []
     if seconds.recompute:
         parts.append(f"recomputing takes {seconds.recompute / seconds.step:.0%} of the step")
-    if seconds.link_out:
+    if plan.host.activations:
         wait = seconds.wait_activations / seconds.step
         parts.append(
             f"offloading moves {format_bytes(plan.host.activations)} out and back, and computing "

@@ -96,11 +96,12 @@ def test_where_the_host_has_no_room_either_the_least_is_named():
 
 
 def test_the_report_says_what_is_where_and_what_it_costs():
-    planned = chosen(1300, (1.0,), stream=False)
+    planned = chosen(1300, (1.0,), stream=False, offload=False)
     assert "100% of the optimizer's state in host memory" in describe(planned.best)
     budget = Budget(1300, ROOMY)
     (reason,) = [text for text in reasons(planned, budget) if "optimizer" in text]
     assert "go to the device and back in every update" in reason
+    assert not any("offloading" in text for text in reasons(planned, budget))
     text = "\n".join(lines(planned, Heading("m", "s", "x", budget)))
     assert "waiting for the state" in text
     plan = as_json(planned, Heading("m", "s", "x", budget))["plan"]
