@@ -34,7 +34,8 @@ class Adapted(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self.adapter = adapter
-        self.dropout = nn.Dropout(dropout)
+        # Of none at all, a compiler would still make a copy, and keep it for backward.
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """The frozen layer as it is, and what is trained beside it."""

@@ -103,6 +103,12 @@ def saved_nbytes(model, x):
     return sum(nbytes for nbytes, _ in kept.values())
 
 
+def test_no_dropout_is_no_copy():
+    model = adapted(rank=2, factor=4)
+    assert isinstance(model.inner.dropout, nn.Identity)
+    assert adapted(rank=2, dropout=0.25).inner.dropout.p == 0.25
+
+
 def test_what_is_kept_for_backward_is_thin():
     layer = nn.Linear(512, 512)
     holder = nn.ModuleDict({"layer": layer})
