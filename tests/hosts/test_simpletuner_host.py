@@ -134,6 +134,49 @@ def test_cache_files_come_from_memory_and_are_the_same(backends, tmp_path, hooke
         ours.torch_load(path)
 
 
+RANK = """
+import json, sys
+from importlib import import_module
+from pathlib import Path
+import torch
+from gracetune.hosts.simpletuner.hooks import install
+from gracetune.hosts.simpletuner.needs import FACTORY
+from gracetune.hosts.simpletuner.plugin import Plugin
+from gracetune.memory.machine import open_machine
+plugin = Plugin({"LOCAL_WORLD_SIZE": "2"}, open_machine, torch.Tensor.contiguous, Path(sys.argv[1]))
+install(plugin, import_module)
+plugin.take_config({"cache_config": {"vae_cache_type": "memory"}})
+backend = import_module(FACTORY).LocalDataBackend(accelerator=None, id="x")
+for line in sys.stdin:
+    value = backend.torch_load(line.strip())
+    memory = plugin.memory
+    told = [memory.hits, memory.misses, memory.nbytes, value["latents"].sum().item()]
+    sys.__stdout__.write("rank " + json.dumps(told) + "\\n")
+    sys.__stdout__.flush()
+"""
+
+
+def test_two_ranks_hold_one_copy(tmp_path, hooked):
+    """What the first has loaded, the second maps."""
+    path = str(tmp_path / "x.pt")
+    stock = hooked.stock(accelerator=None, id="x")
+    stock.write(path, {"latents": torch.arange(4096.0), "metadata": {"crop": (0, 0)}})
+    words = [sys.executable, "-c", RANK, str(tmp_path / "meet")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(words, **pipes) for _ in range(2)]
+    told = []
+    for rank in ranks:
+        rank.stdin.write(f"{path}\n")
+        rank.stdin.flush()
+        line = next(line for line in rank.stdout if "rank [" in line)  # there are colours before
+        told.append(json.loads(line.partition("rank ")[2]))
+    for rank in ranks:
+        rank.communicate(timeout=60)
+        assert rank.returncode == 0
+    total = stock.torch_load(path)["latents"].sum().item()
+    assert told == [[0, 1, 16384, total], [1, 0, 0, total]]
+
+
 def test_sound_comes_from_memory(hooked, tmp_path):
     folder = tmp_path / "sounds"
     folder.mkdir()

@@ -49,7 +49,7 @@ def share(
     depend on.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    place = folder / f"{name}-{_who_can_meet(proc)}"
+    place = folder / f"{name}-{who_can_meet(proc)}"
     with _alone(place.with_name(f"{place.name}.lock"), waiting):
         offer = place.with_name(f"{place.name}.json")
         refused = None
@@ -67,7 +67,7 @@ def share(
         return Shared(arena, os.getpid(), refused)
 
 
-def _who_can_meet(proc: Path) -> str:
+def who_can_meet(proc: Path) -> str:
     """The same text for processes that see each other's numbers: one boot, one pid namespace."""
     boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{(proc / 'self/ns/pid').stat().st_ino}"

@@ -11,12 +11,15 @@ from accelerate import Accelerator
 
 from gracetune.config.schema import Gh200Section
 from gracetune.errors import ConfigError, DataError
-from gracetune.hosts.shelf import Served, TensorMemory, stage
+from gracetune.hosts.node_memory import NodeMemory
+from gracetune.hosts.shelf import Served, stage
 from gracetune.hosts.simpletuner.blocks import take_blocks, take_staged
 from gracetune.hosts.simpletuner.plugin import Plugin, demand_own_accumulation
 from gracetune.hosts.simpletuner.ramp import Ramp, Schedule, build_schedule
+from gracetune.hosts.tensor_memory import TensorMemory
 from gracetune.memory.machine import open_machine
 from gracetune.train.ramp import Ramp as OwnRamp
+from gracetune.units import GIB
 
 SEED = {
     "model_type": "lora",
@@ -312,6 +315,17 @@ def test_a_configuration_sets_the_plug_in_up():
     assert on_disk.memory is None
 
 
+def test_ranks_of_one_machine_hold_each_file_once(tmp_path):
+    asked = {**SEED, "cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}}
+    meet = (open_machine, torch.Tensor.contiguous, tmp_path)
+    alone, two = Plugin({}, *meet), Plugin({"LOCAL_WORLD_SIZE": "2"}, *meet)
+    for plugin in (alone, two):
+        plugin.take_config(asked)
+    assert isinstance(alone.memory, TensorMemory)
+    assert isinstance(two.memory, NodeMemory)
+    assert two.memory.budget_nbytes == alone.memory.budget_nbytes == GIB
+
+
 def test_a_later_mapping_without_our_blocks_changes_nothing():
     made = plugin()
     made.take_config(SEED)
@@ -341,6 +355,7 @@ def test_attaching_sets_the_ramp_and_tells_of_it(accelerator):
 def test_attaching_without_an_accelerator_or_a_ramp_changes_nothing(accelerator):
     made = plugin()
     made.attach(SimpleNamespace(accelerator=None, config=None))
+    made.attach(SimpleNamespace(accelerator=object(), config=None))  # not even looked at
     before = accelerator.accumulate
     config = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=4)
     made.attach(SimpleNamespace(accelerator=accelerator, config=config, state={}))

@@ -16,8 +16,9 @@ from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.hosts.ai_toolkit.blocks import Blocks, is_ours, take_blocks
 from gracetune.hosts.ai_toolkit.generations import KEY, Generations, Settings
-from gracetune.hosts.shelf import Served, Shelf, TensorMemory, stage
+from gracetune.hosts.shelf import Served, Shelf, stage
 from gracetune.hosts.staged_set import StagedSet
+from gracetune.hosts.tensor_memory import TensorMemory
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
 from gracetune.units import GIB, format_bytes

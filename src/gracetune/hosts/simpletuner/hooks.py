@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType, SimpleNamespace
 
-    from gracetune.hosts.shelf import FilePath
     from gracetune.hosts.simpletuner.plugin import Plugin
+    from gracetune.hosts.tensor_memory import FilePath
 
     Loader = Callable[[object], object]
 

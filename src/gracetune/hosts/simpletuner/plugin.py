@@ -11,9 +11,11 @@ from gracetune.config.environment import environment_settings
 from gracetune.data.budget import host_room
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.hosts.shelf import TensorMemory, stage
+from gracetune.hosts.node_memory import NodeMemory
+from gracetune.hosts.shelf import stage
 from gracetune.hosts.simpletuner.blocks import Blocks, take_blocks, take_staged
 from gracetune.hosts.simpletuner.ramp import Ramp, build_schedule
+from gracetune.hosts.tensor_memory import TensorMemory
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
 from gracetune.units import GIB, format_bytes
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.hosts.shelf import Shelf
     from gracetune.hosts.staged_set import StagedSet
+    from gracetune.hosts.tensor_memory import Memory
     from gracetune.memory.machine import Machine
 
 log = logging.getLogger("gracetune")
@@ -53,7 +56,7 @@ class Plugin:
         meet_in: Path | None = None,
     ) -> None:
         self.blocks = Blocks()
-        self.memory: TensorMemory | None = None
+        self.memory: Memory | None = None
         self.runtime: dict[str, object] = {}
         self._environment = environment
         self._pin = pin
@@ -75,17 +78,21 @@ class Plugin:
         self._session.override = self.blocks.gh200.enable_uvm_hints
         cache = self.blocks.cache
         if cache is not None and {cache.vae_cache_type, cache.text_cache_type} & {*IN_MEMORY}:
-            budget = self._budget(cache.host_budget_gb)
-            self.memory = TensorMemory(budget, self._pin)
-            log.info("cache files are kept in host memory, up to %s", format_bytes(budget))
+            self.memory = self._open_memory(cache.host_budget_gb)
         return rest
 
-    def _budget(self, limit_gib: float | None) -> int:
-        """Ranks of one machine share what it has."""
-        if limit_gib is not None:
-            return int(limit_gib * GIB)
+    def _open_memory(self, limit_gib: float | None) -> Memory:
+        """Ranks of one machine share what it has, and what each of them has loaded."""
         ranks = int(self._environment.get("LOCAL_WORLD_SIZE", "1"))
-        return max(0, int(host_room() * _MEMORY_SHARE / ranks))
+        if limit_gib is not None:
+            budget = int(limit_gib * GIB)
+        else:
+            budget = max(0, int(host_room() * _MEMORY_SHARE / ranks))
+        log.info("cache files are kept in host memory, up to %s", format_bytes(budget))
+        if ranks == 1 or self._meet_in is None:
+            return TensorMemory(budget, self._pin)
+        log.info("each of %s ranks holds a share of them, for all of this machine", ranks)
+        return NodeMemory(budget, self._meet_in, tell)
 
     def take_datasets(self, entries: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         """What SimpleTuner may see of its data sets."""
@@ -119,7 +126,7 @@ class Plugin:
         """Once accelerator and configuration are there: the ramp, and what is told of us."""
         accelerator, config = trainer.accelerator, trainer.config
         self.runtime = {"uvm_hints_enabled": self._session.enabled}
-        if accelerator is None:
+        if accelerator is None or not self.blocks.gh200.enable_batch_size_rampup:
             return
         schedule = build_schedule(
             self.blocks.gh200,
@@ -127,8 +134,7 @@ class Plugin:
             config.gradient_accumulation_steps,
             accelerator.num_processes,
         )
-        if schedule is None:
-            return
+        assert schedule is not None
         demand_own_accumulation(accelerator.distributed_type.name, vars(config))
 
         def follow(accumulation: int) -> None:

@@ -1,0 +1,262 @@
+"""Tensors of cache files, one copy a machine: whoever loads a file first holds it for all ranks.
+
+A process writes what it has loaded into segments of anonymous memory (memfd), and notes each in a
+log of its own; the others read that log and map the segment through /proc. Mappings are private:
+who writes to a tensor writes to pages of its own, and nobody else sees it. A segment leaves when
+its holder closes it; whoever still has a tensor in it keeps it until then. Nothing is left when
+the last process ends, however that ends, but for logs, which the next one takes away.
+
+They are not pinned: pinning a private page copies it. SimpleTuner pins what it puts into a batch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gracetune.events.types import Notice
+from gracetune.hosts.node_log import Entry, Gone, Log, Opened, follow
+from gracetune.hosts.tensor_layout import NoLayoutError, build, lay_out
+from gracetune.hosts.tensor_memory import Held, copied, identity, versions_of
+from gracetune.memory.rendezvous import who_can_meet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gracetune.data.progress import Tell
+    from gracetune.hosts.tensor_memory import FilePath, Identity
+
+_SEGMENT_NBYTES = 256 * 1024**2
+_PAGE = mmap.ALLOCATIONGRANULARITY
+"""An entry has pages of its own: one that is written to must not hide what comes after it."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Memory that this process fills from its start."""
+
+    number: int
+    fd: int
+    nbytes: int
+    end: int = 0
+    paths: list[str] = field(default_factory=list)
+
+
+class NodeMemory:
+    """What `torch_load` gave in any process of this machine that meets in `folder`.
+
+    Each holds up to its budget; the oldest segment leaves first. A hit is checked as in
+    `TensorMemory`: by the file on disk, and by whether anyone here has written to a tensor.
+    """
+
+    def __init__(
+        self, budget_nbytes: int, folder: Path, tell: Tell, proc: Path = Path("/proc")
+    ) -> None:
+        self.budget_nbytes = budget_nbytes
+        self.hits = 0
+        self.misses = 0
+        self.nbytes = 0
+        self._tell = tell
+        self._told: set[str] = set()
+        self._proc = proc
+        self._place = folder / f"tensors-{who_can_meet(proc)}"
+        self._place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._pid = os.getpid()
+        self._log = Log(self._place / f"{self._pid}-{time.time_ns()}.log")
+        self._lock = threading.Lock()
+        self._segments: list[_Segment] = []
+        self._num_segments = 0
+        self._read: dict[Path, int] = {}
+        self._entries: dict[str, tuple[Path, Entry]] = {}
+        self._opened: dict[tuple[Path, int], Opened] = {}
+        self._maps: dict[tuple[Path, int], mmap.mmap] = {}
+        self._views: dict[str, Held] = {}
+        self._spoiled: dict[str, Identity] = {}
+        weakref.finalize(self, _leave, self._log.path, self._pid)
+        self._take_away_the_dead()
+
+    def get(self, where: FilePath, load: Callable[[str], object]) -> object:
+        """The value of a file, from the machine's memory where it is there."""
+        path = os.fspath(where)
+        file = identity(path)
+        with self._lock:
+            found = None if file is None else self._find(path, file)
+            if found is not None:
+                self.hits += 1
+                return copied(found.value)
+            self.misses += 1
+        value = load(path)
+        if file is None or identity(path) != file or self._spoiled.get(path) == file:
+            return value
+        return self._keep(path, file, value)
+
+    def forget(self, path: FilePath) -> None:
+        """The file is about to change; other processes see that by the file."""
+        with self._lock:
+            self._views.pop(os.fspath(path), None)
+
+    def _find(self, path: str, file: Identity) -> Held | None:
+        held = self._views.get(path)
+        if held is not None and held.file == file:
+            if versions_of(held.value) == held.versions:
+                return held
+            # What was written to is this process's own page now; the disk has what is right.
+            self._spoiled[path] = file
+            del self._views[path]
+        if self._spoiled.get(path) == file:
+            return None
+        if not self._knows(path, file):
+            self._follow()
+        return self._view(path, file) if self._knows(path, file) else None
+
+    def _knows(self, path: str, file: Identity) -> bool:
+        known = self._entries.get(path)
+        return known is not None and known[1].file == file
+
+    def _view(self, path: str, file: Identity) -> Held | None:
+        log, entry = self._entries[path]
+        memory = self._map((log, entry.segment))
+        if memory is None:
+            del self._entries[path]
+            return None
+        value = build(entry.layout, memory, entry.offset)
+        held = self._views[path] = Held(value, file, versions_of(value), entry.nbytes)
+        return held
+
+    def _keep(self, path: str, file: Identity, value: object) -> object:
+        if os.getpid() != self._pid:
+            return value  # a fork may read; what it held would end with it
+        try:
+            layout, parts, nbytes = lay_out(value)
+        except NoLayoutError as error:
+            self._tell_once(f"cache files with {error} in them are not kept: ranks cannot share it")
+            return value
+        size = -(-nbytes // _PAGE) * _PAGE
+        if size > self.budget_nbytes:
+            return value
+        with self._lock, self._alone():
+            found = self._find(path, file)  # another may have been faster
+            if found is not None:
+                return copied(found.value)
+            try:
+                segment = self._segment_for(size)
+                for part in parts:
+                    _write(segment.fd, part.data, segment.end + part.offset)
+            except OSError as error:
+                self._tell_once(f"the machine has no memory for more cache files ({error})")
+                return value
+            entry = Entry(path, file, segment.number, segment.end, nbytes, layout)
+            segment.end += size
+            segment.paths.append(path)
+            self.nbytes += size
+            self._log.add(entry)
+            self._entries[path] = (self._log.path, entry)
+            kept = self._view(path, file)
+        return value if kept is None else copied(kept.value)
+
+    def _segment_for(self, size: int) -> _Segment:
+        while self._segments and self.nbytes + size > self.budget_nbytes:
+            self._close_oldest()
+        if self._segments and self._segments[-1].end + size <= self._segments[-1].nbytes:
+            return self._segments[-1]
+        nbytes = max(size, min(_SEGMENT_NBYTES, self.budget_nbytes // 4 // _PAGE * _PAGE))
+        fd = os.memfd_create("gracetune-tensors", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        segment = _Segment(self._num_segments, fd, nbytes)
+        self._num_segments += 1
+        self._segments.append(segment)
+        status = os.fstat(fd)
+        opened = Opened(segment.number, self._pid, fd, status.st_dev, status.st_ino)
+        self._log.add(opened)
+        self._opened[self._log.path, segment.number] = opened
+        return segment
+
+    def _close_oldest(self) -> None:
+        segment = self._segments.pop(0)
+        self.nbytes -= segment.end
+        self._log.add(Gone(segment.number))
+        self._forget_segment((self._log.path, segment.number))
+        os.close(segment.fd)
+
+    def _forget_segment(self, place: tuple[Path, int]) -> None:
+        self._opened.pop(place, None)
+        self._maps.pop(place, None)
+        for path, (log, entry) in list(self._entries.items()):
+            if (log, entry.segment) == place:
+                del self._entries[path]
+                self._views.pop(path, None)
+
+    def _map(self, place: tuple[Path, int]) -> mmap.mmap | None:
+        if place in self._maps:
+            return self._maps[place]
+        opened = self._opened.get(place)
+        if opened is None:
+            return None
+        try:
+            descriptor = opened.open(self._proc)
+        except PermissionError as error:
+            self._tell_once(f"another rank's memory cannot be mapped ({error}): each has its own")
+            return None
+        except OSError:
+            return None  # its holder has ended
+        try:
+            self._maps[place] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+        return self._maps[place]
+
+    def _follow(self) -> None:
+        """Read what other processes have noted since."""
+        for log in self._place.glob("*.log"):
+            if log == self._log.path:
+                continue
+            notes, self._read[log] = follow(log, self._read.get(log, 0))
+            for note in notes:
+                if isinstance(note, Entry):
+                    if not self._knows(note.path, note.file):
+                        self._entries[note.path] = (log, note)
+                elif isinstance(note, Opened):
+                    self._opened[log, note.segment] = note
+                else:
+                    self._forget_segment((log, note.segment))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        descriptor = os.open(self._place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._follow()
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _take_away_the_dead(self) -> None:
+        for log in self._place.glob("*.log"):
+            pid = log.name.partition("-")[0]
+            if not (self._proc / pid).exists():
+                log.unlink(missing_ok=True)
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(Notice(text, level="warning", fallback=True))
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _leave(log: Path, pid: int) -> None:
+    """Not in a fork: the log is its parent's."""
+    if os.getpid() == pid:
+        log.unlink(missing_ok=True)
