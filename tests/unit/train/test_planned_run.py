@@ -8,10 +8,11 @@ import torch
 from gracetune.config.rules import check_trainable
 from gracetune.config.schema import PlanSection, RunFile
 from gracetune.errors import ConfigError, GracetuneError
-from gracetune.events.types import Notice, StepDone
+from gracetune.events.types import Notice, StepDone, WeightsStreamed
 from gracetune.train import planning
 from gracetune.train.build import why_unplanned
 from gracetune.train.run import run_training
+from gracetune.units import MIB
 
 LITTLE = {"device_memory": "63MB", "compile": "never"}
 """Less than the tiny model needs as it is."""
@@ -69,6 +70,50 @@ def test_a_plan_that_does_not_fit_gives_way_to_a_smaller_one(tiny_run, tmp_path,
     (notice,) = [event for event in told.of(Notice) if event.fallback]
     assert "Tried to allocate 2.00 GiB. Going on with less" in notice.text
     assert any(text.startswith("measured:") for text in told.texts())
+
+
+def test_a_plan_is_corrected_between_steps_and_no_number_changes(
+    tiny_run, tmp_path, told, monkeypatch
+):
+    """The device turns out to hold more than was thought, which a meter says in a rehearsal."""
+
+    class Generous(planning.NoMeter):
+        def peak_nbytes(self):
+            return 30 * MIB
+
+    def losses(name, memory):
+        told.events.clear()
+        run = tiny_run(
+            output_dir=str(tmp_path / name),
+            adapter={"rank": 4},
+            train={"max_train_steps": 11, "batch_size": 8},
+            plan={"device_memory": memory, "compile": "never", "offload": False},
+        )
+        run_training(run, sinks=[told])
+        return [event.loss for event in told.of(StepDone)]
+
+    plenty = losses("plenty", "1GB")
+    assert not any("corrected once" in text for text in told.texts())
+    monkeypatch.setattr(planning, "NoMeter", Generous)
+    assert losses("corrected", "68MB") == plenty, "bit for bit"
+    texts = told.texts()
+    assert "recomputed" in next(text for text in texts if text.startswith("plan:"))
+    (corrected,) = [text for text in texts if text.startswith("corrected once")]
+    assert "as it was:" in corrected
+    measured = [text for text in texts if text.startswith("measured:")]
+    assert len(measured) == 2, "before and after"
+    assert texts.index(measured[0]) < texts.index(corrected) < texts.index(measured[1])
+
+
+def test_streaming_is_told_with_its_cost(tiny_run, told):
+    settings = {"max_train_steps": 3, "batch_size": 2, "checkpoint_every": 3}
+    run_training(tiny_run(adapter={"rank": 4}, train=settings, plan=LITTLE), sinks=[told])
+    (event,) = told.of(WeightsStreamed)
+    assert event.step == 3
+    assert event.slots >= 2
+    assert event.fetches > 0
+    assert event.nbytes > event.fetches
+    assert event.waited_s > 0, "a CPU waits for every copy"
 
 
 def test_too_little_memory_is_named_with_the_least_that_would_do(tiny_run):

@@ -1,0 +1,117 @@
+"""Attention is chosen by what a run's own largest batch asks for, once, and stays chosen."""
+
+import json
+from math import inf
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from gracetune.events.requests import Requests
+from gracetune.models.attention_timing import Asked, Timing
+from gracetune.train.attending import (
+    CHOICE,
+    pick_attention,
+    read_choice,
+    settle_attention,
+    told,
+    watched,
+)
+from gracetune.train.build import build, start_accelerator
+from gracetune.train.interrupt import Interrupt
+
+HERE = {"device": "a card", "torch": "2", "diffusers": "0"}
+
+
+@pytest.fixture
+def session(tiny_run, miniature, tmp_path, told):
+    """Of a model with two experts, of which one is trained, in fp32."""
+    model = {"family": "wan22", "path": str(miniature("wan22-t2v"))}
+    train = {"batch_size": 2, "experts": "low", "timestep_shift": 5.0}
+    run = tiny_run(model=model, adapter={"rank": 2, "dropout": 0.5}, train=train)
+    data = run.datasets[0].model_copy(update={"resolution": 32})
+    run = run.model_copy(update={"datasets": (data,)})
+    (tmp_path / "run").mkdir()
+    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
+    yield built.session
+    built.close()
+
+
+def backends(trainee):
+    experts = (trainee.family.transformer.high, trainee.family.transformer.low)
+    return {str(p._attention_backend) for e in experts for p in e.attn_processors.values()}
+
+
+def test_a_run_measures_once_and_goes_on_as_it_was(session, tmp_path, told):
+    t = session.trainee
+    largest = session.feed.load(session.feed.order.largest() * 2)
+    assert not [text for text in told.texts() if text.startswith("attention:")], (
+        "a CPU is not asked"
+    )
+    asked = []
+
+    def choose(calls):
+        asked.append(calls)
+        return "math", "attention: math, by decree"
+
+    before = torch.get_rng_state()
+    for _ in range(2):
+        pick_attention(t, lambda: largest, tmp_path / CHOICE, HERE, choose, told)
+    assert torch.equal(torch.get_rng_state(), before), "dropout draws as if nothing had happened"
+    assert backends(t) == {"AttentionBackendName._NATIVE_MATH"}
+    ((own, cross),) = asked
+    assert (own[0].query, own[0].key, own[1]) == ((2, 4, 2, 12), (2, 512, 2, 12), 2)
+    assert (cross[0].query, cross[0].key, cross[1]) == ((2, 4, 2, 12), (2, 4, 2, 12), 2)
+    assert told.texts()[-2:] == [
+        "attention: math, by decree",
+        "attention: math, as this run has measured before",
+    ]
+    elsewhere = HERE | {"device": "another card"}
+    pick_attention(t, lambda: largest, tmp_path / CHOICE, elsewhere, choose, told)
+    assert len(asked) == 2
+    assert json.loads((tmp_path / CHOICE).read_text()) == elsewhere | {"backend": "math"}
+
+
+def test_nothing_is_asked_where_nothing_could_be_switched(tiny_run, tmp_path, told):
+    run = tiny_run()
+    (tmp_path / "run").mkdir()
+    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
+
+    def choose(calls):
+        raise AssertionError("asked for a model that cannot be switched")
+
+    pick_attention(built.session.trainee, list, tmp_path / CHOICE, HERE, choose, told)
+    settle_attention(built.session.trainee, list, tmp_path, told)
+    assert not (tmp_path / CHOICE).exists()
+    built.close()
+
+
+def test_a_model_with_one_transformer_is_watched_as_it_is(tiny_run, tmp_path, told):
+    run = tiny_run()
+    (tmp_path / "run").mkdir()
+    session = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt()).session
+    batch = session.feed.load(session.feed.order.largest())
+    assert all(count > 0 and one.query[0] == 1 for one, count in watched(session.trainee, batch))
+    assert isinstance(session.trainee.accelerator, Accelerator)
+
+
+def test_a_choice_made_elsewhere_is_not_taken(tmp_path):
+    kept = tmp_path / CHOICE
+    assert read_choice(kept, HERE) == ""
+    kept.write_text(json.dumps(HERE | {"backend": "cudnn"}))
+    assert read_choice(kept, HERE) == "cudnn"
+    assert read_choice(kept, HERE | {"torch": "3"}) == ""
+
+
+def test_the_choice_is_told_with_its_times():
+    asked = Asked((1, 9, 2, 8), (1, 5, 2, 8), torch.float32, None, None, False)
+    timings = [
+        Timing("cudnn", 0.0012),
+        Timing("sdpa", 0.0015),
+        Timing("flash_attn_2", inf, "not installed"),
+    ]
+    assert told(timings, [(asked, 4)]) == (
+        "attention: cudnn, by measuring 4 times 9 queries on 5 keys in 2 heads of 8, forward and "
+        "backward: cudnn 1.20 ms, sdpa 1.50 ms; left out: flash_attn_2 (not installed)"
+    )
+    assert told(timings[1:2], [(asked, 4)]).endswith("sdpa 1.50 ms")
