@@ -6,7 +6,8 @@ the batch but weights and their gradients, so one trace tells the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gracetune.plan.shapes import checkpointed
@@ -40,6 +41,15 @@ class Parts:
             attention=self.attention + other.attention,
             elementwise=self.elementwise + other.elementwise,
             gaps=self.gaps + other.gaps,
+        )
+
+    def times(self, factor: float) -> Parts:
+        """Each part so many times as long."""
+        return Parts(
+            gemm=self.gemm * factor,
+            attention=self.attention * factor,
+            elementwise=self.elementwise * factor,
+            gaps=self.gaps * factor,
         )
 
 
@@ -149,6 +159,7 @@ class Model:
         self._stored_share = min(stored_share, 0.5) if frozen_compute == "fp8" else stored_share
         self._plain = plain_checkpointing
         self._shapes = shapes
+        self._slower = 1.0
         self._made: dict[int, Costs] = {}
 
     @property
@@ -160,6 +171,20 @@ class Model:
     def trained_nbytes(self) -> int:
         """What the optimizer updates."""
         return self._shapes.trained_nbytes
+
+    def paced(self, slower: float, link: float) -> Model:
+        """The same on a machine that was measured: so many times as slow, its link so many times as
+        fast as it was thought to be.
+        """
+        other = copy(self)
+        other.speeds = replace(
+            self.speeds,
+            link_in=self.speeds.link_in * link,
+            link_out=self.speeds.link_out * link,
+        )
+        other._slower = self._slower * slower
+        other._made = {}
+        return other
 
     def at(self, batch: int) -> Costs:
         """The model at this batch."""
@@ -197,8 +222,8 @@ class Model:
 
     def _way(self, trace: Trace, scale: float, elementwise: float) -> Way:
         return Way(
-            forward=self._seconds(trace.forward, scale, elementwise),
-            backward=self._seconds(trace.backward, scale, elementwise),
+            forward=self._seconds(trace.forward, scale, elementwise).times(self._slower),
+            backward=self._seconds(trace.backward, scale, elementwise).times(self._slower),
             saved_nbytes=int(trace.saved_nbytes * scale),
             saves_input=trace.saves_input,
             forward_peak_nbytes=int(trace.forward_peak_nbytes * scale),
