@@ -71,6 +71,9 @@ def settle(
     tell: Tell,
 ) -> Settled:
     """Plan for what is free now, tell it, and bring the transformer where it belongs."""
+    # Before anything is measured: libraries keep work space from then on, which the plan counts.
+    meter: Meter = CudaMeter(device) if device.type == "cuda" else NoMeter()
+    device_nbytes = _device_nbytes(run, device)
     largest = feed.load(feed.order.largest())
     shape, text = largest.latents.shape[1:], largest.text
     rates = _rates(device)
@@ -78,8 +81,7 @@ def settle(
     model = traced(family_subject(family, shape, text), rates, run.model.frozen_compute)
     family.to(device)
     del largest, text
-    meter: Meter = CudaMeter(device) if device.type == "cuda" else NoMeter()
-    ask = question(run, family, model, device)
+    ask = question(run, family, model, device_nbytes)
     plan = ask.answer(ask.budget)
     tell(Notice(f"plan: {describe(plan)}"))
     tell(Notice(f"predicted: {speed(plan)}"))
@@ -127,8 +129,8 @@ class Question:
         return self.micro_batches * plan.seconds.step + (COMPILING_S if plan.compiled else 0.0)
 
 
-def question(run: RunFile, family: Family, model: Model, device: torch.device) -> Question:
-    """For the largest bucket of a run, in what is free on this machine."""
+def question(run: RunFile, family: Family, model: Model, device_nbytes: int) -> Question:
+    """For the largest bucket of a run, in so much device memory and what the host has free."""
     transformers = transformers_of(family.transformer)
     parameters = [p for p in family.transformer.parameters() if p.requires_grad]
     counts = [p.numel() for p in parameters]
@@ -142,7 +144,7 @@ def question(run: RunFile, family: Family, model: Model, device: torch.device) -
             averages_nbytes=4 * trained if run.train.ema_decay else 0,
             state_slots_nbytes=Travel().slots_nbytes(counts, each),
         ),
-        Budget(_device_nbytes(run, device), _host_nbytes(run), FITTED["fragmentation"].value),
+        Budget(device_nbytes, _host_nbytes(run), FITTED["fragmentation"].value),
         replace(wishes_of(run), batches=(run.train.batch_size,)),
         run.train.max_train_steps * run.train.gradient_accumulation_steps,
     )
