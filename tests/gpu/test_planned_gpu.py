@@ -22,7 +22,7 @@ from gracetune.train.step import train_step
 # Compilers warn of what they could do with other settings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
-LITTLE, PLENTY = "160MB", "8GB"
+LITTLE, PLENTY = 160 * 10**6, 8 * 10**9
 """As they are, two experts of six blocks with all that a step keeps take twice as much."""
 SHAPE = {"num_layers": 6, "num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 1536}
 RESOLUTION = 256
@@ -49,8 +49,10 @@ def wan(tmp_path_factory, miniature):
 
 @pytest.fixture
 def wan_run(tiny_run, wan, tmp_path):
-    def make(name, plan, attention="sdpa"):
-        gc.collect()  # what earlier tests have left would be taken from the budget
+    def make(name, memory, compiled="never", attention="sdpa"):
+        gc.collect()  # what earlier tests have left is none of this run's
+        device_memory = str(memory + torch.cuda.memory_allocated())
+        plan = {"device_memory": device_memory, "compile": compiled} if memory else "off"
         run = tiny_run(
             output_dir=str(tmp_path / name),
             model={
@@ -92,11 +94,10 @@ def apart(one, other):
 
 @pytest.mark.parametrize("compiled", ["never", "always"])
 def test_little_memory_gives_the_numbers_of_plenty(wan_run, told, compiled):
-    roomy = {"device_memory": PLENTY, "compile": compiled}
-    plenty = [trained(wan_run(f"plenty-{number}", roomy), told) for number in range(2)]
+    plenty = [trained(wan_run(f"plenty-{number}", PLENTY, compiled), told) for number in range(2)]
     assert any("all weights resident" in text for text in told.texts()), told.texts()
     repeat = apart(*plenty)
-    little = trained(wan_run("little", {"device_memory": LITTLE, "compile": compiled}), told)
+    little = trained(wan_run("little", LITTLE, compiled), told)
     assert any("blocks streamed through" in text for text in told.texts()), told.texts()
     assert any(text.startswith("measured:") for text in told.texts()), told.texts()
     assert told.of(WeightsStreamed)[-1].fetches > 0
@@ -104,7 +105,7 @@ def test_little_memory_gives_the_numbers_of_plenty(wan_run, told, compiled):
     for index, least in enumerate(ROUNDING[compiled]):
         assert found[index] <= max(2 * repeat[index], least), (found, repeat, told.texts())
     if compiled == "never":
-        plain = trained(wan_run("plain", "off"), told)
+        plain = trained(wan_run("plain", 0), told)
         assert max(apart(little, plain)) <= PLAIN, (little, plain)
 
 
@@ -123,7 +124,7 @@ def never_waiting():
 
 @pytest.mark.parametrize("compiled", ["never", "always"])
 def test_a_planned_step_never_waits_for_the_device(wan_run, told, tmp_path, compiled):
-    run = wan_run("run", {"device_memory": LITTLE, "compile": compiled})
+    run = wan_run("run", LITTLE, compiled)
     (tmp_path / "run").mkdir()
     built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
     session = built.session
@@ -144,7 +145,7 @@ def test_a_share_of_the_device_is_planned_for_as_if_there_were_no_more(wan_run, 
     limit = torch.cuda.memory_reserved() + 300 * 2**20
     torch.cuda.set_per_process_memory_fraction(limit / total)
     try:
-        found = trained(wan_run("share", {"compile": "never"}), told)
+        found = trained(wan_run("share", total), told)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     texts = told.texts()
@@ -154,8 +155,8 @@ def test_a_share_of_the_device_is_planned_for_as_if_there_were_no_more(wan_run, 
 
 
 def test_attention_is_chosen_by_measuring_and_stays_chosen(wan_run, told):
-    expected = trained(wan_run("sdpa", "off"), told)
-    run = wan_run("auto", {"device_memory": LITTLE, "compile": "never"}, attention="auto")
+    expected = trained(wan_run("sdpa", 0), told)
+    run = wan_run("auto", LITTLE, attention="auto")
     found = trained(run, told)
     (text,) = [text for text in told.texts() if text.startswith("attention:")]
     assert "by measuring 6 times 256 queries on 256 keys in 4 heads of 128" in text
