@@ -56,8 +56,7 @@ class TensorPlace(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One entry: where its bytes are, what they must hash to, and what it was made of."""
 
     number: int

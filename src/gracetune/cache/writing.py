@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gracetune.cache.index import Index, Row
@@ -73,8 +72,7 @@ class ShardWriter:
                     file = adopt_shard(self._folder, self._index, cost)
                     file = self._file = file or new_shard(self._folder, self._index, cost)
                 rows.append(
-                    replace(
-                        before,
+                    before._replace(
                         shard=file.row.name,
                         begin=file.append(packed, cost),
                         nbytes=packed.nbytes,

@@ -1,5 +1,4 @@
 import copy
-import dataclasses
 import os
 import threading
 
@@ -359,9 +358,9 @@ def test_ranks_may_open_a_new_cache_at_the_same_moment(tmp_path):
 def test_rows_that_cannot_all_be_committed_are_not_committed_at_all(store):
     fill(store, [1])
     row = index_rows(store, "k1")
-    wrong = dataclasses.replace(row, key="k3", about={"odd": "\ud800"})
+    wrong = row._replace(key="k3", about={"odd": "\ud800"})
     with pytest.raises(UnicodeEncodeError), store.index() as index:
-        index.add([dataclasses.replace(row, key="k2"), wrong], row.shard, 1 << 40)
+        index.add([row._replace(key="k2"), wrong], row.shard, 1 << 40)
     with store.index() as index:
         assert index.shard(row.shard).length < 1 << 40
     assert store.has(["k1", "k2", "k3"]) == [True, False, False]

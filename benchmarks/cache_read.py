@@ -1,0 +1,306 @@
+"""Reading cached latents by shuffled batches, ours beside one file an item.
+
+Latents are read by shuffled batches of 8 until the batch is one tensor in memory that is used again
+and again: what a loader needs before it can move a batch. Ours are `memory` (the cache type that a
+run has unless told otherwise: entries live in slabs of host memory) and `disk` (they stay in
+shards). The others are one file an item, each way by its own reader, and their tensors are stacked
+into the same memory. The ways take turns of a few batches, over and over; the median of their turns
+counts.
+
+`warm`: every way has read everything once, and nothing waits for a disk. Everyone has one thread,
+and the seconds of the CPU count, which on a quiet machine are the seconds that pass and on a busy
+one leave out the time that others had. `copy` is the floor: the same bytes copied from memory in
+large pages to the same place and nothing else. At 16x128x128 that copy is most of what ours do, so
+nothing can be much faster; `in_hand` is what is left without it: from keys to tensors, wherever
+they lie.
+
+`warm_cores`: the same with every core for everyone, by the seconds that pass. Ours have nothing to
+set, torch copies with all of them; the others read each item by itself, one after the other
+(`alone`) and by as many threads as there are cores (`threads`).
+
+`cold`: the kernel is asked to forget the files of a way before each of its turns (posix_fadvise
+DONTNEED), and the seconds that pass are counted. Names and sizes stay known to the kernel, which
+favours one file an item. Ours asks the disk for the items of a batch at once; the others read one
+after the other and by as many threads as a batch has items. Every entry is compared with its
+checksum by ours and by nobody else. `disk` is ours here; `memory` is filled by the same reads.
+`raw` is the floor: as many bytes from the same files by the same kind of reads, and nothing else.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from gracetune.cache.arena import ArenaStore, Budget, Tally, whole_pages
+from gracetune.cache.direct import DirectQueue, Wanted
+from gracetune.cache.shard_store import ShardStore
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    Read = Callable[[Sequence[int]], object]
+
+OTHERS = {"safetensors": 10_000, "torch.save": 1_000, "gzip": 16}
+"""Most items of each other way: the slow ones are measured on fewer."""
+OURS = ("memory", "disk")
+BATCH = 8
+TURNS = 11
+TURN_BATCHES = 25
+COLD_TURNS = 7
+
+
+class Reading:
+    """The same latents in every way, and how each has a batch of them."""
+
+    def __init__(self, folder: Path, shape: tuple[int, ...], items: int) -> None:
+        self._folder = folder
+        self._counts = {name: min(items, most) for name, most in OTHERS.items()}
+        self._counts |= dict.fromkeys([*OURS, "copy", "raw"], items)
+        some = torch.randn(64, *shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+        self._some = some
+        self._nbytes = some[0].nbytes
+        self._slab = whole_pages(BATCH * self._nbytes)
+        self._batch = self._slab.view(torch.bfloat16).view(BATCH, *shape)
+        self._write()
+        self._disk = ShardStore(folder / "disk")
+        self._memory = ArenaStore(
+            "latents", Budget(8 * GIB), self._disk, print, whole_pages, Tally()
+        )
+        self._plain = torch.empty(0)
+
+    def measured(self) -> dict[str, object]:
+        """Microseconds an item, and how many times faster than the best of the others."""
+        self._memory.warm([key(n) for n in range(self._counts["memory"])])
+        copy: dict[str, Read] = {"copy": self._copied}
+        cores = os.cpu_count() or 1
+        alone = {**self._readers(), **self._stacked()}
+        warm = self._turns({**alone, **copy}, time.process_time)
+        in_hand = self._turns(self._hands(), time.process_time)
+        torch.set_num_threads(cores)
+        together = {**self._readers(), **self._stacked(), **self._by_threads(cores), **copy}
+        warm_cores = self._turns(together, time.perf_counter)
+        torch.set_num_threads(1)
+        self._plain = torch.empty(0)
+        self._disk.close()
+        raw = Raw(self._folder / "disk", self._nbytes, self._slab)
+        ours: dict[str, Read] = {"disk": self._readers()["disk"], "raw": raw}
+        ways = {**ours, **self._stacked(), **self._by_threads(BATCH)}
+        cold = self._turns(ways, time.perf_counter, COLD_TURNS)
+        raw.close()
+        measured = {"warm": warm, "in_hand": in_hand, "warm_cores": warm_cores, "cold": cold}
+        return {
+            "items": self._counts["memory"],
+            "nbytes_an_item": self._nbytes,
+            "cores": cores,
+            "us_an_item": {
+                what: {name: round(seconds * 1e6, 1) for name, seconds in ways.items()}
+                for what, ways in measured.items()
+            },
+            "times_the_best_other": {what: ratios(ways) for what, ways in measured.items()},
+        }
+
+    def _turns(
+        self, ways: Mapping[str, Read], clock: Callable[[], float], cold_turns: int = 0
+    ) -> dict[str, float]:
+        """The median of each way's seconds an item, over turns that they take one by one."""
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        if not cold_turns:
+            for name, read in ways.items():
+                for numbers in batches(shuffled(self._counts[files_of(name)], 0)):
+                    read(numbers)
+        for turn in range(1, 1 + (cold_turns or TURNS)):
+            for name, read in ways.items():
+                order = shuffled(self._counts[files_of(name)], turn)[: TURN_BATCHES * BATCH]
+                if cold_turns:
+                    self._forget(files_of(name))
+                began = clock()
+                for numbers in batches(order):
+                    read(numbers)
+                seconds[name].append((clock() - began) / len(order))
+        return {name: median(taken) for name, taken in seconds.items()}
+
+    def _readers(self) -> dict[str, Read]:
+        """How ours have a batch in the slab."""
+
+        def ours(store: ArenaStore | ShardStore) -> Read:
+            def read(numbers: Sequence[int]) -> None:
+                keys = [key(n) for n in numbers]
+                assert store.gather(keys, "latents", lambda nbytes: self._slab[:nbytes]) is not None
+
+            return read
+
+        return {"memory": ours(self._memory), "disk": ours(self._disk)}
+
+    def _stacked(self) -> dict[str, Read]:
+        """The others, one item after the other."""
+
+        def stacked(load: Callable[[int], Tensor]) -> Read:
+            return lambda numbers: torch.stack(
+                [load(n) for n in numbers], out=self._batch[: len(numbers)]
+            )
+
+        return {f"{name}.alone": stacked(load) for name, load in self._loaders().items()}
+
+    def _by_threads(self, count: int) -> dict[str, Read]:
+        """The others, each item by a thread that also copies it to its place."""
+        pool = ThreadPoolExecutor(count)
+
+        def threaded(load: Callable[[int], Tensor]) -> Read:
+            def one(place: int, number: int) -> None:
+                self._batch[place].copy_(load(number))
+
+            return lambda numbers: [*pool.map(one, range(len(numbers)), numbers)]
+
+        return {f"{name}.threads": threaded(load) for name, load in self._loaders().items()}
+
+    def _hands(self) -> dict[str, Read]:
+        """How each way has the tensors of a batch, wherever they lie."""
+
+        def ours(store: ArenaStore | ShardStore) -> Read:
+            return lambda numbers: [
+                entry["latents"]
+                for entry in store.get_many([key(n) for n in numbers])
+                if entry is not None
+            ]
+
+        def loaded(load: Callable[[int], Tensor]) -> Read:
+            return lambda numbers: [load(n) for n in numbers]
+
+        return {
+            "memory": ours(self._memory),
+            "disk": ours(self._disk),
+            **{f"{name}.alone": loaded(load) for name, load in self._loaders().items()},
+        }
+
+    def _loaders(self) -> dict[str, Callable[[int], Tensor]]:
+        """One item of each other way."""
+        folder = self._folder
+
+        def unzipped(number: int) -> Tensor:
+            data = gzip.decompress((folder / "gzip" / f"{number}").read_bytes())
+            loaded: Tensor = torch.load(io.BytesIO(data), weights_only=True)
+            return loaded
+
+        return {
+            "safetensors": lambda n: load_file(folder / "safetensors" / f"{n}")["latents"],
+            "torch.save": lambda n: torch.load(folder / "torch.save" / f"{n}", weights_only=True),
+            "gzip": unzipped,
+        }
+
+    def _copied(self, numbers: Sequence[int]) -> None:
+        """From one place in memory to another."""
+        if not len(self._plain):
+            plain = whole_pages(self._counts["copy"] * self._nbytes).fill_(1)
+            self._plain = plain.view(torch.bfloat16).view(-1, *self._batch.shape[1:])
+        torch.index_select(self._plain, 0, torch.tensor(numbers), out=self._batch[: len(numbers)])
+
+    def _forget(self, name: str) -> None:
+        """Drop the pages of a way's files; they were written back before."""
+        self._disk.close()  # whoever has just begun has read and checked nothing
+        for path in (self._folder / name).rglob("*"):
+            if path.is_file():
+                forget(path)
+
+    def _write(self) -> None:
+        """Every item differs, so that nothing is cheaper than it would be."""
+        for name in OTHERS:
+            (self._folder / name).mkdir()
+        with ShardStore(self._folder / "disk") as store:
+            for start in range(0, self._counts["disk"], 64):
+                numbers = range(start, min(start + 64, self._counts["disk"]))
+                store.put_many({key(n): {"latents": self._item(n)} for n in numbers})
+        for n in range(self._counts["safetensors"]):
+            save_file({"latents": self._item(n)}, self._folder / "safetensors" / f"{n}")
+        for n in range(self._counts["torch.save"]):
+            torch.save(self._item(n), self._folder / "torch.save" / f"{n}")
+        for n in range(self._counts["gzip"]):
+            buffer = io.BytesIO()
+            torch.save(self._item(n), buffer)
+            (self._folder / "gzip" / f"{n}").write_bytes(gzip.compress(buffer.getvalue(), 6))
+        os.sync()
+
+    def _item(self, number: int) -> Tensor:
+        """A latent of its own."""
+        made = self._some[number % len(self._some)].clone()
+        made.view(-1)[number] = number
+        return made
+
+
+class Raw:
+    """Reads of the size of an item, all over the shards, a batch at a time."""
+
+    def __init__(self, folder: Path, nbytes: int, slab: Tensor) -> None:
+        paths = sorted((folder / "shards").iterdir())
+        self._files = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
+        sizes = [path.stat().st_size // nbytes for path in paths]
+        self._places = [
+            (file, n) for file, size in zip(self._files, sizes, strict=True) for n in range(size)
+        ]
+        self._rooms = slab.numpy().reshape(BATCH, nbytes)
+        self._nbytes = nbytes
+        self._queue = DirectQueue()
+
+    def __call__(self, numbers: Sequence[int]) -> None:
+        """One batch; the numbers only say which places."""
+        places = [self._places[number % len(self._places)] for number in numbers]
+        wanted = [
+            Wanted(file, place * self._nbytes, room)
+            for (file, place), room in zip(places, self._rooms, strict=False)
+        ]
+        tickets = self._queue.begin(wanted)
+        assert tickets is not None, self._queue.refusal
+        assert all(self._queue.wait(ticket) == self._nbytes for ticket in tickets)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._queue.close()
+        for file in self._files:
+            os.close(file)
+
+
+def ratios(seconds: Mapping[str, float]) -> dict[str, float]:
+    """How many times faster each of ours is than the fastest of the others."""
+    best = min(value for name, value in seconds.items() if files_of(name) in OTHERS)
+    return {name: round(best / seconds[name], 2) for name in OURS if name in seconds}
+
+
+def files_of(way: str) -> str:
+    """The folder that a way reads from."""
+    return way.removesuffix(".alone").removesuffix(".threads")
+
+
+def key(number: int) -> str:
+    """As long as a real one."""
+    return f"{number:040d}"
+
+
+def shuffled(count: int, seed: int) -> list[int]:
+    """Another order for each seed."""
+    order = [*range(count)]
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def batches(order: Sequence[int]) -> Iterator[Sequence[int]]:
+    """In eights."""
+    return (order[start : start + BATCH] for start in range(0, len(order), BATCH))
+
+
+def forget(path: Path) -> None:
+    """Have the kernel drop what it keeps of a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
