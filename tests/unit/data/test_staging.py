@@ -119,6 +119,21 @@ def _only_a_is_readable(root: Path, find: Find) -> bool:
     return staged.read("a") == b"mine" and reasons == ["Permission denied"] * 2
 
 
+def test_a_source_that_cannot_tell_a_place_is_read(tmp_path: Path, find: Find) -> None:
+    class Lost(FolderSource):
+        def place(self, key: str) -> Place:
+            if key != "b":
+                return super().place(key)
+            raise OSError("nobody knows")
+
+        def read(self, key: str) -> bytes:
+            return b"read by name" if key == "b" else super().read(key)
+
+    source = Lost(write_folder(tmp_path, {"a": BIG, "b": BIG}))
+    staged = _stage(source, find=find)
+    assert (staged.read("a"), staged.read("b")) == (BIG, b"read by name")
+
+
 def test_a_folder_named_like_a_picture_is_no_file(tmp_path: Path) -> None:
     write_folder(tmp_path, {"x.png/inner.png": b"in", "y.png": b""})
     staged = _stage(FolderSource(tmp_path))
