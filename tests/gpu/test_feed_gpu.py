@@ -1,6 +1,7 @@
 """Batches that travel ahead on a stream of their own are the batches that were sent."""
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from gracetune.cache.ahead import Ahead, CudaLane, Depth
 from gracetune.cache.arena import ArenaStore, Budget, Tally, pinned
+from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.staging import Staging
 from gracetune.data.loader import LoaderState
 from gracetune.data.sample import Batch
@@ -53,6 +55,25 @@ def test_slots_are_never_overwritten_and_memory_never_reused_too_early(told):
         del batch
     ahead.close()
     assert wrong.tolist() == [0] * count
+
+
+def test_a_disk_writes_to_pinned_memory_by_itself(tmp_path, told):
+    """Entries of a whole number of pages, which the kernel was asked to forget."""
+    words = 64 * 1024
+    with ShardStore(tmp_path, told) as store:
+        store.put_many({f"{n}": {"latents": torch.full((words,), float(n))} for n in range(16)})
+    for path in store.shards.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    with ShardStore(tmp_path, told) as store:
+        batch = store.gather(["3", "0", "15"], "latents", pinned)
+        assert batch.is_pinned()
+        assert batch.cuda()[:, -1].tolist() == [3, 0, 15]
+        arena = ArenaStore("latents", Budget(2**28), store, told, pinned, Tally())
+        arena.warm([f"{n}" for n in range(16)])
+        assert arena.get("7")["latents"].cuda().eq(7).all()
+    assert not [text for text in told.texts() if "memory that is given" in text]
 
 
 @pytest.mark.parametrize("device_budget_gb", [0, 1])

@@ -84,9 +84,7 @@ class OpenShards:
         found: list[bool | None] = []
         try:
             for place, (row, room) in enumerate(pairs):
-                ticket = coming.pop(place, 0)
-                came = ticket > 0 and self._queue.wait(ticket) >= row.nbytes
-                came = came or self._read_through(row, room)
+                came = self._came(coming.pop(place, 0), row) or self._read_through(row, room)
                 found.append(is_whole(row, room) if came else None)
         finally:
             self._queue.settle(coming.values())
@@ -143,6 +141,16 @@ class OpenShards:
         if tickets is None:
             self.no_direct = f"the kernel has no queue for direct reads ({self._queue.refusal})"
         return tickets or []
+
+    def _came(self, ticket: int, row: Row) -> bool:
+        """Whether an entry that was asked for is there."""
+        try:
+            return ticket > 0 and self._queue.wait(ticket) >= row.nbytes
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            self.no_direct = "a disk cannot write to the memory that is given"
+            return False
 
     def _file(self, shard: str, direct: bool = False) -> Descriptor | None:
         with self._lock:

@@ -240,6 +240,29 @@ def test_a_kernel_without_a_queue_is_told_once(store, told, monkeypatch):
 
 
 @pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("code", [errno.EFAULT, errno.EIO])
+def test_memory_that_a_disk_cannot_write_to_is_told_and_other_trouble_raised(
+    store, told, monkeypatch, code
+):
+    fill(store, range(4))
+    forget(store)
+    real = store._files._queue.wait
+
+    def failing(ticket):
+        real(ticket)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(store._files._queue, "wait", failing)
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            store.gather(["k1", "k2"], "latents", Rooms())
+        return
+    assert store.gather(["k1", "k2"], "latents", Rooms())[:, 0].tolist() == [1, 2]
+    (text,) = told.texts()
+    assert "cannot write to the memory" in text
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_nothing_is_under_way_when_a_batch_fails(store, monkeypatch):
     fill(store, range(8))
     forget(store)
