@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gracetune.adapters.kronecker import kron_linear, thin_kron_linear
+from gracetune.adapters.kronecker import (
+    KroneckerProduct,
+    can_join,
+    kron_linear,
+    thin_kron_linear,
+)
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,16 +52,43 @@ class Adapted(nn.Module):
 class KroneckerAdapted(Adapted):
     """y = layer(x) + kron(w1, w2) dropout(x), with the weights of LyCORIS's LoKr."""
 
+    def __init__(self, base_layer: nn.Module, adapter: Any, dropout: float) -> None:
+        super().__init__(base_layer, adapter, dropout)
+        thin = not adapter.use_w2 and can_join(adapter.lokr_w1, adapter.lokr_w2_b)
+        plain = type(base_layer.weight) is nn.Parameter  # neither quantised nor packed
+        self.joins = thin and plain and not dropout
+        """Whether it is one product with the frozen layer, as long as that is what it was."""
+
     def forward(self, x: Tensor) -> Tensor:
         """As above, by our own products."""
-        base: Tensor = self.base_layer(x)
-        x, adapter = self.dropout(x), self.adapter
+        adapter = self.adapter
         w1 = adapter.lokr_w1 * adapter.scale
+        layer = self._one_product_with(x)
+        if layer is not None:
+            a, b, dtype = adapter.lokr_w2_a, adapter.lokr_w2_b, layer.weight.dtype
+            y: Tensor = KroneckerProduct.apply(  # type: ignore[no-untyped-call]
+                x.to(dtype).flatten(0, -2),
+                layer.weight,
+                layer.bias,
+                torch.kron(w1, b).to(dtype),
+                a.to(dtype),
+            )
+            return y.view(*x.shape[:-1], -1)
+        base: Tensor = self.base_layer(x)
+        x = self.dropout(x)
         if adapter.use_w2:
             beside = kron_linear(x, w1.to(x.dtype), adapter.lokr_w2.to(x.dtype))
         else:
             beside = thin_kron_linear(x, w1, adapter.lokr_w2_a, adapter.lokr_w2_b)
         return base + beside.to(base.dtype)
+
+    def _one_product_with(self, x: Tensor) -> nn.Linear | None:
+        """The frozen layer; none where autocast would round what this product does not."""
+        layer = self.base_layer
+        if not self.joins or type(layer) is not nn.Linear:
+            return None
+        in_fp32 = layer.weight.dtype == torch.float32
+        return None if in_fp32 and torch.is_autocast_enabled(x.device.type) else layer
 
 
 class Difference(nn.Module):

@@ -46,6 +46,7 @@ PRODUCTS = {
     "aten::baddbmm",
     "aten::convolution",
     "aten::_scaled_mm",
+    "gracetune::kron_linear",
     "gracetune::lora_linear",
     "gracetune::lora_linears",
     "gracetune::lora_linear_fp8",

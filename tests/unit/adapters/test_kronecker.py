@@ -3,12 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from gracetune.adapters import kronecker
 from gracetune.adapters.inject import add_adapter
 from gracetune.adapters.kronecker import kron_linear, thin_kron_linear
 from gracetune.adapters.wrapped import Adapted, KroneckerAdapted
 from gracetune.config.schema import AdapterSection
+from gracetune.stream.blocks import PRODUCTS
 
 
 def made(*shape, seed=0):
@@ -80,11 +82,40 @@ def test_training_sees_what_lycoris_computes(settings):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's tracer looks at what torch warns of looking at
 def test_a_compiled_block_is_one_graph():
     model = adapted(rank=2, factor=4)
     x = torch.randn(3, 24, generator=torch.Generator().manual_seed(1))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), model(x))
+    expected = answers(model, x)
+    model.zero_grad()
+    found = answers(torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_bf16_layers_train_fp32_weights():
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(1))
+    expected = answers(adapted(rank=2, factor=4), x)
+    model = adapted(rank=2, factor=4)
+    for layer in (model.inner, model.outer):
+        layer.base_layer.to(torch.bfloat16)
+    found = answers(model, x.bfloat16())
+    assert found[0].dtype == torch.bfloat16
+    assert all(grad.dtype == torch.float32 for grad in found[2:])
+    for one, other in zip(found, expected, strict=True):
+        assert functional.cosine_similarity(one.float().flatten(), other.flatten(), 0) > 0.999
+
+
+def test_autocast_of_fp32_layers_is_left_to_torch():
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(1))
+    model = adapted(rank=2, factor=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+    assert model(x).dtype == torch.float32
+
+
+def test_products_are_what_a_memory_policy_keeps():
+    assert torch.ops.gracetune.kron_linear.default.name().split(".")[0] in PRODUCTS
 
 
 def saved_nbytes(model, x):
