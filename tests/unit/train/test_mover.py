@@ -6,6 +6,7 @@ import torch
 from gracetune.cache.store import stack_in
 from gracetune.config.schema import Gh200Section
 from gracetune.errors import ConfigError
+from gracetune.memory.ledger import Tier
 from gracetune.train.mover import build_mover
 
 CPU = torch.device("cpu")
@@ -59,6 +60,14 @@ def test_roles_are_kept_in_the_books(told):
     for expected in (100, 300):
         mover.used(1)
         assert mover._session.stats()["uvm.bytes.host.role.optimizer"] == expected
+
+
+def test_a_role_may_be_booked_elsewhere_than_on_the_device(told):
+    mover = build_mover(Gh200Section(), CPU, told)
+    mover.watch("optimizer", lambda: 5, Tier.MANAGED)
+    mover.used(1)
+    mover.used(2)
+    assert mover._session.stats()["uvm.bytes.managed.role.optimizer"] == 5
 
 
 @pytest.mark.parametrize(("conf", "wanted"), [("use_uvm:True", True), ("use_uvm:False", False)])
