@@ -116,8 +116,9 @@ class Mover:
         self._session.observe(act=True)
         for role, (tier, nbytes) in self._watched.items():
             self._session.ledger.give_back(tier, role, self._booked.get(role, 0))
-            self._booked[role] = nbytes()
-            self._session.ledger.take(tier, role, self._booked[role])
+            now = nbytes()
+            # What is past a tier's cap is there all the same; the books say that it was denied.
+            self._booked[role] = now if self._session.ledger.take(tier, role, now) else 0
         return memory_event(step, self._session.stats(), psutil.Process().memory_info().rss)
 
     def _place(self, latents: Tensor | None, text: Mapping[str, Tensor]) -> None:

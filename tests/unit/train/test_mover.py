@@ -64,10 +64,14 @@ def test_roles_are_kept_in_the_books(told):
 
 def test_a_role_may_be_booked_elsewhere_than_on_the_device(told):
     mover = build_mover(Gh200Section(), CPU, told)
-    mover.watch("optimizer", lambda: 5, Tier.MANAGED)
-    mover.used(1)
-    mover.used(2)
-    assert mover._session.stats()["uvm.bytes.managed.role.optimizer"] == 5
+    mover.watch("optimizer", lambda: 5, Tier.DEVICE)
+    mover.watch("too much", lambda: 5, Tier.MANAGED)  # this machine has none
+    for step in (1, 2):
+        mover.used(step)
+    stats = mover._session.stats()
+    assert stats["uvm.bytes.device.role.optimizer"] == 5
+    assert mover._session.ledger.held(Tier.MANAGED) == 0
+    assert mover._session.ledger.denied(Tier.MANAGED) == 2
 
 
 @pytest.mark.parametrize(("conf", "wanted"), [("use_uvm:True", True), ("use_uvm:False", False)])
