@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-slow test-gpu test-hosts test-ai-toolkit check format lint types bench clean
+.PHONY: help venv demo test test-slow test-gpu test-hosts test-host-versions test-ai-toolkit check format lint types bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,19 +41,38 @@ test-gpu: venv  ## the tests that need a CUDA device
 HOST_PYTHON ?= python3.12
 HOST := .hosts/simpletuner
 HOST_BIN := $(HOST)/bin
-HOST_MODULES ?= test_backend_builders test_factory_edge_cases
+HOST_SUITE := $(HOST)/simpletuner-4.10.1
+HOST_VERSIONS := 4.6.0 4.6.1 4.7.0 4.7.1 4.8.0 4.9.0 4.9.1 4.9.2 4.9.3 4.10.0
+HOST_MODULES ?=
 
 $(HOST)/.installed:
 	$(HOST_PYTHON) -m venv $(HOST)
 	$(HOST_BIN)/python -m pip install --quiet torch==2.13.0 torchvision==0.28.0 torchaudio==2.11.0 simpletuner==4.10.1
 	$(HOST_BIN)/python -m pip install --quiet blake3 cramjam cuda-bindings pytest pytest-timeout
+	$(HOST_BIN)/python -m pip install --quiet 'torchao>=0.17,<0.18' aiohttp ldap3
 	$(HOST_BIN)/python -m pip download --quiet --no-deps --no-binary simpletuner --no-build-isolation --dest $(HOST) simpletuner==4.10.1
-	tar -xzf $(HOST)/simpletuner-4.10.1.tar.gz -C $(HOST) simpletuner-4.10.1/tests
 	@touch $@
 
-test-hosts: $(HOST)/.installed  ## gracetune inside a real SimpleTuner; HOST_MODULES= runs all of its own tests
-	PYTHONPATH=$(CURDIR)/src $(HOST_BIN)/python -m pytest -o filterwarnings=default tests/hosts
-	$(HOST_BIN)/python tests/hosts/run_upstream_suite.py $(HOST)/simpletuner-4.10.1 $(HOST_MODULES)
+$(HOST)/clone:
+	git clone --quiet https://github.com/bghira/SimpleTuner $@
+
+# The source distribution has the tests, and leaves out what they import from beside them.
+$(HOST_SUITE)/.whole: $(HOST)/.installed | $(HOST)/clone
+	tar -xzf $(HOST_SUITE).tar.gz -C $(HOST) $(addprefix simpletuner-4.10.1/,tests pyproject.toml setup.py README.md)
+	commit=$$(git -C $(HOST)/clone rev-parse --quiet --verify v4.10.1 || echo HEAD) && git -C $(HOST)/clone archive $$commit tests scripts documentation config ':(exclude,glob)tests/test_*.py' | tar -x -C $(HOST_SUITE)
+	ln -sfn ../lib/python3.12/site-packages/simpletuner $(HOST_SUITE)/simpletuner
+	@touch $@
+
+test-hosts: $(HOST_SUITE)/.whole  ## gracetune inside a real SimpleTuner, and that one's own tests; HOST_MODULES=a picks some
+	PYTHONPATH=$(CURDIR)/src $(HOST_BIN)/python -m pytest -o filterwarnings=default --ignore tests/hosts/test_simpletuner_versions.py tests/hosts
+	OPENBLAS_NUM_THREADS=1 $(HOST_BIN)/python tests/hosts/run_upstream_suite.py $(HOST_SUITE) $(HOST_MODULES)
+
+$(HOST)-versions/%/.installed: $(HOST)/.installed
+	$(HOST_BIN)/python -m pip install --quiet --no-deps --no-compile --target $(@D) simpletuner==$*
+	@touch $@
+
+test-host-versions: $(HOST_VERSIONS:%=$(HOST)-versions/%/.installed)  ## every hook in every SimpleTuner from 4.6 on
+	PYTHONPATH=$(CURDIR)/src $(HOST_BIN)/python -m pytest -o filterwarnings=default tests/hosts/test_simpletuner_versions.py
 
 # ai-toolkit is a clone, and its packages go on top of those that SimpleTuner has brought.
 AITK := .hosts/ai-toolkit

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from gracetune.config.environment import claim_process_alloc_conf, process_environment
 from gracetune.errors import GracetuneError, HostError
 from gracetune.hosts.probe import find_installed, probe, probe_lines
-from gracetune.hosts.simpletuner.needs import KNOWN, NEEDS
+from gracetune.hosts.simpletuner.needs import NEEDS
+from gracetune.hosts.simpletuner.versions import KNOWN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from gracetune.hosts.probe import Need, Site
 
-KNOWN = {"4.10.1": "tried: it trains the same weights with the plug-in as without"}
-"""Versions that were tried."""
-
 TRAINER = "simpletuner.helpers.training.trainer"
 FACTORY = "simpletuner.helpers.data_backend.factory"
 LOCAL = "simpletuner.helpers.data_backend.local"

@@ -1,0 +1,49 @@
+"""Every SimpleTuner from 4.6 on, each in a folder: `make test-host-versions` puts them there."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from gracetune.hosts.probe import probe
+from gracetune.hosts.simpletuner.needs import NEEDS, WEBUI_NEEDS
+from gracetune.hosts.simpletuner.versions import KNOWN
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = sorted((ROOT / ".hosts/simpletuner-versions").glob("[0-9]*"))
+SCRIPT = Path(__file__).with_name("hook_and_serve.py")
+pytestmark = [
+    pytest.mark.skipif(not FOLDERS, reason="make test-host-versions downloads them"),
+    pytest.mark.timeout(900),
+]
+
+
+def test_all_of_them_are_recorded():
+    assert {folder.name for folder in FOLDERS} <= {*KNOWN}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_symbol_is_there(folder):
+    found = probe(folder, (*NEEDS, *WEBUI_NEEDS))
+    assert [(each.need.symbol, each.reason) for each in found if not each.fits] == []
+
+
+@pytest.mark.skipif(find_spec("simpletuner") is None, reason="only in SimpleTuner's environment")
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_hook_serves(folder, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path)],
+        cwd=tmp_path,
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "src")]),
+            "HOME": str(tmp_path),
+            "CONFIG_PATH": str(tmp_path / "config.json"),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert f"all hooks serve in {folder.name}" in done.stdout, done.stderr[-3000:]
