@@ -283,6 +283,12 @@ def _idle_optimizer(run: RunFile) -> Iterator[str]:
     for key in IDLE_SETTINGS.get(section.name, ()):
         if key in section.model_fields_set:
             yield f"optimizer.{key} has no effect: {section.name} has no such setting."
+    if section.name == "muon":
+        for key in sorted({"betas", "eps"} & section.model_fields_set):
+            yield (
+                f"optimizer.{key} is AdamW's, to which muon leaves what is no matrix: of matrices, "
+                "and so of most adapters, it changes nothing."
+            )
 
 
 RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (

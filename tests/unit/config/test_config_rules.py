@@ -143,4 +143,8 @@ def test_a_holdout_that_nothing_measures_is_remarked_on() -> None:
 def test_a_setting_that_an_optimizer_does_not_have_is_remarked_on():
     lion = RunFile.model_validate({"optimizer": {"name": "lion", "eps": 1e-6, "lr": 1e-5}})
     assert remarks(lion) == ["optimizer.eps has no effect: lion has no such setting."]
+    muon = remarks(run(optimizer={"name": "muon", "eps": 1e-6, "betas": [0.9, 0.99]}))
+    assert [line.split()[0] for line in muon] == ["optimizer.betas", "optimizer.eps"]
+    assert all("to which muon leaves what is no matrix" in line for line in muon)
+    assert remarks(run(optimizer={"name": "muon"})) == []
     assert remarks(RunFile.model_validate({"optimizer": {"name": "adamw", "eps": 1e-6}})) == []
