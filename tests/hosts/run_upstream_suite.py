@@ -127,8 +127,10 @@ def judge(module: str, book: Book) -> Verdict:
         return Verdict(module, "passed", num_passed, "")
     others = without[0].others
     kinds = {kind: [*others.values()].count(kind) for kind in ("failed", "error")}
-    detail = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
-    return Verdict(module, "same", num_passed, f"{without[0].ended}; {detail}".rstrip("; "))
+    parts = [f"{count} {kind}" for kind, count in kinds.items() if count]
+    if without[0].ended != "done":
+        parts.insert(0, without[0].ended)
+    return Verdict(module, "same", num_passed, ", ".join(parts) or "has no tests")
 
 
 def main() -> int:
