@@ -45,6 +45,17 @@ class Gather:
         self._gather.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, wide, wide, wide)
         self._gather.restype = ctypes.c_int64
 
+        self._sizes = library.gracetune_sizes
+        self._sizes.argtypes = (ctypes.c_char_p, ctypes.c_int64, wide)
+        self._sizes.restype = None
+
+    def sizes(self, paths: Sequence[str]) -> list[int]:
+        """The length of each file; 0 for one that cannot be asked."""
+        found = np.zeros(len(paths), np.int64)
+        self._sizes(_joined(paths), len(paths), found)
+        sizes: list[int] = found.tolist()
+        return sizes
+
     def __call__(
         self, hand: Hand, places: Sequence[Place], sizes: Sequence[int]
     ) -> tuple[list[int], list[int]]:
@@ -52,8 +63,7 @@ class Gather:
 
         ArenaFullError: there is no memory left.
         """
-        paths = os.fsencode("\0".join(place.path for place in places)) + b"\0"
-        assert paths.count(b"\0") == len(places), "a path with a NUL in it"
+        paths = _joined([place.path for place in places])
         offsets = np.array(
             [_WHOLE if nbytes is None else offset for _, offset, nbytes in places], np.int64
         )
@@ -68,6 +78,13 @@ class Gather:
 
         first = hand.receive(write)
         return [first + start for start in starts.tolist()], nbytes.tolist()
+
+
+def _joined(paths: Sequence[str]) -> bytes:
+    """Each with a NUL at its end."""
+    joined = os.fsencode("\0".join(paths)) + b"\0"
+    assert joined.count(b"\0") == max(1, len(paths)), "a path with a NUL in it"
+    return joined
 
 
 def find_gather(folder: Path = SOURCE.parent) -> Gather | MissingGather:

@@ -62,10 +62,10 @@ class StagedSource:
         first stages, the others wait and map what it made. `find` looks for the compiled helper.
         """
         keys = sorted(set(keys))
-        sizes = sizes_of(source, keys, section.num_workers or default_workers())
+        gather = find()
+        sizes = sizes_of(source, keys, section.num_workers or default_workers(), gather)
 
         def make() -> Arena:
-            gather = find()
             if isinstance(gather, MissingGather):
                 tell(
                     Notice(

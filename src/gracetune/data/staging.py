@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,6 +52,7 @@ def sizes_of(
     source: Source,
     keys: Sequence[str],
     num_workers: int,
+    gather: Gather | MissingGather,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[int]:
     """The length of each file before it is read; 0 for one that cannot be asked."""
@@ -60,14 +62,20 @@ def sizes_of(
     def ask(rows: range) -> list[int]:
         return [_size(source, keys[row]) for row in rows]
 
+    def ask_the_rest(by: Callable[[range], list[int]]) -> list[int]:
+        left = chunks([0] * (len(keys) - len(first)), num_workers, None)
+        shifted = (range(rows.start + len(first), rows.stop + len(first)) for rows in left)
+        return [size for piece in ordered_map(by, shifted, num_workers) for size in piece]
+
     began = clock()
     first = ask(range(min(TIMED_FILES, len(keys))))
+    took = clock() - began
+    if isinstance(source, FileSource) and not isinstance(gather, MissingGather):
+        return first + ask_the_rest(partial(_sizes_together, source, keys, gather))
     # Threads hide what a network takes; where nothing is to hide they only get in each other's way.
-    if clock() - began < QUICK_S * len(first):
+    if took < QUICK_S * len(first):
         return first + ask(range(len(first), len(keys)))
-    left = chunks([0] * (len(keys) - len(first)), num_workers, None)
-    shifted = (range(rows.start + len(first), rows.stop + len(first)) for rows in left)
-    return first + [size for piece in ordered_map(ask, shifted, num_workers) for size in piece]
+    return first + ask_the_rest(ask)
 
 
 def fill_arena(
@@ -124,6 +132,12 @@ class _Rows:
         self.stored.append(stored)
         self.nbytes.append(nbytes)
         self.codec.append(codec)
+
+    def filled(self, at: list[int], nbytes: list[int]) -> _Rows:
+        """With every file of the run, stored as it is."""
+        self.at, self.stored, self.nbytes = at, nbytes, nbytes
+        self.codec = [PLAIN] * len(at)
+        return self
 
     def copy_to(self, columns: Columns) -> None:
         rows = slice(self.first, self.first + len(self.at))
@@ -185,15 +199,16 @@ class _Filler:
         rows = _Rows(numbers.start)
         places = self._places(numbers)
         with self._writer.hand() as hand:
-            brought = self._brought(places, hand)
+            starts, lengths = self._brought(numbers, places, hand)
+            if ODD not in lengths:
+                return rows.filled(starts, lengths)
             gathered = _Gathered(hand, rows)
-            for number in numbers:
-                if number in brought:
-                    at, nbytes = brought[number]
+            for number, place, at, nbytes in zip(numbers, places, starts, lengths, strict=True):
+                if nbytes != ODD:
                     rows.add(at, nbytes, nbytes, PLAIN)
                     continue
                 try:
-                    if not self._copied(number, places.get(number), rows, hand):
+                    if not self._copied(number, place, rows, hand):
                         self._read(self._keys[number], gathered)
                 except OSError as error:
                     rows.add(0, 0, 0, UNREADABLE)
@@ -201,34 +216,38 @@ class _Filler:
             gathered.flush()
         return rows
 
-    def _places(self, numbers: range) -> dict[int, Place]:
-        """Where those lie that the kernel can copy: plain files, or parts of them, stored as they
+    def _places(self, numbers: range) -> Sequence[Place | None]:
+        """Where each lies that the kernel can copy: plain files, or parts of them, stored as they
         are."""
-        if self._files is None:
-            return {}
-        found: dict[int, Place] = {}
-        for number in numbers:
-            key = self._keys[number]
-            if self._packing.codec_of(key) is None and key not in self._packing.sampled:
-                place = _place(self._files, key)
-                if place is not None:
-                    found[number] = place
-        return found
+        files, packing = self._files, self._packing
+        if files is None:
+            return [None] * len(numbers)
+        keys = self._keys[numbers.start : numbers.stop]
+        if not packing.compresses and not packing.sampled:
+            return [_place(files, key) for key in keys]
+        return [
+            None if packing.codec_of(key) or key in packing.sampled else _place(files, key)
+            for key in keys
+        ]
 
-    def _brought(self, places: dict[int, Place], hand: Hand) -> dict[int, tuple[int, int]]:
-        """Place and length of what came by one call; whatever is odd about a file is not here."""
-        numbers = [number for number in places if self._sizes[number]]
-        if self._gather is None or not numbers:
-            return {}
-        sizes = [self._sizes[number] for number in numbers]
-        expected = sum(sizes)
+    def _brought(
+        self, numbers: range, places: Sequence[Place | None], hand: Hand
+    ) -> tuple[list[int], list[int]]:
+        """Place and length of what came by one call; ODD for what did not."""
+        sizes = self._sizes[numbers.start : numbers.stop]
+        starts, lengths = [0] * len(sizes), [ODD] * len(sizes)
+        pairs = enumerate(zip(places, sizes, strict=True))
+        chosen = [(row, place, size) for row, (place, size) in pairs if place is not None and size]
+        if self._gather is None or not chosen:
+            return starts, lengths
+        rows, wanted, known = zip(*chosen, strict=True)
+        expected = sum(known)
         self._budget.take(expected, expected)
-        starts, lengths = self._gather(hand, [places[number] for number in numbers], sizes)
-        rows = zip(numbers, starts, lengths, strict=True)
-        brought = {number: (start, nbytes) for number, start, nbytes in rows if nbytes != ODD}
-        missing = sum(nbytes for _, nbytes in brought.values()) - expected
+        for row, start, nbytes in zip(rows, *self._gather(hand, wanted, known), strict=True):
+            starts[row], lengths[row] = start, nbytes
+        missing = sum(nbytes for nbytes in lengths if nbytes != ODD) - expected
         self._budget.take(missing, missing)
-        return brought
+        return starts, lengths
 
     def _copied(self, number: int, place: Place | None, rows: _Rows, hand: Hand) -> bool:
         """Whether the kernel could copy it as it is."""
@@ -264,6 +283,16 @@ class _Filler:
         stored = data if packed is None else packed
         self._budget.take(len(data), len(stored))
         gathered.add(stored, len(data), PLAIN if packed is None else CODEC_NAMES.index(codec))
+
+
+def _sizes_together(
+    source: FileSource, keys: Sequence[str], gather: Gather, rows: range
+) -> list[int]:
+    places = [_place(source, keys[row]) for row in rows]
+    whole = [place.path for place in places if place is not None and place.nbytes is None]
+    if len(whole) == len(places):
+        return gather.sizes(whole)
+    return [_size(source, keys[row]) for row in rows]
 
 
 def _place(source: FileSource, key: str) -> Place | None:

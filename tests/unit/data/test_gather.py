@@ -59,6 +59,12 @@ def test_every_byte_lies_where_it_says(tmp_path: Path, gather: Gather, lengths: 
     assert len(arena.segments[0]) == sum(lengths) + len(b"what was there beforewhat comes after")
 
 
+def test_lengths_are_told_and_0_for_what_cannot_be_asked(tmp_path: Path, gather: Gather) -> None:
+    paths = [*_made(tmp_path, [0, 7, 100_000]), tmp_path / "gone", tmp_path / ("x" * 300)]
+    assert gather.sizes([str(path) for path in paths]) == [0, 7, 100_000, 0, 0]
+    assert gather.sizes([]) == []
+
+
 def test_parts_of_files_lie_anywhere_in_them(tmp_path: Path, gather: Gather) -> None:
     (shard,) = _made(tmp_path, [200_000])
     data = shard.read_bytes()

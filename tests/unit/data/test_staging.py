@@ -239,7 +239,9 @@ def test_lengths_are_asked_in_order_by_one_or_by_many(tmp_path: Path, seconds: f
     source = FolderSource(write_folder(tmp_path, {f"{n:03d}": b"x" * n for n in range(200)}))
     times = iter([0.0, seconds])
     keys = list(source.keys())
-    assert staging.sizes_of(source, keys, 3, lambda: next(times)) == list(range(200))
+    missing = MissingGather("it is not here")
+    assert staging.sizes_of(source, keys, 3, missing, lambda: next(times)) == list(range(200))
+    assert staging.sizes_of(source, keys, 3, find_gather()) == list(range(200))
 
 
 def test_no_file_is_opened_once_it_is_staged(tmp_path: Path) -> None:
