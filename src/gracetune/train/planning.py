@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from gracetune.adapters.fused import demand_fp8, freeze_in_fp8, fuse_lora
 from gracetune.events.types import Notice
+from gracetune.memory.machine import read_this_host
 from gracetune.models.experts import transformers_of
 from gracetune.models.wan_attention import rotate_in_one_pass
 from gracetune.optim.footprint import nbytes_each
@@ -213,5 +213,7 @@ def _free_nbytes(device: torch.device) -> int:
 
 def _host_nbytes(run: RunFile) -> int:
     asked = settings_of(run).host_memory
-    free = int(psutil.virtual_memory().available * (1 - HOST_RESERVE_SHARE))
+    host = read_this_host()
+    left = host.available_bytes if host.limit_bytes is None else host.limit_bytes
+    free = int(min(host.available_bytes, left) * (1 - HOST_RESERVE_SHARE))
     return free if asked is None else min(free, parse_bytes(asked))
