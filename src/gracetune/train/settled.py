@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-import psutil
 import torch
 
 from gracetune.events.types import Notice, WeightsStreamed
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 COMPILING_S = 90.0
 """What compiling the blocks of a model takes, about, the first time."""
+MOVED_NBYTES_S = 2e9
+"""Host memory that is pinned and filled in a second, about."""
 CLEAR_GAIN = 0.03
 """Of a micro-batch's seconds: what another plan must be predicted to save before it is taken."""
 SMALLER = (0.85, 0.92, 0.97)
@@ -212,25 +213,14 @@ class Settled:
             ask = replace(ask, wishes=replace(ask.wishes, compile=(True,)))
         with suppress(PlanError):
             other = ask.answer(ask.budget)
-            if choice_of(other) == choice_of(now) or not self._host_has_room(other):
+            if choice_of(other) == choice_of(now):
                 return None
             if not ask.fits(now):
                 return other
             saved = now.seconds.step - other.seconds.step
-            if saved > CLEAR_GAIN * now.seconds.step and left * saved > _compiling_s(now, other):
+            if saved > CLEAR_GAIN * now.seconds.step and left * saved > _change_s(now, other):
                 return other
         return None
-
-    def _host_has_room(self, other: Plan) -> bool:
-        """While weights change places, the old slab and the new one are both there."""
-        if not other.streamed or other.host.weights <= psutil.virtual_memory().available:
-            return True
-        text = (
-            f"a better plan was found, but moving to it takes {format_bytes(other.host.weights)} "
-            "of host memory for a moment, which is not free; the plan stays"
-        )
-        self._tell(Notice(text))
-        return False
 
     def _smaller(self) -> Plan | None:
         asked = self._ask.budget
@@ -249,9 +239,12 @@ class Settled:
         self._placed.may_grow(max(0, self._ask.spare(self.plan, peak_nbytes)))
 
 
-def _compiling_s(now: Plan, other: Plan) -> float:
-    """Blocks that run as some do already need no graphs of their own."""
+def _change_s(now: Plan, other: Plan) -> float:
+    """What going over to another plan takes: weights move, and blocks that run as none did before
+    are compiled.
+    """
     ways, before = (
         {(block.weights, block.activations) for block in plan.blocks} for plan in (other, now)
     )
-    return COMPILING_S if other.compiled and not (now.compiled and ways <= before) else 0.0
+    compiles = other.compiled and not (now.compiled and ways <= before)
+    return other.host.weights / MOVED_NBYTES_S + (COMPILING_S if compiles else 0.0)
