@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gracetune.cli.adapter_args import (
     about_of,
     cut_lines,
+    demand_file,
     dtype_of,
     generator,
     positive,
@@ -110,7 +111,15 @@ def _writing(parser: argparse.ArgumentParser, needed: bool = False) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what the action says."""
     act: Action = args.run_action
-    return act(args)
+    try:
+        return act(args)
+    except BrokenPipeError:
+        raise  # of the reader of our output, not of a file
+    except OSError as error:
+        raise AdapterError(
+            f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}. "
+            "Mend that, or name another."
+        ) from error
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -130,6 +139,7 @@ def _convert(args: argparse.Namespace) -> int:
     from gracetune.adapters.names import form_named
 
     form = form_named(args.to)
+    demand_file(args.out)
     adapter = _one_or_two(args)
     cut = None
     if args.lora_rank is not None:

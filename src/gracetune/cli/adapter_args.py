@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 from gracetune.errors import AdapterError
@@ -80,6 +81,33 @@ def positive(name: str, value: int) -> int:
     if value < 1:
         raise AdapterError(f"{name} is {value}; a rank is at least 1.")
     return value
+
+
+def finite(name: str, values: Sequence[float]) -> Sequence[float]:
+    """Strengths that weights can be multiplied by."""
+    for value in values:
+        if not math.isfinite(value):
+            raise AdapterError(f"{name} is {value}; it must be a finite number, such as 1 or 0.5.")
+    return values
+
+
+def demand_file(out: Path | None) -> None:
+    """A file is written there, or nothing."""
+    if out is not None and out.is_dir():
+        raise AdapterError(f"--out {out} is a folder. Name a file in it, ending in .safetensors.")
+
+
+def demand_new_folder(out: Path, model: Path) -> None:
+    """What is in a folder is never replaced by a model, least of all the model itself."""
+    if out.resolve().is_relative_to(model.resolve()):
+        raise AdapterError(
+            f"--out {out} is {model} or inside it, which is read while the result is written. Name "
+            "a folder beside it."
+        )
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise AdapterError(
+            f"--out {out} is there already and would be lost. Name a new folder, or remove it."
+        )
 
 
 def cut_lines(cut: Cut | None) -> list[str]:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from gracetune.cli.adapter_args import (
     about_of,
     cut_lines,
+    demand_file,
+    demand_new_folder,
     demand_one_stage,
     dtype_of,
+    finite,
     generator,
     positive,
     read,
@@ -32,7 +35,7 @@ def merge(args: argparse.Namespace) -> int:
     from gracetune.adapters.lowrank import combine
     from gracetune.adapters.names import form_named
 
-    strengths = args.strength or [1.0] * len(args.files)
+    strengths = finite("--strength", args.strength or [1.0] * len(args.files))
     if len(strengths) != len(args.files):
         raise AdapterError(
             f"--strength is given {len(strengths)} times for {len(args.files)} files. Give one for "
@@ -40,6 +43,7 @@ def merge(args: argparse.Namespace) -> int:
         )
     if args.into is not None:
         return _merge_into(args, strengths)
+    demand_file(args.out)
     given = [read(path, args) for path in args.files]
     demand_one_stage([stage for _, stage in given])
     rank = None if args.rank is None else positive("--rank", args.rank)
@@ -63,6 +67,10 @@ def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
     from gracetune.adapters.layers import at_stage
     from gracetune.adapters.merging import merge_into, merge_into_pipeline
 
+    if args.into.is_dir():
+        demand_new_folder(args.out, args.into)
+    else:
+        demand_file(args.out)
     by_stage: dict[Stage | None, list[tuple[Adapter, float]]] = {}
     for path, strength in zip(args.files, strengths, strict=True):
         adapter, stage = read(path, args)
@@ -99,6 +107,7 @@ def extract(args: argparse.Namespace) -> int:
     table = table_of(args)
     assert table is not None
     rank = positive("--rank", args.rank)
+    demand_file(args.out)
     found = extracting.extract(args.base, args.tuned, table, rank, generator(), args.keep_rest)
     form = form_named(args.to) if args.to else interchange_form(found.adapter)
     about = about_of(args, found.adapter)

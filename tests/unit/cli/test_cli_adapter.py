@@ -228,6 +228,52 @@ def test_merge_into_a_file_and_into_a_pipeline(capsys, lora, tmp_path):
     assert "transformer_2: 20" in run(capsys, *words, "--stage", "low")
 
 
+def test_a_merged_model_replaces_nothing(capsys, lora, tmp_path):
+    pipeline = tmp_path / "pipeline"
+    wan_model(pipeline / "transformer" / "m.safetensors")
+    (pipeline / "model_index.json").write_text("{}")
+    dear = tmp_path / "dear"
+    dear.mkdir()
+    (dear / "notes.txt").write_text("keep me")
+    for out, reason in (
+        (dear, "would be lost"),
+        (dear / "notes.txt", "would be lost"),
+        (pipeline, "is read while the result is written"),
+        (pipeline / "merged", "is read while the result is written"),
+    ):
+        assert reason in _error(capsys, "merge", lora, "--into", pipeline, "-o", out)
+    assert (dear / "notes.txt").read_text() == "keep me"
+    (tmp_path / "empty").mkdir()
+    run(capsys, "merge", lora, "--into", pipeline, "-o", tmp_path / "empty")
+    assert (tmp_path / "empty" / "transformer" / "m.safetensors").is_file()
+
+
+def test_a_folder_is_no_file_to_write_to(capsys, lora, tmp_path):
+    model = wan_model(tmp_path / "m.safetensors")
+    for words in (
+        ("convert", lora, "--to", "diffusers"),
+        ("merge", lora, lora),
+        ("merge", lora, "--into", model),
+        ("extract", model, model, "--rank", "2", "--family", "wan"),
+    ):
+        assert "is a folder. Name a file" in _error(capsys, *words, "-o", tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_the_users_to_mend(capsys, lora):
+    inside = lora / "x.safetensors"  # below a file
+    assert "cannot be read or written" in _error(
+        capsys, "convert", lora, "--to", "diffusers", "-o", inside
+    )
+    assert "cannot be read or written" in _error(
+        capsys, "inspect", lora, "--plot", lora / "plot.png"
+    )
+
+
+def test_a_strength_is_a_number(capsys, lora, tmp_path):
+    words = ["merge", lora, lora, "--strength", "nan", "--strength", "1", "-o", tmp_path / "m"]
+    assert "must be a finite number" in _error(capsys, *words)
+
+
 def test_extract_finds_what_was_merged(capsys, lora, tmp_path):
     model = wan_model(tmp_path / "m.safetensors")
     tuned, out = tmp_path / "tuned.safetensors", tmp_path / "out.safetensors"
