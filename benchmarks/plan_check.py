@@ -7,11 +7,15 @@ A file has, under `figures.configurations`, one record a measured step:
     activations   of each block, or one word for all
     checkpointing "plain" where recomputed blocks did attention again too, as torch's own does
     slots, rank, width, height, frames, config (changes to the model's shape)   where not the usual
+    sends_inputs  of each block: whether what it recomputes from waits in host memory
+    lora          "fused" where it was prepared as a run does it; else peft's own, in bf16
     state_nbytes  what the optimizer keeps of each trained number
     fitted        whether a rate in `plan/rates` was fitted to it; such records prove nothing
     excused       why a record is not counted, if it is not
+    predicted_seconds, predicted_peak_gib   what the planner said before the measurement, if it did
 
-Needs no GPU: predictions are for the machine that was measured, by its name.
+Needs no GPU. What was predicted before is taken as it was; all else is predicted now, for the
+machine that was measured, by its name. `--again` predicts everything now.
 
     PYTHONPATH=src:benchmarks python benchmarks/plan_check.py [FILE ...] [--machine h200-pcie]
 """
@@ -24,29 +28,29 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import results
+import torch
+from families import TRAINED_NBYTES, Case
 
-from gracetune.cli.plan import make_trainable
+from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.plan.choose import predict
+from gracetune.plan.cost import Model
 from gracetune.plan.known_models import Picture
 from gracetune.plan.machines import machine
 from gracetune.plan.make import traced
 from gracetune.plan.outlines import outline
 from gracetune.plan.peak import Fixed
-from gracetune.plan.rates import FITTED, basics_of
+from gracetune.plan.rates import FITTED, basics_of, speeds_of
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.step import Choice
 from gracetune.units import GIB
 
-if TYPE_CHECKING:
-    from gracetune.plan.cost import Model
-
 PEAK_LIMIT, SECONDS_LIMIT = 0.05, 0.10
 USUAL = {"rank": 32, "width": 1024, "height": 1024, "frames": 1, "config": {}, "slots": 3}
-USUAL |= {"checkpointing": "selective"}
+USUAL |= {"checkpointing": "selective", "lora": "peft"}
 
 
 @dataclass(frozen=True)
@@ -77,20 +81,23 @@ def main() -> int:
         "files", type=Path, nargs="*", default=[results.FOLDER / "plan_measured.json"]
     )
     parser.add_argument("--machine", default="h200-pcie", help="what was measured")
+    parser.add_argument("--again", action="store_true", help="forget what was predicted before")
     arguments = parser.parse_args()
     compared = [
-        compare(record, arguments.machine)
+        compare(record, arguments.machine, arguments.again)
         for file in arguments.files
         for record in json.loads(file.read_text())["figures"]["configurations"]
     ]
-    print(f"{'':48}{'seconds':>18}{'off':>8}{'peak GiB':>16}{'off':>8}")
+    print(f"{'':72}{'seconds':>18}{'off':>8}{'peak GiB':>16}{'off':>8}")
     for one in compared:
         show(one)
     return 0 if judge(compared) else 1
 
 
-def compare(record: dict[str, Any], machine_name: str) -> Compared:
+def compare(record: dict[str, Any], machine_name: str, again: bool = False) -> Compared:
     """The planner's answer to one record."""
+    if "predicted_seconds" in record and not again:
+        return Compared(record, record["predicted_seconds"], record["predicted_peak_gib"])
     told = USUAL | record
     model, trained = model_of(
         told["model"],
@@ -99,6 +106,7 @@ def compare(record: dict[str, Any], machine_name: str) -> Compared:
         (told["width"], told["height"], told["frames"]),
         machine_name,
         told["checkpointing"] == "plain",
+        told["lora"] == "fused",
     )
     choice = choice_of(told, model.num_blocks)
     fixed = Fixed(
@@ -118,11 +126,20 @@ def model_of(
     size: tuple[int, int, int],
     machine_name: str,
     plain: bool,
+    fused: bool,
 ) -> tuple[Model, int]:
     """A traced model, and how many numbers its LoRA trains."""
-    shape = outline(ModelSection(family=family), Picture(*size), json.loads(config))
-    trained = make_trainable(shape, AdapterSection(rank=rank))
     basics = basics_of(machine(machine_name))
+    if fused:
+        case = Case(family, Picture(*size), json.loads(config), ())
+        shapes = case.shapes()
+        return Model(shapes, speeds_of(basics)), shapes.trained_nbytes // TRAINED_NBYTES
+    shape = outline(ModelSection(family=family), Picture(*size), json.loads(config))
+    with torch.device("meta"):
+        add_adapter({"": shape.model}, AdapterSection(rank=rank), shape.shape.targets, seed=0)
+    for parameter in shape.model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    trained = sum(p.numel() for p in shape.model.parameters() if p.requires_grad)
     return traced(shape.subject(), basics, plain_checkpointing=plain), trained
 
 
@@ -134,8 +151,9 @@ def choice_of(told: dict[str, Any], num_blocks: int) -> Choice:
     ways = told["activations"]
     ways = [ways] * num_blocks if isinstance(ways, str) else ways
     assert len(ways) == num_blocks, f"{told['name']}: {len(ways)} ways for {num_blocks} blocks"
+    sent = told.get("sends_inputs", [False] * num_blocks)
     blocks = tuple(
-        BlockPlan("streamed" if index in inside else "resident", way)
+        BlockPlan("streamed" if index in inside else "resident", way, sent[index])
         for index, way in enumerate(ways)
     )
     return Choice(blocks, told["batch"], 1, told["slots"] if inside else 0, told["compiled"])
@@ -147,7 +165,7 @@ def show(one: Compared) -> None:
     remark = "fitted" if record.get("fitted") else record.get("excused", "")
     seconds = f"{one.seconds:>9.3f} /{record['seconds']:>7.3f}{one.seconds_off:>+8.1%}"
     peak = f"{one.peak_gib:>8.2f} /{record['peak_gib']:>6.2f}{one.peak_off:>+8.1%}"
-    print(f"{record['name']:<48}{seconds}{peak}  {remark}")
+    print(f"{record['name'][:70]:<72}{seconds}{peak}  {remark}")
 
 
 def judge(compared: list[Compared]) -> bool:

@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda", 0)
 LAYERS = 40
 RANK = 32
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
-WARM_UP = 3
+WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,29 @@ def make_step(model: nn.Module, batch: int, autocast: bool = False) -> Callable[
 
     latents, text = noise(batch, 16, 1, 128, 128), noise(batch, 512, 4096)
     timestep = torch.randint(0, 1000, (batch,), device=DEVICE, generator=generator)
+
+    def predict() -> torch.Tensor:
+        return model(
+            hidden_states=latents,
+            timestep=timestep,
+            encoder_hidden_states=text,
+            return_dict=False,
+        )[0]
+
+    return step_of(model, predict, latents, autocast)
+
+
+def step_of(
+    model: nn.Module, predict: Callable[[], torch.Tensor], target: torch.Tensor, autocast: bool
+) -> Callable[[], torch.Tensor]:
+    """Forward, loss, backward, fused AdamW; gives the loss."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
 
     def step() -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            (out,) = model(
-                hidden_states=latents,
-                timestep=timestep,
-                encoder_hidden_states=text,
-                return_dict=False,
-            )
-        loss = (out.float() - latents.float()).square().mean()
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
+            out = predict()
+        loss = (out.float() - target.float()).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.config.load import load_run_file
+from gracetune.config.rules import trains_in_bf16
 from gracetune.errors import ConfigError
 from gracetune.units import format_bytes, parse_bytes
 
@@ -163,31 +164,34 @@ def _trained(run_file: RunFile, shape: Outline) -> Trained:
     from gracetune.optim.update import Travel
     from gracetune.plan.ask import MASTER_NBYTES, Trained
 
-    make_trainable(shape, run_file.adapter)
-    counts = [p.numel() for p in shape.model.parameters() if p.requires_grad]
-    count = sum(counts)
+    count = make_trainable(shape, run_file.adapter)
+    trained = [p for p in shape.model.parameters() if p.requires_grad]
+    if run_file.adapter is None and not trains_in_bf16(run_file):
+        for parameter in trained:
+            parameter.data = parameter.data.float()
     each = state_nbytes_each(run_file.optimizer)
-    if shape.dtype.itemsize < MASTER_NBYTES:
+    if trained[0].dtype.itemsize < MASTER_NBYTES:
         each += MASTER_NBYTES
-    slots = Travel().slots_nbytes(counts, each)
-    return Trained(count * shape.dtype.itemsize, int(count * each), slots)
+    slots = Travel().slots_nbytes([p.numel() for p in trained], each)
+    return Trained(sum(p.nbytes for p in trained), int(count * each), slots)
 
 
 def make_trainable(shape: Outline, section: AdapterSection | None) -> int:
-    """Put an adapter onto the meta model, or train all of it; how many numbers that are."""
+    """Put an adapter onto the meta model as a run does, or train all of it; how many numbers."""
     import torch
 
     if section is None:
         shape.model.requires_grad_(True)
     else:
+        from gracetune.adapters.fused import fuse_lora
         from gracetune.adapters.inject import add_adapter
+        from gracetune.models.wan_attention import rotate_in_one_pass
 
         with torch.device("meta"):
             add_adapter({"": shape.model}, section, shape.shape.targets, seed=0)
-    parameters = [p for p in shape.model.parameters() if p.requires_grad]
-    for parameter in parameters:  # products are in the model's type, updates in fp32
-        parameter.data = parameter.data.to(shape.dtype)
-    return sum(parameter.numel() for parameter in parameters)
+        fuse_lora(shape.model)
+        rotate_in_one_pass(shape.model)
+    return sum(p.numel() for p in shape.model.parameters() if p.requires_grad)
 
 
 def count_samples(run_file: RunFile) -> int | None:

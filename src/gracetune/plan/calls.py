@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gracetune.errors import ModelError
-from gracetune.plan.eager import storage_of, tensors_of
+from gracetune.plan.kernels import storage_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +33,8 @@ class Subject:
     """A batch of so many samples, as the loader would hand it over; called on fake tensors."""
     predict: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     """One call of the model with such a batch."""
+    products: torch.dtype | None = None
+    """What trained weights are copied to once a pass; none: they are used as they are."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,12 @@ def check_blocks(subject: Subject) -> None:
         )
 
 
-def fake_weights(model: nn.Module) -> dict[int, Tensor]:
+def fake_weights(model: nn.Module, products: torch.dtype | None) -> dict[int, Tensor]:
     """A fake on the CPU for each parameter and buffer, by the identity of the real one."""
     fakes = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        dtype = products if products is not None and tensor.requires_grad else tensor.dtype
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
         fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
     return fakes
 

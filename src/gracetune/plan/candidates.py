@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from math import ceil
 from typing import TYPE_CHECKING
 
-from gracetune.plan.peak import device_bytes, host_bytes
+from gracetune.plan.peak import device_bytes, fullest, host_bytes
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.step import Choice
 
@@ -59,6 +60,8 @@ class Budget:
     host_nbytes: int
     fragmentation: float = 0.0
     """Share of the device's peak that the allocator holds beside it."""
+    scatter: float = 0.0
+    """Times the largest working set of a block: what it holds on top of that, in pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +140,13 @@ def fits(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> bool:
 
 def fits_device(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> bool:
     """Whether the device has room, for the allocator's losses too."""
-    device = device_bytes(model.at(choice.batch), choice, fixed).total
-    return device * (1 + budget.fragmentation) <= budget.device_nbytes
+    return device_need(model, choice, fixed, budget) <= budget.device_nbytes
+
+
+def device_need(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> int:
+    """Device memory at its fullest, with what an allocator loses."""
+    device, working = fullest(model.at(choice.batch), choice, fixed)
+    return ceil(device.total * (1 + budget.fragmentation) + working * budget.scatter)
 
 
 def leanest(model: Model, fixed: Fixed, wishes: Wishes) -> Choice:

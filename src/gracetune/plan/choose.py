@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gracetune.errors import GracetuneError
-from gracetune.plan.candidates import Budget, Wishes, candidates, fits, leanest, spread
+from gracetune.plan.candidates import Budget, Wishes, candidates, device_need, fits, leanest, spread
 from gracetune.plan.peak import Fixed, device_bytes, host_bytes
 from gracetune.plan.result import Plan
 from gracetune.plan.step import Choice, least_seconds, predict_seconds
@@ -147,8 +147,7 @@ def _others(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
 def _too_small(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> str:
     """Which tier lacks how much, and what would help."""
     least = leanest(model, fixed, wishes)
-    costs = model.at(least.batch)
-    device = int(device_bytes(costs, least, fixed).total * (1 + budget.fragmentation))
+    device = device_need(model, least, fixed, budget)
     if device > budget.device_nbytes:
         streamed = "all weights streamed" if least.streamed else "no weights streamed"
         ways = " and ".join(sorted({block.activations for block in least.blocks}))

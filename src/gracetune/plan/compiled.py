@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch._functorch.config as functorch_config
@@ -18,23 +18,24 @@ from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.flop_counter import flop_registry
 
-from gracetune.plan.eager import (
+from gracetune.plan.kernels import (
     ATTENTION,
     ATTENTION_BACKWARD,
-    BACKWARD_PRODUCTS,
-    GEMMS,
     WeightStorages,
-    attention_flops,
     attention_workspace,
+    is_product,
+    product_ops,
     storage_of,
     tensors_of,
 )
 from gracetune.plan.shapes import Op, Trace
 
 Function = Callable[..., tuple[Tensor, ...]]
+Kept = Literal["all", "products", "attention"]
+"""All that the compiler would keep; or what products and attention gave; or what attention did."""
 
 
 def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
@@ -45,8 +46,10 @@ def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModu
             function, tuple(arguments), trace_joint=True, decompositions=select_decomp_table()
         ),
     )
-    for node in graph.graph.nodes:
-        if node.target in ATTENTION:
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and "val" not in node.meta and not node.users:
+            graph.graph.erase_node(node)  # torch 2.11 leaves checks in it, and cuts no such graph
+        elif node.target in ATTENTION:
             # The partitioner knows CUDA's attention as too dear to do twice, but not the CPU's.
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return graph
@@ -55,19 +58,19 @@ def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModu
 def cut(
     joint: fx.GraphModule,
     num_outputs: int,
-    budget: float | None,
+    kept: Kept,
     trained: Sequence[bool],
     flowing: Sequence[int],
 ) -> Trace:
-    """The trace of a block whose activations are cut to `budget`; none: to attention's outputs.
+    """The trace of a block that keeps so much of its forward pass.
 
     Of the arguments, weights come first; `trained` tells which of them are. `flowing` are the
     places of those that come from the block before.
     """
     graph = _copy(joint)  # cutting uses it up
-    if budget is None:
-        _keep_attention_alone(graph.graph)
-    with functorch_config.patch(activation_memory_budget=1.0 if budget is None else budget):
+    if kept != "all":
+        _mark(graph.graph, is_product if kept == "products" else ATTENTION.__contains__)
+    with functorch_config.patch(activation_memory_budget=1.0):
         forward, backward = min_cut_rematerialization_partition(
             graph, None, num_fwd_outputs=num_outputs
         )
@@ -80,11 +83,14 @@ def cut(
     inputs = {storage for place in flowing for storage in _storages(arguments[place])}
     outputs = _outputs(forward.graph)
     results = {storage for node in outputs[:num_outputs] for storage in _storages(node)}
-    saved = {storage: n for node in outputs[num_outputs:] for storage, n in _sizes(node).items()}
-    there = _Fused(forward.graph, owned, weights)
+    # A policy marks more than backward reads; what it does not read is not kept.
+    read = {node.name for node in backward.graph.nodes if node.op == "placeholder" and node.users}
+    kept_nodes = [node for node in outputs[num_outputs:] if node.name in read]
+    saved = {storage: n for node in kept_nodes for storage, n in _sizes(node).items()}
+    there = _Fused(forward.graph, owned, weights, [*outputs[:num_outputs], *kept_nodes])
     gradients = _places(backward.graph)[: len(trained)]
     apart = {storage for node in gradients if node is not None for storage in _storages(node)}
-    back = _Fused(backward.graph, owned | apart, weights)
+    back = _Fused(backward.graph, owned | apart, weights, _outputs(backward.graph))
     return Trace(
         forward=there.ops,
         backward=back.ops,
@@ -95,7 +101,7 @@ def cut(
     )
 
 
-def _keep_attention_alone(graph: fx.Graph) -> None:
+def _mark(graph: fx.Graph, is_kept: Callable[[Any], bool]) -> None:
     """Mark forward as selective checkpointing does."""
     after_loss: set[fx.Node] = set()
     for node in graph.nodes:
@@ -104,11 +110,12 @@ def _keep_attention_alone(graph: fx.Graph) -> None:
         if node.op != "call_function" or after_loss & set(node.all_input_nodes):
             after_loss |= {node} if node.op == "call_function" else set()
             continue
-        kept = any(n.target in ATTENTION for n in (node, *node.all_input_nodes))
-        is_output = node.target is operator.getitem or node.target in ATTENTION
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
         node.meta["ac_graph_id"] = 0
         node.meta["recompute"] = (
-            CheckpointPolicy.MUST_SAVE if kept and is_output else CheckpointPolicy.PREFER_RECOMPUTE
+            CheckpointPolicy.MUST_SAVE
+            if is_kept(source.target)
+            else CheckpointPolicy.PREFER_RECOMPUTE
         )
 
 
@@ -130,12 +137,19 @@ class _Kernel:
 class _Fused:
     """A graph as the kernels that a compiler makes of it, with what is alive meanwhile."""
 
-    def __init__(self, graph: fx.Graph, owned: set[int], weights: WeightStorages) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        owned: set[int],
+        weights: WeightStorages,
+        gives: Sequence[fx.Node],
+    ) -> None:
         self._weights = weights
+        self._gives = gives
         self._sizes: dict[int, int] = {}
         self._roots: dict[fx.Node, frozenset[int]] = {}
         kernels = self._kernels(graph)
-        self.ops = tuple(self._op(kernel) for kernel in kernels)
+        self.ops = tuple(op for kernel in kernels for op in self._ops(kernel))
         self.peak_nbytes = self._peak(graph, kernels, owned)
 
     def _kernels(self, graph: fx.Graph) -> list[_Kernel]:
@@ -155,41 +169,32 @@ class _Fused:
             if not writes or writes.keys() <= before:  # a view, or one of several outputs
                 shared = known & writes.keys()
                 self._roots[node] = shared or known
-            elif _is_product(node) or _is_needed_in_memory(node):
+            elif is_product(node.target) or _is_needed_in_memory(node):
                 self._roots[node] = frozenset(writes)
-                kernels.append(_Kernel(node, known, writes, _is_product(node)))
+                kernels.append(_Kernel(node, known, writes, is_product(node.target)))
             else:
                 self._roots[node] = known  # folded into whoever reads it
         return kernels
 
-    def _op(self, kernel: _Kernel) -> Op:
+    def _ops(self, kernel: _Kernel) -> list[Op]:
         node = kernel.node
-        nbytes = float(sum(self._sizes[s] for s in kernel.reads) + sum(kernel.writes.values()))
-        is_backward = node.target in ATTENTION_BACKWARD
-        values = [_value(argument) for argument in node.args]
-        if node.target in ATTENTION:
-            query, key = values[0], values[1]
-            return Op("attention", attention_flops(query, key), nbytes)
-        if is_backward:
-            flops = BACKWARD_PRODUCTS * attention_flops(values[1], values[2])
-            return Op("attention", flops, nbytes, backward=True)
-        if _is_product(node):
-            packet = cast("Any", node.target).overloadpacket
-            flops = float(flop_registry[packet](*values, out_val=node.meta["val"]))
-            frozen, trained = self._weights.frozen, self._weights.trained
-            of_weights = float(sum(self._sizes[s] for s in kernel.reads & (frozen | trained)))
-            return Op("gemm", flops, nbytes, of_weights, frozen=bool(kernel.reads & frozen))
-        return Op("elementwise", 0.0, nbytes)
+        read = sum(self._sizes[storage] for storage in kernel.reads)
+        nbytes = float(read + sum(kernel.writes.values()))
+        if not kernel.own:
+            return [Op("elementwise", 0.0, nbytes)]
+        func = cast("torch._ops.OpOverload", node.target)
+        values = tree_map(_value, node.args)
+        return product_ops(func, values, node.meta["val"], nbytes, self._weights, backward=False)
 
     def _peak(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
         """Walk the kernels; what the caller owns is not counted, all else dies at its last use."""
         last = {s: place for place, kernel in enumerate(kernels) for s in kernel.reads}
-        for node in _outputs(graph):
+        for node in self._gives:
             last |= dict.fromkeys(self._roots.get(node, ()), len(kernels))
         alive = {
             storage: nbytes
             for node in graph.nodes
-            if node.op == "placeholder"
+            if node.op == "placeholder" and node.users
             for storage, nbytes in _sizes(node).items()
             if storage not in owned
         }
@@ -208,19 +213,12 @@ class _Fused:
         return peak
 
 
-def _is_product(node: fx.Node) -> bool:
-    target = cast("Any", node.target)
-    if target in ATTENTION or target in ATTENTION_BACKWARD:
-        return True
-    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket in GEMMS
-
-
 def _is_needed_in_memory(node: fx.Node) -> bool:
     """Whether a product or the caller reads it, maybe through views."""
     waiting, mine = list(node.users), set(_storages(node))
     while waiting:
         user = waiting.pop()
-        if user.op == "output" or _is_product(user):
+        if user.op == "output" or is_product(user.target):
             return True
         if mine & set(_storages(user)):
             waiting += user.users

@@ -83,6 +83,8 @@ class Block:
     input_nbytes: int
     eager: BlockWays
     compiled: BlockWays
+    gradients_nbytes: int
+    """What its backward leaves."""
 
     def way(self, activations: Activations, compiled: bool) -> Way:
         """How it runs; of what is offloaded, a compiled block keeps the lean set."""
@@ -130,6 +132,8 @@ class Costs:
     outside_frozen_nbytes: int
     trained_nbytes: int
     batch_nbytes: int
+    copies_nbytes: int = 0
+    """Of what is trained: in the type of the products, held from one pass to the next."""
 
     @property
     def slot_nbytes(self) -> int:
@@ -202,6 +206,7 @@ class Model:
             outside_frozen_nbytes=shapes.outside_frozen_nbytes,
             trained_nbytes=shapes.trained_nbytes,
             batch_nbytes=int(shapes.batch_nbytes * scale),
+            copies_nbytes=shapes.copies_nbytes,
         )
 
     def _block(self, kind: BlockShapes, scale: float) -> Block:
@@ -211,6 +216,7 @@ class Model:
             input_nbytes=int(kind.input_nbytes * scale),
             eager=self._ways(kind.eager, kind.input_nbytes, scale, self.speeds.eager),
             compiled=self._ways(kind.compiled, kind.input_nbytes, scale, self.speeds.compiled),
+            gradients_nbytes=kind.gradients_nbytes,
         )
 
     def _ways(self, ways: Ways, input_nbytes: int, scale: float, elementwise: float) -> BlockWays:
@@ -236,10 +242,17 @@ class Model:
         for op in ops:
             nbytes = op.weights_nbytes + (op.nbytes - op.weights_nbytes) * scale
             rate = elementwise if op.kind == "elementwise" else speeds.memory
-            spent[op.kind] += max(op.flops * scale / self._flops_rate(op), nbytes / rate)
+            spent[op.kind] += max(self._computing_s(op, scale), nbytes / rate)
         busy = sum(spent.values())
         gaps = max(len(ops) * speeds.gap_s, len(ops) * speeds.issue_s - busy)
         return Parts(**spent, gaps=gaps)
+
+    def _computing_s(self, op: Op, scale: float) -> float:
+        timer, is_fp8 = self.speeds.timer, op.frozen and self.frozen_compute == "fp8"
+        if timer is None or not op.extent or is_fp8:
+            return op.flops * scale / self._flops_rate(op)
+        extent = max(1, round(op.extent[0] * scale)), *op.extent[1:]
+        return timer(op.kind, extent, op.backward) / self.speeds.step_share
 
     def _flops_rate(self, op: Op) -> float:
         speeds = self.speeds

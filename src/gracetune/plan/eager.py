@@ -7,107 +7,27 @@ for them. Where CUDA's kernels save or allocate something else than the CPU's, t
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from gracetune.plan.shapes import Op
+from gracetune.plan.kernels import (
+    ATTENTION_BACKWARD,
+    WeightStorages,
+    attention_workspace,
+    ops_of,
+    storage_of,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
-    from torch._ops import OpOverload
 
-aten = torch.ops.aten
-ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default}
-ATTENTION_BACKWARD = {aten._scaled_dot_product_flash_attention_for_cpu_backward.default}
-GEMMS = {
-    aten.mm,
-    aten.addmm,
-    aten.bmm,
-    aten.baddbmm,
-    aten.convolution,
-    aten.convolution_backward,
-    aten._scaled_mm,
-}
-_ALLOCATES_ONLY = {aten.empty, aten.empty_like, aten.new_empty, aten.new_empty_strided}
-BACKWARD_PRODUCTS = 2.5
-"""Attention's backward has five products where forward has two."""
-
-
-def tensors_of(tree: object) -> list[Tensor]:
-    """Every tensor in nested arguments."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def storage_of(tensor: Tensor) -> int:
-    """What tells whether two tensors share memory."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def size_of(tensor: Tensor) -> int:
-    """Bytes that a kernel touches of it; what is expanded is read once."""
-    whole = int(tensor.untyped_storage().nbytes())
-    return min(int(tensor.numel()) * tensor.element_size(), whole)
-
-
-def attention_flops(query: Tensor, key: Tensor) -> float:
-    """Of both products of forward; B samples, H heads, L queries, S keys, D their width."""
-    *batch_and_heads, length, width = query.shape
-    pairs = float(length) * float(key.shape[-2])
-    for extent in batch_and_heads:
-        pairs *= float(extent)
-    return 4.0 * pairs * float(width)
-
-
-def attention_workspace(query: Tensor) -> int:
-    """CUDA's attention adds up the queries' gradient in fp32 beside its outputs."""
-    return int(query.numel()) * 4
-
-
-@dataclass(frozen=True, slots=True)
-class WeightStorages:
-    """Which memory is weights."""
-
-    frozen: frozenset[int]
-    trained: frozenset[int]
-
-
-def op_of(
-    func: OpOverload, args: Any, out: Any, weights: WeightStorages, backward: bool
-) -> Op | None:
-    """The kernel that one call stands for; none where nothing is read or written."""
-    packet = func.overloadpacket
-    if packet in _ALLOCATES_ONLY:
-        return None
-    inputs, outputs = tensors_of(args), tensors_of(out)
-    if not outputs:
-        return None
-    mutates = func._schema.is_mutable
-    known = {storage_of(tensor) for tensor in inputs}
-    if inputs and not mutates and all(storage_of(tensor) in known for tensor in outputs):
-        return None  # a view
-    written = float(sum(size_of(tensor) for tensor in outputs))
-    nbytes = written + float(sum(size_of(tensor) for tensor in inputs))
-    if func in ATTENTION:
-        flops = attention_flops(inputs[0], inputs[1])
-        return Op("attention", flops, nbytes, out_nbytes=written, backward=backward)
-    if func in ATTENTION_BACKWARD:
-        flops = BACKWARD_PRODUCTS * attention_flops(inputs[1], inputs[2])
-        return Op("attention", flops, nbytes, backward=True)
-    if packet in GEMMS:
-        flops = float(flop_registry[packet](*args, out_val=out))
-        read = weights.frozen | weights.trained
-        of_weights = float(sum(size_of(t) for t in inputs if storage_of(t) in read))
-        frozen = bool(known & weights.frozen)
-        return Op("gemm", flops, nbytes, of_weights, written, frozen, backward)
-    return Op("elementwise", 0.0, nbytes, backward=backward)
+    from gracetune.plan.shapes import Op
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -162,9 +82,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Let it run on fake tensors, then look at what came out."""
         out = func(*args, **(kwargs or {}))
-        op = op_of(func, args, out, self._weights, self.backward)
-        if op is not None:
-            self._ops.append(op)
+        self._ops += ops_of(func, args, out, self._weights, self.backward)
         for tensor in tensors_of(out):
             self._admit(tensor)
         if func in ATTENTION_BACKWARD:

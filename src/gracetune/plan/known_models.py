@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracetune.models import tiny, wan22
+from gracetune.models import flux, qwen_image, tiny, wan22
 
 Config = Mapping[str, Any]
 
@@ -140,19 +140,18 @@ def _nothing(_encoded: Encoded, _batch: int) -> dict[str, Any]:
     return {}
 
 
-_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 SHAPES: Mapping[str, Shape] = {
     "WanTransformer3DModel": Shape(("blocks",), wan22.TARGETS, _wan_encoded, _wan_inputs, _nothing),
     "FluxTransformer2DModel": Shape(
         ("transformer_blocks", "single_transformer_blocks"),
-        _ATTENTION,
+        flux.TARGETS,
         lambda config, picture: _packed(config, picture, (512, config["joint_attention_dim"])),
         _flux_inputs,
         _nothing,
     ),
     "QwenImageTransformer2DModel": Shape(
         ("transformer_blocks",),
-        _ATTENTION,
+        qwen_image.TARGETS,
         lambda config, picture: _packed(config, picture, (512, config["joint_attention_dim"])),
         _qwen_inputs,
         _qwen_others,

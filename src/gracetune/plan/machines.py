@@ -139,7 +139,7 @@ _PCIE_5 = {
     "fault": _measured(5.0e9),
     "read_in_place": _measured(36e9),
     "host": Figure(100e9, "assumed", "a few channels of DDR5; only simulated CPU work uses it"),
-    "both_ways_share": Figure(1.0, "assumed", "PCIe is full duplex"),
+    "both_ways_share": _measured(45.6 / 55.4),
     **_CALLS,
 }
 

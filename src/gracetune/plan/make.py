@@ -88,4 +88,10 @@ def family_subject(
         conditions = {name: batch[name] for name in text} | given
         return family.predict(called, noisy, batch["levels"], conditions)
 
-    return Subject(family.name, model, blocks, inputs, predict)
+    return Subject(family.name, model, blocks, inputs, predict, _products(model))
+
+
+def _products(model: nn.Module) -> torch.dtype | None:
+    """What a run computes in: the type of what is frozen; none where nothing is."""
+    frozen = [p.dtype for p in model.parameters() if not p.requires_grad]
+    return frozen[0] if frozen else None

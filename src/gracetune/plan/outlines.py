@@ -45,7 +45,7 @@ class Outline:
         blocks = [
             b for name in self.shape.blocks for b in self.model.get_submodule(name).children()
         ]
-        return Subject(self.name, self.model, blocks, self._inputs, self._predict)
+        return Subject(self.name, self.model, blocks, self._inputs, self._predict, self.dtype)
 
     def _inputs(self, batch: int) -> dict[str, Tensor]:
         config = cast("Any", self.model).config

@@ -56,22 +56,31 @@ class _Moment:
 
 def device_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
     """Device memory by role, when it is fullest."""
-    top = max(_moments(costs, choice, fixed.experts), key=lambda moment: moment.total)
+    return fullest(costs, choice, fixed)[0]
+
+
+def fullest(costs: Costs, choice: Choice, fixed: Fixed) -> tuple[Bytes, int]:
+    """The same, and the largest working set of a block at any time: what an allocator scatters."""
+    moments = list(_moments(costs, choice, fixed.experts))
+    top = max(moments, key=lambda moment: moment.total)
+    working = max(moment.workspace for moment in moments)
     resident = sum(
         block.frozen_nbytes
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
         if plan.weights == "resident"
     )
     slots = choice.slots * costs.slot_nbytes if choice.streamed else 0
-    return Bytes(
+    found = Bytes(
         weights=fixed.experts * (costs.outside_frozen_nbytes + resident) + slots,
-        adapters=fixed.experts * costs.trained_nbytes + fixed.averages_nbytes,
+        adapters=fixed.experts * (costs.trained_nbytes + costs.copies_nbytes)
+        + fixed.averages_nbytes,
         gradients=top.gradients,
         optimizer=_state_on_device(choice.host_state, fixed),
         activations=top.activations,
         caches=fixed.device_caches_nbytes + costs.batch_nbytes * (1 + fixed.batches_ahead),
         workspace=top.workspace + fixed.library_nbytes,
     )
+    return found, working
 
 
 def host_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
@@ -123,9 +132,11 @@ def _moments(costs: Costs, choice: Choice, experts: int) -> Iterator[_Moment]:
         arriving = _on_way(moving)
         if is_sent(plan):
             arriving = moving.pop() + _on_way(moving, OFFLOAD_AHEAD - 1)
-        if choice.accumulation == 1:
-            gradients += block.trained_nbytes
+        if choice.accumulation == 1 or costs.copies_nbytes:
+            gradients += block.gradients_nbytes
         yield _Moment(held[index + 1] + arriving, work, gradients)
+    if costs.copies_nbytes:  # their gradients all become those of what is trained, at once
+        yield _Moment(0, 0, costs.copies_nbytes + costs.trained_nbytes + accumulated)
     yield _Moment(0, 0, max(costs.trained_nbytes, accumulated))
 
 

@@ -13,17 +13,22 @@ from gracetune.plan.machines import Figure
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from gracetune.plan.machines import Machine
+    from gracetune.plan.shapes import Kind
+
+    Timer = Callable[[Kind, tuple[int, ...], bool], float]
+    """Seconds of a product or attention of this extent, forward or backward, by itself."""
 
 _STEP = "8 blocks of Wan-14B, compiled, batch 2, by kernel time on an H200, torch 2.11, 2026-11-15"
 _LONG = "40 blocks of Wan-14B on an H200: compiled and kept at batch 2, 0.985 s; eager, 0.654 s"
+_FUSED = "8 blocks of Wan-14B with fused LoRA, compiled, kept, batch 2, on an H200: 728 TFLOP/s"
 _RING = "benchmarks/results/ring.json, resident.kept.batch_2"
 _KERNELS = "one kernel at a time on an H200, torch 2.11, 2026-11-15"
 
 FITTED: Mapping[str, Figure] = {
-    "gemm_share": Figure(0.88, "measured", f"{_LONG}; {_STEP} would give 0.97"),
+    "gemm_share": Figure(0.89, "measured", f"{_LONG}; {_STEP} would give 0.97"),
     "fp8_share": Figure(
         1353 / 769 * 0.88 / 0.97,
         "inferred",
@@ -31,11 +36,22 @@ FITTED: Mapping[str, Figure] = {
     ),
     "attention_forward_share": Figure(0.76, "measured", f"{_STEP}: 10 ms; and {_LONG}"),
     "attention_backward_share": Figure(0.62, "measured", f"{_STEP}: 31 ms; and {_LONG}"),
-    "compiled_share": Figure(1.0, "measured", f"{_STEP}: 20.4 ms of fused kernels"),
+    "compiled_share": Figure(
+        0.75, "measured", f"{_FUSED}; 16.8 ms of fused and small kernels for what 11 ms would copy"
+    ),
     "eager_share": Figure(0.75, "inferred", f"what products and attention leave of {_RING}"),
+    "step_share": Figure(
+        0.88, "inferred", f"{_FUSED} where products alone do 757 to 805 TFLOP/s; and {_LONG}"
+    ),
     "gap_s": Figure(2e-6, "assumed", "between two kernels of one stream"),
     "issue_s": Figure(8e-6, "assumed", "what queueing one operation costs a host's thread"),
     "fragmentation": Figure(0.03, "assumed", "of the peak: held by torch's allocator, unused"),
+    "scatter": Figure(
+        2.2,
+        "measured",
+        "reserved beside allocated, of a block's working set: 8 and 40 blocks of Wan-14B on an "
+        "H200, kept, lean and recomputed, batch 2 and 4",
+    ),
     "context_nbytes": Figure(0.6 * GIB, "assumed", "the driver's own share of a device"),
     "library_nbytes": Figure(
         0.05 * GIB, "inferred", "workspaces of cuBLAS and cuDNN: what measured peaks leave for them"
@@ -63,6 +79,10 @@ class Speeds:
     link_in: float
     link_out: float
     both_ways_share: float
+    timer: Timer | None = None
+    """What the machine itself says of a kernel; none: by the rates above."""
+    step_share: float = 1.0
+    """Of a kernel's speed by itself, what is left in the middle of a long step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +97,8 @@ class Basics:
     link_out: float
     both_ways_share: float = 1.0
     """What is left of each direction while the other is busy."""
+    timer: Timer | None = None
+    """Times single kernels, where the machine is at hand."""
 
 
 def basics_of(machine: Machine) -> Basics:
@@ -107,4 +129,6 @@ def speeds_of(basics: Basics, fitted: Mapping[str, Figure] = FITTED) -> Speeds:
         link_in=basics.link_in,
         link_out=basics.link_out,
         both_ways_share=basics.both_ways_share,
+        timer=basics.timer,
+        step_share=share["step_share"],
     )

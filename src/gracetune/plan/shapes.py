@@ -28,6 +28,9 @@ class Op:
     frozen: bool = False
     """Whether it is a product with a frozen weight, which may be done in fp8."""
     backward: bool = False
+    extent: tuple[int, ...] = ()
+    """Of a product with a weight: rows, inner and outer width. Of attention: samples, heads,
+    queries, keys, width of a head. The first grows with the batch; empty: nobody can time it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,13 @@ class BlockShapes:
     """Of what flows from block to block: what `recompute` must remember."""
     eager: Ways
     compiled: Ways
+    copies_nbytes: int = 0
+    """Of what is trained, once a pass, in the type of the products; 0: it is used as it is."""
+
+    @property
+    def gradients_nbytes(self) -> int:
+        """What backward leaves: gradients of the copies, where there are any."""
+        return self.copies_nbytes or self.trained_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +141,8 @@ class ModelShapes:
     def trained_nbytes(self) -> int:
         """All weights that are."""
         return self.outside_trained_nbytes + sum(block.trained_nbytes for block in self.blocks)
+
+    @property
+    def copies_nbytes(self) -> int:
+        """Of those, copies in the type of the products."""
+        return sum(block.copies_nbytes for block in self.blocks)

@@ -38,8 +38,9 @@ def memory_table(
     yield Row(f"text of {samples} samples, padded (stored without padding: less)", samples * text)
     yield Row(f"frozen weights{both}", experts * shapes.frozen_nbytes)
     yield Row(f"adapters{both}", experts * trained.nbytes)
+    yield Row(f"adapters{both}, copied for products", experts * shapes.copies_nbytes)
     yield Row("gradients of one step", trained.nbytes)
-    yield Row(f"optimizer state{both}, with fp32 copies", experts * trained.state_nbytes)
+    yield Row(f"optimizer state{both}", experts * trained.state_nbytes)
     blocks = shapes.blocks
     for name, ways in (
         ("recomputed, compiled", [block.compiled.recompute for block in blocks]),

@@ -29,17 +29,14 @@ from gracetune.plan.calls import (
     weights_of,
 )
 from gracetune.plan.compiled import cut, joint_graph
-from gracetune.plan.eager import CudaKernels, Watch, size_of, storage_of, tensors_of
+from gracetune.plan.eager import CudaKernels, Watch
+from gracetune.plan.kernels import size_of, storage_of, tensors_of
 from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace, Ways, done_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-
-LEAN_BUDGETS = (0.5, 0.7, 0.9)
-"""Of torch's partitioner, tried in turn for a lean block."""
-DONE_ONCE = 1.001
-"""Products this near in all are done once: thin ones of an adapter are cheap."""
+    from gracetune.plan.compiled import Kept
 
 
 def trace_model(subject: Subject, batch: int) -> ModelShapes:
@@ -47,7 +44,7 @@ def trace_model(subject: Subject, batch: int) -> ModelShapes:
     check_blocks(subject)
     # Tables of positions may be plain attributes, which nothing has made fake.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = fake_weights(subject.model)
+        fakes = fake_weights(subject.model, subject.products)
         calls = watch_calls(subject, fakes, batch)
         groups: dict[object, int] = {}
         kinds: list[BlockShapes] = []
@@ -95,15 +92,17 @@ def _fresh(call: Call) -> list[Any]:
 
 def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> BlockShapes:
     parameters = list(block.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    copies_nbytes = sum(fakes[id(p)].nbytes for p in trained if fakes[id(p)].dtype != p.dtype)
     input_nbytes = sum(size_of(leaf) for leaf in call.flowing_leaves)
     cut_to = _compiled(block, fakes, call)
-    keep = cut_to(1.0)
     return BlockShapes(
         frozen_nbytes=_nbytes(p for p in parameters if not p.requires_grad),
-        trained_nbytes=_nbytes(p for p in parameters if p.requires_grad),
+        trained_nbytes=_nbytes(trained),
         input_nbytes=input_nbytes,
         eager=_eager_ways(_trace_eager(block, fakes, call), input_nbytes),
-        compiled=Ways(keep, _leanest(cut_to, keep.flops), cut_to(None)),
+        compiled=Ways(cut_to("all"), cut_to("products"), cut_to("attention")),
+        copies_nbytes=copies_nbytes,
     )
 
 
@@ -157,19 +156,8 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
     )
 
 
-def _leanest(cut_to: Callable[[float | None], Trace], flops: float) -> Trace:
-    """The smallest budget at which no product is done twice: that keeps what products gave."""
-    for budget in LEAN_BUDGETS[:-1]:
-        trace = cut_to(budget)
-        if trace.flops <= flops * DONE_ONCE:
-            return trace
-    return cut_to(LEAN_BUDGETS[-1])
-
-
-def _compiled(
-    block: nn.Module, fakes: dict[int, Tensor], call: Call
-) -> Callable[[float | None], Trace]:
-    """One joint graph, to be cut for any budget."""
+def _compiled(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Callable[[Kept], Trace]:
+    """One joint graph, to be cut in any way."""
     weights = weights_of(block, fakes)
     names = list(weights)
     leaves = _fresh(call)
@@ -187,10 +175,10 @@ def _compiled(
 
     arguments = [*weights.values(), *tensors_of(leaves)]
     joint = joint_graph(run, arguments)
-    return lambda budget: cut(
+    return lambda kept: cut(
         joint,
         num_outputs=len({storage_of(tensor) for tensor in tensors_of(call.outputs)}),
-        budget=budget,
+        kept=kept,
         trained=[weight.requires_grad for weight in weights.values()],
         flowing=[len(names) + places.index(place) for place in call.flowing],
     )

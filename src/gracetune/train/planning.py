@@ -77,6 +77,8 @@ def settle(
     largest = feed.load(feed.order.largest())
     shape, text = largest.latents.shape[1:], largest.text
     rates = _rates(device)
+    if run.model.frozen_compute == "bf16":
+        _fuse(family)  # the planner looks at what will run
     family.to(torch.device("cpu"))  # where the tracer's stand-ins are
     model = traced(family_subject(family, shape, text), rates, run.model.frozen_compute)
     family.to(device)
@@ -85,7 +87,9 @@ def settle(
     plan = ask.answer(ask.budget)
     tell(Notice(f"plan: {describe(plan)}"))
     tell(Notice(f"predicted: {speed(plan)}"))
-    _prepare(run, family, device, tell)  # after the plan: tracers know the model's own products
+    if run.model.frozen_compute == "fp8":
+        _round(family, device, tell)  # after the plan: it knows what rounding gives by itself
+        _fuse(family)
 
     def placed(plan: Plan) -> Placed:
         update.place(plan.host_state)
@@ -170,15 +174,18 @@ def apply(
     return place(family.transformer, parts, layout, open_mover(device, link), tell)
 
 
-def _prepare(run: RunFile, family: Family, device: torch.device, tell: Tell) -> None:
-    """What makes steps faster: the same numbers by fewer passes, and rounded ones if asked for."""
-    if run.model.frozen_compute == "fp8":
-        demand_fp8(device)
-        frozen = freeze_in_fp8(family.blocks())
-        tell(Notice(f"{frozen.count} frozen products are computed in fp8"))
-        if frozen.left:
-            text = f"{frozen.left} frozen products are not in fp8: their sides fit no kernel"
-            tell(Notice(text, level="warning", fallback=True))
+def _round(family: Family, device: torch.device, tell: Tell) -> None:
+    """Frozen products in fp8, as many as there are kernels for."""
+    demand_fp8(device)
+    frozen = freeze_in_fp8(family.blocks())
+    tell(Notice(f"{frozen.count} frozen products are computed in fp8"))
+    if frozen.left:
+        text = f"{frozen.left} frozen products are not in fp8: their sides fit no kernel"
+        tell(Notice(text, level="warning", fallback=True))
+
+
+def _fuse(family: Family) -> None:
+    """What makes steps faster: the same numbers by fewer passes."""
     for transformer in transformers_of(family.transformer).values():
         fuse_lora(transformer)
         rotate_in_one_pass(transformer)

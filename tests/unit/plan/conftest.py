@@ -10,7 +10,27 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def wan_shapes() -> ModelShapes:
-    """One block of Wan-14B with a LoRA of rank 32, one frame of 1024x1024."""
+    """One block of Wan-14B with peft's own LoRA of rank 32 in bf16, one frame of 1024x1024."""
+    import torch
+
+    from gracetune.adapters.inject import add_adapter
+    from gracetune.config.schema import AdapterSection, ModelSection
+    from gracetune.plan.known_models import Picture
+    from gracetune.plan.make import TRACED_BATCH
+    from gracetune.plan.outlines import outline
+    from gracetune.plan.trace import trace_model
+
+    shape = outline(ModelSection(family="wan22"), Picture(1024, 1024), {"num_layers": 1})
+    with torch.device("meta"):
+        add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shape.targets, seed=0)
+    for parameter in shape.model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return trace_model(shape.subject(), TRACED_BATCH)
+
+
+@pytest.fixture(scope="session")
+def fused_shapes() -> ModelShapes:
+    """The same as a run trains it: LoRA in fp32, its products fused."""
     from gracetune.cli.plan import make_trainable
     from gracetune.config.schema import AdapterSection, ModelSection
     from gracetune.plan.known_models import Picture

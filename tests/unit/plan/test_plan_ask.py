@@ -96,7 +96,7 @@ def test_caches_on_disk_and_budgets_take_less_of_the_host() -> None:
 def test_every_known_machine_has_speeds(name: str) -> None:
     speeds = speeds_of(basics_of(MACHINES[name]))
     assert 0 < speeds.attention_backward < speeds.attention_forward < speeds.gemm < speeds.fp8
-    assert 0 < speeds.eager < speeds.compiled <= speeds.memory
+    assert 0 < speeds.eager <= speeds.compiled <= speeds.memory
     assert 0 < speeds.both_ways_share <= 1
 
 

@@ -56,7 +56,8 @@ def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) ->
     trained = make_trainable(shape, AdapterSection(rank=4))
     traced = trace_model(shape.subject(), 2)
     assert traced.order == kinds
-    assert traced.trained_nbytes == 2 * trained
+    assert traced.trained_nbytes == 4 * trained
+    assert traced.copies_nbytes == 2 * trained
     for block in traced.kinds:
         assert block.input_nbytes > 0
         assert 0 < block.compiled.lean.saved_nbytes <= block.compiled.keep.saved_nbytes

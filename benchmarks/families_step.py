@@ -1,0 +1,313 @@
+"""Samples a second of Flux, Qwen-Image and a Wan clip, ours against the plain loop; and the proof
+of the planner.
+
+The plain loop is what a user would write: diffusers' transformer, peft's LoRA in fp32 under bf16
+autocast, gradient checkpointing, fused AdamW, SDPA, eager, at the best batch of 1, 2 and 4 that the
+whole card takes; a larger batch is not tried once it got slower. Ours runs in 96 GB, enforced by
+torch's memory fraction, as the planner says; where a plan does not fit, the next smaller one is
+taken, as in a run, and told.
+
+The parts named `proof_*` run other ways with fewer blocks of the same widths. Every configuration,
+those of ours too, is predicted before it is measured, with rates from this machine, and lands in
+`plan_proof.json`; `plan_check.py` judges that file. No rate was fitted to any of them.
+
+    PYTHONPATH=src:benchmarks python benchmarks/families_step.py [--out FOLDER] [--commit NAME]
+        [--only flux,qwen,clip,proof_eager,proof_compiled] [--rehearse]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import families
+import proof_ways
+import results
+import torch
+from wan14b import let_go, step_of
+
+from gracetune.memory.machine import open_machine
+from gracetune.plan.candidates import Budget, Wishes
+from gracetune.plan.choose import PlanError, choose, predict
+from gracetune.plan.measure import measure
+from gracetune.plan.rates import FITTED, basics_of
+from gracetune.plan.report import describe
+from gracetune.plan.step import Choice
+from gracetune.stream.movers import open_mover
+from gracetune.train.place import Layout, place
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from families import Case
+    from torch import nn
+
+    from gracetune.events.types import Notice
+    from gracetune.memory.platform import Link
+    from gracetune.plan.cost import Model
+    from gracetune.plan.peak import Fixed
+    from gracetune.plan.rates import Basics
+    from gracetune.plan.result import Plan
+    from gracetune.plan.shapes import ModelShapes
+
+LEAST = 1.5
+BUDGET_NBYTES = int(96e9)
+HOST_NBYTES = 90 * GIB
+SMALLER = (1.0, 0.96, 0.92, 0.86)
+"""Shares of the budget that are tried in turn."""
+BATCHES = (1, 2, 4)
+PLAIN_STEPS = {"flux": (2, 3), "qwen": (2, 3), "clip": (1, 2)}
+OUR_STEPS = (3, 5)
+PROOF_STEPS = (2, 3)
+"""Of warming up, and timed."""
+
+
+@dataclass
+class Bench:
+    """Where it runs, and what was found so far."""
+
+    device: torch.device
+    link: Link
+    basics: Basics
+    rehearse: bool
+    figures: dict[str, float | str] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    traces: dict[str, ModelShapes] = field(default_factory=dict)
+
+    def case(self, case: Case) -> Case:
+        """As asked for, or narrow."""
+        return families.rehearsed(case) if self.rehearse else case
+
+    def plan_model(self, name: str, case: Case) -> tuple[Model, Fixed]:
+        """The planner's view of a model; each family is traced once."""
+        if name not in self.traces:
+            began = time.perf_counter()
+            self.traces[name] = self.case(families.TRACED[name]).shapes()
+            self.figures[f"{name}_trace_s"] = time.perf_counter() - began
+        return case.plan_model(self.traces[name], self.basics)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def limit(self, nbytes: int | None) -> None:
+        """Let torch take no more than this; none: all there is."""
+        if self.device.type == "cuda":
+            total = torch.cuda.mem_get_info(self.device)[1]
+            share = 1.0 if nbytes is None else nbytes / total
+            torch.cuda.set_per_process_memory_fraction(share, self.device)
+
+    def time(self, step: Callable[[], torch.Tensor], steps: tuple[int, int]) -> tuple[float, float]:
+        """Seconds of a step, queued one behind the other as in a run, and the peak in GiB."""
+        warm_up, count = steps
+        for _ in range(warm_up):
+            step()
+        self.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        began = time.perf_counter()
+        for _ in range(count):
+            loss = step()
+        self.synchronize()
+        seconds = (time.perf_counter() - began) / count
+        assert torch.isfinite(loss), f"the loss is {float(loss)}"
+        if self.device.type != "cuda":
+            return seconds, 1.0
+        print(f"    reserved {torch.cuda.max_memory_reserved(self.device) / GIB:.2f} GiB")
+        return seconds, torch.cuda.max_memory_allocated(self.device) / GIB
+
+
+def main() -> int:
+    """Measure, print; what is done is written after every part, even where the rest fails."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
+    parser.add_argument("--commit", default="", help="where there is no git to ask")
+    parser.add_argument("--only", default="flux,qwen,proof_eager,clip,proof_compiled")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
+    arguments = parser.parse_args()
+    bench = open_bench(arguments.rehearse)
+    print(bench.basics, flush=True)
+    for part in arguments.only.split(","):
+        began = time.perf_counter()
+        try:
+            if part.startswith("proof_"):
+                prove(bench, part.removeprefix("proof_") == "compiled")
+            else:
+                compare(bench, part)
+        finally:
+            bench.figures[f"{part}_took_s"] = time.perf_counter() - began
+            results.write("families_step", bench.figures, arguments.out, arguments.commit)
+            proof = {"configurations": bench.records}
+            results.write("plan_proof", proof, arguments.out, arguments.commit)
+    return 0 if report(bench.figures) else 1
+
+
+def open_bench(rehearse: bool) -> Bench:
+    """Measure the machine as a run does, while its memory is empty."""
+    machine = open_machine()
+    if rehearse:
+        from gracetune.plan.machines import MACHINES
+
+        basics = basics_of(MACHINES["h200-pcie"])
+        return Bench(torch.device("cpu"), machine.platform.link, basics, rehearse)
+    device = torch.device("cuda", 0)
+    basics = measure(device, torch.cuda.synchronize)
+    return Bench(device, machine.platform.link, basics, rehearse)
+
+
+def compare(bench: Bench, name: str) -> None:
+    """One family: the plain loop on the whole card, then ours in the budget."""
+    case = bench.case(families.FULL[name])
+    model = case.model(bench.device)
+    measure_plain(bench, name, case, model)
+    families.prepare(model)
+    let_go()
+    measure_ours(bench, name, case, model)
+    ours, plain = (float(bench.figures[f"{name}_{who}_samples_s"]) for who in ("96", "plain"))
+    bench.figures[f"{name}_ratio"] = ours / plain
+    print(f"{name}: {ours / plain:.3f} times the plain loop", flush=True)
+    del model
+    let_go()
+
+
+def measure_plain(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
+    """Up to the batch that is slower than the one before, or does not fit."""
+    model.enable_gradient_checkpointing()
+    best = 0.0
+    for batch in BATCHES:
+        try:
+            step = step_of(model, *case.call(model, batch, bench.device), autocast=True)
+            found = bench.time(step, PLAIN_STEPS[name])
+        except torch.OutOfMemoryError as full:
+            print(f"{name}: plain, batch {batch} does not fit: {str(full)[:200]}", flush=True)
+            break
+        note(bench, f"{name}_plain_batch_{batch}", batch, found)
+        if batch / found[0] < best:
+            break
+        best = batch / found[0]
+    bench.figures[f"{name}_plain_samples_s"] = best
+    model.disable_gradient_checkpointing()
+
+
+def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
+    """The planner's choice; a smaller one where it does not fit."""
+    planner, fixed = bench.plan_model(name, case)
+    for share in SMALLER:
+        plan = best_plan(planner, fixed, int(BUDGET_NBYTES * share))
+        choice = Choice(plan.blocks, plan.batch, 1, plan.slots, plan.compiled)
+        title = f"{name}, all blocks, planned for 96 GB: {describe(plan)}"
+        try:
+            record = run_choice(bench, title, case, model, choice, (planner, fixed), OUR_STEPS)
+        except torch.OutOfMemoryError as full:
+            print(f"{title} does not fit: {str(full)[:200]}", flush=True)
+            continue
+        note(bench, f"{name}_96", plan.batch, (record["seconds"], record["peak_gib"]))
+        bench.figures[f"{name}_96_plan"] = describe(plan)
+        bench.figures[f"{name}_96_tries"] = SMALLER.index(share) + 1
+        return
+    raise RuntimeError(f"{name}: no plan fits")
+
+
+def best_plan(planner: Model, fixed: Fixed, nbytes: int) -> Plan:
+    """The fastest of all batches."""
+    budget = Budget(nbytes, HOST_NBYTES, 0.01, FITTED["scatter"].value)
+    plans = []
+    for batch in BATCHES:
+        wishes = Wishes(samples=batch, batches=(batch,))
+        try:
+            plans.append(choose(planner, fixed, budget, wishes, simulated=False).best)
+        except PlanError as small:
+            print(f"batch {batch}: {small}", flush=True)
+    return max(plans, key=lambda plan: plan.samples_per_second)
+
+
+def prove(bench: Bench, compiled: bool) -> None:
+    """Other ways to run, with fewer blocks."""
+    for name, short in families.SHORT.items():
+        ways = [way for way in proof_ways.WAYS[name] if way.compiled == compiled]
+        if not ways:
+            continue
+        case = bench.case(short)
+        model = case.model(bench.device)
+        families.prepare(model)
+        planned = bench.plan_model(name, case)
+        for way in ways:
+            try:
+                run_choice(bench, f"{name}, {way}", case, model, way.choice(case), planned)
+            except torch.OutOfMemoryError as full:
+                print(f"{name}, {way} does not fit: {str(full)[:200]}", flush=True)
+        del model
+        let_go()
+
+
+def run_choice(
+    bench: Bench,
+    title: str,
+    case: Case,
+    model: nn.Module,
+    choice: Choice,
+    planned: tuple[Model, Fixed],
+    steps: tuple[int, int] = PROOF_STEPS,
+) -> dict[str, Any]:
+    """Predict, then measure; both in one record."""
+    plan = predict(planned[0], choice, planned[1], simulated=False)
+    print(f"{title}: {plan.seconds.step:.3f} s and {plan.device.total / GIB:.2f} GiB predicted")
+    blocks = case.blocks(model)
+    layout = Layout(choice.blocks, choice.compiled, choice.slots)
+    mover = open_mover(bench.device, bench.link)
+    backend = "aot_eager_decomp_partition" if bench.rehearse else "inductor"
+    placed = place(model, {model: blocks}, layout, mover, show, backend)
+    let_go()
+    bench.limit(BUDGET_NBYTES)
+    try:
+        step = step_of(model, *case.call(model, choice.batch, bench.device), autocast=False)
+        seconds, peak_gib = bench.time(step, steps)
+        waits = placed.ring and placed.ring.counters()
+        print(f"    {seconds:.3f} s and {peak_gib:.2f} GiB; {waits}", flush=True)
+    finally:
+        placed.close()
+        bench.limit(None)
+        del step
+        let_go()
+    record = proof_ways.record(title, case, choice) | {
+        "seconds": seconds,
+        "peak_gib": peak_gib,
+        "predicted_seconds": plan.seconds.step,
+        "predicted_peak_gib": plan.device.total / GIB,
+    }
+    bench.records.append(record)
+    return record
+
+
+def note(bench: Bench, name: str, batch: int, found: tuple[float, float]) -> None:
+    """Write one way down, and show it."""
+    seconds, peak_gib = found
+    bench.figures[f"{name}_step_s"] = seconds
+    bench.figures[f"{name}_samples_s"] = batch / seconds
+    bench.figures[f"{name}_peak_gib"] = peak_gib
+    print(f"{name}: batch {batch}, {batch / seconds:.3f} samples/s, {peak_gib:.2f} GiB", flush=True)
+
+
+def report(figures: dict[str, float | str]) -> bool:
+    """Print each promise that was measured, and whether it holds."""
+    met = True
+    for name in ("flux", "qwen", "clip"):
+        found = figures.get(f"{name}_ratio")
+        if isinstance(found, float):
+            met &= found >= LEAST
+            print(f"{'met   ' if found >= LEAST else 'MISSED'} {name}_ratio: {found:.3f}")
+    return met
+
+
+def show(notice: Notice) -> None:
+    """Print what a placement tells."""
+    print("   ", notice.text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The ways in which the planner is put to the proof, and how each is written down.
+
+Chosen before anything was measured: three models and a clip, resident, half and all streamed, every
+way to keep activations and mixes of them, eager and compiled, batches of 1, 2 and 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from gracetune.plan.result import BlockPlan
+from gracetune.plan.step import Choice
+
+if TYPE_CHECKING:
+    from families import Case
+
+    from gracetune.plan.result import Activations
+
+Streamed = Literal["none", "half", "all"]
+SLOTS = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a step."""
+
+    compiled: bool
+    batch: int
+    streamed: Streamed
+    first: tuple[Activations, ...]
+    """Of the first half of the blocks, in turns."""
+    last: Activations
+    sends_inputs: bool = False
+    """Whether what recomputed blocks start from waits in host memory."""
+
+    def __str__(self) -> str:
+        how = "compiled" if self.compiled else "eager"
+        sent = " from host memory" if self.sends_inputs else ""
+        ways = f"{' and '.join(self.first)}{sent}, then {self.last}"
+        return f"{how}, batch {self.batch}, {self.streamed} streamed, {ways}"
+
+    def choice(self, case: Case) -> Choice:
+        """For a model of so many blocks."""
+        total = sum(case.counts)
+        inside = {"none": range(0), "half": range(0, total, 2), "all": range(total)}[self.streamed]
+        blocks = []
+        for index in range(total):
+            way = self.first[index % len(self.first)] if 2 * index < total else self.last
+            sends = self.sends_inputs and way == "recompute"
+            blocks.append(BlockPlan("streamed" if index in inside else "resident", way, sends))
+        slots = SLOTS if len(inside) else 0
+        return Choice(tuple(blocks), self.batch, 1, slots, self.compiled)
+
+
+WAYS: dict[str, list[Way]] = {
+    "flux": [
+        Way(False, 1, "none", ("keep",), "keep"),
+        Way(False, 2, "all", ("recompute",), "recompute"),
+        Way(False, 2, "half", ("lean",), "keep"),
+        Way(False, 4, "all", ("offload",), "lean"),
+        Way(True, 2, "half", ("lean",), "lean"),
+        Way(True, 4, "all", ("recompute",), "lean", sends_inputs=True),
+    ],
+    "qwen": [
+        Way(False, 1, "half", ("recompute",), "keep"),
+        Way(False, 4, "none", ("recompute",), "lean"),
+        Way(False, 2, "all", ("keep",), "keep"),
+        Way(True, 1, "none", ("keep",), "keep"),
+        Way(True, 4, "half", ("offload", "recompute"), "lean"),
+    ],
+    "wan": [
+        Way(False, 2, "half", ("offload",), "keep"),
+        Way(False, 4, "all", ("lean",), "lean"),
+        Way(True, 2, "all", ("recompute",), "keep"),
+        Way(True, 4, "none", ("lean",), "keep"),
+    ],
+    "clip": [
+        Way(False, 1, "none", ("recompute",), "keep"),
+        Way(True, 1, "half", ("recompute",), "lean"),
+    ],
+}
+
+
+def record(title: str, case: Case, choice: Choice) -> dict[str, Any]:
+    """In the form that `plan_check` reads."""
+    return {
+        "name": title,
+        "model": case.family,
+        "config": dict(case.config),
+        "width": case.picture.width,
+        "height": case.picture.height,
+        "frames": case.picture.frames,
+        "batch": choice.batch,
+        "compiled": choice.compiled,
+        "slots": choice.slots,
+        "streamed": list(choice.streamed),
+        "activations": [block.activations for block in choice.blocks],
+        "sends_inputs": [block.offload_input for block in choice.blocks],
+        "lora": "fused",
+        "state_nbytes": 8,
+    }
