@@ -7,6 +7,7 @@ another device, or another version of what computes, measures anew.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from accelerate.utils import broadcast_object_list
 
 from gracetune.durable import write_text
 from gracetune.events.types import Notice
-from gracetune.models.attention import backend_of, switch_attention, switchable
+from gracetune.models.attention import BACKENDS, backend_of, switch_attention, switchable
 from gracetune.models.attention_timing import Watching, fastest, stopwatch_of, time_attention
 from gracetune.models.experts import EXPERTS, routed, transformers_of
 
@@ -83,10 +84,12 @@ def pick_attention(
 
 def read_choice(kept: Path, here: dict[str, str]) -> str:
     """What was chosen here before; empty where nothing was."""
-    if not kept.is_file():
-        return ""
-    found = json.loads(kept.read_text(encoding="utf-8"))
-    return str(found.pop("backend")) if found | here == found else ""
+    with suppress(OSError, ValueError, RuntimeError, ImportError):  # none, torn, or uninstalled
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        name = str(found.get("backend"))
+        if found | here == found and name in BACKENDS and backend_of(name):
+            return name
+    return ""
 
 
 def watched(t: Trainee, batch: Batch) -> list[tuple[Asked, int]]:

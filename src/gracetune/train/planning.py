@@ -22,7 +22,7 @@ from gracetune.models.wan_attention import rotate_in_one_pass
 from gracetune.optim.footprint import nbytes_each
 from gracetune.optim.update import Travel
 from gracetune.plan.ask import settings_of, wishes_of
-from gracetune.plan.candidates import Budget
+from gracetune.plan.candidates import Budget, device_need
 from gracetune.plan.choose import PlanError, choose
 from gracetune.plan.make import family_subject, traced
 from gracetune.plan.measure import measure
@@ -30,6 +30,7 @@ from gracetune.plan.peak import Fixed
 from gracetune.plan.rates import FITTED
 from gracetune.plan.report import describe, speed
 from gracetune.stream.movers import open_mover
+from gracetune.train.correcting import choice_of
 from gracetune.train.place import Layout, place
 from gracetune.train.settled import COMPILING_S, CudaMeter, NoMeter, Settled
 from gracetune.units import MIB, parse_bytes
@@ -126,8 +127,9 @@ class Question:
 
     def spare(self, plan: Plan, peak_nbytes: int | None = None) -> int:
         """Device memory within the budget that a plan leaves; `peak_nbytes`: what it took."""
-        taken = plan.device.total if peak_nbytes is None else peak_nbytes
-        return int(self.budget.device_nbytes / (1 + self.budget.fragmentation)) - taken
+        need = device_need(self.model, choice_of(plan), self.fixed, self.budget)
+        more = 0 if peak_nbytes is None else peak_nbytes - plan.device.total
+        return self.budget.device_nbytes - need - more
 
     def _seconds(self, plan: Plan) -> float:
         return self.micro_batches * plan.seconds.step + (COMPILING_S if plan.compiled else 0.0)

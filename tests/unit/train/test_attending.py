@@ -103,6 +103,15 @@ def test_a_choice_made_elsewhere_is_not_taken(tmp_path):
     assert read_choice(kept, HERE | {"torch": "3"}) == ""
 
 
+@pytest.mark.parametrize("name", ["flash_attn_2", "of tomorrow", None])
+def test_a_choice_that_cannot_be_had_any_more_is_not_taken(tmp_path, name):
+    kept = tmp_path / CHOICE
+    kept.write_text(json.dumps(HERE | {"backend": name}))
+    assert read_choice(kept, HERE) == ""
+    kept.write_text("torn")
+    assert read_choice(kept, HERE) == ""
+
+
 def test_the_choice_is_told_with_its_times():
     asked = Asked((1, 9, 2, 8), (1, 5, 2, 8), torch.float32, None, None, False)
     timings = [

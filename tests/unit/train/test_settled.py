@@ -109,7 +109,8 @@ def test_a_plan_that_came_true_stays_and_the_ring_may_use_what_is_free(case):
     plan = one.plan
     assert not one.check(plan.seconds.step, peak=plan.device.total - 1)
     assert one.plan is plan
-    assert one.deeds == [("may grow", TIGHT - (plan.device.total - 1))]
+    assert one.deeds == [("may grow", one.ask.spare(plan) + 1)]
+    assert one.ask.spare(plan) <= TIGHT - plan.device.total
     (text,) = one.told.texts()
     assert "1.00 times the predicted time" in text
     assert "1.00 of the plan's" in text
@@ -159,7 +160,7 @@ def test_small_batches_say_nothing_of_the_largest(case):
     assert not one.check(before.seconds.step / 4, peak=before.device.total // 2, numel=NUMEL - 1)
     assert one.plan is before
     assert "3 of 3 micro-batches were smaller" in one.told.texts()[0]
-    assert one.deeds == [("may grow", TIGHT - before.device.total)]
+    assert one.deeds == [("may grow", one.ask.spare(before))]
 
 
 def test_one_large_batch_tells_the_peak_but_not_the_pace(case):
