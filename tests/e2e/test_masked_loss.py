@@ -128,6 +128,8 @@ def weighed(run, draw, generation):
     recipe = recipe_of(section, draw.sample, run.seed, generation, decoders.lanczos)
     data = (Path(section.mask_data_dir) / draw.sample.key).read_bytes()
     pixels = render_mask(data, recipe, draw.size, decoders)[0]
+    if section.mask_invert:
+        pixels = 1 - pixels
     cells = pixels.reshape(height // CELL, CELL, width // CELL, CELL).mean((1, 3))
     levels = (cells * 255).round() / 255
     found = section.mask_background + (1 - section.mask_background) * levels
@@ -211,6 +213,15 @@ def test_samples_without_masks_beside_masked_ones_count_whole(made, built, folde
     assert all(np.isfinite(list(losses(told).values())))
 
 
+def test_inverted_masks_reach_the_loss(made, built):
+    session = built(made("run", mask_invert=True, mask_normalize=False))
+    run, draws = session.trainee.run, session.feed.order.at(0)
+    by_hand = torch.stack([weighed(run, draw, 0) for draw in draws])
+    found = session.feed.load(draws).weights
+    torch.testing.assert_close(found, by_hand, rtol=0, atol=0.01)
+    assert (found[:, :, -1] > 0.9).any()
+
+
 @pytest.mark.parametrize("cache", [{"persistent_cache": True}, {"vae_cache_type": "disk"}])
 def test_masks_are_kept_with_latents_and_wanted(made, told, cache, tmp_path):
     expected = trained(made("memory"), told)
@@ -241,7 +252,11 @@ def test_the_held_out_loss_is_that_of_what_is_learnt(made, told):
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"mask": "white"}, "training samples"), ({"mask_background": 0.5}, "mask_background")],
+    [
+        ({"mask": "white"}, "training samples"),
+        ({"mask_background": 0.5}, "mask_background"),
+        ({"mask_invert": True}, "mask_invert"),
+    ],
 )
 def test_other_masks_are_another_run(made, told, change, named):
     trained(made("run", steps=2), told)
@@ -253,6 +268,7 @@ def test_other_masks_are_another_run(made, told, change, named):
     ("settings", "refusal"),
     [
         ({"mask": None, "mask_background": 0.5}, r"datasets\[0\]\.mask_background is 0\.5, but"),
+        ({"mask": None, "mask_invert": True}, r"datasets\[0\]\.mask_invert is True, but"),
         ({"mask": None, "mask_normalize": False}, r"datasets\[0\]\.mask_normalize is False, but"),
     ],
 )

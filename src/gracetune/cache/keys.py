@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gracetune.data.recipe import Recipe
-    from gracetune.data.sample import Sample, Shape
+    from gracetune.data.sample import Companion, Sample, Shape
 
 SCHEMA_VERSION = 1
 
@@ -49,10 +49,11 @@ def latent_key(
     return _key(kind="latents", sample=content, geometry=geometry, encoder=by)
 
 
-def mask_key(mask: str, size: Shape, cells: tuple[int, int], recipe: Recipe) -> Key:
-    """The bytes of the mask, by their digest, the geometry it is fitted by, and its cells."""
+def mask_key(mask: Companion, size: Shape, cells: tuple[int, int], recipe: Recipe) -> Key:
+    """The bytes of the mask and which way round it is, its geometry, and its cells."""
     geometry = f"{recipe.name} {'x'.join(map(str, size))}"
-    return _key(kind="mask", mask=mask, geometry=geometry, cells=f"{cells[0]}x{cells[1]}")
+    content = f"{mask.digest} inverted" if mask.inverted else mask.digest
+    return _key(kind="mask", mask=content, geometry=geometry, cells=f"{cells[0]}x{cells[1]}")
 
 
 def text_key(caption: str, encoder: str) -> Key:

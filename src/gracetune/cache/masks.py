@@ -107,7 +107,8 @@ def _levels(picture: Picture, cells: Cells, decoders: Decoders) -> Tensor | str:
     assert mask is not None, f"{picture.sample.key} has no mask"
     size = (picture.size[0], picture.size[1])
     try:
-        fitted = render_mask(picture.source.read(mask.key), picture.recipe, size, decoders)
+        data = picture.source.read(mask.key)
+        fitted = render_mask(data, picture.recipe, size, decoders, mask.inverted)
     except UnreadableSampleError as error:
         return f"its mask {mask.key}: {error.reason}"
     except OSError as error:
@@ -119,7 +120,7 @@ def _levels(picture: Picture, cells: Cells, decoders: Decoders) -> Tensor | str:
 def _key(picture: Picture, cells_of: CellsOf) -> Key:
     mask = mask_of(picture.sample)
     assert mask is not None, f"{picture.sample.key} has no mask"
-    return mask_key(mask.digest, picture.size, cells_of(picture.size), picture.recipe)
+    return mask_key(mask, picture.size, cells_of(picture.size), picture.recipe)
 
 
 def _tell_black(black: Sequence[str], count: int, tell: Tell) -> None:

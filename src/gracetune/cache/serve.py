@@ -167,7 +167,7 @@ class Server:
         mask = mask_of(draw.sample)
         assert mask is not None, f"{draw.sample.key} has no mask"
         recipe = self.recipes(draw.sample, draw.epoch)
-        return mask_key(mask.digest, draw.size, self.cells(draw.size), recipe)
+        return mask_key(mask, draw.size, self.cells(draw.size), recipe)
 
     def _levels(self, way: Way, draws: Sequence[Draw]) -> Tensor:
         """Of the masks of these draws, all served in one way."""

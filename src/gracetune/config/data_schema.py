@@ -97,8 +97,10 @@ class DatasetSection(Section):
     """The folder of control or reference pictures: one for each sample, of the same stem."""
     mask_data_dir: str | None = None
     """The folder of masks (white: learn this): one for each sample, of the same stem."""
+    mask_invert: bool = False
+    """Learn where masks are black instead."""
     mask_background: Share = 0.0
-    """How much the loss counts where a mask is black; where it is white it counts 1."""
+    """How much the loss counts where a mask says not to learn; elsewhere it counts 1."""
     mask_normalize: bool = True
     """Weights of a sample are 1 on average: a small white part counts as much as a whole picture.
 

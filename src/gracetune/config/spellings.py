@@ -37,6 +37,7 @@ ALIASES: Mapping[str, str] = {
     "datasets.*.default_caption": "datasets.*.instance_prompt",
     "datasets.*.minimum_image_size": "datasets.*.min_edge",
     "datasets.*.mask_path": "datasets.*.mask_data_dir",
+    "datasets.*.invert_mask": "datasets.*.mask_invert",
     "datasets.*.mask_min_value": "datasets.*.mask_background",
     "datasets.*.aspect_bucket_alignment": "datasets.*.bucket_step",
     "datasets.*.config.in_memory_limit_gb": "datasets.*.in_memory.memory_limit_gb",

@@ -113,7 +113,7 @@ def open_dataset(
     progress = Progress("reading", len(keys), tell)
     looks = prefetched(
         keys,
-        lambda key: _look(source, key, section.dataset_type, beside.keys.get(key, ())),
+        lambda key: _look(source, key, section, beside.keys.get(key, ())),
         lambda key: f"data set {section.id!r}: {key}",
         by_threads(section.in_memory.num_workers, AHEAD, section.timeout_s),
     )
@@ -166,18 +166,18 @@ def _sample_keys(source: Source, section: DatasetSection, setting: str) -> Seque
 
 
 def _look(
-    source: Source, key: str, kind: str, companions: Sequence[tuple[Role, str]]
+    source: Source, key: str, section: DatasetSection, companions: Sequence[tuple[Role, str]]
 ) -> _Seen | str:
     """What a sample needs to know of its file, or the reason why it cannot be one."""
     try:
         data = source.read(key)
-        seen = _facts(data, kind)
+        seen = _facts(data, section.dataset_type)
         if not companions:
             return seen
         size = (seen.width, seen.height)
-        return replace(
-            seen, companions=tuple(_companion(source, *pair, size) for pair in companions)
-        )
+        inverts = section.mask_invert
+        found = tuple(_companion(source, *pair, size, inverts) for pair in companions)
+        return replace(seen, companions=found)
     except UnreadableSampleError as error:
         return error.reason
     except OSError as error:
@@ -195,7 +195,9 @@ def _facts(data: bytes, kind: str) -> _Seen:
     return _Seen(digest, *images.probe(data))
 
 
-def _companion(source: Source, role: Role, key: str, size: tuple[int, int]) -> Companion:
+def _companion(
+    source: Source, role: Role, key: str, size: tuple[int, int], inverts: bool
+) -> Companion:
     data = source.read(key)
     try:
         shown = images.probe(data)
@@ -206,7 +208,7 @@ def _companion(source: Source, role: Role, key: str, size: tuple[int, int]) -> C
             f"its companion {key} is {shown[0]}x{shown[1]}, of another aspect than "
             f"{size[0]}x{size[1]}"
         )
-    return Companion(role, key, blake3(data).hexdigest())
+    return Companion(role, key, blake3(data).hexdigest(), inverts and role == "mask")
 
 
 def _tell_empty(section: DatasetSection, captions: dict[str, str], tell: Tell) -> None:

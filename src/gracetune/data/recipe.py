@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from PIL import ImageOps
 
 from gracetune.data import augment
 from gracetune.data.audio import decode_audio
@@ -137,11 +138,13 @@ def render_control(data: bytes, recipe: Recipe, size: Size, decoders: Decoders =
     return _fitted(_changed(data, recipe, size, decoders, "control"), recipe, size)
 
 
-def render_mask(data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PILLOW) -> Tensor:
-    """The mask of a picture: 1HW in [0, 1], the same crop and warp."""
+def render_mask(
+    data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PILLOW, inverted: bool = False
+) -> Tensor:
+    """The mask of a picture: 1HW in [0, 1], the same crop and warp; 1 is learnt."""
     import torch
 
-    mask = _changed(data, recipe, size, decoders, "mask")
+    mask = _changed(data, recipe, size, decoders, "inverted mask" if inverted else "mask")
     if recipe.lanczos == "torch":
         mask = mask.crop(whole_box(mask.size, size, recipe.crop))
     fitted = np.array(cover(mask, *size, recipe.crop))
@@ -169,9 +172,17 @@ def _fitted(image: Image.Image, recipe: Recipe, size: Size) -> Tensor:
 
 
 def _changed(
-    data: bytes, recipe: Recipe, size: Size, decoders: Decoders, kind: augment.Role
+    data: bytes,
+    recipe: Recipe,
+    size: Size,
+    decoders: Decoders,
+    kind: Literal["image", "control", "mask", "inverted mask"],
 ) -> Image.Image:
     # A crop or a turn takes a part of the picture, so reducing it first could blur the result.
     whole = not recipe.fast or bool(recipe.draw.steps)
     image = decode(data, decoders, WHOLE if whole else size)
-    return augment.apply(recipe.draw, image.convert("L") if kind == "mask" else image, kind)
+    if kind in ("image", "control"):
+        return augment.apply(recipe.draw, image, kind)
+    # Before the warp: what is erased is black in a mask, whichever way round the file is.
+    mask = ImageOps.invert(image.convert("L")) if kind == "inverted mask" else image.convert("L")
+    return augment.apply(recipe.draw, mask, "mask")

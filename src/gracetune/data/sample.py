@@ -35,6 +35,8 @@ class Companion:
     key: str
     """Its name in its own source."""
     digest: str
+    inverted: bool = False
+    """Of a mask: black is learnt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gracetune.config.schema import DatasetSection
 from gracetune.data import buckets
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gracetune.config.schema import DatasetSection, RunFile
+    from gracetune.config.schema import RunFile
     from gracetune.models.family import Family, Sound
 
 
+MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
 NOUNS = {"image": "images", "video": "videos", "audio": "sounds"}
 
 
@@ -52,14 +54,17 @@ def _demand_mask(section: DatasetSection, index: int) -> None:
             f"datasets[{index}].mask_data_dir is {folder!r}; no picture lies over a sound, so "
             "these files would have no effect. Leave it out."
         )
-    weighed = section.mask_background > 0 or not section.mask_normalize
-    if folder is None and weighed:
-        key = "mask_background" if section.mask_background > 0 else "mask_normalize"
-        value = section.mask_background if section.mask_background > 0 else False
-        raise ConfigError(
-            f"datasets[{index}].{key} is {value}, but there are no masks to weigh. Name their "
-            "folder in mask_data_dir, or leave it out."
-        )
+    said = {
+        key: value
+        for key, value in section.model_dump(include=MASK_SETTINGS).items()
+        if value != DatasetSection.model_fields[key].default
+    }
+    for key, value in said.items():
+        if folder is None:
+            raise ConfigError(
+                f"datasets[{index}].{key} is {value}, but there are no masks. Name their folder in "
+                "mask_data_dir, or leave it out."
+            )
 
 
 def demand_fit(section: DatasetSection, index: int, step: int, family: Family) -> None:

@@ -78,7 +78,7 @@ def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> 
             for epoch in range(section.variants)
         }
         wanted |= {
-            mask_key(mask.digest, size, cells(size), recipes(sample, epoch))
+            mask_key(mask, size, cells(size), recipes(sample, epoch))
             for size, samples in plan.buckets.items()
             for sample in samples
             if (mask := mask_of(sample)) is not None

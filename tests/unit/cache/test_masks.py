@@ -1,6 +1,7 @@
 """Masks beside latents: levels of cells, what is rendered again, and what levels weigh."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,8 +50,8 @@ class Files:
         return self.masks[key]
 
 
-def picture(source, key, recipe=PLAIN, digest=None):
-    mask = Companion("mask", key, digest or f"digest of {key}")
+def picture(source, key, recipe=PLAIN, digest=None, inverted=False):
+    mask = Companion("mask", key, digest or f"digest of {key}", inverted)
     sample = Sample("d", f"{key}.png", "", f"picture {key}", 16, 8, companions=(mask,))
     return Picture(sample, SIZE, source, recipe)
 
@@ -77,6 +78,16 @@ def test_a_mask_is_warped_as_its_sample_is(told):
     flipped = picture(source, "half", Recipe(draw=AugmentationDraw((Step("flip", {}),))))
     fill(store, [flipped], told)
     assert levels(store, flipped) == [[0, 0, 255, 255]] * 2
+
+
+def test_an_inverted_mask_is_learnt_where_it_is_black_and_not_where_it_is_erased(told):
+    store, source = MemoryStore(), Files(half=stripe(0, 8))
+    erase = Step("erase", {"left": 0.75, "top": 0.0, "width": 0.25, "height": 1.0})
+    whole = picture(source, "half", inverted=True)
+    erased = picture(source, "half", Recipe(draw=AugmentationDraw((erase,))), inverted=True)
+    fill(store, [whole, erased], told)
+    assert levels(store, whole) == [[0, 0, 255, 255]] * 2
+    assert levels(store, erased) == [[0, 0, 255, 0]] * 2
 
 
 def test_what_is_there_is_not_rendered_again_and_other_bytes_are(told):
@@ -129,14 +140,17 @@ def test_any_number_is_rendered_in_order(told, count):
 
 
 def test_the_key_names_bytes_geometry_and_cells():
-    base = mask_key("digest", SIZE, CELLS, PLAIN)
+    mask = Companion("mask", "m", "digest")
+    base = mask_key(mask, SIZE, CELLS, PLAIN)
     others = [
-        mask_key("another", SIZE, CELLS, PLAIN),
-        mask_key("digest", (8, 16), CELLS, PLAIN),
-        mask_key("digest", SIZE, (4, 8), PLAIN),
-        mask_key("digest", SIZE, CELLS, Recipe(crop=(0.5, 0.0))),
+        mask_key(replace(mask, digest="another"), SIZE, CELLS, PLAIN),
+        mask_key(replace(mask, inverted=True), SIZE, CELLS, PLAIN),
+        mask_key(mask, (8, 16), CELLS, PLAIN),
+        mask_key(mask, SIZE, (4, 8), PLAIN),
+        mask_key(mask, SIZE, CELLS, Recipe(crop=(0.5, 0.0))),
     ]
-    assert len({base, *others}) == 5
+    assert len({base, *others}) == 6
+    assert base == mask_key(replace(mask, key="of another name"), SIZE, CELLS, PLAIN)
     assert base.about["kind"] == "mask"
 
 
