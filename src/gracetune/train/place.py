@@ -57,8 +57,8 @@ class Placed:
 
     def may_grow(self, nbytes: int) -> None:
         """Let the ring add slots in so much device memory, where steps wait for weights."""
-        if self.ring is not None:
-            self.ring.grow_within(nbytes)
+        if self.ring is not None:  # the other half is for activations, where any are sent
+            self.ring.grow_within(nbytes if self.offload is None else nbytes // 2)
 
     def give_back(self) -> bool:
         """Take back what was added to the ring; false where nothing was."""
@@ -140,6 +140,7 @@ def _offload(
     sends = [p.activations == "offload" or p.offload_input for p in plans]
     if not any(sends):
         return None
+    spare = layout.spare_nbytes if ring is None else layout.spare_nbytes // 2
     return offload_activations(
         [block for block, sent in zip(blocks, sends, strict=True) if sent],
         mover,
@@ -147,5 +148,5 @@ def _offload(
         tell,
         layout.least_sent,
         others=[block for block, sent in zip(blocks, sends, strict=True) if not sent],
-        settings=layout.offload or OffloadSettings(ahead_nbytes=layout.spare_nbytes),
+        settings=layout.offload or OffloadSettings(ahead_nbytes=spare),
     )

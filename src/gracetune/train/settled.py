@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from gracetune.events.types import Notice, WeightsStreamed
+from gracetune.memory.reclaim import hard_reclamation
 from gracetune.plan.choose import PlanError, predict
 from gracetune.plan.report import describe, speed
 from gracetune.train.correcting import Measured, choice_of, learnt, was_wrong
@@ -49,6 +50,10 @@ class Meter(Protocol):
         """The most since then, beside what was there before the plan; none: nobody counts it."""
         ...
 
+    def clear(self) -> None:
+        """Give back what nobody uses: another plan cuts memory in other pieces."""
+        ...
+
 
 class CudaMeter:
     """By torch's allocator; made before anything that is planned is on the device."""
@@ -65,6 +70,10 @@ class CudaMeter:
         """Of what is allocated, not of what the allocator holds."""
         return torch.cuda.max_memory_allocated(self._device) - self._before
 
+    def clear(self) -> None:
+        """Waits for the device."""
+        hard_reclamation(self._device.index)()
+
 
 class NoMeter:
     """A rehearsal on the CPU: nobody counts."""
@@ -74,6 +83,9 @@ class NoMeter:
 
     def peak_nbytes(self) -> None:
         """Not known."""
+
+    def clear(self) -> None:
+        """Nothing is held."""
 
 
 class Settled:
@@ -232,6 +244,7 @@ class Settled:
 
     def _change_to(self, plan: Plan) -> None:
         self._placed.close()
+        self._meter.clear()
         self._placed = self._place_as(plan)
         self.plan = plan
 

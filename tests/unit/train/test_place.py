@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from gracetune.models.experts import Experts
 from gracetune.plan.result import BlockPlan
+from gracetune.stream import growth
 from gracetune.stream.activations import OffloadSettings
 from gracetune.stream.movers import SynchronousMover
 from gracetune.train.place import Layout, place
@@ -94,6 +95,45 @@ def test_every_way_at_once_gives_the_same_gradients(compiled):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize(("ways", "added"), [("recompute", 3), ("offload", 1)])
+def test_what_is_spare_is_shared_by_slots_and_activations(ways, added, monkeypatch):
+    """In room for three slots more; half of it is for activations that come back ahead."""
+    monkeypatch.setattr(growth, "WINDOW", 1)
+    monkeypatch.setattr(growth, "WORTH", 1e-12)
+    monkeypatch.setattr(growth, "GAIN", 100.0)
+    model, told = make(), []
+    layout = Layout([BlockPlan("streamed", ways)] * len(WAYS), False, slots=2, least_sent=1)
+    placed = place(model, parts(model), layout, SynchronousMover(), told.append)
+    expected = gradients(make(), "low")
+    assert not placed.give_back()
+    placed.may_grow(3 * placed.ring.counters().slot_nbytes)
+    for _ in range(6):
+        for ours, theirs in zip(gradients(model, "low"), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert placed.ring.counters().slots == 2 + added
+    assert placed.waited_s() > 0
+    assert placed.give_back()
+    for ours, theirs in zip(gradients(model, "low"), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert placed.ring.counters().slots == 2
+    placed.close()
+
+
+def test_a_plan_that_fails_half_way_leaves_nothing_behind(monkeypatch):
+    model = make()
+    plans = [BlockPlan("streamed", "keep")] * len(WAYS)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("gracetune.train.place.run_blocks", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        place(model, parts(model), Layout(plans, False, 2), SynchronousMover(), print)
+    for ours, theirs in zip(gradients(model, "low"), gradients(make(), "low"), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not model.low._forward_pre_hooks
+
+
 def test_nothing_is_wrapped_that_need_not_be():
     model = make()
     plans = [BlockPlan("resident", "keep")] * len(WAYS)
@@ -101,4 +141,7 @@ def test_nothing_is_wrapped_that_need_not_be():
     assert placed.ring is None
     assert placed.offload is None
     assert placed.compiler is None
+    assert placed.waited_s() == 0.0
+    placed.may_grow(10**9)
+    assert not placed.give_back()
     placed.close()

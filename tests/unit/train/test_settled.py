@@ -20,12 +20,16 @@ LEFT = 1000
 class Meter:
     def __init__(self):
         self.peak = None
+        self.cleared = 0
 
     def restart(self):
         pass
 
     def peak_nbytes(self):
         return self.peak
+
+    def clear(self):
+        self.cleared += 1
 
 
 class Ring:
@@ -125,6 +129,7 @@ def test_memory_that_turned_out_to_be_free_is_spent_once(case):
     assert after.seconds.step < 0.97 * before.seconds.step
     assert after.device.total <= TIGHT
     assert one.deeds == [("close", before)]
+    assert one.meter.cleared == 1
     text = one.told.texts()[-1]
     assert text.startswith("corrected once")
     assert f"{after.seconds.step:.3f} s a micro-batch" in text
