@@ -75,15 +75,15 @@ def test_what_leaves_is_what_was_used_longest_ago(batches):
     tally, behind = Tally(), MemoryStore()
     behind.put_many({f"{number}": entry(number) for number in range(8)})
     kept = ArenaStore("latents", Budget(4 * KIB), behind, lambda event: None, pageable, tally)
-    expected = []  # the last is the one that was used last
-    for batch in batches:
-        tally.hits = 0
+    used = {}
+    for turn, batch in enumerate(batches):
+        here, tally.hits = {*kept._entries}, 0
         kept.get_many([f"{number}" for number in batch])
-        assert tally.hits == sum(number in expected for number in batch)
-        here = [number for number in batch if number in expected]
-        new = [*dict.fromkeys(number for number in batch if number not in expected)]
-        for number in here + new:
-            expected = [*(n for n in expected if n != number), number][-4:]
+        assert tally.hits == sum(f"{number}" in here for number in batch)
+        used |= {f"{number}": turn for number in batch}
+        assert len(kept._entries) == min(4, len(used))
+        left = [used[key] for key in used if key not in kept._entries]
+        assert max(left, default=-1) <= min(used[key] for key in kept._entries)
 
 
 def test_uses_are_counted_in_bounded_memory(told, monkeypatch):
