@@ -1,6 +1,7 @@
 """A cache hit through the plug-in against SimpleTuner's own `LocalDataBackend.torch_load`.
 
-Warm, in one process, with the real classes. Run it in SimpleTuner's environment:
+Warm, with the real classes: once for a machine with one rank, and once as a rank that maps what
+another has loaded. Run it in SimpleTuner's environment:
 
     PYTHONPATH=src .hosts/simpletuner/bin/python benchmarks/simpletuner_cache.py --write
 """
@@ -36,28 +37,40 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")
     args = parser.parse_args()
     local = import_module(LOCAL).LocalDataBackend
-    plugin = Plugin({}, open_machine, torch.Tensor.contiguous)
-    plugin.take_config({"cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}})
     stock = local(accelerator=None, id="stock")
-    ours = backend_class(plugin, local)(accelerator=None, id="ours")
     figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
+        alone = plugged({}, Path(folder))
+        loading, mapping = (plugged({"LOCAL_WORLD_SIZE": "2"}, Path(folder)) for _ in range(2))
+        backends = [backend_class(each, local)(None, "ours") for each in (alone, loading, mapping)]
         for name, shapes in SHAPES.items():
             path = str(Path(folder) / f"{name}.pt")
             tensors = {key: torch.randn(shape).bfloat16() for key, shape in shapes.items()}
             stock.write(path, tensors)
-            before, after = timed(stock.torch_load, path), timed(ours.torch_load, path)
+            before = timed(stock.torch_load, path)
+            after, _, mapped = (timed(each.torch_load, path) for each in backends)
             for key, tensor in tensors.items():
-                assert torch.equal(ours.torch_load(path)[key], tensor), key
+                assert all(torch.equal(each.torch_load(path)[key], tensor) for each in backends)
             figures[name] = {
                 "stock_us": round(before * 1e6, 1),
                 "ours_us": round(after * 1e6, 1),
                 "times_faster": round(before / after, 1),
+                "mapped_us": round(mapped * 1e6, 1),
+                "times_faster_mapped": round(before / mapped, 1),
             }
+        assert mapping.memory is not None
+        assert mapping.memory.misses == 0, "the second rank has loaded something itself"
     for name, found in results.flatten(figures):
         print(f"{name}: {found}")
     if args.write:
         results.write("simpletuner_cache", figures)
+
+
+def plugged(environment: dict[str, str], folder: Path) -> Plugin:
+    """The plug-in of a rank, with caches in memory."""
+    plugin = Plugin(environment, open_machine, torch.Tensor.contiguous, folder / "meet")
+    plugin.take_config({"cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}})
+    return plugin
 
 
 def timed(load: object, path: str) -> float:
