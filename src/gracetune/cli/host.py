@@ -78,6 +78,7 @@ def _run(args: argparse.Namespace) -> int:
     environment = dict(process_environment())
     given = environment.get("ACCELERATE_EXTRA_ARGS", "")
     environment["ACCELERATE_EXTRA_ARGS"] = f"{given} {ENTRY}".strip()
+    claim_alloc_conf(environment)
     # Both start `accelerate` by its name, which an environment that is not activated does not have.
     environment["PATH"] = os.pathsep.join([str(command.parent), environment.get("PATH", "")])
     words = [str(command), *(args.words or ["train"])]
