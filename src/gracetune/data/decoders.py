@@ -110,7 +110,7 @@ def _add_simplejpeg(found: dict[str, Decode], plain: dict[str, DecodePlain]) -> 
         return pixels[:, :, 0] if mode == "L" else pixels
 
     found["JPEG"] = jpeg
-    plain["JPEG"] = _tried(partial(simplejpeg.decode_jpeg, strict=True), ValueError)
+    plain["JPEG"] = _tried(simplejpeg.decode_jpeg, ValueError)  # strict, too, unless told otherwise
     return "simplejpeg (JPEG)"
 
 

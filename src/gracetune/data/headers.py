@@ -27,13 +27,14 @@ _PNG_SPECIAL = PNG_EXIF | {b"tRNS", b"iCCP", b"acTL"}
 _JPEG_START = 0xD8
 _JPEG_SEGMENT = struct.Struct(">HH").unpack_from
 _JPEG_FRAME = struct.Struct(">BHHBBxxBxxB").unpack_from
+"""Depth, height, width, the number of components, and the name of each."""
 _JPEG_FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)
 """Huffman-coded frames: baseline, extended and progressive."""
 _JPEG_SCAN = 0xFFDA
 _JPEG_PLAIN = frozenset((0xFFC4, 0xFFDB, 0xFFDD, 0xFFE0, 0xFFFE))
 """Tables, restart interval, JFIF and comment: others can hold a turn, a profile, or colour."""
-_JPEG_COMPONENTS = [3, 1, 2, 3]
-"""How many, and how JFIF numbers them; other numbers can mean other colours."""
+_JPEG_COLOURS = (3, 1, 2, 3)
+"""How JFIF numbers them; other numbers can mean other colours."""
 
 _WEBP_SIZE = 0x3FFF
 _WEBP_LOSSY_MARK = b"\x9d\x01\x2a"
@@ -88,10 +89,10 @@ def _jpeg(data: bytes) -> Size | None:
         elif marker == _JPEG_SCAN:
             return size
         elif marker in _JPEG_FRAMES and size is None:
-            depth, height, width, *components = _JPEG_FRAME(data, at + 4)
-            if depth != 8 or components != _JPEG_COMPONENTS:
+            frame = _JPEG_FRAME(data, at + 4)
+            if frame[0] != 8 or frame[3:] != _JPEG_COLOURS:
                 return None
-            size = width, height
+            size = frame[2], frame[1]
             at += 2 + length
         else:
             return None
