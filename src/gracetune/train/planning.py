@@ -18,6 +18,7 @@ from gracetune.adapters.fused import demand_fp8, freeze_in_fp8, fuse_lora
 from gracetune.events.types import Notice
 from gracetune.memory.machine import read_this_host
 from gracetune.models.experts import transformers_of
+from gracetune.models.joint_attention import attend_in_fewer_passes
 from gracetune.models.wan_attention import rotate_in_one_pass
 from gracetune.optim.footprint import nbytes_each
 from gracetune.optim.update import Travel
@@ -191,6 +192,7 @@ def _fuse(family: Family) -> None:
     for transformer in transformers_of(family.transformer).values():
         fuse_lora(transformer)
         rotate_in_one_pass(transformer)
+        attend_in_fewer_passes(transformer)
 
 
 def _rates(device: torch.device) -> Basics:
