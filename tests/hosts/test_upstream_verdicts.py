@@ -1,0 +1,79 @@
+"""What is concluded from runs of a host's tests, and which of them are run again."""
+
+import pytest
+from run_upstream_suite import Book, judge, report, settle
+from upstream_modules import FORK, FRESH, Ran
+
+
+class Scripted:
+    """Gives runs as they were written down: what passes, by hooks and way, the next one each time."""
+
+    def __init__(self, **passed: list[str]) -> None:
+        self.passed = {name: [*texts] for name, texts in passed.items()}
+        self.asked: list[str] = []
+
+    def run(self, module, hooks, way) -> Ran:
+        name = f"{way}_{'with' if hooks else 'without'}"
+        self.asked.append(name)
+        text = self.passed[name].pop(0)
+        others = {each: "failed" for each in "abc" if each not in text}
+        return Ran(module, hooks, way, "done", 1.0, tuple(text), others)
+
+
+@pytest.fixture
+def book(tmp_path):
+    return Book(tmp_path / "results.jsonl", "now")
+
+
+def verdict(book, runner):
+    settle("m", book, runner)
+    return judge("m", book)
+
+
+def test_what_passes_both_ways_is_run_once_each(book):
+    runner = Scripted(fork_without=["abc"], fork_with=["abc"])
+    found = verdict(book, runner)
+    assert (found.kind, found.num_passed) == ("passed", 3)
+    assert runner.asked == ["fork_without", "fork_with"]
+
+
+def test_what_fails_on_its_own_has_a_fresh_process_to_do_better(book):
+    runner = Scripted(fork_without=["ab"], fork_with=["ab"], fresh_without=["ab"])
+    found = verdict(book, runner)
+    assert (found.kind, found.detail) == ("same", "1 failed")
+    assert runner.asked[-1] == f"{FRESH}_without"
+
+
+def test_the_way_in_which_more_passes_counts(book):
+    runner = Scripted(
+        fork_without=["a"], fork_with=["a"], fresh_without=["abc"] * 2, fresh_with=["ab"] * 2
+    )
+    found = verdict(book, runner)
+    assert (found.kind, found.num_passed, found.detail) == ("worse", 3, "c")
+
+
+def test_a_loss_must_repeat_itself_to_count(book):
+    unlucky = Scripted(fork_without=["abc"] * 2, fork_with=["ab", "abc"])
+    assert verdict(book, unlucky).kind == "unsteady"
+
+
+def test_a_test_that_stock_does_not_always_pass_is_not_held_against_hooks(book):
+    unlucky = Scripted(fork_without=["abc", "ab"], fork_with=["ab", "ab"])
+    assert verdict(book, unlucky).kind == "unsteady"
+
+
+def test_a_loss_that_repeats_itself_is_one(book):
+    found = verdict(book, Scripted(fork_without=["abc"] * 2, fork_with=["ab"] * 2))
+    assert (found.kind, found.detail) == ("worse", "c")
+    assert report([found])[-1].split()[0] == "1"
+
+
+def test_results_are_kept_until_the_hooks_change(book):
+    settle("m", book, Scripted(fork_without=["abc"], fork_with=["abc"]))
+    same, other = Book(book.path, "now"), Book(book.path, "later")
+    for each in (same, other):
+        each.read()
+    idle, again = Scripted(), Scripted(fork_with=["abc"])
+    settle("m", same, idle)
+    settle("m", other, again)
+    assert (idle.asked, again.asked) == ([], [f"{FORK}_with"])
