@@ -6,7 +6,7 @@ from upstream_modules import FORK, FRESH, Ran
 
 
 class Scripted:
-    """Gives runs as they were written down: what passes, by hooks and way, the next one each time."""
+    """Gives runs as they were written down, by way and hooks: the names of what passes."""
 
     def __init__(self, **passed: list[str]) -> None:
         self.passed = {name: [*texts] for name, texts in passed.items()}
