@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gracetune.errors import RunFailedError
 from gracetune.optim.buckets import divide, is_large, runs
+from gracetune.optim.masters import Masters
 from gracetune.stream.movers import Lane
 
 if TYPE_CHECKING:
@@ -208,8 +209,11 @@ class Update:
         due = [bucket for bucket in hosted if bucket.due()]
         new = [bucket for bucket in due if not bucket.pieces]
         moving = [bucket for bucket in due if bucket.pieces]
-        if resident:
-            self._step_only(resident)
+        # Masters want gradients in fp32 as well: not of all weights at once.
+        by_parts = isinstance(self._optimizer, Masters)
+        for part in [[bucket] for bucket in resident] if by_parts else [resident]:
+            if part:
+                self._step_only(part)
         for bucket in new:  # their first gradients: the optimizer makes state on the device
             self._step_only([bucket])
             self._send_home(bucket)

@@ -119,6 +119,23 @@ def test_stand_ins_take_no_memory():
     assert optimizer._rule.param_groups[0]["params"] == []
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_gradients_are_widened_bucket_by_bucket(share, monkeypatch):
+    case = Case("adamw", torch.bfloat16, share)
+    case.train([0])
+    seen = []
+    rule = case.optimizer._rule
+    step = rule.step
+
+    def watched():
+        seen.append(sum(p.numel() for group in rule.param_groups for p in group["params"]))
+        step()
+
+    monkeypatch.setattr(rule, "step", watched)
+    case.train([1])
+    assert sorted(seen) == sorted(bucket.numel for bucket in case.update._buckets)
+
+
 def test_what_a_master_adds_is_counted():
     for name, each in (("adamw", 8), ("lion", 4)):
         section = OptimizerSection(name=name)
