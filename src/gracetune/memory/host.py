@@ -6,14 +6,17 @@ Read from files anyone may read, under roots that arrive as arguments.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gracetune.errors import RunFailedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)", re.MULTILINE)
 _LINE = re.compile(r"^(?:Node \d+ )?([A-Za-z_()]+):\s+(\d+) kB", re.MULTILINE)
 
 
@@ -59,6 +62,25 @@ def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
         limit_bytes=_cgroup_leaves(proc, sys / "fs/cgroup"),
         coherent_memory_mode=_coherent_mode(proc / "driver/nvidia/params"),
     )
+
+
+def private_nbytes(proc: Path, spans: Iterable[tuple[int, int]]) -> int:
+    """Of spans of this process, each an address and its bytes, those that no file backs.
+
+    Letting go of them makes room. Pages of a file that is mapped count as available anyway.
+    """
+    mapped = [
+        (int(match[1], 16), int(match[2], 16))
+        for match in _MAPPING.finditer(_text(proc / "self/maps"))
+        if match[3] != "0"
+    ]
+    starts = [start for start, _ in mapped]
+    total = 0
+    for address, nbytes in spans:
+        at = bisect_right(starts, address) - 1
+        if at < 0 or address >= mapped[at][1]:
+            total += nbytes
+    return total
 
 
 def _kilobytes(path: Path) -> dict[str, int]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from gracetune.adapters.fused import demand_fp8, freeze_in_fp8, fuse_lora
 from gracetune.events.types import Notice
+from gracetune.memory.host import private_nbytes
 from gracetune.memory.machine import read_this_host
 from gracetune.models.experts import transformers_of
 from gracetune.models.joint_attention import attend_in_fewer_passes
@@ -151,7 +153,7 @@ def question(run: RunFile, family: Family, model: Model, device_nbytes: int) -> 
             averages_nbytes=4 * trained if run.train.ema_decay else 0,
             state_slots_nbytes=Travel().slots_nbytes(counts, each),
         ),
-        Budget(device_nbytes, _host_nbytes(run), FITTED["fragmentation"].value),
+        Budget(device_nbytes, _host_nbytes(run, family), FITTED["fragmentation"].value),
         replace(wishes_of(run), batches=(run.train.batch_size,)),
         run.train.max_train_steps * run.train.gradient_accumulation_steps,
     )
@@ -222,9 +224,17 @@ def _free_nbytes(device: torch.device) -> int:
     return min(free + cached, int(total * share) - taken)
 
 
-def _host_nbytes(run: RunFile) -> int:
+def _leaving_nbytes(family: Family) -> int:
+    """What frozen weights take of host memory now: wherever a plan has them, they leave that."""
+    frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
+    spans = [(p.data_ptr(), p.nbytes) for p in frozen if p.device.type == "cpu"]
+    return private_nbytes(Path("/proc"), spans)
+
+
+def _host_nbytes(run: RunFile, family: Family) -> int:
     asked = settings_of(run).host_memory
     host = read_this_host()
     left = host.available_bytes if host.limit_bytes is None else host.limit_bytes
     free = int(min(host.available_bytes, left) * (1 - HOST_RESERVE_SHARE))
+    free += _leaving_nbytes(family)
     return free if asked is None else min(free, parse_bytes(asked))
