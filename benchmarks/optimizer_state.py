@@ -9,7 +9,8 @@ ours cannot be faster than its bytes are there.
 torchao's copies gradients out during backward and steps on the CPU, with all its threads here. It
 cannot clip, since the length of all gradients comes too late for it; ways are compared without, and
 ours is measured with it as well. The claims: ours is faster than torchao's, its device memory is
-less by the state, and its numbers are those of the device, bit for bit.
+less by the state, and its numbers are those of the device, bit for bit. With `--masters` the same
+model is also trained in bf16, with its fp32 masters among the state.
 
     PYTHONPATH=src:benchmarks python benchmarks/optimizer_state.py [--out FOLDER] [--commit NAME]
 """
@@ -92,16 +93,23 @@ class Block(nn.Module):
 class Bench:
     """One model, trained in several ways."""
 
-    def __init__(self, size: Size, mover: Callable[[], Mover], travel: Travel) -> None:
+    def __init__(
+        self,
+        size: Size,
+        mover: Callable[[], Mover],
+        travel: Travel,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.mover = mover
         self.travel = travel
         self.device = mover().device
         torch.manual_seed(0)
         with self.device:
-            self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
-            self.x = torch.randn(size.batch, size.tokens, size.width)
+            self.blocks = nn.ModuleList(Block(size).to(dtype) for _ in range(size.blocks))
+            self.x = torch.randn(size.batch, size.tokens, size.width, dtype=dtype)
         self.parameters = dict(self.blocks.named_parameters())
         self.numel = sum(p.numel() for p in self.parameters.values())
+        self.nbytes_each = STATE_NBYTES_EACH + (4 if dtype == torch.bfloat16 else 0)
 
     def backward(self) -> None:
         """Forward and backward of one micro-batch."""
@@ -154,7 +162,7 @@ class Bench:
         """AdamW as a run has it, with so much of its state in host memory."""
         self.clear()
         optimizer = build_optimizer(self.parameters, SECTION)
-        update = Update(optimizer, self.mover(), STATE_NBYTES_EACH, self.travel)
+        update = Update(optimizer, self.mover(), self.nbytes_each, self.travel)
         update.place(host_share)
         began = time.perf_counter()
         self.backward()
@@ -246,6 +254,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
     parser.add_argument("--commit", default="", help="where there is no git to ask")
+    parser.add_argument(
+        "--masters", action="store_true", help="also bf16 weights with fp32 masters, 30 s more"
+    )
     parser.add_argument("--rehearse", action="store_true", help="small, on the CPU; prints only")
     arguments = parser.parse_args()
     if not arguments.rehearse and (
@@ -259,11 +270,12 @@ def main() -> int:
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchao's steps are the CPU's
     device = torch.device("cpu") if arguments.rehearse else torch.device("cuda", 0)
     link = open_machine().platform.link
-    bench = Bench(
+    how = (
         REHEARSED if arguments.rehearse else Size(),
         lambda: open_mover(device, link),
         Travel(bucket_numel=1 << 14) if arguments.rehearse else Travel(),
     )
+    bench = Bench(*how)
     figures: dict[str, Any] = {
         "parameters": bench.numel,
         "cpu_threads": torch.get_num_threads(),
@@ -286,6 +298,10 @@ def main() -> int:
     if not arguments.rehearse:  # it has no way for a CPU
         record("torchao", bench.theirs())
     record("summary", summary(figures, bench.numel))
+    if arguments.masters:
+        bench.clear()
+        del bench
+        record("ours_with_masters", Bench(*how, dtype=torch.bfloat16).ours(1.0))
     return 0
 
 
