@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import groupby, islice
+from math import prod
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -50,6 +51,9 @@ Result = TypeVar("Result")
 
 BATCH = 32
 """Pictures or captions encoded together, as long as memory allows it."""
+MOST_PIXELS = 8 * 1024 * 1024
+"""Of what is encoded together: more keeps no device busier, and VAEs hold hundreds of bytes of
+each. One large clip may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,8 @@ def fill_latents(
         lambda part: encode(torch.stack([x for _, x in part])), "pictures", tell
     )
     bad: dict[str, str] = {}
-    for _, alike in groupby(mine, key=lambda key: keyed[key].size):
-        for chunk in _chunks(list(alike)):
+    for size, alike in groupby(mine, key=lambda key: keyed[key].size):
+        for chunk in _chunks(list(alike), max(1, min(BATCH, MOST_PIXELS // prod(size)))):
             decoded = list(zip(chunk, islice(pixels, len(chunk)), strict=True))
             bad |= {key: x for key, x in decoded if isinstance(x, str)}
             good = [(key, x) for key, x in decoded if not isinstance(x, str)]
@@ -187,13 +191,15 @@ class _Fitting(Generic[Item, Result]):
             try:
                 with torch.no_grad():
                     made = self._encode(part)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not _is_full(error):
+                    raise
                 self._halve(len(part), error)
                 continue
             yield part, made
             start += len(part)
 
-    def _halve(self, tried: int, error: torch.OutOfMemoryError) -> None:
+    def _halve(self, tried: int, error: RuntimeError) -> None:
         if tried == 1:
             raise RunFailedError(
                 f"encoding runs out of memory with one of the {self._unit}: {error}. "
@@ -203,6 +209,13 @@ class _Fitting(Generic[Item, Result]):
         self._most = tried // 2
         text = f"encoding {tried} {self._unit} at once ran out of memory; going on by {self._most}"
         self._tell(Notice(text, level="warning", fallback=True))
+
+
+def _is_full(error: RuntimeError) -> bool:
+    """Whether memory ran out; libraries that lack work space have words of their own for it."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        mark in str(error) for mark in ("ALLOC_FAILED", "unable to find an engine")
+    )
 
 
 class _Pace:
@@ -215,7 +228,8 @@ class _Pace:
 
     def advance(self, count: int) -> None:
         self._done += count
-        if self._done == self._total or self._done % BATCH == 0:
+        passed = self._done // BATCH > (self._done - count) // BATCH
+        if passed or self._done == self._total:
             seconds = time.monotonic() - self._began_at
             self._tell(
                 StageProgress(self._stage, self._done, self._total, self._unit, seconds=seconds)
@@ -243,5 +257,5 @@ def rendered(
     )
 
 
-def _chunks(items: Sequence[Item]) -> Iterable[Sequence[Item]]:
-    return (items[i : i + BATCH] for i in range(0, len(items), BATCH))
+def _chunks(items: Sequence[Item], most: int = BATCH) -> Iterable[Sequence[Item]]:
+    return (items[i : i + most] for i in range(0, len(items), most))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from gracetune.cache import fill
 from gracetune.cache.fill import BATCH, Picture, fill_latents, fill_text, find_unreadable
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.ranks import Ranks
@@ -73,6 +74,43 @@ def test_out_of_memory_halves_the_batch_and_goes_on(told, most):
     warnings = [e for e in told.of(Notice) if e.fallback]
     assert len(warnings) == len(refused)
     assert "going on by" in warnings[0].text
+
+
+@pytest.mark.parametrize(
+    ("words", "halves"),
+    [
+        ("GET was unable to find an engine to execute this computation", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_a_library_without_work_space_is_out_of_memory_too(told, words, halves):
+    encode = Encoder()
+
+    def cramped(pixels):
+        if len(pixels) > 8:
+            raise RuntimeError(words)
+        return encode(pixels)
+
+    wanted = pictures([f"{n}" for n in range(32)], Files())
+    if not halves:
+        with pytest.raises(RuntimeError, match="shapes"):
+            fill_latents(MemoryStore(), wanted, cramped, "e", told)
+        return
+    assert fill_latents(MemoryStore(), wanted, cramped, "e", told) == []
+    assert encode.sizes == [8] * 4
+
+
+@pytest.mark.parametrize(("edge", "together"), [(8, 32), (16, 32), (32, 8), (64, 2), (512, 1)])
+def test_large_pictures_are_encoded_fewer_at_a_time(told, monkeypatch, edge, together):
+    monkeypatch.setattr(fill, "MOST_PIXELS", 8 * 32 * 32)
+    encode = Encoder()
+    wanted = pictures([f"{n}" for n in range(40)], Files(), size=(edge, edge))
+    assert fill_latents(MemoryStore(), wanted, encode, "e", told) == []
+    assert max(encode.sizes) == together
+    assert sum(encode.sizes) == 40
+    done = [e.done for e in told.of(StageProgress) if e.stage == "encoding pictures"]
+    assert done == [32, 40]
 
 
 def test_out_of_memory_with_one_picture_ends_the_run_with_a_way_out(told):
