@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,6 +94,12 @@ def family_subject(
 
 
 def _products(model: nn.Module) -> torch.dtype | None:
-    """What a run computes in: the type of what is frozen; none where nothing is."""
-    frozen = [p.dtype for p in model.parameters() if not p.requires_grad]
-    return frozen[0] if frozen else None
+    """What a run computes in: the type of most of what is frozen; none where nothing is.
+
+    A few tables of a model in bf16 may be kept in fp32, and may come first.
+    """
+    numels: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            numels[parameter.dtype] += parameter.numel()
+    return max(numels, key=lambda dtype: numels[dtype]) if numels else None

@@ -1,0 +1,29 @@
+"""What trained weights are copied to before products: the type of most of what is frozen."""
+
+import pytest
+import torch
+from torch import nn
+
+from gracetune.plan.make import _products
+
+
+def model(*frozen, trained=torch.float32):
+    made = nn.Module()
+    made.trained = nn.Parameter(torch.zeros(999, dtype=trained))
+    for number, (count, dtype) in enumerate(frozen):
+        weight = nn.Parameter(torch.zeros(count, dtype=dtype), requires_grad=False)
+        made.register_parameter(f"frozen_{number}", weight)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("frozen", "products"),
+    [
+        ([(4, torch.float32), (100, torch.bfloat16)], torch.bfloat16),
+        ([(100, torch.bfloat16), (4, torch.float32)], torch.bfloat16),
+        ([(8, torch.float32)], torch.float32),
+        ([], None),
+    ],
+)
+def test_tables_that_stay_in_fp32_do_not_decide(frozen, products):
+    assert _products(model(*frozen)) == products
