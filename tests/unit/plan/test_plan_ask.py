@@ -13,7 +13,7 @@ from gracetune.errors import ConfigError
 from gracetune.plan.ask import Trained, cache_nbytes, fixed_of, picture_of, settings_of, wishes_of
 from gracetune.plan.known_models import Picture
 from gracetune.plan.machines import MACHINES
-from gracetune.plan.measure import REPEATS, measure
+from gracetune.plan.measure import MOST_ROWS, REPEATS, Stopwatch, measure
 from gracetune.plan.outlines import outline
 from gracetune.plan.rates import FITTED, basics_of, speeds_of
 from gracetune.units import GIB, MIB
@@ -120,3 +120,24 @@ def test_a_machine_is_measured_by_its_own_clock() -> None:
     assert basics.memory == 2 * 1000 * REPEATS
     assert basics.link_in == basics.link_out == 1000 * REPEATS
     assert len(waits) == 8
+    assert basics.both_ways_share == 1.0
+    assert basics.timer is None  # nobody waits for a CPU
+
+
+def test_kernels_are_timed_once_for_each_extent() -> None:
+    now, work = [0.0], []
+
+    def tick() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    watch = Stopwatch(torch.device("cpu"), lambda: work.append(1), tick)
+    one = watch.seconds("gemm", (8, 4, 4), False)
+    assert one == 1 / REPEATS
+    assert watch.seconds("gemm", (8, 4, 4), True) == one
+    assert len(work) == 2
+    more = watch.seconds("gemm", (4 * MOST_ROWS, 1, 1), False)
+    assert more == 4 / REPEATS  # timed for fewer rows
+    forward = watch.seconds("attention", (3, 2, 8, 4, 8), False)
+    assert forward == pytest.approx(3 / REPEATS)  # timed for one sample
+    assert watch.seconds("attention", (3, 2, 8, 4, 8), True) == 0.0  # there and back takes as long

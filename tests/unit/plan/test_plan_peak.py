@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 from made_shapes import made_choice, made_model
 
-from gracetune.plan.peak import Fixed, device_bytes, host_bytes
+from gracetune.plan.candidates import Budget, device_need
+from gracetune.plan.cost import Model
+from gracetune.plan.peak import Fixed, device_bytes, fullest, host_bytes
 from gracetune.plan.result import Bytes
 
 NOTHING = Fixed(optimizer_nbytes=0, batches_ahead=0)
@@ -107,3 +109,38 @@ def test_two_experts_have_two_sets_of_weights_and_one_of_slots() -> None:
     assert device.weights == 2 * (50 + 400) + 300
     assert device.adapters == 2 * 16 + 9
     assert host_bytes(model.at(1), choice, two).weights == 800
+
+
+def with_copies(copies_nbytes: int, trained_nbytes: int = 4) -> Model:
+    """Blocks that train so many bytes each, which are copied for their products."""
+    model = made_model(8)
+    (kind,) = model._shapes.kinds
+    kind = replace(kind, trained_nbytes=trained_nbytes, copies_nbytes=copies_nbytes)
+    return Model(replace(model._shapes, kinds=(kind,)), model.speeds)
+
+
+def test_copies_are_there_all_the_time_and_their_gradients_come_first() -> None:
+    plain, copied = with_copies(0), with_copies(2)
+    choice = made_choice(plain)
+    before, after = (device_bytes(m.at(1), choice, NOTHING) for m in (plain, copied))
+    assert (before.adapters, after.adapters) == (8 * 4, 8 * (4 + 2))
+    assert (before.gradients, after.gradients) == (4, 2)  # of the last block, where most is held
+
+
+def test_at_the_end_gradients_of_copies_become_gradients_of_what_is_trained() -> None:
+    copied = with_copies(500, 1000)
+    held = device_bytes(copied.at(1), made_choice(copied), NOTHING)
+    assert held.gradients == 8 * (500 + 1000)
+    assert held.activations == 0
+    twice = device_bytes(copied.at(1), made_choice(copied, accumulation=2), NOTHING)
+    assert twice.gradients == held.gradients + 8 * 1000  # beside those of the first micro-batch
+
+
+def test_an_allocator_scatters_the_largest_working_set() -> None:
+    model = made_model(8)
+    choice = made_choice(model, "recompute")
+    held, working = fullest(model.at(1), choice, NOTHING)
+    # A recomputed block has all of its forward again beside its output's gradient.
+    assert working == 80 + 5 + 10
+    budget = Budget(10**6, 10**6, fragmentation=0.5, scatter=2.0)
+    assert device_need(model, choice, NOTHING, budget) == held.total * 1.5 + 2 * working

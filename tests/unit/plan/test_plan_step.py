@@ -6,6 +6,7 @@ import pytest
 from made_shapes import SPEEDS, made_choice, made_model
 
 from gracetune.plan.cost import Model
+from gracetune.plan.shapes import Op
 from gracetune.plan.step import least_seconds, predict_seconds
 
 
@@ -147,3 +148,24 @@ def test_a_host_that_queues_slowly_leaves_gaps() -> None:
     assert seconds.step == pytest.approx(2 * (10 + 30), rel=0.01)
     busy = predict_seconds(model.at(100), made_choice(model, batch=100), slow, 0)
     assert busy.step == pytest.approx(2 * 300, rel=0.01)
+
+
+def test_what_the_machine_says_of_a_kernel_is_taken_as_it_is_in_a_step() -> None:
+    asked = []
+
+    def timer(kind: str, extent: tuple[int, ...], backward: bool) -> float:
+        asked.append((kind, extent, backward))
+        return 3.0
+
+    speeds = replace(SPEEDS, timer=timer, step_share=0.5)
+    timed = Op("gemm", 100.0, 1.0, frozen=True, extent=(10, 2, 5))
+    (kind,) = made_model(1)._shapes.kinds
+    keep = replace(kind.compiled.keep, forward=(timed, Op("gemm", 100.0, 1.0)))
+    kind = replace(kind, compiled=replace(kind.compiled, keep=keep))
+    shapes = replace(made_model(1)._shapes, kinds=(kind,))
+    way = Model(shapes, speeds).at(4).blocks[0].compiled.keep
+    assert asked == [("gemm", (40, 2, 5), False)]
+    assert way.forward.gemm == 3.0 / 0.5 + 4 * 100.0 / 100.0  # the other has no extent
+    asked.clear()
+    Model(shapes, speeds, "fp8").at(4)
+    assert asked == []  # fp8 has rates of its own

@@ -1,0 +1,160 @@
+"""What calls of operators stand for, and that a compiled block keeps what the planner says."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gracetune.adapters.fused import fuse_lora
+from gracetune.adapters.inject import add_adapter
+from gracetune.adapters.products import lora_gradients, lora_input_gradient, lora_linear
+from gracetune.adapters.shared_input import lora_linears
+from gracetune.config.schema import AdapterSection, ModelSection
+from gracetune.models.wan_attention import rotate_in_one_pass
+from gracetune.plan.kernels import WeightStorages, is_product, ops_of, storage_of
+from gracetune.plan.known_models import Picture
+from gracetune.plan.outlines import outline
+from gracetune.plan.trace import trace_model
+from gracetune.stream.blocks import Compiler, run_blocks
+
+ROWS, INNER, OUTER, RANK = 64, 32, 48, 4
+aten = torch.ops.aten
+
+
+def made(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def operands() -> dict[str, torch.Tensor]:
+    return {
+        "x": made(ROWS, INNER),
+        "weight": made(OUTER, INNER),
+        "bias": made(OUTER),
+        "down": made(RANK, INNER),
+        "up": made(OUTER, RANK),
+        "grad": made(ROWS, OUTER),
+        "narrow": made(ROWS, RANK),
+    }
+
+
+def kernels(func: Any, args: tuple[Any, ...], weight: torch.Tensor) -> list[Any]:
+    weights = WeightStorages(frozenset({storage_of(weight)}), frozenset())
+    return ops_of(func, args, func(*args), weights, backward=False)
+
+
+def test_a_product_with_a_lora_is_two_thin_products_and_the_frozen_one() -> None:
+    with FakeTensorMode():
+        o = operands()
+        args = o["x"], o["weight"], o["bias"], o["down"], o["up"], 1.0
+        there = kernels(lora_linear._opoverload, args, o["weight"])
+        back = kernels(
+            lora_input_gradient._opoverload,
+            (o["grad"], o["narrow"], o["weight"], o["down"]),
+            o["weight"],
+        )
+    thin = 2.0 * ROWS * RANK
+    assert [op.flops for op in there] == [thin * INNER, thin * OUTER, 2.0 * ROWS * INNER * OUTER]
+    assert [op.extent for op in there if op.extent] == [(ROWS, INNER, OUTER)]
+    assert [op.extent for op in back if op.extent] == [(ROWS, OUTER, INNER)]
+    assert {op.kind for op in (*there, *back)} == {"gemm"}
+    # It reads x, the weight and what the LoRA gave, and writes over that.
+    assert there[-1].nbytes == 2 * (ROWS * INNER + INNER * OUTER + 2 * ROWS * OUTER)
+    # It is kept as one: the wide tensor and the narrow one.
+    assert all(op.frozen for op in there)
+    assert sum(op.out_nbytes for op in there) == 2 * ROWS * (OUTER + RANK)
+
+
+def test_gradients_of_a_lora_are_three_thin_products() -> None:
+    with FakeTensorMode():
+        o = operands()
+        args = o["grad"], o["x"], o["narrow"], o["up"], 0.5
+        ops = kernels(lora_gradients._opoverload, args, o["weight"])
+    thin = 2.0 * ROWS * RANK
+    assert [op.flops for op in ops] == [thin * OUTER, thin * OUTER, thin * INNER]
+    assert not any(op.extent for op in ops)
+
+
+def test_products_of_one_input_read_it_once_for_their_loras() -> None:
+    with FakeTensorMode():
+        o = operands()
+        three = [o["weight"]] * 3
+        args = o["x"], three, [o["bias"]] * 3, made(3 * RANK, INNER), [o["up"]] * 3, 1.0
+        ops = kernels(lora_linears._opoverload, args, o["weight"])
+    flops = [op.flops for op in ops if op.kind == "gemm"]
+    thin, wide = 2.0 * ROWS * RANK * OUTER, 2.0 * ROWS * INNER * OUTER
+    assert flops == [2.0 * ROWS * 3 * RANK * INNER, thin, wide, thin, wide, thin, wide]
+
+
+def test_views_are_no_kernels_and_elementwise_work_is_bytes() -> None:
+    with FakeTensorMode():
+        x = made(ROWS, INNER)
+        assert kernels(aten.t.default, (x,), x) == []
+        assert kernels(aten.empty_like.default, (x,), x) == []
+        (op,) = kernels(aten.neg.default, (x,), made(1))
+    assert (op.kind, op.nbytes) == ("elementwise", 2 * 2 * ROWS * INNER)
+    assert is_product(aten.mm.default)
+    assert not is_product(torch.relu)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's tracer looks at what torch warns of looking at
+@pytest.mark.parametrize("how", ["keep", "lean", "recompute"])
+def test_a_compiled_block_keeps_what_was_planned(how: str) -> None:
+    """Held against what autograd is handed when torch cuts the graph itself."""
+    changes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
+    changes |= {"ffn_dim": 96, "text_dim": 16, "freq_dim": 16}
+    shape = outline(ModelSection(family="wan22"), Picture(192, 192), changes)
+    model = type(shape.model)(**changes).to(torch.bfloat16)
+    add_adapter({"": model}, AdapterSection(rank=4), shape.shape.targets, seed=0)
+    fuse_lora(model)
+    rotate_in_one_pass(model)
+    (kind,) = trace_model(replace(shape, model=model).subject(), 2).kinds
+    way = getattr(kind.compiled, how)
+    told: list[Any] = []
+    compiler = Compiler(told.append, "aot_eager_decomp_partition")
+    running = run_blocks(list(model.blocks), [how], compiler)  # type: ignore[list-item]
+    found = saved_inside(model, shape.subject().inputs(2))
+    running.close()
+    compiler.close()
+    assert told == []  # it was compiled
+    planned = way.saved_nbytes + kind.input_nbytes * way.saves_input
+    assert found == pytest.approx(planned, rel=0.05)
+
+
+def saved_inside(model: Any, inputs: dict[str, torch.Tensor]) -> int:
+    """Bytes that a block's forward leaves, without weights, copies of them, and what all share."""
+    owned: set[int] = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = defaultdict(int)
+    inside = False
+
+    def enter(_: object, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal inside
+        inside = True
+        shared = [*args[1:], *kwargs.values()]
+        flat = [t for group in shared for t in (group if isinstance(group, tuple) else (group,))]
+        owned.update(t.untyped_storage().data_ptr() for t in flat if t is not None)
+
+    def leave(*_: object) -> None:
+        nonlocal inside
+        inside = False
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if inside:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    (block,) = model.blocks
+    block.register_forward_pre_hook(enter, with_kwargs=True)
+    block.register_forward_hook(leave)
+    given = {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(**given, return_dict=False)
+    for layer in (m.forward.__self__ for m in model.modules() if type(m) is LoraLinear):
+        owned.update(half.untyped_storage().data_ptr() for half in layer.copies)
+    del out
+    return sum(nbytes for address, nbytes in saved.items() if address not in owned)
