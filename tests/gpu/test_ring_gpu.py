@@ -12,7 +12,8 @@ from peft import LoraConfig
 from gracetune.memory.cuda_driver import open_cuda_driver
 from gracetune.memory.driver import PointerKind
 from gracetune.memory.platform import Link
-from gracetune.stream.movers import CudaMover, open_mover
+from gracetune.stream import growth
+from gracetune.stream.movers import CudaMover, Waits, open_mover
 from gracetune.stream.weights import stream_weights
 
 pytestmark = pytest.mark.gpu
@@ -166,6 +167,31 @@ def test_random_times_of_blocks_and_copies(case, told, slots, which):
     assert_parity(model, case, REPETITIONS // 2)
     assert ring.counters().surprises == 0
     assert told.events == []
+
+
+def test_slots_come_and_go_between_passes(case, told, monkeypatch):
+    """Poisoned, behind a link of random speed, whatever is decided."""
+
+    class Moody(SlowLink):
+        waited = 0.0
+
+        def waits_seen(self, lane):
+            self.waited += self.dice.random() ** 4
+            return Waits(0, self.waited)
+
+    monkeypatch.setattr(growth, "WINDOW", 1)
+    model = wan(recompute=case[0])
+    ring = stream_weights(model, list(model.blocks), Moody(random.Random(3)), told, 2, poison=True)
+    sizes = set()
+    for extra in (1, 3, 9, 9, 9, 9):
+        ring.give_back()
+        ring.grow_within(extra * ring.counters().slot_nbytes)
+        for _ in range(5):
+            assert_parity(model, case, 2)
+            sizes.add(ring.counters().slots)
+    assert len(sizes) >= 3, sizes
+    assert ring.counters().extra_slots == 0
+    assert not [notice for notice in told.events if notice.fallback]
 
 
 def test_sampling_and_accumulation_between_steps(case, told):
