@@ -2,7 +2,7 @@
 
 import pytest
 from run_upstream_suite import Book, judge, report, settle
-from upstream_modules import FORK, FRESH, Ran
+from upstream_modules import FORK, FRESH, TIMED_OUT, Ran
 
 
 class Scripted:
@@ -77,3 +77,11 @@ def test_results_are_kept_until_the_hooks_change(book):
     settle("m", same, idle)
     settle("m", other, again)
     assert (idle.asked, again.asked) == ([], [f"{FORK}_with"])
+
+
+def test_what_timed_out_has_another_try_with_more_time(book):
+    book.add(Ran("m", False, FORK, TIMED_OUT, 300.2))
+    for limit_s, num_kept in ((300, 1), (900, 0)):
+        again = Book(book.path, "now")
+        again.read(limit_s)
+        assert len(again.runs) == num_kept

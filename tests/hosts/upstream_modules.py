@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 FORK, FRESH = "fork", "fresh"
+TIMED_OUT = "timed out"
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Runner:
     def _wait(self, child: int) -> str:
         """The module's whole session goes with it: some start servers and workers."""
         end = time.monotonic() + self.limit_s
-        ended = "timed out"
+        ended = TIMED_OUT
         while time.monotonic() < end:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
@@ -173,7 +174,7 @@ class Runner:
             os.killpg(child, signal.SIGKILL)
         except ProcessLookupError:
             return ended
-        if ended == "timed out":
+        if ended == TIMED_OUT:
             os.waitpid(child, 0)
         return ended
 
