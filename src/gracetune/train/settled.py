@@ -144,7 +144,9 @@ class Settled:
 
     def step_down(self, reason: str) -> bool:
         """Go on in clearly less memory; false where there is no way to."""
-        if self._placed.give_back():  # which tells
+        if self._placed.give_back():
+            text = f"{reason} Going on without the slots that were added."
+            self._tell(Notice(text, level="warning", fallback=True))
             return True
         smaller = self._smaller()
         if smaller is None:
@@ -209,13 +211,15 @@ class Settled:
             f"Predicted from what was measured: {speed(other)}; as it was: {speed(now)}"
         )
         self._tell(Notice(text))
+        full = ""
         try:
             self._change_to(other)
         except torch.OutOfMemoryError as error:
-            text = f"{str(error).splitlines()[0]} The plan stays as it was."
+            full = str(error).splitlines()[0]
+        if full:  # out here, where no frame of the failure holds what did not fit
+            text = f"{full} The plan stays as it was."
             self._tell(Notice(text, level="warning", fallback=True))
-            self.plan = now
-            self._placed = self._place_as(now)
+            self._change_to(now)
         return True
 
     def _other(self, now: Plan, left: int) -> Plan | None:

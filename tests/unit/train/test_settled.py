@@ -224,6 +224,7 @@ def test_added_slots_go_before_a_plan_does(case):
     assert one.settled.step_down("full.")
     assert one.plan is before
     assert one.deeds == []
+    assert one.told.texts() == ["full. Going on without the slots that were added."]
     assert one.settled.step_down("full.")
     assert one.plan.device.total < before.device.total
     assert one.deeds == [("close", before)]
