@@ -244,7 +244,8 @@ class Model:
             rate = elementwise if op.kind == "elementwise" else speeds.memory
             spent[op.kind] += max(self._computing_s(op, scale), nbytes / rate)
         busy = sum(spent.values())
-        gaps = max(len(ops) * speeds.gap_s, len(ops) * speeds.issue_s - busy)
+        queueing = sum(op.issues for op in ops) * speeds.issue_s
+        gaps = max(len(ops) * speeds.gap_s, queueing - busy)
         return Parts(**spent, gaps=gaps)
 
     def _computing_s(self, op: Op, scale: float) -> float:
