@@ -1,4 +1,7 @@
-"""LoKr's products on a GPU: as in float64, eager and compiled, resident and streamed."""
+"""LoKr's products on a GPU: as in float64, eager and compiled, resident and streamed.
+
+LoCon and LoHa compute by LyCORIS, which has kernels of its own there.
+"""
 
 import pytest
 import torch
@@ -38,10 +41,10 @@ class Model(nn.Module):
         return x
 
 
-def make(dtype):
+def make(dtype, kind="lokr"):
     torch.manual_seed(0)
     model = Model().to(dtype)
-    section = AdapterSection(kind="lokr", rank=8, factor=8)
+    section = AdapterSection(kind=kind, rank=8, factor=8)
     add_adapter({"": model}, section, ["inner", "outer"], seed=1)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
@@ -81,6 +84,21 @@ def test_a_step_is_what_it_is_in_float64(expected, weights, activations, compile
     placed = place(model, {model: list(model.blocks)}, layout, mover, lambda _: None)
     try:
         near(step(model, DEVICE, torch.bfloat16), expected, 0.995)
+    finally:
+        placed.close()
+
+
+@pytest.mark.parametrize("kind", ["locon", "loha"])
+@pytest.mark.parametrize("activations", ["keep", "lean", "recompute"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_so_is_a_step_by_lycoris(kind, activations, compiled):
+    expected = step(make(torch.float64, kind), torch.device("cpu"), torch.float64)
+    model = make(torch.bfloat16, kind)
+    layout = Layout([BlockPlan("streamed", activations)] * BLOCKS, compiled, 2)
+    mover = open_mover(DEVICE, Link.MANAGED)
+    placed = place(model, {model: list(model.blocks)}, layout, mover, lambda _: None)
+    try:
+        near(step(model, DEVICE, torch.bfloat16), expected, 0.99)
     finally:
         placed.close()
 
