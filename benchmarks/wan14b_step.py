@@ -17,9 +17,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 import results
@@ -48,6 +46,8 @@ if TYPE_CHECKING:
     from gracetune.memory.platform import Link
 
 STEPS = 5
+SUSTAINED_S = 0.3
+"""A kernel is timed alone after it has run for so long."""
 LEAST = {"96": 2.1, "48": 1.55, "24": 1.4, "12": 1.2}
 LEAST_FP8 = {"96": 2.6, "12": 1.4}
 NEEDED = 130 * GIB
@@ -271,16 +271,25 @@ def attention_s(batch: int, keys: int) -> float:
     return timed(there_and_back)
 
 
-def timed(work: Callable[[], object], times: int = 12) -> float:
-    """The median, queued in a row as in a step."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+def timed(work: Callable[[], object]) -> float:
+    """One of many in a row, as in a step: a cool device is faster for its first tenths."""
+    for _ in range(3):
         work()
-        mark.record()
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    start.record()
+    for _ in range(10):
+        work()
+    middle.record()
     torch.cuda.synchronize()
-    each = [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
-    return median(each[2:])
+    times = max(10, int(SUSTAINED_S * 1e3 / (start.elapsed_time(middle) / 10)))
+    for _ in range(times):
+        work()
+    middle.record()
+    for _ in range(times):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return middle.elapsed_time(end) / times / 1e3
 
 
 def measure_peers(figures: dict[str, float | str], save: Callable[[], None]) -> None:
