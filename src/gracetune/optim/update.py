@@ -3,8 +3,8 @@
 State in host memory passes through a few slots on the device, bucket by bucket, and the optimizer
 itself steps on what is there: the same kernels on the same numbers, so the same bits as with all of
 it on the device. Both directions of the link are busy at once: while one bucket arrives, the one
-before leaves. AdamW's two moments are 8 bytes a number each way, which the link moves in less time
-than a CPU takes to read and write the 28 bytes of the same update.
+before leaves. AdamW's two moments are 8 bytes a number each way; a CPU that did the same update
+would read and write 28 bytes of its memory, and round in its own way.
 
 A step goes through the buckets against the order of the step before: what is still in the slots is
 used first, and the last copies out are hidden behind the next forward. Updates cannot begin before
