@@ -354,8 +354,11 @@ def test_attaching_sets_the_ramp_and_tells_of_it(accelerator):
 
 def test_attaching_without_an_accelerator_or_a_ramp_changes_nothing(accelerator):
     made = plugin()
-    made.attach(SimpleNamespace(accelerator=None, config=None))
-    made.attach(SimpleNamespace(accelerator=object(), config=None))  # not even looked at
+    made.attach(SimpleNamespace())  # not even looked at
+    ramped = plugin()
+    ramped.take_config(SEED)
+    ramped.attach(SimpleNamespace(accelerator=None))
+    assert [*ramped.runtime] == ["uvm_hints_enabled"]
     before = accelerator.accumulate
     config = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=4)
     made.attach(SimpleNamespace(accelerator=accelerator, config=config, state={}))

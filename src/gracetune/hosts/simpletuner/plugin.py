@@ -124,10 +124,10 @@ class Plugin:
 
     def attach(self, trainer: SimpleNamespace) -> None:
         """Once accelerator and configuration are there: the ramp, and what is told of us."""
-        accelerator, config = trainer.accelerator, trainer.config
         self.runtime = {"uvm_hints_enabled": self._session.enabled}
-        if accelerator is None or not self.blocks.gh200.enable_batch_size_rampup:
+        if not self.blocks.gh200.enable_batch_size_rampup or trainer.accelerator is None:
             return
+        accelerator, config = trainer.accelerator, trainer.config
         schedule = build_schedule(
             self.blocks.gh200,
             config.train_batch_size,
