@@ -9,6 +9,8 @@ A file has, under `figures.configurations`, one record a measured step:
     slots, rank, width, height, frames, config (changes to the model's shape)   where not the usual
     sends_inputs  of each block: whether what it recomputes from waits in host memory
     lora          "fused" where it was prepared as a run does it; else peft's own, in bf16
+    ahead         blocks whose activations were brought back ahead of backward
+    frozen_compute  "fp8" where frozen products were
     state_nbytes  what the optimizer keeps of each trained number
     fitted        whether a rate in `plan/rates` was fitted to it; such records prove nothing
     excused       why a record is not counted, if it is not
@@ -28,7 +30,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import results
 import torch
@@ -44,13 +46,16 @@ from gracetune.plan.make import traced
 from gracetune.plan.outlines import outline
 from gracetune.plan.peak import Fixed
 from gracetune.plan.rates import FITTED, basics_of, speeds_of
-from gracetune.plan.result import BlockPlan
+from gracetune.plan.result import AHEAD, BlockPlan
 from gracetune.plan.step import Choice
 from gracetune.units import GIB
 
+if TYPE_CHECKING:
+    from gracetune.plan.result import FrozenCompute
+
 PEAK_LIMIT, SECONDS_LIMIT = 0.05, 0.10
 USUAL = {"rank": 32, "width": 1024, "height": 1024, "frames": 1, "config": {}, "slots": 3}
-USUAL |= {"checkpointing": "selective", "lora": "peft"}
+USUAL |= {"checkpointing": "selective", "lora": "peft", "frozen_compute": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ def compare(record: dict[str, Any], machine_name: str, again: bool = False) -> C
         machine_name,
         told["checkpointing"] == "plain",
         told["lora"] == "fused",
+        told["frozen_compute"],
     )
     choice = choice_of(told, model.num_blocks)
     fixed = Fixed(
@@ -127,13 +133,15 @@ def model_of(
     machine_name: str,
     plain: bool,
     fused: bool,
+    frozen_compute: FrozenCompute,
 ) -> tuple[Model, int]:
     """A traced model, and how many numbers its LoRA trains."""
     basics = basics_of(machine(machine_name))
     if fused:
         case = Case(family, Picture(*size), json.loads(config), ())
         shapes = case.shapes()
-        return Model(shapes, speeds_of(basics)), shapes.trained_nbytes // TRAINED_NBYTES
+        model = Model(shapes, speeds_of(basics), frozen_compute)
+        return model, shapes.trained_nbytes // TRAINED_NBYTES
     shape = outline(ModelSection(family=family), Picture(*size), json.loads(config))
     with torch.device("meta"):
         add_adapter({"": shape.model}, AdapterSection(rank=rank), shape.shape.targets, seed=0)
@@ -156,7 +164,9 @@ def choice_of(told: dict[str, Any], num_blocks: int) -> Choice:
         BlockPlan("streamed" if index in inside else "resident", way, sent[index])
         for index, way in enumerate(ways)
     )
-    return Choice(blocks, told["batch"], 1, told["slots"] if inside else 0, told["compiled"])
+    slots = told["slots"] if inside else 0
+    ahead = told.get("ahead", AHEAD)
+    return Choice(blocks, told["batch"], 1, slots, told["compiled"], ahead=ahead)
 
 
 def show(one: Compared) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gracetune.plan.cost import is_sent
-from gracetune.plan.result import OFFLOAD_AHEAD, Bytes
+from gracetune.plan.result import IN_FLIGHT, Bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,35 +109,28 @@ def _moments(costs: Costs, choice: Choice, experts: int) -> Iterator[_Moment]:
     gradients = accumulated
     held = [costs.outside.saved_nbytes]
     """On the device before each block's forward, and so after its backward."""
-    moving: list[int] = []
-    """What was sent to the host: the newest may still be on their way."""
-    for block, plan in zip(costs.blocks, choice.blocks, strict=True):
+    out = [
+        block.outgoing_nbytes(plan, choice.compiled)
+        for block, plan in zip(costs.blocks, choice.blocks, strict=True)
+    ]
+    """What each block sends to the host; the newest may still be on their way."""
+    for index, (block, plan) in enumerate(zip(costs.blocks, choice.blocks, strict=True)):
         way = block.way(plan.activations, choice.compiled)
         work = way.forward_peak_nbytes - way.saved_nbytes + block.input_nbytes
-        # One more to be sent waits until there is room for it.
-        leaving = _on_way(moving, OFFLOAD_AHEAD - is_sent(plan))
+        leaving = sum(out[max(0, index - IN_FLIGHT + 1) : index])
         yield _Moment(held[-1] + leaving + way.saved_nbytes, work, gradients)
         held.append(held[-1] + block.held_nbytes(plan, choice.compiled))
-        outgoing = block.outgoing_nbytes(plan, choice.compiled)
-        if outgoing:
-            moving.append(outgoing)
     outside = costs.outside
     peak = max(outside.forward_peak_nbytes, outside.backward_peak_nbytes)
-    yield _Moment(held[-1] + _on_way(moving), peak - outside.saved_nbytes, gradients)
+    yield _Moment(held[-1] + sum(out[-IN_FLIGHT:]), peak - outside.saved_nbytes, gradients)
     for index in range(len(costs.blocks) - 1, -1, -1):
         block, plan = costs.blocks[index], choice.blocks[index]
         way = block.way(plan.activations, choice.compiled)
         work = way.backward_peak_nbytes - way.saved_nbytes
-        arriving = _on_way(moving)
-        if is_sent(plan):
-            arriving = moving.pop() + _on_way(moving, OFFLOAD_AHEAD - 1)
+        arriving = sum(out[max(0, index - choice.ahead) : index + 1])
         if choice.accumulation == 1 or costs.copies_nbytes:
             gradients += block.gradients_nbytes
         yield _Moment(held[index + 1] + arriving, work, gradients)
     if costs.copies_nbytes:  # their gradients all become those of what is trained, at once
         yield _Moment(0, 0, costs.copies_nbytes + costs.trained_nbytes + accumulated)
     yield _Moment(0, 0, max(costs.trained_nbytes, accumulated))
-
-
-def _on_way(moving: list[int], count: int = OFFLOAD_AHEAD) -> int:
-    return sum(moving[-count:])

@@ -22,8 +22,10 @@ Role = Literal[
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-OFFLOAD_AHEAD = 2
-"""Blocks whose offloaded activations may be on the device at once, on their way out or back."""
+IN_FLIGHT = 2
+"""Blocks whose activations may be on their way out at once, the running one among them."""
+AHEAD = 1
+"""Blocks whose activations are brought back before backward reaches them, as a run begins."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gracetune.plan.result import OFFLOAD_AHEAD, Seconds
+from gracetune.plan.result import AHEAD, IN_FLIGHT, Seconds
 from gracetune.plan.ring import fetches
 from gracetune.plan.timeline import COMPUTE, LANES, Task, simulate
 
@@ -35,6 +35,8 @@ class Choice:
     compiled: bool
     host_state: float = 0.0
     """Share of the optimizer's state that lives in host memory."""
+    ahead: int = AHEAD
+    """Blocks whose offloaded activations are brought back before backward reaches them."""
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -140,14 +142,14 @@ class _Script:
         link_s = max(self.state_in_s, self.state_out_s) / self.speeds.both_ways_share
         self.wait_state_s = max(0.0, link_s - self._update_s)
         self._outside_s = outside.forward.total, outside.backward.total
-        self._offloaded = [
-            (index, nbytes)
+        self._sent = {
+            index: nbytes
             for index, (block, plan) in enumerate(
                 zip(self.costs.blocks, self.choice.blocks, strict=True)
             )
             if (nbytes := block.outgoing_nbytes(plan, self.choice.compiled))
-        ]
-        self._places = {index: place for place, (index, _) in enumerate(self._offloaded)}
+        }
+        """What each block that sends anything sends."""
 
     @property
     def outside_s(self) -> float:
@@ -161,43 +163,42 @@ class _Script:
     def write_step(self) -> None:
         """Forward, backward, update."""
         self.first_of_last_step = len(self.tasks)
-        out: list[int] = []
+        out: dict[int, int] = {}
         self._compute(self._outside_s[0])
         for index, plan in enumerate(self.choice.blocks):
             self._use(index)
             after = list(self._weights(index))
-            if index in self._places and len(out) >= OFFLOAD_AHEAD:
-                after.append(out[-OFFLOAD_AHEAD])
+            # Memory is only let go of when computing has waited for its copy.
+            after += [out[i] for i in (index - IN_FLIGHT,) if i in out]
             way = self.costs.blocks[index].way(plan.activations, self.choice.compiled)
             self._compute(way.forward.total, after)
-            if index in self._places:
-                nbytes = self._offloaded[self._places[index]][1]
-                seconds = nbytes / self.speeds.link_out
-                out.append(self._add(ACTIVATIONS_OUT, seconds, [self.last_compute]))
+            if index in self._sent:
+                seconds = self._sent[index] / self.speeds.link_out
+                out[index] = self._add(ACTIVATIONS_OUT, seconds, [self.last_compute])
         self._compute(self._outside_s[1])
         self._write_backward(out)
         self._compute(self._update_s + self.wait_state_s)
 
-    def _write_backward(self, out: list[int]) -> None:
-        back: dict[int, int] = {}
-        for last in range(len(out) - 1, max(-1, len(out) - 1 - OFFLOAD_AHEAD), -1):
-            back[last] = self._bring(last, out)
-        for index in range(len(self.choice.blocks) - 1, -1, -1):
+    def _write_backward(self, out: dict[int, int]) -> None:
+        last = len(self.choice.blocks) - 1
+        # What is near when backward begins, and still on its way out, has never left.
+        back = {i: out[i] for i in out if i > last - min(IN_FLIGHT, 1 + self.choice.ahead)}
+        for index in range(last, -1, -1):
             plan, block = self.choice.blocks[index], self.costs.blocks[index]
+            for near in range(index, max(-1, index - 1 - self.choice.ahead), -1):
+                if near in out and near not in back:
+                    back[near] = self._bring(near, out)
             self._use(index)
             after = list(self._weights(index))
-            place = self._places.get(index)
-            if place is not None:
-                after.append(back[place])
+            if index in back and back[index] != out[index]:
+                after.append(back[index])
             way = block.way(plan.activations, self.choice.compiled)
             self._compute(way.backward.total, after)
-            if place is not None and place >= OFFLOAD_AHEAD:
-                back[place - OFFLOAD_AHEAD] = self._bring(place - OFFLOAD_AHEAD, out)
 
-    def _bring(self, place: int, out: list[int]) -> int:
+    def _bring(self, index: int, out: dict[int, int]) -> int:
         """Back to the device, into room that the last computation left."""
-        seconds = self._offloaded[place][1] / self.speeds.link_in
-        return self._add(ACTIVATIONS_IN, seconds, [out[place], self.last_compute])
+        seconds = self._sent[index] / self.speeds.link_in
+        return self._add(ACTIVATIONS_IN, seconds, [out[index], self.last_compute])
 
     def _use(self, index: int) -> None:
         """Ask for weights ahead, as the ring does before a block runs."""

@@ -33,6 +33,14 @@ ROOT = Path(__file__).parents[3]
 RECORDS = json.loads((ROOT / "benchmarks/results/plan_measured.json").read_text())["figures"][
     "configurations"
 ]
+LATER = [
+    record
+    for record in json.loads((ROOT / "benchmarks/results/plan_later.json").read_text())["figures"][
+        "configurations"
+    ]
+    if "predicted_seconds" not in record
+]
+"""Measured after the rates were set; one more there was predicted by the run itself."""
 GUIDE = (ROOT / "docs/planning.md").read_text()
 NAMED = {"none": 0, "all": 1, "every_second": 2}
 
@@ -75,6 +83,34 @@ def test_the_planner_is_near_what_was_measured(
     assert abs(peak) < 0.05
     if "excused" not in record:
         assert abs(seconds) < 0.10
+
+
+@pytest.mark.parametrize("record", LATER, ids=lambda record: record["name"])
+def test_the_planner_is_near_what_was_measured_later(
+    record: dict[str, Any], fused_shapes: ModelShapes
+) -> None:
+    speeds = speeds_of(basics_of(MACHINES["h200-pcie"]))
+    rounded = record.get("frozen_compute", "bf16")
+    model = Model(deep(fused_shapes, 40), speeds, rounded)
+    inside = set(record["streamed"])
+    blocks = tuple(
+        BlockPlan("streamed" if index in inside else "resident", way, sent)
+        for index, (way, sent) in enumerate(
+            zip(record["activations"], record["sends_inputs"], strict=True)
+        )
+    )
+    slots = record["slots"] if inside else 0
+    choice = Choice(blocks, record["batch"], 1, slots, True, ahead=record["ahead"])
+    fixed = Fixed(
+        optimizer_nbytes=2 * model.trained_nbytes,
+        library_nbytes=int(FITTED["library_nbytes"].value),
+        batches_ahead=0,
+    )
+    plan = predict(model, choice, fixed, simulated=False)
+    assert plan.seconds.step == pytest.approx(record["seconds"], rel=0.10)
+    # What rounding to fp8 needs beside its products is not counted, and shows where little is held.
+    limit = 0.10 if rounded == "fp8" else 0.05
+    assert plan.device.total / GIB == pytest.approx(record["peak_gib"], rel=limit)
 
 
 def test_the_docs_say_how_near(wan_shapes: ModelShapes) -> None:
