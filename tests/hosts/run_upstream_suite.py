@@ -141,7 +141,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one module")
     parser.add_argument("--fresh", nargs=2, metavar=("NOTES", "HOOKS"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     out = sys.stdout  # SimpleTuner puts colours into its own
     folder = args.folder.resolve()
     sys.path.insert(1, str(folder))
