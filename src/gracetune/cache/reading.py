@@ -153,10 +153,12 @@ class OpenShards:
             return False
 
     def _file(self, shard: str, direct: bool = False) -> Descriptor | None:
+        if direct and self.no_direct:
+            return None
         with self._lock:
             file = self._open.get((shard, direct))
             if file is None:
-                number = None if direct and self.no_direct else self._opened(shard, direct)
+                number = self._opened(shard, direct)
                 if number is None:
                     return None
                 file = self._open[shard, direct] = Descriptor(number)

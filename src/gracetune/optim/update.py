@@ -281,9 +281,10 @@ class Update:
         return bucket.send_home(self._optimizer.state, self._mover, self._travel.least_nbytes)
 
     def _bring_back(self, bucket: Bucket) -> None:
-        for entry in bucket.entries:
-            there = entry.host.to(self._mover.device, copy=True)
-            self._optimizer.state[entry.parameter][entry.key] = there
+        # All of it before any is put in place: the device may have no room for the last one.
+        there = [entry.host.to(self._mover.device, copy=True) for entry in bucket.entries]
+        for entry, tensor in zip(bucket.entries, there, strict=True):
+            self._optimizer.state[entry.parameter][entry.key] = tensor
         bucket.give_up(self._mover)
 
 

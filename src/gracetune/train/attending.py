@@ -74,8 +74,11 @@ def pick_attention(
         name = read_choice(kept, here)
         text = f"attention: {name}, as this run has measured before"
         if not name:
-            name, text = choose(watched(t, largest()))
-            write_text(kept, json.dumps(here | {"backend": name}))
+            try:
+                name, text = choose(watched(t, largest()))
+                write_text(kept, json.dumps(here | {"backend": name}))
+            except torch.OutOfMemoryError:  # the first step gives way to a smaller plan, if it must
+                name, text = "sdpa", "attention: sdpa; the device has no room to measure others now"
         tell(Notice(text))
     (name,) = broadcast_object_list([name])
     for transformer in transformers:

@@ -329,7 +329,8 @@ def _widen(run: RunFile, transformers: Iterable[nn.Module], tell: Tell) -> None:
     if not narrow:
         return
     if trains_in_bf16(run):
-        tell(Notice(f"{len(narrow)} trained weights stay in bf16; the optimizer has fp32 of each"))
+        text = f"{len(narrow)} trained weights stay in bf16, and so do sums of their gradients"
+        tell(Notice(f"{text}; the optimizer has fp32 of each weight"))
         return
     for parameter in narrow:
         parameter.data = parameter.data.float()

@@ -43,6 +43,8 @@ FREE_IN_DATASETS = {
     "max_corruption_rate",
     "timeout_s",
 }
+OF_MASKS = {"mask_invert", "mask_background", "mask_normalize"}
+"""Without masks these mean nothing."""
 
 
 def identity_of(
@@ -60,7 +62,8 @@ def settings_of(run: RunFile, precision: str) -> dict[str, object]:
     """Every setting that shapes the weights, by its name in the run file."""
     settings = run.model_dump(mode="json", include=set(SECTIONS))
     for dataset in settings["datasets"]:
-        for key in FREE_IN_DATASETS:
+        masked = dataset["mask_data_dir"] is not None
+        for key in FREE_IN_DATASETS if masked else FREE_IN_DATASETS | OF_MASKS:
             dataset.pop(key)
     settings["gh200_optimizations"].pop("placement")  # where tensors live shapes no weight
     flat = {key: value for key, value in _flatten(settings) if key not in FREE}

@@ -144,7 +144,7 @@ class Timing:
         self._total = s.trainee.run.train.max_train_steps
         self._first = first
         self._began = 0.0
-        self._steps = 0
+        self._steps = self._micro_batches = 0
 
     def after(self, step: int, accumulation: int, record: Record) -> None:
         """Start the clock after the first steps, and again where it was disturbed."""
@@ -153,12 +153,14 @@ class Timing:
         if self.disturbed:
             record.flush()  # waits for the device
             self._settled.watch()
-            self.disturbed, self._steps, self._began = False, 0, time.monotonic()
+            self.disturbed, self._began = False, time.monotonic()
+            self._steps = self._micro_batches = 0
             return
         self._steps += 1
+        self._micro_batches += accumulation  # which a ramp raises from step to step
         if self._steps == TIMED:
             record.flush()
-            seconds = (time.monotonic() - self._began) / TIMED / accumulation
+            seconds = (time.monotonic() - self._began) / self._micro_batches
             if self._settled.check(seconds, (self._total - step) * accumulation):
                 self._first, self.disturbed = step, True  # and the new plan is timed as well
                 record.resume()

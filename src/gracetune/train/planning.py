@@ -95,9 +95,9 @@ def settle(
         _round(family, device, tell)  # after the plan: it knows what rounding gives by itself
         _fuse(family)
 
-    def placed(plan: Plan) -> Placed:
+    def placed(plan: Plan, spare_nbytes: int) -> Placed:
         update.place(plan.host_state)
-        return apply(plan, family, link, device, tell, ask.spare(plan))
+        return apply(plan, family, link, device, tell, spare_nbytes)
 
     return Settled(ask, plan, placed, meter, shape.numel(), tell)
 

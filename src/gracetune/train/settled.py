@@ -15,6 +15,7 @@ from gracetune.events.types import Notice, WeightsStreamed
 from gracetune.memory.reclaim import hard_reclamation
 from gracetune.plan.choose import PlanError, predict
 from gracetune.plan.report import describe, speed
+from gracetune.stream.movers import StreamError
 from gracetune.train.correcting import Measured, choice_of, learnt, was_wrong
 from gracetune.units import format_bytes, format_seconds
 
@@ -95,12 +96,13 @@ class Settled:
         self,
         ask: Question,
         plan: Plan,
-        place_as: Callable[[Plan], Placed],
+        place_as: Callable[[Plan, int], Placed],
         meter: Meter,
         largest_numel: int,
         tell: Tell,
     ) -> None:
-        """`largest_numel`: of one sample's latents in the bucket that the plan is for."""
+        """`place_as`: a plan, and the bytes that it leaves free. `largest_numel`: of one sample's
+        latents in the bucket that the plan is for."""
         self.plan = plan
         self._ask = ask
         self._place_as = place_as
@@ -108,7 +110,7 @@ class Settled:
         self._largest_numel = largest_numel
         self._tell = tell
         self._checked = False
-        self._placed = place_as(plan)
+        self._placed = place_as(plan, ask.spare(plan))
         self.watch()
 
     def watch(self) -> None:
@@ -154,6 +156,8 @@ class Settled:
         text = f"{reason} Going on with less: {describe(smaller)}; {speed(smaller)}"
         self._tell(Notice(text, level="warning", fallback=True))
         self._checked = True  # the device has said how much there is
+        room = int(smaller.device.total * (1 + self._ask.budget.fragmentation))
+        self._ask = replace(self._ask, budget=replace(self._ask.budget, device_nbytes=room))
         self._change_to(smaller)
         return True
 
@@ -214,7 +218,7 @@ class Settled:
         full = ""
         try:
             self._change_to(other)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, StreamError) as error:  # no room, or none can be pinned
             full = str(error).splitlines()[0]
         if full:  # out here, where no frame of the failure holds what did not fit
             text = f"{full} The plan stays as it was."
@@ -249,7 +253,7 @@ class Settled:
     def _change_to(self, plan: Plan) -> None:
         self._placed.close()
         self._meter.clear()
-        self._placed = self._place_as(plan)
+        self._placed = self._place_as(plan, self._ask.spare(plan))
         self.plan = plan
 
     def _let_grow(self, peak_nbytes: int | None) -> None:

@@ -74,6 +74,12 @@ def restore_weights(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor
                 f"the checkpoint does not fit the model: {name} is {tuple(parameter.shape)}, "
                 f"saved as {tuple(saved[name].shape)}."
             )
+        if parameter.itemsize < saved[name].itemsize:
+            raise CheckpointError(
+                f"the checkpoint does not fit the model: {name} was saved as {saved[name].dtype} "
+                f"and would be rounded to {parameter.dtype}. Set model.dtype to what it was saved "
+                "as."
+            )
         parameter.data.copy_(saved[name])
 
 

@@ -1,5 +1,6 @@
 """State in host memory: the same bits as on the device, whatever moves when, and wherever to."""
 
+import itertools
 import random
 
 import pytest
@@ -218,6 +219,26 @@ def test_room_for_new_state_is_asked_for_before_the_update(monkeypatch):
     give(named, 1)
     update.step()
     assert asked == []
+
+
+def test_state_that_finds_no_room_on_the_device_stays_whole_in_host_memory(monkeypatch):
+    here, there = Case(host=1.0), Case(host=1.0)
+    for case in (here, there):
+        case.train(range(3))
+    calls, to = itertools.count(), torch.Tensor.to
+
+    def full(tensor, *args, **kwargs):
+        if kwargs.get("copy") and next(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        there.update.place(0.0)
+    there.update.place(1.0)
+    for case in (here, there):
+        case.train(range(3, 6))
+    assert_same(here.tensors(), there.tensors())
 
 
 class Replacing(torch.optim.Optimizer):

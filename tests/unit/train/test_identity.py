@@ -60,3 +60,10 @@ def test_a_changed_caption_is_noticed():
     changed = [SAMPLES[0], Sample("a", "2.png", "zwei", "d2", 8, 8)]
     with pytest.raises(CheckpointError, match="captions"):
         demand_same(identity(), identity(samples=changed))
+
+
+def test_settings_of_masks_mean_something_only_with_masks():
+    plain = {"datasets": [{"instance_data_dir": "d", "resolution": 32}]}
+    masked = {"datasets": [{"instance_data_dir": "d", "resolution": 32, "mask_data_dir": "m"}]}
+    assert not any("mask" in key for key in identity(**plain))
+    assert "datasets[0].mask_normalize" in identity(**masked)

@@ -8,6 +8,7 @@ from made_question import made_question
 
 from gracetune.data.sample import Batch
 from gracetune.events.types import Notice
+from gracetune.stream.movers import StreamError
 from gracetune.stream.weights import RingCounters
 from gracetune.train import settled
 from gracetune.train.settled import Settled
@@ -70,6 +71,8 @@ class Case:
     deeds: list
     told: object
     placed: list
+    spares: list
+    """Bytes that each plan was placed beside."""
 
     @property
     def plan(self):
@@ -83,27 +86,31 @@ class Case:
         return self.settled.check(seconds, left)
 
 
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def batch(numel=NUMEL):
     return Batch(torch.zeros(1, numel), {}, (None,))
 
 
 @pytest.fixture
 def case(told):
-    def make(device_nbytes, added=False, full_at=(), **asked):
+    def make(device_nbytes, added=False, full_at=(), failure=FULL, **asked):
         ask = made_question(device_nbytes, **asked)
-        deeds, placed = [], []
+        deeds, placed, spares = [], [], []
 
-        def place(plan):
+        def place(plan, spare_nbytes):
             if len(placed) in full_at:
                 placed.append(None)
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                raise failure
             placed.append(Placed(plan, deeds, added))
+            spares.append(spare_nbytes)
             return placed[-1]
 
         meter = Meter()
         plan = ask.answer(ask.budget)
         settled = Settled(ask, plan, place, meter, NUMEL, told)
-        return Case(settled, ask, meter, deeds, told, placed)
+        return Case(settled, ask, meter, deeds, told, placed, spares)
 
     return make
 
@@ -207,8 +214,9 @@ def test_weights_that_move_take_their_time_too(case, monkeypatch):
     assert case(TIGHT).check(before.seconds.step, peak=peak, left=20)
 
 
-def test_a_change_that_does_not_fit_after_all_is_undone(case):
-    one = case(TIGHT, full_at=(1,))
+@pytest.mark.parametrize("failure", [FULL, StreamError("8 GiB cannot be pinned")], ids=str)
+def test_a_change_that_does_not_fit_after_all_is_undone(case, failure):
+    one = case(TIGHT, full_at=(1,), failure=failure)
     before = one.plan
     assert one.check(before.seconds.step, peak=before.device.total - 200)
     assert one.plan.blocks == before.blocks
@@ -229,6 +237,7 @@ def test_added_slots_go_before_a_plan_does(case):
     assert one.plan.device.total < before.device.total
     assert one.deeds == [("close", before)]
     assert not one.check(before.seconds.step / 10, peak=10), "a full device is not filled again"
+    assert one.spares[-1] < before.device.total - one.plan.device.total, "nor counted as free"
 
 
 def test_where_nothing_smaller_is_left_it_says_so(case):

@@ -52,6 +52,13 @@ def test_weights_of_another_model_are_refused_by_name():
         state.restore_weights(parameters, wrong)
 
 
+def test_saved_weights_are_never_rounded():
+    saved = {name: p.detach() for name, p in trained()[0].named_parameters()}
+    narrow = {name: torch.nn.Parameter(p.bfloat16()) for name, p in saved.items()}
+    with pytest.raises(CheckpointError, match=r"saved as torch\.float32 and would be rounded"):
+        state.restore_weights(narrow, saved)
+
+
 def test_optimizer_state_of_an_untrained_parameter_is_refused():
     model, optimizer = trained()
     with pytest.raises(CheckpointError, match="ghost"):
