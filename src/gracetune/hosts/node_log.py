@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -69,9 +70,15 @@ class Log:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def add(self, note: Note) -> None:
-        """One line, in one write: who reads meanwhile sees all of it, or waits for its end."""
-        line = json.dumps([type(note).__name__, asdict(note)]) + "\n"
-        os.write(self._fd, line.encode())
+        """One line, in one write: who reads meanwhile sees all of it, or waits for its end.
+
+        OSError where there is no room for it; then nothing of it is left.
+        """
+        line = (json.dumps([type(note).__name__, asdict(note)]) + "\n").encode()
+        before = os.fstat(self._fd).st_size
+        if os.write(self._fd, line) < len(line):
+            os.ftruncate(self._fd, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 def follow(path: Path, offset: int) -> tuple[list[Note], int]:

@@ -150,14 +150,14 @@ class NodeMemory:
                 segment = self._segment_for(size)
                 for part in parts:
                     _write(segment.fd, part.data, segment.end + part.offset)
+                entry = Entry(path, file, segment.number, segment.end, nbytes, layout)
+                self._log.add(entry)
             except OSError as error:
                 self._tell_once(f"the machine has no memory for more cache files ({error})")
                 return value
-            entry = Entry(path, file, segment.number, segment.end, nbytes, layout)
             segment.end += size
             segment.paths.append(path)
             self.nbytes += size
-            self._log.add(entry)
             self._entries[path] = (self._log.path, entry)
             kept = self._view(path, file)
         return value if kept is None else copied(kept.value)
@@ -169,20 +169,25 @@ class NodeMemory:
             return self._segments[-1]
         nbytes = max(size, min(_SEGMENT_NBYTES, self.budget_nbytes // 4 // _PAGE * _PAGE))
         fd = os.memfd_create("gracetune-tensors", os.MFD_CLOEXEC)
-        os.ftruncate(fd, nbytes)
+        try:
+            os.ftruncate(fd, nbytes)
+            status = os.fstat(fd)
+            opened = Opened(self._num_segments, self._pid, fd, status.st_dev, status.st_ino)
+            self._log.add(opened)
+        except OSError:
+            os.close(fd)
+            raise
         segment = _Segment(self._num_segments, fd, nbytes)
         self._num_segments += 1
         self._segments.append(segment)
-        status = os.fstat(fd)
-        opened = Opened(segment.number, self._pid, fd, status.st_dev, status.st_ino)
-        self._log.add(opened)
         self._opened[self._log.path, segment.number] = opened
         return segment
 
     def _close_oldest(self) -> None:
-        segment = self._segments.pop(0)
+        segment = self._segments[0]
+        self._log.add(Gone(segment.number))  # first: who cannot be told must not lose it
+        del self._segments[0]
         self.nbytes -= segment.end
-        self._log.add(Gone(segment.number))
         self._forget_segment((self._log.path, segment.number))
         os.close(segment.fd)
 

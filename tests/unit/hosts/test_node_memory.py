@@ -285,3 +285,29 @@ def test_a_log_is_read_by_whole_lines(tmp_path):
         file.write(b'ment": 0}]\n')
     assert follow(path, offset)[0] == [Gone(0)]
     assert follow(tmp_path / "gone.log", 7) == ([], 7)
+
+
+def test_where_no_note_can_be_written_values_come_from_the_disk(open_memory, paths, told):
+    memory, loads = open_memory(), Loads()
+    memory.get(paths[0], loads)
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, memory._log._fd)
+    os.close(full)
+    for _ in range(2):
+        assert "loaded" in memory.get(paths[1], loads)
+    assert len(loads.paths) == 3
+    assert len(told) == 1
+    assert "loaded" in memory.get(paths[0], loads)
+    assert len(loads.paths) == 3, "what was noted before is still there"
+
+
+def test_a_note_that_finds_half_of_its_room_leaves_nothing(tmp_path, monkeypatch):
+    log = Log(tmp_path / "log")
+    log.add(Gone(1))
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[: len(line) // 2]))
+    with pytest.raises(OSError, match="No space"):
+        log.add(Gone(2))
+    monkeypatch.undo()
+    log.add(Gone(3))
+    assert follow(log.path, 0)[0] == [Gone(1), Gone(3)]
