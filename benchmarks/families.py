@@ -16,8 +16,7 @@ import torch
 from gracetune.adapters.fused import fuse_lora
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
-from gracetune.models.joint_attention import attend_in_fewer_passes
-from gracetune.models.wan_attention import rotate_in_one_pass
+from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.cost import Model
 from gracetune.plan.known_models import PUBLISHED, SHAPES, Picture
 from gracetune.plan.make import TRACED_BATCH
@@ -124,7 +123,6 @@ class Case:
 def prepare(model: nn.Module) -> None:
     """As a run does it before its first step."""
     fuse_lora(model)
-    rotate_in_one_pass(model)
     attend_in_fewer_passes(model)
 
 

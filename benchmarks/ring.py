@@ -26,7 +26,7 @@ from wan14b import DEVICE, WARM_UP, let_go, make_model, make_step, time_step
 
 from gracetune.adapters.fused import fuse_lora
 from gracetune.memory.machine import open_machine
-from gracetune.models.wan_attention import rotate_in_one_pass
+from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.result import BlockPlan
 from gracetune.stream.movers import open_mover
 from gracetune.stream.weights import DEFAULT_SLOTS
@@ -99,7 +99,7 @@ def measure(
     """Every batch of one way; a streamed one is judged by the resident one before it."""
     model = make_model(LAYERS)
     fuse_lora(model)
-    rotate_in_one_pass(model)
+    attend_in_fewer_passes(model)
     placed = place(model, {model: list(model.blocks)}, layout, open_mover(DEVICE, link), show)
     for batch in BATCHES:
         before = placed.ring.counters() if placed.ring else None

@@ -21,8 +21,8 @@ from gracetune.adapters.inject import NAME, add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection, OptimizerSection, TrainSection
 from gracetune.data.shapes import draw, drawn
 from gracetune.models import tiny
+from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.models.wan22 import TARGETS
-from gracetune.models.wan_attention import rotate_in_one_pass
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.rates import set_rates
 from gracetune.optim.schedule import rate_share
@@ -131,7 +131,7 @@ def make_arm(
         freeze_in_fp8(model.blocks)
     if way in ("bf16", "fp8"):
         fuse_lora(model)
-        rotate_in_one_pass(model)
+        attend_in_fewer_passes(model)
         run_blocks(model.blocks, ["keep"] * shape.layers, compiler=None)
     return model.train()
 

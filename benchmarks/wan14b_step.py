@@ -29,7 +29,7 @@ from wan14b import DEVICE, LAYERS, let_go, make_model, make_step, time_step
 
 from gracetune.adapters.fused import freeze_in_fp8, fuse_lora
 from gracetune.memory.machine import open_machine
-from gracetune.models.wan_attention import rotate_in_one_pass
+from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.result import BlockPlan
 from gracetune.stream.activations import OffloadSettings
 from gracetune.stream.movers import open_mover
@@ -184,7 +184,7 @@ def measure_way(
     if name.startswith("fp8"):
         freeze_in_fp8(model.blocks)
     fuse_lora(model)
-    rotate_in_one_pass(model)
+    attend_in_fewer_passes(model)
     placed = place(model, {model: list(model.blocks)}, way.layout(), open_mover(DEVICE, link), show)
     let_go()
     total = torch.cuda.mem_get_info(DEVICE)[1]

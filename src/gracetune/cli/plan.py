@@ -185,13 +185,11 @@ def make_trainable(shape: Outline, section: AdapterSection | None) -> int:
     else:
         from gracetune.adapters.fused import fuse_lora
         from gracetune.adapters.inject import add_adapter
-        from gracetune.models.joint_attention import attend_in_fewer_passes
-        from gracetune.models.wan_attention import rotate_in_one_pass
+        from gracetune.models.fewer_passes import attend_in_fewer_passes
 
         with torch.device("meta"):
             add_adapter({"": shape.model}, section, shape.shape.targets, seed=0)
         fuse_lora(shape.model)
-        rotate_in_one_pass(shape.model)
         attend_in_fewer_passes(shape.model)
     return sum(p.numel() for p in shape.model.parameters() if p.requires_grad)
 

@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.attention_processor import Attention
-from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
 from gracetune.adapters.shared_input import share_input
 from gracetune.models.wan_attention import rotate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from gracetune.adapters.shared_input import SharedInput
 
@@ -30,12 +27,21 @@ PICTURE = ("to_q", "to_k", "to_v")
 TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
-class FluxRotating(FluxAttnProcessor):  # type: ignore[misc]
-    """As diffusers', where queries are rotated; everything else is left to it."""
+class _TwoStreams:
+    """The LoRA layers of each stream's queries, keys and values as one, where they can be."""
 
     picture: SharedInput | None = None
-    """The LoRA layers of the picture's queries, keys and values as one, where they can be."""
     text: SharedInput | None = None
+
+    def share(self, attn: Any) -> None:
+        """Look which of its layers can compute together."""
+        self.picture = share_input([attn.get_submodule(name) for name in PICTURE])
+        if attn.added_kv_proj_dim is not None:
+            self.text = share_input([attn.get_submodule(name) for name in TEXT])
+
+
+class FluxRotating(_TwoStreams, FluxAttnProcessor):  # type: ignore[misc]
+    """As diffusers', where queries are rotated; everything else is left to it."""
 
     def __call__(
         self,
@@ -72,11 +78,8 @@ class FluxRotating(FluxAttnProcessor):  # type: ignore[misc]
         return drawn, attn.to_add_out(mixed[:, :length].contiguous())
 
 
-class QwenRotating(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
+class QwenRotating(_TwoStreams, QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
     """As diffusers', where queries are rotated; everything else is left to it."""
-
-    picture: SharedInput | None = None
-    text: SharedInput | None = None
 
     def __call__(
         self,
@@ -146,32 +149,3 @@ def _attend(processor: Any, joint: tuple[Tensor, Tensor, Tensor], mask: Tensor |
         parallel_config=processor._parallel_config,
     )
     return mixed.flatten(2, 3).to(joint[0].dtype)
-
-
-OURS: Mapping[type, type[FluxRotating | QwenRotating]] = {
-    FluxAttnProcessor: FluxRotating,
-    QwenDoubleStreamAttnProcessor2_0: QwenRotating,
-}
-
-
-def attend_in_fewer_passes(transformer: nn.Module) -> int:
-    """Give each joint attention of Flux or Qwen-Image our processor; gives how many.
-
-    Call it after LoRA layers were fused, if they are.
-    """
-    count = 0
-    for module in transformer.modules():
-        if not isinstance(module, Attention | FluxAttention):
-            continue
-        theirs = module.processor
-        if type(theirs) not in OURS:
-            continue
-        ours = OURS[type(theirs)]()
-        ours._attention_backend = theirs._attention_backend
-        ours._parallel_config = theirs._parallel_config
-        ours.picture = share_input([module.get_submodule(name) for name in PICTURE])
-        if module.added_kv_proj_dim is not None:
-            ours.text = share_input([module.get_submodule(name) for name in TEXT])
-        module.set_processor(ours)
-        count += 1
-    return count

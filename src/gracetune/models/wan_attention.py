@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from gracetune.adapters.shared_input import share_input
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from gracetune.adapters.shared_input import SharedInput
 
@@ -27,6 +27,10 @@ class RotatingProcessor(WanAttnProcessor):  # type: ignore[misc]
 
     shared: SharedInput | None = None
     """The LoRA layers of queries, keys and values as one, where they can be."""
+
+    def share(self, attn: Any) -> None:
+        """Look which of its layers can compute together."""
+        self.shared = share_input([attn.to_q, attn.to_k, attn.to_v])
 
     def __call__(
         self,
@@ -68,20 +72,3 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     # Made on the device: a list of numbers would be copied there, and the host would wait for it.
     signs = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32) % 2 * 2 - 1
     return (x * cosines + neighbours * (sines * signs)).type_as(x)
-
-
-def rotate_in_one_pass(transformer: nn.Module) -> int:
-    """Give each self-attention of a Wan transformer our processor; gives how many.
-
-    Call it after LoRA layers were fused, if they are.
-    """
-    count = 0
-    for module in transformer.modules():
-        if isinstance(module, WanAttention) and type(module.processor) is WanAttnProcessor:
-            processor = RotatingProcessor()
-            processor._attention_backend = module.processor._attention_backend
-            processor._parallel_config = module.processor._parallel_config
-            processor.shared = share_input([module.to_q, module.to_k, module.to_v])
-            module.set_processor(processor)
-            count += 1
-    return count

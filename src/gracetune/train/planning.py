@@ -20,8 +20,7 @@ from gracetune.events.types import Notice
 from gracetune.memory.host import private_nbytes
 from gracetune.memory.machine import read_this_host
 from gracetune.models.experts import transformers_of
-from gracetune.models.joint_attention import attend_in_fewer_passes
-from gracetune.models.wan_attention import rotate_in_one_pass
+from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.optim.footprint import nbytes_each
 from gracetune.optim.update import Travel
 from gracetune.plan.ask import settings_of, wishes_of
@@ -193,7 +192,6 @@ def _fuse(family: Family) -> None:
     """What makes steps faster: the same numbers by fewer passes."""
     for transformer in transformers_of(family.transformer).values():
         fuse_lora(transformer)
-        rotate_in_one_pass(transformer)
         attend_in_fewer_passes(transformer)
 
 

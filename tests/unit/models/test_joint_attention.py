@@ -7,11 +7,11 @@ from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb
 from peft import LoraConfig
 
 from gracetune.adapters.fused import fuse_lora
+from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.models.joint_attention import (
     FluxRotating,
     QwenRotating,
     _tables,
-    attend_in_fewer_passes,
 )
 from gracetune.models.wan_attention import rotate
 

@@ -6,7 +6,8 @@ from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 
 from gracetune.adapters.fused import fuse_lora
-from gracetune.models.wan_attention import RotatingProcessor, rotate, rotate_in_one_pass
+from gracetune.models.fewer_passes import attend_in_fewer_passes
+from gracetune.models.wan_attention import RotatingProcessor, rotate
 
 SMALL = {
     "num_layers": 2,
@@ -24,8 +25,8 @@ def gradients(dtype, rotated):
     torch.manual_seed(0)
     model = WanTransformer3DModel(**SMALL).to(dtype)
     if rotated:
-        assert rotate_in_one_pass(model) == 2 * SMALL["num_layers"]
-        assert rotate_in_one_pass(model) == 0
+        assert attend_in_fewer_passes(model) == 2 * SMALL["num_layers"]
+        assert attend_in_fewer_passes(model) == 0
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(1, 4, 1, 8, 8, generator=generator).to(dtype)
     text = torch.randn(1, 6, 32, generator=generator).to(dtype)
@@ -76,7 +77,7 @@ def test_a_lora_on_queries_keys_and_values_reads_their_input_once():
 
     expected = trained()
     assert fuse_lora(model) == 6 * SMALL["num_layers"]
-    rotate_in_one_pass(model)
+    attend_in_fewer_passes(model)
     assert model.blocks[0].attn1.processor.shared is not None
     for ours, theirs in zip(trained(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -85,7 +86,7 @@ def test_a_lora_on_queries_keys_and_values_reads_their_input_once():
 def test_a_backend_that_was_chosen_stays_chosen():
     model = WanTransformer3DModel(**SMALL)
     model.set_attention_backend("native")
-    rotate_in_one_pass(model)
+    attend_in_fewer_passes(model)
     processor = model.blocks[0].attn1.processor
     assert isinstance(processor, RotatingProcessor)
     assert processor._attention_backend == "native"

@@ -16,7 +16,7 @@ from gracetune.adapters.inject import add_adapter
 from gracetune.adapters.products import lora_gradients, lora_input_gradient, lora_linear
 from gracetune.adapters.shared_input import lora_linears
 from gracetune.config.schema import AdapterSection, ModelSection
-from gracetune.models.wan_attention import rotate_in_one_pass
+from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.kernels import WeightStorages, is_product, ops_of, storage_of
 from gracetune.plan.known_models import Picture
 from gracetune.plan.outlines import outline
@@ -112,7 +112,7 @@ def test_a_compiled_block_keeps_what_was_planned(how: str) -> None:
     model = type(shape.model)(**changes).to(torch.bfloat16)
     add_adapter({"": model}, AdapterSection(rank=4), shape.shape.targets, seed=0)
     fuse_lora(model)
-    rotate_in_one_pass(model)
+    attend_in_fewer_passes(model)
     (kind,) = trace_model(replace(shape, model=model).subject(), 2).kinds
     way = getattr(kind.compiled, how)
     told: list[Any] = []
