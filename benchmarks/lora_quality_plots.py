@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "results"
 PAIRS = {
-    "fp8": ("held_out", {"bf16": "bf16", "fp8": "fp8"}, "Wan-shaped model, LoRA on stars"),
-    "step": ("held_out", {"plain": "fp32 LoRA, autocast", "bf16": "ours"}, "LoRA on stars"),
+    "fp8": ("few.held_out", {"bf16": "bf16", "fp8": "fp8"}, "Wan-shaped model, few stars"),
+    "fp8_many": ("many.held_out", {"bf16": "bf16", "fp8": "fp8"}, "Wan-shaped model, many stars"),
+    "step": ("few.held_out", {"plain": "fp32 LoRA, autocast", "bf16": "ours"}, "few stars"),
     "demo": ("demo_held_out", {"bf16": "bf16", "fp8": "fp8"}, "the demo's LoRA"),
 }
 """Two ways a picture: where their curves are, and what each is called."""
-COSINES = {"fresh": "fresh LoRA", "trained": "trained LoRA", "random_14b": "random 14B blocks"}
+COSINES = {
+    "few.cosine.fresh": "fresh LoRA",
+    "few.cosine.trained": "trained LoRA",
+    "random_14b.cosine": "random 14B blocks",
+}
 
 
 def main() -> None:
@@ -58,10 +63,10 @@ def by_seed(figures: Mapping[str, str], prefix: str, called: str) -> dict[str, d
 def by_block(figures: Mapping[str, str]) -> dict[str, dict[int, float]]:
     """Six curves: three states, and gradients of adapters and of blocks' inputs."""
     return {
-        f"{called}, {what}": dict(enumerate(json.loads(figures[f"cosine.{key}.{what}.fp8_bf16"])))
+        f"{called}, {what}": dict(enumerate(json.loads(figures[f"{key}.{what}.fp8_bf16"])))
         for key, called in COSINES.items()
         for what in ("adapter", "input")
-        if f"cosine.{key}.{what}.fp8_bf16" in figures
+        if f"{key}.{what}.fp8_bf16" in figures
     }
 
 
