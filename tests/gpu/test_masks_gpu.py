@@ -1,19 +1,16 @@
 """Masks on a CUDA device: their weights travel with the batch, and no step waits for them."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from waiting import assert_steps_never_wait
 
 from gracetune.events.requests import Requests
 from gracetune.events.types import StepDone
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.run import run_training
-from gracetune.train.state import Progress
-from gracetune.train.step import train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -55,18 +52,7 @@ def test_a_step_with_masks_never_waits_for_the_device(masked_run, told, tmp_path
     run = masked_run(train={"mixed_precision": "bf16"})
     (tmp_path / "run").mkdir()
     session = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt()).session
-    batches = [session.feed.load(session.feed.order.at(i)) for i in range(6)]
-    for index in range(3):  # the first steps make optimizer state and choose kernels
-        train_step(session.trainee, [batches[index]], 1, Progress(index, index))
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        for index in range(3, 6):
-            train_step(session.trainee, [batches[index]], 1, Progress(index, index))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_steps_never_wait(session)
 
 
 @pytest.mark.parametrize("hints", [False, True])

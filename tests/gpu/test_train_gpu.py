@@ -1,17 +1,14 @@
 """The trainer on a CUDA device: the same losses with and without managed memory, and no waiting."""
 
-import warnings
-
 import pytest
 import torch
+from waiting import assert_steps_never_wait
 
 from gracetune.events.requests import Requests
 from gracetune.events.types import MemoryUsed, StepDone
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.run import run_training
-from gracetune.train.state import Progress
-from gracetune.train.step import train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -56,15 +53,4 @@ def test_a_step_never_waits_for_the_device(tiny_run, told, tmp_path, adapter):
     run = tiny_run(adapter=adapter, train={"mixed_precision": "bf16"})
     (tmp_path / "run").mkdir()
     session = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt()).session
-    batches = [session.feed.load(session.feed.order.at(i)) for i in range(6)]
-    for index in range(3):  # the first steps make optimizer state and choose kernels
-        train_step(session.trainee, [batches[index]], 1, Progress(index, index))
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        for index in range(3, 6):
-            train_step(session.trainee, [batches[index]], 1, Progress(index, index))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_steps_never_wait(session)
