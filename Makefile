@@ -63,9 +63,10 @@ $(HOST_SUITE)/.whole: $(HOST)/.installed | $(HOST)/clone
 	ln -sfn ../lib/python3.12/site-packages/simpletuner $(HOST_SUITE)/simpletuner
 	@touch $@
 
+# SimpleTuner leaves its log in the folder that it is imported in: its own.
 test-hosts: $(HOST_SUITE)/.whole  ## gracetune inside a real SimpleTuner, and that one's own tests; HOST_MODULES=a picks some
-	PYTHONPATH=$(CURDIR)/src $(HOST_BIN)/python -m pytest -o filterwarnings=default --ignore tests/hosts/test_simpletuner_versions.py tests/hosts
-	OPENBLAS_NUM_THREADS=1 $(HOST_BIN)/python tests/hosts/run_upstream_suite.py $(HOST_SUITE) $(HOST_MODULES)
+	cd $(HOST) && PYTHONPATH=$(CURDIR)/src $(CURDIR)/$(HOST_BIN)/python -m pytest -c $(CURDIR)/pyproject.toml -o filterwarnings=default --ignore $(CURDIR)/tests/hosts/test_simpletuner_versions.py $(CURDIR)/tests/hosts
+	$(HOST_BIN)/python tests/hosts/run_upstream_suite.py $(HOST_SUITE) $(HOST_MODULES)
 
 $(HOST)-versions/%/.installed: $(HOST)/.installed
 	$(HOST_BIN)/python -m pip install --quiet --no-deps --no-compile --target $(@D) simpletuner==$*

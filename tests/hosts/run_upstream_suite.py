@@ -14,8 +14,18 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+
+STEADY = {
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""Without the first, bf16 dies of SIGILL under some hypervisors: with hooks as without them."""
+if __name__ == "__main__":  # before torch is loaded, which reads them once
+    os.environ.update({**STEADY, **os.environ})
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 sys.path.insert(0, str(SRC))
@@ -30,6 +40,8 @@ from gracetune.hosts.simpletuner.webui import install_webui  # noqa: E402
 WARM = ("torch", "diffusers", "transformers", "accelerate", "peft", "simpletuner")
 STOCK = "stock"
 """The stamp of runs without hooks: they do not change when the hooks do."""
+PATIENCE = 4
+"""Times as long as a module has taken before: 53 s on an idle machine were 233 s on a busy one."""
 
 
 def hook() -> None:
@@ -70,6 +82,11 @@ class Book:
         self.runs.append(ran)
         with self.path.open("a") as file:
             file.write(ran.line(self.stamp if ran.hooks else STOCK) + "\n")
+
+    def limit_s(self, module: str, least_s: float) -> float:
+        """What a module may take, by what it took when it came to its end."""
+        ended = (each for each in self.runs if each.module == module and each.ended != TIMED_OUT)
+        return max(least_s, PATIENCE * max((each.seconds for each in ended), default=0))
 
     def of(self, module: str, hooks: bool, way: str) -> list[Ran]:
         wanted = (module, hooks, way)
@@ -139,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("modules", nargs="*")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one module")
+    parser.add_argument("--limit", type=float, default=600, help="least seconds for one module")
     parser.add_argument("--fresh", nargs=2, metavar=("NOTES", "HOOKS"), help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
     out = sys.stdout  # SimpleTuner puts colours into its own
@@ -158,8 +175,10 @@ def main() -> int:
     modules = args.modules or found
     book = Book(folder / "results.jsonl", stamp_of_hooks())
     book.read(args.limit)
+    os.chdir(folder)  # SimpleTuner leaves its log where it is imported
     warm([*WARM, *{need.module: None for need in (*needs.NEEDS, *needs.WEBUI_NEEDS)}])
-    runner = Runner(folder, folder / "logs", args.limit, hook, fresh)
+    limit_s = partial(book.limit_s, least_s=args.limit)
+    runner = Runner(folder, folder / "logs", limit_s, hook, fresh)
     verdicts = []
     for module in modules:
         settle(module, book, runner)

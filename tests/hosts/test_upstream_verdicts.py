@@ -1,7 +1,7 @@
 """What is concluded from runs of a host's tests, and which of them are run again."""
 
 import pytest
-from run_upstream_suite import Book, judge, report, settle
+from run_upstream_suite import PATIENCE, Book, judge, report, settle
 from upstream_modules import FORK, FRESH, TIMED_OUT, Ran
 
 
@@ -85,3 +85,12 @@ def test_what_timed_out_has_another_try_with_more_time(book):
         again = Book(book.path, "now")
         again.read(limit_s)
         assert len(again.runs) == num_kept
+
+
+def test_a_slow_module_has_as_much_time_as_it_is_known_to_need(book):
+    assert book.limit_s("m", 600) == 600
+    book.add(Ran("m", False, FORK, "done", 200.0))
+    book.add(Ran("m", True, FORK, TIMED_OUT, 900.0))
+    book.add(Ran("other", False, FORK, "done", 5000.0))
+    assert book.limit_s("m", 600) == PATIENCE * 200
+    assert book.limit_s("m", 1000) == 1000

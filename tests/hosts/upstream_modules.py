@@ -105,7 +105,8 @@ class Runner:
 
     folder: Path
     logs: Path
-    limit_s: float
+    limit_s: Callable[[str], float]
+    """Seconds that a module may take."""
     hook: Callable[[], None]
     fresh: Callable[[str, Path, bool], list[str]]
     """The command that runs a module in a fresh interpreter."""
@@ -117,7 +118,8 @@ class Runner:
         try:
             notes, began = room / "notes", time.monotonic()
             start = self._fork if way == FORK else self._start
-            ended = self._wait(start(module, hooks, room, log))
+            child = start(module, hooks, room, log)
+            ended = self._wait(child, began + self.limit_s(module))
             passed, others = _read(notes)
             seconds = round(time.monotonic() - began, 1)
             return Ran(module, hooks, way, ended, seconds, passed, others)
@@ -159,9 +161,8 @@ class Runner:
                 start_new_session=True,
             ).pid
 
-    def _wait(self, child: int) -> str:
+    def _wait(self, child: int, end: float) -> str:
         """The module's whole session goes with it: some start servers and workers."""
-        end = time.monotonic() + self.limit_s
         ended = TIMED_OUT
         while time.monotonic() < end:
             done, status = os.waitpid(child, os.WNOHANG)
