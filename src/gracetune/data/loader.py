@@ -129,8 +129,12 @@ class BatchOrder:
 
     def largest(self) -> tuple[Draw, ...]:
         """One sample of the largest size: what fits it fits all."""
-        first, _ = max(self._spans, key=lambda span: prod(self._draw(span[0], 0).size))
-        return (self._draw(first, 0),)
+        return (self.of_each_size()[0],)
+
+    def of_each_size(self) -> list[Draw]:
+        """One sample of each size, the largest first."""
+        draws = [self._draw(first, 0) for first, _ in self._spans]
+        return sorted(draws, key=lambda draw: prod(draw.size), reverse=True)
 
     def draws_by_size(self) -> dict[Shape, int]:
         """How many samples of each size an epoch shows, repeats counted."""

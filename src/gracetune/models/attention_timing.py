@@ -2,8 +2,9 @@
 
 The calls are seen in a pass of the model itself. Each backend of diffusers' dispatcher that is
 installed does them; what fails, has no backward, or gives other numbers than torch's own choice is
-left out. `math` and `flex` are not tried: one keeps every score, the other is only fast after a
-compilation that takes longer than all of this.
+left out. So is what cannot do a call that was not timed, such as those of other buckets. `math` and
+`flex` are not tried: one keeps every score, the other is only fast after a compilation that takes
+longer than all of this.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,6 +108,11 @@ class Watching(TorchFunctionMode):
         every = [(asked, self.counts[kind]) for kind, asked in self.asked.items()]
         return sorted(every, key=lambda one: -one[0].work * one[1])[:MOST_CALLS]
 
+    def besides(self, calls: Sequence[tuple[Asked, int]]) -> list[Asked]:
+        """Every other kind, however little work it is."""
+        known = [asked for asked, _ in calls]
+        return [asked for asked in self.asked.values() if asked not in known]
+
     def _note(
         self,
         query: Tensor,
@@ -144,10 +150,7 @@ def time_attention(
     seconds = dict.fromkeys(usable, 0.0)
     reasons: dict[str, str] = {}
     for asked, count in calls:
-        try:
-            trial = Trial(asked, device, stopwatch, SECONDS / len(calls) / len(usable))
-        except torch.OutOfMemoryError:
-            continue  # nobody can be timed by this one
+        trial = Trial(asked, device, stopwatch, SECONDS / len(calls) / len(usable))
         for name, backend in usable.items():
             if name not in reasons:
                 taken, reason = trial.of(backend)
@@ -160,10 +163,40 @@ def time_attention(
 
 
 def fastest(timings: Sequence[Timing]) -> str:
-    """torch's own choice, unless another is clearly faster."""
+    """torch's own choice, unless another is clearly faster.
+
+    Where that one could not be timed, no other was compared with it either.
+    """
     own = next(timing for timing in timings if timing.name == OWN)
     best = min(timings, key=lambda timing: timing.seconds)
-    return best.name if best.seconds < CLEARLY * own.seconds else OWN
+    faster = isfinite(own.seconds) and best.seconds < CLEARLY * own.seconds
+    return best.name if faster else OWN
+
+
+def without_refusals(
+    timings: Sequence[Timing],
+    others: Callable[[], Sequence[Asked]],
+    device: torch.device,
+    stopwatch: Stopwatch,
+) -> list[Timing]:
+    """Leave out the fastest as long as it cannot do all calls that were not timed.
+
+    Where torch's own choice is the fastest nobody asks for `others`, which take passes to find.
+    """
+    kept = list(timings)
+    while (name := fastest(kept)) != OWN:
+        reason = next(filter(None, (refusal(name, a, device, stopwatch) for a in others())), "")
+        if not reason:
+            break
+        kept = [replace(t, seconds=inf, reason=reason) if t.name == name else t for t in kept]
+    return kept
+
+
+def refusal(name: str, asked: Asked, device: torch.device, stopwatch: Stopwatch) -> str:
+    """Why a backend cannot stand in for torch's own choice here; empty: it can."""
+    trial = Trial(asked, device, stopwatch, seconds=0.0)
+    reason = trial.of(backend_of(OWN))[1] or trial.of(backend_of(name))[1]
+    return f"{reason}, for {asked}" if reason else ""
 
 
 class Trial:

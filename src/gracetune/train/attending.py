@@ -1,13 +1,15 @@
 """`model.attention_mechanism: auto` on a GPU: measured by the largest batch of the run.
 
-What was chosen is kept in the run's folder, so that a run that goes on computes as it did before;
-another device, or another version of what computes, measures anew.
+What is chosen there is tried on every other bucket before it is taken. It is kept in the run's
+folder, so that a run that goes on computes as it did before; another device, other buckets, or
+another version of what computes, measures anew.
 """
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import cache, partial
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,13 @@ from accelerate.utils import broadcast_object_list
 from gracetune.durable import write_text
 from gracetune.events.types import Notice
 from gracetune.models.attention import BACKENDS, backend_of, switch_attention, switchable
-from gracetune.models.attention_timing import Watching, fastest, stopwatch_of, time_attention
+from gracetune.models.attention_timing import (
+    Watching,
+    fastest,
+    stopwatch_of,
+    time_attention,
+    without_refusals,
+)
 from gracetune.models.experts import EXPERTS, routed, transformers_of
 
 if TYPE_CHECKING:
@@ -28,18 +36,22 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event
     from gracetune.models.attention_timing import Asked, Timing
+    from gracetune.train.feed import Feed
     from gracetune.train.step import Trainee
 
     Tell = Callable[[Event], None]
-    Choose = Callable[[Sequence[tuple[Asked, int]]], tuple[str, str]]
-    """From the calls of a pass to a backend, and what is told of it."""
+    Calls = Sequence[tuple[Asked, int]]
+    """Kinds of calls, and how often a pass makes each."""
+    Choose = Callable[[Calls, Callable[[], Sequence[Asked]]], tuple[str, str]]
+    """From the calls of the largest batch, and all others that the run will make, to a backend and
+    what is told of it."""
 
 CHOICE = "attention.json"
 LEVEL = 0.5
 """Of noise, in the pass that is watched: any would do."""
 
 
-def settle_attention(t: Trainee, largest: Callable[[], Batch], folder: Path, tell: Tell) -> None:
+def settle_attention(t: Trainee, feed: Feed, folder: Path, tell: Tell) -> None:
     """Pick the backend of this run by measuring, where the run file leaves it open on a GPU."""
     device = t.accelerator.device
     if t.run.model.attention_mechanism != "auto" or device.type != "cuda":
@@ -48,24 +60,43 @@ def settle_attention(t: Trainee, largest: Callable[[], Batch], folder: Path, tel
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
+        "shapes": shapes_of(t, feed),
     }
 
-    def choose(calls: Sequence[tuple[Asked, int]]) -> tuple[str, str]:
-        timings = time_attention(calls, device, stopwatch_of(device))
+    def choose(calls: Calls, others: Callable[[], Sequence[Asked]]) -> tuple[str, str]:
+        stopwatch = stopwatch_of(device)
+        timings = time_attention(calls, device, stopwatch)
+        timings = without_refusals(timings, others, device, stopwatch)
         return fastest(timings), told(timings, calls)
 
-    pick_attention(t, largest, folder / CHOICE, here, choose, tell)
+    pick_attention(t, batches_of(t, feed), folder / CHOICE, here, choose, tell)
+
+
+def shapes_of(t: Trainee, feed: Feed) -> str:
+    """What decides the calls of a run: another model, precision or bucket makes others."""
+    sizes = [draw.size for draw in feed.order.of_each_size()]
+    model, precision = t.family.name, t.accelerator.mixed_precision
+    return f"{model} in {precision}, {t.run.train.batch_size} of each of {sizes}"
+
+
+def batches_of(t: Trainee, feed: Feed) -> list[Callable[[], Batch]]:
+    """A full batch of each bucket, loaded when it is asked for, the largest first."""
+    count = t.run.train.batch_size
+    return [partial(feed.load, (draw,) * count) for draw in feed.order.of_each_size()]
 
 
 def pick_attention(
     t: Trainee,
-    largest: Callable[[], Batch],
+    batches: Sequence[Callable[[], Batch]],
     kept: Path,
     here: dict[str, str],
     choose: Choose,
     tell: Tell,
 ) -> None:
-    """As the run did before, or as is chosen now; every rank does as the first one."""
+    """As the run did before, or as is chosen now; every rank does as the first one.
+
+    The first of the batches is the largest.
+    """
     transformers = list(transformers_of(t.family.transformer).values())
     if not all(map(switchable, transformers)):
         return
@@ -75,7 +106,7 @@ def pick_attention(
         text = f"attention: {name}, as this run has measured before"
         if not name:
             try:
-                name, text = choose(watched(t, largest()))
+                name, text = choose(*watched(t, batches))
                 write_text(kept, json.dumps(here | {"backend": name}))
             except torch.OutOfMemoryError:  # the first step gives way to a smaller plan, if it must
                 name, text = "sdpa", "attention: sdpa; the device has no room to measure others now"
@@ -95,14 +126,30 @@ def read_choice(kept: Path, here: dict[str, str]) -> str:
     return ""
 
 
-def watched(t: Trainee, batch: Batch) -> list[tuple[Asked, int]]:
-    """The attention of one pass of the model; nothing is drawn and nothing is kept."""
+def watched(
+    t: Trainee, batches: Sequence[Callable[[], Batch]]
+) -> tuple[Calls, Callable[[], Sequence[Asked]]]:
+    """The attention of a pass over the first batch, and a way to all else that is asked for."""
+    watching = Watching()
+    watch(t, batches[0](), watching)
+    calls = watching.most_work()
+
+    @cache
+    def others() -> Sequence[Asked]:
+        for load in batches[1:]:
+            watch(t, load(), watching)
+        return watching.besides(calls)
+
+    return calls, others
+
+
+def watch(t: Trainee, batch: Batch, watching: Watching) -> None:
+    """One pass of the model; nothing is drawn and nothing is kept."""
     device = t.accelerator.device
     x0, given = t.family.parts(batch.latents)
     levels = torch.full((len(batch),), LEVEL, device=device)
     by_name = transformers_of(t.family.transformer)
     expert = next((e for e in EXPERTS if e in by_name and _is_trained(by_name[e])), None)
-    watching = Watching()
     devices = [device] if device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices),
@@ -112,10 +159,9 @@ def watched(t: Trainee, batch: Batch) -> list[tuple[Asked, int]]:
     ):
         transformer = routed(t.family.transformer, expert)  # not its wrapper: ranks differ here
         t.family.predict(transformer, x0, levels, {**batch.text, **given})
-    return watching.most_work()
 
 
-def told(timings: Sequence[Timing], calls: Sequence[tuple[Asked, int]]) -> str:
+def told(timings: Sequence[Timing], calls: Calls) -> str:
     """The choice with the times that it was made by, and who could not be timed."""
     kinds = "; ".join(f"{count} times {asked}" for asked, count in calls)
     timed = ", ".join(f"{t.name} {t.seconds * 1e3:.2f} ms" for t in timings if isfinite(t.seconds))

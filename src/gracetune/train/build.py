@@ -184,8 +184,7 @@ def build(
     )
     trainee.transformer.train()
     _keep_books(trainee, mover)
-    largest = feed.order.largest() * run.train.batch_size
-    settle_attention(trainee, lambda: feed.load(largest), folder, tell)
+    settle_attention(trainee, feed, folder, tell)
     session = Session(
         trainee=trainee,
         feed=feed,

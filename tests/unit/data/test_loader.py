@@ -376,3 +376,11 @@ def test_a_batch_that_hangs_ends_the_run_in_time() -> None:
     with pytest.raises(RunFailedError, match=r"'cats': .*\.png, .*\.png: loading it keeps the run"):
         next(loader)
     assert time.monotonic() - start < 3
+
+
+def test_one_sample_of_each_size_the_largest_first() -> None:
+    sizes = [(8, 8), (8, 24), (16, 16)]
+    groups = [_group("cats", 3, size=size) for size in sizes] + [_group("dogs", 2, size=(8, 8))]
+    order = BatchOrder(groups, 2, 0)
+    assert [draw.size for draw in order.of_each_size()] == [(16, 16), (8, 24), (8, 8)]
+    assert order.largest() == (order.of_each_size()[0],)

@@ -1,6 +1,7 @@
 """The fastest backend that gives the right numbers, by calls that a model really makes."""
 
 import time
+from dataclasses import replace
 from math import inf, isfinite
 
 import pytest
@@ -18,6 +19,7 @@ from gracetune.models.attention_timing import (
     fastest,
     stopwatch_of,
     time_attention,
+    without_refusals,
 )
 
 CPU = torch.device("cpu")
@@ -88,6 +90,7 @@ def test_another_is_taken_only_where_it_is_clearly_faster():
     assert chosen(cudnn=0.98, sdpa=1.0, flash=2.0) == "sdpa"
     assert chosen(cudnn=0.9, sdpa=1.0, flash=0.95) == "cudnn"
     assert chosen(sdpa=1.0, flash=inf) == "sdpa"
+    assert chosen(sdpa=inf, flash=1.0) == "sdpa", "with nothing to compare it with"
 
 
 @pytest.mark.parametrize(
@@ -139,3 +142,67 @@ def test_heads_may_share_keys():
     trial = Trial(asked(query=(1, 12, 4, 8), key=(1, 12, 2, 8)), CPU, stopwatch_of(CPU), 1.0)
     assert trial._leaves[1].shape == (1, 12, 2, 8)
     assert trial.of(attention_timing.backend_of(OWN))[1] == ""
+
+
+LONG = (1, 24, 2, 8)
+TIMED = [Timing("efficient", 0.5), Timing("math", 0.6), Timing(OWN, 1.0)]
+
+
+def only_short(monkeypatch, weak):
+    """Backends that fail for more tokens than there were when they were timed."""
+    real = attention_timing.dispatch_attention_fn
+    named = {attention_timing.backend_of(name) for name in weak}
+
+    def call(query, *rest, backend, **given):
+        if backend in named and query.shape[1] > SMALL[1]:
+            raise RuntimeError("No available kernel.\nAborting.")
+        return real(query, *rest, backend=attention_timing.backend_of(OWN), **given)
+
+    monkeypatch.setattr(attention_timing, "dispatch_attention_fn", call)
+
+
+def refused(others):
+    return without_refusals(TIMED, others, CPU, stopwatch_of(CPU))
+
+
+def test_who_is_fastest_must_do_all_that_was_not_timed(monkeypatch):
+    only_short(monkeypatch, ["efficient"])
+    assert refused(lambda: [asked()]) == TIMED
+    left = refused(lambda: [asked(), asked(query=LONG)])
+    reason = "No available kernel., for 24 queries on 12 keys in 2 heads of 8"
+    assert left == [replace(TIMED[0], seconds=inf, reason=reason), *TIMED[1:]]
+    assert fastest(left) == "math", "who was timed next does it"
+
+
+def test_where_all_others_refuse_torch_chooses(monkeypatch):
+    only_short(monkeypatch, ["efficient", "math"])
+    assert fastest(refused(lambda: [asked(query=LONG)])) == OWN
+
+
+def test_nobody_looks_for_other_calls_where_torch_chooses_anyway():
+    def others():
+        raise AssertionError("asked in vain")
+
+    slow = [Timing(OWN, 1.0), Timing("math", 2.0)]
+    assert without_refusals(slow, others, CPU, stopwatch_of(CPU)) == slow
+
+
+def test_calls_that_were_not_timed_are_all_the_others():
+    q, watching = torch.zeros(1, 2, 5, 8), Watching()
+    with watching:
+        for length in range(1, 6):
+            torch.nn.functional.scaled_dot_product_attention(q[:, :, :length], q, q)
+    calls = watching.most_work()
+    assert [one.query[1] for one, _ in calls] == [5, 4, 3]
+    assert [one.query[1] for one in watching.besides(calls)] == [1, 2]
+
+
+def test_no_room_for_a_call_is_no_reason_to_leave_it_out(monkeypatch):
+    """Whoever is chosen would do that call untried."""
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch, "randn", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        time_attention([(asked(), 3)], CPU, stopwatch_of(CPU))

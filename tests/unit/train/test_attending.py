@@ -1,4 +1,4 @@
-"""Attention is chosen by what a run's own largest batch asks for, once, and stays chosen."""
+"""Attention is chosen by what a run's own batches ask for, once, and stays chosen."""
 
 import json
 from math import inf
@@ -6,14 +6,17 @@ from math import inf
 import pytest
 import torch
 from accelerate import Accelerator
+from PIL import Image
 
 from gracetune.events.requests import Requests
 from gracetune.models.attention_timing import Asked, Timing
 from gracetune.train.attending import (
     CHOICE,
+    batches_of,
     pick_attention,
     read_choice,
     settle_attention,
+    shapes_of,
     told,
     watched,
 )
@@ -44,19 +47,20 @@ def backends(trainee):
 
 def test_a_run_measures_once_and_goes_on_as_it_was(session, tmp_path, told):
     t = session.trainee
-    largest = session.feed.load(session.feed.order.largest() * 2)
+    batches = batches_of(t, session.feed)
     assert not [text for text in told.texts() if text.startswith("attention:")], (
         "a CPU is not asked"
     )
     asked = []
 
-    def choose(calls):
+    def choose(calls, others):
+        assert not others(), "there is one bucket"
         asked.append(calls)
         return "math", "attention: math, by decree"
 
     before = torch.get_rng_state()
     for _ in range(2):
-        pick_attention(t, lambda: largest, tmp_path / CHOICE, HERE, choose, told)
+        pick_attention(t, batches, tmp_path / CHOICE, HERE, choose, told)
     assert torch.equal(torch.get_rng_state(), before), "dropout draws as if nothing had happened"
     assert backends(t) == {"AttentionBackendName._NATIVE_MATH"}
     ((own, cross),) = asked
@@ -67,7 +71,7 @@ def test_a_run_measures_once_and_goes_on_as_it_was(session, tmp_path, told):
         "attention: math, as this run has measured before",
     ]
     elsewhere = HERE | {"device": "another card"}
-    pick_attention(t, lambda: largest, tmp_path / CHOICE, elsewhere, choose, told)
+    pick_attention(t, batches, tmp_path / CHOICE, elsewhere, choose, told)
     assert len(asked) == 2
     assert json.loads((tmp_path / CHOICE).read_text()) == elsewhere | {"backend": "math"}
 
@@ -77,11 +81,11 @@ def test_nothing_is_asked_where_nothing_could_be_switched(tiny_run, tmp_path, to
     (tmp_path / "run").mkdir()
     built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
 
-    def choose(calls):
+    def choose(calls, others):
         raise AssertionError("asked for a model that cannot be switched")
 
-    pick_attention(built.session.trainee, list, tmp_path / CHOICE, HERE, choose, told)
-    settle_attention(built.session.trainee, list, tmp_path, told)
+    pick_attention(built.session.trainee, [], tmp_path / CHOICE, HERE, choose, told)
+    settle_attention(built.session.trainee, built.session.feed, tmp_path, told)
     assert not (tmp_path / CHOICE).exists()
     built.close()
 
@@ -90,8 +94,8 @@ def test_a_model_with_one_transformer_is_watched_as_it_is(tiny_run, tmp_path, to
     run = tiny_run()
     (tmp_path / "run").mkdir()
     session = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt()).session
-    batch = session.feed.load(session.feed.order.largest())
-    assert all(count > 0 and one.query[0] == 1 for one, count in watched(session.trainee, batch))
+    calls, _ = watched(session.trainee, batches_of(session.trainee, session.feed))
+    assert all(count > 0 and one.query[0] == 4 for one, count in calls)
     assert isinstance(session.trainee.accelerator, Accelerator)
 
 
@@ -124,3 +128,46 @@ def test_the_choice_is_told_with_its_times():
         "backward: cudnn 1.20 ms, sdpa 1.50 ms; left out: flash_attn_2 (not installed)"
     )
     assert told(timings[1:2], [(asked, 4)]).endswith("sdpa 1.50 ms")
+
+
+@pytest.fixture
+def two_buckets(tiny_run, miniature, tmp_path, told):
+    """Wide pictures and square ones, of which the wide ones are larger."""
+    for name, size in (("square", (32, 32)), ("wide", (64, 32))):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", size).save(tmp_path / name / "one.png")
+    datasets = [
+        {
+            "id": name,
+            "instance_data_dir": str(tmp_path / name),
+            "caption_strategy": "filename",
+            "resolution": resolution,
+            "max_aspect": 2.0,
+        }
+        for name, resolution in (("square", 32), ("wide", 45))
+    ]
+    model = {"family": "flux", "path": str(miniature("flux"))}
+    run = tiny_run(model=model, adapter={"rank": 2}, train={"batch_size": 2}, datasets=datasets)
+    (tmp_path / "run").mkdir()
+    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
+    yield built.session
+    built.close()
+
+
+def test_every_bucket_is_looked_at_before_a_backend_is_taken(two_buckets, tmp_path, told):
+    t, feed = two_buckets.trainee, two_buckets.feed
+    sizes = [draw.size for draw in feed.order.of_each_size()]
+    assert sizes == [(64, 32), (32, 32)]
+    seen = []
+
+    def choose(calls, others):
+        seen.extend([[asked.query for asked, _ in calls], [asked.query for asked in others()]])
+        assert others() is others(), "passes are made once"
+        return "sdpa", "attention: sdpa"
+
+    pick_attention(t, batches_of(t, feed), tmp_path / CHOICE, HERE, choose, told)
+    largest, others = seen
+    assert {query[0] for query in largest + others} == {2}, "full batches"
+    assert len(largest) == len(others) > 0
+    assert max(query[1] for query in others) < max(query[1] for query in largest)
+    assert shapes_of(t, feed) == f"flux in no, 2 of each of {sizes}"
