@@ -143,7 +143,7 @@ def test_a_share_of_the_device_is_planned_for_as_if_there_were_no_more(wan_run, 
     """As a user limits torch: the plan must know of it, since the allocator will."""
     _, total = torch.cuda.mem_get_info()
     torch.cuda.empty_cache()
-    limit = torch.cuda.memory_reserved() + 300 * 2**20
+    limit = torch.cuda.memory_reserved() + 200 * 2**20
     torch.cuda.set_per_process_memory_fraction(limit / total)
     try:
         found = trained(wan_run("share", total), told)
@@ -160,7 +160,10 @@ def test_attention_is_chosen_by_measuring_and_stays_chosen(wan_run, told):
     run = wan_run("auto", LITTLE, attention="auto")
     found = trained(run, told)
     (text,) = [text for text in told.texts() if text.startswith("attention:")]
-    assert "by measuring 6 times 256 queries on 256 keys in 4 heads of 128" in text
+    kinds = text.partition("by measuring ")[2].partition(", forward")[0].split("; ")
+    assert sorted(kinds) == [
+        f"6 times 256 queries on {n} keys in 4 heads of 128" for n in (256, 512)
+    ]
     assert "sdpa " in text
     assert max(apart(found, expected)) <= PLAIN, (text, found, expected)
     told.events.clear()

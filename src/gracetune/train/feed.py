@@ -186,7 +186,7 @@ def _hot(
     row = sorted(counts, key=lambda caption: (-counts[caption], caption))
     asked = run.cache_config.device_budget_gb
     budget = mover.device_nbytes // HOT_SHARE if asked is None else int(asked * GIB)
-    hot = keep_hot(row, server.texts_of, mover.device, budget)
+    hot = keep_hot(row if budget else (), server.texts_of, mover.device, budget)
     limit = format_bytes(budget)
     tell(Notice(f"{len(hot)} of {len(row)} texts stay on the device, within {limit}"))
     return hot

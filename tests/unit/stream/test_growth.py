@@ -52,20 +52,28 @@ class Steps:
         return len(self.slots)
 
 
-def test_slots_are_added_as_long_as_each_helps(told):
-    steps = Steps(told)
-    assert [steps.window(share) for share in (0.2, 0.15, 0.1, 0.004, 0.0)] == [4, 5, 6, 6, 6]
+def test_as_many_slots_are_added_as_what_one_saves_asks_for(told):
+    """One saves 0.06 of 0.25, so four more should end it. They leave a little: one more."""
+    steps = Steps(told, most_slots=20, limit_nbytes=20 * NBYTES)
+    assert [steps.window(share) for share in (0.25, 0.19, 0.02, 0.0, 0.0)] == [4, 8, 9, 9, 9]
     assert [text.partition(";")[0] for text in told.texts()] == [
-        f"slots of the ring: {count} of 512 B" for count in (4, 5, 6)
+        f"slots of the ring: {count} of 512 B" for count in (4, 8, 9)
     ]
-    assert "waited 20.0% of their time" in told.texts()[0]
+    assert "waited 25.0% of their time" in told.texts()[0]
 
 
-def test_a_slot_that_does_not_help_is_given_back_and_none_is_tried_again(told):
+def test_slots_that_do_not_help_are_given_back_and_none_is_tried_again(told):
     steps = Steps(told)
-    assert [steps.window(share) for share in (0.2, 0.199, 0.2, 0.5)] == [4, 3, 3, 3]
+    assert [steps.window(share) for share in (0.2, 0.15, 0.149, 0.5)] == [4, 7, 4, 4]
     assert "did not help" in told.texts()[-1]
-    assert len(told.texts()) == 2
+    assert len(told.texts()) == 3
+
+
+def test_a_pause_between_two_passes_decides_nothing(told):
+    """A checkpoint makes what was waited a smaller share of the time, not less."""
+    steps = Steps(told)
+    steps.now += 4 * WINDOW
+    assert [steps.window(share) for share in (0.1, 0.09)] == [4, 8]
 
 
 def test_nothing_happens_where_nothing_is_waited_for(told):
