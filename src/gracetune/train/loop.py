@@ -16,7 +16,13 @@ from gracetune.events.types import CheckpointSaved, RampChanged
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.record import Record, rates_of
-from gracetune.train.state import generator_tensors, optimizer_tensors, weights_of
+from gracetune.train.state import (
+    generator_tensors,
+    optimizer_tensors,
+    restore_torch_generators,
+    torch_generator_tensors,
+    weights_of,
+)
 from gracetune.train.step import train_step
 from gracetune.train.validate import validate
 
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.cache.ahead import Batches
     from gracetune.data.sample import Batch
     from gracetune.events.requests import Requests
     from gracetune.events.types import BatchesFed, Event
@@ -69,13 +76,26 @@ class Stream:
     def __init__(self, feed: Feed, rank: int, world_size: int, consumed: int) -> None:
         self.state = LoaderState(consumed)
         self._feed = feed
-        loader = Loader(feed.order, feed.load, rank, world_size, consumed, will_need=feed.will_need)
-        self._batches = feed.ahead(iter(loader))
+        self._rank, self._world_size = rank, world_size
+        self._batches = self._open()
+        self._broke_off = False
 
     def take(self, count: int) -> Iterator[Batch]:
-        """The next few, each loaded or awaited when it is asked for."""
+        """The next few, each loaded or awaited when it is asked for.
+
+        Where one found no room on the device, whoever asks again gets that one.
+        """
+        if self._broke_off:
+            self._batches.close()
+            counts = self._batches.counts
+            self._batches, self._broke_off = self._open(), False
+            self._batches.counts = counts
         for _ in range(count):
-            batch, self.state = next(self._batches)
+            try:
+                batch, self.state = next(self._batches)
+            except torch.OutOfMemoryError:
+                self._broke_off = True
+                raise
             yield batch
 
     def fed(self, step: int) -> BatchesFed:
@@ -86,6 +106,19 @@ class Stream:
         """End what works beside the steps."""
         self._batches.close()
         self._feed.close()
+
+    def _open(self) -> Batches:
+        """From the state on."""
+        feed, consumed = self._feed, self.state.consumed
+        loader = Loader(
+            feed.order,
+            feed.load,
+            self._rank,
+            self._world_size,
+            consumed,
+            will_need=feed.will_need,
+        )
+        return feed.ahead(iter(loader))
 
 
 def train_loop(s: Session, progress: Progress) -> Progress:
@@ -107,7 +140,7 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
         _validate(s, record, 0)
     timing = Timing(s, progress.step)
     while progress.step < total:
-        result = _step(s, stream.take(accumulation), accumulation, progress)
+        result = _step(s, stream, accumulation, progress, timing)
         progress = progress.after(accumulation, stream.state.consumed, result.expert)
         record.add(progress.step, stream.state.epoch(s.feed.order), result)
         timing.after(progress.step, accumulation, record)
@@ -162,33 +195,41 @@ class Timing:
             record.flush()
             seconds = (time.monotonic() - self._began) / self._micro_batches
             if self._settled.check(seconds, (self._total - step) * accumulation):
-                self._first, self.disturbed = step, True  # and the new plan is timed as well
+                self.restart(step)  # the new plan is timed as well
                 record.resume()
             else:
                 self._settled = None
+
+    def restart(self, step: int) -> None:
+        """After so many steps the plan is another one."""
+        self._first, self.disturbed = step, True
 
 
 class Again:
     """The batches of a step, each as soon as it is there; once more for a second try."""
 
-    def __init__(self, window: Iterator[Batch], saw: Callable[[Batch], None]) -> None:
-        self._window = window
+    def __init__(self, stream: Stream, length: int, saw: Callable[[Batch], None]) -> None:
+        self._stream = stream
+        self._length = length
         self._saw = saw
         self._taken: list[Batch] = []
 
     def __iter__(self) -> Iterator[Batch]:
         yield from self._taken
-        for batch in self._window:
+        for batch in self._stream.take(self._length - len(self._taken)):
             self._taken.append(batch)
             self._saw(batch)
             yield batch
 
 
-def _step(s: Session, window: Iterator[Batch], length: int, progress: Progress) -> StepResult:
+def _step(
+    s: Session, stream: Stream, length: int, progress: Progress, timing: Timing
+) -> StepResult:
     """One step; where the device is too small for the plan, again with a smaller plan."""
     if s.settled is None:
-        return train_step(s.trainee, window, length, progress)
-    batches = Again(window, s.settled.saw)
+        return train_step(s.trainee, stream.take(length), length, progress)
+    batches = Again(stream, length, s.settled.saw)
+    drawn = torch_generator_tensors()  # dropout falls in a second try as in the first
     while True:
         try:
             return train_step(s.trainee, batches, length, progress)
@@ -197,6 +238,8 @@ def _step(s: Session, window: Iterator[Batch], length: int, progress: Progress) 
         s.trainee.optimizer.zero_grad()
         if not s.settled.step_down(str(full).splitlines()[0]):
             raise full
+        restore_torch_generators(drawn)
+        timing.restart(progress.step)
 
 
 def _reason(asked: set[str], step: int, total: int) -> str:

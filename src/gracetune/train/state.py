@@ -154,13 +154,18 @@ def generator_tensors() -> dict[str, Tensor]:
     waiting = [] if gauss_next is None else [gauss_next]
     kind, keys, position, has_gauss, cached = np.random.get_state()
     assert isinstance(keys, np.ndarray), kind
-    states = {
-        "torch": torch.get_rng_state(),
+    return {
+        **torch_generator_tensors(),
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor(waiting, dtype=torch.float64),
         "numpy_keys": torch.from_numpy(keys.astype(np.int64)),
         "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
     }
+
+
+def torch_generator_tensors() -> dict[str, Tensor]:
+    """Of torch's own alone, which is all that a step draws from; the device is not waited for."""
+    states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
@@ -168,11 +173,16 @@ def generator_tensors() -> dict[str, Tensor]:
 
 def restore_generators(saved: Mapping[str, Tensor]) -> None:
     """Put them back; a GPU's state is skipped where there is no GPU."""
-    torch.set_rng_state(saved["torch"])
+    restore_torch_generators(saved)
     gauss = saved["python_gauss"].tolist()
     random.setstate((3, tuple(saved["python"].tolist()), gauss[0] if gauss else None))
     position, has_gauss, cached = saved["numpy_rest"].tolist()
     keys = saved["numpy_keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+
+
+def restore_torch_generators(saved: Mapping[str, Tensor]) -> None:
+    """Put torch's own back."""
+    torch.set_rng_state(saved["torch"])
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])

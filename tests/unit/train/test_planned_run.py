@@ -1,14 +1,12 @@
 """A run in little device memory, rehearsed on the CPU: planned, streamed, offloaded, as good."""
 
-import itertools
-
 import pytest
 import torch
 
 from gracetune.config.rules import check_trainable
 from gracetune.config.schema import PlanSection, RunFile
 from gracetune.errors import ConfigError, GracetuneError
-from gracetune.events.types import Notice, StepDone, WeightsStreamed
+from gracetune.events.types import StepDone, WeightsStreamed
 from gracetune.train import planning
 from gracetune.train.build import why_unplanned
 from gracetune.train.run import run_training
@@ -17,8 +15,6 @@ from gracetune.units import MIB
 LITTLE = {"device_memory": "63MB", "compile": "never"}
 """Less than the tiny model needs as it is."""
 CPU = torch.device("cpu")
-FULL_AT = 5
-"""Calls of a block before the device is full: in the second micro-batch of the third step."""
 
 
 def test_a_run_that_must_stream_trains_as_one_that_need_not(tiny_run, tmp_path, told):
@@ -37,40 +33,6 @@ def test_a_run_that_must_stream_trains_as_one_that_need_not(tiny_run, tmp_path, 
     assert "predicted:" in texts
     assert "the plan says for each block what is kept" in texts
     assert planned == pytest.approx(plain, rel=1e-4)
-
-
-def test_a_plan_that_does_not_fit_gives_way_to_a_smaller_one(tiny_run, tmp_path, told, monkeypatch):
-    """The device of a CPU never fills, so a block says so once, in the middle of a window."""
-    settings = {"max_train_steps": 6, "batch_size": 2, "gradient_accumulation_steps": 2}
-
-    def losses(name, plan):
-        told.events.clear()
-        folder = str(tmp_path / name)
-        run = tiny_run(output_dir=folder, adapter={"rank": 4}, train=settings, plan=plan)
-        run_training(run, sinks=[told])
-        return [event.loss for event in told.of(StepDone)]
-
-    expected = losses("plain", "off")
-    calls = itertools.count()
-    settle = planning.settle
-
-    def filling(run, family, *rest):
-        settled = settle(run, family, *rest)
-
-        def fill(*_):
-            if next(calls) == FULL_AT:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-        family.blocks()[-1].register_forward_hook(fill)
-        return settled
-
-    monkeypatch.setattr(planning, "settle", filling)
-    found = losses("full", {"device_memory": "1GB", "compile": "never"})
-    assert found == pytest.approx(expected, rel=1e-4)
-    (notice,) = [event for event in told.of(Notice) if "Going on with less" in event.text]
-    assert notice.fallback
-    assert "Tried to allocate 2.00 GiB. Going on with less" in notice.text
-    assert any(text.startswith("measured:") for text in told.texts())
 
 
 def test_a_plan_is_corrected_between_steps_and_no_number_changes(
