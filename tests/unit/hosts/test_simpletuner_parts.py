@@ -1,7 +1,9 @@
 """What the SimpleTuner plug-in is made of, without SimpleTuner."""
 
+import copy
 import json
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from gracetune.hosts.node_memory import NodeMemory
 from gracetune.hosts.shelf import Served, stage
 from gracetune.hosts.simpletuner.blocks import take_blocks, take_staged
 from gracetune.hosts.simpletuner.plugin import Plugin, demand_own_accumulation
-from gracetune.hosts.simpletuner.ramp import Ramp, Schedule, build_schedule
+from gracetune.hosts.simpletuner.ramp import Accumulation, Ramp, Schedule, build_schedule
 from gracetune.hosts.tensor_memory import TensorMemory
 from gracetune.memory.machine import open_machine
 from gracetune.train.ramp import Ramp as OwnRamp
@@ -66,11 +68,33 @@ def test_switched_off_means_off():
         ({"gh200_optimizations": {"enable_uvm_hint": True}}, "did you mean .*enable_uvm_hints"),
         ({"cache_config": {"vae_cache_type": "ram"}}, "^config.json: cache_config.vae_cache_type"),
         ({"datasets": []}, "data_backend_config names"),
+        ({"cache_confg": {}}, "'cache_confg', which SimpleTuner drops. Did you mean 'cache_config"),
+        ({"--gh200_optimisations": {}}, "Did you mean 'gh200_optimizations'"),
     ],
 )
 def test_what_stock_simpletuner_drops_is_an_error(config, said):
     with pytest.raises(ConfigError, match=said):
         take_blocks(config, {})
+
+
+def test_blocks_of_simpletuners_own_are_no_spelling_mistakes_of_ours():
+    own = ("webhook_config", "deepspeed_config", "distillation_config", "publishing_config")
+    config = {name: {} for name in own} | {"cache_conf": "text"}
+    assert take_blocks(config, {})[0] == config
+
+
+def test_what_does_nothing_inside_simpletuner_is_said(caplog):
+    block = {"cache_dir": "x", "persistent_cache": False, "vae_cache_type": "disk"}
+    _, blocks = take_blocks({"cache_config": block}, {})
+    assert [text.split()[0] for text in blocks.unused] == [
+        "cache_config.cache_dir",
+        "cache_config.persistent_cache",
+    ]
+    assert take_blocks(SEED, {})[1].unused == (), "files are kept, as was asked for"
+    off = {"cache_config": block, "use_gh200_trainer": False}
+    assert take_blocks(off, {})[1].unused == ()
+    plugin().take_config({"cache_config": block})
+    assert "a data set names the folder of its cache" in caplog.text
 
 
 def entry(**changes):
@@ -100,6 +124,7 @@ def test_a_disabled_data_set_is_not_staged():
         (entry(in_memory=3), "in_memory is 3"),
         (entry(id=None), "has no id or no instance_data_dir"),
         (entry(type="local", in_memory={}), "has an in_memory block and is of type 'local'"),
+        (entry(inmemory={}), "'pics' has a block 'inmemory'.*Did you mean 'in_memory'"),
     ],
 )
 def test_data_sets_that_are_refused(wrong, said):
@@ -274,6 +299,37 @@ def test_a_resumed_ramp_goes_on_where_it_was(accelerator):
     assert 4 < wanted < 32
 
 
+def test_the_host_validates_and_uploads_where_a_step_ends(accelerator):
+    """By SimpleTuner's own condition, on a count that is no multiple of what a ramp has reached."""
+    config = SimpleNamespace(gradient_accumulation_steps=4)
+
+    def follow(accumulation):
+        ends_step = lambda: accelerator.sync_gradients  # noqa: E731
+        config.gradient_accumulation_steps = Accumulation(accumulation, ends_step)
+
+    ramp = Ramp(SEEDS_RAMP, accelerator, lambda: 0, follow)
+    due, ended = [], []
+    for step in range(1, 701):
+        with ramp.enter(accelerator.accumulate, torch.nn.Linear(1, 1)):
+            due.append(step % config.gradient_accumulation_steps == 0)
+            ended.append(accelerator.sync_gradients)
+    assert due == ended
+    assert sum(due) > 30
+
+
+def test_a_number_that_grows_is_a_number():
+    ends = [False]
+    made = Accumulation(4, lambda: ends[0])
+    assert (made == 4, 8 / made, made % 3, f"{made}", json.dumps([made])) == (
+        *(True, 2.0, 1, "4", "[4]"),
+    )
+    assert (8 % made, 7 % made) == (1, 3), "not where a step ends, whatever the count is"
+    ends[0] = True
+    assert (8 % made, 7 % made) == (0, 0)
+    for plain in (copy.deepcopy(made), copy.copy(made), pickle.loads(pickle.dumps(made))):
+        assert (type(plain), plain) == (int, 4)
+
+
 def test_ramps_that_are_asked_for():
     assert build_schedule(Gh200Section(), 1, 4, 1) is None
     section = Gh200Section(enable_batch_size_rampup=True, initial_effective_batch_size=4)
@@ -324,6 +380,37 @@ def test_ranks_of_one_machine_hold_each_file_once(tmp_path):
     assert isinstance(alone.memory, TensorMemory)
     assert isinstance(two.memory, NodeMemory)
     assert two.memory.budget_nbytes == alone.memory.budget_nbytes == GIB
+
+
+def test_each_cache_is_kept_where_it_is_said():
+    sets = [
+        {"id": "pics", "type": "local"},
+        {"id": "clips", "dataset_type": "video"},
+        {"id": "words", "dataset_type": "text_embeds"},
+        {"id": "text-embeds-of-old", "dataset_type": "image_embeds"},
+    ]
+    homes = {}
+    for latents, texts in (("memory", "disk"), ("disk", "memory"), ("memory", "unified_memory")):
+        made = plugin()
+        made.take_datasets(sets)
+        made.take_config({"cache_config": {"vae_cache_type": latents, "text_cache_type": texts}})
+        names = ("pics", "clips", "text-embeds-of-old", "words", "text-embeds")
+        kept = [made.memory_of(name) is not None for name in names]
+        homes[latents, texts] = (kept[:3], kept[3:])
+    assert homes == {
+        ("memory", "disk"): ([True] * 3, [False] * 2),
+        ("disk", "memory"): ([False] * 3, [True] * 2),
+        ("memory", "unified_memory"): ([True] * 3, [True] * 2),
+    }
+    assert plugin().memory_of("pics") is None
+
+
+def test_a_ramp_says_of_which_data_sets_it_does_not_know_the_batch(caplog):
+    made = plugin()
+    made.take_datasets([{"id": "quiet", "train_batch_size": 2}])
+    made.take_config(SEED)
+    made.take_datasets([{"id": "pics", "train_batch_size": 2}, {"id": "words"}])
+    assert [record.args for record in caplog.records if "of its own" in record.msg] == [("pics",)]
 
 
 def test_a_later_mapping_without_our_blocks_changes_nothing():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from gracetune.config.load import load_run_text
@@ -30,6 +31,15 @@ FLAT = (
 )
 """What the forks' guides also write at the top level."""
 IN_MEMORY = "in_memory"
+UNUSED = {
+    "cache_dir": "a data set names the folder of its cache",
+    "persistent_cache": "its cache files are always kept",
+    "device_budget_gb": "SimpleTuner brings batches to the device",
+    "vae_tiling": "vae_enable_tiling is SimpleTuner's own",
+    "prefetch_depth": "SimpleTuner brings batches to the device",
+    "prefetch_budget_gb": "SimpleTuner brings batches to the device",
+}
+"""Of cache_config: what means something to the trainer and nothing here, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,8 @@ class Blocks:
     raw: Mapping[str, object] = field(default_factory=dict)
     """The whole configuration, as it was read."""
     notices: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    """What was asked for and is not done."""
 
 
 def take_blocks(
@@ -54,6 +66,7 @@ def take_blocks(
             "config.json has `datasets`, which SimpleTuner does not read there. Put the list into "
             "the file that data_backend_config names."
         )
+    _refuse_near_misses("config.json", plain, OURS)
     mine = {key: plain[key] for key in (*OURS, *FLAT) if key in plain}
     rest = {key: value for key, value in config.items() if key.lstrip("-") not in mine}
     # The batch is SimpleTuner's; it is named so that rules between it and the ramp hold.
@@ -66,7 +79,27 @@ def take_blocks(
         cache=loaded.run.cache_config if used and "cache_config" in mine else None,
         raw=dict(config),
         notices=loaded.notices if mine else (),
+        unused=_unused(mine.get("cache_config")) if used else (),
     )
+
+
+def _unused(block: object) -> tuple[str, ...]:
+    said = block if isinstance(block, dict) else {}
+    return tuple(
+        f"cache_config.{key} does nothing inside SimpleTuner: {why}"
+        for key, why in UNUSED.items()
+        if key in said and (key, said[key]) != ("persistent_cache", True)
+    )
+
+
+def _refuse_near_misses(where: str, said: Mapping[str, object], names: Sequence[str]) -> None:
+    """A block whose name is not quite ours would be dropped without a word."""
+    for key, value in said.items():
+        close = get_close_matches(key, names, n=1, cutoff=0.8)
+        if isinstance(value, dict) and close and key not in names:
+            raise ConfigError(
+                f"{where} has a block {key!r}, which SimpleTuner drops. Did you mean {close[0]!r}?"
+            )
 
 
 def take_staged(
@@ -76,6 +109,7 @@ def take_staged(
     rest: list[dict[str, object]] = []
     staged = []
     for place, entry in enumerate(entries):
+        _refuse_near_misses(f"data set {entry.get('id')!r}", entry, (IN_MEMORY,))
         kept = dict(entry)
         block = kept.pop(IN_MEMORY, None)
         if kept.get("type") == IN_MEMORY:

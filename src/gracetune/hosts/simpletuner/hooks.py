@@ -134,7 +134,7 @@ def backend_class(plugin: Plugin, original: type) -> type:
 
         def __init__(self, accelerator: object, id: str, compress_cache: bool = False) -> None:
             super().__init__(accelerator=accelerator, id=id, compress_cache=compress_cache)
-            self._served = Served(plugin.shelf(id), plugin.memory)
+            self._served = Served(plugin.shelf(id), plugin.memory_of(id))
 
         def read(self, filepath: FilePath, as_byteIO: bool = False) -> object:  # noqa: N803
             data = self._served.read(filepath)

@@ -14,7 +14,7 @@ from gracetune.events.types import Notice
 from gracetune.hosts.node_memory import NodeMemory
 from gracetune.hosts.shelf import stage
 from gracetune.hosts.simpletuner.blocks import Blocks, take_blocks, take_staged
-from gracetune.hosts.simpletuner.ramp import Ramp, build_schedule
+from gracetune.hosts.simpletuner.ramp import Accumulation, Ramp, build_schedule
 from gracetune.hosts.tensor_memory import TensorMemory
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gracetune")
 IN_MEMORY = ("memory", "unified_memory")
+TEXTS = "text_embeds"
+MADE_FOR_TEXTS = "text-embeds"
+"""How the name of a data set begins that SimpleTuner makes where the file has none for texts."""
 _MEMORY_SHARE = 0.5
 """Of what the host can spare, for tensors of caches, where nothing is said."""
 
@@ -62,6 +65,7 @@ class Plugin:
         self._pin = pin
         self._meet_in = meet_in
         self._sets: dict[str, StagedSet] = {}
+        self._contents: dict[str, object] = {}
         self._shelves: dict[str, Shelf] = {}
         self._session = MemorySession(open_machine, lambda: environment_settings(environment), tell)
 
@@ -75,6 +79,8 @@ class Plugin:
         self.blocks = blocks
         for text in self.blocks.notices:
             log.info("%s", text)
+        for text in self.blocks.unused:
+            log.warning("%s", text)
         self._session.override = self.blocks.gh200.enable_uvm_hints
         cache = self.blocks.cache
         if cache is not None and {cache.vae_cache_type, cache.text_cache_type} & {*IN_MEMORY}:
@@ -98,7 +104,26 @@ class Plugin:
         """What SimpleTuner may see of its data sets."""
         rest, staged = take_staged(entries, self._environment)
         self._sets |= {each.id: each for each in staged}
+        self._contents |= {str(each.get("id")): each.get("dataset_type") for each in entries}
+        if self.blocks.gh200.enable_batch_size_rampup:
+            for each in entries:
+                if each.get("train_batch_size") is not None:
+                    log.warning(
+                        "data set %r has a train_batch_size of its own; the ramp counts samples by "
+                        "that of config.json",
+                        each.get("id"),
+                    )
         return rest
+
+    def memory_of(self, dataset: str) -> Memory | None:
+        """Where the tensors that a data set's backend loads are kept; none: on disk alone."""
+        cache = self.blocks.cache
+        if cache is None:
+            return None
+        made = dataset not in self._contents and dataset.startswith(MADE_FOR_TEXTS)
+        texts = made or self._contents.get(dataset) == TEXTS
+        kept = cache.text_cache_type if texts else cache.vae_cache_type
+        return self.memory if kept in IN_MEMORY else None
 
     def shelf(self, dataset: str) -> Shelf | None:
         """The files of a data set in memory, staged when its backend is made."""
@@ -140,7 +165,9 @@ class Plugin:
         def follow(accumulation: int) -> None:
             if config.gradient_accumulation_steps != accumulation:
                 log.info("GH200 ramp adjusted gradient_accumulation_steps -> %s", accumulation)
-            config.gradient_accumulation_steps = accumulation
+            config.gradient_accumulation_steps = Accumulation(
+                accumulation, lambda: bool(accelerator.sync_gradients)
+            )
 
         ramp = Ramp(schedule, accelerator, lambda: int(trainer.state["global_step"]), follow)
         accelerator.accumulate = partial(ramp.enter, accelerator.accumulate)

@@ -55,6 +55,29 @@ class Schedule:
         return done
 
 
+class Accumulation(int):
+    """Micro-batches of the optimizer step at work, as SimpleTuner's configuration holds them.
+
+    SimpleTuner validates, and uploads a checkpoint, where its count of micro-batches is a multiple
+    of this number. While the number grows, that is in the middle of a step, or never: so the
+    remainder answers what is asked by it, and is 0 where a step ends.
+    """
+
+    _ends_step: Callable[[], bool]
+
+    def __new__(cls, value: int, ends_step: Callable[[], bool]) -> Accumulation:
+        made = super().__new__(cls, value)
+        made._ends_step = ends_step
+        return made
+
+    def __rmod__(self, micro_batches: int) -> int:
+        return 0 if self._ends_step() else micro_batches % int(self) or 1
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """A copy, such as the one that trackers are given, is a plain number."""
+        return int, (int(self),)
+
+
 def build_schedule(
     section: Gh200Section, batch_size: int, accumulation: int, world_size: int
 ) -> Schedule | None:
