@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -41,7 +40,10 @@ WARM = ("torch", "diffusers", "transformers", "accelerate", "peft", "simpletuner
 STOCK = "stock"
 """The stamp of runs without hooks: they do not change when the hooks do."""
 PATIENCE = 4
-"""Times as long as a module has taken before: 53 s on an idle machine were 233 s on a busy one."""
+"""Times as long as a module takes at best: 53 s on an idle machine were 233 s on a busy one."""
+TRIES = 3
+"""Of a module that does not end, each with twice the time: now and then two processes of a test
+wait for each other for ever, with hooks as without them."""
 
 
 def hook() -> None:
@@ -66,15 +68,18 @@ class Book:
 
     path: Path
     stamp: str
+    least_s: float = 300
+    """That a module has for its first try."""
     runs: list[Ran] = field(default_factory=list)
 
-    def read(self, limit_s: float = 0) -> None:
+    def read(self) -> None:
         """Without what timed out under a shorter limit: it may have had a busy machine."""
+        longest_s = self.least_s * 2 ** (TRIES - 1)
         if not self.path.exists():
             return
         for line in self.path.read_text().splitlines():
             entry = json.loads(line)
-            cut_short = entry["ended"] == TIMED_OUT and entry["seconds"] < limit_s
+            cut_short = entry["ended"] == TIMED_OUT and entry["seconds"] < longest_s
             if entry.pop("stamp") in (STOCK, self.stamp) and not cut_short:
                 self.runs.append(Ran(**{**entry, "passed": tuple(entry["passed"])}))
 
@@ -83,10 +88,10 @@ class Book:
         with self.path.open("a") as file:
             file.write(ran.line(self.stamp if ran.hooks else STOCK) + "\n")
 
-    def limit_s(self, module: str, least_s: float) -> float:
-        """What a module may take, by what it took when it came to its end."""
-        ended = (each for each in self.runs if each.module == module and each.ended != TIMED_OUT)
-        return max(least_s, PATIENCE * max((each.seconds for each in ended), default=0))
+    def limit_s(self, module: str) -> float:
+        """What a module may take at first, by what it took when it came to its end."""
+        ended = (each for each in self.runs if each.module == module and each.ended == "done")
+        return max(self.least_s, PATIENCE * min((each.seconds for each in ended), default=0))
 
     def of(self, module: str, hooks: bool, way: str) -> list[Ran]:
         wanted = (module, hooks, way)
@@ -99,6 +104,17 @@ def lost(without: Iterable[Ran], with_hooks: Iterable[Ran]) -> set[str]:
     return stock - {name for each in with_hooks for name in each.passed}
 
 
+def run(module: str, hooks: bool, way: str, book: Book, runner: Runner) -> None:
+    """To its end, if it has one."""
+    limit_s = book.limit_s(module)
+    for _ in range(TRIES):
+        ran = runner.run(module, hooks, way, limit_s)
+        if ran.ended != TIMED_OUT:
+            break
+        limit_s *= 2
+    book.add(ran)
+
+
 def settle(module: str, book: Book, runner: Runner) -> None:
     """Run what is missing of a module; what differs is run again, to tell luck from hooks."""
     _compare(module, FORK, book, runner)
@@ -106,7 +122,7 @@ def settle(module: str, book: Book, runner: Runner) -> None:
     if forked.wholly_passed:
         return
     if not book.of(module, False, FRESH):
-        book.add(runner.run(module, False, FRESH))
+        run(module, False, FRESH, book, runner)
     if {*book.of(module, False, FRESH)[0].passed} - {*forked.passed}:
         _compare(module, FRESH, book, runner)
 
@@ -114,11 +130,11 @@ def settle(module: str, book: Book, runner: Runner) -> None:
 def _compare(module: str, way: str, book: Book, runner: Runner) -> None:
     for hooks in (False, True):
         if not book.of(module, hooks, way):
-            book.add(runner.run(module, hooks, way))
+            run(module, hooks, way, book, runner)
     with_hooks = book.of(module, True, way)
     if len(with_hooks) == 1 and lost(book.of(module, False, way), with_hooks):
-        book.add(runner.run(module, False, way))
-        book.add(runner.run(module, True, way))
+        run(module, False, way, book, runner)
+        run(module, True, way, book, runner)
 
 
 @dataclass(frozen=True)
@@ -156,7 +172,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("modules", nargs="*")
-    parser.add_argument("--limit", type=float, default=600, help="least seconds for one module")
+    parser.add_argument(
+        "--limit", type=float, default=Book.least_s, help="least seconds for a module"
+    )
     parser.add_argument("--fresh", nargs=2, metavar=("NOTES", "HOOKS"), help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
     out = sys.stdout  # SimpleTuner puts colours into its own
@@ -173,12 +191,11 @@ def main() -> int:
 
     found = sorted(path.stem for path in (folder / "tests").glob("test_*.py"))
     modules = args.modules or found
-    book = Book(folder / "results.jsonl", stamp_of_hooks())
-    book.read(args.limit)
+    book = Book(folder / "results.jsonl", stamp_of_hooks(), args.limit)
+    book.read()
     os.chdir(folder)  # SimpleTuner leaves its log where it is imported
     warm([*WARM, *{need.module: None for need in (*needs.NEEDS, *needs.WEBUI_NEEDS)}])
-    limit_s = partial(book.limit_s, least_s=args.limit)
-    runner = Runner(folder, folder / "logs", limit_s, hook, fresh)
+    runner = Runner(folder, folder / "logs", hook, fresh)
     verdicts = []
     for module in modules:
         settle(module, book, runner)

@@ -42,9 +42,9 @@ def fresh(module, notes, hooks):
 if len(rest) == 2:
     run_here(module, Path(rest[0]), hook if rest[1] == "with" else None)
 else:
-    runner = Runner(Path(folder), Path(folder, "logs"), lambda module: 5, hook, fresh)
+    runner = Runner(Path(folder), Path(folder, "logs"), hook, fresh)
     for hooks in (False, True):
-        print(runner.run(module, hooks, rest[0]).line("s"))
+        print(runner.run(module, hooks, rest[0], 5).line("s"))
 """
 
 

@@ -1,23 +1,29 @@
 """What is concluded from runs of a host's tests, and which of them are run again."""
 
 import pytest
-from run_upstream_suite import PATIENCE, Book, judge, report, settle
+from run_upstream_suite import PATIENCE, TRIES, Book, judge, report, settle
 from upstream_modules import FORK, FRESH, TIMED_OUT, Ran
 
 
 class Scripted:
-    """Gives runs as they were written down, by way and hooks: the names of what passes."""
+    """Gives runs as they were written down, by way and hooks: the names of what passes.
+
+    One that is empty does not end.
+    """
 
     def __init__(self, **passed: list[str]) -> None:
         self.passed = {name: [*texts] for name, texts in passed.items()}
         self.asked: list[str] = []
+        self.limits: list[float] = []
 
-    def run(self, module, hooks, way) -> Ran:
+    def run(self, module, hooks, way, limit_s) -> Ran:
+        self.limits.append(limit_s)
         name = f"{way}_{'with' if hooks else 'without'}"
         self.asked.append(name)
         text = self.passed[name].pop(0)
         others = {each: "failed" for each in "abc" if each not in text}
-        return Ran(module, hooks, way, "done", 1.0, tuple(text), others)
+        ended = "done" if text else TIMED_OUT
+        return Ran(module, hooks, way, ended, 1.0, tuple(text), others)
 
 
 @pytest.fixture
@@ -79,18 +85,30 @@ def test_results_are_kept_until_the_hooks_change(book):
     assert (idle.asked, again.asked) == ([], [f"{FORK}_with"])
 
 
-def test_what_timed_out_has_another_try_with_more_time(book):
-    book.add(Ran("m", False, FORK, TIMED_OUT, 300.2))
-    for limit_s, num_kept in ((300, 1), (900, 0)):
-        again = Book(book.path, "now")
-        again.read(limit_s)
+def test_what_hangs_has_another_try_with_more_time(book):
+    runner = Scripted(fork_without=["abc"], fork_with=["", "", "abc"])
+    assert verdict(book, runner).kind == "passed"
+    assert runner.limits == [300, 300, 600, 1200]
+    assert [each.ended for each in book.runs] == ["done", "done"]
+
+
+def test_what_never_ends_with_hooks_is_worse(book):
+    runner = Scripted(fork_without=["abc"] * 2, fork_with=[""] * 2 * TRIES)
+    assert verdict(book, runner).kind == "worse"
+
+
+def test_what_timed_out_is_not_believed_where_there_is_more_time_now(book):
+    book.add(Ran("m", False, FORK, TIMED_OUT, 1200.2))
+    for least_s, num_kept in ((300, 1), (400, 0)):
+        again = Book(book.path, "now", least_s)
+        again.read()
         assert len(again.runs) == num_kept
 
 
 def test_a_slow_module_has_as_much_time_as_it_is_known_to_need(book):
-    assert book.limit_s("m", 600) == 600
-    book.add(Ran("m", False, FORK, "done", 200.0))
-    book.add(Ran("m", True, FORK, TIMED_OUT, 900.0))
+    assert book.limit_s("m") == 300
+    for seconds in (200.0, 500.0):
+        book.add(Ran("m", False, FORK, "done", seconds))
+    book.add(Ran("m", True, FORK, "died (-9)", 1.0))
     book.add(Ran("other", False, FORK, "done", 5000.0))
-    assert book.limit_s("m", 600) == PATIENCE * 200
-    assert book.limit_s("m", 1000) == 1000
+    assert book.limit_s("m") == PATIENCE * 200

@@ -105,13 +105,11 @@ class Runner:
 
     folder: Path
     logs: Path
-    limit_s: Callable[[str], float]
-    """Seconds that a module may take."""
     hook: Callable[[], None]
     fresh: Callable[[str, Path, bool], list[str]]
     """The command that runs a module in a fresh interpreter."""
 
-    def run(self, module: str, hooks: bool, way: str) -> Ran:
+    def run(self, module: str, hooks: bool, way: str, limit_s: float) -> Ran:
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{module}.{way}.{'with' if hooks else 'without'}.log"
         room = Path(tempfile.mkdtemp(prefix="upstream-"))
@@ -119,7 +117,7 @@ class Runner:
             notes, began = room / "notes", time.monotonic()
             start = self._fork if way == FORK else self._start
             child = start(module, hooks, room, log)
-            ended = self._wait(child, began + self.limit_s(module))
+            ended = self._wait(child, began + limit_s)
             passed, others = _read(notes)
             seconds = round(time.monotonic() - began, 1)
             return Ran(module, hooks, way, ended, seconds, passed, others)
