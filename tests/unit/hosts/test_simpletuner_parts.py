@@ -421,6 +421,14 @@ def test_a_later_mapping_without_our_blocks_changes_nothing():
     assert made.blocks.raw["model_type"] == "lora"
 
 
+def test_what_is_read_again_changes_nothing():
+    made = plugin()
+    made.take_config(SEED)
+    memory = made.memory
+    assert made.take_config(dict(SEED)) == {"model_type": "lora", "train_batch_size": 4}
+    assert made.memory is memory
+
+
 def test_attaching_sets_the_ramp_and_tells_of_it(accelerator):
     made = plugin()
     made.take_config({**SEED, "train_batch_size": 1})

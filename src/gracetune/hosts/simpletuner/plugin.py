@@ -72,10 +72,8 @@ class Plugin:
     def take_config(self, config: Mapping[str, object]) -> dict[str, object]:
         """What SimpleTuner may see of its configuration."""
         rest, blocks = take_blocks(config, self._environment)
-        if len(rest) == len(config) and self.blocks.raw:
-            return (
-                rest  # another mapping on its way to the command line, with nothing of ours in it
-            )
+        if blocks == self.blocks or (len(rest) == len(config) and self.blocks.raw):
+            return rest  # read again, or another mapping with nothing of ours in it
         self.blocks = blocks
         for text in self.blocks.notices:
             log.info("%s", text)
@@ -182,8 +180,9 @@ class Plugin:
             *(first, last, schedule.length),
         )
         log.warning(
-            "SimpleTuner counts epochs and the learning-rate schedule by the first accumulation; "
-            "set max_train_steps, not epochs"
+            "SimpleTuner counts epochs and the learning-rate schedule by the "
+            "gradient_accumulation_steps of its configuration, %s; set max_train_steps, not epochs",
+            config.gradient_accumulation_steps,
         )
 
 
