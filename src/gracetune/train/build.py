@@ -183,7 +183,7 @@ def build(
         turns=turns,
     )
     trainee.transformer.train()
-    _keep_books(trainee, mover)
+    keep_books(trainee, mover, lambda: 0 if settled is None else settled.slots_nbytes)
     settle_attention(trainee, feed, folder, tell)
     session = Session(
         trainee=trainee,
@@ -247,11 +247,20 @@ def _make_update(
     return update
 
 
-def _keep_books(t: Trainee, mover: Mover) -> None:
-    """What holds memory for as long as the run: statistics name each by its role."""
+def keep_books(t: Trainee, mover: Mover, slots_nbytes: Callable[[], int]) -> None:
+    """What holds memory for as long as the run: statistics name each by its role.
+
+    Streamed weights live in host memory and pass through slots of the device.
+    """
     frozen = [p for p in t.family.transformer.parameters() if not p.requires_grad]
     averages = list(t.ema.averages.values()) if t.ema is not None else []
-    mover.watch("weights", lambda: _nbytes(frozen))
+    kind = t.accelerator.device.type
+
+    def here() -> int:
+        return _nbytes(p for p in frozen if p.device.type == kind)
+
+    mover.watch("weights", lambda: here() + slots_nbytes())
+    mover.watch("weights_in_host_memory", lambda: _nbytes(frozen) - here(), Tier.HOST)
     mover.watch("trained", lambda: _nbytes(t.parameters.values()))
     mover.watch("averages", lambda: _nbytes(averages))
     mover.watch("optimizer", lambda: t.update.device_nbytes)

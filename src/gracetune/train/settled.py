@@ -161,6 +161,14 @@ class Settled:
         self._change_to(smaller)
         return True
 
+    @property
+    def slots_nbytes(self) -> int:
+        """Device memory that streamed weights pass through. Waits for the device."""
+        if self._placed.ring is None:
+            return 0
+        counters = self._placed.ring.counters()
+        return counters.slots * counters.slot_nbytes
+
     def streamed(self, step: int) -> WeightsStreamed | None:
         """What streaming has cost so far; none where all weights stay. Waits for the device."""
         if self._placed.ring is None:

@@ -73,7 +73,8 @@ def held_out_loss(t: Trainee, batches: Sequence[Batch]) -> dict[str, float]:
         for index, batch in enumerate(batches):
             x0, _ = t.family.parts(batch.latents)
             generator = torch.Generator().manual_seed(seed_of("held out", index))
-            noise = torch.randn(x0.shape, generator=generator).to(x0)
+            # In fp32, as in training: latents from another tool's cache may be narrower.
+            noise = torch.randn(x0.shape, generator=generator).to(x0.device)
             shares = (torch.arange(seen, seen + len(batch)) + 0.5) / total
             levels = turn.window.low + (turn.window.high - turn.window.low) * shares
             loss += losses_at(t, batch, levels.to(noise), noise, turn.expert).sum()

@@ -250,6 +250,8 @@ def test_where_nothing_smaller_is_left_it_says_so(case):
 
 def test_streaming_is_told_in_numbers(case):
     assert case(ROOMY).settled.streamed(3) is None
+    assert case(ROOMY).settled.slots_nbytes == 0
+    assert case(TIGHT).settled.slots_nbytes == 4 * 100
     event = case(TIGHT).settled.streamed(3)
     assert (event.step, event.slots, event.late, event.on_demand) == (3, 4, 2, 1)
     assert event.waited_s == 3.0

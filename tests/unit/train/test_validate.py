@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,3 +99,12 @@ def test_a_grid_has_room_for_every_picture_and_caption():
         sheet.getpixel((x, y)) for x in range(0, sheet.width, 9) for y in range(0, sheet.height, 9)
     }
     assert {(index * 40, 0, 0) for index in range(5)} <= colours
+
+
+def test_a_held_out_loss_is_no_rougher_for_latents_that_another_tool_has_rounded(session):
+    s = session()
+    rounded = [replace(b, latents=b.latents.bfloat16()) for b in s.validation.held_out]
+    widened = [replace(b, latents=b.latents.float()) for b in rounded]
+    with torch.no_grad():
+        losses = [held_out_loss(s.trainee, batches) for batches in (rounded, widened)]
+    assert losses[0] == losses[1]
