@@ -70,8 +70,9 @@ class Placed:
         return ring + (0.0 if self.offload is None else self.offload.counters().waited_s)
 
     def close(self) -> None:
-        """The last that was put on goes first."""
+        """The last that was put on goes first; nothing that was put on is left to be asked."""
         self._undo.close()
+        self.ring = self.offload = self.compiler = None
 
 
 def place(

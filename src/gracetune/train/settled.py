@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event
     from gracetune.plan.result import Plan
+    from gracetune.stream.weights import RingCounters
     from gracetune.train.place import Placed
     from gracetune.train.planning import Question
 
@@ -110,6 +111,7 @@ class Settled:
         self._largest_numel = largest_numel
         self._tell = tell
         self._checked = False
+        self._ended_rings: list[RingCounters] = []
         self._placed = place_as(plan, ask.spare(plan))
         self.watch()
 
@@ -170,20 +172,22 @@ class Settled:
         return counters.slots * counters.slot_nbytes
 
     def streamed(self, step: int) -> WeightsStreamed | None:
-        """What streaming has cost so far; none where all weights stay. Waits for the device."""
-        if self._placed.ring is None:
+        """What streaming has cost so far, by the plans before this one too; none where no weight
+        was ever streamed. Waits for the device."""
+        ring = self._placed.ring
+        every = self._ended_rings if ring is None else [*self._ended_rings, ring.counters()]
+        if not every:
             return None
-        counters = self._placed.ring.counters()
-        link_s = counters.fetched_nbytes / self._ask.model.speeds.link_in
+        nbytes, waited_s = sum(c.fetched_nbytes for c in every), sum(c.waited_s for c in every)
         return WeightsStreamed(
             step=step,
-            slots=counters.slots,
-            fetches=counters.fetches,
-            nbytes=counters.fetched_nbytes,
-            late=counters.late,
-            on_demand=counters.on_demand,
-            waited_s=counters.waited_s,
-            hidden_s=max(0.0, link_s - counters.waited_s),
+            slots=0 if ring is None else every[-1].slots,
+            fetches=sum(c.fetches for c in every),
+            nbytes=nbytes,
+            late=sum(c.late for c in every),
+            on_demand=sum(c.on_demand for c in every),
+            waited_s=waited_s,
+            hidden_s=max(0.0, nbytes / self._ask.model.speeds.link_in - waited_s),
         )
 
     def close(self) -> None:
@@ -259,6 +263,8 @@ class Settled:
         return None
 
     def _change_to(self, plan: Plan) -> None:
+        if self._placed.ring is not None:
+            self._ended_rings.append(self._placed.ring.counters())
         self._placed.close()
         self._meter.clear()
         self._placed = self._place_as(plan, self._ask.spare(plan))

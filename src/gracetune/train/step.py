@@ -76,13 +76,14 @@ def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progr
     """
     turn = t.turns.at(progress.step)
     totals = torch.zeros(2, device=t.accelerator.device)  # the sum of losses, and their number
-    for index, batch in enumerate(window):
-        last = index == length - 1
-        with nullcontext() if last else t.accelerator.no_sync(t.transformer):
-            losses = batch_losses(t, batch, progress.micro_batches + index, turn)
+    seen = 0
+    for seen, batch in enumerate(window, start=1):
+        with nullcontext() if seen == length else t.accelerator.no_sync(t.transformer):
+            losses = batch_losses(t, batch, progress.micro_batches + seen - 1, turn)
             t.accelerator.backward(losses.sum())
         totals[0] += losses.detach().sum()
         totals[1] += len(batch)
+    assert seen == length, f"{seen} micro-batches for a step of {length}"
     loss_sum, samples = t.accelerator.reduce(totals, "sum")
     # Accelerate averages gradients over ranks, hence the world size.
     grad_norm = scale_and_clip(

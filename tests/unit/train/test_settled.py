@@ -61,6 +61,7 @@ class Placed:
 
     def close(self):
         self.deeds.append(("close", self.plan))
+        self.ring = None
 
 
 @dataclass
@@ -222,6 +223,7 @@ def test_a_change_that_does_not_fit_after_all_is_undone(case, failure):
     assert one.plan.blocks == before.blocks
     assert one.plan.device.total == before.device.total - 200
     assert one.placed[-1].plan.blocks == before.blocks
+    assert one.settled.streamed(9).fetches == 14, "of two rings, none of them twice"
     (notice,) = [event for event in one.told.of(Notice) if event.fallback]
     assert "The plan stays as it was" in notice.text
 
@@ -246,6 +248,26 @@ def test_where_nothing_smaller_is_left_it_says_so(case):
     while one.settled.step_down("full."):
         downs += 1
     assert 0 < downs < 20
+
+
+def test_what_was_streamed_before_a_change_is_not_forgotten(case):
+    one = case(TIGHT)
+    before = one.plan
+    assert one.check(before.seconds.step, peak=before.device.total - 200)
+    assert one.plan.streamed
+    event = one.settled.streamed(9)
+    assert (event.fetches, event.nbytes, event.late, event.on_demand) == (14, 1400, 4, 2)
+    assert event.slots == 4, "those of now"
+    assert event.waited_s == 6.0
+    assert event.hidden_s == pytest.approx(1400 / 100 - 6.0)
+
+
+def test_weights_that_all_stay_since_a_change_have_been_streamed_before(case):
+    one = case(TIGHT)
+    assert one.check(one.plan.seconds.step, peak=one.plan.device.total - ROOMY)
+    assert not one.plan.streamed
+    event = one.settled.streamed(9)
+    assert (event.slots, event.fetches) == (0, 7)
 
 
 def test_streaming_is_told_in_numbers(case):

@@ -139,6 +139,14 @@ def test_a_window_is_read_lazily(session):
     assert taken == [2, 2]
 
 
+def test_a_step_of_fewer_micro_batches_than_it_says_is_none(session):
+    s = session()
+    before = {name: p.detach().clone() for name, p in s.trainee.parameters.items()}
+    with pytest.raises(AssertionError, match="1 micro-batches for a step of 2"):
+        train_step(s.trainee, batches(s, [4]), 2, Progress())
+    assert all(torch.equal(p, before[name]) for name, p in s.trainee.parameters.items())
+
+
 def test_weights_of_levels_are_those_of_the_samples_they_were_drawn_for(session):
     s = session(train={"min_snr_gamma": 5.0, "min_snr_in_flow": "exact"})
     (batch,) = batches(s, [4])
