@@ -1,0 +1,123 @@
+"""README and docs name what there is: commands, keys, files; and the figures that were measured."""
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from gracetune.cli.main import VERBS
+from gracetune.config.schema import RunFile
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+HOSTS = {"ai-toolkit.md", "simpletuner.md"}
+"""Pages that name keys of other tools too."""
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def sections():
+    """The sections of a run file, by name."""
+    found = {}
+    for name, field in RunFile.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found[name] = kind
+    return found
+
+
+def spans(page):
+    """What stands between single backticks."""
+    return re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+
+
+def commands(page):
+    """The lines of code blocks that call us, without what is said of them."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [re.split(r"  +", line)[0] for line in lines if line.startswith("gracetune ")]
+
+
+@each_page
+def test_every_key_is_one_of_the_run_file(page):
+    if page.name in HOSTS:
+        pytest.skip("keys of another tool")
+    known = sections()
+    named = [re.match(r"(\w+)(?:\[\d*\])?\.(\w+)", span) for span in spans(page)]
+    keys = [(at[1], at[2]) for at in named if at and at[1] in known]
+    assert [key for key in keys if key[1] not in known[key[0]].model_fields] == []
+
+
+@each_page
+def test_every_command_is_understood(page):
+    for span in spans(page):
+        if span.startswith("gracetune "):
+            assert span.split()[1] in {*VERBS, "--version"}, span
+    for line in commands(page):
+        words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)[1:]
+        parser = argparse.ArgumentParser(prog=line, exit_on_error=False)
+        importlib.import_module(VERBS[words[0]][0]).add_arguments(parser)
+        parser.parse_args(words[1:])
+
+
+@each_page
+def test_every_file_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    missing = [
+        link for link in links if not link.startswith("http") and not (page.parent / link).exists()
+    ]
+    folders = r"(?:src|tests|benchmarks|docs|examples|scripts)"
+    named = [span for span in spans(page) if re.fullmatch(rf"{folders}/[\w./-]+", span)]
+    assert missing + [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_commands_were_found_at_all():
+    assert len(commands(ROOT / "README.md")) > 8
+    assert sum(len(commands(page)) for page in PAGES) > 30
+
+
+def figures(name):
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["figures"]
+
+
+def measured():
+    """README's figures, by what their row begins with, as its cell has them."""
+    wan, memory, ring = figures("wan14b_step"), figures("memory_core"), figures("ring")
+    both, best = figures("wan_experts"), wan["plain_images_s"]
+
+    def times(*names):
+        return ", ".join(f"{wan[f'{name}_images_s'] / best:.2f}" for name in names) + " times"
+
+    prefetch = [memory[key] for key in memory if re.fullmatch(r"prefetch\.\d+_mib\.ratio", key)]
+    all_of = {batch: f"all.recomputed.batch_{batch}" for batch in (1, 2)}
+    return {
+        "images a second of a LoRA step": times("96", "48", "24", "12"),
+        "the same with frozen products in fp8": times("fp8_96", "fp8_12"),
+        "device memory of 260 pictures": f"{both['device_gib.planned']:.1f} and "
+        f"{both['device_gib.measured']:.1f} GiB",
+        "a training step of the trainer": f"{figures('bare_loop')['trainer_over_bare_loop']:.2f}",
+        "a training step inside a managed pool": f"{memory['pool_step.ratio']:.3f}",
+        "`prefetch_to_device` of 64 MiB and more": f"{min(prefetch):.3f}",
+        "first touch of managed memory": f"{memory['first_touch.ratio']:.0f} times faster",
+        "a step fed from the cache": f"{figures('feed')['fed_over_resident']:.3f}",
+        "a LoRA step of ten": f"{ring[f'{all_of[2]}.ratio']:.3f} at batch 2, in "
+        f"{ring[f'{all_of[2]}.peak_gib']:.1f} GiB; {ring[f'{all_of[1]}.ratio']:.2f} at batch 1",
+    }
+
+
+def test_the_figures_of_the_readme_are_those_of_the_result_files():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| `benchmarks/results/\w+\.json` \|$", text, re.M)
+    expected = measured()
+    assert len(rows) == len(expected), "a row without its figure here, or the other way round"
+    for about, figure in rows:
+        (known,) = [value for start, value in expected.items() if about.startswith(start)]
+        assert figure == known, about
