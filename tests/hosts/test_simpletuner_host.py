@@ -22,6 +22,7 @@ from gracetune.hosts.simpletuner.__main__ import check
 from gracetune.hosts.simpletuner.hooks import install
 from gracetune.hosts.simpletuner.needs import FACTORY, JSON, LOCAL, TRACKER, TRAINER
 from gracetune.hosts.simpletuner.plugin import Plugin
+from gracetune.hosts.simpletuner.ramp import Accumulation
 from gracetune.memory.machine import open_machine
 
 CONFIG = {
@@ -142,6 +143,7 @@ import torch
 from gracetune.hosts.simpletuner.hooks import install
 from gracetune.hosts.simpletuner.needs import FACTORY
 from gracetune.hosts.simpletuner.plugin import Plugin
+from gracetune.hosts.simpletuner.ramp import Accumulation
 from gracetune.memory.machine import open_machine
 plugin = Plugin({"LOCAL_WORLD_SIZE": "2"}, open_machine, torch.Tensor.contiguous, Path(sys.argv[1]))
 install(plugin, import_module)
@@ -237,6 +239,28 @@ def test_the_end_of_an_epoch_is_no_batch(hooked):
     bare = trainer.__new__(trainer)
     assert trainer.prepare_batch(bare, False) is False
     assert trainer.prepare_batch(bare, None) is None
+
+
+def test_validations_come_where_a_step_of_a_ramp_ends():
+    """By SimpleTuner's own condition; of micro-batches 7 and 8, the seventh ends a step of 3."""
+    validation = import_module("simpletuner.helpers.training.validation").Validation
+    bare = validation.__new__(validation)
+    ends = []
+    growing = Accumulation(3, lambda: ends[-1])
+    settings = {"validation_step_interval": 2, "gradient_accumulation_steps": growing}
+    vars(bare).update(
+        config=SimpleNamespace(**settings),
+        accelerator=SimpleNamespace(is_main_process=True, num_processes=1),
+        deepspeed=False,
+        global_step=4,
+        global_resume_step=0,
+        current_epoch=1,
+    )
+    due = []
+    for step, last in ((7, True), (8, False), (9, False)):
+        ends.append(last)
+        due.append(bare.should_perform_intermediary_validation(step, ["a"], "intermediary"))
+    assert due == ends
 
 
 def test_the_entry_runs_a_script_with_the_hooks_set(tmp_path):

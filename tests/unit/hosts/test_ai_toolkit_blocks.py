@@ -3,7 +3,12 @@
 import pytest
 
 from gracetune.errors import ConfigError
-from gracetune.hosts.ai_toolkit.blocks import OPTIMIZER, is_ours, take_blocks
+from gracetune.hosts.ai_toolkit.blocks import (
+    OPTIMIZER,
+    is_ours,
+    refuse_near_misses,
+    take_blocks,
+)
 
 FLIP = {"method": "HorizontalFlip", "params": {"p": 0.5}}
 
@@ -162,3 +167,22 @@ CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
 def test_what_cannot_be_meant_is_refused(given, said):
     with pytest.raises(ConfigError, match=f"(?s){said}"):
         take_blocks(given, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (process(gracetun={}), "the process has a key 'gracetun'.*Did you mean 'gracetune'"),
+        (dataset(inmemory={}), r"datasets\[0\] has a key 'inmemory'.*'in_memory'"),
+        (dataset(augmentation_cache_mode="static"), "Did you mean 'augmentations_cache_mode'"),
+    ],
+)
+def test_a_key_that_is_not_quite_ours_is_not_ignored(given, said):
+    assert not is_ours(given)
+    with pytest.raises(ConfigError, match=said):
+        refuse_near_misses(given)
+
+
+def test_keys_of_their_own_are_no_spelling_mistakes_of_ours():
+    refuse_near_misses(dataset(augmentations=[FLIP], augments=[], cache_latents_to_disk=True))
+    refuse_near_misses(process(gracetune={}, datasets=None))

@@ -115,6 +115,11 @@ def test_our_keys_in_a_process_that_trains_nothing_are_refused(clone):
         make(clone, {"type": "merge", "gracetune": {}})
 
 
+def test_a_misspelt_key_of_ours_ends_the_job(clone):
+    with pytest.raises(ConfigError, match="Did you mean 'gracetune'"):
+        make(clone, {"type": "sd_trainer", "gracetunes": {}})
+
+
 def test_a_clone_that_no_longer_fits_is_not_hooked_and_runs_without_us(clone):
     file = clone / "toolkit" / "data_loader.py"
     file.write_text(file.read_text().replace("def setup_epoch", "def begin_epoch"))

@@ -78,6 +78,22 @@ def is_ours(process: Mapping[str, object]) -> bool:
     )
 
 
+def refuse_near_misses(process: Mapping[str, object]) -> None:
+    """A key that is not quite ours would be ignored, and all that it says with it."""
+    _refuse_near_miss("the process", process, (BLOCK,))
+    for place, entry in enumerate(_entries(process)):
+        _refuse_near_miss(f"datasets[{place}]", entry, (IN_MEMORY, MODE))
+
+
+def _refuse_near_miss(where: str, said: Mapping[str, object], names: tuple[str, ...]) -> None:
+    for key in said:
+        close = get_close_matches(str(key), names, n=1, cutoff=0.8)
+        if close and key not in names:
+            raise ConfigError(
+                f"{where} has a key {key!r}, which ai-toolkit ignores. Did you mean {close[0]!r}?"
+            )
+
+
 def take_blocks(
     process: Mapping[str, object], environment: Mapping[str, str]
 ) -> tuple[dict[str, object], Blocks]:

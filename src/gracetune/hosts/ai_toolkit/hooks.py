@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from gracetune.errors import ConfigError
-from gracetune.hosts.ai_toolkit.blocks import OPTIMIZER, is_ours
+from gracetune.hosts.ai_toolkit.blocks import OPTIMIZER, is_ours, refuse_near_misses
 from gracetune.hosts.ai_toolkit.generations import describe, latent_path, of_settings
 from gracetune.hosts.ai_toolkit.needs import ITEMS, JOB, LOADER, MIXINS, PROMPTS, TRAINER
 from gracetune.hosts.ai_toolkit.process import process_class
@@ -66,6 +66,8 @@ def _dressing(plugin: Plugin, find: Find, check: Callable[[], object], original:
 
     def load_processes(self: Any, process_dict: Mapping[str, object]) -> object:
         processes = [p for p in self.config.get("process", []) if isinstance(p, dict)]
+        for each in processes:
+            refuse_near_misses(each)
         types = {str(p.get("type")) for p in processes if is_ours(p)}
         if types and not done:
             check()

@@ -3,6 +3,7 @@ tensors of a batch are placed."""
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.hosts.ai_toolkit.blocks import Blocks, is_ours, take_blocks
 from gracetune.hosts.ai_toolkit.generations import KEY, Generations, Settings
+from gracetune.hosts.node_memory import NodeMemory
 from gracetune.hosts.shelf import Served, Shelf, stage
 from gracetune.hosts.staged_set import StagedSet
 from gracetune.hosts.tensor_memory import TensorMemory
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import CacheSection
     from gracetune.events.types import Event
     from gracetune.hosts.ai_toolkit.blocks import DatasetBlock
+    from gracetune.hosts.tensor_memory import Memory
     from gracetune.memory.machine import Machine
 
     Load = Callable[[str], object]
@@ -49,11 +52,17 @@ class Plugin:
         environment: Mapping[str, str],
         open_machine: Callable[[], Machine],
         say: Callable[[str], None],
+        meet_in: Path | None = None,
         room: Callable[[], int] = host_room,
     ) -> None:
         self.environment = environment
         self.say = say
-        self.memory: TensorMemory | None = None
+        self.memory: Memory | None = None
+        self._budget_nbytes = 0
+        self._ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+        self._rank = int(environment.get("LOCAL_RANK", "0"))
+        self._meet_in = meet_in if self._ranks > 1 else None
+        """Where ranks of one machine find each other; none: there is no other."""
         self._room = room
         self._process = os.getpid()
         self._held: frozenset[str] = frozenset()
@@ -85,12 +94,17 @@ class Plugin:
         self._held = frozenset(kind for kind, place in types.items() if place in IN_MEMORY)
         if self._held and self.memory is None:
             limit = cache.host_budget_gb
-            ranks = int(self.environment.get("LOCAL_WORLD_SIZE", "1"))
-            share = max(0, int(self._room() * _MEMORY_SHARE / ranks))
-            budget = share if limit is None else int(limit * GIB)
+            share = max(0, int(self._room() * _MEMORY_SHARE / self._ranks))
+            self._budget_nbytes = share if limit is None else int(limit * GIB)
+            self.memory = self._open_memory(self._budget_nbytes)
+
+    def _open_memory(self, budget_nbytes: int) -> Memory:
+        self.say(f"cache files are kept in host memory, up to {format_bytes(budget_nbytes)}")
+        if self._meet_in is None:
             # Not pinned: memory that the driver pins is not there in forks, which workers are.
-            self.memory = TensorMemory(budget, torch.Tensor.contiguous)
-            self.say(f"cache files are kept in host memory, up to {format_bytes(budget)}")
+            return TensorMemory(budget_nbytes, torch.Tensor.contiguous)
+        self.say(f"each of {self._ranks} ranks holds a share of them, for all of this machine")
+        return NodeMemory(budget_nbytes, self._meet_in, self._tell)
 
     def attach(self, blocks: Blocks, configs: Sequence[Settings]) -> None:
         """Give ai-toolkit's data sets, one a resolution, what was kept from them at first."""
@@ -113,7 +127,7 @@ class Plugin:
             folder = os.path.abspath(block.folder)
             if block.staged is not None and folder not in self._shelves:
                 chosen = StagedSet(folder, folder, block.staged, ())
-                self._shelves[folder] = stage(chosen, self._tell, None)
+                self._shelves[folder] = stage(chosen, self._tell, self._meet_in)
 
     def staged_bytes(self, path: object) -> bytes | None:
         """The bytes of a staged file; none: ask the disk."""
@@ -138,33 +152,35 @@ class Plugin:
     def load(self, path: str, load: Load) -> object:
         """The tensors of a cache file, from memory where they are held.
 
-        Workers read what this process has read before they began; what they read themselves they
-        do not keep, or each of them would hold the cache once more.
+        Workers read what this process has read before they began, or what any rank holds; what
+        they read themselves they do not keep, or each of them would hold the cache once more.
         """
         memory = self.memory
         if memory is None or CACHE_FOLDERS.get(Path(path).parent.name) not in self._held:
             return load(path)
         if os.getpid() == self._process:
             self._kept.add(path)
-        elif path not in self._kept:
+        elif path not in self._kept and self._meet_in is None:
             return load(path)
         return memory.get(path, load)
 
     def hold(self, paths: Iterable[str], load: Load) -> None:
-        """Read cache files ahead, as far as the budget goes."""
+        """Read cache files ahead, as far as the budget goes; of several ranks, each its share."""
         if self.memory is None:
             return
         wanted, left = sorted(set(paths)), 0
-        for path in wanted:
-            if self.memory.nbytes + os.path.getsize(path) > self.memory.budget_nbytes:
+        mine = wanted if self._meet_in is None else wanted[self._rank :: self._ranks]
+        for path in mine:
+            # In whole pages, as ranks share them: past its budget a memory lets its oldest go.
+            nbytes = -(-os.path.getsize(path) // mmap.PAGESIZE) * mmap.PAGESIZE
+            if self.memory.nbytes + nbytes > self._budget_nbytes:
                 left += 1
             else:
                 self.load(path, load)
         if left:
-            budget = format_bytes(self.memory.budget_nbytes)
             self.say(
-                f"{left} of {len(wanted)} cache files stay on disk: "
-                f"gracetune.cache_config.host_budget_gb allows {budget}"
+                f"{left} of {len(mine)} cache files stay on disk: "
+                f"gracetune.cache_config.host_budget_gb allows {format_bytes(self._budget_nbytes)}"
             )
 
     def place(self, blocks: Blocks, batch: Mapping[str, object]) -> None:
