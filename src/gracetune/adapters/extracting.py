@@ -49,10 +49,11 @@ def extract(
             "one naming.",
             kind="other-model",
         )
+    _demand_same_weights(before, after)
     layers: dict[Place, Layer] = {}
     losses: dict[Place, float] = {}
     rest = []
-    for weight in sorted(before.keys.keys() & after.keys.keys()):
+    for weight in sorted(before.keys):
         change = _difference(before, after, weight)
         if not bool(change.any()):
             continue
@@ -69,6 +70,19 @@ def extract(
     if before.naming == "original":
         adapter = swap_halves(adapter)
     return Extracted(adapter, summary(losses), () if keep_rest else tuple(rest))
+
+
+def _demand_same_weights(before: Model, after: Model) -> None:
+    """What one of them lacks, as a single shard of a folder would, cannot be compared."""
+    odd = sorted(before.keys.keys() ^ after.keys.keys())
+    if odd:
+        first = {**before.keys, **after.keys}[odd[0]][1]
+        raise AdapterError(
+            f"{len(odd)} weights are in one model and not in the other, {first!r} first. Name the "
+            "whole of both: the folder, where weights are in several files.",
+            kind="other-model",
+            key=first,
+        )
 
 
 def _beside(layer: Layer | None, bias: bool, change: Tensor) -> Layer:

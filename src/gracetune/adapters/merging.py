@@ -153,12 +153,15 @@ def _rewrite(file: Path, out: Path, changes: Mapping[str, Sequence[Change]]) -> 
         metadata = source.metadata()
         tensors = {key: source.get_tensor(key) for key in source.keys()}  # noqa: SIM118
     for key, parts in changes.items():
+        _demand_wide(key, tensors[key])
+        weight = tensors[key].float()
         for change in parts:
-            tensors[key] = _changed(key, tensors[key], change)
+            weight = _changed(key, weight, change)
+        tensors[key] = weight.to(tensors[key].dtype)  # once, however many adapters there are
     save_file(tensors, out, metadata=metadata)
 
 
-def _changed(key: str, weight: Tensor, change: Change) -> Tensor:
+def _demand_wide(key: str, weight: Tensor) -> None:
     if weight.element_size() < 2:
         raise AdapterError(
             f"{key!r} is {str(weight.dtype).removeprefix('torch.')}: merging into a quantised "
@@ -166,6 +169,10 @@ def _changed(key: str, weight: Tensor, change: Change) -> Tensor:
             kind="dtype",
             key=key,
         )
+
+
+def _changed(key: str, weight: Tensor, change: Change) -> Tensor:
+    """The weight in fp32, with one more change."""
     if change.rows is None:
         return _with_change(key, weight, change)
     start, end, total = (len(weight) * share // change.rows[2] for share in change.rows)
@@ -179,8 +186,8 @@ def _with_change(key: str, weight: Tensor, change: Change) -> Tensor:
     if change.bias:
         added = delta_bias(change.layer)
         assert added is not None, key
-        bias: Tensor = weight.float() + change.strength * added
-        return bias.to(weight.dtype)
+        bias: Tensor = weight + change.strength * added
+        return bias
     shape = delta_shape(change.layer)
     if weight.numel() != torch.Size(shape).numel():
         sizes = ["x".join(map(str, one)) for one in (weight.shape, shape)]

@@ -86,8 +86,8 @@ def test_two_adapters_in_one_merge_and_a_folder_of_shards(tmp_path):
     )
     place = Place(None, "blocks.1.attn2.to_v")
     key = key_of(place.module, "diffusers")
-    expected = merged(second.layers[place], merged(first.layers[place], base[key]))
-    assert torch.equal(out[key], expected)
+    expected = merged(second.layers[place], merged(first.layers[place], base[key].float()))
+    assert torch.equal(out[key], expected.bfloat16())
     assert out[key].dtype == torch.bfloat16
 
 
@@ -183,6 +183,21 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         merge_into(model, out, [(make_wan(), 1.0)], WAN)
 
 
+def test_several_adapters_are_rounded_once(tmp_path):
+    base = wan_weights(dtype=torch.bfloat16)
+    save_file(base, tmp_path / "m.safetensors")
+    adapters = [(make_wan(seed=seed), 0.01) for seed in range(4)]
+    merge_into(tmp_path / "m.safetensors", tmp_path / "out.safetensors", adapters, WAN)
+    out = load_file(tmp_path / "out.safetensors")
+    for module in wan_modules():
+        key = key_of(module, "diffusers")
+        changes = [s * delta(one.layers[Place(None, module)]) for one, s in adapters]
+        exact = base[key].float() + torch.stack(changes).sum(0)
+        assert (out[key].float() - exact).abs().max() <= exact.abs().max() / 256, key
+        same = out[key] == exact.bfloat16()
+        assert same.float().mean() > 0.99, key  # sums in another order round a few differently
+
+
 def test_models_that_cannot_be_opened(tmp_path):
     with pytest.raises(AdapterError, match=r"holds no \.safetensors"):
         open_model(tmp_path, WAN)
@@ -241,6 +256,18 @@ def test_extraction_needs_two_models_of_one_shape_and_naming(tmp_path):
     save_file(wide, other)
     with pytest.raises(AdapterError, match="another shape"):
         extract(base, other, WAN, 4, generator(), keep_rest=False)
+
+
+@pytest.mark.parametrize("shorter", ["base", "tuned"])
+def test_a_model_that_lacks_weights_of_the_other_is_not_compared_with_it(shorter, tmp_path):
+    """One shard of a folder, say: the rest of what was tuned would be left out without a word."""
+    paths = {name: tmp_path / f"{name}.safetensors" for name in ("base", "tuned")}
+    for seed, path in enumerate(paths.values()):
+        save_file(wan_weights(seed=seed), path)
+    whole = load_file(paths[shorter])
+    save_file({k: t for k, t in whole.items() if "blocks.0.attn1" not in k}, paths[shorter])
+    with pytest.raises(AdapterError, match=r"8 weights are in one model.*blocks\.0\.attn1"):
+        extract(paths["base"], paths["tuned"], WAN, 4, generator(), keep_rest=False)
 
 
 def test_a_fused_model_gives_fused_layers_with_halves_in_our_order(tmp_path):
