@@ -107,7 +107,7 @@ def _split(module: str, layer: Layer, spans: Sequence[Span]) -> list[Layer | Non
 
 def _diagonal(layer: Layer, spans: Sequence[Span]) -> list[Layer | None] | None:
     """Undo `_on_diagonal`: one block of the rank for each part, nothing off the diagonal."""
-    if layer.algorithm != "lora" or "mid" in layer.tensors or layer.dora:
+    if set(layer.tensors) != {"down", "up"}:
         return None
     up, down = layer.tensors["up"], layer.tensors["down"]
     rank, odd = divmod(down.shape[0], len(spans))

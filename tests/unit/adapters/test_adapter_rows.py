@@ -1,5 +1,7 @@
 """Fused projections: taken apart and put together without a change in any bit or any product."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from adapter_examples import make_full, make_loha, make_lokr, make_lora, same, same_layer
@@ -177,6 +179,18 @@ def test_rows_of_a_bias_go_along():
     layer = make_full(36, HIDDEN, generator())
     part = take_rows("x", layer, [(12, 24)])
     assert torch.equal(part.tensors["diff_b"], layer.tensors["diff_b"][12:24])
+
+
+def test_a_bias_beside_loras_on_a_diagonal_goes_along_too():
+    parts = adapter_of({name: make_lora(HIDDEN, HIDDEN, generator(), 2) for name in QKV[:2]})
+    ((place, whole),) = join_fused(parts).layers.items()
+    bias = torch.arange(3.0 * HIDDEN)
+    beside = replace(whole, tensors={**whole.tensors, "diff_b": bias})
+    back = split_fused(Adapter(FLUX, {place: beside}))
+    found = [back.layers[Place(None, name)].tensors["diff_b"] for name in QKV]
+    assert torch.equal(torch.cat(found), bias)
+    changes = [delta(back.layers[Place(None, name)]) for name in QKV]
+    torch.testing.assert_close(torch.cat(changes), delta(whole))
 
 
 @pytest.mark.parametrize(
