@@ -156,6 +156,17 @@ def test_staged_pictures_and_captions_outlive_the_files(clone, pictures):
         mixins.Image.open(str(pictures / "4.png"))
 
 
+def test_a_job_is_not_served_what_the_job_before_it_had_staged(clone, pictures):
+    (process,) = make(clone, entry(pictures, in_memory={"compression": "none"}))
+    run(process)
+    plugin = plugin_of(process)
+    assert plugin.staged_bytes(str(pictures / "1.txt")) == b"caption 1"
+    make(clone, held(pictures))
+    assert plugin.memory is not None
+    make(clone, {"type": "sd_trainer"})
+    assert (plugin.staged_bytes(str(pictures / "1.txt")), plugin.memory) == (None, None)
+
+
 def test_staged_videos_are_opened_from_memory(clone, pictures):
     import cv2
 

@@ -83,6 +83,23 @@ def test_a_share_that_finds_no_room_is_told(tmp_path, files):
     ]
 
 
+def test_a_later_process_may_ask_for_more_room(tmp_path, files):
+    [alone] = ranks(tmp_path, [], number=1, host_budget_gb=1e-7)
+    alone.hold(files, load_file)
+    assert alone.memory.misses == 0
+    alone.take(process(host_budget_gb=2))
+    alone.hold(files, load_file)
+    assert alone.memory.misses == 5
+
+
+def test_what_ranks_share_outlives_a_job(tmp_path, files):
+    first, second = ranks(tmp_path / "meet", [])
+    first.load(files[0], load_file)
+    first.begin_job()
+    assert second.load(files[0], unreadable)["latent"].tolist() == [0] * 4
+    assert first.load(files[0], lambda path: "from disk") == "from disk", "nothing asked for it"
+
+
 def test_a_rank_alone_meets_nobody(tmp_path, files):
     [alone] = ranks(tmp_path / "meet", [], number=1)
     alone.hold(files, load_file)

@@ -66,6 +66,7 @@ def _dressing(plugin: Plugin, find: Find, check: Callable[[], object], original:
 
     def load_processes(self: Any, process_dict: Mapping[str, object]) -> object:
         processes = [p for p in self.config.get("process", []) if isinstance(p, dict)]
+        plugin.begin_job()
         for each in processes:
             refuse_near_misses(each)
         types = {str(p.get("type")) for p in processes if is_ours(p)}

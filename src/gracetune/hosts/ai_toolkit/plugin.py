@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from gracetune.config.schema import CacheSection
     from gracetune.events.types import Event
     from gracetune.hosts.ai_toolkit.blocks import DatasetBlock
-    from gracetune.hosts.tensor_memory import Memory
     from gracetune.memory.machine import Machine
 
     Load = Callable[[str], object]
@@ -57,8 +56,7 @@ class Plugin:
     ) -> None:
         self.environment = environment
         self.say = say
-        self.memory: Memory | None = None
-        self._budget_nbytes = 0
+        self.memory: TensorMemory | NodeMemory | None = None
         self._ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
         self._rank = int(environment.get("LOCAL_RANK", "0"))
         self._meet_in = meet_in if self._ranks > 1 else None
@@ -71,6 +69,13 @@ class Plugin:
         self._session = MemorySession(
             open_machine, lambda: environment_settings(environment), self._tell
         )
+
+    def begin_job(self) -> None:
+        """Let go of what a job before this one held: `run.py` runs one after the other."""
+        self._shelves.clear()
+        self._held = frozenset()
+        if isinstance(self.memory, TensorMemory):
+            self.memory = None  # what ranks share stays: others may be reading it
 
     def take(self, config: Mapping[str, object]) -> tuple[dict[str, object], Blocks]:
         """What ai-toolkit may see of a process; what it says to us is told and prepared."""
@@ -92,13 +97,16 @@ class Plugin:
     def _hold_caches(self, cache: CacheSection) -> None:
         types = {"vae": cache.vae_cache_type, "text": cache.text_cache_type}
         self._held = frozenset(kind for kind, place in types.items() if place in IN_MEMORY)
-        if self._held and self.memory is None:
-            limit = cache.host_budget_gb
+        if not self._held:
+            return
+        limit = cache.host_budget_gb
+        if self.memory is None:
             share = max(0, int(self._room() * _MEMORY_SHARE / self._ranks))
-            self._budget_nbytes = share if limit is None else int(limit * GIB)
-            self.memory = self._open_memory(self._budget_nbytes)
+            self.memory = self._open_memory(share if limit is None else int(limit * GIB))
+        elif limit is not None:
+            self.memory.budget_nbytes = int(limit * GIB)
 
-    def _open_memory(self, budget_nbytes: int) -> Memory:
+    def _open_memory(self, budget_nbytes: int) -> TensorMemory | NodeMemory:
         self.say(f"cache files are kept in host memory, up to {format_bytes(budget_nbytes)}")
         if self._meet_in is None:
             # Not pinned: memory that the driver pins is not there in forks, which workers are.
@@ -173,14 +181,15 @@ class Plugin:
         for path in mine:
             # In whole pages, as ranks share them: past its budget a memory lets its oldest go.
             nbytes = -(-os.path.getsize(path) // mmap.PAGESIZE) * mmap.PAGESIZE
-            if self.memory.nbytes + nbytes > self._budget_nbytes:
+            if self.memory.nbytes + nbytes > self.memory.budget_nbytes:
                 left += 1
             else:
                 self.load(path, load)
         if left:
+            budget = format_bytes(self.memory.budget_nbytes)
             self.say(
                 f"{left} of {len(mine)} cache files stay on disk: "
-                f"gracetune.cache_config.host_budget_gb allows {format_bytes(self._budget_nbytes)}"
+                f"gracetune.cache_config.host_budget_gb allows {budget}"
             )
 
     def place(self, blocks: Blocks, batch: Mapping[str, object]) -> None:
