@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.cli.run_file import add_run_file
 from gracetune.config.load import load_run_file
 from gracetune.config.rules import trains_in_bf16
 from gracetune.errors import ConfigError
@@ -39,15 +40,7 @@ class Where:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run file, the machine, the budget."""
-    parser.add_argument("run_file", metavar="RUN", help="a run file: JSON, YAML or TOML")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        dest="overrides",
-        help="change one setting; may be given often",
-    )
+    add_run_file(parser)
     parser.add_argument(
         "--machine", metavar="NAME", help="plan for a known machine, such as gh200-96"
     )

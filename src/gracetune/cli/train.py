@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from gracetune.cli.run_file import add_run_file
 from gracetune.config.load import load_run_file
 from gracetune.config.rules import check_trainable
 
@@ -18,15 +19,7 @@ HELP = "train a model as a run file says, or resume it"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run file, and what the command line may change of it."""
-    parser.add_argument("run_file", metavar="RUN", help="a run file: JSON, YAML or TOML")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        dest="overrides",
-        help="change one setting; may be given often",
-    )
+    add_run_file(parser)
     parser.add_argument(
         "--resume",
         default="auto",
