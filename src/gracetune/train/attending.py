@@ -30,7 +30,7 @@ from gracetune.models.attention_timing import (
 from gracetune.models.experts import EXPERTS, routed, transformers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from gracetune.data.sample import Batch
@@ -51,7 +51,9 @@ LEVEL = 0.5
 """Of noise, in the pass that is watched: any would do."""
 
 
-def settle_attention(t: Trainee, feed: Feed, folder: Path, tell: Tell) -> None:
+def settle_attention(
+    t: Trainee, feed: Feed, held_out: Iterable[Batch], folder: Path, tell: Tell
+) -> None:
     """Pick the backend of this run by measuring, where the run file leaves it open on a GPU."""
     device = t.accelerator.device
     if t.run.model.attention_mechanism != "auto" or device.type != "cuda":
@@ -69,7 +71,7 @@ def settle_attention(t: Trainee, feed: Feed, folder: Path, tell: Tell) -> None:
         timings = without_refusals(timings, others, device, stopwatch)
         return fastest(timings), told(timings, calls)
 
-    pick_attention(t, batches_of(t, feed), folder / CHOICE, here, choose, tell)
+    pick_attention(t, batches_of(t, feed, held_out), folder / CHOICE, here, choose, tell)
 
 
 def shapes_of(t: Trainee, feed: Feed) -> str:
@@ -79,10 +81,15 @@ def shapes_of(t: Trainee, feed: Feed) -> str:
     return f"{model} in {precision}, {t.run.train.batch_size} of each of {sizes}"
 
 
-def batches_of(t: Trainee, feed: Feed) -> list[Callable[[], Batch]]:
-    """A full batch of each bucket, loaded when it is asked for, the largest first."""
+def batches_of(t: Trainee, feed: Feed, held_out: Iterable[Batch] = ()) -> list[Callable[[], Batch]]:
+    """A full batch of each bucket, loaded when it is asked for, the largest first.
+
+    A bucket may be held out as a whole: one batch of each shape that is follows.
+    """
     count = t.run.train.batch_size
-    return [partial(feed.load, (draw,) * count) for draw in feed.order.of_each_size()]
+    trained = [partial(feed.load, (draw,) * count) for draw in feed.order.of_each_size()]
+    measured = {batch.latents.shape: batch for batch in held_out}
+    return [*trained, *(partial(_itself, batch) for batch in measured.values())]
 
 
 def pick_attention(
@@ -168,6 +175,10 @@ def told(timings: Sequence[Timing], calls: Calls) -> str:
     left_out = ", ".join(f"{t.name} ({t.reason})" for t in timings if not isfinite(t.seconds))
     text = f"attention: {fastest(timings)}, by measuring {kinds}, forward and backward: {timed}"
     return f"{text}; left out: {left_out}" if left_out else text
+
+
+def _itself(batch: Batch) -> Batch:
+    return batch
 
 
 def _is_trained(transformer: torch.nn.Module) -> bool:

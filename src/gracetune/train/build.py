@@ -184,7 +184,8 @@ def build(
     )
     trainee.transformer.train()
     keep_books(trainee, mover, lambda: 0 if settled is None else settled.slots_nbytes)
-    settle_attention(trainee, feed, folder, tell)
+    held_out = () if validation is None else validation.held_out
+    settle_attention(trainee, feed, held_out, folder, tell)
     session = Session(
         trainee=trainee,
         feed=feed,

@@ -85,7 +85,7 @@ def test_nothing_is_asked_where_nothing_could_be_switched(tiny_run, tmp_path, to
         raise AssertionError("asked for a model that cannot be switched")
 
     pick_attention(built.session.trainee, [], tmp_path / CHOICE, HERE, choose, told)
-    settle_attention(built.session.trainee, built.session.feed, tmp_path, told)
+    settle_attention(built.session.trainee, built.session.feed, (), tmp_path, told)
     assert not (tmp_path / CHOICE).exists()
     built.close()
 
@@ -171,3 +171,11 @@ def test_every_bucket_is_looked_at_before_a_backend_is_taken(two_buckets, tmp_pa
     assert len(largest) == len(others) > 0
     assert max(query[1] for query in others) < max(query[1] for query in largest)
     assert shapes_of(t, feed) == f"flux in no, 2 of each of {sizes}"
+
+
+def test_a_bucket_that_is_held_out_as_a_whole_is_looked_at_too(two_buckets):
+    t, feed = two_buckets.trainee, two_buckets.feed
+    largest, other = (feed.load((draw,)) for draw in feed.order.of_each_size())
+    loads = batches_of(t, feed, [other, largest, other])
+    assert len(loads) == 2 + 2
+    assert [load() for load in loads[2:]] == [other, largest]
