@@ -109,18 +109,30 @@ def pick_attention(
         return
     name = ""
     if t.accelerator.is_main_process:
-        name = read_choice(kept, here)
-        text = f"attention: {name}, as this run has measured before"
-        if not name:
-            try:
-                name, text = choose(*watched(t, batches))
-                write_text(kept, json.dumps(here | {"backend": name}))
-            except torch.OutOfMemoryError:  # the first step gives way to a smaller plan, if it must
-                name, text = "sdpa", "attention: sdpa; the device has no room to measure others now"
-        tell(Notice(text))
+        name, notice = _kept_or_chosen(t, batches, kept, here, choose)
+        tell(notice)
     (name,) = broadcast_object_list([name])
     for transformer in transformers:
         switch_attention(transformer, backend_of(name))
+
+
+def _kept_or_chosen(
+    t: Trainee,
+    batches: Sequence[Callable[[], Batch]],
+    kept: Path,
+    here: dict[str, str],
+    choose: Choose,
+) -> tuple[str, Notice]:
+    name = read_choice(kept, here)
+    if name:
+        return name, Notice(f"attention: {name}, as this run has measured before")
+    try:
+        name, text = choose(*watched(t, batches))
+    except torch.OutOfMemoryError:  # the first step gives way to a smaller plan, if it must
+        text = "attention: sdpa; the device has no room to measure others now"
+        return "sdpa", Notice(text, level="warning", fallback=True)
+    write_text(kept, json.dumps(here | {"backend": name}))
+    return name, Notice(text)
 
 
 def read_choice(kept: Path, here: dict[str, str]) -> str:

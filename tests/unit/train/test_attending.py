@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from gracetune.events.requests import Requests
+from gracetune.events.types import Notice
 from gracetune.models.attention_timing import Asked, Timing
 from gracetune.train.attending import (
     CHOICE,
@@ -74,6 +75,19 @@ def test_a_run_measures_once_and_goes_on_as_it_was(session, tmp_path, told):
     pick_attention(t, batches, tmp_path / CHOICE, elsewhere, choose, told)
     assert len(asked) == 2
     assert json.loads((tmp_path / CHOICE).read_text()) == elsewhere | {"backend": "math"}
+
+
+def test_a_device_without_room_to_measure_is_told_as_a_fallback(session, tmp_path, told):
+    def choose(calls, others):
+        raise torch.OutOfMemoryError("full")
+
+    t = session.trainee
+    pick_attention(t, batches_of(t, session.feed), tmp_path / CHOICE, HERE, choose, told)
+    assert backends(t) == {"AttentionBackendName.NATIVE"}
+    (notice,) = [event for event in told.of(Notice) if event.text.startswith("attention:")]
+    assert notice.fallback
+    assert "no room to measure" in notice.text
+    assert not (tmp_path / CHOICE).exists(), "with room, it is measured"
 
 
 def test_nothing_is_asked_where_nothing_could_be_switched(tiny_run, tmp_path, told):
