@@ -16,7 +16,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from peft.tuners.lora import Linear as LoraLinear
 
-from gracetune.adapters.fused import freeze_in_fp8, fuse_lora
+from gracetune.adapters.fused import freeze_in_fp8_for, fuse_lora
 from gracetune.adapters.inject import NAME, add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection, OptimizerSection, TrainSection
 from gracetune.data.shapes import draw, drawn
@@ -120,15 +120,20 @@ def make_arm(
     weights: Mapping[str, Tensor],
     way: Way,
     rank: int,
+    shown: Asked,
 ) -> nn.Module:
-    """The model with these weights and a new adapter, computing in one of the ways."""
-    model = make_model(shape, next(iter(weights.values())).device)
+    """The model with these weights and a new adapter, computing in one of the ways.
+
+    `shown`: what a model in fp8 finds the main directions of its inputs by.
+    """
+    device = next(iter(weights.values())).device
+    model = make_model(shape, device)
     model.load_state_dict(weights)
     if way != "fp32":
         to_bf16(model)
     add_adapter({"": model}, AdapterSection(rank=rank), TARGETS, seed=0)
     if way == "fp8":
-        freeze_in_fp8(model.blocks)
+        freeze_in_fp8_for(lambda: losses(model, shown, autocast=False), list(model.blocks), device)
     if way in ("bf16", "fp8"):
         fuse_lora(model)
         attend_in_fewer_passes(model)

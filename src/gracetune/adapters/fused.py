@@ -6,13 +6,14 @@ adapter that is switched off or merged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from gracetune.adapters.directions import Watch
 from gracetune.adapters.products import (
     FP8_GIVES,
     FrozenProductFp8,
@@ -23,7 +24,7 @@ from gracetune.adapters.products import (
 from gracetune.errors import GracetuneError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 LEAST_FP8 = (8, 9)
 """The compute capability from which on there are fp8 products."""
@@ -32,9 +33,13 @@ FP8_STEP = 16
 
 
 class Fp8Linear(nn.Module):
-    """A frozen linear layer whose weight is stored, moved and multiplied in fp8."""
+    """A frozen linear layer whose weight is stored, moved and multiplied in fp8.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    `along` are the main directions of its input, where they are known: what lies along them is
+    multiplied in bf16.
+    """
+
+    def __init__(self, linear: nn.Linear, along: nn.Parameter | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
@@ -43,11 +48,18 @@ class Fp8Linear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scales = nn.Parameter(scales, requires_grad=False)
         self.bias = linear.bias
+        self.along, self.across = along, None if along is None else _met(linear.weight, along)
+        """The directions, and the weight as it is met along them."""
+
+    @property
+    def frozen(self) -> tuple[Tensor | None, ...]:
+        """All that the products take of this layer, in order."""
+        return self.weight, self.weight_scales, self.bias, self.along, self.across
 
     def forward(self, x: Tensor) -> Tensor:
         """As the linear layer, within the rounding."""
         y: Tensor = FrozenProductFp8.apply(  # type: ignore[no-untyped-call]
-            x.to(FP8_GIVES).flatten(0, -2), self.weight, self.weight_scales, self.bias
+            x.to(FP8_GIVES).flatten(0, -2), *self.frozen
         )
         return self.as_the_layer_gives(y).view(*x.shape[:-1], -1)
 
@@ -66,6 +78,8 @@ class InFp8:
     """Computed in fp8 from now on."""
     left: int
     """As they were: no kernel takes their sides."""
+    blind: int = 0
+    """Of those, without main directions: nothing was seen of what comes into them."""
 
 
 def demand_fp8(device: torch.device) -> None:
@@ -89,23 +103,90 @@ def demand_capability(name: str, capability: tuple[int, int]) -> None:
 
 def freeze_in_fp8(blocks: Iterable[nn.Module]) -> InFp8:
     """Store every frozen linear weight of the blocks in fp8, where a kernel takes its sides."""
-    count = left = 0
-    for block in blocks:
-        for module in list(block.modules()):
-            for name, child in list(module.named_children()):
-                if type(child) is not nn.Linear or child.weight.requires_grad:
-                    continue
-                if child.in_features % FP8_STEP or child.out_features % FP8_STEP:
-                    left += 1
-                    continue
-                module._modules[name] = Fp8Linear(child)
-                count += 1
+    return _demand_any([_freeze(block, None) for block in blocks])
+
+
+def freeze_in_fp8_for(
+    run: Callable[[], object], blocks: Sequence[nn.Module], device: torch.device
+) -> InFp8:
+    """The same with the main directions of what comes in while `run` passes the blocks once.
+
+    Each block is on the device for its turn alone, and then back where it was.
+    """
+    watched = {block: _Turn(block, device) for block in blocks}
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for turn in watched.values():
+            turn.close()
+    return _demand_any([turn.frozen or _freeze(block, None) for block, turn in watched.items()])
+
+
+@torch.no_grad()
+def _met(weight: Tensor, along: Tensor) -> nn.Parameter:
+    across = weight.float() @ along.float().t()
+    return nn.Parameter(across.to(FP8_GIVES), requires_grad=False)
+
+
+class _Turn:
+    """One block's part in the pass that shows layers their inputs."""
+
+    def __init__(self, block: nn.Module, device: torch.device) -> None:
+        self.frozen: InFp8 | None = None
+        self._home, self._device = next(block.parameters()).device, device
+        self._watch = Watch([])
+        self._handles = [
+            block.register_forward_pre_hook(self._before),
+            block.register_forward_hook(self._after),
+        ]
+
+    def close(self) -> None:
+        """What came too late changes nothing."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, block: nn.Module, _: object) -> None:
+        block.to(self._device)
+        self._watch = Watch(child for _, _, child in _frozen_linears(block))
+
+    def _after(self, block: nn.Module, _: object, __: object) -> None:
+        self.close()
+        self._watch.close()
+        self.frozen = _freeze(block, self._watch)
+        block.to(self._home)
+
+
+def _freeze(block: nn.Module, seen: Watch | None) -> InFp8:
+    count = left = blind = 0
+    for module, name, child in _frozen_linears(block):
+        if child.in_features % FP8_STEP or child.out_features % FP8_STEP:
+            left += 1
+            continue
+        along = None if seen is None else seen.directions(child)
+        module._modules[name] = Fp8Linear(child, along)
+        count += 1
+        blind += along is None
+    return InFp8(count, left, blind)
+
+
+def _frozen_linears(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Each with its place."""
+    for module in list(block.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and not child.weight.requires_grad:
+                yield module, name, child
+
+
+def _demand_any(parts: Sequence[InFp8]) -> InFp8:
+    """All of them together."""
+    count, left, blind = (sum(each) for each in zip(*map(astuple, parts), strict=True))
     if not count:
         raise GracetuneError(
             f"model.frozen_compute is fp8, but none of {left} frozen linear layers has sides that "
             f"are multiples of {FP8_STEP}, which fp8 products need. Set it to bf16."
         )
-    return InFp8(count, left)
+    return InFp8(count, left, blind)
 
 
 def fuse_lora(model: nn.Module) -> int:
@@ -163,7 +244,7 @@ class Fused:
         y: Tensor
         if isinstance(base, Fp8Linear):
             y = LoraProductFp8.apply(  # type: ignore[no-untyped-call]
-                rows, base.weight, base.weight_scales, base.bias, *self.halves(), self.scale
+                rows, *base.frozen, *self.halves(), self.scale
             )
             y = base.as_the_layer_gives(y)
         else:

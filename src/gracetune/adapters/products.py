@@ -6,9 +6,11 @@ bound by arithmetic and not by memory, adds itself on top in place; the same on 
 are operators of torch's registry, so compiled graphs call them as they are and a memory policy can
 tell them from elementwise work.
 
-In fp8 both operands of the frozen product are rounded, each row with a scale of its own. The
-gradient of the input needs the weight along its other side: the weight's scales are multiplied
-into the incoming gradient first, so that one stored copy serves both directions.
+In fp8 both operands of the frozen product are rounded, each row with a scale of its own. Where the
+main directions of the input are known (`directions`), what lies along them is taken out first and
+multiplied in bf16 by the same small product that adds the LoRA. The gradient of the input needs the
+weight along its other side: the weight's scales are multiplied into the incoming gradient first, so
+that one stored copy serves both ways.
 """
 
 from __future__ import annotations
@@ -47,14 +49,32 @@ def lora_linear_fp8(  # noqa: PLR0913  an operator has no objects to hold its ar
     weight: Tensor,
     weight_scales: Tensor,
     bias: Tensor | None,
+    main: Tensor | None,
+    across: Tensor | None,
     down: Tensor,
     up: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The same with the frozen product in fp8; the LoRA sees `x` as it was."""
+    """The same with the frozen product in fp8; the LoRA sees `x` as it was.
+
+    `main` is what was taken out of `x` before it was rounded, `across` the weight for that.
+    """
     y = _scaled(rounded, weight.t(), row_scales, weight_scales.t(), x.dtype, bias)
     narrow = functional.linear(x, down)
-    return y.addmm_(narrow, up.t(), alpha=scale), narrow
+    if main is None or across is None:
+        return y.addmm_(narrow, up.t(), alpha=scale), narrow
+    beside_it, ups = torch.cat([narrow * scale, main], 1), torch.cat([up, across], 1)
+    return y.addmm_(beside_it, ups.t()), narrow
+
+
+@torch.library.custom_op("gracetune::apart", mutates_args=())
+def apart(x: Tensor, along: Tensor) -> tuple[Tensor, Tensor]:
+    """How far each row goes along the main directions, and what is left of it.
+
+    An operator, so that memory policies do not take it for a product that is worth keeping.
+    """
+    main = functional.linear(x, along)
+    return main, torch.addmm(x, main, along, alpha=-1)
 
 
 @torch.library.custom_op("gracetune::lora_gradients", mutates_args=())
@@ -87,8 +107,11 @@ def lora_input_gradient_fp8(
 
 lora_linear.register_fake(lambda x, weight, _, down, *__: _wide_and_narrow(x, weight, down))
 lora_linear_fp8.register_fake(
-    lambda x, _, __, weight, ___, ____, down, *_____: _wide_and_narrow(x, weight, down)
+    lambda x, _, __, weight, ___, ____, _____, ______, down, *_______: _wide_and_narrow(
+        x, weight, down
+    )
 )
+apart.register_fake(lambda x, along: (x.new_empty(len(x), len(along)), torch.empty_like(x)))
 lora_gradients.register_fake(
     lambda _, x, narrow, up, __: (
         x.new_empty(up.shape[1], x.shape[1]),
@@ -165,19 +188,23 @@ class LoraProductFp8(torch.autograd.Function):
     """`LoraProduct` whose frozen products are in fp8, both ways."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  nor has this one
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         weight_scales: Tensor,
         bias: Tensor | None,
+        along: Tensor | None,
+        across: Tensor | None,
         down: Tensor,
         up: Tensor,
         scale: float,
     ) -> Tensor:
         """`weight` is in fp8, `weight_scales` has one number a row of it."""
+        main, rest = (None, x) if along is None else apart(x, along)
+        sides = (*round_rows(rest), weight, weight_scales, bias, main, across)
         y: Tensor
-        y, narrow = lora_linear_fp8(x, *round_rows(x), weight, weight_scales, bias, down, up, scale)
+        y, narrow = lora_linear_fp8(x, *sides, down, up, scale)
         ctx.save_for_backward(x, narrow, weight, weight_scales, down, up)
         ctx.scale = scale
         return y
@@ -193,7 +220,7 @@ class LoraProductFp8(torch.autograd.Function):
             rounded = round_rows(grad.float() * weight_scales.t())
             turned = weight.t().contiguous()
             grad_x = lora_input_gradient_fp8(*rounded, between, turned, down)
-        return grad_x, None, None, None, grad_down, grad_up, None
+        return grad_x, None, None, None, None, None, grad_down, grad_up, None
 
 
 class FrozenProductFp8(torch.autograd.Function):
@@ -201,11 +228,19 @@ class FrozenProductFp8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        weight_scales: Tensor,
+        bias: Tensor | None,
+        along: Tensor | None,
+        across: Tensor | None,
     ) -> Tensor:
         """`x` is (rows, columns)."""
         ctx.save_for_backward(weight, weight_scales)
-        return _scaled(*_sides(*round_rows(x), weight, weight_scales), x.dtype, bias)
+        main, rest = (None, x) if along is None else apart(x, along)
+        y = _scaled(*_sides(*round_rows(rest), weight, weight_scales), x.dtype, bias)
+        return y if main is None or across is None else torch.addmm(y, main, across.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -214,7 +249,7 @@ class FrozenProductFp8(torch.autograd.Function):
         weight, weight_scales = ctx.saved_tensors
         rounded = round_rows(grad.float() * weight_scales.t())
         turned = weight.t().contiguous()
-        return input_gradient_fp8(*rounded, turned, grad.dtype), None, None, None
+        return input_gradient_fp8(*rounded, turned, grad.dtype), *[None] * 5
 
 
 def _sides(
@@ -238,5 +273,6 @@ def _scaled(
         return torch._scaled_mm(
             rows, right, left_scales, right_scales, added, out_dtype=dtype, use_fast_accum=True
         )
-    product = (left.float() * left_scales) @ (right.float() * right_scales)
+    with torch.autocast(left.device.type, enabled=False):
+        product = (left.float() * left_scales) @ (right.float() * right_scales)
     return (product if bias is None else product + bias.float()).to(dtype)

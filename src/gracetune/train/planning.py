@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.adapters.fused import demand_fp8, freeze_in_fp8, fuse_lora
+from gracetune.adapters.fused import demand_fp8, fuse_lora
 from gracetune.events.types import Notice
 from gracetune.memory.host import private_nbytes
 from gracetune.memory.machine import read_this_host
@@ -33,6 +33,7 @@ from gracetune.plan.rates import FITTED
 from gracetune.plan.report import describe, speed
 from gracetune.stream.movers import open_mover
 from gracetune.train.correcting import choice_of
+from gracetune.train.frozen import freeze
 from gracetune.train.place import Layout, place
 from gracetune.train.settled import COMPILING_S, CudaMeter, NoMeter, Settled
 from gracetune.units import MIB, parse_bytes
@@ -91,7 +92,9 @@ def settle(
     tell(Notice(f"plan: {describe(plan)}"))
     tell(Notice(f"predicted: {speed(plan)}"))
     if run.model.frozen_compute == "fp8":
-        _round(family, device, tell)  # after the plan: it knows what rounding gives by itself
+        demand_fp8(device)
+        freeze(run, family, feed, device, tell)  # after the plan: it knows what rounding gives
+        meter.clear()
         _fuse(family)
 
     def placed(plan: Plan, spare_nbytes: int) -> Placed:
@@ -176,16 +179,6 @@ def apply(
     }
     layout = Layout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
     return place(family.transformer, parts, layout, open_mover(device, link), tell)
-
-
-def _round(family: Family, device: torch.device, tell: Tell) -> None:
-    """Frozen products in fp8, as many as there are kernels for."""
-    demand_fp8(device)
-    frozen = freeze_in_fp8(family.blocks())
-    tell(Notice(f"{frozen.count} frozen products are computed in fp8"))
-    if frozen.left:
-        text = f"{frozen.left} frozen products are not in fp8: their sides fit no kernel"
-        tell(Notice(text, level="warning", fallback=True))
 
 
 def _fuse(family: Family) -> None:

@@ -1,0 +1,106 @@
+"""Frozen products in fp8, with the main directions of what the run's own data bring to them.
+
+One pass of the model, over a few samples at levels that are trained on, shows every layer its
+inputs; `adapters/directions.py` says what that is good for. The samples are always the first of the
+run, so that a resumed run computes as it did before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.adapters.fused import freeze_in_fp8_for
+from gracetune.events.types import Notice
+from gracetune.models.experts import EXPERTS, Experts, routed
+from gracetune.train import objective
+from gracetune.train.draws import Draws
+from gracetune.train.timesteps import WHOLE, draw_levels, expert_windows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from gracetune.config.schema import RunFile
+    from gracetune.data.loader import BatchOrder, Draw
+    from gracetune.data.sample import Batch
+    from gracetune.events.types import Event
+    from gracetune.models.experts import Expert
+    from gracetune.models.family import Family
+    from gracetune.train.feed import Feed
+
+    Tell = Callable[[Event], None]
+
+SAMPLES, TOKENS = 64, 32768
+"""That a model is shown at most; one sample in any case."""
+
+
+def freeze(run: RunFile, family: Family, feed: Feed, device: torch.device, tell: Tell) -> None:
+    """Frozen products in fp8, as many as there are kernels for; call it before LoRAs are fused."""
+    batch = shown(family, feed)
+    experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
+    blocks = family.blocks()
+    bring_rest(family.transformer, blocks, device)
+
+    def show_all() -> None:
+        for expert in experts:
+            show(run, family, batch, expert, device)
+
+    frozen = freeze_in_fp8_for(show_all, blocks, device)
+    tell(
+        Notice(
+            f"{frozen.count} frozen products are computed in fp8; {frozen.count - frozen.blind} of "
+            f"them along main directions in bf16, found in {len(batch)} samples"
+        )
+    )
+    if frozen.blind:
+        text = f"{frozen.blind} frozen products have no main directions: nothing came into them"
+        tell(Notice(text, level="warning", fallback=True))
+    if frozen.left:
+        text = f"{frozen.left} frozen products are not in fp8: their sides fit no kernel"
+        tell(Notice(text, level="warning", fallback=True))
+
+
+def shown(family: Family, feed: Feed) -> Batch:
+    """The first samples of one size, as many as there is room for."""
+    one = feed.load(first_draws(feed.order, 1))
+    x0, _ = family.parts(one.latents)
+    room = TOKENS // family.num_tokens(x0.shape[1:])
+    return feed.load(first_draws(feed.order, max(1, min(SAMPLES, room))))
+
+
+def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:
+    """Of the first epoch, all of the first one's size."""
+    draws: list[Draw] = []
+    for index in range(order.epoch_length):
+        draws += (draw for draw in order.at(index) if not draws or draw.size == draws[0].size)
+        if len(draws) >= count:
+            break
+    return tuple(draws[:count])
+
+
+def show(
+    run: RunFile, family: Family, batch: Batch, expert: Expert | None, device: torch.device
+) -> None:
+    """One pass, as in training, at levels of this expert's."""
+    x0, given = family.parts(batch.latents)
+    generator = Draws(run.seed, device).at("rounding", expert or "alone")
+    window = WHOLE
+    if expert is not None and family.boundary is not None:
+        window = expert_windows(family.boundary)[expert]
+    tokens = family.num_tokens(x0.shape[1:])
+    levels = draw_levels(run.train, len(batch), generator, window, tokens)
+    noise = torch.randn(x0.shape, generator=generator, device=device)
+    noisy = objective.noisy(x0, noise, levels, family.prediction)
+    with torch.autocast(device.type, torch.bfloat16):
+        family.predict(routed(family.transformer, expert), noisy, levels, {**batch.text, **given})
+
+
+def bring_rest(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """All but the blocks to the device, where it will be anyway."""
+    inside = {id(t) for block in blocks for t in (*block.parameters(), *block.buffers())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in inside:
+            tensor.data = tensor.data.to(device)

@@ -1,0 +1,236 @@
+"""Main directions of inputs: what products in fp8 lose less by knowing them, and how they do."""
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from torch.nn import functional
+
+from gracetune.adapters.directions import (
+    MAX_ROWS,
+    MOST,
+    Watch,
+    main_directions,
+    num_directions,
+)
+from gracetune.adapters.fused import (
+    Fp8Linear,
+    InFp8,
+    freeze_in_fp8,
+    freeze_in_fp8_for,
+    fuse_lora,
+)
+from gracetune.errors import GracetuneError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+"""torch's tracer looks at what torch warns of looking at."""
+
+CPU = torch.device("cpu")
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def alike(rows, columns, directions=4, seed=1):
+    """Inputs that mostly lie along a few directions, as those of trained models do."""
+    spread = drawn(rows, directions, seed=seed) @ drawn(directions, columns, seed=7)
+    return spread + 0.1 * drawn(rows, columns, seed=seed + 50)
+
+
+def apart(one, other):
+    return ((one.float() - other.float()).norm() / other.float().norm()).item()
+
+
+@pytest.mark.parametrize("columns", [64, 256])
+def test_they_hold_as_much_of_the_rows_as_any_can(columns):
+    rows = alike(500, columns, directions=num_directions(columns) // 2)
+    found = main_directions(rows)
+    torch.testing.assert_close(found @ found.t(), torch.eye(len(found)), atol=1e-5, rtol=0)
+    left = (rows - rows @ found.t() @ found).square().sum()
+    best = torch.linalg.svdvals(rows)[len(found) :].square().sum()
+    assert left < 1.1 * best
+    assert left < 0.01 * rows.square().sum()
+    assert torch.equal(found, main_directions(rows))
+
+
+@pytest.mark.parametrize(("columns", "count"), [(16, 8), (96, 24), (128, 32), (5120, MOST)])
+def test_wide_layers_have_more(columns, count):
+    assert num_directions(columns) == count
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(4, 32), torch.ones(1, 32)])
+def test_rows_that_span_nothing_are_no_obstacle(rows):
+    found = main_directions(rows)
+    assert found.shape == (8, 32)
+    assert found.isfinite().all()
+
+
+def layers(bias=True):
+    """One layer exactly, and in fp8 with and without main directions of its input."""
+    torch.manual_seed(0)
+    exact = nn.Linear(128, 96, bias=bias).requires_grad_(False).bfloat16()
+    along = nn.Parameter(main_directions(alike(500, 128)).bfloat16(), requires_grad=False)
+    return exact, Fp8Linear(exact), Fp8Linear(exact, along)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_that_knows_them_loses_a_fraction(bias):
+    x = alike(64, 128, seed=2).bfloat16()
+    exact, blind, knowing = layers(bias)
+    lost = [apart(layer(x), exact(x)) for layer in (blind, knowing)]
+    assert lost[0] > 0.02, "rounding to fp8 is not for nothing"
+    assert lost[1] < lost[0] / 4
+
+
+def test_inputs_of_another_kind_lose_no_more_than_without():
+    x = drawn(64, 128, seed=3).bfloat16()
+    exact, blind, knowing = layers()
+    lost = [apart(layer(x), exact(x)) for layer in (blind, knowing)]
+    assert lost[1] < 1.05 * lost[0]
+
+
+def test_gradients_of_the_input_are_those_of_the_rounded_weight():
+    x, grad = alike(64, 128, seed=2).bfloat16(), drawn(64, 96, seed=4).bfloat16()
+    _, blind, knowing = layers()
+    found = []
+    for layer in (blind, knowing):
+        given = x.clone().requires_grad_()
+        layer(given).backward(grad)
+        found.append(given.grad)
+    assert torch.equal(*found)
+
+
+class Block(nn.Module):
+    """Two layers with one input in common, and one that comes after."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 128), nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.left(x)) * self.right(x))
+
+
+def model(rank=0, dtype=torch.float32):
+    torch.manual_seed(0)
+    made = nn.Sequential(Block(), Block()).requires_grad_(False).to(dtype)
+    if rank:
+        names = ["left", "right", "down"]
+        config = LoraConfig(r=rank, target_modules=names, init_lora_weights=False, lora_alpha=4)
+        inject_adapter_in_model(config, made)
+        for name, parameter in made.named_parameters():
+            if "lora" in name:
+                parameter.data = parameter.data.float()
+    return made
+
+
+def freeze_for(made, seen):
+    return freeze_in_fp8_for(lambda: made(seen), list(made), CPU)
+
+
+def test_a_pass_shows_blocks_their_directions():
+    exact, blind, knowing = model(), model(), model()
+    assert freeze_in_fp8(blind) == InFp8(6, 0, blind=6)
+    assert freeze_for(knowing, alike(512, 64)) == InFp8(6, 0)
+    x = alike(128, 64, seed=2)
+    expected = exact(x)
+    lost = [apart(made(x), expected) for made in (blind, knowing)]
+    assert lost[1] < lost[0] / 2
+    block = knowing[0]
+    assert block.left.along is block.right.along, "one parameter for an input in common"
+    assert block.left.along is not block.down.along
+    assert not any(p.requires_grad for p in knowing.parameters())
+    assert not block._forward_hooks
+    assert not block._forward_pre_hooks
+
+
+def test_a_pass_sees_layers_as_they_were():
+    x, met = drawn(4, 64), []
+    for made, goes in ((model(), False), (model(), True)):
+        made[1].register_forward_pre_hook(lambda _, args: met.append(args[0]))
+        if goes:
+            freeze_for(made, x)
+        else:
+            made(x)
+    assert torch.equal(*met)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_lora_and_main_directions_share_a_product(compiled):
+    """Its gradients come nearer to those of the exact model, and it is still one graph."""
+    x = alike(64, 64, seed=2).bfloat16()
+    results = []
+    for way in ("exact", "blind", "knowing"):
+        made = model(rank=4, dtype=torch.bfloat16)
+        if way == "blind":
+            freeze_in_fp8(made)
+        if way == "knowing":
+            with torch.autocast("cpu", torch.bfloat16):
+                freeze_for(made, alike(512, 64).bfloat16())
+        assert fuse_lora(made) == 6
+        if compiled:
+            torch._dynamo.reset()
+            for block in made:
+                block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        y = made(x)
+        y.float().square().sum().backward()
+        trained = [p.grad.flatten() for p in made.parameters() if p.requires_grad]
+        results.append((y.detach(), torch.cat(trained)))
+    exact, blind, knowing = results
+    for which in range(2):
+        lost = [apart(one[which], exact[which]) for one in (blind, knowing)]
+        assert lost[1] < 0.7 * lost[0]
+
+
+def test_blocks_that_no_pass_reached_know_none():
+    made, blind = model(), model()
+    freeze_in_fp8(blind)
+    frozen = freeze_in_fp8_for(lambda: made[0](drawn(8, 64)), list(made), CPU)
+    assert frozen == InFp8(6, 0, blind=3)
+    assert made[1].left.along is None
+    assert torch.equal(made[1](drawn(2, 64)), blind[1](drawn(2, 64)))
+    assert not made[1]._forward_hooks
+
+
+def test_a_pass_that_fails_leaves_no_hooks():
+    made = model()
+
+    def fail():
+        made[0](drawn(8, 64))
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        freeze_in_fp8_for(fail, list(made), CPU)
+    assert not made[1]._forward_hooks
+    assert not made[1]._forward_pre_hooks
+
+
+def test_blocks_that_nothing_can_be_rounded_in_are_refused_after_a_pass_too():
+    block = nn.Linear(8, 24).requires_grad_(False)
+    with pytest.raises(GracetuneError, match=r"none of 1 frozen linear.*multiples of 16.*bf16"):
+        freeze_in_fp8_for(lambda: None, [nn.Sequential(block)], CPU)
+
+
+def test_what_is_not_finite_is_not_known():
+    seen, unseen = nn.Linear(16, 16), nn.Linear(16, 16)
+    watch = Watch([seen, unseen])
+    with torch.no_grad():
+        seen(torch.full((2, 16), torch.inf))
+    assert watch.directions(seen) is None
+    assert watch.directions(unseen) is None
+
+
+def test_of_many_rows_some_are_looked_at_from_everywhere_until_it_is_closed():
+    layer = nn.Linear(16, 16)
+    watch = Watch([layer])
+    x = torch.zeros(2 * MAX_ROWS, 16)
+    x[0, 3], x[-2, 5] = 1.0, 2.0
+    layer(x)
+    found = watch.directions(layer)
+    held = found.float().square().sum(0)  # of each column
+    torch.testing.assert_close(held[[3, 5]], torch.ones(2), atol=0.02, rtol=0)
+    watch.close()
+    layer(drawn(3, 16))
+    assert watch.directions(layer) is found
