@@ -7,6 +7,7 @@ and the first entry of each kind is compared with what our own encoder makes of 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family
 
     Tell = Callable[[Event], None]
+    Places = dict[str, list["_Place"]]
+    """Pictures of the run by the stem of their file."""
 
 ALIKE = 0.98
 """Least cosine between their latents and ours; resizing differs between tools by a little."""
@@ -70,7 +73,9 @@ def import_foreign(
     if not files:
         raise CacheError(f"{folder} has no .safetensors or .pt file: nothing to import.")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
-    places = dict(_places(run, family, recipes, tell))
+    places: Places = defaultdict(list)
+    for stem, place in _places(run, family, recipes, tell):
+        places[stem].append(place)
     latents, texts = _Latents(family, recipes, places), _Texts(family, places)
     outcome, root = Outcome(), cache_root(run)
     with ShardStore(root / "latents", tell) as pictures, ShardStore(root / "text", tell) as words:
@@ -91,7 +96,7 @@ def import_foreign(
 class _Latents:
     """Their latents; the first that fits is compared with ours."""
 
-    def __init__(self, family: Family, recipes: Recipes, places: dict[str, _Place]) -> None:
+    def __init__(self, family: Family, recipes: Recipes, places: Places) -> None:
         self._family = family
         self._recipes = recipes
         self._places = places
@@ -111,11 +116,12 @@ class _Latents:
 class _Texts:
     """Their texts; the first with such tensors shows how they name and pad what we have without."""
 
-    def __init__(self, family: Family, places: dict[str, _Place]) -> None:
+    def __init__(self, family: Family, places: Places) -> None:
         self._family = family
         self._places = places
         self._encoder = family.identity()["text"]
-        captions = {place.picture.sample.caption for place in places.values()} | {EMPTY}
+        every = [place for several in places.values() for place in several]
+        captions = {place.picture.sample.caption for place in every} | {EMPTY}
         self._by_digest = captions_by_digest(captions)
         self._captions = captions
         self._matches: dict[frozenset[str], dict[str, Match]] = {}
@@ -141,9 +147,7 @@ class _Texts:
             if told not in self._captions:
                 raise CacheError(f"the run has no caption {told!r}")
             return told
-        if entry.stem not in self._places:
-            raise CacheError(f"no picture of the run is called {entry.stem!r}")
-        place = self._places[entry.stem]
+        place = _place_of(entry.stem, self._places)
         written = place.file.with_suffix(".txt")
         if not written.is_file() or written.stat().st_mtime > path.stat().st_mtime:
             raise CacheError("it does not say which caption it is of, and the text file is newer")
@@ -168,12 +172,18 @@ def _places(
                 yield Path(sample.key).stem, _Place(picture, file)
 
 
-def _demand_ours(
-    path: Path, entry: ForeignEntry, places: dict[str, _Place], family: Family
-) -> _Place:
-    if entry.stem not in places:
-        raise CacheError(f"no picture of the run is called {entry.stem!r}")
-    place = places[entry.stem]
+def _place_of(stem: str, places: Places) -> _Place:
+    """Their names have no folder: pictures of one name in two folders cannot be told apart."""
+    found = places.get(stem, [])
+    if not found:
+        raise CacheError(f"no picture of the run is called {stem!r}")
+    if len({(one.picture.sample.digest, one.picture.sample.caption) for one in found}) > 1:
+        raise CacheError(f"{len(found)} pictures of the run are called {stem!r}")
+    return found[-1]
+
+
+def _demand_ours(path: Path, entry: ForeignEntry, places: Places, family: Family) -> _Place:
+    place = _place_of(entry.stem, places)
     if place.picture.recipe.draw.steps:
         raise CacheError("the run augments this picture, and the entry does not say how it was")
     if not place.file.is_file() or place.file.stat().st_mtime > path.stat().st_mtime:

@@ -236,6 +236,27 @@ def test_entries_that_do_not_fit_are_left_out_by_name_and_reason(root, foreign, 
         assert reason in every
 
 
+def test_an_entry_that_two_pictures_could_be_meant_by_is_left_out(root, foreign, built, capsys):
+    """Their names have no folder: 'cats/001' and 'dogs/001' are one to them."""
+    first, second = sorted((built / "data").rglob("*.png"))[:2]
+    data = root / "twins" / "data"
+    for folder, picture in (("cats", first), ("dogs", second)):
+        (data / folder).mkdir(parents=True)
+        shutil.copy2(picture, data / folder / f"{first.stem}.png")
+        (data / folder / f"{first.stem}.txt").write_text(f"one of the {folder}")
+    path = write_run(root, root / "twins", "twins", type="in_memory")
+    settings = json.loads(path.read_text())
+    del settings["datasets"][0]["shapes"]
+    path.write_text(json.dumps(settings))
+    told = answer(capsys, "import", path, foreign)
+    assert told["imported"] == []
+    reasons = {Path(name).name: why for name, why in told["left_out"].items()}
+    assert (
+        f"2 pictures of the run are called {first.stem!r}"
+        in reasons[f"{first.stem}_{'h' * 22}.safetensors"]
+    )
+
+
 @pytest.fixture
 def texts(root, built, capsys):
     """What the tools would have kept of three captions: padded, in their names and precision."""
