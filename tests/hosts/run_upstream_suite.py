@@ -42,8 +42,9 @@ STOCK = "stock"
 PATIENCE = 4
 """Times as long as a module takes at best: 53 s on an idle machine were 233 s on a busy one."""
 TRIES = 3
-"""Of a module that does not end, each with twice the time: now and then two processes of a test
-wait for each other for ever, with hooks as without them."""
+"""Of a module that does not end, each with twice the time. `test_flux3_image` hangs now and then,
+with hooks as without: torch 2.13 frees a DDP reducer under the GIL and waits there for a thread of
+gloo's, which waits for the GIL."""
 
 
 def hook() -> None:
