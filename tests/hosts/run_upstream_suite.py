@@ -44,7 +44,7 @@ PATIENCE = 4
 TRIES = 3
 """Of a module that does not end, each with twice the time. `test_flux3_image` hangs now and then,
 with hooks as without: torch 2.13 frees a DDP reducer under the GIL and waits there for a thread of
-gloo's, which waits for the GIL."""
+gloo's, which waits for the GIL (pytorch/pytorch#56297)."""
 
 
 def hook() -> None:
