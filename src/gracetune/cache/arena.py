@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.cache.packing import aligned, alignment
-from gracetune.cache.store import stack_entries, stack_in
+from gracetune.cache.rows import Rows
+from gracetune.cache.store import stack_entries
+from gracetune.data.gather import find_gather
 from gracetune.data.parallel import default_workers, ordered_map
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.cache.store import Allocate, Entry, Room, Store
+    from gracetune.data.gather import Gather, MissingGather
     from gracetune.events.types import Event
 
 SLAB_NBYTES = 64 * 1024**2
@@ -84,14 +87,17 @@ class ArenaStore:
         tell: Callable[[Event], None],
         allocate: Callable[[int], Tensor],
         tally: Tally,
+        find: Callable[[], Gather | MissingGather] = find_gather,
     ) -> None:
-        """`what` is for messages; `allocate` gives so many bytes of host memory."""
+        """`what` is for messages; `allocate` gives so many bytes of host memory; `find` looks for
+        the helper that copies batches."""
         self._what = what
         self._behind = behind
         self._tell = tell
         self._slabs = Slabs(budget, allocate)
         self._budget = budget
         self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._rows = Rows(find())
         self._used: deque[Sequence[str]] = deque(maxlen=REMEMBERED)
         self._lock = threading.Lock()
         self._told = False
@@ -123,19 +129,15 @@ class ArenaStore:
         return [found.get(key) for key in keys]
 
     def gather(self, keys: Sequence[str], name: str, room: Room) -> Tensor | None:
-        """Copy them side by side; in one pass where all are here, which is the usual case."""
+        """Copy them side by side; all at once where all are here, which is the usual case."""
         with self._lock:
-            entries = self._entries
-            try:
-                tensors = [entries[key][name] for key in keys]
-            except KeyError:
-                tensors = []
-            else:
+            rows = self._rows.find(keys, name)
+            if rows is not None:
                 self._used.append(keys)
                 self._tally.hits += len(keys)
-        if tensors:
-            return stack_in(tensors, room)
-        return stack_entries(self.get_many(keys), name, room)
+        if rows is None:
+            return stack_entries(self.get_many(keys), name, room)
+        return self._rows.joined(rows, room)
 
     def load(self, keys: Sequence[str], allocate: Allocate) -> list[Entry | None]:  # noqa: ARG002
         """Views of memory here; what has to be read is kept here, where it fits."""
@@ -218,8 +220,7 @@ class ArenaStore:
                 continue
             if all(t.untyped_storage().data_ptr() in rooms for t in entry.values() if t.nbytes):
                 found[key] = entry
-                with self._lock:
-                    self._entries[key] = entry
+                self._enter(key, entry)
             else:
                 found[key] = self._keep(key, entry, evict=evict) or entry
         return found
@@ -239,9 +240,13 @@ class ArenaStore:
         for name, (start, tensor) in places.items():
             view = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             kept[name] = view.copy_(tensor)
-        with self._lock:
-            self._entries[key] = kept
+        self._enter(key, kept)
         return kept
+
+    def _enter(self, key: str, entry: Entry) -> None:
+        with self._lock:
+            self._entries[key] = entry
+            self._rows.add(key, entry)
 
     def _room(self, nbytes: int, *, evict: bool) -> Tensor | None:
         with self._lock:
@@ -250,7 +255,7 @@ class ArenaStore:
                 self._count_uses()
             while room is None and evict and self._entries:
                 self._tell_once()
-                self._entries.popitem(last=False)
+                self._rows.forget(self._entries.popitem(last=False)[0])
                 room = self._slabs.take(nbytes)
             return room
 

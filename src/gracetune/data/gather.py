@@ -1,13 +1,14 @@
-"""Many files into the arena by one call, where the compiled helper is there.
+"""Many files into the arena, or many pieces of memory side by side, by one call of a helper in C.
 
 `gather.c` says how. The package's build compiles it beside this file; a machine without a C
-compiler installs all the same, and files come one by one there, by Python.
+compiler installs all the same: files come one by one there, by Python, and memory by torch.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from gracetune.data.source import Place
     from gracetune.memory.arena import Hand
 
-ABI = 1
+ABI = 2
 """Raised together with the one in gather.c whenever the two must change together."""
 LIBRARY = "_gather.so"
 SOURCE = Path(__file__).with_name("gather.c")
@@ -49,12 +50,21 @@ class Gather:
         self._sizes.argtypes = (ctypes.c_char_p, ctypes.c_int64, wide)
         self._sizes.restype = None
 
+        self._join = library.gracetune_join
+        self._join.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
+        self._join.restype = None
+
     def sizes(self, paths: Sequence[str]) -> list[int]:
         """The length of each file; 0 for one that cannot be asked."""
         found = np.zeros(len(paths), np.int64)
         self._sizes(_joined(paths), len(paths), found)
         sizes: list[int] = found.tolist()
         return sizes
+
+    def join(self, target: int, pieces: Sequence[int], nbytes: int) -> None:
+        """Copy pieces of memory of one length behind each other; all are given by their addresses,
+        and whoever calls keeps them alive. Python's lock is let go once, not for each."""
+        self._join(target, array("Q", pieces).tobytes(), len(pieces), nbytes)
 
     def __call__(
         self, hand: Hand, places: Sequence[Place], sizes: Sequence[int]

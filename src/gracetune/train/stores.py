@@ -11,6 +11,7 @@ import psutil
 from gracetune.cache.arena import ArenaStore, Budget, Tally, whole_pages
 from gracetune.cache.ranks import ALONE
 from gracetune.cache.shard_store import ShardStore
+from gracetune.data.gather import MissingGather, find_gather
 from gracetune.events.types import Notice
 from gracetune.units import GIB, format_bytes
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from gracetune.cache.ranks import Ranks
     from gracetune.cache.store import Store
     from gracetune.config.schema import CacheSection, RunFile
+    from gracetune.data.gather import Gather
     from gracetune.events.types import Event
 
     Tell = Callable[[Event], None]
@@ -60,8 +62,10 @@ def open_stores(
     tell: Tell,
     device_reads: Callable[[int], Tensor] = whole_pages,
     ranks: Ranks = ALONE,
+    find: Callable[[], Gather | MissingGather] = find_gather,
 ) -> Stores:
-    """A store a kind; `device_reads` allocates host memory that the device copies from."""
+    """A store a kind; `device_reads` allocates host memory that the device copies from, and `find`
+    looks for the helper that copies batches."""
     section = run.cache_config
     root = Path(section.cache_dir) if section.cache_dir else folder / "cache"
     persistent = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
@@ -71,19 +75,23 @@ def open_stores(
     kinds = {"latents": section.vae_cache_type, "text": section.text_cache_type}
     budgets = _budgets(section, ranks.world)
     tally = Tally()
+    gather = find()
 
     def open_one(kind: str, name: str, at: Path) -> Store:
         files = ShardStore(at, tell) if persistent or kinds[kind] == "disk" else None
         if files is not None and kinds[kind] == "disk":
             return files
         memory = device_reads if kinds[kind] == "unified_memory" else whole_pages
-        return ArenaStore(name, budgets[kind], files, tell, memory, tally)
+        return ArenaStore(name, budgets[kind], files, tell, memory, tally, lambda: gather)
 
     for kind, where in kinds.items():
         if where == "unified_memory":
             limit = format_bytes(budgets[kind].nbytes)
             text = f"cache type unified_memory: {kind} live in host memory, up to {limit}, and are"
             tell(Notice(f"{text} moved before use"))
+    if isinstance(gather, MissingGather) and kinds["latents"] != "disk":
+        text = f"batches of latents are put together by torch alone: {gather.reason}"
+        tell(Notice(text, fallback=True))
     return Stores(
         latents=open_one("latents", "latents", root / "latents"),
         text=open_one("text", "texts", root / "text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import re
@@ -137,6 +138,19 @@ def test_a_path_with_a_nul_would_shift_all_others(tmp_path: Path, gather: Gather
         _gathered(gather, [Place("a\0b", 0, None)], [1])
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 65_535, 65_536, 70_001, 131_072])
+def test_pieces_lie_behind_each_other_and_nothing_else_is_touched(
+    gather: Gather, nbytes: int
+) -> None:
+    pieces = [ctypes.create_string_buffer(os.urandom(nbytes), nbytes or 1) for _ in range(5)]
+    target = ctypes.create_string_buffer(b"x" * (7 * nbytes + 2))
+    chosen = [pieces[number] for number in (4, 0, 0, 2)]  # in any order, the same one twice
+    gather.join(ctypes.addressof(target) + 1, [ctypes.addressof(piece) for piece in chosen], nbytes)
+    joined = b"".join(piece.raw[:nbytes] for piece in chosen)
+    assert target.raw.rstrip(b"\0") == b"x" + joined + b"x" * (3 * nbytes + 1)
+    gather.join(0, [], nbytes)
+
+
 def test_a_missing_helper_says_why(tmp_path: Path) -> None:
     missing = find_gather(tmp_path)
     assert isinstance(missing, MissingGather)
@@ -153,7 +167,7 @@ def test_a_broken_helper_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("int gracetune_gather_abi(void) { return 99; }", "version 99, and this gracetune needs 1"),
+        ("int gracetune_gather_abi(void) { return 99; }", "version 99, and this gracetune needs 2"),
         ("int x;", "cannot be loaded.*undefined symbol"),
     ],
 )

@@ -4,10 +4,11 @@ import pytest
 import torch
 from PIL import Image
 
-from gracetune.cache.arena import ArenaStore
+from gracetune.cache.arena import ArenaStore, pageable
 from gracetune.cache.ranks import Ranks
 from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
+from gracetune.data.gather import MissingGather
 from gracetune.data.loader import Group
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError, RunFailedError
@@ -102,6 +103,18 @@ def test_unified_memory_says_where_entries_live(told, tmp_path):
     run = RunFile.model_validate({"cache_config": {"vae_cache_type": "unified_memory"}})
     open_stores(run, tmp_path, told)
     assert "unified_memory" in told.texts()[0]
+
+
+@pytest.mark.parametrize(("kind", "said"), [("memory", 1), ("disk", 0)])
+def test_a_missing_helper_is_said_once_where_it_would_help(kind, said, told, tmp_path):
+    run = RunFile.model_validate({"cache_config": {"vae_cache_type": kind}})
+    stores = open_stores(run, tmp_path, told, find=lambda: MissingGather("nobody built it"))
+    stores.latents_in("generation", tmp_path / "generation")
+    found = [event for event in told.events if "nobody built it" in event.text]
+    assert [event.fallback for event in found] == [True] * said
+    stores.latents.put("a", {"x": torch.tensor([1.0])})
+    assert stores.latents.gather(["a"], "x", pageable).tolist() == [[1.0]]
+    stores.close()
 
 
 def test_a_cache_folder_is_found_by_the_next_run(feed, told, tmp_path):
