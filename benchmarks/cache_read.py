@@ -9,10 +9,10 @@ counts.
 
 `warm`: every way has read everything once, and nothing waits for a disk. Everyone has one thread,
 and the seconds of the CPU count, which on a quiet machine are the seconds that pass and on a busy
-one leave out the time that others had. `copy` is the floor: the same bytes copied from memory in
-large pages to the same place and nothing else. At 16x128x128 that copy is most of what ours do, so
-nothing can be much faster; `in_hand` is what is left without it: from keys to tensors, wherever
-they lie.
+one leave out the time that others had. `copy` is what torch alone takes for the same bytes, from
+memory in large pages to the same place, and nothing else. At 16x128x128 copying is most of what
+ours do, so nothing can be much faster; `in_hand` is what is left without it: from keys to tensors,
+wherever they lie.
 
 `warm_cores`: the same with every core for everyone, by the seconds that pass. Ours have nothing to
 set, torch copies with all of them; the others read each item by itself, one after the other
