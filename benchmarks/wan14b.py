@@ -60,6 +60,12 @@ def make_model(layers: int = LAYERS, lora_dtype: torch.dtype = torch.float32) ->
 
 def make_step(model: nn.Module, batch: int, autocast: bool = False) -> Callable[[], torch.Tensor]:
     """A whole step on inputs that stay: forward, backward, AdamW. Gives the loss."""
+    predict, latents = ask(model, batch)
+    return step_of(model, predict, latents, autocast)
+
+
+def ask(model: nn.Module, batch: int) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+    """What passes these inputs through a model, and latents of the shape that it gives."""
     generator = torch.Generator(DEVICE).manual_seed(batch)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -76,7 +82,7 @@ def make_step(model: nn.Module, batch: int, autocast: bool = False) -> Callable[
             return_dict=False,
         )[0]
 
-    return step_of(model, predict, latents, autocast)
+    return predict, latents
 
 
 def step_of(

@@ -25,9 +25,9 @@ import torch
 import wan14b
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
-from wan14b import DEVICE, LAYERS, let_go, make_model, make_step, time_step
+from wan14b import DEVICE, LAYERS, ask, let_go, make_model, make_step, time_step
 
-from gracetune.adapters.fused import freeze_in_fp8, fuse_lora
+from gracetune.adapters.fused import freeze_in_fp8_for, fuse_lora
 from gracetune.memory.machine import open_machine
 from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.result import BlockPlan
@@ -182,7 +182,7 @@ def measure_way(
     """Place, narrow the memory, time."""
     model = make_model()
     if name.startswith("fp8"):
-        freeze_in_fp8(model.blocks)
+        freeze_in_fp8_for(ask(model, 1)[0], list(model.blocks), DEVICE)
     fuse_lora(model)
     attend_in_fewer_passes(model)
     placed = place(model, {model: list(model.blocks)}, way.layout(), open_mover(DEVICE, link), show)

@@ -10,7 +10,15 @@ from test_ring_gpu import DEVICE, LAYERS, batch, difference, forward, step, wan
 from torch import nn
 from torch.nn import functional
 
-from gracetune.adapters.fused import Fp8Linear, InFp8, demand_fp8, freeze_in_fp8, fuse_lora
+from gracetune.adapters.directions import main_directions
+from gracetune.adapters.fused import (
+    Fp8Linear,
+    InFp8,
+    demand_fp8,
+    freeze_in_fp8,
+    freeze_in_fp8_for,
+    fuse_lora,
+)
 from gracetune.adapters.products import FrozenProductFp8, LoraProductFp8, round_rows
 from gracetune.events.types import Notice, StepDone
 from gracetune.memory.platform import Link
@@ -46,7 +54,7 @@ def layer(device):
     return made.to(device)
 
 
-def there_and_back(product, rows, device, turned=False):
+def there_and_back(product, rows, device, turned=False, knows=False):
     """What a product gives and what its gradients are, on any device."""
     x, grad = drawn(rows, 96, seed=1).to(device), drawn(rows, 160, seed=2).to(device)
     if turned:
@@ -55,7 +63,12 @@ def there_and_back(product, rows, device, turned=False):
     weight, scales = round_rows(layer(device).weight)
     halves = [drawn(8, 96, seed=3), drawn(160, 8, seed=4)]
     halves = [half.mul_(0.1).to(device).requires_grad_() for half in halves]
-    given = (x, weight, scales, layer(device).bias)
+    directions = (None, None)
+    if knows:
+        along = main_directions(drawn(256, 96, seed=5).float()).bfloat16()
+        across = (layer("cpu").weight.float() @ along.float().t()).bfloat16()
+        directions = (along.to(device), across.to(device))
+    given = (x, weight, scales, layer(device).bias, *directions)
     if product is LoraProductFp8:
         y = product.apply(*given, *halves, 0.5)
         return [y, *torch.autograd.grad(y, [x, *halves], grad)]
@@ -65,9 +78,11 @@ def there_and_back(product, rows, device, turned=False):
 
 @pytest.mark.parametrize("product", [FrozenProductFp8, LoraProductFp8])
 @pytest.mark.parametrize("rows", [1, 17, 256])
-def test_a_kernel_gives_what_is_computed_by_hand(product, rows):
-    expected = there_and_back(product, rows, "cpu")
-    for found, by_hand in zip(there_and_back(product, rows, DEVICE), expected, strict=True):
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_kernel_gives_what_is_computed_by_hand(product, rows, knows):
+    expected = there_and_back(product, rows, "cpu", knows=knows)
+    given = there_and_back(product, rows, DEVICE, knows=knows)
+    for found, by_hand in zip(given, expected, strict=True):
         assert found.dtype == torch.bfloat16
         assert apart(found, by_hand) < BY_HAND
 
@@ -109,7 +124,7 @@ def by_blocks(model, inputs):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_every_block_point_where_those_of_bf16_do(compiled, told):
     usual, rounded = wan(), wan()
-    assert freeze_in_fp8(rounded.blocks) == InFp8(10 * LAYERS, 0, blind=10 * LAYERS)
+    assert freeze_shown(rounded) == InFp8(10 * LAYERS, 0)
     compiler = Compiler(told) if compiled else None
     found = []
     for model in (usual, rounded):
@@ -125,9 +140,16 @@ def test_gradients_of_every_block_point_where_those_of_bf16_do(compiled, told):
         assert min(cosines) < 1 - 1e-6, "nothing was rounded"
 
 
+def freeze_shown(model):
+    return freeze_in_fp8_for(lambda: forward(model, batch(1)), list(model.blocks), DEVICE)
+
+
 def test_streamed_fp8_weights_give_the_gradients_of_resident_ones(told):
+    """Main directions too, of which layers with one input share one parameter."""
     model = wan()
-    freeze_in_fp8(model.blocks)
+    freeze_shown(model)
+    own = model.blocks[0].attn1
+    assert own.to_q.base_layer.along is own.to_k.base_layer.along
     fuse_lora(model)
     inputs = batch(0)
     expected = step(model, inputs)
@@ -157,6 +179,19 @@ def test_an_fp32_model_goes_on_in_its_own_types(autocast):
     for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == theirs.dtype
         assert cosine(ours, theirs) > 0.99
+
+
+def test_blocks_come_to_the_device_for_their_turn_and_go_home():
+    resident, waiting = wan(), wan()
+    for block in waiting.blocks:
+        block.to("cpu")
+    for model in (resident, waiting):
+        freeze_shown(model)
+    for block in waiting.blocks:
+        assert all(p.device.type == "cpu" for p in block.parameters())
+        block.to(DEVICE)
+    found, expected = (forward(model, batch(0)).item() for model in (waiting, resident))
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_layers_whose_sides_fit_no_kernel_compute_as_before():

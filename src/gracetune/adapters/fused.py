@@ -134,7 +134,8 @@ class _Turn:
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.frozen: InFp8 | None = None
-        self._home, self._device = next(block.parameters()).device, device
+        frozen = (p for p in block.parameters() if not p.requires_grad)
+        self._home, self._device = next(frozen, torch.empty(0)).device, device
         self._watch = Watch([])
         self._handles = [
             block.register_forward_pre_hook(self._before),

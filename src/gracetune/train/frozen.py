@@ -14,14 +14,13 @@ import torch
 from gracetune.adapters.fused import freeze_in_fp8_for
 from gracetune.events.types import Notice
 from gracetune.models.experts import EXPERTS, Experts, routed
+from gracetune.stream.slab import bring_rest, lay_out
 from gracetune.train import objective
 from gracetune.train.draws import Draws
 from gracetune.train.timesteps import WHOLE, draw_levels, expert_windows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import nn
+    from collections.abc import Callable
 
     from gracetune.config.schema import RunFile
     from gracetune.data.loader import BatchOrder, Draw
@@ -42,7 +41,7 @@ def freeze(run: RunFile, family: Family, feed: Feed, device: torch.device, tell:
     batch = shown(family, feed)
     experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
     blocks = family.blocks()
-    bring_rest(family.transformer, blocks, device)
+    bring_rest(family.transformer, lay_out(family.transformer, blocks), device)
 
     def show_all() -> None:
         for expert in experts:
@@ -94,13 +93,7 @@ def show(
     levels = draw_levels(run.train, len(batch), generator, window, tokens)
     noise = torch.randn(x0.shape, generator=generator, device=device)
     noisy = objective.noisy(x0, noise, levels, family.prediction)
-    with torch.autocast(device.type, torch.bfloat16):
-        family.predict(routed(family.transformer, expert), noisy, levels, {**batch.text, **given})
-
-
-def bring_rest(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """All but the blocks to the device, where it will be anyway."""
-    inside = {id(t) for block in blocks for t in (*block.parameters(), *block.buffers())}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in inside:
-            tensor.data = tensor.data.to(device)
+    conditions = {**batch.text, **given}
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.autocast(device.type, torch.bfloat16):
+        family.predict(routed(family.transformer, expert), noisy, levels, conditions)
