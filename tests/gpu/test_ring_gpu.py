@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from gracetune.memory.cuda_driver import open_cuda_driver
 from gracetune.memory.driver import PointerKind
 from gracetune.memory.platform import Link
 from gracetune.stream import growth
-from gracetune.stream.movers import CudaMover, Waits, open_mover
+from gracetune.stream.movers import CudaMover, open_mover
 from gracetune.stream.weights import stream_weights
 
 pytestmark = pytest.mark.gpu
@@ -98,6 +99,17 @@ def case(request):
     return recompute, batches, expected, max(2 * max(repeats), LEAST_DIFFERENCE)
 
 
+@dataclass
+class SaidLap:
+    """A window of passes whose waits are made up."""
+
+    seconds: float
+    span_s: float = 1.0
+
+    def is_over(self):
+        return True
+
+
 class SlowLink(CudaMover):
     """Copies that take at random no time or far longer than a block."""
 
@@ -173,11 +185,8 @@ def test_slots_come_and_go_between_passes(case, told, monkeypatch):
     """Poisoned, behind a link of random speed, whatever is decided."""
 
     class Moody(SlowLink):
-        waited = 0.0
-
-        def waits_seen(self, lane):
-            self.waited += self.dice.random() ** 4
-            return Waits(0, self.waited)
+        def lap(self, lane):
+            return SaidLap(self.dice.random() ** 4)
 
     monkeypatch.setattr(growth, "WINDOW", 1)
     model = wan(recompute=case[0])

@@ -154,7 +154,7 @@ class Offload:
             mover.device, ring, self._transport, self._pool, min_nbytes, num_blocks
         )
         self._told_nbytes = 0
-        self._distance = Distance(settings.ahead, settings.ahead_nbytes)
+        self._distance = Distance(settings.ahead, settings.ahead_nbytes, self._transport.lap)
         self._running: list[tuple[nn.Module, ExitStack]] = []
         """Blocks that have begun and not ended."""
         self._seen: set[nn.Module] = set()
@@ -280,7 +280,7 @@ class Offload:
         self._seen.clear()
         self._last = self._reached = None
         self._shared_inputs.begin()
-        change = self._distance.observe(self._transport.waits_seen(), self._packer.block_nbytes)
+        change = self._distance.observe(self._packer.block_nbytes)
         if change:
             self._tell(Notice(f"blocks whose activations are brought back ahead: {change}."))
 

@@ -7,13 +7,14 @@ never gone below. Looked at between passes, without waiting for the device.
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from gracetune.events.types import Notice
+from gracetune.stream.laps import Laps
 from gracetune.stream.movers import Lane
 from gracetune.units import format_bytes
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from gracetune.stream.movers import Mover
     from gracetune.stream.slots import Slots
 
-WINDOW = 6
-"""Passes that are looked at before the number changes: the device is behind by one or two."""
+WINDOW = 4
+"""Passes that are looked at before the number changes."""
 WORTH = 0.005
 """Of the time of these passes, what must be waited before slots are added."""
 GAIN = 0.97
@@ -48,35 +49,27 @@ class Growth:
         most_slots: int,
         limit_nbytes: int,
         tell: Callable[[Notice], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._slots = slots
-        self._mover = mover
         self._least = slots.count
         self._most = min(most_slots, slots.count + limit_nbytes // slots.nbytes)
         self._tell = tell
-        self._clock = clock
-        self._passes = 0
-        self._began = clock()
-        self._seconds = mover.waits_seen(Lane.WEIGHTS).seconds
+        self._laps = Laps(partial(mover.lap, Lane.WEIGHTS), WINDOW)
         self._before: Tried | None = None
         """The number before slots were last added; none: none were, or nothing waits any more."""
         self._settled = self._most <= self._least
 
     def observe(self) -> None:
         """A pass begins."""
-        self._passes += 1
-        if self._settled or self._passes % WINDOW:
+        lap = None if self._settled else self._laps.last()
+        if lap is None:
             return
-        now, seconds = self._clock(), self._mover.waits_seen(Lane.WEIGHTS).seconds
-        waited_s, took_s = seconds - self._seconds, now - self._began
-        self._began, self._seconds = now, seconds
-        if self._before is not None and waited_s > GAIN * self._before.waited_s:
+        if self._before is not None and lap.seconds > GAIN * self._before.waited_s:
             self._settle(self._before.slots, "more did not help, so they are given back")
-        elif waited_s < WORTH * took_s:
+        elif lap.seconds <= WORTH * lap.span_s:
             self._before = None
         elif self._slots.count < self._most:
-            self._add(waited_s, waited_s / max(took_s, 1e-9))
+            self._add(lap.seconds, lap.seconds / lap.span_s)
 
     def give_back(self) -> bool:
         """Only what was asked for from here on, since memory is short; false where that is all."""

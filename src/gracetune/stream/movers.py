@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
-from dataclasses import dataclass
 from enum import Enum
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Protocol, cast
@@ -20,6 +18,7 @@ import torch
 
 from gracetune.errors import GracetuneError
 from gracetune.memory.platform import Link
+from gracetune.stream.waits import PlainLap, Stopwatch, Waits
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,11 +26,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.stream.waits import Lap
+
 POISON = 0xFF
 """Of these bytes every floating point number is a NaN."""
-LATE_S = 20e-6
-"""Two events in a row are some microseconds apart even when nothing is waited for."""
-HARVEST_EVERY = 512
 
 
 class StreamError(GracetuneError):
@@ -47,15 +45,6 @@ class Lane(Enum):
     BACK = "activations back"
     STATE_IN = "optimizer state in"
     STATE_OUT = "optimizer state out"
-
-
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """What computing waited for, as far as the device has got."""
-
-    late: int
-    """Copies asked for ahead of use that were not done in time."""
-    seconds: float
 
 
 class Arrival(Protocol):
@@ -100,8 +89,8 @@ class Mover(Protocol):
         """What was waited for; this and giving up memory alone wait for the device itself."""
         ...
 
-    def waits_seen(self, lane: Lane) -> Waits:
-        """The same as far as the device has got by now; waits for nothing."""
+    def lap(self, lane: Lane) -> Lap:
+        """Begin one with what is waited for next; the lane's lap before it has ended."""
         ...
 
     def release(self) -> None:
@@ -123,6 +112,7 @@ class SynchronousMover:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._seconds = dict.fromkeys(Lane, 0.0)
+        self._laps: dict[Lane, PlainLap] = {}
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Plain memory."""
@@ -154,9 +144,13 @@ class SynchronousMover:
         """Nothing is late that is there at once."""
         return Waits(0, self._seconds[lane])
 
-    def waits_seen(self, lane: Lane) -> Waits:
-        """All there is."""
-        return self.waits(lane)
+    def lap(self, lane: Lane) -> Lap:
+        """By the host's clock."""
+        now, seconds = time.perf_counter(), self._seconds[lane]
+        if lane in self._laps:
+            self._laps[lane].end(now, seconds)
+        self._laps[lane] = PlainLap(now, seconds)
+        return self._laps[lane]
 
     def release(self) -> None:
         """There is nothing to wait for."""
@@ -179,7 +173,7 @@ class CudaMover:
             for lane in Lane
         }
         self._stream = self._streams[Lane.WEIGHTS]
-        self._stopwatches = {lane: _Stopwatch() for lane in Lane}
+        self._stopwatches = {lane: Stopwatch() for lane in Lane}
         self._lent: dict[int, weakref.finalize[[_Streams, Tensor, bool], CudaMover]] = {}
         """How to give up what begins at an address."""
         self._computing = torch.cuda.current_stream(self.device)
@@ -220,7 +214,7 @@ class CudaMover:
             done.record(stream)
         return _Arriving(self, done, self._stopwatches[lane])
 
-    def wait(self, done: torch.cuda.Event, stopwatch: _Stopwatch, ahead: bool) -> None:
+    def wait(self, done: torch.cuda.Event, stopwatch: Stopwatch, ahead: bool) -> None:
         """Hold the computing stream, not the caller, until a copy is done; note when and since."""
         stream = self._computing_stream()
         asked = _event(timed=True)
@@ -233,11 +227,11 @@ class CudaMover:
     def waits(self, lane: Lane = Lane.WEIGHTS) -> Waits:
         """Waits for the last copy that computing asked for."""
         self._stopwatches[lane].catch_up()
-        return self.waits_seen(lane)
-
-    def waits_seen(self, lane: Lane) -> Waits:
-        """As far as events have come to pass."""
         return self._stopwatches[lane].read()
+
+    def lap(self, lane: Lane) -> Lap:
+        """By events on the device."""
+        return self._stopwatches[lane].begin_lap()
 
     def release(self) -> None:
         """Nothing reads or writes host memory any more when this returns."""
@@ -275,38 +269,8 @@ class CudaMover:
             )
 
 
-class _Stopwatch:
-    """How long computing stood still for one lane, by pairs of events."""
-
-    def __init__(self) -> None:
-        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = deque()
-        self._late = 0
-        self._seconds = 0.0
-
-    def note(self, asked: torch.cuda.Event, resumed: torch.cuda.Event, ahead: bool) -> None:
-        """One wait, to be read when the device is through with it."""
-        self._waits.append((asked, resumed, ahead))
-        if len(self._waits) % HARVEST_EVERY == 0:
-            self.read()
-
-    def catch_up(self) -> None:
-        """Wait until the device is through with all of them."""
-        if self._waits:
-            self._waits[-1][1].synchronize()
-
-    def read(self) -> Waits:
-        """Add up those that are over."""
-        while self._waits and self._waits[0][1].query():  # type: ignore[no-untyped-call]
-            asked, resumed, ahead = self._waits.popleft()
-            seconds = asked.elapsed_time(resumed) / 1e3
-            if seconds > LATE_S:
-                self._late += ahead
-                self._seconds += seconds
-        return Waits(self._late, self._seconds)
-
-
 class _Arriving:
-    def __init__(self, mover: CudaMover, done: torch.cuda.Event, stopwatch: _Stopwatch) -> None:
+    def __init__(self, mover: CudaMover, done: torch.cuda.Event, stopwatch: Stopwatch) -> None:
         self._mover = mover
         self._done = done
         self._stopwatch = stopwatch

@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from gracetune.stream.laps import Laps
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from gracetune.stream.movers import Arrival, Waits
+    from gracetune.stream.movers import Arrival
+    from gracetune.stream.waits import Lap
 
 MOSTLY = 7 / 8
 """Of a storage: what autograd must have saved of it before it is worth sending."""
 WINDOW = 3
-"""Passes that are looked at before the distance changes: the device is behind by one or two."""
+"""Passes that are looked at before the distance changes."""
 GAIN = 0.9
 """A longer distance must bring waiting below this part of what it was."""
 
@@ -179,32 +182,28 @@ class Call:
 class Distance:
     """How many blocks are brought ahead: one more while backward waits and that helps."""
 
-    def __init__(self, ahead: int, limit_nbytes: int | None) -> None:
+    def __init__(self, ahead: int, limit_nbytes: int | None, begin: Callable[[], Lap]) -> None:
         self.ahead = ahead
         self._limit_nbytes = limit_nbytes
         """Device memory for blocks brought ahead; none: the distance stays as it is."""
-        self._passes = 0
-        self._late = 0
-        self._seconds = 0.0
+        self._laps = Laps(begin, WINDOW)
         self._waited_before: float | None = None
         """What a window waited before the distance was last changed; none: it was not."""
         self._settled = limit_nbytes is None
 
-    def observe(self, so_far: Waits, block_nbytes: int) -> str:
-        """At the start of a pass: what was waited for in all; how the distance changed."""
-        self._passes += 1
-        if self._settled or self._passes % WINDOW:
+    def observe(self, block_nbytes: int) -> str:
+        """At the start of a pass: how the distance changed."""
+        lap = None if self._settled else self._laps.last()
+        if lap is None:
             return ""
-        late, waited = so_far.late - self._late, so_far.seconds - self._seconds
-        self._late, self._seconds = so_far.late, so_far.seconds
         assert self._limit_nbytes is not None
-        if self._waited_before is not None and waited > GAIN * self._waited_before:
+        if self._waited_before is not None and lap.seconds > GAIN * self._waited_before:
             self._settled = True
             self.ahead -= 1
             return f"{self.ahead} again: more did not help, the link is busy all the time"
         self._waited_before = None
-        if late == 0 or (self.ahead + 1) * block_nbytes > self._limit_nbytes:
+        if lap.late == 0 or (self.ahead + 1) * block_nbytes > self._limit_nbytes:
             return ""
-        self._waited_before = waited
+        self._waited_before = lap.seconds
         self.ahead += 1
-        return f"{self.ahead}: backward waited {waited / WINDOW * 1e3:.1f} ms a pass"
+        return f"{self.ahead}: backward waited {lap.seconds / WINDOW * 1e3:.1f} ms a pass"

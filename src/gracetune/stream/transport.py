@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.stream.movers import Mover, Waits
+    from gracetune.stream.movers import Mover
     from gracetune.stream.parcels import Call, Parcel, Remains
+    from gracetune.stream.waits import Lap, Waits
 
 ALIGNMENT = 256
 """Of each buffer, in bytes."""
@@ -109,9 +110,9 @@ class Transport:
         """Out and back; waits for the device itself."""
         return self._mover.waits(Lane.OUT), self._mover.waits(Lane.BACK)
 
-    def waits_seen(self) -> Waits:
-        """Back, as far as it is known."""
-        return self._mover.waits_seen(Lane.BACK)
+    def lap(self) -> Lap:
+        """Of the way back, from here on."""
+        return self._mover.lap(Lane.BACK)
 
     def close(self) -> None:
         """Wait for what is under way and give host memory up."""

@@ -2,7 +2,8 @@
 
 import torch
 
-from gracetune.stream.movers import Lane, SynchronousMover, Waits
+from gracetune.stream.movers import Lane, SynchronousMover
+from gracetune.stream.waits import Waits
 
 
 class LateMover(SynchronousMover):

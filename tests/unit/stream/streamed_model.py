@@ -1,6 +1,7 @@
 """A model with one of everything that a ring meets, and how its steps are compared."""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,6 +12,19 @@ from gracetune.stream.movers import SynchronousMover
 from gracetune.stream.weights import stream_weights
 
 WIDTH = 12
+
+
+@dataclass
+class SaidLap:
+    """A window of passes whose waits are said by hand."""
+
+    seconds: float = 0.0
+    late: int = 0
+    span_s: float = 1.0
+    over: bool = True
+
+    def is_over(self):
+        return self.over
 
 
 class Block(nn.Module):

@@ -5,12 +5,12 @@ import gc
 import pytest
 import torch
 from offloaded_model import Mixed, offloaded
-from streamed_model import assert_same, made, step
+from streamed_model import SaidLap, assert_same, made, step
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.stream.activations import offload_activations
-from gracetune.stream.movers import Lane, StreamError, SynchronousMover, Waits
+from gracetune.stream.movers import Lane, StreamError, SynchronousMover
 from gracetune.stream.transport import room_for
 
 KIB = 1024
@@ -282,14 +282,12 @@ def test_the_hosts_own_memory_is_the_limit_where_none_is_given(told):
 class Late(SynchronousMover):
     """A link on which blocks are late, by less each pass."""
 
-    def __init__(self):
-        super().__init__()
-        self.asked = 0
+    laps = 0
 
-    def waits_seen(self, lane):
+    def lap(self, lane):
         assert lane is Lane.BACK
-        self.asked += 1
-        return Waits(self.asked, 1 - 0.8**self.asked)
+        self.laps += 1
+        return SaidLap(0.8**self.laps, late=1)
 
 
 def test_the_distance_grows_within_its_budget_and_is_told(told):

@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from streamed_model import SaidLap
 from torch import nn
 
-from gracetune.stream.movers import POISON, Lane, SynchronousMover, Waits
+from gracetune.stream.movers import POISON, Lane, SynchronousMover
 from gracetune.stream.parcels import WINDOW, Distance, Remains
 from gracetune.stream.storages import (
     SharedInputs,
@@ -18,6 +19,7 @@ from gracetune.stream.storages import (
     weights_of,
 )
 from gracetune.stream.transport import ALIGNMENT, HostPool, Transport
+from gracetune.stream.waits import Waits
 
 
 class Counting(SynchronousMover):
@@ -120,18 +122,33 @@ def test_memory_that_is_given_up_is_poisoned_unless_others_hold_it(poison):
 
 def run(distance, waits, block_nbytes=10):
     """What is said after windows of so many late blocks and seconds."""
-    said, late, seconds = [], 0, 0.0
-    for more_late, more_seconds in waits:
-        late, seconds = late + more_late, seconds + more_seconds
+    said = []
+    distance.observe(block_nbytes)
+    for late, seconds in waits:
+        if distance.laps:
+            distance.laps[-1].late, distance.laps[-1].seconds = late, seconds
         for passed in range(WINDOW):
-            text = distance.observe(Waits(late, seconds), block_nbytes)
+            text = distance.observe(block_nbytes)
             assert text == "" or passed == WINDOW - 1
         said.append(text)
     return said
 
 
+def watched(ahead, limit_nbytes):
+    """A distance, and the windows that it has begun."""
+
+    def begin():
+        laps.append(SaidLap())
+        return laps[-1]
+
+    laps = []
+    distance = Distance(ahead, limit_nbytes, begin)
+    distance.laps = laps
+    return distance
+
+
 def test_the_distance_grows_while_that_helps_and_goes_back_when_it_does_not():
-    distance = Distance(1, limit_nbytes=100)
+    distance = watched(1, limit_nbytes=100)
     said = run(distance, [(9, 1.0), (5, 0.5), (5, 0.49), (5, 0.3), (9, 9.0)])
     assert [text.partition(":")[0] for text in said] == ["2", "3", "2 again", "", ""]
     assert "333.3 ms a pass" in said[0]
@@ -139,11 +156,11 @@ def test_the_distance_grows_while_that_helps_and_goes_back_when_it_does_not():
 
 
 def test_the_distance_stays_where_nobody_waits_or_there_is_no_room():
-    distance = Distance(1, limit_nbytes=100)
+    distance = watched(1, limit_nbytes=100)
     assert run(distance, [(0, 1.0), (0, 5.0)]) == ["", ""]
     assert run(distance, [(5, 1.0)], block_nbytes=51) == [""]
     assert distance.ahead == 1
-    fixed = Distance(2, limit_nbytes=None)
+    fixed = watched(2, limit_nbytes=None)
     assert run(fixed, [(5, 1.0), (5, 1.0)]) == ["", ""]
     assert fixed.ahead == 2
 
@@ -153,8 +170,15 @@ def test_lanes_have_stopwatches_of_their_own():
     one, other = mover.landing_memory(1 << 16), mover.host_memory(1 << 16)
     mover.copy(one, other, True, Lane.OUT).wait(ahead=True)
     assert mover.waits(Lane.OUT).seconds > 0
-    assert mover.waits_seen(Lane.OUT) == mover.waits(Lane.OUT)
     assert mover.waits(Lane.BACK) == mover.waits() == Waits(0, 0.0)
+    lap = mover.lap(Lane.OUT)
+    mover.copy(one, other, True, Lane.OUT).wait(ahead=True)
+    assert not lap.is_over()
+    after = mover.lap(Lane.OUT)
+    assert lap.is_over()
+    assert 0 < lap.seconds < lap.span_s
+    mover.lap(Lane.OUT)
+    assert after.seconds == 0 < after.span_s
     mover.let_go(one)
     mover.release()
 

@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
-from streamed_model import assert_same, made, step, streamed
+from streamed_model import SaidLap, assert_same, made, step, streamed
 from test_ring_safety import LastMinute
 
 from gracetune.stream import growth
 from gracetune.stream.growth import WINDOW, Growth
-from gracetune.stream.movers import SynchronousMover, Waits
+from gracetune.stream.movers import SynchronousMover
 from gracetune.stream.slots import Slots
 
 NBYTES = 512
@@ -20,11 +20,12 @@ class Waited(SynchronousMover):
 
     def __init__(self, room=100):
         super().__init__()
-        self.seconds = 0.0
+        self.laps = []
         self.room = room
 
-    def waits_seen(self, lane):
-        return Waits(0, self.seconds)
+    def lap(self, lane):
+        self.laps.append(SaidLap(over=False))
+        return self.laps[-1]
 
     def device_memory(self, nbytes):
         if self.room == 0:
@@ -37,18 +38,19 @@ class Steps:
     """Passes of a second each, of which some part is waited for."""
 
     def __init__(self, told, most_slots=8, limit_nbytes=10 * NBYTES, room=100):
-        self.now = 0.0
         self.mover = Waited(room)
         self.slots = Slots(self.mover, NBYTES, 3)
-        self.growth = Growth(
-            self.slots, self.mover, most_slots, limit_nbytes, told, clock=lambda: self.now
-        )
+        self.growth = Growth(self.slots, self.mover, most_slots, limit_nbytes, told)
+        self.growth.observe()
 
-    def window(self, share):
-        for _ in range(WINDOW):
-            self.now += 1.0
-            self.mover.seconds += share
+    def window(self, share, behind=0):
+        """So many windows of passes are queued before the device is through with this one."""
+        before, lap = len(self.slots), self.mover.laps[-1]
+        for _ in range(WINDOW * (1 + behind) - 1):
             self.growth.observe()
+            assert len(self.slots) == before
+        lap.seconds, lap.span_s, lap.over = share * WINDOW, WINDOW, True
+        self.growth.observe()
         return len(self.slots)
 
 
@@ -69,11 +71,10 @@ def test_slots_that_do_not_help_are_given_back_and_none_is_tried_again(told):
     assert len(told.texts()) == 3
 
 
-def test_a_pause_between_two_passes_decides_nothing(told):
-    """A checkpoint makes what was waited a smaller share of the time, not less."""
+def test_what_is_decided_is_of_passes_that_the_device_is_through_with(told):
+    """Each window has its own waits, however many passes were queued since."""
     steps = Steps(told)
-    steps.now += 4 * WINDOW
-    assert [steps.window(share) for share in (0.1, 0.09)] == [4, 8]
+    assert [steps.window(share, behind=3) for share in (0.25, 0.19, 0.0)] == [4, 8, 8]
 
 
 def test_nothing_happens_where_nothing_is_waited_for(told):
@@ -119,11 +120,8 @@ def test_gradients_stay_the_same_while_slots_come_and_go(kind, told, monkeypatch
     class Moody(kind):
         """Waits at random, so that every decision is taken at some time."""
 
-        waited = 0.0
-
-        def waits_seen(self, lane):
-            self.waited += dice.random() ** 4
-            return Waits(0, self.waited)
+        def lap(self, lane):
+            return SaidLap(dice.random() ** 4)
 
     monkeypatch.setattr(growth, "WINDOW", 1)
     dice = random.Random(1)
@@ -145,13 +143,20 @@ def test_gradients_stay_the_same_while_slots_come_and_go(kind, told, monkeypatch
 
 
 def test_a_ring_with_room_for_all_fetches_no_more(told, monkeypatch):
+    class Better(SynchronousMover):
+        """A link that is waited for less and less."""
+
+        laps = 0
+
+        def lap(self, lane):
+            self.laps += 1
+            return SaidLap(0.9**self.laps)
+
     monkeypatch.setattr(growth, "WINDOW", 1)
-    monkeypatch.setattr(growth, "GAIN", 100.0)
-    monkeypatch.setattr(growth, "WORTH", 1e-12)
     model = made(num_blocks=5)
-    twin, ring = streamed(model, told, slots=2)
+    twin, ring = streamed(model, told, slots=2, mover=Better())
     ring.grow_within(10**9)
-    for seed in range(7):
+    for seed in range(4):
         assert_same(step(twin, seed), step(model, seed))
     assert ring.counters().slots == 5
     fetches = ring.counters().fetches
