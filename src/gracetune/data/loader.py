@@ -7,7 +7,7 @@ ranks take in turn. Where a run stands in it is one number, whatever the number 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ INLINE = Prefetch()
 """Each batch is loaded when it is asked for: right where loading is a look into memory."""
 ANNOUNCED = 8
 """Batches that a disk has time to read, when whoever reads them is told in advance."""
+NO_EPOCH = -1
 NAMED = 8
 """How many samples of a batch a message names."""
 
@@ -60,7 +61,7 @@ class Draw:
     caption: str
     """Empty where it was dropped."""
     size: Shape
-    epoch: int = -1
+    epoch: int = NO_EPOCH
     """Whose random crops and augmentations are shown; -1: always the first."""
 
 
@@ -132,8 +133,8 @@ class BatchOrder:
         return (self.of_each_size()[0],)
 
     def of_each_size(self) -> list[Draw]:
-        """One sample of each size, the largest first."""
-        draws = [self._draw(first, 0) for first, _ in self._spans]
+        """One sample of each size, the largest first; of no epoch, since looking enters none."""
+        draws = [replace(self._draw(first, 0), epoch=NO_EPOCH) for first, _ in self._spans]
         return sorted(draws, key=lambda draw: prod(draw.size), reverse=True)
 
     def draws_by_size(self) -> dict[Shape, int]:

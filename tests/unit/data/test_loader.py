@@ -384,3 +384,4 @@ def test_one_sample_of_each_size_the_largest_first() -> None:
     order = BatchOrder(groups, 2, 0)
     assert [draw.size for draw in order.of_each_size()] == [(16, 16), (8, 24), (8, 8)]
     assert order.largest() == (order.of_each_size()[0],)
+    assert {draw.epoch for draw in order.of_each_size()} == {-1}, "looking enters no epoch"

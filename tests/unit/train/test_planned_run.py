@@ -6,9 +6,11 @@ import torch
 from gracetune.config.rules import check_trainable
 from gracetune.config.schema import PlanSection, RunFile
 from gracetune.errors import ConfigError, GracetuneError
+from gracetune.events.requests import Requests
 from gracetune.events.types import StepDone, WeightsStreamed
 from gracetune.train import planning
-from gracetune.train.build import why_unplanned
+from gracetune.train.build import build, start_accelerator, why_unplanned
+from gracetune.train.interrupt import Interrupt
 from gracetune.train.run import run_training
 from gracetune.units import MIB
 
@@ -66,6 +68,24 @@ def test_a_plan_is_corrected_between_steps_and_no_number_changes(
     measured = [text for text in texts if text.startswith("measured:")]
     assert len(measured) == 2, "before and after"
     assert texts.index(measured[0]) < texts.index(corrected) < texts.index(measured[1])
+
+
+def test_a_plan_enters_no_epoch(tiny_run, tmp_path, told):
+    """A run that goes on in its fifth epoch would lose that one's encoded pictures to the first."""
+    run = tiny_run(
+        adapter={"rank": 4},
+        cache_config={"vae_cache_type": "disk"},
+        plan={"device_memory": "1GB", "compile": "never"},
+    )
+    fresh = {"augmentations_cache_mode": "refresh_each_epoch", "crop": "random"}
+    data = run.datasets[0].model_copy(update=fresh)
+    run = run.model_copy(update={"datasets": (data,)})
+    (tmp_path / "run").mkdir()
+    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
+    built.session.feed.close()
+    built.close()
+    assert any(text.startswith("plan:") for text in told.texts())
+    assert not (tmp_path / "run" / "generations").exists()
 
 
 def test_streaming_is_told_with_its_cost(tiny_run, told):
