@@ -7,7 +7,8 @@ falls, which leaves seeds hardly a difference. Three seeds each way, with equal 
 levels and noise:
 
     bf16    ours: fp32 LoRA weights as masters, products in bf16, fused
-    fp8     the same with `model.frozen_compute: fp8`: frozen products rounded, forward and back
+    fp8     the same with `model.frozen_compute: fp8`: frozen products rounded, forward and back,
+            main directions of their inputs found by the last pictures that are trained on
     plain   peft's own fp32 LoRA under bf16 autocast
 
 Rules, fixed before anything was measured; `few` was added when two seeds of `many` were known to
@@ -47,10 +48,12 @@ import results
 import torch
 from gradient_cosine import compare_gradients
 from shapes_wan import (
+    TRAIN,
     Backward,
     Course,
     Pictures,
     Shape,
+    Way,
     adapter_of,
     ask,
     draw_pictures,
@@ -64,12 +67,13 @@ from shapes_wan import (
 )
 
 from gracetune.config.schema import OptimizerSection
+from gracetune.train.timesteps import draw_levels
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shapes_wan import Asked, Way
+    from shapes_wan import Asked
     from torch import Tensor, nn
 
 SEEDS = (0, 1, 2)
@@ -77,6 +81,9 @@ LEAST_COSINE = 0.98
 DRAWS = 4
 """Levels at which each held-out picture is measured."""
 GRADIENT_BATCH = 64
+SHOWN = 64
+"""Pictures by which main directions are found: as many as a run takes."""
+WAYS: tuple[Way, ...] = ("bf16", "fp8", "plain", "fp32")
 DEMO_STEPS = 500
 
 
@@ -120,17 +127,17 @@ WHOLE = Size(
     scratch=Course(
         steps=1500,
         batch=96,
-        every=250,
+        every=500,
         optimizer=OptimizerSection(lr=3e-4, betas=(0.9, 0.99), schedule="cosine", warmup_steps=100),
     ),
     lessons={
-        "few": Lesson(12, Course(300, 8, 25, OptimizerSection(lr=3e-4, warmup_steps=20))),
+        "few": Lesson(12, Course(300, 8, 50, OptimizerSection(lr=3e-4, warmup_steps=20))),
         "many": Lesson(
             48,
             Course(
                 steps=300,
                 batch=64,
-                every=25,
+                every=50,
                 optimizer=OptimizerSection(
                     lr=5e-4, betas=(0.9, 0.99), schedule="cosine", warmup_steps=20
                 ),
@@ -179,9 +186,11 @@ def main() -> int:
     demos = start_demos(arguments.demo, size.demo_steps) if arguments.demo else {}
     weights = learn_shapes(figures, size, device)
     done("scratch")
+    arms = make_arms(size, weights)
     for name, lesson in size.lessons.items():
-        compare_ways(figures, size, weights, name, lesson)
+        compare_ways(figures, size, arms, name, lesson)
         done(f"adapters.{name}")
+    del weights, arms
     random_blocks(figures, size, device)
     done("random_blocks")
     if demos:
@@ -208,33 +217,44 @@ def learn_shapes(figures: dict[str, object], size: Size, device: torch.device) -
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
+def make_arms(size: Size, weights: Mapping[str, Tensor]) -> dict[Way, nn.Module]:
+    """The model in every way; both courses begin with the same."""
+    device = next(iter(weights.values())).device
+    fewest = min(lesson.copies for lesson in size.lessons.values())
+    stars = draw_pictures("star", size.pixels, range(fewest), device)
+    last = stars.at(slice(-SHOWN, None))
+    generator = torch.Generator(device).manual_seed(1)
+    levels = draw_levels(TRAIN, len(last.latents), generator)
+    noise = torch.randn(last.latents.shape, generator=generator, device=device)
+    shown = ask(last, levels, noise)
+    return {way: make_arm(size.shape, weights, way, size.rank, shown) for way in WAYS}
+
+
 def compare_ways(
     figures: dict[str, object],
     size: Size,
-    weights: Mapping[str, Tensor],
+    arms: Mapping[Way, nn.Module],
     name: str,
     lesson: Lesson,
 ) -> None:
     """Curves of every way and seed, then gradients with a fresh and with a trained adapter."""
-    device = next(iter(weights.values())).device
+    device = next(arms["bf16"].parameters()).device
     stars = draw_pictures("star", size.pixels, range(lesson.copies), device)
     last = range(lesson.copies, lesson.copies + size.held_copies)
     held = held_out_question(draw_pictures("star", size.pixels, last, device), DRAWS)
 
-    def arm(way: Way) -> nn.Module:
-        return make_arm(size.shape, weights, way, size.rank)
+    def taught(way: Way) -> dict[int, dict[str, Tensor]]:
+        return adapt(figures, name, way, arms[way], stars, held, lesson.course)
 
-    def taught(way: Way, model: nn.Module) -> dict[int, dict[str, Tensor]]:
-        return adapt(figures, name, way, model, stars, held, lesson.course)
-
-    usual, rounded = arm("bf16"), arm("fp8")
-    trained = taught("bf16", usual)
-    for seed, adapter in taught("fp8", rounded).items():
-        give_adapter(usual, adapter)
-        figures[f"{name}.used_in_bf16.fp8.{seed}"] = held_out_loss(usual, held, autocast=False)
-    taught("plain", arm("plain"))
+    trained = taught("bf16")
+    for seed, adapter in taught("fp8").items():
+        give_adapter(arms["bf16"], adapter)
+        figures[f"{name}.used_in_bf16.fp8.{seed}"] = held_out_loss(
+            arms["bf16"], held, autocast=False
+        )
+    taught("plain")
     asked = one_question(stars, min(GRADIENT_BATCH, len(stars.latents)))
-    models = {"bf16": usual, "fp8": rounded, "fp32": arm("fp32")}
+    models = {way: arms[way] for way in ("bf16", "fp8", "fp32")}
     for model in models.values():
         restart(model, SEEDS[0])
     compare_gradients(figures, f"{name}.cosine.fresh", models, asked)
@@ -291,8 +311,10 @@ def random_blocks(figures: dict[str, object], size: Size, device: torch.device) 
     pictures = Pictures(
         noise(1, shape.channels, 1, size.cells, size.cells), noise(1, size.text_length, shape.text)
     )
-    asked = ask(pictures, torch.full((1,), 0.5, device=device), noise(*pictures.latents.shape))
-    models = {way: make_arm(shape, weights, way, rank) for way in ("bf16", "fp8", "fp32")}
+    half = torch.full((1,), 0.5, device=device)
+    asked = ask(pictures, half, noise(*pictures.latents.shape))
+    shown = ask(pictures, half, noise(*pictures.latents.shape))
+    models = {way: make_arm(shape, weights, way, rank, shown) for way in ("bf16", "fp8", "fp32")}
     with torch.no_grad():
         for model in models.values():
             torch.manual_seed(1)
