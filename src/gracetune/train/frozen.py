@@ -7,11 +7,13 @@ run, so that a resumed run computes as it did before.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from gracetune.adapters.fused import freeze_in_fp8_for
+from gracetune.data.loader import NO_EPOCH
 from gracetune.events.types import Notice
 from gracetune.models.experts import EXPERTS, Experts, routed
 from gracetune.stream.slab import bring_rest, lay_out
@@ -71,13 +73,13 @@ def shown(family: Family, feed: Feed) -> Batch:
 
 
 def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:
-    """Of the first epoch, all of the first one's size."""
+    """Of the first epoch, all of the first one's size; without it, since looking enters none."""
     draws: list[Draw] = []
     for index in range(order.epoch_length):
         draws += (draw for draw in order.at(index) if not draws or draw.size == draws[0].size)
         if len(draws) >= count:
             break
-    return tuple(draws[:count])
+    return tuple(replace(draw, epoch=NO_EPOCH) for draw in draws[:count])
 
 
 def show(

@@ -1,5 +1,7 @@
 """The pass that shows frozen layers their inputs, on the CPU: fp8 is computed by hand there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -114,7 +116,8 @@ def test_the_first_draws_are_those_of_the_first_epoch(session):
     order = session.feed.order
     assert isinstance(order, BatchOrder)
     wanted = first_draws(order, 6)
-    assert wanted == (*order.at(0), *order.at(1))[:6]
+    entered = (*order.at(0), *order.at(1))[:6]
+    assert wanted == tuple(replace(draw, epoch=-1) for draw in entered), "but enter none"
     assert len(first_draws(order, 10**6)) == order.samples_per_epoch
 
 
