@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.adapters.fused import demand_fp8, fuse_lora
+from gracetune.cache.ahead import FIRST_DEPTH
 from gracetune.events.types import Notice
 from gracetune.memory.host import private_nbytes
 from gracetune.memory.machine import read_this_host
@@ -146,6 +147,7 @@ def question(run: RunFile, family: Family, model: Model, device_nbytes: int) -> 
     parameters = [p for p in family.transformer.parameters() if p.requires_grad]
     counts = [p.numel() for p in parameters]
     trained, each = sum(counts), nbytes_each(run.optimizer, parameters)
+    depth = run.cache_config.prefetch_depth
     return Question(
         model,
         Fixed(
@@ -154,6 +156,7 @@ def question(run: RunFile, family: Family, model: Model, device_nbytes: int) -> 
             library_nbytes=int(FITTED["library_nbytes"].value),
             averages_nbytes=4 * trained if run.train.ema_decay else 0,
             state_slots_nbytes=Travel().slots_nbytes(counts, each),
+            batches_ahead=FIRST_DEPTH if depth == "auto" else depth,
         ),
         Budget(device_nbytes, _host_nbytes(run, family), FITTED["fragmentation"].value),
         replace(wishes_of(run), batches=(run.train.batch_size,)),

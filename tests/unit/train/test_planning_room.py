@@ -1,9 +1,12 @@
-"""Host memory that a plan may count on: weights leave where they are for where it has them."""
+"""What a plan may count on, and what it has to leave room for."""
 
 from types import SimpleNamespace
 
+import pytest
+from made_question import made_model
 from torch import nn
 
+from gracetune.cache.ahead import FIRST_DEPTH
 from gracetune.config.schema import RunFile
 from gracetune.train import planning
 
@@ -28,3 +31,10 @@ def test_what_the_run_file_allows_is_a_limit_still():
     frozen = family_of(nn.Linear(1024, 1024).requires_grad_(False))
     run = RunFile.model_validate({"plan": {"host_memory": "1MB"}})
     assert planning._host_nbytes(run, frozen) == 1_000_000
+
+
+@pytest.mark.parametrize(("depth", "expected"), [("auto", FIRST_DEPTH), (7, 7)])
+def test_batches_that_are_brought_ahead_have_their_room(depth, expected):
+    run = RunFile.model_validate({"cache_config": {"prefetch_depth": depth}})
+    ask = planning.question(run, family_of(nn.Linear(4, 4)), made_model(), 10**9)
+    assert ask.fixed.batches_ahead == expected
