@@ -16,6 +16,7 @@ import torch
 from gracetune.adapters.fused import fuse_lora
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
+from gracetune.models.dense_gradients import with_dense_gradients
 from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.cost import Model
 from gracetune.plan.known_models import PUBLISHED, SHAPES, Picture
@@ -85,6 +86,8 @@ class Case:
         with device:
             model = cast("nn.Module", cls.from_config({**published.config, **self.config}))
         torch.set_default_dtype(torch.float32)
+        if self.family == "flux":  # for the plain loop too: without, cuDNN's backward fails
+            with_dense_gradients(block.attn for block in model.single_transformer_blocks)
         self._adapt(model)
         for parameter in model.parameters():
             if parameter.requires_grad:

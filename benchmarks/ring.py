@@ -42,6 +42,8 @@ from gracetune.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
+
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
     from gracetune.plan.result import Activations, Weights
@@ -73,6 +75,9 @@ def main() -> int:
     link_gb_s = measure_link(platform.link)
     print(f"link {link_gb_s:.1f} GB/s")
     figures: dict[str, object] = {"link_gb_s": link_gb_s, "spare_gib": arguments.spare}
+    model = make_model(LAYERS)
+    fuse_lora(model)
+    attend_in_fewer_passes(model)
     for compiled in (False, True):
         for activations in ("keep", "recompute"):
             for weights in ("resident", "streamed"):
@@ -81,7 +86,8 @@ def main() -> int:
                     compiled,
                     spare_nbytes=arguments.spare * GIB,
                 )
-                measure(figures, way(compiled, activations), weights, layout, platform.link)
+                name = way(compiled, activations)
+                measure(figures, name, weights, model, layout, platform.link)
                 results.write("ring", figures, arguments.out, arguments.commit)
     figures["seconds"] = time.perf_counter() - began
     results.write("ring", figures, arguments.out, arguments.commit)
@@ -106,13 +112,16 @@ def measure_link(link: Link) -> float:
 
 
 def measure(
-    figures: dict[str, object], name: str, weights: Weights, layout: Layout, link: Link
+    figures: dict[str, object],
+    name: str,
+    weights: Weights,
+    model: nn.Module,
+    layout: Layout,
+    link: Link,
 ) -> None:
     """Every batch of one way; a streamed one is judged by the resident one before it."""
-    model = make_model(LAYERS)
-    fuse_lora(model)
-    attend_in_fewer_passes(model)
     placed = place(model, {model: list(model.blocks)}, layout, open_mover(DEVICE, link), show)
+    let_go()
     for batch in BATCHES:
         step = make_step(model, batch)
         found = timed_ring(figures, placed, step, f"{name}.resident.batch_{batch}")

@@ -13,6 +13,7 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor, nn
 
 from gracetune.models.captions import tokens_of, too_long
+from gracetune.models.dense_gradients import with_dense_gradients
 from gracetune.models.folder_family import FolderFamily
 from gracetune.models.parts import (
     demand_class,
@@ -85,11 +86,13 @@ def load(section: ModelSection) -> Flux:
             part, torch_dtype=torch.float32, local_files_only=True
         ),
     )
+    transformer = read_transformer(
+        FluxTransformer2DModel, section, folder, "transformer", section.transformer_file
+    )
+    with_dense_gradients(block.attn for block in transformer.single_transformer_blocks)
     return Flux(
         folder=folder,
-        transformer=read_transformer(
-            FluxTransformer2DModel, section, folder, "transformer", section.transformer_file
-        ),
+        transformer=transformer,
         vae=vae.eval().requires_grad_(False),
         text=[encoder("text_encoder", CLIPTextModel), encoder("text_encoder_2", T5EncoderModel)],
         tokenizers=(tokenizer("tokenizer"), tokenizer("tokenizer_2")),

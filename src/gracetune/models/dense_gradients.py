@@ -1,0 +1,42 @@
+"""Attention whose gradient lies in rows of its own.
+
+A single block of Flux puts what attention gives beside what its MLP gives, so the gradient that
+comes back is a part of wider rows. torch hands it to cuDNN as it lies, whose backward then fails on
+Hopper (seen with torch 2.11: an illegal memory access, or a graph that does not execute).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd import Function
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+
+class Dense(Function):
+    """The tensor as it is; its gradient without gaps between rows."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        """Nothing is computed."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        """A copy where there are gaps."""
+        return grad.contiguous()
+
+
+def with_dense_gradients(attentions: Iterable[nn.Module]) -> None:
+    """Let modules that give one tensor take its gradient in this way."""
+    for attention in attentions:
+        attention.register_forward_hook(_take)
+
+
+def _take(_module: nn.Module, _given: tuple[Any, ...], out: Tensor) -> Tensor:
+    dense: Tensor = Dense.apply(out)  # type: ignore[no-untyped-call]
+    return dense
