@@ -135,6 +135,18 @@ def test_cache_files_come_from_memory_and_are_the_same(backends, tmp_path, hooke
         ours.torch_load(path)
 
 
+def test_the_data_set_that_is_made_for_texts_is_known(tmp_path):
+    """Where the file has none, SimpleTuner makes one that no hook sees before its backend."""
+    registry = import_module(FACTORY).FactoryRegistry
+    bare = registry.__new__(registry)
+    bare.args = SimpleNamespace(model_family="sdxl", output_dir=str(tmp_path))
+    [made] = bare._ensure_text_embed_backends_present([])
+    plugin = Plugin({}, open_machine, torch.Tensor.contiguous)
+    plugin.take_config({"cache_config": {"vae_cache_type": "memory", "text_cache_type": "disk"}})
+    assert plugin.memory_of(made["id"]) is None
+    assert plugin.memory_of("pics") is plugin.memory
+
+
 RANK = """
 import json, sys
 from importlib import import_module
