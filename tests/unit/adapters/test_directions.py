@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 from gracetune.adapters.directions import (
@@ -182,6 +184,29 @@ def test_a_lora_and_main_directions_share_a_product(compiled):
     for which in range(2):
         lost = [apart(one[which], exact[which]) for one in (blind, knowing)]
         assert lost[1] < 0.7 * lost[0]
+
+
+def test_compiled_an_input_in_common_is_taken_apart_and_rounded_once():
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
+        return graph.forward
+
+    made = model(rank=4, dtype=torch.bfloat16)
+    freeze_for(made, alike(512, 64).bfloat16())
+    fuse_lora(made)
+    torch._dynamo.reset()
+    partition = {"partition_fn": min_cut_rematerialization_partition}
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, **partition)
+    made[0].forward = torch.compile(made[0].forward, backend=backend, fullgraph=True)
+    made(alike(16, 64).bfloat16().requires_grad_()).float().sum().backward()
+    torch._dynamo.reset()
+    there, back = graphs
+    assert sum("lora_linear_fp8" in name for name in there) == 3
+    assert sum("apart" in name for name in there) == 2
+    assert sum("amax" in name for name in there) == 2
+    assert not any("apart" in name for name in back), "nor is it done again on the way back"
 
 
 def test_blocks_that_no_pass_reached_know_none():
