@@ -80,6 +80,8 @@ class Update:
         self, optimizer: Optimizer, mover: Mover, nbytes_each: float, travel: Travel | None = None
     ) -> None:
         """`nbytes_each` is what the optimizer keeps for each number that is trained."""
+        self.count = 0
+        """Updates made since this was."""
         self._optimizer = optimizer
         self._mover = mover
         self._travel = travel or Travel()
@@ -139,6 +141,7 @@ class Update:
                 "Go on from the last one with a lower plan.device_memory, or with another "
                 "optimizer."
             ) from error
+        self.count += 1
 
     def rest(self) -> None:
         """Wait until host memory holds all that the last step left there."""

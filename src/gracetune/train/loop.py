@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import gather_object
 
 from gracetune.data.loader import Loader, LoaderState
-from gracetune.errors import InterruptedRunError
+from gracetune.errors import InterruptedRunError, RunFailedError
 from gracetune.events.types import CheckpointSaved, RampChanged
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
@@ -230,13 +230,21 @@ def _step(
         return train_step(s.trainee, stream.take(length), length, progress)
     batches = Again(stream, length, s.settled.saw)
     drawn = torch_generator_tensors()  # dropout falls in a second try as in the first
+    updates = s.trainee.update.count
     while True:
         try:
             return train_step(s.trainee, batches, length, progress)
         except torch.OutOfMemoryError as error:
             full = error.with_traceback(None)  # whose frames hold what did not fit
+        reason = str(full).splitlines()[0]
+        if s.trainee.update.count > updates:
+            raise RunFailedError(
+                f"the device was full after an update ({reason}), which a second try would make "
+                "again. Checkpoints saved before are kept. Go on from the last one with a lower "
+                "plan.device_memory."
+            ) from full
         s.trainee.optimizer.zero_grad()
-        if not s.settled.step_down(str(full).splitlines()[0]):
+        if not s.settled.step_down(reason):
             raise full
         restore_torch_generators(drawn)
         timing.restart(progress.step)

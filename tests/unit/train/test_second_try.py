@@ -6,9 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gracetune.errors import RunFailedError
 from gracetune.events.types import BatchesFed, Notice, StepDone
+from gracetune.optim.rates import used_rate
 from gracetune.train import build as building
 from gracetune.train import planning
+from gracetune.train import step as stepping
 from gracetune.train.loop import TIMED, WARM
 from gracetune.train.run import run_training
 from gracetune.train.settled import Settled
@@ -119,3 +122,19 @@ def test_a_batch_that_found_no_room_is_brought_again(losses, told, monkeypatch, 
     (notice,) = [event for event in told.of(Notice) if event.fallback]
     assert notice.text.startswith(f"{FULL} Going on with less")
     assert told.of(BatchesFed)[-1].batches == 4 * accumulation + 1, "with the one that failed"
+
+
+def test_no_update_is_made_twice(losses, told, monkeypatch):
+    """Where the device fills after it, a second try would train on the same batches again."""
+    calls = itertools.count()
+
+    def full(optimizer):
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError(FULL)
+        return used_rate(optimizer)
+
+    monkeypatch.setattr(stepping, "used_rate", full)
+    with pytest.raises(RunFailedError, match=r"the device was full after an update \(CUDA out of"):
+        losses(PLENTY, max_train_steps=4)
+    assert len(told.of(StepDone)) == 2
+    assert not [event for event in told.of(Notice) if event.fallback]
