@@ -9,6 +9,7 @@ in bf16, as a LoRA of its own, and rounds what is left, which is small.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,12 +33,18 @@ PASSES = 8
 
 
 class Watch:
-    """Finds the main directions of what comes into linear layers, while it is open."""
+    """Finds the main directions of what comes into linear layers, while it is open.
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    Each layer comes with the module that is called with its input: itself, or an adapter around it,
+    which may compute by the layer's weight and never call it.
+    """
+
+    def __init__(self, layers: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         self._found: dict[nn.Module, nn.Parameter] = {}
         self._last: tuple[Tensor, nn.Parameter] | None = None
-        self._handles = [layer.register_forward_pre_hook(self._look) for layer in layers]
+        self._handles = [
+            called.register_forward_pre_hook(partial(self._look, layer)) for called, layer in layers
+        ]
 
     def directions(self, layer: nn.Module) -> nn.Parameter | None:
         """Of this layer's input; none where nothing came, or something that is not finite.
@@ -53,7 +60,7 @@ class Watch:
             handle.remove()
         self._last = None
 
-    def _look(self, layer: nn.Module, inputs: Sequence[Tensor]) -> None:
+    def _look(self, layer: nn.Module, _: nn.Module, inputs: Sequence[Tensor]) -> None:
         x = inputs[0]
         if self._last is None or self._last[0] is not x:
             rows = x.detach().flatten(0, -2)

@@ -30,6 +30,8 @@ LEAST_FP8 = (8, 9)
 """The compute capability from which on there are fp8 products."""
 FP8_STEP = 16
 """Kernels want both sides of a weight in multiples of this."""
+BASE = "base_layer"
+"""What adapters, peft's and ours, call the layer that they are around."""
 
 
 class Fp8Linear(nn.Module):
@@ -149,7 +151,10 @@ class _Turn:
 
     def _before(self, block: nn.Module, _: object) -> None:
         block.to(self._device)
-        self._watch = Watch(child for _, _, child in _frozen_linears(block))
+        self._watch = Watch(
+            (module if name == BASE else child, child)
+            for module, name, child in _frozen_linears(block)
+        )
 
     def _after(self, block: nn.Module, _: object, __: object) -> None:
         self.close()

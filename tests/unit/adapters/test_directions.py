@@ -128,8 +128,8 @@ def model(rank=0, dtype=torch.float32):
     return made
 
 
-def freeze_for(made, seen):
-    return freeze_in_fp8_for(lambda: made(seen), list(made), CPU)
+def freeze_for(blocks, seen):
+    return freeze_in_fp8_for(lambda: nn.Sequential(*blocks)(seen), list(blocks), CPU)
 
 
 def test_a_pass_shows_blocks_their_directions():
@@ -209,6 +209,25 @@ def test_compiled_an_input_in_common_is_taken_apart_and_rounded_once():
     assert not any("apart" in name for name in back), "nor is it done again on the way back"
 
 
+class Around(nn.Module):
+    """As a LoKr in one product: the layer's weight is read, and the layer never called."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x):
+        return functional.linear(x, self.base_layer.weight)
+
+
+def test_a_layer_that_its_adapter_never_calls_is_shown_its_input_too():
+    made = nn.Sequential(Around(nn.Linear(64, 64).requires_grad_(False)))
+    seen = alike(512, 64)
+    assert freeze_for([made], seen) == InFp8(1, 0)
+    expected = main_directions(seen).bfloat16()
+    assert torch.equal(made[0].base_layer.along, expected)
+
+
 def test_blocks_that_no_pass_reached_know_none():
     made, blind = model(), model()
     freeze_in_fp8(blind)
@@ -240,7 +259,7 @@ def test_blocks_that_nothing_can_be_rounded_in_are_refused_after_a_pass_too():
 
 def test_what_is_not_finite_is_not_known():
     seen, unseen = nn.Linear(16, 16), nn.Linear(16, 16)
-    watch = Watch([seen, unseen])
+    watch = Watch([(seen, seen), (unseen, unseen)])
     with torch.no_grad():
         seen(torch.full((2, 16), torch.inf))
     assert watch.directions(seen) is None
@@ -249,7 +268,7 @@ def test_what_is_not_finite_is_not_known():
 
 def test_of_many_rows_some_are_looked_at_from_everywhere_until_it_is_closed():
     layer = nn.Linear(16, 16)
-    watch = Watch([layer])
+    watch = Watch([(layer, layer)])
     x = torch.zeros(2 * MAX_ROWS, 16)
     x[0, 3], x[-2, 5] = 1.0, 2.0
     layer(x)
