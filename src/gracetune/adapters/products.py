@@ -111,7 +111,7 @@ lora_linear_fp8.register_fake(
         x, weight, down
     )
 )
-apart.register_fake(lambda x, along: (x.new_empty(len(x), len(along)), torch.empty_like(x)))
+apart.register_fake(lambda x, along: (x.new_empty(len(x), len(along)), x.new_empty(x.shape)))
 lora_gradients.register_fake(
     lambda _, x, narrow, up, __: (
         x.new_empty(up.shape[1], x.shape[1]),

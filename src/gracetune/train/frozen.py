@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     Tell = Callable[[Event], None]
 
-SAMPLES, TOKENS = 64, 32768
+SAMPLES, TOKENS = 64, 16384
 """That a model is shown at most; one sample in any case."""
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
+from gracetune.adapters import products
 from gracetune.adapters.directions import (
     MAX_ROWS,
     MOST,
@@ -226,6 +227,15 @@ def test_a_layer_that_its_adapter_never_calls_is_shown_its_input_too():
     assert freeze_for([made], seen) == InFp8(1, 0)
     expected = main_directions(seen).bfloat16()
     assert torch.equal(made[0].base_layer.along, expected)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_tracers_expect_what_comes_of_taking_an_input_apart(turned):
+    x, along = alike(32, 64), main_directions(alike(100, 64))
+    given = (x.t().contiguous().t() if turned else x, along)
+    torch.library.opcheck(products.apart, given)
+    main, rest = products.apart(*given)
+    torch.testing.assert_close(main @ along + rest, x)
 
 
 def test_blocks_that_no_pass_reached_know_none():
