@@ -3,12 +3,11 @@
 import gc
 import shutil
 import time
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from waiting import assert_steps_never_wait
 
 from gracetune.events.requests import Requests
 from gracetune.events.types import Notice, StepDone, WeightsStreamed
@@ -16,8 +15,6 @@ from gracetune.models.attention_timing import Asked, fastest, stopwatch_of, time
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.run import run_training
-from gracetune.train.state import Progress
-from gracetune.train.step import train_step
 
 # Compilers warn of what they could do with other settings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -109,31 +106,12 @@ def test_little_memory_gives_the_numbers_of_plenty(wan_run, told, compiled):
         assert max(apart(little, plain)) <= PLAIN, (little, plain)
 
 
-@contextmanager
-def never_waiting():
-    """Whatever makes the host wait for the device is an error."""
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("compiled", ["never", "always"])
 def test_a_planned_step_never_waits_for_the_device(wan_run, told, tmp_path, compiled):
     run = wan_run("run", LITTLE, compiled)
     (tmp_path / "run").mkdir()
     built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
-    session = built.session
-    batches = [session.feed.load(session.feed.order.at(i)) for i in range(6)]
-    for index in range(3):  # the first steps compile, make optimizer state and choose kernels
-        train_step(session.trainee, [batches[index]], 1, Progress(index, index))
-    with never_waiting():
-        for index in range(3, 6):
-            train_step(session.trainee, [batches[index]], 1, Progress(index, index))
+    assert_steps_never_wait(built.session)
     built.close()
     fallbacks = [event.text for event in told.of(Notice) if event.fallback]
     assert [text for text in fallbacks if "staged" not in text] == [], "a machine without compiler"
@@ -167,10 +145,11 @@ def test_attention_is_chosen_by_measuring_and_stays_chosen(wan_run, told):
     assert "sdpa " in text
     assert max(apart(found, expected)) <= PLAIN, (text, found, expected)
     told.events.clear()
+    again = wan_run("auto", LITTLE, attention="auto")  # beside what the first has left behind
     longer = run.train.model_copy(update={"max_train_steps": STEPS + 1})
-    run_training(run.model_copy(update={"train": longer}), sinks=[told])
-    (again,) = [text for text in told.texts() if text.startswith("attention:")]
-    assert again == f"{text.partition(',')[0]}, as this run has measured before"
+    run_training(again.model_copy(update={"train": longer}), sinks=[told])
+    (kept,) = [text for text in told.texts() if text.startswith("attention:")]
+    assert kept == f"{text.partition(',')[0]}, as this run has measured before"
 
 
 def test_the_attention_of_a_large_model_is_measured_in_a_moment():

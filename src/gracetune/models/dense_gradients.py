@@ -1,8 +1,10 @@
 """Attention whose gradient lies in rows of its own.
 
-A single block of Flux puts what attention gives beside what its MLP gives, so the gradient that
-comes back is a part of wider rows. torch hands it to cuDNN as it lies, whose backward then fails on
-Hopper (seen with torch 2.11: an illegal memory access, or a graph that does not execute).
+torch keeps cuDNN's graphs of attention by the layout of queries, keys and values, and not by the
+gradient's. A single block of Flux puts what attention gives beside what its MLP gives, so its
+gradient comes back as a part of wider rows; a double block's does not. All else is equal, so one
+kind gets the graph of the other, which reads past the end or, worse, the wrong numbers (seen on an
+H200 with torch 2.11). With rows of its own everywhere there is one layout.
 """
 
 from __future__ import annotations
