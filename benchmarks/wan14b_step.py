@@ -84,13 +84,12 @@ class Way:
         return Layout(blocks, compiled=True, offload=OffloadSettings(ahead=2))
 
 
-ALL_LEAN = Way("streamed, all lean", 2, lean=40)
 OURS = {
     "96": [
         Way("24 of 40 streamed, all kept", 2, streamed=24, keep=40),
         Way("resident, half kept, half lean", 2, streamed=0, keep=20, lean=20),
     ],
-    "48": [ALL_LEAN, replace(ALL_LEAN, name="streamed, 36 lean", lean=36)],
+    "48": [Way("streamed, 36 lean", 2, lean=36), Way("streamed, 30 lean", 2, lean=30)],
     "24": [
         Way("streamed, 8 lean, 14 offloaded", 3, lean=8, offload=14, sends_inputs=True),
         Way("streamed, 14 offloaded", 3, offload=14, sends_inputs=True),
