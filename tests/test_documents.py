@@ -92,6 +92,7 @@ def measured():
     """README's figures, by what their row begins with, as its cell has them."""
     wan, memory, ring = figures("wan14b_step"), figures("memory_core"), figures("ring")
     both, best = figures("wan_experts"), wan["plain_images_s"]
+    families = figures("families_step")
 
     def times(*names):
         return ", ".join(f"{wan[f'{name}_images_s'] / best:.2f}" for name in names) + " times"
@@ -101,6 +102,8 @@ def measured():
     return {
         "images a second of a LoRA step": times("96", "48", "24", "12"),
         "the same with frozen products in fp8": times("fp8_96", "fp8_12"),
+        "samples a second of a LoRA step": f"{families['flux_ratio']:.2f}, "
+        f"{families['clip_ratio']:.2f} times",
         "device memory of 260 pictures": f"{both['device_gib.planned']:.1f} and "
         f"{both['device_gib.measured']:.1f} GiB",
         "a training step of the trainer": f"{figures('bare_loop')['trainer_over_bare_loop']:.2f}",
