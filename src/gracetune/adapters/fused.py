@@ -145,11 +145,13 @@ class _Turn:
         ]
 
     def close(self) -> None:
-        """What came too late changes nothing."""
+        """Look no more: what comes too late changes nothing."""
+        self._watch.close()
         for handle in self._handles:
             handle.remove()
 
     def _before(self, block: nn.Module, _: object) -> None:
+        self._watch.close()  # of a pass that came to no end
         block.to(self._device)
         self._watch = Watch(
             (module if name == BASE else child, child)
@@ -158,7 +160,6 @@ class _Turn:
 
     def _after(self, block: nn.Module, _: object, __: object) -> None:
         self.close()
-        self._watch.close()
         self.frozen = _freeze(block, self._watch)
         block.to(self._home)
 

@@ -40,20 +40,30 @@ SAMPLES, TOKENS = 64, 16384
 
 def freeze(run: RunFile, family: Family, feed: Feed, device: torch.device, tell: Tell) -> None:
     """Frozen products in fp8, as many as there are kernels for; call it before LoRAs are fused."""
-    batch = shown(family, feed)
     experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
     blocks = family.blocks()
     bring_rest(family.transformer, lay_out(family.transformer, blocks), device)
+    samples = 0
 
     def show_all() -> None:
-        for expert in experts:
-            show(run, family, batch, expert, device)
+        nonlocal samples
+        for count in (room_for(family, feed), 1):
+            batch = feed.load(first_draws(feed.order, count))
+            try:
+                for expert in experts:
+                    show(run, family, batch, expert, device)
+            except torch.OutOfMemoryError:  # blocks that had their turn need no other
+                text = f"the device has no room to show the model {len(batch)} samples at once"
+                tell(Notice(text, level="warning", fallback=True))
+                continue
+            samples = len(batch)
+            return
 
     frozen = freeze_in_fp8_for(show_all, blocks, device)
     tell(
         Notice(
             f"{frozen.count} frozen products are computed in fp8; {frozen.count - frozen.blind} of "
-            f"them along main directions in bf16, found in {len(batch)} samples"
+            f"them along main directions in bf16, found in {samples} samples"
         )
     )
     if frozen.blind:
@@ -64,12 +74,11 @@ def freeze(run: RunFile, family: Family, feed: Feed, device: torch.device, tell:
         tell(Notice(text, level="warning", fallback=True))
 
 
-def shown(family: Family, feed: Feed) -> Batch:
-    """The first samples of one size, as many as there is room for."""
+def room_for(family: Family, feed: Feed) -> int:
+    """How many of the first samples are shown."""
     one = feed.load(first_draws(feed.order, 1))
     x0, _ = family.parts(one.latents)
-    room = TOKENS // family.num_tokens(x0.shape[1:])
-    return feed.load(first_draws(feed.order, max(1, min(SAMPLES, room))))
+    return max(1, min(SAMPLES, TOKENS // family.num_tokens(x0.shape[1:])))
 
 
 def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:

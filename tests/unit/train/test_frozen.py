@@ -13,7 +13,7 @@ from gracetune.events.requests import Requests
 from gracetune.events.types import Notice
 from gracetune.train import frozen
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.frozen import first_draws, freeze, shown
+from gracetune.train.frozen import first_draws, freeze, room_for
 from gracetune.train.interrupt import Interrupt
 
 CPU = torch.device("cpu")
@@ -103,13 +103,40 @@ def test_layers_that_are_shown_nothing_are_told_as_a_fallback(session, told, mon
     assert notice.text.startswith("53 frozen products have no main directions")
 
 
-def test_samples_that_are_shown_are_of_one_size_and_few(session, monkeypatch):
+def test_samples_that_are_shown_are_few(session, monkeypatch):
     t = session.trainee
-    assert len(shown(t.family, session.feed)) == 64
+    assert room_for(t.family, session.feed) == 64
     monkeypatch.setattr(frozen, "TOKENS", 100)  # 36 a sample
-    assert len(shown(t.family, session.feed)) == 2
+    assert room_for(t.family, session.feed) == 2
     monkeypatch.setattr(frozen, "TOKENS", 1)
-    assert len(shown(t.family, session.feed)) == 1
+    assert room_for(t.family, session.feed) == 1
+
+
+@pytest.mark.parametrize(("most", "known"), [(1, 53), (0, 14)])
+def test_a_device_without_room_is_shown_one_sample_or_goes_without(
+    session, told, monkeypatch, most, known
+):
+    """The pass ends before the second block, whose layers had begun to look."""
+    block, original = session.trainee.family.blocks()[1], frozen.show
+
+    def show(run, family, batch, expert, device):
+        def fill_up(*_):
+            if len(batch) > most:
+                raise torch.OutOfMemoryError
+
+        handle = block.attn.register_forward_pre_hook(fill_up)
+        try:
+            original(run, family, batch, expert, device)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(frozen, "show", show)
+    layers = frozen_of(session, told)
+    assert sum(layer.along is not None for layer in layers.values()) == known
+    assert not any(m._forward_pre_hooks for m in block.modules())
+    told_first = [event.text for event in told.of(Notice) if event.fallback]
+    assert told_first[0] == "the device has no room to show the model 64 samples at once"
+    assert any("found in 1 samples" in text for text in told.texts()) == (most == 1)
 
 
 def test_the_first_draws_are_those_of_the_first_epoch(session):
