@@ -26,13 +26,16 @@ from gracetune.plan.kernels import (
     ATTENTION_BACKWARD,
     WeightStorages,
     attention_workspace,
+    is_own,
     is_product,
     product_ops,
     storage_of,
     tensors_of,
 )
-from gracetune.plan.shapes import Op, Trace
+from gracetune.plan.shapes import Calls, Op, Trace
 
+CALL = 20.0
+"""Operators that a host could call while it gets into a compiled block: guards and wrappers."""
 Function = Callable[..., tuple[Tensor, ...]]
 Kept = Literal["all", "products", "attention"]
 """All that the compiler would keep; or what products and attention gave; or what attention did."""
@@ -98,6 +101,8 @@ def cut(
         saves_input=bool(inputs & saved.keys()),
         forward_peak_nbytes=there.peak_nbytes,
         backward_peak_nbytes=back.peak_nbytes,
+        forward_calls=there.calls(len(kept_nodes)),
+        backward_calls=back.calls(len(kept_nodes)),
     )
 
 
@@ -151,6 +156,12 @@ class _Fused:
         kernels = self._kernels(graph)
         self.ops = tuple(op for kernel in kernels for op in self._ops(kernel))
         self.peak_nbytes = self._peak(graph, kernels, owned)
+        self._own = sum(is_own(kernel.node.target) for kernel in kernels)
+
+    def calls(self, saved: int) -> Calls:
+        """What queueing it takes: one call, which launches kernels and calls operators of ours."""
+        kernels = CALL + len(self.ops)
+        return Calls(kernels=kernels, own=self._own, saved=saved)
 
     def _kernels(self, graph: fx.Graph) -> list[_Kernel]:
         kernels = []

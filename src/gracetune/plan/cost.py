@@ -28,7 +28,7 @@ class Parts:
     attention: float = 0.0
     elementwise: float = 0.0
     gaps: float = 0.0
-    """Between kernels, and where the host cannot queue them fast enough."""
+    """Between kernels."""
 
     @property
     def total(self) -> float:
@@ -63,6 +63,11 @@ class Way:
     saves_input: bool
     forward_peak_nbytes: int
     backward_peak_nbytes: int
+    forward_host_s: float = 0.0
+    """What the host needs to queue it."""
+    backward_host_s: float = 0.0
+    num_saved: float = 0.0
+    """Tensors that autograd saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,8 @@ class Costs:
     batch_nbytes: int
     copies_nbytes: int = 0
     """Of what is trained: in the type of the products, held from one pass to the next."""
+    update_host_s: float = 0.0
+    """What the host needs to queue an update."""
 
     @property
     def slot_nbytes(self) -> int:
@@ -207,6 +214,8 @@ class Model:
             trained_nbytes=shapes.trained_nbytes,
             batch_nbytes=int(shapes.batch_nbytes * scale),
             copies_nbytes=shapes.copies_nbytes,
+            update_host_s=self._slower
+            * self.speeds.host.update_s(sum(block.num_trained for block in shapes.blocks)),
         )
 
     def _block(self, kind: BlockShapes, scale: float) -> Block:
@@ -234,6 +243,9 @@ class Model:
             saves_input=trace.saves_input,
             forward_peak_nbytes=int(trace.forward_peak_nbytes * scale),
             backward_peak_nbytes=int(trace.backward_peak_nbytes * scale),
+            forward_host_s=self.speeds.host.there_s(trace) * self._slower,
+            backward_host_s=self.speeds.host.back_s(trace) * self._slower,
+            num_saved=trace.forward_calls.saved,
         )
 
     def _seconds(self, ops: Sequence[Op], scale: float, elementwise: float) -> Parts:
@@ -243,10 +255,7 @@ class Model:
             nbytes = op.weights_nbytes + (op.nbytes - op.weights_nbytes) * scale
             rate = elementwise if op.kind == "elementwise" else speeds.memory
             spent[op.kind] += max(self._computing_s(op, scale), nbytes / rate)
-        busy = sum(spent.values())
-        queueing = sum(op.issues for op in ops) * speeds.issue_s
-        gaps = max(len(ops) * speeds.gap_s, queueing - busy)
-        return Parts(**spent, gaps=gaps)
+        return Parts(**spent, gaps=len(ops) * speeds.gap_s)
 
     def _computing_s(self, op: Op, scale: float) -> float:
         timer, is_fp8 = self.speeds.timer, op.frozen and self.frozen_compute == "fp8"

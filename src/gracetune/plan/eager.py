@@ -17,10 +17,12 @@ from gracetune.plan.kernels import (
     ATTENTION_BACKWARD,
     WeightStorages,
     attention_workspace,
+    is_own,
     ops_of,
     storage_of,
     tensors_of,
 )
+from gracetune.plan.shapes import Calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -49,6 +51,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changes: list[tuple[int, int]] = []
         """Since then: whose bytes came or went."""
         self._ops: list[Op] = []
+        self._dispatched = self._own = self._views = 0
         self.backward = False
 
     def take(self, apart: Iterable[Tensor] = ()) -> tuple[tuple[Op, ...], int]:
@@ -61,6 +64,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 peak = max(peak, live)
         taken = tuple(self._ops), peak
         self._ops, self._changes, self._begun_nbytes = [], [], self.live_nbytes
+        return taken
+
+    def take_calls(self, saved: int) -> Calls:
+        """What the host had to do since the last time; `saved` tensors went through autograd."""
+        taken = Calls(
+            dispatched=self._dispatched,
+            kernels=self.num_ops,
+            views=self._views,
+            own=self._own,
+            saved=saved,
+        )
+        self._dispatched = self._own = self._views = 0
         return taken
 
     @property
@@ -82,7 +97,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Let it run on fake tensors, then look at what came out."""
         out = func(*args, **(kwargs or {}))
-        self._ops += ops_of(func, args, out, self._weights, self.backward)
+        ops = ops_of(func, args, out, self._weights, self.backward)
+        self._ops += ops
+        if func.namespace != "prim":  # what only fake tensors are asked for
+            self._dispatched += 1
+            self._own += is_own(func)
+            self._views += not ops
         for tensor in tensors_of(out):
             self._admit(tensor)
         if func in ATTENTION_BACKWARD:

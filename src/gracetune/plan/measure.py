@@ -1,8 +1,9 @@
 """What the machine at hand does a second: a moment's work on the device that is there.
 
 The same kernels that `machines` has figures for: a large product, a copy on the device, and copies
-over the link both ways. Products and attention of a model are timed by their own extents when the
-planner comes to them: libraries are not equally good at all of them.
+over the link both ways; and what queueing operators costs the host (`probe`). Products and
+attention of a model are timed by their own extents when the planner comes to them: libraries are
+not equally good at all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gracetune.plan.rates import Basics
+from gracetune.plan.probe import probe_host
+from gracetune.plan.rates import USUAL_HOST, Basics
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ def measure(
         link_out=copied_nbytes / seconds(lambda: pinned.copy_(there, non_blocking=True)),
         both_ways_share=_both_ways(device, (pinned, there, back), seconds),
         timer=stopwatch.seconds if device.type == "cuda" else None,  # a CPU would take minutes
+        # Nobody waits for a CPU to queue what it computes itself.
+        host=probe_host(device, synchronize, clock) if device.type == "cuda" else USUAL_HOST,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gracetune.plan.host import Host
 from gracetune.plan.machines import Figure
 from gracetune.units import GIB
 
@@ -25,6 +26,9 @@ _STEP = "8 blocks of Wan-14B, compiled, batch 2, by kernel time on an H200, torc
 _LONG = "40 blocks of Wan-14B on an H200: compiled and kept at batch 2, 0.985 s; eager, 0.654 s"
 _FUSED = "8 blocks of Wan-14B with fused LoRA, compiled, kept, batch 2, on an H200: 728 TFLOP/s"
 _RING = "benchmarks/results/ring.json, resident.kept.batch_2"
+_HOST = (
+    "`probe` on two busy x86 cores, Python 3.11, torch 2.13, 2026-11-15; hosts differ by factors"
+)
 _KERNELS = "one kernel at a time on an H200, torch 2.11, 2026-11-15"
 
 FITTED: Mapping[str, Figure] = {
@@ -44,7 +48,11 @@ FITTED: Mapping[str, Figure] = {
         0.88, "inferred", f"{_FUSED} where products alone do 757 to 805 TFLOP/s; and {_LONG}"
     ),
     "gap_s": Figure(2e-6, "assumed", "between two kernels of one stream"),
-    "issue_s": Figure(8e-6, "assumed", "what queueing one operation costs a host's thread"),
+    "forward_s": Figure(11e-6, "measured", f"an operator that a model calls: {_HOST}"),
+    "backward_s": Figure(7e-6, "measured", f"one that autograd calls: {_HOST}"),
+    "own_s": Figure(63e-6, "measured", f"one of ours, beside its kernels: {_HOST}"),
+    "policed_s": Figure(27e-6, "measured", f"what a policy adds to a call: {_HOST}"),
+    "again_s": Figure(27e-6, "measured", f"and to one that is made again: {_HOST}"),
     "fragmentation": Figure(0.03, "assumed", "of the peak: held by torch's allocator, unused"),
     "scatter": Figure(
         2.2,
@@ -58,6 +66,15 @@ FITTED: Mapping[str, Figure] = {
     ),
 }
 """Shares are of a machine's figures: of its large bf16 products, of its device memory's rate."""
+FREE_HOST = Host()
+"""Queueing takes no time: for reckoning by hand."""
+USUAL_HOST = Host(
+    **{
+        name: FITTED[name].value
+        for name in ("forward_s", "backward_s", "own_s", "policed_s", "again_s")
+    }
+)
+"""Of a machine that is only known by name; the one at hand is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +92,6 @@ class Speeds:
     memory: float
     """Bytes that anything can move at best: thin products are bound by it."""
     gap_s: float
-    issue_s: float
     link_in: float
     link_out: float
     both_ways_share: float
@@ -83,6 +99,7 @@ class Speeds:
     """What the machine itself says of a kernel; none: by the rates above."""
     step_share: float = 1.0
     """Of a kernel's speed by itself, what is left in the middle of a long step."""
+    host: Host = FREE_HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +116,8 @@ class Basics:
     """What is left of each direction while the other is busy."""
     timer: Timer | None = None
     """Times single kernels, where the machine is at hand."""
+    host: Host = USUAL_HOST
+    """What queueing costs: measured, or what is assumed of a host that nobody has measured."""
 
 
 def basics_of(machine: Machine) -> Basics:
@@ -125,10 +144,10 @@ def speeds_of(basics: Basics, fitted: Mapping[str, Figure] = FITTED) -> Speeds:
         eager=basics.memory * share["eager_share"],
         memory=basics.memory,
         gap_s=share["gap_s"],
-        issue_s=share["issue_s"],
         link_in=basics.link_in,
         link_out=basics.link_out,
         both_ways_share=basics.both_ways_share,
         timer=basics.timer,
         step_share=share["step_share"],
+        host=basics.host,
     )

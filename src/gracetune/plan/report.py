@@ -121,6 +121,12 @@ def reasons(planned: Planned, budget: Budget) -> list[str]:
             f"{_state(best)}: {format_bytes(best.host.optimizer)} go to the device and back in "
             f"every update, which takes {seconds.wait_state / seconds.step:.1%} of the step"
         )
+    if seconds.wait_host > NOTICEABLE * seconds.step:
+        found.append(
+            f"the host queues operators more slowly than the device runs them, which takes "
+            f"{seconds.wait_host / seconds.step:.1%} of the step: a larger batch or compiled "
+            "blocks would hide it"
+        )
     batches = {other.batch: other for other in planned.others if other.batch != best.batch}
     for other in sorted(batches.values(), key=lambda plan: plan.batch):
         slower = best.samples_per_second / other.samples_per_second - 1
@@ -181,6 +187,7 @@ def _seconds(plan: Plan) -> Iterator[str]:
         ("waiting for weights", s.wait_weights),
         ("waiting for activations", s.wait_activations),
         ("waiting for the state", s.wait_state),
+        ("waiting for the host", s.wait_host),
     ):
         yield f"  {name:<22}{format_seconds(part):>9}{part / s.step:>7.1%}"
 

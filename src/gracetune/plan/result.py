@@ -91,6 +91,8 @@ class Seconds:
     link_out: float
     wait_state: float = 0.0
     """What an update takes longer because its state comes over the link."""
+    wait_host: float = 0.0
+    """How long the device has nothing to do because the host queues too slowly."""
 
 
 @dataclass(frozen=True, slots=True)

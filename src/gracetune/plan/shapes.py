@@ -5,7 +5,7 @@ Made by `trace` from fake tensors, read by `cost` and `memory`. Nothing here loa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -31,8 +31,30 @@ class Op:
     extent: tuple[int, ...] = ()
     """Of a product with a weight: rows, inner and outer width. Of attention: samples, heads,
     queries, keys, width of a head. The first grows with the batch; empty: nobody can time it."""
-    issues: float = 1.0
-    """What queueing it costs the host, where one of torch's own operators costs 1."""
+    own: bool = False
+    """Whether it is the first kernel of one of our operators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What queueing one pass gives the host to do."""
+
+    dispatched: float = 0.0
+    """Operators that are called, whatever is inside of them."""
+    kernels: float = 0.0
+    """Kernels that are launched, those inside of our operators too."""
+    views: float = 0.0
+    """Operators that only look at memory, or only take it."""
+    own: float = 0.0
+    """Operators of ours, which are Python inside."""
+    saved: float = 0.0
+    """Tensors that autograd saves in forward and reads in backward."""
+    policed: float = 0.0
+    """Of the operators, those that a policy is asked about."""
+
+    def times(self, factor: float) -> Calls:
+        """Each kind so many times as often."""
+        return Calls(*(count * factor for count in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +74,10 @@ class Trace:
 
     num_read: int | None = None
     """Kernels of forward up to the last that backward reads from; none: all of them."""
+    forward_calls: Calls = Calls()
+    again_calls: Calls = Calls()
+    """Of forward, made once more on the way back."""
+    backward_calls: Calls = Calls()
 
     @property
     def flops(self) -> float:
@@ -68,11 +94,6 @@ class Ways:
     recompute: Trace
 
 
-POLICED_ISSUES = 2.75
-"""What a policy adds to queueing an operator: it is asked about each, in Python (14 us on top of
-some 8, measured for a chain of small operators)."""
-
-
 def done_again(keep: Trace, kept: Sequence[Op], input_nbytes: int, policed: bool = True) -> Trace:
     """A block that keeps its input and what some kernels gave, and does the others twice.
 
@@ -80,15 +101,15 @@ def done_again(keep: Trace, kept: Sequence[Op], input_nbytes: int, policed: bool
     """
     stays = {id(op) for op in kept}
     again = tuple(op for op in keep.forward[: keep.num_read] if id(op) not in stays)
-    forward = keep.forward
+    there = keep.forward_calls
+    twice = there.times(1.0 if keep.num_read is None else keep.num_read / len(keep.forward))
+    twice = replace(twice, kernels=float(len(again)), own=float(sum(op.own for op in again)))
     if policed:
-        again, forward = (
-            tuple(replace(op, issues=op.issues * POLICED_ISSUES) for op in ops)
-            for ops in (again, forward)
-        )
+        there = replace(there, policed=there.dispatched)
+        twice = replace(twice, policed=twice.dispatched)
     saved_nbytes = int(sum(op.out_nbytes for op in kept))
     return Trace(
-        forward=forward,
+        forward=keep.forward,
         backward=(*again, *keep.backward),
         saved_nbytes=saved_nbytes,
         saves_input=True,
@@ -97,6 +118,9 @@ def done_again(keep: Trace, kept: Sequence[Op], input_nbytes: int, policed: bool
         backward_peak_nbytes=max(
             keep.forward_peak_nbytes + input_nbytes, keep.backward_peak_nbytes
         ),
+        forward_calls=there,
+        again_calls=twice,
+        backward_calls=keep.backward_calls,
     )
 
 
@@ -117,6 +141,8 @@ class BlockShapes:
     compiled: Ways
     copies_nbytes: int = 0
     """Of what is trained, once a pass, in the type of the products; 0: it is used as it is."""
+    num_trained: int = 0
+    """Tensors that are trained."""
 
     @property
     def gradients_nbytes(self) -> int:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from gracetune.plan.result import AHEAD, IN_FLIGHT, Seconds
 from gracetune.plan.ring import fetches
-from gracetune.plan.timeline import COMPUTE, LANES, Task, simulate
+from gracetune.plan.timeline import COMPUTE, HOST, LANES, Task, simulate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gracetune.plan.cost import Costs, Parts
     from gracetune.plan.rates import Speeds
     from gracetune.plan.result import BlockPlan
@@ -22,6 +24,9 @@ WEIGHTS_IN = LANES.index("weights_in")
 ACTIVATIONS_IN = LANES.index("activations_in")
 ACTIVATIONS_OUT = LANES.index("activations_out")
 STEPS = 2
+LEAD = 8
+"""Passes of blocks that the host may have queued and the device not begun: a stream takes about a
+thousand kernels, and then whoever queues more has to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ def predict_seconds(costs: Costs, choice: Choice, speeds: Speeds, optimizer_nbyt
     first = script.first_of_last_step
     began = times.ends[first - 1] if first else 0.0
     step = times.ends[script.last_compute] - began
-    waits = {WEIGHTS_IN: 0.0, ACTIVATIONS_IN: 0.0, ACTIVATIONS_OUT: 0.0}
+    waits = {WEIGHTS_IN: 0.0, ACTIVATIONS_IN: 0.0, ACTIVATIONS_OUT: 0.0, HOST: 0.0}
     free = began
     for number, task in enumerate(script.tasks):
         if task.lane != COMPUTE or number < first:
@@ -75,13 +80,20 @@ def predict_seconds(costs: Costs, choice: Choice, speeds: Speeds, optimizer_nbyt
         link_in=script.seconds_of(WEIGHTS_IN, ACTIVATIONS_IN) + script.state_in_s,
         link_out=script.seconds_of(ACTIVATIONS_OUT) + script.state_out_s,
         wait_state=script.wait_state_s,
+        wait_host=waits[HOST],
     )
 
 
 def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
-    """What no order of events can beat: computing alone, or the busier direction of the link."""
+    """What no order of events can beat: computing, queueing, or a direction of the link, alone."""
     computing = _parts(costs, choice).total + _recomputed(costs, choice)
     computing += costs.outside.forward.total + costs.outside.backward.total
+    passes = [
+        seconds
+        for block, plan in zip(costs.blocks, choice.blocks, strict=True)
+        for way in (block.way(plan.activations, choice.compiled),)
+        for seconds in (way.forward_host_s, way.backward_host_s)
+    ]
     out = sum(
         b.outgoing_nbytes(p, choice.compiled)
         for b, p in zip(costs.blocks, choice.blocks, strict=True)
@@ -89,6 +101,7 @@ def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
     uses = max(0, 2 * (len(choice.streamed) - choice.slots))
     return max(
         computing,
+        sum(passes) - LEAD * max(passes),  # into the step that is timed the host brings a lead
         (uses * costs.slot_nbytes + out) / speeds.link_in,
         out / speeds.link_out,
     )
@@ -150,6 +163,26 @@ class _Script:
             if (nbytes := block.outgoing_nbytes(plan, self.choice.compiled))
         }
         """What each block that sends anything sends."""
+        self._queues = self._queueing()
+        self._computed: list[int] = []
+        self._queued = -1
+
+    def _queueing(self) -> list[tuple[float, float]]:
+        """The host's seconds for each block, there and back; none where it is always ahead."""
+        found, late = [], False
+        rings = bool(self.choice.streamed)
+        for index, plan in enumerate(self.choice.blocks):
+            way = self.costs.blocks[index].way(plan.activations, self.choice.compiled)
+            hooks = self.speeds.host.hooks_s(
+                way.num_saved if plan.activations in ("keep", "offload") else 0.0,
+                streamed=plan.weights == "streamed",
+                packed=rings,
+                sent=index in self._sent,
+            )
+            there, back = way.forward_host_s + hooks[0], way.backward_host_s + hooks[1]
+            found.append((there, back))
+            late |= there > way.forward.total or back > way.backward.total
+        return found if late else []
 
     @property
     def outside_s(self) -> float:
@@ -164,20 +197,22 @@ class _Script:
         """Forward, backward, update."""
         self.first_of_last_step = len(self.tasks)
         out: dict[int, int] = {}
-        self._compute(self._outside_s[0])
+        outside = self.costs.outside
+        self._compute(self._outside_s[0], [], outside.forward_host_s if self._queues else 0)
         for index, plan in enumerate(self.choice.blocks):
             self._use(index)
             after = list(self._weights(index))
             # Memory is only let go of when computing has waited for its copy.
             after += [out[i] for i in (index - IN_FLIGHT,) if i in out]
             way = self.costs.blocks[index].way(plan.activations, self.choice.compiled)
-            self._compute(way.forward.total, after)
+            self._compute(way.forward.total, after, self._queues[index][0] if self._queues else 0)
             if index in self._sent:
                 seconds = self._sent[index] / self.speeds.link_out
                 out[index] = self._add(ACTIVATIONS_OUT, seconds, [self.last_compute])
-        self._compute(self._outside_s[1])
+        self._compute(self._outside_s[1], [], outside.backward_host_s if self._queues else 0)
         self._write_backward(out)
-        self._compute(self._update_s + self.wait_state_s)
+        queueing_s = self.costs.update_host_s / self.choice.accumulation if self._queues else 0.0
+        self._compute(self._update_s + self.wait_state_s, [], queueing_s)
 
     def _write_backward(self, out: dict[int, int]) -> None:
         last = len(self.choice.blocks) - 1
@@ -193,7 +228,7 @@ class _Script:
             if index in back and back[index] != out[index]:
                 after.append(back[index])
             way = block.way(plan.activations, self.choice.compiled)
-            self._compute(way.backward.total, after)
+            self._compute(way.backward.total, after, self._queues[index][1] if self._queues else 0)
 
     def _bring(self, index: int, out: dict[int, int]) -> int:
         """Back to the device, into room that the last computation left."""
@@ -212,8 +247,14 @@ class _Script:
     def _weights(self, index: int) -> tuple[int, ...]:
         return (self._fetched[index],) if index in self._fetched else ()
 
-    def _compute(self, seconds: float, after: list[int] | None = None) -> None:
-        self.last_compute = self._add(COMPUTE, seconds, after or [])
+    def _compute(self, seconds: float, after: Sequence[int] = (), queueing_s: float = 0.0) -> None:
+        """A pass begins when the one before is queued, and the next when this one is."""
+        before = self._queued
+        if queueing_s:
+            full = self._computed[-LEAD] if len(self._computed) >= LEAD else -1
+            self._queued = self._add(HOST, queueing_s, [full])
+        self.last_compute = self._add(COMPUTE, seconds, [*after, before])
+        self._computed.append(self.last_compute)
 
     def _add(self, lane: int, seconds: float, after: list[int]) -> int:
         known = tuple(other for other in after if other >= 0)

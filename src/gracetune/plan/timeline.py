@@ -1,4 +1,4 @@
-"""A discrete-event model of a step: computing, and copies both ways, each in its own order.
+"""A discrete-event model of a step: computing, copies both ways, and the host that queues it all.
 
 Tasks of a lane run one after the other; a task begins when its lane is free and all that it waits
 for is done. Copies in one direction share the link, and both directions at once slow each other.
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Lane = Literal["compute", "weights_in", "activations_in", "activations_out"]
+Lane = Literal["compute", "weights_in", "activations_in", "activations_out", "host"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 INWARD = (LANES.index("weights_in"), LANES.index("activations_in"))
 OUTWARD = LANES.index("activations_out")
 COMPUTE = LANES.index("compute")
+HOST = LANES.index("host")
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Bloc
         eager=_eager_ways(_trace_eager(block, fakes, call), input_nbytes),
         compiled=Ways(cut_to("all"), cut_to("products"), cut_to("attention")),
         copies_nbytes=copies_nbytes,
+        num_trained=len(trained),
     )
 
 
@@ -122,10 +123,11 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
     trained = [w for w in weights.values() if w.requires_grad]
     watch = Watch(weights.values(), tensors_of(leaves))
     saved: dict[int, int] = {}
-    num_read = 0
+    num_read = num_saved = 0
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal num_read
+        nonlocal num_read, num_saved
+        num_saved += 1
         saved[storage_of(tensor)] = int(tensor.untyped_storage().nbytes())
         num_read = watch.num_ops
         return tensor
@@ -136,6 +138,7 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
             output = functional_call(block, weights, args, kwargs)
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         results = {storage_of(t) for t in outputs}
+        forward_calls = watch.take_calls(num_saved)
         forward, forward_peak = watch.take()
         before = watch.live_nbytes
         kept = sum(n for s, n in saved.items() if watch.has(s) and s not in results)
@@ -143,6 +146,7 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
         gradients = [torch.empty_like(t) for t in outputs]
         wanted = [*trained, *inputs]
         made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        backward_calls = watch.take_calls(num_saved)
         backward, backward_peak = watch.take(apart=tensors_of(made[: len(trained)]))
     return Trace(
         forward=forward,
@@ -153,6 +157,8 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
         # The block's output belongs to the next block, which is done with it by now.
         backward_peak_nbytes=backward_peak - (before - kept),
         num_read=num_read,
+        forward_calls=forward_calls,
+        backward_calls=backward_calls,
     )
 
 
@@ -205,11 +211,13 @@ def _trace_outside(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             prediction = functional_call(Whole(subject), weights, (inputs,))
             loss = prediction.float().square().mean()
+        forward_calls = watch.take_calls(len(saved))
         forward, forward_peak = watch.take()
         kept = sum(n for s, n in saved.items() if watch.has(s))
         del prediction
         watch.backward = True
         loss.backward()
+        backward_calls = watch.take_calls(len(saved))
         backward, backward_peak = watch.take(apart=tensors_of([w.grad for w in weights.values()]))
     shared = {storage_of(t): int(t.untyped_storage().nbytes()) for t in _context(calls)}
     trace = Trace(
@@ -219,6 +227,8 @@ def _trace_outside(
         saves_input=False,
         forward_peak_nbytes=forward_peak,
         backward_peak_nbytes=backward_peak,
+        forward_calls=forward_calls,
+        backward_calls=backward_calls,
     )
     return trace, sum(tensor.nbytes for tensor in inputs.values())
 

@@ -19,7 +19,6 @@ SPEEDS = Speeds(
     eager=500.0,
     memory=1000.0,
     gap_s=0.0,
-    issue_s=0.0,
     link_in=100.0,
     link_out=100.0,
     both_ways_share=1.0,

@@ -6,7 +6,7 @@ import pytest
 from made_shapes import SPEEDS, made_choice, made_model
 
 from gracetune.plan.cost import Model
-from gracetune.plan.shapes import POLICED_ISSUES, Op, checkpointed, done_again
+from gracetune.plan.shapes import Op
 from gracetune.plan.step import least_seconds, predict_seconds
 
 
@@ -141,15 +141,6 @@ def test_quantised_weights_take_less_of_slots_host_and_link() -> None:
     assert half.link_in == pytest.approx(whole.link_in / 2)
 
 
-def test_a_host_that_queues_slowly_leaves_gaps() -> None:
-    slow = replace(SPEEDS, issue_s=10.0)
-    model = made_model(2, speeds=slow)
-    seconds = predict_seconds(model.at(1), made_choice(model), slow, 0)
-    assert seconds.step == pytest.approx(2 * (10 + 30), rel=0.01)
-    busy = predict_seconds(model.at(100), made_choice(model, batch=100), slow, 0)
-    assert busy.step == pytest.approx(2 * 300, rel=0.01)
-
-
 def test_what_the_machine_says_of_a_kernel_is_taken_as_it_is_in_a_step() -> None:
     asked = []
 
@@ -169,16 +160,3 @@ def test_what_the_machine_says_of_a_kernel_is_taken_as_it_is_in_a_step() -> None
     asked.clear()
     Model(shapes, speeds, "fp8").at(4)
     assert asked == []  # fp8 has rates of its own
-
-
-def test_a_policy_is_asked_about_each_operator_and_the_host_pays() -> None:
-    (kind,) = made_model(1)._shapes.kinds
-    keep = kind.eager.keep
-    asked, plain = done_again(keep, (), 10), checkpointed(keep, 10)
-    assert {op.issues for op in plain.forward + plain.backward} == {1.0}
-    assert {op.issues for op in asked.forward} == {POLICED_ISSUES}
-    assert [op.issues for op in asked.backward] == [POLICED_ISSUES, 1.0, 1.0, 1.0]
-    kind = replace(kind, eager=replace(kind.eager, recompute=asked))
-    shapes = replace(made_model(1)._shapes, kinds=(kind,))
-    way = Model(shapes, replace(SPEEDS, issue_s=2.0)).at(1).blocks[0].eager.recompute
-    assert way.forward.gaps == pytest.approx(2 * POLICED_ISSUES - 1.0)  # one kernel of one second

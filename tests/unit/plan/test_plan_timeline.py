@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gracetune.plan.timeline import LANES, Task, simulate
 
-COMPUTE, WEIGHTS, IN, OUT = range(len(LANES))
+COMPUTE, WEIGHTS, IN, OUT, _ = range(len(LANES))
 
 
 def test_tasks_of_a_lane_run_one_after_the_other() -> None:

@@ -1,0 +1,170 @@
+"""What queueing costs: shared out among calls, beside computing, and measured by a narrow model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from made_shapes import SPEEDS, made_choice, made_model
+
+from gracetune.plan.cost import Model
+from gracetune.plan.host import PACKED, SENT, UPDATED, USED, VIEW, Host
+from gracetune.plan.rates import FREE_HOST
+from gracetune.plan.shapes import Calls, checkpointed, done_again
+from gracetune.plan.step import LEAD, least_seconds, predict_seconds
+
+if TYPE_CHECKING:
+    from gracetune.plan.shapes import ModelShapes
+
+CALLS = Calls(dispatched=10, kernels=6, views=5, own=2, saved=4)
+HOST = Host(forward_s=1.0, backward_s=2.0, own_s=10.0, policed_s=3.0, again_s=4.0)
+
+
+def queued(
+    num_blocks: int, host: Host, forward: Calls, backward: Calls, num_trained: int = 0
+) -> Model:
+    """Blocks of one second forward and two back that the host queues by so many calls."""
+    shapes = made_model(num_blocks)._shapes
+    (kind,) = shapes.kinds
+    keep = replace(kind.eager.keep, forward_calls=forward, backward_calls=backward)
+    ways = replace(kind.eager, keep=keep, recompute=done_again(keep, (), 10))
+    kind = replace(kind, eager=ways, num_trained=num_trained)
+    return Model(replace(shapes, kinds=(kind,)), replace(SPEEDS, host=host))
+
+
+def seconds_of(model: Model, *, batch: int = 1, activations: str = "keep", streamed: int = 0):
+    choice = made_choice(model, activations, streamed, batch=batch, compiled=False)
+    found = predict_seconds(model.at(batch), choice, model.speeds, 0)
+    assert least_seconds(model.at(batch), choice, model.speeds) <= found.step * (1 + 1e-9)
+    return found
+
+
+def test_each_kind_of_call_has_its_price() -> None:
+    keep = replace(made_model(1)._shapes.kinds[0].eager.keep, forward_calls=CALLS)
+    keep = replace(keep, backward_calls=Calls(dispatched=3, kernels=3, own=1))
+    assert HOST.there_s(keep) == pytest.approx(6 + 5 * VIEW + 2 * 10)
+    assert HOST.back_s(keep) == pytest.approx(3 * 2 + 10)
+
+
+def test_a_policy_is_asked_about_each_operator_twice_and_the_host_pays() -> None:
+    (kind,) = made_model(1)._shapes.kinds
+    keep = replace(kind.eager.keep, forward_calls=CALLS, backward_calls=Calls(kernels=3))
+    asked, plain = done_again(keep, (), 10), checkpointed(keep, 10)
+    assert HOST.there_s(plain) == HOST.there_s(keep)
+    assert HOST.there_s(asked) == pytest.approx(HOST.there_s(keep) + 10 * 3)
+    assert HOST.back_s(asked) - HOST.back_s(plain) == pytest.approx(10 * 4)
+    # One kernel of forward is traced, and that is what is launched again.
+    assert plain.again_calls.kernels == len(keep.forward)
+
+
+def test_what_a_policy_keeps_is_not_called_again_and_what_nobody_reads_neither() -> None:
+    (kind,) = made_model(1)._shapes.kinds
+    first = replace(kind.eager.keep.forward[0], own=True)
+    keep = replace(kind.eager.keep, forward=(first, *[replace(first)] * 3), forward_calls=CALLS)
+    assert done_again(keep, (), 10).again_calls.own == 4
+    lean = done_again(keep, (first,), 10).again_calls
+    assert (lean.own, lean.kernels, lean.policed) == (3, 3, 10)
+    early = done_again(replace(keep, num_read=2), (), 10).again_calls
+    assert (early.kernels, early.dispatched, early.policed, early.views) == (2, 5, 5, 2.5)
+
+
+def test_a_host_that_queues_slowly_is_waited_for() -> None:
+    host = Host(forward_s=1.0, backward_s=1.0)
+    model = queued(2, host, Calls(kernels=10), Calls(kernels=30), num_trained=1)
+    slow = seconds_of(model)
+    assert slow.step == pytest.approx(2 * (10 + 30) + 2 * UPDATED, rel=0.05)
+    assert slow.wait_host == pytest.approx(slow.step - 2 * 3, rel=0.05)
+    busy = seconds_of(model, batch=100)
+    assert busy.step == pytest.approx(2 * 300, rel=0.01)
+    assert busy.wait_host == 0
+
+
+def test_the_host_runs_ahead_where_kernels_are_long_and_uses_it_where_they_are_short() -> None:
+    """Forward alone would be bound by the host: by a second a block."""
+    ahead = Host(forward_s=1.0, backward_s=1.0)
+    model = queued(4, ahead, Calls(kernels=2), Calls(kernels=0.5))
+    assert seconds_of(model).step == pytest.approx(4 * 3, rel=0.02)
+    # Of many blocks, a queue holds only so many.
+    deep = queued(8 * LEAD, ahead, Calls(kernels=2), Calls(kernels=0.5))
+    found = seconds_of(deep)
+    assert found.wait_host > 0
+    assert found.step == pytest.approx(8 * LEAD * 3 + found.wait_host, rel=0.02)
+
+
+def test_a_host_that_is_always_ahead_changes_nothing() -> None:
+    quick = queued(4, Host(forward_s=0.01, backward_s=0.01), Calls(kernels=9), Calls(kernels=9))
+    free = queued(4, FREE_HOST, Calls(kernels=9), Calls(kernels=9))
+    assert seconds_of(quick) == seconds_of(free)
+
+
+def test_recomputing_under_a_policy_takes_the_host_longer() -> None:
+    host = Host(forward_s=1.0, backward_s=1.0, policed_s=2.0, again_s=3.0)
+    model = queued(2, host, Calls(dispatched=9, kernels=9), Calls(kernels=9))
+    kept, again = (seconds_of(model, activations=way).step for way in ("keep", "recompute"))
+    assert again - kept == pytest.approx(2 * (9 * 2 + 9 * 3 + 1), rel=0.05)  # one kernel is traced
+
+
+def test_the_ring_and_the_offload_take_the_host_their_time() -> None:
+    there, back = HOST.hooks_s(4, streamed=True, packed=True, sent=False)
+    assert there == pytest.approx(3 * (4 * PACKED[0] + USED[0]))
+    assert back == pytest.approx(3 * (4 * PACKED[1] + USED[1]))
+    there, back = HOST.hooks_s(4, streamed=False, packed=True, sent=True)
+    assert (there, back) == (pytest.approx(12 * SENT[0]), pytest.approx(12 * SENT[1]))
+    assert HOST.hooks_s(4, streamed=False, packed=False, sent=False) == (0, 0)
+    calls = Calls(kernels=9, saved=5)
+    model = queued(2, replace(HOST, policed_s=100.0), calls, Calls(kernels=9))
+    resident, streamed = seconds_of(model).step, seconds_of(model, streamed=2).step
+    each = 5 * sum(PACKED) + sum(USED)
+    assert streamed - resident == pytest.approx(2 * 100 * each, rel=0.1)
+
+
+def test_a_measured_machine_is_so_many_times_as_slow_at_queueing_too() -> None:
+    model = queued(1, HOST, CALLS, CALLS)
+    way, paced = (m.at(1).blocks[0].eager.keep for m in (model, model.paced(2.0, 1.0)))
+    assert paced.forward_host_s == pytest.approx(2 * way.forward_host_s)
+    assert paced.backward_host_s == pytest.approx(2 * way.backward_host_s)
+
+
+def test_calls_of_a_real_block_are_counted(fused_shapes: ModelShapes) -> None:
+    """Wan's block has ten linear layers; those that share an input are one call."""
+    (kind,) = fused_shapes.kinds
+    keep, lean = kind.eager.keep, kind.eager.lean
+    assert keep.forward_calls.own == 8
+    assert keep.forward_calls.kernels == len(keep.forward)
+    assert keep.forward_calls.dispatched < keep.forward_calls.kernels + keep.forward_calls.views
+    assert kind.num_trained == 20
+    assert lean.forward_calls.policed == keep.forward_calls.dispatched
+    assert lean.again_calls.own == 0
+    assert kind.eager.recompute.again_calls.own == 8
+    assert kind.compiled.keep.forward_calls.own == 8
+    assert kind.compiled.keep.forward_calls.views == 0
+
+
+def test_a_host_is_probed_by_a_model_of_no_size() -> None:
+    """By a clock that ticks at each look: every pass takes one tick, whatever it does."""
+    import torch
+
+    from gracetune.plan.probe import probe_host
+
+    ticks = iter(range(10**6))
+    waited = []
+    device = torch.device("cpu")
+    host = probe_host(device, lambda: waited.append(1), lambda: float(next(ticks)))
+    assert 0 < host.forward_s < 1 / 100
+    assert 0 < host.backward_s < host.forward_s  # a tick as well, for more calls
+    assert (host.own_s, host.policed_s, host.again_s) == (0, 0, 0)  # no dearer: never below nothing
+    assert len(waited) == 3 * 15
+
+
+def test_a_real_host_pays_for_python() -> None:
+    import time
+
+    import torch
+
+    from gracetune.plan.probe import probe_host
+
+    host = probe_host(torch.device("cpu"), lambda: None, time.process_time)
+    assert 1e-7 < host.forward_s < 1e-3
+    assert 0 < host.policed_s < 1e-3
+    assert 0 < host.again_s < 1e-3
