@@ -28,6 +28,8 @@ class Tests(unittest.TestCase):
     @unittest.expectedFailure
     def test_f_unexpected(self): {unexpected}
     def test_g_end(self): {end}
+def test_h_function():
+    assert not spoiled
 """
 SCRIPT = """
 import sys
@@ -72,15 +74,15 @@ def names(ran) -> str:
 @pytest.mark.parametrize("way", [FORK, FRESH])
 def test_hooks_are_set_in_one_of_both_runs(run, way):
     without, with_hooks = run(way)
-    assert (without["ended"], without["hooks"], names(without)) == ("done", False, "abcefg")
+    assert (without["ended"], without["hooks"], names(without)) == ("done", False, "abcefgh")
     assert (with_hooks["ended"], with_hooks["hooks"], names(with_hooks)) == ("done", True, "acefg")
     assert [*without["others"].values()] == ["skipped"]
-    assert sorted(with_hooks["others"].values()) == ["failed", "skipped"]
+    assert sorted(with_hooks["others"].values()) == ["failed", "failed", "skipped"]
 
 
 def test_what_fails_in_part_has_not_passed(run):
     without, _ = run(FORK, limit=2, unexpected="pass", end="1 / 0")
-    assert names(without) == "abe"
+    assert names(without) == "abeh"
     assert sorted(without["others"].values()) == ["error", "failed", "failed", "skipped"]
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 from typing import TextIO
 
 FORK, FRESH = "fork", "fresh"
@@ -90,13 +91,26 @@ class _Noted(unittest.TextTestResult):
 
 
 def run_here(module: str, notes: Path, hook: Callable[[], None] | None) -> None:
-    """The module's tests in this process, as `python -m unittest tests.MODULE` finds them."""
+    """The module's tests in this process: as unittest finds them, and plain functions too."""
     if hook is not None:
         hook()
     with notes.open("w") as file:
         noted = type("Noted", (_Noted,), {"notes": file})
         suite = unittest.defaultTestLoader.loadTestsFromName(f"tests.{module}")
+        loaded = sys.modules.get(f"tests.{module}")  # none: the suite has the reason for it
+        suite.addTests([] if loaded is None else _functions(vars(loaded)))
         unittest.TextTestRunner(verbosity=2, resultclass=noted).run(suite)
+
+
+def _functions(names: dict[str, object]) -> list[unittest.TestCase]:
+    """What only pytest would find."""
+    return [
+        unittest.FunctionTestCase(each)
+        for name, each in names.items()
+        if name.startswith("test_")
+        and isinstance(each, FunctionType)
+        and each.__module__ == names["__name__"]
+    ]
 
 
 @dataclass(frozen=True)
