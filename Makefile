@@ -59,7 +59,7 @@ $(HOST)/clone:
 # The source distribution has the tests, and leaves out what they import from beside them.
 $(HOST_SUITE)/.whole: $(HOST)/.installed | $(HOST)/clone
 	tar -xzf $(HOST_SUITE).tar.gz -C $(HOST) $(addprefix simpletuner-4.10.1/,tests pyproject.toml setup.py README.md)
-	commit=$$(git -C $(HOST)/clone rev-parse --quiet --verify v4.10.1 || echo HEAD) && git -C $(HOST)/clone archive $$commit tests scripts documentation config ':(exclude,glob)tests/test_*.py' | tar -x -C $(HOST_SUITE)
+	commit=$$(git -C $(HOST)/clone rev-parse --quiet --verify v4.10.1 || echo HEAD) && git -C $(HOST)/clone archive $$commit tests scripts documentation config Dockerfile ':(exclude,glob)tests/test_*.py' | tar -x -C $(HOST_SUITE)
 	ln -sfn ../lib/python3.12/site-packages/simpletuner $(HOST_SUITE)/simpletuner
 	@touch $@
 
