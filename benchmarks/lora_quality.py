@@ -186,11 +186,10 @@ def main() -> int:
     demos = start_demos(arguments.demo, size.demo_steps) if arguments.demo else {}
     weights = learn_shapes(figures, size, device)
     done("scratch")
-    arms = make_arms(size, weights)
     for name, lesson in size.lessons.items():
-        compare_ways(figures, size, arms, name, lesson)
+        compare_ways(figures, size, make_arms(size, weights), name, lesson)
         done(f"adapters.{name}")
-    del weights, arms
+    del weights
     random_blocks(figures, size, device)
     done("random_blocks")
     if demos:
@@ -218,7 +217,9 @@ def learn_shapes(figures: dict[str, object], size: Size, device: torch.device) -
 
 
 def make_arms(size: Size, weights: Mapping[str, Tensor]) -> dict[Way, nn.Module]:
-    """The model in every way; both courses begin with the same."""
+    """The model in every way, new for each course: a recorded step leaves things in a model that
+    no second recording takes. Both courses begin with the same.
+    """
     device = next(iter(weights.values())).device
     fewest = min(lesson.copies for lesson in size.lessons.values())
     stars = draw_pictures("star", size.pixels, range(fewest), device)
