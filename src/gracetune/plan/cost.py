@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gracetune.plan.rounding import in_fp8
 from gracetune.plan.shapes import checkpointed
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from gracetune.plan.rates import Speeds
     from gracetune.plan.result import Activations, BlockPlan, FrozenCompute
-    from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace, Ways
+    from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +224,17 @@ class Model:
             frozen_nbytes=int(kind.frozen_nbytes * self._stored_share),
             trained_nbytes=kind.trained_nbytes,
             input_nbytes=int(kind.input_nbytes * scale),
-            eager=self._ways(kind.eager, kind.input_nbytes, scale, self.speeds.eager),
-            compiled=self._ways(kind.compiled, kind.input_nbytes, scale, self.speeds.compiled),
+            eager=self._ways(kind, scale, compiled=False),
+            compiled=self._ways(kind, scale, compiled=True),
             gradients_nbytes=kind.gradients_nbytes,
         )
 
-    def _ways(self, ways: Ways, input_nbytes: int, scale: float, elementwise: float) -> BlockWays:
-        again = checkpointed(ways.keep, input_nbytes) if self._plain else ways.recompute
+    def _ways(self, kind: BlockShapes, scale: float, compiled: bool) -> BlockWays:
+        ways = kind.compiled if compiled else kind.eager
+        elementwise = self.speeds.compiled if compiled else self.speeds.eager
+        if self.frozen_compute == "fp8":
+            ways = in_fp8(ways, compiled)
+        again = checkpointed(ways.keep, kind.input_nbytes) if self._plain else ways.recompute
         keep, lean, recompute = (
             self._way(trace, scale, elementwise) for trace in (ways.keep, ways.lean, again)
         )

@@ -1,0 +1,61 @@
+"""What fp8 needs beside its products, held against a block whose weights were rounded first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gracetune.plan.rounding import in_fp8
+
+if TYPE_CHECKING:
+    from gracetune.plan.shapes import BlockShapes, ModelShapes
+
+TOKENS, WIDTH, WIDE, TEXT = 4096, 5120, 13824, 512
+
+
+@pytest.fixture(scope="module")
+def rounded() -> BlockShapes:
+    """A block of Wan-14B with frozen weights in fp8, traced on fakes."""
+    import torch
+
+    from gracetune.adapters.fused import freeze_in_fp8, fuse_lora
+    from gracetune.adapters.inject import add_adapter
+    from gracetune.config.schema import AdapterSection, ModelSection
+    from gracetune.models.fewer_passes import attend_in_fewer_passes
+    from gracetune.plan.known_models import Picture
+    from gracetune.plan.make import TRACED_BATCH
+    from gracetune.plan.outlines import outline
+    from gracetune.plan.trace import trace_model
+
+    shape = outline(ModelSection(family="wan22"), Picture(1024, 1024), {"num_layers": 1})
+    with torch.device("meta"):
+        add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shape.targets, seed=0)
+        freeze_in_fp8(shape.model.blocks)
+    fuse_lora(shape.model)
+    attend_in_fewer_passes(shape.model)
+    (kind,) = trace_model(replace(shape.subject(), products=torch.bfloat16), TRACED_BATCH).kinds
+    return kind
+
+
+def test_eager_rounding_takes_what_a_rounded_block_shows(
+    fused_shapes: ModelShapes, rounded: BlockShapes
+) -> None:
+    guess = in_fp8(fused_shapes.kinds[0].eager, compiled=False)
+    for mine, truth in ((guess.keep, rounded.eager.keep), (guess.lean, rounded.eager.lean)):
+        assert mine.forward_peak_nbytes == pytest.approx(truth.forward_peak_nbytes, rel=0.03)
+        assert mine.backward_peak_nbytes == pytest.approx(truth.backward_peak_nbytes, rel=0.03)
+
+
+def test_a_compiled_block_that_does_products_again_holds_their_inputs(
+    fused_shapes: ModelShapes,
+) -> None:
+    """Into attention and out of it, twice; into the wide layer and out of it; and text, twice."""
+    ways, batch = fused_shapes.kinds[0].compiled, fused_shapes.batch
+    found = in_fp8(ways, compiled=True)
+    inputs = batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
+    more = found.recompute.backward_peak_nbytes - ways.recompute.backward_peak_nbytes
+    assert more == pytest.approx(inputs + WIDTH * WIDE, rel=0.01)
+    assert found.keep is ways.keep
+    assert found.lean is ways.lean  # no product is done again
