@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from gracetune.plan.known_models import Shape
     from gracetune.plan.outlines import Outline
     from gracetune.plan.rates import Basics
+    from gracetune.plan.result import FrozenCompute
     from gracetune.plan.shapes import ModelShapes
 
 RANK = 32
@@ -51,6 +52,8 @@ class Case:
     config: Mapping[str, Any]
     counts: tuple[int, ...]
     """Blocks of each kind."""
+    frozen_compute: FrozenCompute = "bf16"
+    """What frozen products are computed in; it is traced in bf16 all the same, as a run does."""
 
     def outline(self) -> Outline:
         """On the meta device, its adapter in place, as it will be run."""
@@ -75,7 +78,7 @@ class Case:
             library_nbytes=int(FITTED["library_nbytes"].value),
             batches_ahead=0,
         )
-        return Model(mine, speeds_of(basics)), fixed
+        return Model(mine, speeds_of(basics), self.frozen_compute), fixed
 
     def model(self, device: torch.device) -> nn.Module:
         """Made on the device: random frozen weights in bf16, and a LoRA that is not zero."""
@@ -149,9 +152,11 @@ def wan(layers: int, picture: Picture) -> Case:
 
 
 TRACED = {"flux": flux(1, 2), "qwen": qwen(2), "wan": wan(2, PICTURE), "clip": wan(2, CLIP)}
+TRACED |= {"fp8": TRACED["wan"]}
 """What the planner looks at."""
 FULL = {"flux": flux(19, 38), "qwen": qwen(60), "wan": wan(40, PICTURE), "clip": wan(40, CLIP)}
 SHORT = {"flux": flux(6, 12), "qwen": qwen(16), "wan": wan(12, PICTURE), "clip": wan(8, CLIP)}
+SHORT |= {"fp8": replace(wan(12, PICTURE), frozen_compute="fp8")}
 
 
 def rehearsed(case: Case) -> Case:

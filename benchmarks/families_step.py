@@ -12,7 +12,10 @@ those of ours too, is predicted before it is measured, with rates from this mach
 `plan_proof.json`; `plan_check.py` judges that file. No rate was fitted to any of them.
 
     PYTHONPATH=src:benchmarks python benchmarks/families_step.py [--out FOLDER] [--commit NAME]
-        [--only flux,qwen,clip,proof_eager,proof_compiled] [--rehearse]
+        [--only flux,qwen,clip,proof_eager,proof_compiled] [--models flux,qwen,wan,clip,fp8]
+        [--ways first|later|all] [--rehearse]
+
+Two files are written, whatever parts run: `families_step.json` and `plan_proof.json`.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import results
 import torch
 from wan14b import let_go, step_of
 
+from gracetune.adapters.fused import freeze_in_fp8
 from gracetune.memory.machine import open_machine
 from gracetune.plan.candidates import Budget, Wishes
 from gracetune.plan.choose import PlanError, choose, predict
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from families import Case
+    from proof_ways import Way
     from torch import nn
 
     from gracetune.events.types import Notice
@@ -128,6 +133,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
     parser.add_argument("--commit", default="", help="where there is no git to ask")
     parser.add_argument("--only", default="flux,qwen,proof_eager,clip,proof_compiled")
+    parser.add_argument(
+        "--models", default=",".join(families.SHORT), help="of the parts named proof_*"
+    )
+    parser.add_argument("--ways", default="all", choices=proof_ways.WAYS, help="of those parts")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
     arguments = parser.parse_args()
     bench = open_bench(arguments.rehearse)
@@ -136,7 +145,9 @@ def main() -> int:
         began = time.perf_counter()
         try:
             if part.startswith("proof_"):
-                prove(bench, part.removeprefix("proof_") == "compiled")
+                compiled = part.removeprefix("proof_") == "compiled"
+                ways = proof_ways.WAYS[arguments.ways]
+                prove(bench, compiled, {name: ways[name] for name in arguments.models.split(",")})
             else:
                 compare(bench, part)
         finally:
@@ -215,7 +226,7 @@ def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
 
 def best_plan(planner: Model, fixed: Fixed, nbytes: int) -> Plan:
     """The fastest of all batches."""
-    budget = Budget(nbytes, HOST_NBYTES, 0.01, FITTED["scatter"].value)
+    budget = Budget(nbytes, HOST_NBYTES, FITTED["fragmentation"].value)  # as a run does it
     plans = []
     for batch in BATCHES:
         wishes = Wishes(samples=batch, batches=(batch,))
@@ -226,14 +237,16 @@ def best_plan(planner: Model, fixed: Fixed, nbytes: int) -> Plan:
     return max(plans, key=lambda plan: plan.samples_per_second)
 
 
-def prove(bench: Bench, compiled: bool) -> None:
+def prove(bench: Bench, compiled: bool, chosen: dict[str, list[Way]]) -> None:
     """Other ways to run, with fewer blocks."""
-    for name, short in families.SHORT.items():
-        ways = [way for way in proof_ways.WAYS[name] if way.compiled == compiled]
+    for name, every in chosen.items():
+        ways = [way for way in every if way.compiled == compiled]
         if not ways:
             continue
-        case = bench.case(short)
+        case = bench.case(families.SHORT[name])
         model = case.model(bench.device)
+        if case.frozen_compute == "fp8":
+            freeze_in_fp8(case.blocks(model))
         families.prepare(model)
         planned = bench.plan_model(name, case)
         for way in ways:

@@ -11,7 +11,7 @@ from itertools import product
 from math import ceil
 from typing import TYPE_CHECKING
 
-from gracetune.plan.peak import device_bytes, fullest, host_bytes
+from gracetune.plan.peak import device_bytes, host_bytes
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.step import Choice
 
@@ -60,8 +60,6 @@ class Budget:
     host_nbytes: int
     fragmentation: float = 0.0
     """Share of the device's peak that the allocator holds beside it."""
-    scatter: float = 0.0
-    """Times the largest working set of a block: what it holds on top of that, in pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +143,8 @@ def fits_device(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> b
 
 def device_need(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> int:
     """Device memory at its fullest, with what an allocator loses."""
-    device, working = fullest(model.at(choice.batch), choice, fixed)
-    return ceil(device.total * (1 + budget.fragmentation) + working * budget.scatter)
+    device = device_bytes(model.at(choice.batch), choice, fixed)
+    return ceil(device.total * (1 + budget.fragmentation))
 
 
 def leanest(model: Model, fixed: Fixed, wishes: Wishes) -> Choice:

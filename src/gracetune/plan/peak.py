@@ -55,21 +55,14 @@ class _Moment:
 
 def device_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
     """Device memory by role, when it is fullest."""
-    return fullest(costs, choice, fixed)[0]
-
-
-def fullest(costs: Costs, choice: Choice, fixed: Fixed) -> tuple[Bytes, int]:
-    """The same, and the largest working set of a block at any time: what an allocator scatters."""
-    moments = list(_moments(costs, choice, fixed.experts))
-    top = max(moments, key=lambda moment: moment.total)
-    working = max(moment.workspace for moment in moments)
+    top = max(_moments(costs, choice, fixed.experts), key=lambda moment: moment.total)
     resident = sum(
         block.frozen_nbytes
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
         if plan.weights == "resident"
     )
     slots = choice.slots * costs.slot_nbytes if choice.streamed else 0
-    found = Bytes(
+    return Bytes(
         weights=fixed.experts * (costs.outside_frozen_nbytes + resident) + slots,
         adapters=fixed.experts * (costs.trained_nbytes + costs.copies_nbytes)
         + fixed.averages_nbytes,
@@ -79,7 +72,6 @@ def fullest(costs: Costs, choice: Choice, fixed: Fixed) -> tuple[Bytes, int]:
         caches=fixed.device_caches_nbytes + costs.batch_nbytes * (1 + fixed.batches_ahead),
         workspace=top.workspace + fixed.library_nbytes,
     )
-    return found, working
 
 
 def host_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:

@@ -53,12 +53,11 @@ FITTED: Mapping[str, Figure] = {
     "own_s": Figure(63e-6, "measured", f"one of ours, beside its kernels: {_HOST}"),
     "policed_s": Figure(27e-6, "measured", f"what a policy adds to a call: {_HOST}"),
     "again_s": Figure(27e-6, "measured", f"and to one that is made again: {_HOST}"),
-    "fragmentation": Figure(0.03, "assumed", "of the peak: held by torch's allocator, unused"),
-    "scatter": Figure(
-        2.2,
-        "measured",
-        "reserved beside allocated, of a block's working set: 8 and 40 blocks of Wan-14B on an "
-        "H200, kept, lean and recomputed, batch 2 and 4",
+    "fragmentation": Figure(
+        0.03,
+        "assumed",
+        "of the peak: held by torch's allocator, unused. Where there is room it holds more (up to "
+        "17 % in benchmarks/results/wan14b_step.json), which it gives back before it fails",
     ),
     "context_nbytes": Figure(0.6 * GIB, "assumed", "the driver's own share of a device"),
     "library_nbytes": Figure(
