@@ -1,8 +1,8 @@
 """How fast this host queues operators: a model of no size, run as real ones are.
 
 Loops over one operator would tell too little: they run from the processor's caches, where a block's
-thousand lines of Python do not. So it is a real transformer, two numbers wide, three times: as it
-is, with operators of ours in place of its products, and those under a policy that is asked about
+thousand lines of Python do not. So it is a real transformer with hardly any numbers, three times:
+as it is, with operators of ours in place of its products, and those under a policy that is asked about
 each call. What a pass takes is shared out among the calls that the tracer counts.
 """
 
@@ -103,6 +103,9 @@ class _Pass:
             for name, tensor in shape.subject().inputs(1).items()
         }
         self._batch["hidden_states"].requires_grad_(True)
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._leaves = [self._batch["hidden_states"], *trained]
+        self._predict = shape.subject().predict
 
     def time(self, clock: Callable[[], float]) -> tuple[float, float]:
         """The host's seconds for each way."""
@@ -129,7 +132,7 @@ class _Pass:
             return there, watch.take_calls(0)
 
     def _there(self) -> Tensor:
-        return self.shape.subject().predict(self._model, self._batch)
+        return self._predict(self._model, self._batch)
 
     def _asked(self) -> Tensor:
         keeps = functools.partial(create_selective_checkpoint_contexts, _keep_nothing)
@@ -137,9 +140,7 @@ class _Pass:
         return out
 
     def _back(self, out: Tensor) -> None:
-        trained = [p for p in self._model.parameters() if p.requires_grad]
-        leaves = [self._batch["hidden_states"], *trained]
-        torch.autograd.grad(out, leaves, torch.ones_like(out))
+        torch.autograd.grad(out, self._leaves, torch.ones_like(out))
 
 
 def _keep_nothing(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:

@@ -28,7 +28,8 @@ def queued(
     shapes = made_model(num_blocks)._shapes
     (kind,) = shapes.kinds
     keep = replace(kind.eager.keep, forward_calls=forward, backward_calls=backward)
-    ways = replace(kind.eager, keep=keep, recompute=done_again(keep, (), 10))
+    lean = replace(kind.eager.lean, forward_calls=forward, backward_calls=backward)
+    ways = replace(kind.eager, keep=keep, lean=lean, recompute=done_again(keep, (), 10))
     kind = replace(kind, eager=ways, num_trained=num_trained)
     return Model(replace(shapes, kinds=(kind,)), replace(SPEEDS, host=host))
 
@@ -168,3 +169,34 @@ def test_a_real_host_pays_for_python() -> None:
     assert 1e-7 < host.forward_s < 1e-3
     assert 0 < host.policed_s < 1e-3
     assert 0 < host.again_s < 1e-3
+
+
+def test_calls_are_counted_as_another_device_would_have_them() -> None:
+    """CUDA has one kernel for what a CPU does in eight; nothing runs on the other device."""
+    import torch
+
+    from gracetune.plan.probe import _Pass, _shape
+
+    shape = _shape(has_ours=True)
+    (here, _), (there, back) = (
+        _Pass(shape, torch.device(name)).count() for name in ("cpu", "meta")
+    )
+    assert there.kernels < here.kernels
+    assert (there.own, back.own) == (40, 80)  # ten linear layers a block
+    assert here.own == there.own
+
+
+def test_a_plan_says_that_the_host_is_too_slow() -> None:
+    from gracetune.plan.candidates import Budget, Wishes
+    from gracetune.plan.choose import choose
+    from gracetune.plan.peak import Fixed
+    from gracetune.plan.report import reasons
+
+    host = Host(forward_s=1.0, backward_s=1.0)
+    model = queued(2, host, Calls(kernels=10), Calls(kernels=30))
+    budget = Budget(10**6, 10**6)
+    wishes = Wishes(samples=1, compile=(False,))
+    planned = choose(model, Fixed(0), budget, wishes, simulated=True)
+    assert any("host queues operators more slowly" in reason for reason in reasons(planned, budget))
+    quick = choose(queued(2, FREE_HOST, Calls(), Calls()), Fixed(0), budget, wishes, simulated=True)
+    assert not any("host queues" in reason for reason in reasons(quick, budget))
