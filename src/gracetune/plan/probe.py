@@ -2,8 +2,8 @@
 
 Loops over one operator would tell too little: they run from the processor's caches, where a block's
 thousand lines of Python do not. So it is a real transformer with hardly any numbers, three times:
-as it is, with operators of ours in place of its products, and those under a policy that is asked about
-each call. What a pass takes is shared out among the calls that the tracer counts.
+as it is, with operators of ours in place of its products, and those under a policy that is asked
+about each call. What a pass takes is shared out among the calls that the tracer counts.
 """
 
 from __future__ import annotations
