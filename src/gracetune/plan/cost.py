@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gracetune.plan.rounding import in_fp8
+from gracetune.plan.rounding import beside_nbytes, in_fp8
 from gracetune.plan.shapes import checkpointed
 
 if TYPE_CHECKING:
@@ -220,8 +220,9 @@ class Model:
         )
 
     def _block(self, kind: BlockShapes, scale: float) -> Block:
+        beside = beside_nbytes(kind.eager.keep) if self.frozen_compute == "fp8" else 0
         return Block(
-            frozen_nbytes=int(kind.frozen_nbytes * self._stored_share),
+            frozen_nbytes=int(kind.frozen_nbytes * self._stored_share) + beside,
             trained_nbytes=kind.trained_nbytes,
             input_nbytes=int(kind.input_nbytes * scale),
             eager=self._ways(kind, scale, compiled=False),

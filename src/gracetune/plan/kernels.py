@@ -123,7 +123,8 @@ def product_ops(
     extent: tuple[int, ...] = ()
     if of_weights and packet in (aten.mm, aten.addmm):
         extent = int(out.shape[0]), int(inputs[-2].shape[1]), int(out.shape[1])
-    return [Op("gemm", flops, nbytes, of_weights, written, frozen, backward, extent)]
+    made = Op("gemm", flops, nbytes, of_weights, written, frozen, backward, extent)
+    return [replace(made, holds_frozen=storage_of(inputs[-1]) in weights.frozen)]  # not the bias
 
 
 def _taken_apart(func: OpOverload, args: Any, weights: WeightStorages, backward: bool) -> list[Op]:

@@ -33,6 +33,8 @@ class Op:
     queries, keys, width of a head. The first grows with the batch; empty: nobody can time it."""
     own: bool = False
     """Whether it is the first kernel of one of our operators."""
+    holds_frozen: bool = False
+    """Whether the weight is frozen itself, and not of the adapter inside one of our operators."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.plan.rounding import in_fp8
+from gracetune.plan.rounding import beside_nbytes, in_fp8
+from gracetune.plan.shapes import Op
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gracetune.plan.shapes import BlockShapes, ModelShapes
 
 TOKENS, WIDTH, WIDE, TEXT = 4096, 5120, 13824, 512
@@ -57,5 +60,39 @@ def test_a_compiled_block_that_does_products_again_holds_their_inputs(
     inputs = batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
     more = found.recompute.backward_peak_nbytes - ways.recompute.backward_peak_nbytes
     assert more == pytest.approx(inputs + WIDTH * WIDE, rel=0.01)
-    assert found.keep is ways.keep
-    assert found.lean is ways.lean  # no product is done again
+    for mine, before in ((found.keep, ways.keep), (found.lean, ways.lean)):
+        assert mine.backward_peak_nbytes == before.backward_peak_nbytes, "nothing is done again"
+        assert mine.forward_peak_nbytes == before.forward_peak_nbytes
+
+
+def test_every_input_is_taken_apart_where_it_is_computed(fused_shapes: ModelShapes) -> None:
+    ways, batch = fused_shapes.kinds[0].compiled, fused_shapes.batch
+    found = in_fp8(ways, compiled=True)
+    passes = 3 * 2 * batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
+
+    def more(mine: Sequence[Op], before: Sequence[Op]) -> float:
+        return sum(op.nbytes for op in mine) - sum(op.nbytes for op in before)
+
+    assert more(found.keep.forward, ways.keep.forward) == pytest.approx(passes, rel=0.01)
+    assert more(found.keep.backward, ways.keep.backward) == 0
+    assert more(found.lean.backward, ways.lean.backward) == 0
+    again = more(found.recompute.backward, ways.recompute.backward)
+    assert again == pytest.approx(passes, rel=0.01)
+
+
+def test_a_layer_in_fp8_is_stored_with_its_directions(fused_shapes: ModelShapes) -> None:
+    """Held against a small layer that was really made: weight, scales, directions and all."""
+    import torch
+    from torch import nn
+
+    from gracetune.adapters.directions import MOST
+    from gracetune.adapters.fused import Fp8Linear
+
+    along = nn.Parameter(torch.zeros(MOST, 256, dtype=torch.bfloat16), requires_grad=False)
+    linear = nn.Linear(256, 512, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    made = sum(part.nbytes for part in Fp8Linear(linear, along).frozen if part is not None)
+    product = Op("gemm", 0.0, 0.0, frozen=True, extent=(1, 256, 512), holds_frozen=True)
+    keep = replace(fused_shapes.kinds[0].eager.keep, forward=(product,))
+    assert made == linear.weight.nbytes // 2 + beside_nbytes(keep)
+    wan = beside_nbytes(fused_shapes.kinds[0].eager.keep)
+    assert 0.02 < wan / (fused_shapes.kinds[0].frozen_nbytes / 2) < 0.03
