@@ -33,7 +33,7 @@ import results
 import torch
 from wan14b import let_go, step_of
 
-from gracetune.adapters.fused import freeze_in_fp8
+from gracetune.adapters.fused import freeze_in_fp8_for
 from gracetune.memory.machine import open_machine
 from gracetune.plan.candidates import Budget, Wishes
 from gracetune.plan.choose import PlanError, choose, predict
@@ -246,7 +246,8 @@ def prove(bench: Bench, compiled: bool, chosen: dict[str, list[Way]]) -> None:
         case = bench.case(families.SHORT[name])
         model = case.model(bench.device)
         if case.frozen_compute == "fp8":
-            freeze_in_fp8(case.blocks(model))
+            shown, _ = case.call(model, 1, bench.device)
+            freeze_in_fp8_for(shown, case.blocks(model), bench.device)
         families.prepare(model)
         planned = bench.plan_model(name, case)
         for way in ways:

@@ -25,6 +25,7 @@ from gracetune.errors import GracetuneError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import ExitStack
 
 LEAST_FP8 = (8, 9)
 """The compute capability from which on there are fp8 products."""
@@ -111,9 +112,10 @@ def freeze_in_fp8(blocks: Iterable[nn.Module]) -> InFp8:
 def freeze_in_fp8_for(
     run: Callable[[], object], blocks: Sequence[nn.Module], device: torch.device
 ) -> InFp8:
-    """The same with the main directions of what comes in while `run` passes the blocks once.
+    """The same with the main directions of what comes in when `run` passes each block first.
 
-    Each block is on the device for its turn alone, and then back where it was.
+    Each block is on the device for its turn alone, and then back where it was. `run` may try again
+    after a pass that came to no end: what has been frozen stays as it is.
     """
     watched = {block: _Turn(block, device) for block in blocks}
     try:
@@ -137,6 +139,7 @@ class _Turn:
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.frozen: InFp8 | None = None
         frozen = (p for p in block.parameters() if not p.requires_grad)
+        self._block = block
         self._home, self._device = next(frozen, torch.empty(0)).device, device
         self._watch = Watch([])
         self._handles = [
@@ -146,22 +149,32 @@ class _Turn:
 
     def close(self) -> None:
         """Look no more: what comes too late changes nothing."""
-        self._watch.close()
         for handle in self._handles:
             handle.remove()
+        self._end()
 
     def _before(self, block: nn.Module, _: object) -> None:
         self._watch.close()  # of a pass that came to no end
         block.to(self._device)
-        self._watch = Watch(
-            (module if name == BASE else child, child)
-            for module, name, child in _frozen_linears(block)
-        )
+        if self.frozen is None:
+            self._watch = Watch(
+                (module if name == BASE else child, child)
+                for module, name, child in _frozen_linears(block)
+            )
 
     def _after(self, block: nn.Module, _: object, __: object) -> None:
-        self.close()
-        self.frozen = _freeze(block, self._watch)
-        block.to(self._home)
+        if self.frozen is None:
+            replaced = [child for *_, child in _frozen_linears(block)]
+            self.frozen = _freeze(block, self._watch)
+            for layer in replaced:  # adapters may refer to them, and to nothing on the device
+                layer.to(self._home)
+        self._end()
+
+    def _end(self) -> None:
+        """Nothing of this turn stays on the device."""
+        self._watch.close()
+        self._watch = Watch([])
+        self._block.to(self._home)
 
 
 def _freeze(block: nn.Module, seen: Watch | None) -> InFp8:
@@ -196,12 +209,20 @@ def _demand_any(parts: Sequence[InFp8]) -> InFp8:
     return InFp8(count, left, blind)
 
 
-def fuse_lora(model: nn.Module) -> int:
-    """Let the model's LoRA layers compute by the fused products; gives how many could."""
+def fuse_lora(model: nn.Module, undo: ExitStack | None = None) -> int:
+    """Let the model's LoRA layers compute by the fused products; gives how many could.
+
+    What would leave the model as it was is put on `undo`.
+    """
     layers = [module for module in model.modules() if type(module) is LoraLinear]
     fused = [Fused(layer) for layer in layers if _fusable(layer)]
-    if fused:
-        model.register_forward_pre_hook(lambda *_: _refresh(fused), prepend=True)
+    if not fused:
+        return 0
+    hook = model.register_forward_pre_hook(lambda *_: _refresh(fused), prepend=True)
+    if undo is not None:
+        undo.callback(hook.remove)
+        for one in fused:
+            undo.callback(setattr, one.layer, "forward", one.by_peft)
     return len(fused)
 
 

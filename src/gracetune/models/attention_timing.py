@@ -239,6 +239,10 @@ class Trial:
                 once = self._stopwatch(lambda: self._call(backend), 1)
                 repeats = min(REPEATS, int(self._seconds / max(once, 1e-9)))
                 taken = self._stopwatch(lambda: self._call(backend), repeats) if repeats else once
+        except torch.OutOfMemoryError:
+            if self._expected is None:  # torch's own call: nobody was measured
+                raise
+            return 0.0, "it takes more memory than there is"
         except FAILURES as error:
             return 0.0, (str(error).strip().splitlines() or [type(error).__name__])[0]
         return taken * self._part, ""

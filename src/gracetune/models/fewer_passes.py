@@ -14,6 +14,7 @@ from gracetune.models.wan_attention import RotatingProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import ExitStack
 
     from torch import nn
 
@@ -24,10 +25,10 @@ OURS: Mapping[type, type[RotatingProcessor | FluxRotating | QwenRotating]] = {
 }
 
 
-def attend_in_fewer_passes(transformer: nn.Module) -> int:
+def attend_in_fewer_passes(transformer: nn.Module, undo: ExitStack | None = None) -> int:
     """Give each attention that we have a processor for that one; gives how many.
 
-    Call it after LoRA layers were fused, if they are.
+    Call it after LoRA layers were fused, if they are. What would give theirs back is put on `undo`.
     """
     count = 0
     for module in transformer.modules():
@@ -41,5 +42,7 @@ def attend_in_fewer_passes(transformer: nn.Module) -> int:
         ours._parallel_config = theirs._parallel_config
         ours.share(module)
         module.set_processor(ours)
+        if undo is not None:
+            undo.callback(module.set_processor, theirs)
         count += 1
     return count

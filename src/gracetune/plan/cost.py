@@ -248,7 +248,7 @@ class Model:
             saved_nbytes=int(trace.saved_nbytes * scale),
             saves_input=trace.saves_input,
             forward_peak_nbytes=int(trace.forward_peak_nbytes * scale),
-            backward_peak_nbytes=int(trace.backward_peak_nbytes * scale),
+            backward_peak_nbytes=int(trace.backward_peak_nbytes * scale) + trace.turned_nbytes,
             forward_host_s=self.speeds.host.there_s(trace) * self._slower,
             backward_host_s=self.speeds.host.back_s(trace) * self._slower,
             num_saved=trace.forward_calls.saved,

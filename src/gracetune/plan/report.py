@@ -124,8 +124,8 @@ def reasons(planned: Planned, budget: Budget) -> list[str]:
     if seconds.wait_host > NOTICEABLE * seconds.step:
         found.append(
             f"the host queues operators more slowly than the device runs them, which takes "
-            f"{seconds.wait_host / seconds.step:.1%} of the step: a larger batch or compiled "
-            "blocks would hide it"
+            f"{seconds.wait_host / seconds.step:.1%} of the step: a larger batch"
+            f"{'' if best.compiled else ' or compiled blocks'} would hide it"
         )
     batches = {other.batch: other for other in planned.others if other.batch != best.batch}
     for other in sorted(batches.values(), key=lambda plan: plan.batch):

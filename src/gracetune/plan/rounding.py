@@ -85,20 +85,22 @@ def _again(trace: Trace, keep: Trace) -> Trace:
     if not again:
         return trace
     turned = max(op.extent[1] * op.extent[2] for op in trace.backward if _is_frozen(op))
-    return replace(trace, backward_peak_nbytes=trace.backward_peak_nbytes + int(again) + turned)
+    peak_nbytes = trace.backward_peak_nbytes + int(again)
+    return replace(trace, backward_peak_nbytes=peak_nbytes, turned_nbytes=turned)
 
 
 def _inputs(ops: Sequence[Op]) -> list[int]:
     """Numbers in the inputs of frozen products; those of one operator of ours share theirs."""
     found: list[int] = []
-    shares = False
-    """Whether the input of what comes is known already."""
+    inside = shares = False
+    """Of one of our operators; whether the input of what comes is known already."""
     for op in ops:
-        shares = shares and op.frozen and not op.own
+        if op.own or not op.frozen:
+            inside, shares = op.own, False
         if _is_frozen(op):
             numbers = op.extent[0] * op.extent[1]
             found.append(max(found.pop(), numbers) if shares else numbers)
-            shares = True
+            shares = inside
     return found
 
 

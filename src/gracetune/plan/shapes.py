@@ -74,6 +74,8 @@ class Trace:
     backward_peak_nbytes: int
     """Most that backward has at once, of what is still saved and work; weights' gradients apart."""
 
+    turned_nbytes: int = 0
+    """Of a weight that lies another way round beside that: it does not grow with the batch."""
     num_read: int | None = None
     """Kernels of forward up to the last that backward reads from; none: all of them."""
     forward_calls: Calls = Calls()

@@ -59,8 +59,12 @@ class Growth:
         """The number before slots were last added; none: none were, or nothing waits any more."""
         self._settled = self._most <= self._least
 
+    def sampling(self) -> None:
+        """A pass begins that is not of training, and waits in another way."""
+        self._laps.drop()
+
     def observe(self) -> None:
-        """A pass begins."""
+        """A pass of training begins."""
         lap = None if self._settled else self._laps.last()
         if lap is None:
             return
@@ -70,6 +74,8 @@ class Growth:
             self._before = None
         elif self._slots.count < self._most:
             self._add(lap.seconds, lap.seconds / lap.span_s)
+        else:
+            self._before = None  # all there may be, and they help
 
     def give_back(self) -> bool:
         """Only what was asked for from here on, since memory is short; false where that is all."""

@@ -24,6 +24,10 @@ class Laps:
         self._lap: Lap | None = None
         self._passes = 0
 
+    def drop(self) -> None:
+        """What is under way is of no use: something else has come between its passes."""
+        self._lap, self._passes = None, 0
+
     def last(self) -> Lap | None:
         """At the start of a pass: the window that is over, where one is."""
         if self._lap is None:

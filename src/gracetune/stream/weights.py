@@ -271,8 +271,8 @@ class Ring:
         self._schedule.begin(Pass.TRAIN if training else Pass.SAMPLE, part)
         self._in_use = None
         self._slots.trim()
-        if training and self._growth is not None:
-            self._growth.observe()
+        if self._growth is not None:
+            self._growth.observe() if training else self._growth.sampling()
         self._fetch_ahead()
         saving = ExitStack()
         if training:  # checkpoints inside the model put hooks of their own above these

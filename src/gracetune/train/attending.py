@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     Calls = Sequence[tuple[Asked, int]]
     """Kinds of calls, and how often a pass makes each."""
     Choose = Callable[[Calls, Callable[[], Sequence[Asked]]], tuple[str, str]]
-    """From the calls of the largest batch, and all others that the run will make, to a backend and
-    what is told of it."""
+    """From the calls of the largest batch, and those of a batch of every other bucket, to a backend
+    and what is told of it."""
 
 CHOICE = "attention.json"
 LEVEL = 0.5

@@ -43,31 +43,30 @@ def freeze(run: RunFile, family: Family, feed: Feed, device: torch.device, tell:
     experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
     blocks = family.blocks()
     bring_rest(family.transformer, lay_out(family.transformer, blocks), device)
-    samples = 0
+    shown: list[int] = []
 
     def show_all() -> None:
-        nonlocal samples
         for count in (room_for(family, feed), 1):
             batch = feed.load(first_draws(feed.order, count))
+            shown.append(len(batch))
             try:
                 for expert in experts:
                     show(run, family, batch, expert, device)
-            except torch.OutOfMemoryError:  # blocks that had their turn need no other
+            except torch.OutOfMemoryError:  # blocks that had their turn keep what they have seen
                 text = f"the device has no room to show the model {len(batch)} samples at once"
                 tell(Notice(text, level="warning", fallback=True))
                 continue
-            samples = len(batch)
             return
 
     frozen = freeze_in_fp8_for(show_all, blocks, device)
     tell(
         Notice(
             f"{frozen.count} frozen products are computed in fp8; {frozen.count - frozen.blind} of "
-            f"them along main directions in bf16, found in {samples} samples"
+            f"them along main directions in bf16, found in {' or '.join(map(str, shown))} samples"
         )
     )
     if frozen.blind:
-        text = f"{frozen.blind} frozen products have no main directions: nothing came into them"
+        text = f"{frozen.blind} frozen products have no main directions: none were found"
         tell(Notice(text, level="warning", fallback=True))
     if frozen.left:
         text = f"{frozen.left} frozen products are not in fp8: their sides fit no kernel"
@@ -82,13 +81,17 @@ def room_for(family: Family, feed: Feed) -> int:
 
 
 def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:
-    """Of the first epoch, all of the first one's size; without it, since looking enters none."""
+    """Of the first epoch, all of the first one's size, none without its caption; without the epoch,
+    since looking enters none.
+    """
     draws: list[Draw] = []
     for index in range(order.epoch_length):
         draws += (draw for draw in order.at(index) if not draws or draw.size == draws[0].size)
         if len(draws) >= count:
             break
-    return tuple(replace(draw, epoch=NO_EPOCH) for draw in draws[:count])
+    return tuple(
+        replace(draw, epoch=NO_EPOCH, caption=draw.sample.caption) for draw in draws[:count]
+    )
 
 
 def show(

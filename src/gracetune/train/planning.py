@@ -8,7 +8,7 @@ and encoders, is not counted again: the plan is for what is left.
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,11 +82,11 @@ def settle(
     largest = feed.load(feed.order.largest())
     shape, text = largest.latents.shape[1:], largest.text
     rates = _rates(device)
-    if run.model.frozen_compute == "bf16":
-        _fuse(family)  # the planner looks at what will run
-    family.to(torch.device("cpu"))  # where the tracer's stand-ins are
-    model = traced(family_subject(family, shape, text), rates, run.model.frozen_compute)
-    family.to(device)
+    with ExitStack() as undo:
+        _fuse(family, undo)  # the planner looks at what will run
+        family.to(torch.device("cpu"))  # where the tracer's stand-ins are
+        model = traced(family_subject(family, shape, text), rates, run.model.frozen_compute)
+        family.to(device)
     del largest, text
     ask = question(run, family, model, device_nbytes)
     plan = ask.answer(ask.budget)
@@ -96,7 +96,7 @@ def settle(
         demand_fp8(device)
         freeze(run, family, feed, device, tell)  # after the plan: it knows what rounding gives
         meter.clear()
-        _fuse(family)
+    _fuse(family)
 
     def placed(plan: Plan, spare_nbytes: int) -> Placed:
         update.place(plan.host_state)
@@ -184,11 +184,11 @@ def apply(
     return place(family.transformer, parts, layout, open_mover(device, link), tell)
 
 
-def _fuse(family: Family) -> None:
+def _fuse(family: Family, undo: ExitStack | None = None) -> None:
     """What makes steps faster: the same numbers by fewer passes."""
     for transformer in transformers_of(family.transformer).values():
-        fuse_lora(transformer)
-        attend_in_fewer_passes(transformer)
+        fuse_lora(transformer, undo)
+        attend_in_fewer_passes(transformer, undo)
 
 
 def _rates(device: torch.device) -> Basics:

@@ -1,5 +1,7 @@
 """Main directions of inputs: what products in fp8 lose less by knowing them, and how they do."""
 
+import weakref
+
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
@@ -246,6 +248,25 @@ def test_blocks_that_no_pass_reached_know_none():
     assert made[1].left.along is None
     assert torch.equal(made[1](drawn(2, 64)), blind[1](drawn(2, 64)))
     assert not made[1]._forward_hooks
+
+
+def test_what_is_replaced_is_let_go_of_as_the_pass_goes_on():
+    """Or all of a model would be on the device in the end."""
+    made = model()
+    replaced = [weakref.ref(layer) for layer in made[0].children() if type(layer) is nn.Linear]
+    alive = []
+    made[1].register_forward_pre_hook(lambda *_: alive.append([ref() for ref in replaced]))
+    freeze_for(made, alike(512, 64))
+    assert alive == [[None] * 3]
+
+
+def test_a_layer_that_an_adapter_refers_to_goes_home():
+    made = model()
+    layer, went = made[0].left, []
+    layer.to = went.append
+    freeze_for(made, alike(512, 64))
+    assert made[0].left is not layer
+    assert went == [CPU]
 
 
 def test_a_pass_that_fails_leaves_no_hooks():

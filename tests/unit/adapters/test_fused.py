@@ -1,5 +1,7 @@
 """The fused products against peft's own forward, and fp8 against the unrounded product."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -8,6 +10,7 @@ from torch.nn import functional
 
 from gracetune.adapters.fused import (
     Fp8Linear,
+    Fused,
     InFp8,
     demand_capability,
     demand_fp8,
@@ -50,6 +53,21 @@ def gradients(model, x):
     y.float().square().sum().backward()
     trained = [p.grad for p in model.parameters() if p.requires_grad]
     return [y.detach(), x.grad, *trained]
+
+
+def test_what_was_fused_can_be_as_it_was_and_fused_again():
+    model, x = make(torch.bfloat16), torch.randn(3, 32, dtype=torch.bfloat16)
+    expected = gradients(make(torch.bfloat16), x)
+    with ExitStack() as undo:
+        assert fuse_lora(model, undo) == 2
+        assert isinstance(model.inner.forward.__self__, Fused)
+    assert not model._forward_pre_hooks
+    assert model.inner.forward.__self__ is model.inner
+    for mine, theirs in zip(gradients(model, x), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    model.zero_grad()
+    assert fuse_lora(model) == 2
+    assert isinstance(model.inner.forward.__self__, Fused)
 
 
 @pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 32)])

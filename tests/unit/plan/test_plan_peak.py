@@ -143,3 +143,15 @@ def test_an_allocator_holds_more_than_is_used() -> None:
     held = device_bytes(model.at(1), choice, NOTHING)
     budget = Budget(10**6, 10**6, fragmentation=0.5)
     assert device_need(model, choice, NOTHING, budget) == ceil(held.total * 1.5)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_activations_that_are_brought_back_ahead_are_on_the_device(ahead: int) -> None:
+    model = made_model(8)
+    sent = replace(made_choice(model, "offload"), ahead=ahead)
+    assert device_bytes(model.at(1), sent, NOTHING).activations == 3 + (1 + ahead) * 50
+    # Blocks in between count too: of two neighbours one sends, and one more comes every second.
+    kept = made_choice(model, "keep").blocks
+    mixed = tuple(s if i % 2 else k for i, (s, k) in enumerate(zip(sent.blocks, kept, strict=True)))
+    held = device_bytes(model.at(1), replace(sent, blocks=mixed), NOTHING).activations
+    assert held == 3 + 4 * 90 + (1 + ahead // 2) * 50

@@ -77,6 +77,20 @@ def test_what_is_decided_is_of_passes_that_the_device_is_through_with(told):
     assert [steps.window(share, behind=3) for share in (0.25, 0.19, 0.0)] == [4, 8, 8]
 
 
+def test_passes_that_sample_are_no_reason(told):
+    """A validation waits more, between any two steps."""
+    steps = Steps(told, most_slots=4)
+    assert [steps.window(share) for share in (0.3, 0.2)] == [4, 4]
+    steps.mover.laps[-1].seconds = 99.0
+    for _ in range(WINDOW - 1):
+        steps.growth.observe()
+    steps.growth.sampling()
+    steps.mover.laps[-1].over = True
+    steps.growth.observe()
+    assert [steps.window(share) for share in (0.2, 0.2, 0.3)] == [4, 4, 4]
+    assert not [text for text in told.texts() if "given back" in text]
+
+
 def test_nothing_happens_where_nothing_is_waited_for(told):
     steps = Steps(told)
     assert [steps.window(0.004) for _ in range(5)] == [3] * 5

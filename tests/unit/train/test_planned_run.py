@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 
+from gracetune.adapters.fused import Fp8Linear, Fused
 from gracetune.config.rules import check_trainable
 from gracetune.config.schema import PlanSection, RunFile
 from gracetune.errors import ConfigError, GracetuneError
@@ -188,3 +190,33 @@ def test_fp8_without_a_plan_is_refused(tiny_run):
     run = tiny_run(model={"frozen_compute": "fp8"}, adapter={"rank": 2}, plan="off")
     with pytest.raises(ConfigError, match="which a plan brings about, but plan is off"):
         run_training(run)
+
+
+def test_fp8_is_planned_for_as_it_will_run(tiny_run, told, monkeypatch):
+    """By fused products, which are undone while layers are shown their inputs, and then made."""
+    looked_at = []
+
+    def fused_layers(model):
+        loras = [layer for layer in model.modules() if isinstance(layer, LoraLinear)]
+        return [layer for layer in loras if isinstance(layer.forward.__self__, Fused)], loras
+
+    def trace(subject, *given):
+        looked_at.append(fused_layers(subject.model))
+        return traced(subject, *given)
+
+    def look(run, family, *given):
+        looked_at.append(fused_layers(family.transformer))
+        freeze(run, family, *given)
+
+    traced, freeze = planning.traced, planning.freeze
+    monkeypatch.setattr(planning, "demand_fp8", lambda _device: None)
+    monkeypatch.setattr(planning, "traced", trace)
+    monkeypatch.setattr(planning, "freeze", look)
+    plan = {"device_memory": "1GB", "compile": "never"}
+    run = tiny_run(model={"frozen_compute": "fp8"}, adapter={"rank": 2}, plan=plan)
+    assert run_training(run, sinks=[told]).status == "done"
+    (while_traced, loras), (while_shown, _) = looked_at
+    assert while_traced == loras != []
+    assert while_shown == []
+    bases = [layer.forward.__self__.base for layer in loras]
+    assert sum(isinstance(base, Fp8Linear) for base in bases) > len(bases) // 2, "those of blocks"

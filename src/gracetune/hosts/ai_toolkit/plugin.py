@@ -73,6 +73,7 @@ class Plugin:
     def begin_job(self) -> None:
         """Let go of what a job before this one held: `run.py` runs one after the other."""
         self._shelves.clear()
+        self._kept.clear()
         self._held = frozenset()
         if isinstance(self.memory, TensorMemory):
             self.memory = None  # what ranks share stays: others may be reading it
@@ -164,7 +165,7 @@ class Plugin:
         they read themselves they do not keep, or each of them would hold the cache once more.
         """
         memory = self.memory
-        if memory is None or CACHE_FOLDERS.get(Path(path).parent.name) not in self._held:
+        if memory is None or not self._holds(path):
             return load(path)
         if os.getpid() == self._process:
             self._kept.add(path)
@@ -176,7 +177,7 @@ class Plugin:
         """Read cache files ahead, as far as the budget goes; of several ranks, each its share."""
         if self.memory is None:
             return
-        wanted, left = sorted(set(paths)), 0
+        wanted, left = sorted(path for path in set(paths) if self._holds(path)), 0
         mine = wanted if self._meet_in is None else wanted[self._rank :: self._ranks]
         for path in mine:
             # In whole pages, as ranks share them: past its budget a memory lets its oldest go.
@@ -191,6 +192,10 @@ class Plugin:
                 f"{left} of {len(mine)} cache files stay on disk: "
                 f"gracetune.cache_config.host_budget_gb allows {budget}"
             )
+
+    def _holds(self, path: str) -> bool:
+        """Whether files of this kind are to be in memory."""
+        return CACHE_FOLDERS.get(Path(path).parent.name) in self._held
 
     def place(self, blocks: Blocks, batch: Mapping[str, object]) -> None:
         """Hint where the tensors of a batch live."""
