@@ -272,7 +272,8 @@ class Ring:
         self._in_use = None
         self._slots.trim()
         if self._growth is not None:
-            self._growth.observe() if training else self._growth.sampling()
+            begins = self._growth.observe if training else self._growth.sampling
+            begins()
         self._fetch_ahead()
         saving = ExitStack()
         if training:  # checkpoints inside the model put hooks of their own above these
