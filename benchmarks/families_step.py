@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from gracetune.memory.machine import open_machine
 from gracetune.plan.candidates import Budget, Wishes
 from gracetune.plan.choose import PlanError, choose, predict
 from gracetune.plan.measure import measure
+from gracetune.plan.probe import probe_host
 from gracetune.plan.rates import FITTED, basics_of
 from gracetune.plan.report import describe
 from gracetune.plan.step import Choice
@@ -89,11 +90,17 @@ class Bench:
         return families.rehearsed(case) if self.rehearse else case
 
     def plan_model(self, name: str, case: Case) -> tuple[Model, Fixed]:
-        """The planner's view of a model; each family is traced once."""
+        """The planner's view of a model, each family traced once, on this host as fast as it is
+        now: every run looks at it when it starts, and a host that others share changes.
+        """
         if name not in self.traces:
             began = time.perf_counter()
             self.traces[name] = self.case(families.TRACED[name]).shapes()
             self.figures[f"{name}_trace_s"] = time.perf_counter() - began
+        if self.device.type == "cuda":
+            host = probe_host(self.device, self.synchronize, time.perf_counter)
+            self.basics = replace(self.basics, host=host)
+            print(f"    {host}", flush=True)
         return case.plan_model(self.traces[name], self.basics)
 
     def synchronize(self) -> None:
@@ -249,8 +256,8 @@ def prove(bench: Bench, compiled: bool, chosen: dict[str, list[Way]]) -> None:
             shown, _ = case.call(model, 1, bench.device)
             freeze_in_fp8_for(shown, case.blocks(model), bench.device)
         families.prepare(model)
-        planned = bench.plan_model(name, case)
         for way in ways:
+            planned = bench.plan_model(name, case)
             try:
                 run_choice(bench, f"{name}, {way}", case, model, way.choice(case), planned)
             except torch.OutOfMemoryError as full:
