@@ -102,6 +102,8 @@ def measured():
     return {
         "images a second of a LoRA step": times("96", "48", "24", "12"),
         "the same with frozen products in fp8": times("fp8_96", "fp8_12"),
+        "the same in 12 GB against RamTorch": f"{wan['12_to_ramtorch']:.1f}, "
+        f"{wan['12_to_group_offload']:.2f} times",
         "samples a second of a LoRA step": f"{families['flux_ratio']:.2f}, "
         f"{families['clip_ratio']:.2f} times",
         "device memory of 260 pictures": f"{both['device_gib.planned']:.1f} and "
