@@ -1,7 +1,9 @@
 """What streaming frozen weights costs a LoRA step, beside the resident step and the link.
 
 Blocks of Wan2.2-A14B's shape, twenty of forty, random weights, one frame of 1024x1024 (4096
-tokens), LoRA of rank 32. Each step is timed by events on the device; the link is measured in the
+tokens), LoRA of rank 32. Two equal models are on the device, one resident and one streamed, and
+take turns: a host that others share is not equally fast all the time, and a small batch that is
+not compiled is bound by it. Steps are timed by events on the device; the link is measured in the
 same run, from the same kind of host memory. A streamed step cannot be faster than the larger of
 the resident step and the time its bytes need on the link: `ratio` is how near it comes.
 
@@ -11,7 +13,7 @@ batch is bound by the link on its way forward and by computing on its way back, 
 three slots can carry what the link has left over from one to the other.
 
 What is in the slots at either turn is not fetched again, which is more of twenty blocks than it
-would be of forty: `copied_gib` has what was.
+would be of forty: `copied_gib` has what was. `peak_gib` is without what the other model holds.
 
     PYTHONPATH=src:benchmarks python benchmarks/ring.py [--out FOLDER] [--commit NAME]
         [--spare GIB]
@@ -20,15 +22,18 @@ would be of forty: `copied_gib` has what was.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import results
 import torch
-from wan14b import DEVICE, WARM_UP, let_go, make_model, make_step, time_step
+from wan14b import DEVICE, let_go, make_model, make_step
 
 from gracetune.adapters.fused import fuse_lora
 from gracetune.memory.machine import open_machine
@@ -46,18 +51,32 @@ if TYPE_CHECKING:
 
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
-    from gracetune.plan.result import Activations, Weights
+    from gracetune.plan.result import Activations
     from gracetune.train.place import Placed
 
 LAYERS = 20
 BATCHES = (1, 2, 4)
-STEPS = 4
+TURNS, STEPS = 3, 3
+"""Of each model, and steps in each turn; the first is not timed."""
 SPARE_GIB = 12
 MOST_WINDOWS = 8
 """In which a ring must have settled."""
 COPIED = GIB // 2
 LONGEST_RATIO = 1.04
-NEEDED = 110 * GIB
+NEEDED = 120 * GIB
+
+
+@dataclass
+class Side:
+    """One of the two models, as it runs now."""
+
+    model: nn.Module
+    placed: Placed
+    nbytes: int
+    """What it holds on the device between steps."""
+    step: Callable[[], torch.Tensor]
+    seconds: list[float]
+    peak_nbytes: int = 0
 
 
 def main() -> int:
@@ -69,29 +88,36 @@ def main() -> int:
     arguments = parser.parse_args()
     platform = open_machine().platform
     if not torch.cuda.is_available() or torch.cuda.mem_get_info(DEVICE)[0] < NEEDED:
-        print(f"a GPU with 110 GiB free is needed; link: {platform.why['link']}")
+        print(f"a GPU with 120 GiB free is needed; link: {platform.why['link']}")
         return 2
     began = time.perf_counter()
     link_gb_s = measure_link(platform.link)
     print(f"link {link_gb_s:.1f} GB/s")
     figures: dict[str, object] = {"link_gb_s": link_gb_s, "spare_gib": arguments.spare}
-    model = make_model(LAYERS)
-    fuse_lora(model)
-    attend_in_fewer_passes(model)
+    models = make_ready(), make_ready()
     for compiled in (False, True):
         for activations in ("keep", "recompute"):
-            for weights in ("resident", "streamed"):
-                layout = Layout(
-                    [BlockPlan(weights, activations)] * LAYERS,
-                    compiled,
-                    spare_nbytes=arguments.spare * GIB,
-                )
-                name = way(compiled, activations)
-                measure(figures, name, weights, model, layout, platform.link)
-                results.write("ring", figures, arguments.out, arguments.commit)
+            layouts = [
+                Layout([BlockPlan(weights, activations)] * LAYERS, compiled)
+                for weights in ("resident", "streamed")
+            ]
+            sides = [
+                stand(model, layout, platform.link)
+                for model, layout in zip(models, layouts, strict=True)
+            ]
+            measure(figures, way(compiled, activations), *sides, arguments.spare * GIB)
+            results.write("ring", figures, arguments.out, arguments.commit)
     figures["seconds"] = time.perf_counter() - began
     results.write("ring", figures, arguments.out, arguments.commit)
     return 0 if report(figures) else 1
+
+
+def make_ready() -> nn.Module:
+    """A model prepared as a run does it."""
+    model = make_model(LAYERS)
+    fuse_lora(model)
+    attend_in_fewer_passes(model)
+    return model
 
 
 def way(compiled: bool, activations: Activations) -> str:
@@ -111,64 +137,92 @@ def measure_link(link: Link) -> float:
     return COPIED / median(seconds[2:]) / 1e9
 
 
-def measure(
-    figures: dict[str, object],
-    name: str,
-    weights: Weights,
-    model: nn.Module,
-    layout: Layout,
-    link: Link,
-) -> None:
-    """Every batch of one way; a streamed one is judged by the resident one before it."""
+def stand(model: nn.Module, layout: Layout, link: Link) -> Side:
+    """A model as it will run, and what it and its optimizer hold."""
+    here = sum(tensor.nbytes for tensor in model.parameters() if tensor.device == DEVICE)
+    others_nbytes = torch.cuda.memory_allocated(DEVICE) - here
     placed = place(model, {model: list(model.blocks)}, layout, open_mover(DEVICE, link), show)
-    let_go()
+    step = make_step(model, BATCHES[0])
+    step()
+    gc.collect()
+    return Side(model, placed, torch.cuda.memory_allocated(DEVICE) - others_nbytes, step, [])
+
+
+def measure(
+    figures: dict[str, object], name: str, resident: Side, streamed: Side, spare_nbytes: int
+) -> None:
+    """Every batch of one way."""
     for batch in BATCHES:
-        step = make_step(model, batch)
-        found = timed_ring(figures, placed, step, f"{name}.resident.batch_{batch}")
-        keep(figures, f"{name}.{weights}.batch_{batch}", found)
-        if placed.ring is not None and found["waited_s"] > WORTH * found["step_s"]:
-            settle(placed, step, layout.spare_nbytes)
-            grown = timed_ring(figures, placed, step, f"{name}.resident.batch_{batch}")
-            keep(figures, f"{name}.grown.batch_{batch}", grown)
-            placed.give_back()
-    placed.close()
+        for side in (resident, streamed):
+            side.step = make_step(side.model, batch)
+        at = f"batch_{batch}"
+        found = in_turns(figures, resident, streamed)
+        keep(figures, f"{name}.resident.{at}", as_figures(resident, streamed.nbytes))
+        keep(figures, f"{name}.streamed.{at}", found)
+        if found["waited_s"] > WORTH * found["step_s"]:
+            settle(streamed, spare_nbytes)
+            keep(figures, f"{name}.grown.{at}", in_turns(figures, resident, streamed))
+            streamed.placed.give_back()
+    for side in (resident, streamed):
+        side.placed.close()
     let_go()
 
 
-def settle(placed: Placed, step: Callable[[], object], spare_nbytes: int) -> None:
+def settle(streamed: Side, spare_nbytes: int) -> None:
     """Let the ring grow until a window of passes has changed nothing."""
-    placed.may_grow(spare_nbytes)
+    streamed.placed.may_grow(spare_nbytes)
     slots = 0
     for _ in range(MOST_WINDOWS):
         for _ in range(WINDOW):
-            step()
+            streamed.step()
         torch.cuda.synchronize()
-        if slots == (slots := placed.ring.counters().slots):
+        if slots == (slots := streamed.placed.ring.counters().slots):
             return
 
 
-def timed_ring(
-    figures: dict[str, object], placed: Placed, step: Callable[[], torch.Tensor], resident: str
-) -> dict[str, float]:
-    """One way; a streamed one is held against the resident one that was measured before it."""
-    before = placed.ring.counters() if placed.ring else None
-    measured = time_step(step, STEPS)
-    found = {"step_s": measured.seconds, "peak_gib": measured.peak_gib}
-    if placed.ring is None or before is None:
-        return found
-    after, steps = placed.ring.counters(), STEPS + WARM_UP
+def in_turns(figures: dict[str, object], resident: Side, streamed: Side) -> dict[str, float]:
+    """Both models by turns; gives what is said of the streamed one."""
+    for side in (resident, streamed):  # compiles, and learns the order of blocks
+        side.seconds, side.peak_nbytes = [], 0
+        side.step()
+    before = streamed.placed.ring.counters()
+    for _ in range(TURNS):
+        for side in (resident, streamed):
+            take_turn(side)
+    after, steps = streamed.placed.ring.counters(), TURNS * STEPS
     copied = (after.fetched_nbytes - before.fetched_nbytes) / steps
     link_s = copied / float(figures["link_gb_s"]) / 1e9
-    resident_s = figures[resident]["step_s"]
-    return found | {
+    resident_s, streamed_s = (median(side.seconds) for side in (resident, streamed))
+    return as_figures(streamed, resident.nbytes) | {
         "slots": after.slots,
         "copied_gib": copied / GIB,
         "on_demand": (after.on_demand - before.on_demand) / steps,
         "waited_s": (after.waited_s - before.waited_s) / steps,
         "link_s": link_s,
-        "ratio_to_resident": measured.seconds / resident_s,
-        "ratio": measured.seconds / max(resident_s, link_s),
+        "resident_s": resident_s,
+        "ratio": streamed_s / max(resident_s, link_s),
     }
+
+
+def take_turn(side: Side) -> None:
+    """Some steps, queued one behind the other as in a run."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    side.step()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS)]
+    marks[0].record()
+    for mark in marks[1:]:
+        side.step()
+        mark.record()
+    torch.cuda.synchronize()
+    side.seconds += [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+    side.peak_nbytes = max(side.peak_nbytes, torch.cuda.max_memory_allocated())
+
+
+def as_figures(side: Side, others_nbytes: int) -> dict[str, float]:
+    """A step's seconds, and its peak beside the other model."""
+    peak_gib = (side.peak_nbytes - others_nbytes) / GIB
+    return {"step_s": median(side.seconds), "peak_gib": peak_gib}
 
 
 def keep(figures: dict[str, object], name: str, found: dict[str, float]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -210,21 +210,17 @@ def _keeps(how: Keeping) -> Callable[[], Any]:
 
 
 def _keep_products(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
-    return _verdict(_name(op) in PRODUCTS or _is_attention(_name(op)))
+    return _verdict(op, products=True)
 
 
 def _keep_attention(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
-    return _verdict(_is_attention(_name(op)))
+    return _verdict(op, products=False)
 
 
-def _verdict(kept: bool) -> CheckpointPolicy:
+@functools.cache
+def _verdict(op: Any, products: bool) -> CheckpointPolicy:
+    """Found once for each operator: it is asked for at every call."""
+    name = op.name().split(".")[0]
+    # torch's own kernels for attention and those of packages all say what they are
+    kept = "attention" in name or "attn" in name or (products and name in PRODUCTS)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _name(op: Any) -> str:
-    return cast("str", op.name()).split(".")[0]
-
-
-def _is_attention(name: str) -> bool:
-    """torch's own kernels and those of packages all say what they are."""
-    return "attention" in name or "attn" in name

@@ -2,8 +2,8 @@
 
 Frozen parameters of a block are copied into its piece and from then on are views of it: they can be
 read, saved and hashed as before, at the price of host memory. What they were before is gone before
-the next block is copied. What the blocks share with the rest of the model, and everything that is
-trained, stays out.
+the next block is copied. What the blocks share with the rest of the model, everything that is
+trained, and what is too small to matter, biases mostly, stays out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 ALIGNMENT = 256
 """Of each weight, in bytes: what device kernels expect of fresh memory."""
 
+SMALL = 1000
+"""A weight smaller than this part of its block stays on the device: to stream it saves no memory to
+speak of, and takes the host as long as to stream a large one."""
+
 Home = tuple[dict[str, Tensor], str]
 """The dictionary of a module that a weight is looked up in, and its name there."""
 
@@ -34,16 +38,15 @@ class Place:
     parameter: nn.Parameter
     homes: tuple[Home, ...]
     """More than one where a block uses a weight twice."""
-    offset: int
-    """In bytes from the start of the block."""
+    first: int
+    """Its first number, counted in its own type from the start of the block."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def view(self, start: Tensor) -> Tensor:
         """The weight, in any memory that holds the block: bytes seen as this weight's type."""
-        first = int(start.storage_offset()) + self.offset // self.dtype.itemsize
-        return start.as_strided(self.size, self.stride, first)
+        return start.as_strided(self.size, self.stride, start.storage_offset() + self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ def lay_out(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Region]:
         for module in _reached_without(model, set(blocks))
         for parameter in module.parameters(recurse=False)
     }
-    regions = [_region(names, block, shared) for block in blocks]
+    stay = shared | _small(blocks, shared)
+    regions = [_region(names, block, stay) for block in blocks]
     if not any(region.places for region in regions):
         raise StreamError(
             f"there is nothing to stream: all weights of the {len(blocks)} blocks are trained, or "
@@ -135,11 +139,23 @@ def _reached_without(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.M
             yield from _reached_without(child, blocks)
 
 
-def _region(names: dict[nn.Module, str], block: nn.Module, shared: set[nn.Parameter]) -> Region:
+def _small(blocks: Sequence[nn.Module], shared: set[nn.Parameter]) -> set[nn.Parameter]:
+    """What is not worth streaming in any block that has it."""
+    small: set[nn.Parameter] = set()
+    large: set[nn.Parameter] = set()
+    for block in blocks:
+        sizes = {p: p.numel() * p.element_size() for _, _, p in _frozen(block) if p not in shared}
+        total_nbytes = sum(sizes.values())
+        for parameter, nbytes in sizes.items():
+            (small if SMALL * nbytes < total_nbytes else large).add(parameter)
+    return small - large
+
+
+def _region(names: dict[nn.Module, str], block: nn.Module, stay: set[nn.Parameter]) -> Region:
     homes: dict[nn.Parameter, list[Home]] = {}
     called: dict[nn.Parameter, str] = {}
     for module, name, parameter in _frozen(block):
-        if parameter in shared:
+        if parameter in stay:
             continue
         called.setdefault(parameter, f"{names[module]}.{name}")
         _check_streamable(called[parameter], module, parameter)
@@ -154,13 +170,13 @@ def _region(names: dict[nn.Module, str], block: nn.Module, shared: set[nn.Parame
                 name=called[parameter],
                 parameter=parameter,
                 homes=tuple(its_homes),
-                offset=offset,
+                first=offset // parameter.element_size(),
                 size=size,
                 stride=_dense_stride(parameter),
                 dtype=parameter.dtype,
             )
         )
-        offset += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
+        offset += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
     return Region(tuple(places), offset)
 
 

@@ -52,6 +52,18 @@ class Slot:
         return bool(self._leases)
 
 
+class Lease(dict["torch.dtype", "Tensor"]):
+    """A slot's bytes as numbers of any type, made when first asked for; held while this lives."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__()
+        self._bytes = slot.lend()
+
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        numbers = self[dtype] = self._bytes.view(dtype)
+        return numbers
+
+
 class Slots:
     """As many slots as were asked for, and more only while all of those are held."""
 

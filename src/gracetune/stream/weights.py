@@ -29,7 +29,7 @@ from gracetune.stream.growth import Growth
 from gracetune.stream.movers import StreamError
 from gracetune.stream.schedule import Pass, Schedule
 from gracetune.stream.slab import bring_rest, fill, lay_out, put_back
-from gracetune.stream.slots import Slots
+from gracetune.stream.slots import Lease, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -148,6 +148,8 @@ class Ring:
         self._schedule = schedule
         self._in_use: int | None = None
         """The block whose weights were asked for last."""
+        self._lease: Lease | None = None
+        """Its slot, while it is in use: what is made of weights one by one has this one lease."""
         self._calls = [0] * len(blocks)
         """How deep in each block we are: one may call itself."""
         self._passes: list[ExitStack] = []
@@ -189,6 +191,7 @@ class Ring:
 
     def give_back(self) -> bool:
         """Go on with the slots that were asked for; false where none was added to them."""
+        self._rest()
         return self._growth is not None and self._growth.give_back()
 
     def pack(self, tensor: Tensor) -> Tensor | Reference:
@@ -211,8 +214,8 @@ class Ring:
                 "backward reached a weight whose ring is closed. Run backward before close(), or "
                 "compute the loss again."
             )
-        lease = self._use(saved.block).lend()
-        return lease.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        numbers = self._use(saved.block)[saved.dtype]
+        return numbers.as_strided(saved.size, saved.stride, saved.offset)
 
     def streams(self, block: nn.Module) -> bool:
         """Whether a block's weights pass through this ring."""
@@ -240,6 +243,7 @@ class Ring:
             hook.remove()
         while self._passes:
             self._passes.pop().close()
+        self._rest()
         self._slots.clear()
         if bring:
             put_back(self._regions, self._mover.device)
@@ -269,7 +273,7 @@ class Ring:
     def _pass_begins(self, part: int, *_: object) -> None:
         training = torch.is_grad_enabled()
         self._schedule.begin(Pass.TRAIN if training else Pass.SAMPLE, part)
-        self._in_use = None
+        self._rest()
         self._slots.trim()
         if self._growth is not None:
             begins = self._growth.observe if training else self._growth.sampling
@@ -287,11 +291,9 @@ class Ring:
     def _block_begins(self, index: int, *_: object) -> None:
         if self._calls[index] == 0:
             self._check_untouched(index)
-            places = self._regions[index].places
-            lease = self._use(index).lend()
-            typed = {place.dtype: lease.view(place.dtype) for place in places}
-            for place in places:
-                weight = place.view(typed[place.dtype])
+            lease = self._use(index)
+            for place in self._regions[index].places:
+                weight = place.view(lease[place.dtype])
                 for lookup, name in place.homes:
                     lookup[name] = weight
         self._calls[index] += 1
@@ -307,27 +309,33 @@ class Ring:
 
     def _check_untouched(self, index: int) -> None:
         for place in self._regions[index].places:
-            if place.parameter.requires_grad:
+            parameter = place.parameter
+            if parameter.requires_grad:
                 raise StreamError(
                     f"weight {place.name!r} is to be trained, but it is streamed and would not "
                     "change. Choose what is trained before stream_weights(), or close() the ring."
                 )
-            if place.parameter.data_ptr() != self._addresses[place.parameter] or any(
-                lookup[name] is not place.parameter for lookup, name in place.homes
-            ):
+            in_place = parameter.data_ptr() == self._addresses[parameter]
+            for lookup, name in place.homes:
+                in_place &= lookup[name] is parameter
+            if not in_place:
                 raise StreamError(
                     f"weight {place.name!r} was moved or replaced while it is streamed. close() "
                     "the ring before model.to(), or before loading or exchanging weights."
                 )
 
-    def _use(self, index: int) -> Slot:
-        """The slot of a block, for whatever is queued next."""
-        slot = self._slots.holding(index)
+    def _rest(self) -> None:
+        """No block is in use: a pass is over, or begins."""
+        self._in_use = self._lease = None
+
+    def _use(self, index: int) -> Lease:
+        """The weights of a block, for whatever is queued next."""
         if index == self._in_use:
-            assert slot is not None, f"block {index} is in use but in no slot"
-            return slot
+            assert self._lease is not None, f"block {index} is in use, and nothing holds it"
+            return self._lease
         self._take_note(index)
-        self._in_use = index
+        self._in_use, self._lease = index, None
+        slot = self._slots.holding(index)
         foreseen = slot is not None
         if slot is None:
             slot = self._slots.least_needed(self._ranks(), index, -1) or self._one_more_slot()
@@ -336,8 +344,9 @@ class Ring:
         self._on_demand += not foreseen
         assert slot.arrival is not None, f"block {index} has a slot but was never fetched"
         slot.arrival.wait(foreseen)
+        self._lease = Lease(slot)
         self._fetch_ahead()
-        return slot
+        return self._lease
 
     def _fetch_ahead(self) -> None:
         """Fill slots with what comes soonest, never at the price of what comes sooner."""

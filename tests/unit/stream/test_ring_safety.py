@@ -9,7 +9,7 @@ from streamed_model import assert_same, made, step, streamed
 from torch.utils import dlpack
 
 from gracetune.stream.movers import POISON, SynchronousMover
-from gracetune.stream.slots import PRUNE_FROM, Slots
+from gracetune.stream.slots import PRUNE_FROM, Lease, Slots
 
 
 class LastMinute(SynchronousMover):
@@ -119,6 +119,19 @@ def test_a_lease_ends_with_the_last_tensor_made_of_it():
     del transposed
     assert slot.held(), "a graph holds it"
     loss.backward()
+    assert not slot.held()
+
+
+def test_a_lease_shows_its_slot_in_any_type_and_holds_it_as_long_as_it_lives():
+    slots = slots_of(1)
+    slot = slots.least_needed({}, None, -1)
+    put(slots, slot, 7)
+    lease = Lease(slot)
+    for dtype in (torch.bfloat16, torch.int8, torch.bfloat16):
+        assert lease[dtype].dtype is dtype
+        assert lease[dtype].data_ptr() == slot.memory.data_ptr()
+    assert lease[torch.int8] is lease[torch.int8]
+    del lease
     assert not slot.held()
 
 

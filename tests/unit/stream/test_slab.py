@@ -4,7 +4,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gracetune.stream.slab import fill, lay_out
+from gracetune.stream.movers import SynchronousMover
+from gracetune.stream.slab import SMALL, fill, lay_out
+from gracetune.stream.weights import stream_weights
 
 BLOCKS = 4
 
@@ -56,3 +58,33 @@ def test_a_block_with_nothing_to_stream_asks_for_no_memory():
     pieces = fill(lay_out(model, list(model)), room)
     assert len(room.asked) == BLOCKS - 1
     assert len(pieces[1]) == 0
+
+
+def wide(tied=None):
+    """A block whose bias is too small to stream."""
+    linear = nn.Linear(2 * SMALL, 8)
+    if tied is not None:
+        linear.bias = tied
+    return nn.Sequential(linear).requires_grad_(False)
+
+
+def test_what_is_too_small_to_matter_stays_where_it_is():
+    model = nn.Sequential(wide(), wide())
+    x = torch.randn(3, 2 * SMALL)
+    names = [[place.name for place in region.places] for region in lay_out(model, list(model))]
+    assert names == [["0.0.weight"], ["1.0.weight"]]
+    ways = [block(x) for block in model]
+    biases = [block[0].bias.data_ptr() for block in model]
+    ring = stream_weights(model, list(model), SynchronousMover(), print)
+    assert [block[0].bias.data_ptr() for block in model] == biases
+    assert ring.counters().slot_nbytes == model[0][0].weight.nbytes
+    model.forward = lambda x: [block(x) for block in model]
+    assert all(map(torch.equal, model(x), ways))
+    assert ring.counters().fetches == len(model)
+
+
+def test_what_is_small_in_one_block_and_not_in_another_streams_in_both():
+    little = nn.Sequential(nn.Linear(4, 8)).requires_grad_(False)
+    model = nn.Sequential(wide(tied=little[0].bias), little)
+    names = [[place.name for place in region.places] for region in lay_out(model, list(model))]
+    assert names == [["0.0.weight", "0.0.bias"], ["1.0.weight", "1.0.bias"]]
