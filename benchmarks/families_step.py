@@ -13,7 +13,7 @@ those of ours too, is predicted before it is measured, with rates from this mach
 
     PYTHONPATH=src:benchmarks python benchmarks/families_step.py [--out FOLDER] [--commit NAME]
         [--only flux,qwen,clip,proof_eager,proof_compiled] [--models flux,qwen,wan,clip,fp8]
-        [--ways first|later|all] [--rehearse]
+        [--ways first|later|last|all] [--rehearse]
 
 Two files are written, whatever parts run: `families_step.json` and `plan_proof.json`.
 """
@@ -24,6 +24,7 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ from gracetune.plan.rates import FITTED, basics_of
 from gracetune.plan.report import describe
 from gracetune.plan.step import Choice
 from gracetune.stream.movers import open_mover
+from gracetune.train.narrow import narrow
 from gracetune.train.place import Layout, place
 from gracetune.units import GIB
 
@@ -81,6 +83,8 @@ class Bench:
     link: Link
     basics: Basics
     rehearse: bool
+    out: Path
+    commit: str
     figures: dict[str, float | str] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     traces: dict[str, ModelShapes] = field(default_factory=dict)
@@ -98,10 +102,16 @@ class Bench:
             self.traces[name] = self.case(families.TRACED[name]).shapes()
             self.figures[f"{name}_trace_s"] = time.perf_counter() - began
         if self.device.type == "cuda":
-            host = probe_host(self.device, self.synchronize, time.perf_counter)
+            small = partial(narrow, case.family)
+            host = probe_host(self.device, self.synchronize, time.perf_counter, small)
             self.basics = replace(self.basics, host=host)
             print(f"    {host}", flush=True)
         return case.plan_model(self.traces[name], self.basics)
+
+    def save(self) -> None:
+        """What is there so far."""
+        results.write("families_step", self.figures, self.out, self.commit)
+        results.write("plan_proof", {"configurations": self.records}, self.out, self.commit)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -135,7 +145,7 @@ class Bench:
 
 
 def main() -> int:
-    """Measure, print; what is done is written after every part, even where the rest fails."""
+    """Measure, print; what is done is written at once, even where the rest fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
     parser.add_argument("--commit", default="", help="where there is no git to ask")
@@ -146,7 +156,7 @@ def main() -> int:
     parser.add_argument("--ways", default="all", choices=proof_ways.WAYS, help="of those parts")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
     arguments = parser.parse_args()
-    bench = open_bench(arguments.rehearse)
+    bench = open_bench(arguments.rehearse, arguments.out, arguments.commit)
     print(bench.basics, flush=True)
     for part in arguments.only.split(","):
         began = time.perf_counter()
@@ -159,23 +169,21 @@ def main() -> int:
                 compare(bench, part)
         finally:
             bench.figures[f"{part}_took_s"] = time.perf_counter() - began
-            results.write("families_step", bench.figures, arguments.out, arguments.commit)
-            proof = {"configurations": bench.records}
-            results.write("plan_proof", proof, arguments.out, arguments.commit)
+            bench.save()
     return 0 if report(bench.figures) else 1
 
 
-def open_bench(rehearse: bool) -> Bench:
+def open_bench(rehearse: bool, out: Path, commit: str) -> Bench:
     """Measure the machine as a run does, while its memory is empty."""
     machine = open_machine()
     if rehearse:
         from gracetune.plan.machines import MACHINES
 
         basics = basics_of(MACHINES["h200-pcie"])
-        return Bench(torch.device("cpu"), machine.platform.link, basics, rehearse)
+        return Bench(torch.device("cpu"), machine.platform.link, basics, rehearse, out, commit)
     device = torch.device("cuda", 0)
     basics = measure(device, torch.cuda.synchronize)
-    return Bench(device, machine.platform.link, basics, rehearse)
+    return Bench(device, machine.platform.link, basics, rehearse, out, commit)
 
 
 def compare(bench: Bench, name: str) -> None:
@@ -302,6 +310,7 @@ def run_choice(
         "predicted_peak_gib": plan.device.total / GIB,
     }
     bench.records.append(record)
+    bench.save()
     return record
 
 

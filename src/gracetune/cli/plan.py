@@ -64,11 +64,11 @@ def run(args: argparse.Namespace) -> int:
 def plan(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
-    measured: Callable[[int], Basics],
+    measured: Callable[[int, str], Basics],
 ) -> int:
     """Trace, choose, print; a test hands in the machine."""
     run_file = load_run_file(args.run_file, args.overrides).run
-    where = _where(args, open_machine, measured)
+    where = _where(args, open_machine, measured, run_file.model.family)
 
     from gracetune.plan.ask import STORED_SHARES, fixed_of, picture_of, settings_of, wishes_of
     from gracetune.plan.candidates import Budget
@@ -118,7 +118,8 @@ def plan(
 def _where(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
-    measured: Callable[[int], Basics],
+    measured: Callable[[int, str], Basics],
+    family: str,
 ) -> Where:
     from gracetune.plan.machines import MACHINES, machine
     from gracetune.plan.rates import basics_of
@@ -136,19 +137,23 @@ def _where(
         )
     return Where(
         title=f"this machine ({format_bytes(platform.device_bytes)} GPU)",
-        basics=measured(platform.device),
+        basics=measured(platform.device, family),
         device_nbytes=platform.device_bytes,
         host_nbytes=platform.host_bytes,
         simulated=False,
     )
 
 
-def _measured(device: int) -> Basics:
+def _measured(device: int, family: str) -> Basics:
+    from functools import partial
+
     import torch
 
     from gracetune.plan.measure import measure
+    from gracetune.train.narrow import narrow
 
-    return measure(torch.device("cuda", device), torch.cuda.synchronize)
+    card = torch.device("cuda", device)
+    return measure(card, torch.cuda.synchronize, narrow=partial(narrow, family))
 
 
 def _trained(run_file: RunFile, shape: Outline) -> Trained:
@@ -171,19 +176,12 @@ def _trained(run_file: RunFile, shape: Outline) -> Trained:
 
 def make_trainable(shape: Outline, section: AdapterSection | None) -> int:
     """Put an adapter onto the meta model as a run does, or train all of it; how many numbers."""
-    import torch
-
     if section is None:
         shape.model.requires_grad_(True)
     else:
-        from gracetune.adapters.fused import fuse_lora
-        from gracetune.adapters.inject import add_adapter
-        from gracetune.models.fewer_passes import attend_in_fewer_passes
+        from gracetune.train.narrow import prepare
 
-        with torch.device("meta"):
-            add_adapter({"": shape.model}, section, shape.shape.targets, seed=0)
-        fuse_lora(shape.model)
-        attend_in_fewer_passes(shape.model)
+        prepare(shape, section)
     return sum(p.numel() for p in shape.model.parameters() if p.requires_grad)
 
 

@@ -216,7 +216,8 @@ class Model:
             batch_nbytes=int(shapes.batch_nbytes * scale),
             copies_nbytes=shapes.copies_nbytes,
             update_host_s=self._slower
-            * self.speeds.host.update_s(sum(block.num_trained for block in shapes.blocks)),
+            * self.speeds.host.updated_s
+            * sum(block.num_trained for block in shapes.blocks),
         )
 
     def _block(self, kind: BlockShapes, scale: float) -> Block:

@@ -88,6 +88,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Kernels since `take` was last called."""
         return len(self._ops)
 
+    @property
+    def num_dispatched(self) -> int:
+        """Operators since `take_calls` was last called."""
+        return self._dispatched
+
     def has(self, storage: int) -> bool:
         """Whether memory was allocated under this watch and is still alive."""
         return storage in self._alive

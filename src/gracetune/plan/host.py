@@ -22,8 +22,6 @@ PACKED = (0.1, 0.07)
 These and the following were measured on a CPU, with three models of no size."""
 USED = (7.0, 5.0)
 """What it does for a block that it streams."""
-UPDATED = 3.0
-"""Operators that a host could call while it copies, gathers and updates one trained tensor."""
 SENT = (1.2, 0.65)
 """What the offload does with each tensor that is sent to host memory and comes back."""
 
@@ -37,22 +35,26 @@ class Host:
     backward_s: float = 0.0
     """Of one that autograd calls."""
     own_s: float = 0.0
-    """Of one of ours, on top of the kernels inside."""
+    """Of one of ours that a model calls, on top of the kernels inside."""
+    own_back_s: float = 0.0
+    """Of one that autograd calls."""
     policed_s: float = 0.0
     """What a policy adds to each call: it is asked about all of them, in Python."""
     again_s: float = 0.0
     """What it adds to each when forward is done again."""
+    updated_s: float = 0.0
+    """What the optimizer takes for one trained tensor, however small."""
 
     def there_s(self, trace: Trace) -> float:
         """To queue a pass forward."""
         calls = trace.forward_calls
-        return self._called(calls, self.forward_s) + calls.policed * self.policed_s
+        return self._called_by_model(calls) + calls.policed * self.policed_s
 
     def back_s(self, trace: Trace) -> float:
         """To queue the way back, and what is done again on it."""
         again, back = trace.again_calls, trace.backward_calls
-        twice = self._called(again, self.forward_s) + again.policed * self.again_s
-        return twice + self._called(back, self.backward_s)
+        twice = self._called_by_model(again) + again.policed * self.again_s
+        return twice + operators(back) * self.backward_s + back.own * self.own_back_s
 
     def hooks_s(
         self, num_saved: float, *, streamed: bool, packed: bool, sent: bool
@@ -68,12 +70,8 @@ class Host:
         )
         return there, back
 
-    def update_s(self, num_trained: int) -> float:
-        """What an update of so many tensors takes, however small they are."""
-        return num_trained * UPDATED * self.forward_s
-
-    def _called(self, calls: Calls, each_s: float) -> float:
-        return operators(calls) * each_s + calls.own * self.own_s
+    def _called_by_model(self, calls: Calls) -> float:
+        return operators(calls) * self.forward_s + calls.own * self.own_s
 
 
 def operators(calls: Calls) -> float:

@@ -46,6 +46,8 @@ class Shape:
     inputs: Callable[[Config, Encoded, int, torch.dtype], dict[str, Tensor]]
     others: Callable[[Encoded, int], dict[str, Any]]
     """Arguments that are no tensors."""
+    narrow: Config
+    """What makes a configuration one of a few blocks with hardly any numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +142,25 @@ def _nothing(_encoded: Encoded, _batch: int) -> dict[str, Any]:
     return {}
 
 
+_NARROW = {"num_attention_heads": 2, "attention_head_dim": 16}
+_JOINT = {**_NARROW, "joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)}
+
 SHAPES: Mapping[str, Shape] = {
-    "WanTransformer3DModel": Shape(("blocks",), wan22.TARGETS, _wan_encoded, _wan_inputs, _nothing),
+    "WanTransformer3DModel": Shape(
+        ("blocks",),
+        wan22.TARGETS,
+        _wan_encoded,
+        _wan_inputs,
+        _nothing,
+        {**_NARROW, "num_layers": 4, "ffn_dim": 32, "text_dim": 16, "freq_dim": 16},
+    ),
     "FluxTransformer2DModel": Shape(
         ("transformer_blocks", "single_transformer_blocks"),
         flux.TARGETS,
         lambda config, picture: _packed(config, picture, (512, config["joint_attention_dim"])),
         _flux_inputs,
         _nothing,
+        {**_JOINT, "num_layers": 2, "num_single_layers": 4, "pooled_projection_dim": 16},
     ),
     "QwenImageTransformer2DModel": Shape(
         ("transformer_blocks",),
@@ -155,6 +168,7 @@ SHAPES: Mapping[str, Shape] = {
         lambda config, picture: _packed(config, picture, (512, config["joint_attention_dim"])),
         _qwen_inputs,
         _qwen_others,
+        {**_JOINT, "num_layers": 4},
     ),
     "SD3Transformer2DModel": Shape(
         ("transformer_blocks",),
@@ -165,6 +179,7 @@ SHAPES: Mapping[str, Shape] = {
         ),
         _sd3_inputs,
         _nothing,
+        {},
     ),
 }
 """By the name of the class."""

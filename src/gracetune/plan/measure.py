@@ -21,6 +21,7 @@ from gracetune.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gracetune.plan.probe import Narrow
     from gracetune.plan.shapes import Kind
 
 WARM_UP, REPEATS = 3, 10
@@ -34,8 +35,12 @@ def measure(
     edge: int = 8192,
     copied_nbytes: int = 512 * MIB,
     clock: Callable[[], float] = time.perf_counter,
+    narrow: Narrow | None = None,
 ) -> Basics:
-    """Measure for about a second; memory of a few GiB is taken and given back."""
+    """Measure for a second or two; memory of a few GiB is taken and given back.
+
+    `narrow` makes the models by which the host is measured; none: another host stands for it.
+    """
     pinned = torch.empty(copied_nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there, back = (torch.empty(copied_nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     left, right = (torch.ones(edge, edge, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -51,8 +56,7 @@ def measure(
         link_out=copied_nbytes / seconds(lambda: pinned.copy_(there, non_blocking=True)),
         both_ways_share=_both_ways(device, (pinned, there, back), seconds),
         timer=stopwatch.seconds if device.type == "cuda" else None,  # a CPU would take minutes
-        # Nobody waits for a CPU to queue what it computes itself.
-        host=probe_host(device, synchronize, clock) if device.type == "cuda" else USUAL_HOST,
+        host=USUAL_HOST if narrow is None else probe_host(device, synchronize, clock, narrow),
     )
 
 

@@ -58,11 +58,15 @@ class Outline:
 
 
 def outline(
-    section: ModelSection, picture: Picture, changes: Mapping[str, Any] | None = None
+    section: ModelSection,
+    picture: Picture,
+    changes: Mapping[str, Any] | None = None,
+    device: str = "meta",
 ) -> Outline:
     """The model that a run file names, or the published shape of its family.
 
-    `changes` are to its configuration: fewer layers, say.
+    `changes` are to its configuration: fewer layers, say. On another device than `meta` its weights
+    have values, any.
     """
     if section.family not in PUBLISHED:
         raise ConfigError(
@@ -85,7 +89,7 @@ def outline(
             "Python: gracetune.plan.trace.trace_model takes a Subject that names the blocks."
         )
     dtype = torch.float32 if section.dtype == "float32" else published.dtype
-    model = on_meta(class_name, {**config, **(changes or {})}, dtype)
+    model = _make(class_name, {**config, **(changes or {})}, dtype, device)
     return Outline(
         name=section.family,
         model=model,
@@ -97,10 +101,10 @@ def outline(
     )
 
 
-def on_meta(class_name: str, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
-    """A model of diffusers with no memory behind its weights, all of them frozen."""
+def _make(class_name: str, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
+    """A model of diffusers, all of it frozen."""
     cls = getattr(import_module("diffusers"), class_name)
-    with torch.device("meta"):
+    with torch.device(device):
         model = cast("nn.Module", cls.from_config(dict(config)))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

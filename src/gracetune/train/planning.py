@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from gracetune.plan.report import describe, speed
 from gracetune.stream.movers import open_mover
 from gracetune.train.correcting import choice_of
 from gracetune.train.frozen import freeze
+from gracetune.train.narrow import narrow
 from gracetune.train.place import Layout, place
 from gracetune.train.settled import COMPILING_S, CudaMeter, NoMeter, Settled
 from gracetune.units import MIB, parse_bytes
@@ -81,7 +83,7 @@ def settle(
     device_nbytes = _device_nbytes(run, device)
     largest = feed.load(feed.order.largest())
     shape, text = largest.latents.shape[1:], largest.text
-    rates = _rates(device)
+    rates = _rates(device, run.model.family)
     with ExitStack() as undo:
         _fuse(family, undo)  # the planner looks at what will run
         family.to(torch.device("cpu"))  # where the tracer's stand-ins are
@@ -191,12 +193,13 @@ def _fuse(family: Family, undo: ExitStack | None = None) -> None:
         attend_in_fewer_passes(transformer, undo)
 
 
-def _rates(device: torch.device) -> Basics:
-    if device.type != "cuda":
+def _rates(device: torch.device, family: str) -> Basics:
+    if device.type != "cuda":  # nobody waits for a CPU to queue what it computes itself
         return measure(device, lambda: None, CPU_EDGE, CPU_COPY)
     room = _free_nbytes(device) // MEASURED_SHARE
     edge = min(8192, 1 << int(math.log2(room / BF16_NBYTES) / 2))
-    return measure(device, torch.cuda.synchronize, edge, min(512 * MIB, room))
+    copied = min(512 * MIB, room)
+    return measure(device, torch.cuda.synchronize, edge, copied, narrow=partial(narrow, family))
 
 
 def _device_nbytes(run: RunFile, device: torch.device) -> int:

@@ -85,21 +85,21 @@ def test_without_a_gpu_a_machine_must_be_named(
     without = Machine(None, MACHINES["gh200-96"].platform())
     gone = Machine(None, _replace(without.platform, device=-1, why={"link": "there is none."}))
     with pytest.raises(ConfigError, match=r"no GPU to plan for: there is none\. Name.*gh200-96"):
-        plan.plan(arguments(written), lambda: gone, lambda device: basics_of(MACHINES["gb10"]))
+        plan.plan(arguments(written), lambda: gone, lambda *_: basics_of(MACHINES["gb10"]))
 
 
 def test_this_machine_is_measured_and_not_simulated(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = Machine(None, MACHINES["h200-pcie"].platform())
-    asked: list[int] = []
+    asked: list[tuple[int, str]] = []
 
-    def measured(device: int) -> Any:
-        asked.append(device)
+    def measured(device: int, family: str) -> Any:
+        asked.append((device, family))
         return basics_of(MACHINES["h200-pcie"])
 
     assert plan.plan(arguments(written), lambda: here, measured) == 0
-    assert asked == [0]
+    assert asked == [(0, "tiny")]
     told = capsys.readouterr().out
     assert "on this machine (139.0 GiB GPU), measured now" in told
     assert "simulated" not in told

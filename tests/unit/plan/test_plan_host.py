@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, count, cycle
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from made_shapes import SPEEDS, made_choice, made_model
 
 from gracetune.plan.cost import Model
-from gracetune.plan.host import PACKED, SENT, UPDATED, USED, VIEW, Host
+from gracetune.plan.host import PACKED, SENT, USED, VIEW, Host, operators
+from gracetune.plan.known_models import PUBLISHED
+from gracetune.plan.probe import REPEATS, WARM_UP, _Pass, probe_host
 from gracetune.plan.rates import FREE_HOST
 from gracetune.plan.shapes import Calls, checkpointed, done_again
 from gracetune.plan.step import LEAD, least_seconds, predict_seconds
+from gracetune.train.narrow import narrow
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gracetune.plan.shapes import ModelShapes
 
 CALLS = Calls(dispatched=10, kernels=6, views=5, own=2, saved=4)
-HOST = Host(forward_s=1.0, backward_s=2.0, own_s=10.0, policed_s=3.0, again_s=4.0)
+HOST = Host(forward_s=1.0, backward_s=2.0, own_s=10.0, own_back_s=7.0, policed_s=3.0, again_s=4.0)
 
 
 def queued(
@@ -45,7 +54,7 @@ def test_each_kind_of_call_has_its_price() -> None:
     keep = replace(made_model(1)._shapes.kinds[0].eager.keep, forward_calls=CALLS)
     keep = replace(keep, backward_calls=Calls(dispatched=3, kernels=3, own=1))
     assert HOST.there_s(keep) == pytest.approx(6 + 5 * VIEW + 2 * 10)
-    assert HOST.back_s(keep) == pytest.approx(3 * 2 + 10)
+    assert HOST.back_s(keep) == pytest.approx(3 * 2 + 7)
 
 
 def test_a_policy_is_asked_about_each_operator_twice_and_the_host_pays() -> None:
@@ -59,22 +68,23 @@ def test_a_policy_is_asked_about_each_operator_twice_and_the_host_pays() -> None
     assert plain.again_calls.kernels == len(keep.forward)
 
 
-def test_what_a_policy_keeps_is_not_called_again_and_what_nobody_reads_neither() -> None:
+def test_what_a_policy_keeps_launches_nothing_and_what_nobody_reads_is_not_called() -> None:
     (kind,) = made_model(1)._shapes.kinds
-    first = replace(kind.eager.keep.forward[0], own=True)
+    first = kind.eager.keep.forward[0]
     keep = replace(kind.eager.keep, forward=(first, *[replace(first)] * 3), forward_calls=CALLS)
-    assert done_again(keep, (), 10).again_calls.own == 4
+    assert done_again(keep, (), 10).again_calls.kernels == 4
     lean = done_again(keep, (first,), 10).again_calls
-    assert (lean.own, lean.kernels, lean.policed) == (3, 3, 10)
+    assert (lean.kernels, lean.own, lean.policed) == (3, CALLS.own, 10)
     early = done_again(replace(keep, num_read=2), (), 10).again_calls
     assert (early.kernels, early.dispatched, early.policed, early.views) == (2, 5, 5, 2.5)
+    assert early.own == CALLS.own / 2
 
 
 def test_a_host_that_queues_slowly_is_waited_for() -> None:
-    host = Host(forward_s=1.0, backward_s=1.0)
+    host = Host(forward_s=1.0, backward_s=1.0, updated_s=3.0)
     model = queued(2, host, Calls(kernels=10), Calls(kernels=30), num_trained=1)
     slow = seconds_of(model)
-    assert slow.step == pytest.approx(2 * (10 + 30) + 2 * UPDATED, rel=0.05)
+    assert slow.step == pytest.approx(2 * (10 + 30) + 2 * 3, rel=0.05)
     assert slow.wait_host == pytest.approx(slow.step - 2 * 3, rel=0.05)
     busy = seconds_of(model, batch=100)
     assert busy.step == pytest.approx(2 * 300, rel=0.01)
@@ -136,54 +146,64 @@ def test_calls_of_a_real_block_are_counted(fused_shapes: ModelShapes) -> None:
     assert keep.forward_calls.dispatched < keep.forward_calls.kernels + keep.forward_calls.views
     assert kind.num_trained == 20
     assert lean.forward_calls.policed == keep.forward_calls.dispatched
-    assert lean.again_calls.own == 0
-    assert kind.eager.recompute.again_calls.own == 8
+    assert 7 < lean.again_calls.own < 8  # checkpointing stops early
+    assert lean.again_calls.kernels < kind.eager.recompute.again_calls.kernels
     assert kind.compiled.keep.forward_calls.own == 8
     assert kind.compiled.keep.forward_calls.views == 0
 
 
-def test_a_host_is_probed_by_a_model_of_no_size() -> None:
-    """By a clock that ticks at each look: every pass takes one tick, whatever it does."""
-    import torch
+def probed(family: str, clock: Callable[[], float], waited: list[int]) -> Host:
+    small = partial(narrow, family)
+    return probe_host(torch.device("cpu"), lambda: waited.append(1), clock, small)
 
-    from gracetune.plan.probe import probe_host
 
-    ticks = iter(range(10**6))
-    waited = []
-    device = torch.device("cpu")
-    host = probe_host(device, lambda: waited.append(1), lambda: float(next(ticks)))
+def test_a_host_is_probed_by_models_of_no_size() -> None:
+    """By a clock that ticks at each look: every part takes one tick, whatever it does."""
+    ticks = count()
+    waited: list[int] = []
+    host = probed("wan22", lambda: float(next(ticks)), waited)
     assert 0 < host.forward_s < 1 / 100
     assert 0 < host.backward_s < host.forward_s  # a tick as well, for more calls
-    assert (host.own_s, host.policed_s, host.again_s) == (0, 0, 0)  # no dearer: never below nothing
-    assert len(waited) == 3 * 15
+    assert (host.policed_s, host.again_s) == (0, 0)  # no dearer: never below nothing
+    assert host.updated_s == pytest.approx(1 / (4 * 20))  # ten linear layers a block
+    assert len(waited) == 3 * (WARM_UP + REPEATS)
 
 
-def test_a_real_host_pays_for_python() -> None:
-    import time
+def test_what_a_pass_takes_is_shared_out_among_its_calls() -> None:
+    """By a clock that knows what each pass costs: plain, prepared, under a policy."""
+    costs = [(1.0, 2.0, 0.0), (3.0, 5.0, 8.0), (10.0, 20.0, 0.0)]
+    ticks = accumulate(cycle([look for parts in costs for look in (0.0, *parts)]))
+    host = probed("wan22", lambda: next(ticks), [])
+    (bare, bare_back), (there, back) = (
+        _Pass(partial(narrow, "wan22", has), torch.device("cpu")).count() for has in (False, True)
+    )
+    assert host.forward_s * operators(bare) == pytest.approx(1.0)
+    assert host.backward_s * operators(bare_back) == pytest.approx(2.0)
+    assert host.forward_s * operators(there) + host.own_s * there.own == pytest.approx(3.0)
+    backward = host.backward_s * operators(back) + host.own_back_s * back.own
+    assert backward == pytest.approx(5.0)
+    assert host.updated_s * 80 == pytest.approx(8.0)
+    assert host.policed_s * there.policed == pytest.approx(10.0 - 3.0)
+    assert host.again_s * there.policed == pytest.approx(20.0 - 5.0 - 3.0)
 
-    import torch
 
-    from gracetune.plan.probe import probe_host
-
-    host = probe_host(torch.device("cpu"), lambda: None, time.process_time)
+@pytest.mark.parametrize("family", [*PUBLISHED, "unheard_of"])
+def test_a_real_host_pays_for_python(family: str) -> None:
+    host = probed(family, time.process_time, [])
     assert 1e-7 < host.forward_s < 1e-3
     assert 0 < host.policed_s < 1e-3
     assert 0 < host.again_s < 1e-3
+    assert 0 < host.updated_s < 1e-2
 
 
 def test_calls_are_counted_as_another_device_would_have_them() -> None:
     """CUDA has one kernel for what a CPU does in eight; nothing runs on the other device."""
-    import torch
-
-    from gracetune.plan.probe import _Pass, _shape
-
-    shape = _shape(has_ours=True)
-    (here, _), (there, back) = (
-        _Pass(shape, torch.device(name)).count() for name in ("cpu", "meta")
-    )
+    make = partial(narrow, "wan22", True)
+    (here, _), (there, back) = (_Pass(make, torch.device(name)).count() for name in ("cpu", "meta"))
     assert there.kernels < here.kernels
-    assert (there.own, back.own) == (40, 80)  # ten linear layers a block
-    assert here.own == there.own
+    assert here.own == there.own == 4 * 8  # those that share an input are one call
+    assert back.own > there.own
+    assert 0 < there.policed < there.dispatched
 
 
 def test_a_plan_says_that_the_host_is_too_slow() -> None:

@@ -1,0 +1,40 @@
+"""Models without weights as a run prepares them; and of no size, to measure a host by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gracetune.adapters.fused import fuse_lora
+from gracetune.adapters.inject import add_adapter
+from gracetune.config.schema import AdapterSection, ModelSection
+from gracetune.models.fewer_passes import attend_in_fewer_passes
+from gracetune.plan.known_models import PUBLISHED, SHAPES, Picture
+from gracetune.plan.outlines import outline
+
+if TYPE_CHECKING:
+    from gracetune.plan.outlines import Outline
+
+STAND_IN = "wan22"
+"""For a family whose shape nobody has published."""
+EDGE, TOKENS, RANK = 64, 8, 2
+"""Of a model of no size: pixels of its picture, tokens of text, its LoRA."""
+
+
+def prepare(shape: Outline, section: AdapterSection) -> None:
+    """Give a model an adapter, and make both run as in a run."""
+    with next(shape.model.parameters()).device:
+        add_adapter({"": shape.model}, section, shape.shape.targets, seed=0)
+    fuse_lora(shape.model)
+    attend_in_fewer_passes(shape.model)
+
+
+def narrow(family: str, has_adapter: bool) -> Outline:
+    """The family's model with hardly any numbers, as it is or as a run has it."""
+    name = family if family in PUBLISHED else STAND_IN
+    changes = SHAPES[PUBLISHED[name].class_name].narrow
+    shape = outline(ModelSection(family=name), Picture(EDGE, EDGE), changes, "cpu")
+    if has_adapter:
+        prepare(shape, AdapterSection(rank=RANK))
+    text = TOKENS, shape.encoded.text_shape[1]
+    return replace(shape, encoded=replace(shape.encoded, text_shape=text))
