@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from gracetune.adapters.fused import fuse_lora
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
@@ -33,8 +35,9 @@ def narrow(family: str, has_adapter: bool) -> Outline:
     """The family's model with hardly any numbers, as it is or as a run has it."""
     name = family if family in PUBLISHED else STAND_IN
     changes = SHAPES[PUBLISHED[name].class_name].narrow
-    shape = outline(ModelSection(family=name), Picture(EDGE, EDGE), changes, "cpu")
-    if has_adapter:
-        prepare(shape, AdapterSection(rank=RANK))
+    with torch.random.fork_rng(devices=[]):  # a run that is about to start draws as if it were not
+        shape = outline(ModelSection(family=name), Picture(EDGE, EDGE), changes, "cpu")
+        if has_adapter:
+            prepare(shape, AdapterSection(rank=RANK))
     text = TOKENS, shape.encoded.text_shape[1]
     return replace(shape, encoded=replace(shape.encoded, text_shape=text))

@@ -196,6 +196,14 @@ def test_a_real_host_pays_for_python(family: str) -> None:
     assert 0 < host.updated_s < 1e-2
 
 
+def test_a_probe_draws_nothing_that_a_run_would_have_drawn() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    probed("qwen_image", time.process_time, [])
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_calls_are_counted_as_another_device_would_have_them() -> None:
     """CUDA has one kernel for what a CPU does in eight; nothing runs on the other device."""
     make = partial(narrow, "wan22", True)
