@@ -51,6 +51,8 @@ SUSTAINED_S = 0.3
 LEAST = {"96": 2.1, "48": 1.55, "24": 1.4, "12": 1.2}
 LEAST_FP8 = {"96": 2.6, "12": 1.4}
 NEEDED = 130 * GIB
+BESIDE = "copies"
+"""The kind of work that other engines do while kernels run."""
 TOKENS, WIDTH, HIDDEN, TEXT_TOKENS, HEADS = 4096, 5120, 13824, 512, 40
 
 
@@ -196,6 +198,7 @@ def measure_way(
             figures[f"{name}_ratio"] = float(figures[f"{name}_images_s"]) / float(
                 figures["plain_images_s"]
             )
+        figures[f"{name}_waiting_s"] = placed.waited_s() / (wan14b.WARM_UP + STEPS)
         print("   ", figures[f"{name}_layout"], figures.get(f"{name}_ratio"), flush=True)
         print("   ", placed.ring and placed.ring.counters(), flush=True)
         print("   ", placed.offload and placed.offload.counters(), flush=True)
@@ -208,7 +211,10 @@ def measure_way(
 def take_apart(
     figures: dict[str, float | str], name: str, step: Callable[[], torch.Tensor], batch: int
 ) -> None:
-    """Where the step goes by kernels, and how near it is to its products and attention alone."""
+    """Where the step goes, and how near it is to its products and attention alone.
+
+    What is neither a kernel nor waiting for weights is idle.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as watched:
         step()
         torch.cuda.synchronize()
@@ -218,10 +224,17 @@ def take_apart(
             spent[kind_of(event.name)] += event.device_time_total / 1e6
     for kind, seconds in spent.items():
         figures[f"{name}_{kind}_s"] = seconds
+    step_s, waiting_s = (float(figures[f"{name}_{part}_s"]) for part in ("step", "waiting"))
+    busy_s = sum(seconds for kind, seconds in spent.items() if kind != BESIDE)
+    figures[f"{name}_idle_s"] = max(0.0, step_s - busy_s - waiting_s)
     if not name.startswith("fp8"):
         limit = limit_s(batch)
         figures[f"{name}_limit_s"] = limit
-        figures[f"{name}_of_limit"] = limit / float(figures[f"{name}_step_s"])
+        figures[f"{name}_of_limit"] = limit / step_s
+    shown = [
+        f"{part} {figures[f'{name}_{part}_s']:.3f}" for part in (*spent, "waiting", "idle", "step")
+    ]
+    print("    seconds:", ", ".join(shown), figures.get(f"{name}_of_limit"), flush=True)
 
 
 def kind_of(kernel: str) -> str:
@@ -230,7 +243,7 @@ def kind_of(kernel: str) -> str:
     for kind, marks in {
         "attention": ("flash", "fmha", "sdpa", "attention", "cudnn::fusion"),
         "gemm": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
-        "copies": ("memcpy htod", "memcpy dtoh"),
+        BESIDE: ("memcpy htod", "memcpy dtoh"),
         "elementwise": ("triton", "elementwise", "multi_tensor", "reduce"),
     }.items():
         if any(mark in name for mark in marks):
