@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gracetune.durable import write_text
 from gracetune.errors import ConfigError, GracetuneError, RunFailedError
+from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ class Generations:
         open_store: Callable[[int], Store],
         fill: Callable[[Store, int, threading.Event], None],
         entered: Callable[[int], None],
+        tell: Callable[[Notice], None],
     ) -> None:
         """`first` has generation 0 and is not ours. `entered` may delete what lies behind.
 
@@ -88,6 +90,7 @@ class Generations:
         self._open_store = open_store
         self._fill = fill
         self._entered = entered
+        self._tell = tell
         self._number = NO_EPOCH
         self._current = first
         self._next: _Filling | None = None
@@ -110,7 +113,9 @@ class Generations:
     def close(self) -> None:
         """Let the generation that is being made be; whoever asks for it again begins it anew."""
         if self._next is not None:
-            self._next.stop()
+            unheard = self._next.stop()
+            if unheard:
+                self._tell(Notice(f"{unheard} It was not needed yet.", level="warning"))
             self._next = None
         if self._current is not self._first:
             self._current.close()
@@ -136,6 +141,7 @@ class _Filling:
         self._store = store
         self._fill = fill
         self._error: Exception | None = None
+        self._asked = False
         self._thread = threading.Thread(
             target=self._work, name=f"gracetune-generation-{number}", daemon=True
         )
@@ -143,19 +149,25 @@ class _Filling:
 
     def result(self) -> Store:
         self._thread.join()
+        self._asked = True
         if isinstance(self._error, GracetuneError):
             raise self._error
         if self._error is not None:
-            raise RunFailedError(
-                f"generation {self.number} of the latent cache cannot be encoded: "
-                f"{type(self._error).__name__}: {self._error}"
-            ) from self._error
+            raise RunFailedError(self._why()) from self._error
         return self._store
 
-    def stop(self) -> None:
+    def stop(self) -> str:
+        """What went wrong, where nobody has asked; empty: nothing."""
         self._stopping.set()
         self._thread.join()
         self._store.close()
+        return "" if self._asked or self._error is None else self._why()
+
+    def _why(self) -> str:
+        return (
+            f"generation {self.number} of the latent cache cannot be encoded: "
+            f"{type(self._error).__name__}: {self._error}."
+        )
 
     def _work(self) -> None:
         try:

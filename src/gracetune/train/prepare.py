@@ -205,6 +205,7 @@ def generations_of(
         ),
         fill=fill,
         entered=own.entered if prep.stores.in_files else lambda _: None,
+        tell=prep.tell,
     )
 
 

@@ -56,6 +56,11 @@ def test_variants_that_vary_nothing_are_refused_by_name():
         demand_mode(section(**FLIP, variants=4, augmentations_cache_mode=mode), 0)
 
 
+def unheard(notice):
+    """Nothing goes wrong here."""
+    raise AssertionError(notice)
+
+
 class Workshop:
     """Fills generations when it is told to."""
 
@@ -76,7 +81,7 @@ class Workshop:
         self.done.append(number)
 
     def generations(self, first):
-        return Generations(first, lambda _: MemoryStore(), self.fill, self.entered.append)
+        return Generations(first, lambda _: MemoryStore(), self.fill, self.entered.append, unheard)
 
 
 def test_the_next_generation_is_made_while_this_one_is_read():
@@ -121,14 +126,28 @@ def test_closing_stops_what_is_being_made_and_it_can_be_begun_again():
 @pytest.mark.parametrize(
     ("error", "raised"), [(DataError("no"), DataError), (ValueError("odd"), RunFailedError)]
 )
-def test_what_goes_wrong_in_the_background_is_raised_where_it_is_needed(error, raised):
+def test_what_goes_wrong_in_the_background_is_raised_where_it_is_needed(error, raised, told):
     def fill(store, number, stopping):
         raise error
 
-    made = Generations(MemoryStore(), lambda _: MemoryStore(), fill, lambda _: None)
+    made = Generations(MemoryStore(), lambda _: MemoryStore(), fill, lambda _: None, told)
     made.at(0)
     with pytest.raises(raised, match=str(error)):
         made.at(1)
+    made.close()
+    assert told.texts() == [], "it was raised"
+
+
+def test_what_goes_wrong_in_the_background_is_told_where_nobody_comes_to_need_it(told):
+    def fill(store, number, stopping):
+        raise ValueError("odd")
+
+    made = Generations(MemoryStore(), lambda _: MemoryStore(), fill, lambda _: None, told)
+    made.at(0)
+    made.close()
+    (text,) = told.texts()
+    assert "generation 1" in text
+    assert "ValueError: odd" in text
 
 
 def test_a_generation_is_deleted_when_no_rank_reads_it(tmp_path):
@@ -169,7 +188,7 @@ def test_stores_that_are_left_are_closed_and_the_first_is_not_ours_to_close():
     def fill(store, number, stopping):
         store.put("k", {})
 
-    generations = Generations(first, open_store, fill, lambda number: None)
+    generations = Generations(first, open_store, fill, lambda number: None, unheard)
     assert generations.entered(0) is None
     generations.at(0)
     assert generations.entered(0) is first
