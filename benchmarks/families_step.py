@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,7 +105,6 @@ class Bench:
             small = partial(narrow, case.family)
             host = probe_host(self.device, self.synchronize, time.perf_counter, small)
             self.basics = replace(self.basics, host=host)
-            print(f"    {host}", flush=True)
         return case.plan_model(self.traces[name], self.basics)
 
     def save(self) -> None:
@@ -308,6 +307,7 @@ def run_choice(
         "peak_gib": peak_gib,
         "predicted_seconds": plan.seconds.step,
         "predicted_peak_gib": plan.device.total / GIB,
+        "host": asdict(planned[0].speeds.host),
     }
     bench.records.append(record)
     bench.save()

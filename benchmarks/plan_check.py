@@ -15,6 +15,7 @@ A file has, under `figures.configurations`, one record a measured step:
     fitted        whether a rate in `plan/rates` was fitted to it; such records prove nothing
     excused       why a record is not counted, if it is not
     predicted_seconds, predicted_peak_gib   what the planner said before the measurement, if it did
+    host          how fast the host was then, for a reader
 
 Needs no GPU. What was predicted before is taken as it was; all else is predicted now, for the
 machine that was measured, by its name. `--again` predicts everything now.

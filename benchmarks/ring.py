@@ -165,6 +165,7 @@ def measure(
             grown = in_turns(figures, resident, streamed, turns)
             keep(figures, f"{name}.grown.{at}", grown)
             streamed.placed.give_back()
+            streamed.placed.may_grow(0)
     for side in (resident, streamed):
         side.placed.close()
     let_go()

@@ -143,6 +143,7 @@ class _Pass:
             nonlocal inside
             inside += watch.num_dispatched
 
+        self._there()  # what a model keeps from its first call is not counted
         for block in self._blocks:
             block.register_forward_pre_hook(begin)
             block.register_forward_hook(end)

@@ -102,7 +102,7 @@ def done_again(keep: Trace, kept: Sequence[Op], input_nbytes: int, policed: bool
     """A block that keeps its input and what some kernels gave, and does the others twice.
 
     Checkpointing stops where backward has all it reads; a policy is asked about every operator.
-    What it has kept launches no kernel, but the host runs all of the Python around it again.
+    What it has kept launches no kernel, but the host runs the Python around it again.
     """
     stays = {id(op) for op in kept}
     again = tuple(op for op in keep.forward[: keep.num_read] if id(op) not in stays)

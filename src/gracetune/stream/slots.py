@@ -53,14 +53,19 @@ class Slot:
 
 
 class Lease(dict["torch.dtype", "Tensor"]):
-    """A slot's bytes as numbers of any type, made when first asked for; held while this lives."""
+    """A slot's bytes as numbers of any type, made when first asked for; held while this lives.
+
+    What a sampler has asked for first may be what backward asks for next, and must do for it too.
+    """
 
     def __init__(self, slot: Slot) -> None:
         super().__init__()
-        self._bytes = slot.lend()
+        with torch.inference_mode(False):
+            self._bytes = slot.lend()
 
     def __missing__(self, dtype: torch.dtype) -> Tensor:
-        numbers = self[dtype] = self._bytes.view(dtype)
+        with torch.inference_mode(False):
+            numbers = self[dtype] = self._bytes.view(dtype)
         return numbers
 
 

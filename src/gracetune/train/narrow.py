@@ -10,6 +10,7 @@ import torch
 from gracetune.adapters.fused import fuse_lora
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
+from gracetune.models.dense_gradients import with_dense_gradients
 from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.known_models import PUBLISHED, SHAPES, Picture
 from gracetune.plan.outlines import outline
@@ -37,6 +38,9 @@ def narrow(family: str, has_adapter: bool) -> Outline:
     changes = SHAPES[PUBLISHED[name].class_name].narrow
     with torch.random.fork_rng(devices=[]):  # a run that is about to start draws as if it were not
         shape = outline(ModelSection(family=name), Picture(EDGE, EDGE), changes, "cpu")
+        if name == "flux":  # as the family loads it: without, cuDNN's backward may fail
+            singles = shape.model.get_submodule("single_transformer_blocks").children()
+            with_dense_gradients(block.get_submodule("attn") for block in singles)
         if has_adapter:
             prepare(shape, AdapterSection(rank=RANK))
     text = TOKENS, shape.encoded.text_shape[1]

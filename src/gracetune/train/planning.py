@@ -28,6 +28,7 @@ from gracetune.optim.update import Travel
 from gracetune.plan.ask import settings_of, wishes_of
 from gracetune.plan.candidates import Budget, device_need
 from gracetune.plan.choose import PlanError, choose
+from gracetune.plan.known_models import PUBLISHED
 from gracetune.plan.make import family_subject, traced
 from gracetune.plan.measure import measure
 from gracetune.plan.peak import Fixed
@@ -36,7 +37,7 @@ from gracetune.plan.report import describe, speed
 from gracetune.stream.movers import open_mover
 from gracetune.train.correcting import choice_of
 from gracetune.train.frozen import freeze
-from gracetune.train.narrow import narrow
+from gracetune.train.narrow import STAND_IN, narrow
 from gracetune.train.place import Layout, place
 from gracetune.train.settled import COMPILING_S, CudaMeter, NoMeter, Settled
 from gracetune.units import MIB, parse_bytes
@@ -83,7 +84,7 @@ def settle(
     device_nbytes = _device_nbytes(run, device)
     largest = feed.load(feed.order.largest())
     shape, text = largest.latents.shape[1:], largest.text
-    rates = _rates(device, run.model.family)
+    rates = _rates(device, run.model.family, tell)
     with ExitStack() as undo:
         _fuse(family, undo)  # the planner looks at what will run
         family.to(torch.device("cpu"))  # where the tracer's stand-ins are
@@ -193,9 +194,11 @@ def _fuse(family: Family, undo: ExitStack | None = None) -> None:
         attend_in_fewer_passes(transformer, undo)
 
 
-def _rates(device: torch.device, family: str) -> Basics:
+def _rates(device: torch.device, family: str, tell: Tell) -> Basics:
     if device.type != "cuda":  # nobody waits for a CPU to queue what it computes itself
         return measure(device, lambda: None, CPU_EDGE, CPU_COPY)
+    if family not in PUBLISHED:
+        tell(Notice(f"how fast this host queues a step is measured by {STAND_IN} for {family}"))
     room = _free_nbytes(device) // MEASURED_SHARE
     edge = min(8192, 1 << int(math.log2(room / BF16_NBYTES) / 2))
     copied = min(512 * MIB, room)

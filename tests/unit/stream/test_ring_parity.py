@@ -110,8 +110,9 @@ def test_two_forwards_before_a_backward_and_a_graph_kept(how, told):
         assert_same(steps(twin), steps(model))
 
 
+@pytest.mark.parametrize("sampling", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("how", WAYS)
-def test_a_sample_between_forward_and_backward(how, told):
+def test_a_sample_between_forward_and_backward(how, sampling, told):
     model = made(how=how)
     twin, _ = streamed(model, told, slots=2)
     grads = []
@@ -119,7 +120,7 @@ def test_a_sample_between_forward_and_backward(how, told):
         torch.manual_seed(0)
         x = torch.randn(2, 5, 4, requires_grad=True)
         loss = each(x).square().mean()
-        with torch.no_grad():
+        with sampling():
             each(torch.ones(1, 5, 4))
         loss.backward()
         grads.append(([loss.detach()], {n: p.grad for n, p in each.named_parameters()}))
