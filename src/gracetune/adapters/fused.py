@@ -226,6 +226,23 @@ def fuse_lora(model: nn.Module, undo: ExitStack | None = None) -> int:
     return len(fused)
 
 
+def computes_in(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether all of a model is in this type, or is used in copies that are: nobody has to cast."""
+    copied = {
+        weight
+        for module in model.modules()
+        if isinstance(one := getattr(module.forward, "__self__", None), Fused)
+        and one.dtype == dtype
+        for weight in one.trained
+    }
+    return all(
+        parameter.dtype == dtype or parameter in copied
+        for module in model.modules()
+        if not isinstance(module, Fp8Linear)  # it takes and gives what the layer did
+        for parameter in module.parameters(recurse=False)
+    )
+
+
 class Fused:
     """One LoRA layer's fast path, and its halves as the products want them."""
 

@@ -38,6 +38,7 @@ from gracetune.train.loop import Session
 from gracetune.train.mover import build_mover
 from gracetune.train.objective import notes_on_weights
 from gracetune.train.order import build_validation, plan_order
+from gracetune.train.precision import prepared
 from gracetune.train.ramp import build_ramp
 from gracetune.train.state import (
     Progress,
@@ -173,7 +174,7 @@ def build(
     trainee = Trainee(
         run=run,
         family=family,
-        transformer=accelerator.prepare_model(family.transformer, device_placement=settled is None),
+        transformer=prepared(accelerator, family.transformer, is_planned=settled is not None),
         parameters=parameters,
         optimizer=optimizer,
         update=update,

@@ -12,6 +12,7 @@ from gracetune.adapters.fused import (
     Fp8Linear,
     Fused,
     InFp8,
+    computes_in,
     demand_capability,
     demand_fp8,
     freeze_in_fp8,
@@ -68,6 +69,23 @@ def test_what_was_fused_can_be_as_it_was_and_fused_again():
     model.zero_grad()
     assert fuse_lora(model) == 2
     assert isinstance(model.inner.forward.__self__, Fused)
+
+
+def test_a_model_computes_in_a_type_where_all_of_it_is_in_that_or_copied_to_it():
+    model = make(torch.bfloat16)
+    assert not computes_in(model, torch.bfloat16), "its LoRA is in fp32"
+    fuse_lora(model)
+    assert computes_in(model, torch.bfloat16)
+    assert not computes_in(model, torch.float32)
+    model.norm = nn.LayerNorm(4).requires_grad_(False)
+    assert not computes_in(model, torch.bfloat16), "a norm is in fp32"
+
+
+def test_layers_in_fp8_compute_in_what_they_were_before():
+    model = make(torch.bfloat16)
+    freeze_in_fp8([model])
+    fuse_lora(model)
+    assert computes_in(model, torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 32)])
