@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from gracetune.adapters.fused import fuse_lora
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.models.dense_gradients import with_dense_gradients
-from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.cost import Model
 from gracetune.plan.known_models import PUBLISHED, SHAPES, Picture
 from gracetune.plan.make import TRACED_BATCH
@@ -25,6 +23,7 @@ from gracetune.plan.outlines import outline
 from gracetune.plan.peak import Fixed
 from gracetune.plan.rates import FITTED, speeds_of
 from gracetune.plan.trace import trace_model
+from gracetune.train.narrow import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,9 +57,7 @@ class Case:
     def outline(self) -> Outline:
         """On the meta device, its adapter in place, as it will be run."""
         shape = outline(ModelSection(family=self.family), self.picture, self.config)
-        with torch.device("meta"):
-            self._adapt(shape.model)
-        prepare(shape.model)
+        prepare(shape, AdapterSection(rank=RANK))
         return shape
 
     def shapes(self) -> ModelShapes:
@@ -89,9 +86,8 @@ class Case:
         with device:
             model = cast("nn.Module", cls.from_config({**published.config, **self.config}))
         torch.set_default_dtype(torch.float32)
-        if self.family == "flux":  # for the plain loop too: without, cuDNN's backward fails
-            with_dense_gradients(block.attn for block in model.single_transformer_blocks)
-        self._adapt(model)
+        with_dense_gradients(model)  # for the plain loop too: without, cuDNN's backward fails
+        add_adapter({"": model}, AdapterSection(rank=RANK), self._shape.targets, seed=0)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = torch.randn_like(parameter).mul_(0.02)
@@ -121,15 +117,6 @@ class Case:
     @property
     def _shape(self) -> Shape:
         return SHAPES[PUBLISHED[self.family].class_name]
-
-    def _adapt(self, model: nn.Module) -> None:
-        add_adapter({"": model}, AdapterSection(rank=RANK), self._shape.targets, seed=0)
-
-
-def prepare(model: nn.Module) -> None:
-    """As a run does it before its first step."""
-    fuse_lora(model)
-    attend_in_fewer_passes(model)
 
 
 PICTURE, CLIP = Picture(1024, 1024), Picture(832, 480, 33)

@@ -45,7 +45,7 @@ from gracetune.plan.report import describe
 from gracetune.plan.step import Choice
 from gracetune.stream.movers import open_mover
 from gracetune.train.narrow import narrow
-from gracetune.train.place import Layout, place
+from gracetune.train.place import Layout, compute_faster, place
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def compare(bench: Bench, name: str) -> None:
     case = bench.case(families.FULL[name])
     model = case.model(bench.device)
     measure_plain(bench, name, case, model)
-    families.prepare(model)
+    compute_faster(model)
     let_go()
     measure_ours(bench, name, case, model)
     ours, plain = (float(bench.figures[f"{name}_{who}_samples_s"]) for who in ("96", "plain"))
@@ -262,7 +262,7 @@ def prove(bench: Bench, compiled: bool, chosen: dict[str, list[Way]]) -> None:
         if case.frozen_compute == "fp8":
             shown, _ = case.call(model, 1, bench.device)
             freeze_in_fp8_for(shown, case.blocks(model), bench.device)
-        families.prepare(model)
+        compute_faster(model)
         for way in ways:
             planned = bench.plan_model(name, case)
             try:

@@ -35,13 +35,11 @@ import results
 import torch
 from wan14b import DEVICE, let_go, make_model, make_step
 
-from gracetune.adapters.fused import fuse_lora
 from gracetune.memory.machine import open_machine
-from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.result import BlockPlan
 from gracetune.stream.growth import WINDOW, WORTH
 from gracetune.stream.movers import open_mover
-from gracetune.train.place import Layout, place
+from gracetune.train.place import Layout, compute_faster, place
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -116,8 +114,7 @@ def main() -> int:
 def make_ready() -> nn.Module:
     """A model prepared as a run does it."""
     model = make_model(LAYERS)
-    fuse_lora(model)
-    attend_in_fewer_passes(model)
+    compute_faster(model)
     return model
 
 

@@ -16,18 +16,18 @@ import torch
 from diffusers import WanTransformer3DModel
 from peft.tuners.lora import Linear as LoraLinear
 
-from gracetune.adapters.fused import freeze_in_fp8_for, fuse_lora
+from gracetune.adapters.fused import freeze_in_fp8_for
 from gracetune.adapters.inject import NAME, add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection, OptimizerSection, TrainSection
 from gracetune.data.shapes import draw, drawn
 from gracetune.models import tiny
-from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.models.wan22 import TARGETS
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.rates import set_rates
 from gracetune.optim.schedule import rate_share
 from gracetune.stream.blocks import run_blocks
 from gracetune.train import objective
+from gracetune.train.place import compute_faster
 from gracetune.train.step import scale_and_clip
 from gracetune.train.timesteps import draw_levels
 
@@ -135,8 +135,7 @@ def make_arm(
     if way == "fp8":
         freeze_in_fp8_for(lambda: losses(model, shown, autocast=False), list(model.blocks), device)
     if way in ("bf16", "fp8"):
-        fuse_lora(model)
-        attend_in_fewer_passes(model)
+        compute_faster(model)
         run_blocks(model.blocks, ["keep"] * shape.layers, compiler=None)
     return model.train()
 

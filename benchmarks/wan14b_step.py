@@ -27,13 +27,12 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from wan14b import DEVICE, LAYERS, ask, let_go, make_model, make_step, time_step
 
-from gracetune.adapters.fused import freeze_in_fp8_for, fuse_lora
+from gracetune.adapters.fused import freeze_in_fp8_for
 from gracetune.memory.machine import open_machine
-from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.result import BlockPlan
 from gracetune.stream.activations import OffloadSettings
 from gracetune.stream.movers import open_mover
-from gracetune.train.place import Layout, place
+from gracetune.train.place import Layout, compute_faster, place
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -184,8 +183,7 @@ def measure_way(
     model = make_model()
     if name.startswith("fp8"):
         freeze_in_fp8_for(ask(model, 1)[0], list(model.blocks), DEVICE)
-    fuse_lora(model)
-    attend_in_fewer_passes(model)
+    compute_faster(model)
     placed = place(model, {model: list(model.blocks)}, way.layout(), open_mover(DEVICE, link), show)
     let_go()
     total = torch.cuda.mem_get_info(DEVICE)[1]

@@ -7,6 +7,7 @@ adapter that is switched off or merged.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,8 +231,9 @@ def computes_in(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether all of a model is in this type, or is used in copies that are: nobody has to cast."""
     copied = {
         weight
-        for module in model.modules()
-        if isinstance(one := getattr(module.forward, "__self__", None), Fused)
+        for layer in model.modules()
+        if isinstance(layer.forward, MethodType)
+        and isinstance(one := layer.forward.__self__, Fused)
         and one.dtype == dtype
         for weight in one.trained
     }

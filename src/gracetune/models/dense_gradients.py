@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diffusers import FluxTransformer2DModel
 from torch.autograd import Function
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor, nn
 
 
@@ -33,10 +32,16 @@ class Dense(Function):
         return grad.contiguous()
 
 
-def with_dense_gradients(attentions: Iterable[nn.Module]) -> None:
-    """Let modules that give one tensor take its gradient in this way."""
-    for attention in attentions:
-        attention.register_forward_hook(_take)
+def with_dense_gradients(transformer: nn.Module) -> None:
+    """Let Flux's single blocks have it; other models need nothing."""
+    if isinstance(transformer, FluxTransformer2DModel):
+        for block in transformer.single_transformer_blocks:
+            take_densely(block.attn)
+
+
+def take_densely(attention: nn.Module) -> None:
+    """Let a module that gives one tensor take its gradient in this way."""
+    attention.register_forward_hook(_take)
 
 
 def _take(_module: nn.Module, _given: tuple[Any, ...], out: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def load(section: ModelSection) -> Flux:
     transformer = read_transformer(
         FluxTransformer2DModel, section, folder, "transformer", section.transformer_file
     )
-    with_dense_gradients(block.attn for block in transformer.single_transformer_blocks)
+    with_dense_gradients(transformer)
     return Flux(
         folder=folder,
         transformer=transformer,

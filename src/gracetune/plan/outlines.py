@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.errors import ConfigError, ModelError
+from gracetune.models.dense_gradients import with_dense_gradients
 from gracetune.plan.calls import Subject
 from gracetune.plan.known_models import PUBLISHED, SHAPES
 
@@ -108,6 +109,7 @@ def _make(class_name: str, config: Mapping[str, Any], dtype: torch.dtype, device
         model = cast("nn.Module", cls.from_config(dict(config)))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    with_dense_gradients(model)  # as its family loads it
     return model.requires_grad_(False)
 
 

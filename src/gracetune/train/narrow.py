@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.adapters.fused import fuse_lora
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
-from gracetune.models.dense_gradients import with_dense_gradients
-from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.known_models import PUBLISHED, SHAPES, Picture
 from gracetune.plan.outlines import outline
+from gracetune.train.place import compute_faster
 
 if TYPE_CHECKING:
     from gracetune.plan.outlines import Outline
@@ -28,8 +26,7 @@ def prepare(shape: Outline, section: AdapterSection) -> None:
     """Give a model an adapter, and make both run as in a run."""
     with next(shape.model.parameters()).device:
         add_adapter({"": shape.model}, section, shape.shape.targets, seed=0)
-    fuse_lora(shape.model)
-    attend_in_fewer_passes(shape.model)
+    compute_faster(shape.model)
 
 
 def narrow(family: str, has_adapter: bool) -> Outline:
@@ -38,9 +35,6 @@ def narrow(family: str, has_adapter: bool) -> Outline:
     changes = SHAPES[PUBLISHED[name].class_name].narrow
     with torch.random.fork_rng(devices=[]):  # a run that is about to start draws as if it were not
         shape = outline(ModelSection(family=name), Picture(EDGE, EDGE), changes, "cpu")
-        if name == "flux":  # as the family loads it: without, cuDNN's backward may fail
-            singles = shape.model.get_submodule("single_transformer_blocks").children()
-            with_dense_gradients(block.get_submodule("attn") for block in singles)
         if has_adapter:
             prepare(shape, AdapterSection(rank=RANK))
     text = TOKENS, shape.encoded.text_shape[1]

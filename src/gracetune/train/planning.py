@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.adapters.fused import demand_fp8, fuse_lora
+from gracetune.adapters.fused import demand_fp8
 from gracetune.cache.ahead import FIRST_DEPTH
 from gracetune.events.types import Notice
 from gracetune.memory.host import private_nbytes
 from gracetune.memory.machine import read_this_host
 from gracetune.models.experts import transformers_of
-from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.optim.footprint import nbytes_each
 from gracetune.optim.update import Travel
 from gracetune.plan.ask import settings_of, wishes_of
@@ -38,7 +37,7 @@ from gracetune.stream.movers import open_mover
 from gracetune.train.correcting import choice_of
 from gracetune.train.frozen import freeze
 from gracetune.train.narrow import STAND_IN, narrow
-from gracetune.train.place import Layout, place
+from gracetune.train.place import Layout, compute_faster, place
 from gracetune.train.settled import COMPILING_S, CudaMeter, NoMeter, Settled
 from gracetune.units import MIB, parse_bytes
 
@@ -188,10 +187,8 @@ def apply(
 
 
 def _fuse(family: Family, undo: ExitStack | None = None) -> None:
-    """What makes steps faster: the same numbers by fewer passes."""
     for transformer in transformers_of(family.transformer).values():
-        fuse_lora(transformer, undo)
-        attend_in_fewer_passes(transformer, undo)
+        compute_faster(transformer, undo)
 
 
 def _rates(device: torch.device, family: str, tell: Tell) -> Basics:

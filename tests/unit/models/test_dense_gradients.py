@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.models.dense_gradients import with_dense_gradients
+from gracetune.models.dense_gradients import take_densely
+from gracetune.train.narrow import narrow
 
 
 class Double(nn.Module):
@@ -20,7 +21,7 @@ def gradient(dense):
     attention = Double()
     attention.arrived = []
     if dense:
-        with_dense_gradients([attention])
+        take_densely(attention)
     torch.manual_seed(0)
     x, beside = torch.randn(2, 5, 3, requires_grad=True), torch.randn(2, 5, 7)
     joined = torch.cat([attention(x), beside], dim=2)
@@ -52,6 +53,14 @@ def test_a_compiled_block_takes_it_as_it_is():
     x = torch.randn(4, 3, requires_grad=True)
     block(x).square().sum().backward()
     expected, x.grad = x.grad, None
-    with_dense_gradients([block.attn])
+    take_densely(block.attn)
     torch.compile(block, backend="aot_eager", fullgraph=True)(x).square().sum().backward()
     torch.testing.assert_close(x.grad, expected)
+
+
+def test_flux_has_it_in_its_single_blocks_and_others_nowhere():
+    flux, qwen = (narrow(family, has_adapter=False).model for family in ("flux", "qwen_image"))
+    hooked = {name for name, module in flux.named_modules() if module._forward_hooks}
+    singles = range(len(flux.single_transformer_blocks))
+    assert hooked == {f"single_transformer_blocks.{number}.attn" for number in singles}
+    assert not any(module._forward_hooks for module in qwen.modules())
