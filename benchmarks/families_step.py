@@ -9,11 +9,14 @@ taken, as in a run, and told.
 
 The parts named `proof_*` run other ways with fewer blocks of the same widths. Every configuration,
 those of ours too, is predicted before it is measured, with rates from this machine, and lands in
-`plan_proof.json`; `plan_check.py` judges that file. No rate was fitted to any of them.
+`plan_proof.json`; `plan_check.py` judges that file. No rate was fitted to any of them. A host that
+others share may be half as fast a minute later, and a small batch that is not compiled is bound by
+it: so each is run in rounds, every one with a look at the host, a prediction and some steps, and
+what is written down are the means.
 
     PYTHONPATH=src:benchmarks python benchmarks/families_step.py [--out FOLDER] [--commit NAME]
         [--only flux,qwen,clip,proof_eager,proof_compiled] [--models flux,qwen,wan,clip,fp8]
-        [--ways first|later|last|all] [--rehearse]
+        [--ways first|later|last|hosts|all] [--rehearse]
 
 Two files are written, whatever parts run: `families_step.json` and `plan_proof.json`.
 """
@@ -26,6 +29,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import families
@@ -39,7 +43,7 @@ from gracetune.memory.machine import open_machine
 from gracetune.plan.candidates import Budget, Wishes
 from gracetune.plan.choose import PlanError, choose, predict
 from gracetune.plan.measure import measure
-from gracetune.plan.probe import probe_host
+from gracetune.plan.probe import Probe
 from gracetune.plan.rates import FITTED, basics_of
 from gracetune.plan.report import describe
 from gracetune.plan.step import Choice
@@ -72,7 +76,10 @@ BATCHES = (1, 2, 4)
 PLAIN_STEPS = {"flux": (2, 3), "qwen": (2, 3), "clip": (1, 2)}
 OUR_STEPS = (3, 5)
 PROOF_STEPS = (2, 3)
-"""Of warming up, and timed."""
+"""Of warming up, and timed in a round."""
+ROUNDS = 3
+LOOKS = 6
+"""Passes of each kind by which the host is measured before a round."""
 
 
 @dataclass
@@ -88,6 +95,7 @@ class Bench:
     figures: dict[str, float | str] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     traces: dict[str, ModelShapes] = field(default_factory=dict)
+    probes: dict[str, Probe] = field(default_factory=dict)
 
     def case(self, case: Case) -> Case:
         """As asked for, or narrow."""
@@ -95,17 +103,21 @@ class Bench:
 
     def plan_model(self, name: str, case: Case) -> tuple[Model, Fixed]:
         """The planner's view of a model, each family traced once, on this host as fast as it is
-        now: every run looks at it when it starts, and a host that others share changes.
+        now.
         """
         if name not in self.traces:
             began = time.perf_counter()
             self.traces[name] = self.case(families.TRACED[name]).shapes()
             self.figures[f"{name}_trace_s"] = time.perf_counter() - began
         if self.device.type == "cuda":
-            small = partial(narrow, case.family)
-            host = probe_host(self.device, self.synchronize, time.perf_counter, small)
-            self.basics = replace(self.basics, host=host)
+            self.basics = replace(self.basics, host=self._probe(case.family).measure(LOOKS))
         return case.plan_model(self.traces[name], self.basics)
+
+    def _probe(self, family: str) -> Probe:
+        if family not in self.probes:
+            small = partial(narrow, family)
+            self.probes[family] = Probe(self.device, self.synchronize, time.perf_counter, small)
+        return self.probes[family]
 
     def save(self) -> None:
         """What is there so far."""
@@ -139,7 +151,6 @@ class Bench:
         assert torch.isfinite(loss), f"the loss is {float(loss)}"
         if self.device.type != "cuda":
             return seconds, 1.0
-        print(f"    reserved {torch.cuda.max_memory_reserved(self.device) / GIB:.2f} GiB")
         return seconds, torch.cuda.max_memory_allocated(self.device) / GIB
 
 
@@ -227,7 +238,7 @@ def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
         choice = Choice(plan.blocks, plan.batch, 1, plan.slots, plan.compiled)
         title = f"{name}, all blocks, planned for 96 GB: {describe(plan)}"
         try:
-            record = run_choice(bench, title, case, model, choice, (planner, fixed), OUR_STEPS)
+            record = run_choice(bench, name, title, case, model, choice, OUR_STEPS)
         except torch.OutOfMemoryError as full:
             print(f"{title} does not fit: {str(full)[:200]}", flush=True)
             continue
@@ -264,9 +275,8 @@ def prove(bench: Bench, compiled: bool, chosen: dict[str, list[Way]]) -> None:
             freeze_in_fp8_for(shown, case.blocks(model), bench.device)
         compute_faster(model)
         for way in ways:
-            planned = bench.plan_model(name, case)
             try:
-                run_choice(bench, f"{name}, {way}", case, model, way.choice(case), planned)
+                run_choice(bench, name, f"{name}, {way}", case, model, way.choice(case))
             except torch.OutOfMemoryError as full:
                 print(f"{name}, {way} does not fit: {str(full)[:200]}", flush=True)
         del model
@@ -275,16 +285,14 @@ def prove(bench: Bench, compiled: bool, chosen: dict[str, list[Way]]) -> None:
 
 def run_choice(
     bench: Bench,
+    name: str,
     title: str,
     case: Case,
     model: nn.Module,
     choice: Choice,
-    planned: tuple[Model, Fixed],
     steps: tuple[int, int] = PROOF_STEPS,
 ) -> dict[str, Any]:
-    """Predict, then measure; both in one record."""
-    plan = predict(planned[0], choice, planned[1], simulated=False)
-    print(f"{title}: {plan.seconds.step:.3f} s and {plan.device.total / GIB:.2f} GiB predicted")
+    """Predict, then measure, some times in turns; all in one record."""
     blocks = case.blocks(model)
     layout = Layout(choice.blocks, choice.compiled, choice.slots)
     mover = open_mover(bench.device, bench.link)
@@ -292,23 +300,40 @@ def run_choice(
     placed = place(model, {model: blocks}, layout, mover, show, backend)
     let_go()
     bench.limit(BUDGET_NBYTES)
+    rounds = []
     try:
         step = step_of(model, *case.call(model, choice.batch, bench.device), autocast=False)
-        seconds, peak_gib = bench.time(step, steps)
+        for _ in range(steps[0]):
+            step()
+        for _ in range(ROUNDS):
+            planner, fixed = bench.plan_model(name, case)
+            plan = predict(planner, choice, fixed, simulated=False)
+            seconds, peak_gib = bench.time(step, (1, steps[1]))
+            rounds.append(
+                {
+                    "seconds": seconds,
+                    "peak_gib": peak_gib,
+                    "predicted_seconds": plan.seconds.step,
+                    "predicted_peak_gib": plan.device.total / GIB,
+                    "host": asdict(planner.speeds.host),
+                }
+            )
         waits = placed.ring and placed.ring.counters()
-        print(f"    {seconds:.3f} s and {peak_gib:.2f} GiB; {waits}", flush=True)
     finally:
         placed.close()
         bench.limit(None)
         del step
         let_go()
-    record = proof_ways.record(title, case, choice) | {
-        "seconds": seconds,
-        "peak_gib": peak_gib,
-        "predicted_seconds": plan.seconds.step,
-        "predicted_peak_gib": plan.device.total / GIB,
-        "host": asdict(planned[0].speeds.host),
+    found = {
+        key: fmean(one[key] for one in rounds)
+        for key in ("seconds", "peak_gib", "predicted_seconds", "predicted_peak_gib")
     }
+    print(
+        f"{title}: {found['predicted_seconds']:.3f} s and {found['predicted_peak_gib']:.2f} GiB "
+        f"predicted, {found['seconds']:.3f} s and {found['peak_gib']:.2f} GiB measured; {waits}",
+        flush=True,
+    )
+    record = proof_ways.record(title, case, choice) | found | {"rounds": rounds}
     bench.records.append(record)
     bench.save()
     return record

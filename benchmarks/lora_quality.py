@@ -26,7 +26,7 @@ end 0.1 % apart:
     demo        The curves' rule for `examples/demo-lora.json` with another seed and fp8.
 
     PYTHONPATH=src:benchmarks python benchmarks/lora_quality.py [--demo FOLDER] [--out FOLDER]
-        [--commit NAME] [--rehearse]
+        [--commit NAME] [--only adapters,random_blocks,demo] [--rehearse]
 
 `--demo` names the model that `make demo` has trained (runs/demo/model). `--rehearse` takes every
 path with a small model, on a CPU too; its figures mean nothing.
@@ -85,6 +85,7 @@ SHOWN = 64
 """Pictures by which main directions are found: as many as a run takes."""
 WAYS: tuple[Way, ...] = ("bf16", "fp8", "plain", "fp32")
 DEMO_STEPS = 500
+PARTS = "adapters,random_blocks,demo"
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,10 @@ def main() -> int:
     parser.add_argument("--demo", type=Path, help="the folder of the demo's model")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
     parser.add_argument("--commit", default="", help="where there is no git to ask")
+    parser.add_argument("--only", default=PARTS, help="the parts to run, of all of these")
     parser.add_argument("--rehearse", action="store_true", help="every path, small")
     arguments = parser.parse_args()
+    parts = arguments.only.split(",")
     if not torch.cuda.is_available() and not arguments.rehearse:
         print("a GPU with fp8 products is needed, or --rehearse")
         return 2
@@ -183,21 +186,25 @@ def main() -> int:
         results.write("lora_quality", figures, arguments.out, arguments.commit)
         print(f"[{time.perf_counter() - began:.0f} s] {part}", flush=True)
 
-    demos = start_demos(arguments.demo, size.demo_steps) if arguments.demo else {}
-    weights = learn_shapes(figures, size, device)
-    done("scratch")
-    for name, lesson in size.lessons.items():
-        compare_ways(figures, size, make_arms(size, weights), name, lesson)
-        done(f"adapters.{name}")
-    del weights
-    random_blocks(figures, size, device)
-    done("random_blocks")
+    has_demo = arguments.demo and "demo" in parts
+    demos = start_demos(arguments.demo, size.demo_steps) if has_demo else {}
+    lessons = size.lessons if "adapters" in parts else {}
+    if lessons:
+        weights = learn_shapes(figures, size, device)
+        done("scratch")
+        for name, lesson in lessons.items():
+            compare_ways(figures, size, make_arms(size, weights), name, lesson)
+            done(f"adapters.{name}")
+        del weights
+    if "random_blocks" in parts:
+        random_blocks(figures, size, device)
+        done("random_blocks")
     if demos:
         collect_demos(figures, demos)
         done("demo")
     if device.type == "cuda":
         figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-    met = judge(figures, size.lessons)
+    met = judge(figures, lessons)
     done("rules")
     return 0 if met else 1
 

@@ -38,8 +38,8 @@ Narrow = Callable[[bool], Outline]
 """Makes a model of no size: as it is, or with what a run adds to it."""
 
 WARM_UP, REPEATS = 3, 30
-SLOWEST = 3
-"""Of those, not counted: something else came between. The others are, slow ones too."""
+SLOWEST = 0.1
+"""Share of those that is not counted: something else came between. The others are, slow or not."""
 
 
 class Spent(NamedTuple):
@@ -57,33 +57,54 @@ def probe_host(
     narrow: Narrow,
 ) -> Host:
     """Measure for a second or two; takes no memory to speak of."""
-    plain, prepared = (functools.partial(narrow, has_more) for has_more in (False, True))
-    passes = _Pass(plain, device), _Pass(prepared, device), _Pass(prepared, device, policed=True)
-    found: list[list[Spent]] = [[] for _ in passes]
-    for _ in range(WARM_UP + REPEATS):  # in turns: a host is not equally fast all the time
-        for one, times in zip(passes, found, strict=True):
-            synchronize()  # the device is done with the one before
-            times.append(one.time(clock))
-    bare, ours, asked = (_usual(times[WARM_UP:]) for times in found)
-    there, back = passes[0].count()
-    forward_s, backward_s = bare.there / operators(there), bare.back / operators(back)
-    there, back = passes[1].count()
-    own_s = (ours.there - operators(there) * forward_s) / there.own
-    own_back_s = (ours.back - operators(back) * backward_s) / back.own
-    return Host(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        own_s=max(0.0, own_s),
-        own_back_s=max(0.0, own_back_s),
-        policed_s=max(0.0, asked.there - ours.there) / there.policed,
-        again_s=max(0.0, asked.back - ours.back - ours.there) / there.policed,
-        updated_s=ours.update / passes[1].num_trained,
-    )
+    return Probe(device, synchronize, clock, narrow).measure()
+
+
+class Probe:
+    """The models by which a host is measured, as often as somebody asks."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        synchronize: Callable[[], None],
+        clock: Callable[[], float],
+        narrow: Narrow,
+    ) -> None:
+        self._synchronize, self._clock = synchronize, clock
+        plain, prepared = (functools.partial(narrow, has_more) for has_more in (False, True))
+        self._bare, self._ours = _Pass(plain, device), _Pass(prepared, device)
+        self._asked = _Pass(prepared, device, policed=True)
+        self._bare_calls, self._our_calls = self._bare.count(), self._ours.count()
+
+    def measure(self, repeats: int = REPEATS) -> Host:
+        """What the host takes now."""
+        passes = self._bare, self._ours, self._asked
+        found: list[list[Spent]] = [[] for _ in passes]
+        for _ in range(WARM_UP + repeats):  # in turns: a host is not equally fast all the time
+            for one, times in zip(passes, found, strict=True):
+                self._synchronize()  # the device is done with the one before
+                times.append(one.time(self._clock))
+        bare, ours, asked = (_usual(times[WARM_UP:]) for times in found)
+        there, back = self._bare_calls
+        forward_s, backward_s = bare.there / operators(there), bare.back / operators(back)
+        there, back = self._our_calls
+        own_s = (ours.there - operators(there) * forward_s) / there.own
+        own_back_s = (ours.back - operators(back) * backward_s) / back.own
+        return Host(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            own_s=max(0.0, own_s),
+            own_back_s=max(0.0, own_back_s),
+            policed_s=max(0.0, asked.there - ours.there) / there.policed,
+            again_s=max(0.0, asked.back - ours.back - ours.there) / there.policed,
+            updated_s=ours.update / self._ours.num_trained,
+        )
 
 
 def _usual(times: list[Spent]) -> Spent:
     """The mean: a step adds up what its calls take, quick and slow."""
-    return Spent(*(fmean(sorted(way)[:-SLOWEST]) for way in zip(*times, strict=True)))
+    counted = len(times) - int(SLOWEST * len(times))
+    return Spent(*(fmean(sorted(way)[:counted]) for way in zip(*times, strict=True)))
 
 
 class _Pass:
@@ -123,12 +144,11 @@ class _Pass:
         return Spent(turned - began, arrived - turned, clock() - arrived)
 
     def count(self) -> tuple[Calls, Calls]:
-        """What the host does on each way, as the tracer counts it: on the CPU. Of the first, what a
-        policy is asked about, which is what blocks call.
+        """What the host does on each way, as the tracer counts it: on the CPU, in a model of its
+        own. Of the first, what a policy is asked about, which is what blocks call.
         """
-        if self._device.type != "cpu":
-            return _Pass(self._make, torch.device("cpu")).count_as(CudaKernels())
-        return self.count_as(nullcontext())
+        kernels = nullcontext() if self._device.type == "cpu" else CudaKernels()
+        return _Pass(self._make, torch.device("cpu")).count_as(kernels)
 
     def count_as(self, kernels: AbstractContextManager[object]) -> tuple[Calls, Calls]:
         """With the kernels that another device would have."""

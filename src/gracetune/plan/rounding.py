@@ -1,5 +1,5 @@
-"""What frozen products in fp8 need beside them: their inputs, rounded, a weight turned round, and
-the main directions along which they compute in bf16.
+"""What frozen products in fp8 need beside them: their inputs, rounded, a weight turned round, the
+main directions along which they compute in bf16, and a host that queues all that.
 
 A model is traced before its weights are rounded, so this is reckoned from the products of the
 trace. Held against a block of Wan-14B that was rounded first, compiled on a CPU and eager on fakes.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gracetune.plan.shapes import Op, Ways
+from gracetune.plan.shapes import Calls, Op, Ways
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +28,12 @@ BF16_NBYTES, SCALE_NBYTES = 2, 4
 PASSES = 3
 """Over an input that is taken apart: read for what lies along its directions, read and written for
 what is left."""
+ROUNDED = {False: 9, True: 2}
+"""Kernels that give a matrix scales and round it: one operation at a time, and compiled."""
+APART, PRODUCT = 2, 6
+"""Inside of our operators: what takes an input apart; the product with all that is beside it."""
+GRADIENTS, INPUT_GRADIENT = 3, 3
+TURNED = 1
 
 
 def beside_nbytes(keep: Trace) -> int:
@@ -42,7 +48,10 @@ def beside_nbytes(keep: Trace) -> int:
 def in_fp8(ways: Ways, compiled: bool) -> Ways:
     """The same block with its frozen products in fp8."""
     ways = Ways(
-        *(_taken_apart(trace, ways.keep) for trace in (ways.keep, ways.lean, ways.recompute))
+        *(
+            _taken_apart(_queued(trace, ways.keep, compiled), ways.keep)
+            for trace in (ways.keep, ways.lean, ways.recompute)
+        )
     )
     if compiled:
         lean, recompute = (_again(trace, ways.keep) for trace in (ways.lean, ways.recompute))
@@ -60,6 +69,54 @@ def in_fp8(ways: Ways, compiled: bool) -> Ways:
         for trace in (ways.keep, ways.lean, ways.recompute)
     )
     return Ways(keep, lean, recompute)
+
+
+def _queued(trace: Trace, keep: Trace, compiled: bool) -> Trace:
+    """With what the host has to call; a layer in fp8 computes by itself, whatever it shares."""
+    rounds, layers, given = ROUNDED[compiled], _layers(keep.forward), _layers(keep.backward)
+    once = Calls(rounds + 2, kernels=rounds + APART + PRODUCT, own=2)
+    there = _exchanged(trace.forward_calls, trace.forward, once.times(layers))
+    twice = _layers(trace.backward) - given
+    """Layers that are computed once more."""
+    back = Calls(
+        dispatched=2 * layers + (rounds + TURNED) * given,
+        kernels=GRADIENTS * layers + (rounds + TURNED + INPUT_GRADIENT) * given,
+        own=layers + given,
+    )
+    if compiled:  # in the same graph as the way back
+        back = replace(back, kernels=back.kernels + once.kernels * twice, own=back.own + 2 * twice)
+        back = _exchanged(trace.backward_calls, trace.backward, back)
+        return replace(trace, forward_calls=there, backward_calls=back)
+    again = trace.again_calls
+    if again.dispatched:
+        share = again.dispatched / trace.forward_calls.dispatched
+        repeated = trace.backward[: len(trace.backward) - len(keep.backward)]
+        # Rounding is done again even where a product was kept.
+        kernels = (rounds + APART) * layers * share + PRODUCT * twice
+        again = replace(there.times(share), kernels=again.kernels - _inside(repeated) + kernels)
+    back = _exchanged(trace.backward_calls, keep.backward, back)
+    return replace(trace, forward_calls=there, again_calls=again, backward_calls=back)
+
+
+def _exchanged(calls: Calls, ops: Sequence[Op], others: Calls) -> Calls:
+    """Other operators of ours instead of those that were traced."""
+    dispatched = calls.dispatched and calls.dispatched - calls.own + others.dispatched
+    return replace(
+        calls,
+        dispatched=dispatched,
+        kernels=calls.kernels - _inside(ops) + others.kernels,
+        own=others.own,
+        policed=calls.policed and dispatched,
+    )
+
+
+def _layers(ops: Sequence[Op]) -> int:
+    return sum(op.holds_frozen for op in ops)
+
+
+def _inside(ops: Sequence[Op]) -> int:
+    """Kernels of frozen layers, and of what is beside them."""
+    return sum(op.frozen for op in ops)
 
 
 def _taken_apart(trace: Trace, keep: Trace) -> Trace:

@@ -7,39 +7,52 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.plan.rounding import beside_nbytes, in_fp8
+from gracetune.plan.rounding import DIRECTIONS, beside_nbytes, in_fp8
 from gracetune.plan.shapes import Op, Ways
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from gracetune.plan.shapes import BlockShapes, ModelShapes
 
 TOKENS, WIDTH, WIDE, TEXT = 4096, 5120, 13824, 512
 
 
-@pytest.fixture(scope="module")
-def rounded() -> BlockShapes:
-    """A block of Wan-14B with frozen weights in fp8, traced on fakes."""
+def traced_in_fp8(has_directions: bool) -> BlockShapes:
+    """A block of Wan-14B with frozen weights in fp8, on fakes."""
     import torch
+    from torch import nn
 
-    from gracetune.adapters.fused import freeze_in_fp8, fuse_lora
+    from gracetune.adapters.fused import Fp8Linear, freeze_in_fp8
     from gracetune.adapters.inject import add_adapter
     from gracetune.config.schema import AdapterSection, ModelSection
-    from gracetune.models.fewer_passes import attend_in_fewer_passes
     from gracetune.plan.known_models import Picture
     from gracetune.plan.make import TRACED_BATCH
     from gracetune.plan.outlines import outline
     from gracetune.plan.trace import trace_model
+    from gracetune.train.place import compute_faster
+
+    def directions(width: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(DIRECTIONS, width, dtype=torch.bfloat16), False)
 
     shape = outline(ModelSection(family="wan22"), Picture(1024, 1024), {"num_layers": 1})
     with torch.device("meta"):
         add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shape.targets, seed=0)
         freeze_in_fp8(shape.model.blocks)
-    fuse_lora(shape.model)
-    attend_in_fewer_passes(shape.model)
+        for layer in shape.model.modules() if has_directions else ():
+            if isinstance(layer, Fp8Linear):
+                layer.along = directions(layer.in_features)
+                layer.across = nn.Parameter(directions(layer.out_features).t(), False)
+    compute_faster(shape.model)
     (kind,) = trace_model(replace(shape.subject(), products=torch.bfloat16), TRACED_BATCH).kinds
     return kind
+
+
+@pytest.fixture(scope="module")
+def rounded() -> BlockShapes:
+    return traced_in_fp8(has_directions=False)
 
 
 def test_eager_rounding_takes_what_a_rounded_block_shows(
@@ -49,6 +62,40 @@ def test_eager_rounding_takes_what_a_rounded_block_shows(
     for mine, truth in ((guess.keep, rounded.eager.keep), (guess.lean, rounded.eager.lean)):
         assert mine.forward_peak_nbytes == pytest.approx(truth.forward_peak_nbytes, rel=0.03)
         assert mine.backward_peak_nbytes == pytest.approx(truth.backward_peak_nbytes, rel=0.03)
+
+
+def test_the_host_queues_what_a_rounded_block_calls(
+    fused_shapes: ModelShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With CUDA's one kernel for a product, which a CPU does in steps."""
+    import torch
+
+    from gracetune.adapters import products
+
+    def one_kernel(
+        left: Tensor, right: Tensor, _: Tensor, __: Tensor, dtype: torch.dtype, ___: Tensor | None
+    ) -> Tensor:
+        return torch.empty(len(left), right.shape[1], dtype=dtype).neg()
+
+    monkeypatch.setattr(products, "_scaled", one_kernel)
+    truth = traced_in_fp8(has_directions=True)
+    for compiled in (False, True):
+        traced = fused_shapes.kinds[0].compiled if compiled else fused_shapes.kinds[0].eager
+        real = truth.compiled if compiled else truth.eager
+        guess = in_fp8(traced, compiled)
+        for mine, before, found in (
+            (guess.keep, traced.keep, real.keep),
+            (guess.lean, traced.lean, real.lean),
+            (guess.recompute, traced.recompute, real.recompute),
+        ):
+            assert mine.forward_calls.own == found.forward_calls.own == 20
+            assert mine.backward_calls.own == found.backward_calls.own
+            assert mine.again_calls.own == pytest.approx(found.again_calls.own, rel=0.03)
+            for way in ("forward_calls", "again_calls", "backward_calls"):
+                said, is_, was = (getattr(trace, way) for trace in (mine, found, before))
+                assert said.kernels == pytest.approx(is_.kernels, rel=0.15)
+                assert said.dispatched == pytest.approx(is_.dispatched, rel=0.1)
+                assert bool(said.policed) == bool(was.policed)
 
 
 def test_a_compiled_block_that_does_products_again_holds_their_inputs(
