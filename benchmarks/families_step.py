@@ -12,7 +12,7 @@ those of ours too, is predicted before it is measured, with rates from this mach
 `plan_proof.json`; `plan_check.py` judges that file. No rate was fitted to any of them. A host that
 others share may be half as fast a minute later, and a small batch that is not compiled is bound by
 it: so each is run in rounds, every one with a look at the host, a prediction and some steps, and
-what is written down are the means.
+what is written down are the means of their usual steps.
 
     PYTHONPATH=src:benchmarks python benchmarks/families_step.py [--out FOLDER] [--commit NAME]
         [--only flux,qwen,clip,proof_eager,proof_compiled] [--models flux,qwen,wan,clip,fp8]
@@ -28,8 +28,9 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import families
@@ -75,10 +76,10 @@ SMALLER = (1.0, 0.96, 0.92, 0.86)
 BATCHES = (1, 2, 4)
 PLAIN_STEPS = {"flux": (2, 3), "qwen": (2, 3), "clip": (1, 2)}
 OUR_STEPS = (3, 5)
-PROOF_STEPS = (2, 3)
+PROOF_STEPS = (2, 4)
 """Of warming up, and timed in a round."""
-ROUNDS = 3
-LOOKS = 6
+ROUNDS = 4
+LOOKS = 10
 """Passes of each kind by which the host is measured before a round."""
 
 
@@ -136,22 +137,47 @@ class Bench:
             torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def time(self, step: Callable[[], torch.Tensor], steps: tuple[int, int]) -> tuple[float, float]:
-        """Seconds of a step, queued one behind the other as in a run, and the peak in GiB."""
+        """Seconds of the usual step, and the peak in GiB; the last of those to warm up and the
+        timed ones are queued one behind the other, as in a run.
+        """
         warm_up, count = steps
-        for _ in range(warm_up):
+        for _ in range(warm_up - 1):
             step()
         self.synchronize()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        began = time.perf_counter()
-        for _ in range(count):
+        clock = Marks(self.device)
+        for _ in range(1 + count):
             loss = step()
+            clock.mark()
         self.synchronize()
-        seconds = (time.perf_counter() - began) / count
         assert torch.isfinite(loss), f"the loss is {float(loss)}"
         if self.device.type != "cuda":
-            return seconds, 1.0
-        return seconds, torch.cuda.max_memory_allocated(self.device) / GIB
+            return clock.usual_s(), 1.0
+        return clock.usual_s(), torch.cuda.max_memory_allocated(self.device) / GIB
+
+
+class Marks:
+    """Moments of a device, or of a host that computes itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._moments: list[float] = []
+
+    def mark(self) -> None:
+        """When all that was queued is done."""
+        if self._device.type != "cuda":
+            self._moments.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)
+
+    def usual_s(self) -> float:
+        """From mark to mark, the median; the device has passed them all."""
+        spans = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
+        return median(spans or [b - a for a, b in pairwise(self._moments)])
 
 
 def main() -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import torch
 
+from gracetune.memory.garbage import collect
 from gracetune.memory.stages import Reading
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def hard_reclamation(device: int) -> Callable[[], int]:
     """
 
     def reclaim() -> int:
-        gc.collect()
+        collect()
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
         torch.cuda.empty_cache()

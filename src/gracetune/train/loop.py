@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from gracetune.data.loader import Loader, LoaderState
 from gracetune.errors import InterruptedRunError, RunFailedError
 from gracetune.events.types import CheckpointSaved, RampChanged
+from gracetune.memory import garbage
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.record import Record, rates_of
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 WARM, TIMED = 2, 3
 """Steps before a plan is timed, and steps that it is timed by."""
+MADE = 20
+"""Steps after which all has been made that stays, and it is worth a look to set it aside."""
 SAVING = {"stop": "stopping", "save": "asked for", "clock": "every N minutes"}
 """What makes a checkpoint beside the count of steps, and how the log calls it."""
 
@@ -126,7 +129,10 @@ def train_loop(s: Session, progress: Progress) -> Progress:
     accelerator = s.trainee.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
     with closing(Stream(s.feed, rank, world, progress.consumed)) as stream:
-        return _steps(s, stream, progress)
+        try:
+            return _steps(s, stream, progress)
+        finally:
+            garbage.take_back()
 
 
 def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
@@ -138,11 +144,14 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
 
     if progress.step == 0 and run.validation.every > 0:
         _validate(s, record, 0)
-    timing = Timing(s, progress.step)
+    first, timing = progress.step, Timing(s, progress.step)
     while progress.step < total:
         result = _step(s, stream, accumulation, progress, timing)
         progress = progress.after(accumulation, stream.state.consumed, result.expert)
         record.add(progress.step, stream.state.epoch(s.feed.order), result)
+        if progress.step == first + MADE:
+            garbage.set_aside()
+            timing.disturbed = True
         timing.after(progress.step, accumulation, record)
 
         asked = _asked(s, progress.step, saved_at)

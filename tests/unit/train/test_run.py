@@ -1,3 +1,4 @@
+import gc
 import json
 
 import pytest
@@ -18,6 +19,7 @@ from gracetune.events.types import (
 from gracetune.models.family import load_family
 from gracetune.train import checkpoint
 from gracetune.train.build import resolve_precision
+from gracetune.train.loop import MADE
 from gracetune.train.run import run_training
 
 
@@ -45,6 +47,19 @@ def test_training_lowers_the_loss(tiny_run, told):
     run_training(tiny_run(train={"max_train_steps": 60, "batch_size": 8}), sinks=[told])
     losses = [event.loss for event in told.of(StepDone)]
     assert sum(losses[-10:]) < 0.75 * sum(losses[:10])
+
+
+def test_what_stays_is_set_aside_for_the_length_of_a_run(tiny_run, told, monkeypatch):
+    aside = {}
+
+    def handle(event):
+        if isinstance(event, StepDone):
+            aside[event.step] = gc.get_freeze_count() > 0
+
+    monkeypatch.setattr(told, "handle", handle)
+    run_training(tiny_run(train={"max_train_steps": MADE + 1}), sinks=[told])
+    assert [step for step, is_aside in aside.items() if is_aside] == [MADE + 1]
+    assert gc.get_freeze_count() == 0
 
 
 def test_bf16_trains_too(tiny_run, told):
