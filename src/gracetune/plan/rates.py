@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _STEP = "8 blocks of Wan-14B, compiled, batch 2, by kernel time on an H200, torch 2.11, 2026-11-15"
 _LONG = "40 blocks of Wan-14B on an H200: compiled and kept at batch 2, 0.985 s; eager, 0.654 s"
 _FUSED = "8 blocks of Wan-14B with fused LoRA, compiled, kept, batch 2, on an H200: 728 TFLOP/s"
-_RING = "benchmarks/results/ring.json, resident.kept.batch_2"
+_RING = "ten blocks of Wan-14B, resident, eager and kept at batch 2, on an H200: 0.312 s"
 _HOST = (
     "`probe` on two busy x86 cores, Python 3.11, torch 2.13, 2026-11-15; hosts differ by factors"
 )
