@@ -79,7 +79,7 @@ OUR_STEPS = (3, 5)
 PROOF_STEPS = (2, 4)
 """Of warming up, and timed in a round."""
 ROUNDS = 4
-LOOKS = 10
+LOOKS = 6
 """Passes of each kind by which the host is measured before a round."""
 
 

@@ -110,7 +110,7 @@ def measured():
         return ", ".join(f"{wan[f'{name}_images_s'] / best:.2f}" for name in names) + " times"
 
     prefetch = [memory[key] for key in memory if re.fullmatch(r"prefetch\.\d+_mib\.ratio", key)]
-    settled = settled_rings(ring)
+    ratios, slots = ([one[key] for one in settled_rings(ring)] for key in ("ratio", "slots"))
     return {
         "images a second of a LoRA step": times("96", "48", "24", "12"),
         "the same with frozen products in fp8": times("fp8_96", "fp8_12"),
@@ -127,9 +127,8 @@ def measured():
         "`prefetch_to_device` of 64 MiB and more": f"{min(prefetch):.3f}",
         "first touch of managed memory": f"{memory['first_touch.ratio']:.0f} times faster",
         "a step fed from the cache": f"{figures('feed')['fed_over_resident']:.3f}",
-        "a LoRA step of twenty": f"at most {max(one['ratio'] for one in settled):.3f}, in a ring of "
-        f"{min(one['slots'] for one in settled):.0f} to "
-        f"{max(one['slots'] for one in settled):.0f} slots",
+        "a LoRA step of twenty": f"at most {max(ratios):.3f}, "
+        f"in a ring of {min(slots):.0f} to {max(slots):.0f} slots",
     }
 
 

@@ -1,7 +1,7 @@
 """How fast this host queues operators: a model of no size, run as real ones are.
 
-Loops over one operator would tell too little: they run from the processor's caches, where a block's
-thousand lines of Python do not; and models differ in how much Python there is to an operator. So it
+Loops over one operator would tell too little: they run from the processor's caches, where a dozen
+blocks' Python objects do not; and models differ in how much Python there is to an operator. So it
 is the very model that is planned for, with hardly any numbers, three times: as it is, prepared as a
 run prepares it, and that under a policy that is asked about each call. What a pass takes is shared
 out among the calls that the tracer counts.
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 Narrow = Callable[[bool], Outline]
 """Makes a model of no size: as it is, or with what a run adds to it."""
 
-WARM_UP, REPEATS = 3, 30
-SLOWEST = 0.1
+WARM_UP, REPEATS = 1, 6
+SLOWEST = 0.2
 """Share of those that is not counted: something else came between. The others are, slow or not."""
 
 
