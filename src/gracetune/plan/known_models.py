@@ -47,8 +47,8 @@ class Shape:
     others: Callable[[Encoded, int], dict[str, Any]]
     """Arguments that are no tensors."""
     narrow: Config
-    """What makes a configuration one of a dozen blocks with hardly any numbers: fewer would run from
-    the processor's caches."""
+    """What makes a configuration one of a dozen blocks with hardly any numbers: fewer of them would
+    run from the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True)
