@@ -326,29 +326,12 @@ def run_choice(
     placed = place(model, {model: blocks}, layout, mover, show, backend)
     let_go()
     bench.limit(BUDGET_NBYTES)
-    rounds = []
     try:
-        step = step_of(model, *case.call(model, choice.batch, bench.device), autocast=False)
-        for _ in range(steps[0]):
-            step()
-        for _ in range(ROUNDS):
-            planner, fixed = bench.plan_model(name, case)
-            plan = predict(planner, choice, fixed, simulated=False)
-            seconds, peak_gib = bench.time(step, (1, steps[1]))
-            rounds.append(
-                {
-                    "seconds": seconds,
-                    "peak_gib": peak_gib,
-                    "predicted_seconds": plan.seconds.step,
-                    "predicted_peak_gib": plan.device.total / GIB,
-                    "host": asdict(planner.speeds.host),
-                }
-            )
+        rounds = take_rounds(bench, name, case, model, choice, steps)
         waits = placed.ring and placed.ring.counters()
     finally:
         placed.close()
         bench.limit(None)
-        del step
         let_go()
     found = {
         key: fmean(one[key] for one in rounds)
@@ -363,6 +346,36 @@ def run_choice(
     bench.records.append(record)
     bench.save()
     return record
+
+
+def take_rounds(
+    bench: Bench,
+    name: str,
+    case: Case,
+    model: nn.Module,
+    choice: Choice,
+    steps: tuple[int, int],
+) -> list[dict[str, Any]]:
+    """In each a look at the host, a prediction, and some steps."""
+    step = step_of(model, *case.call(model, choice.batch, bench.device), autocast=False)
+    warm_up, count = steps
+    for _ in range(warm_up):
+        step()
+    rounds = []
+    for _ in range(ROUNDS):
+        planner, fixed = bench.plan_model(name, case)
+        plan = predict(planner, choice, fixed, simulated=False)
+        seconds, peak_gib = bench.time(step, (1, count))
+        rounds.append(
+            {
+                "seconds": seconds,
+                "peak_gib": peak_gib,
+                "predicted_seconds": plan.seconds.step,
+                "predicted_peak_gib": plan.device.total / GIB,
+                "host": asdict(planner.speeds.host),
+            }
+        )
+    return rounds
 
 
 def note(bench: Bench, name: str, batch: int, found: tuple[float, float]) -> None:

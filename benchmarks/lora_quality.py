@@ -85,7 +85,7 @@ SHOWN = 64
 """Pictures by which main directions are found: as many as a run takes."""
 WAYS: tuple[Way, ...] = ("bf16", "fp8", "plain", "fp32")
 DEMO_STEPS = 500
-PARTS = "adapters,random_blocks,demo"
+PARTS = ("adapters", "random_blocks", "demo")
 
 
 @dataclass(frozen=True)
@@ -169,25 +169,29 @@ def main() -> int:
     parser.add_argument("--demo", type=Path, help="the folder of the demo's model")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
     parser.add_argument("--commit", default="", help="where there is no git to ask")
-    parser.add_argument("--only", default=PARTS, help="the parts to run, of all of these")
+    parser.add_argument("--only", default=",".join(PARTS), help="the parts to run, of all of these")
     parser.add_argument("--rehearse", action="store_true", help="every path, small")
     arguments = parser.parse_args()
-    parts = arguments.only.split(",")
+    parts = set(arguments.only.split(","))
+    if arguments.demo is None:
+        parts.discard("demo")
+    if not parts or parts - set(PARTS):
+        parser.error(f"--only takes some of {', '.join(PARTS)}, and the demo needs --demo")
     if not torch.cuda.is_available() and not arguments.rehearse:
         print("a GPU with fp8 products is needed, or --rehearse")
         return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = SMALL if arguments.rehearse else WHOLE
-    figures: dict[str, object] = {}
+    figures = results.read("lora_quality", arguments.out)  # of parts that do not run now
     began = time.perf_counter()
 
     def done(part: str) -> None:
         figures[f"{part}_done_at_s"] = time.perf_counter() - began
+        figures[f"{part}_commit"] = arguments.commit or results.this_commit()
         results.write("lora_quality", figures, arguments.out, arguments.commit)
         print(f"[{time.perf_counter() - began:.0f} s] {part}", flush=True)
 
-    has_demo = arguments.demo and "demo" in parts
-    demos = start_demos(arguments.demo, size.demo_steps) if has_demo else {}
+    demos = start_demos(arguments.demo, size.demo_steps) if "demo" in parts else {}
     lessons = size.lessons if "adapters" in parts else {}
     if lessons:
         weights = learn_shapes(figures, size, device)

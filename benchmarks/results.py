@@ -33,6 +33,12 @@ def write(
     return path
 
 
+def read(name: str, folder: Path = FOLDER) -> dict[str, object]:
+    """The figures that were written; none where there is no file."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text())["figures"] if path.exists() else {}
+
+
 def flatten(figures: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
     """Every number with the names that lead to it."""
     for name, value in figures.items():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.memory.garbage import collect
+from gracetune.memory.garbage import ASIDE
 from gracetune.memory.stages import Reading
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def hard_reclamation(device: int) -> Callable[[], int]:
     """
 
     def reclaim() -> int:
-        collect()
+        ASIDE.collect()
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
         torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from gracetune.memory.faults import count_faults, import_cupti
-from gracetune.memory.garbage import collect
+from gracetune.memory.garbage import ASIDE
 from gracetune.memory.hints import Hints, legacy_stream, torch_stream
 from gracetune.memory.ledger import Ledger, Tier
 from gracetune.memory.machine import read_this_host
@@ -193,7 +193,7 @@ class MemorySession:
         """Cycles of Python objects may still hold tensors that nobody can reach."""
         device = self.machine.platform.device
         before = torch.cuda.memory_allocated(device)
-        collect()
+        ASIDE.collect()
         return before - torch.cuda.memory_allocated(device)
 
     def _pool_counters(self) -> ShimCounters | str:

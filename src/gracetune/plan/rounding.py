@@ -34,6 +34,9 @@ APART, PRODUCT = 2, 6
 """Inside of our operators: what takes an input apart; the product with all that is beside it."""
 GRADIENTS, INPUT_GRADIENT = 3, 3
 TURNED = 1
+SAVED, LOOKED_AT = 1.5, 2
+"""By a layer that shares nothing, beside what it did: tensors that autograd saves, and looks at
+memory on the way back."""
 
 
 def beside_nbytes(keep: Trace) -> int:
@@ -74,14 +77,16 @@ def in_fp8(ways: Ways, compiled: bool) -> Ways:
 def _queued(trace: Trace, keep: Trace, compiled: bool) -> Trace:
     """With what the host has to call; a layer in fp8 computes by itself, whatever it shares."""
     rounds, layers, given = ROUNDED[compiled], _layers(keep.forward), _layers(keep.backward)
-    once = Calls(rounds + 2, kernels=rounds + APART + PRODUCT, own=2)
+    once = Calls(rounds + 2, kernels=rounds + APART + PRODUCT, own=2, saved=SAVED)
     there = _exchanged(trace.forward_calls, trace.forward, once.times(layers))
     twice = _layers(trace.backward) - given
     """Layers that are computed once more."""
     back = Calls(
         dispatched=2 * layers + (rounds + TURNED) * given,
         kernels=GRADIENTS * layers + (rounds + TURNED + INPUT_GRADIENT) * given,
+        views=0 if compiled else LOOKED_AT * layers,
         own=layers + given,
+        saved=SAVED * layers,
     )
     if compiled:  # in the same graph as the way back
         back = replace(back, kernels=back.kernels + once.kernels * twice, own=back.own + 2 * twice)
@@ -105,7 +110,9 @@ def _exchanged(calls: Calls, ops: Sequence[Op], others: Calls) -> Calls:
         calls,
         dispatched=dispatched,
         kernels=calls.kernels - _inside(ops) + others.kernels,
+        views=calls.views + others.views,
         own=others.own,
+        saved=calls.saved + others.saved,
         policed=calls.policed and dispatched,
     )
 

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from gracetune.data.loader import Loader, LoaderState
 from gracetune.errors import InterruptedRunError, RunFailedError
 from gracetune.events.types import CheckpointSaved, RampChanged
-from gracetune.memory import garbage
+from gracetune.memory.garbage import ASIDE
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.record import Record, rates_of
@@ -132,7 +132,7 @@ def train_loop(s: Session, progress: Progress) -> Progress:
         try:
             return _steps(s, stream, progress)
         finally:
-            garbage.take_back()
+            ASIDE.take_back()
 
 
 def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
@@ -150,7 +150,9 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
         progress = progress.after(accumulation, stream.state.consumed, result.expert)
         record.add(progress.step, stream.state.epoch(s.feed.order), result)
         if progress.step == first + MADE:
-            garbage.set_aside()
+            record.flush()
+            ASIDE.set()
+            record.resume()
             timing.disturbed = True
         timing.after(progress.step, accumulation, record)
 

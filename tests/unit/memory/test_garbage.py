@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gracetune.memory import garbage
+from gracetune.memory.garbage import Aside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,41 +21,55 @@ class Knot:
         self.itself = self
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """No collection but those that are asked for."""
+@pytest.fixture
+def aside() -> Iterator[Aside]:
+    """Where there is no collection but those that are asked for."""
     gc.disable()
-    yield
-    garbage.take_back()
+    yield Aside()
+    gc.unfreeze()
     gc.enable()
 
 
-def test_a_collection_passes_over_what_was_set_aside() -> None:
+def test_a_collection_passes_over_what_was_set_aside(aside: Aside) -> None:
     alive = weakref.ref(knot := Knot())
-    garbage.set_aside()
+    aside.set()
     del knot
     gc.collect()
     assert alive() is not None
-    garbage.take_back()
+    aside.take_back()
     gc.collect()
     assert alive() is None
 
 
-def test_who_needs_memory_gets_what_was_set_aside_too() -> None:
+def test_who_needs_memory_gets_what_was_set_aside_too(aside: Aside) -> None:
     alive = weakref.ref(knot := Knot())
-    garbage.set_aside()
+    aside.set()
     del knot
-    garbage.collect()
+    aside.collect()
     assert alive() is None
     assert gc.get_freeze_count() > 0, "and the rest stays aside"
 
 
-def test_nothing_is_set_aside_by_a_collection() -> None:
-    garbage.collect()
+def test_nothing_is_set_aside_by_a_collection(aside: Aside) -> None:
+    aside.collect()
     assert gc.get_freeze_count() == 0
 
 
-def test_garbage_from_before_is_not_set_aside() -> None:
+def test_garbage_from_before_is_not_set_aside(aside: Aside) -> None:
     alive: weakref.ref[Any] = weakref.ref(Knot())
-    garbage.set_aside()
+    aside.set()
+    assert alive() is None
+
+
+def test_what_somebody_else_has_set_aside_stays_as_it_is(aside: Aside) -> None:
+    alive = weakref.ref(knot := Knot())
+    gc.freeze()
+    del knot
+    young = weakref.ref(Knot())
+    for touch in (aside.set, aside.collect, aside.take_back):
+        touch()
+        assert alive() is not None
+        assert young() is None or touch == aside.set
+    gc.unfreeze()
+    gc.collect()
     assert alive() is None

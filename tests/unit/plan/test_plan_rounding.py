@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gracetune.plan.host import operators
 from gracetune.plan.rounding import DIRECTIONS, beside_nbytes, in_fp8
 from gracetune.plan.shapes import Op, Ways
 
@@ -95,6 +96,8 @@ def test_the_host_queues_what_a_rounded_block_calls(
                 said, is_, was = (getattr(trace, way) for trace in (mine, found, before))
                 assert said.kernels == pytest.approx(is_.kernels, rel=0.15)
                 assert said.dispatched == pytest.approx(is_.dispatched, rel=0.1)
+                assert operators(said) == pytest.approx(operators(is_), rel=0.12)
+                assert said.saved == pytest.approx(is_.saved, rel=0.2)
                 assert bool(said.policed) == bool(was.policed)
 
 
