@@ -148,12 +148,6 @@ SHORT |= {"fp8": replace(wan(12, PICTURE), frozen_compute="fp8")}
 
 def rehearsed(case: Case) -> Case:
     """The same code in no time, on any machine."""
-    narrow: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16}
-    if case.family == "wan22":
-        narrow |= {"ffn_dim": 32, "text_dim": 16, "freq_dim": 16}
-    else:
-        narrow |= {"joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)}
-    if case.family == "flux":
-        narrow |= {"pooled_projection_dim": 16}
+    narrow = SHAPES[PUBLISHED[case.family].class_name].narrow
     small = Picture(64, 64, min(case.picture.frames, 5))
-    return replace(case, picture=small, config={**case.config, **narrow})
+    return replace(case, picture=small, config={**narrow, **case.config})

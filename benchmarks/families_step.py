@@ -18,7 +18,8 @@ what is written down are the means of their usual steps.
         [--only flux,qwen,clip,proof_eager,proof_compiled] [--models flux,qwen,wan,clip,fp8]
         [--ways first|later|last|hosts|all] [--rehearse]
 
-Two files are written, whatever parts run: `families_step.json` and `plan_proof.json`.
+Two files are written, whatever parts run: `families_step.json` and `plan_proof.json`. What they
+have of other parts and configurations stays, each with the commit that it is of.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ import families
 import proof_ways
 import results
 import torch
-from wan14b import let_go, step_of
+from wan14b import in_a_row, let_go, step_of
 
 from gracetune.adapters.fused import freeze_in_fp8_for
 from gracetune.memory.machine import open_machine
@@ -93,8 +93,8 @@ class Bench:
     rehearse: bool
     out: Path
     commit: str
-    figures: dict[str, float | str] = field(default_factory=dict)
-    records: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, Any]
+    records: list[dict[str, Any]]
     traces: dict[str, ModelShapes] = field(default_factory=dict)
     probes: dict[str, Probe] = field(default_factory=dict)
 
@@ -146,38 +146,12 @@ class Bench:
         self.synchronize()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        clock = Marks(self.device)
-        for _ in range(1 + count):
-            loss = step()
-            clock.mark()
-        self.synchronize()
+        step()
+        seconds, loss = in_a_row(step, count, self.device)
         assert torch.isfinite(loss), f"the loss is {float(loss)}"
         if self.device.type != "cuda":
-            return clock.usual_s(), 1.0
-        return clock.usual_s(), torch.cuda.max_memory_allocated(self.device) / GIB
-
-
-class Marks:
-    """Moments of a device, or of a host that computes itself."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._moments: list[float] = []
-
-    def mark(self) -> None:
-        """When all that was queued is done."""
-        if self._device.type != "cuda":
-            self._moments.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._events.append(event)
-
-    def usual_s(self) -> float:
-        """From mark to mark, the median; the device has passed them all."""
-        spans = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._events)]
-        return median(spans or [b - a for a, b in pairwise(self._moments)])
+            return median(seconds), 1.0
+        return median(seconds), torch.cuda.max_memory_allocated(self.device) / GIB
 
 
 def main() -> int:
@@ -205,6 +179,7 @@ def main() -> int:
                 compare(bench, part)
         finally:
             bench.figures[f"{part}_took_s"] = time.perf_counter() - began
+            bench.figures[f"{part}_commit"] = bench.commit
             bench.save()
     return 0 if report(bench.figures) else 1
 
@@ -212,14 +187,18 @@ def main() -> int:
 def open_bench(rehearse: bool, out: Path, commit: str) -> Bench:
     """Measure the machine as a run does, while its memory is empty."""
     machine = open_machine()
+    found = results.read("families_step", out)
+    records = results.read("plan_proof", out).get("configurations", [])
     if rehearse:
         from gracetune.plan.machines import MACHINES
 
         basics = basics_of(MACHINES["h200-pcie"])
-        return Bench(torch.device("cpu"), machine.platform.link, basics, rehearse, out, commit)
-    device = torch.device("cuda", 0)
-    basics = measure(device, torch.cuda.synchronize)
-    return Bench(device, machine.platform.link, basics, rehearse, out, commit)
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", 0)
+        basics = measure(device, torch.cuda.synchronize)
+    commit = commit or results.this_commit()
+    return Bench(device, machine.platform.link, basics, rehearse, out, commit, found, records)
 
 
 def compare(bench: Bench, name: str) -> None:
@@ -342,8 +321,9 @@ def run_choice(
         f"predicted, {found['seconds']:.3f} s and {found['peak_gib']:.2f} GiB measured; {waits}",
         flush=True,
     )
-    record = proof_ways.record(title, case, choice) | found | {"rounds": rounds}
-    bench.records.append(record)
+    record = proof_ways.record(title, case, choice) | found
+    record |= {"rounds": rounds, "commit": bench.commit}
+    bench.records = [one for one in bench.records if one["name"] != title] + [record]
     bench.save()
     return record
 
@@ -387,7 +367,7 @@ def note(bench: Bench, name: str, batch: int, found: tuple[float, float]) -> Non
     print(f"{name}: batch {batch}, {batch / seconds:.3f} samples/s, {peak_gib:.2f} GiB", flush=True)
 
 
-def report(figures: dict[str, float | str]) -> bool:
+def report(figures: dict[str, Any]) -> bool:
     """Print each promise that was measured, and whether it holds."""
     met = True
     for name in ("flux", "qwen", "clip"):

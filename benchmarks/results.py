@@ -7,7 +7,7 @@ import platform
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,7 @@ def write(
     return path
 
 
-def read(name: str, folder: Path = FOLDER) -> dict[str, object]:
+def read(name: str, folder: Path = FOLDER) -> dict[str, Any]:
     """The figures that were written; none where there is no file."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text())["figures"] if path.exists() else {}

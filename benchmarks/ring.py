@@ -26,14 +26,13 @@ import gc
 import sys
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import results
 import torch
-from wan14b import DEVICE, let_go, make_model, make_step
+from wan14b import DEVICE, in_a_row, let_go, make_model, make_step
 
 from gracetune.memory.machine import open_machine
 from gracetune.plan.result import BlockPlan
@@ -211,13 +210,7 @@ def take_turn(side: Side) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     side.step()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS)]
-    marks[0].record()
-    for mark in marks[1:]:
-        side.step()
-        mark.record()
-    torch.cuda.synchronize()
-    side.seconds += [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+    side.seconds += in_a_row(side.step, STEPS - 1, DEVICE)[0]
     side.peak_nbytes = max(side.peak_nbytes, torch.cuda.max_memory_allocated())
 
 

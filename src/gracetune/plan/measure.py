@@ -37,7 +37,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     narrow: Narrow | None = None,
 ) -> Basics:
-    """Measure for a second or two; memory of a few GiB is taken and given back.
+    """Measure for a few seconds; memory of a few GiB is taken and given back.
 
     `narrow` makes the models by which the host is measured; none: another host stands for it.
     """

@@ -56,7 +56,7 @@ def probe_host(
     clock: Callable[[], float],
     narrow: Narrow,
 ) -> Host:
-    """Measure for a second or two; takes no memory to speak of."""
+    """Measure for a few seconds; takes no memory to speak of."""
     return Probe(device, synchronize, clock, narrow).measure()
 
 

@@ -32,8 +32,8 @@ ROUNDED = {False: 9, True: 2}
 """Kernels that give a matrix scales and round it: one operation at a time, and compiled."""
 APART, PRODUCT = 2, 6
 """Inside of our operators: what takes an input apart; the product with all that is beside it."""
-GRADIENTS, INPUT_GRADIENT = 3, 3
-TURNED = 1
+GRADIENTS, INPUT_GRADIENT, TURNED = 3, 3, 1
+"""On the way back: of the LoRA's halves; of the input, beside rounding; and the weight, turned."""
 SAVED, LOOKED_AT = 1.5, 2
 """By a layer that shares nothing, beside what it did: tensors that autograd saves, and looks at
 memory on the way back."""
@@ -77,7 +77,7 @@ def in_fp8(ways: Ways, compiled: bool) -> Ways:
 def _queued(trace: Trace, keep: Trace, compiled: bool) -> Trace:
     """With what the host has to call; a layer in fp8 computes by itself, whatever it shares."""
     rounds, layers, given = ROUNDED[compiled], _layers(keep.forward), _layers(keep.backward)
-    once = Calls(rounds + 2, kernels=rounds + APART + PRODUCT, own=2, saved=SAVED)
+    once = Calls(dispatched=rounds + 2, kernels=rounds + APART + PRODUCT, own=2, saved=SAVED)
     there = _exchanged(trace.forward_calls, trace.forward, once.times(layers))
     twice = _layers(trace.backward) - given
     """Layers that are computed once more."""
