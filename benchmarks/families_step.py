@@ -16,7 +16,7 @@ what is written down are the means of their usual steps.
 
     PYTHONPATH=src:benchmarks python benchmarks/families_step.py [--out FOLDER] [--commit NAME]
         [--only flux,qwen,clip,proof_eager,proof_compiled] [--models flux,qwen,wan,clip,fp8]
-        [--ways first|later|last|hosts|all] [--rehearse]
+        [--ways first|later|last|hosts|fresh|all] [--rehearse]
 
 Two files are written, whatever parts run: `families_step.json` and `plan_proof.json`. What they
 have of other parts and configurations stays, each with the commit that it is of.

@@ -7,7 +7,9 @@ way to keep activations and mixes of them, eager and compiled, batches of 1, 2 a
 of one sample, which the host bounds, and products in fp8. `LAST` was chosen when the eager ones of
 both had been seen (`plan_proof.json` as of 13805ea) and the host's part had been made anew, and
 before any of it was measured. `HOSTS` are its eager ways, and those of the others whose time had
-been said more than a tenth too short, to be looked at in rounds.
+been said more than a tenth too short, to be looked at in rounds. `FRESH` was chosen when kernels
+between products had begun to be timed one by one, which those had led to, and before any of it was
+measured: no way is in it that had been run before.
 """
 
 from __future__ import annotations
@@ -155,11 +157,37 @@ HOSTS: dict[str, list[Way]] = {
     "clip": LAST["clip"],
     "fp8": [],
 }
+FRESH: dict[str, list[Way]] = {
+    "flux": [
+        Way(False, 1, "none", ("recompute",), "keep"),
+        Way(False, 2, "all", ("keep",), "lean"),
+        Way(False, 4, "half", ("offload",), "recompute"),
+        Way(True, 2, "none", ("lean",), "recompute"),
+    ],
+    "qwen": [
+        Way(False, 1, "all", ("recompute",), "recompute"),
+        Way(False, 2, "none", ("lean",), "keep"),
+        Way(False, 4, "half", ("offload", "lean"), "recompute"),
+        Way(True, 1, "half", ("offload",), "keep"),
+    ],
+    "wan": [
+        Way(False, 1, "none", ("keep",), "lean"),
+        Way(False, 2, "all", ("offload",), "lean"),
+        Way(False, 4, "half", ("recompute",), "lean"),
+        Way(True, 2, "half", ("keep",), "offload"),
+    ],
+    "clip": [
+        Way(False, 1, "half", ("keep",), "recompute"),
+        Way(False, 2, "none", ("lean",), "recompute"),
+    ],
+    "fp8": [],
+}
 WAYS = {
     "first": FIRST,
     "later": LATER,
     "last": LAST,
     "hosts": HOSTS,
+    "fresh": FRESH,
     "all": {name: [*FIRST[name], *LATER[name], *LAST[name]] for name in LAST},
 }
 

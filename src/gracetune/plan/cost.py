@@ -67,6 +67,8 @@ class Way:
     forward_host_s: float = 0.0
     """What the host needs to queue it."""
     backward_host_s: float = 0.0
+    forward_kernels: float = 0.0
+    backward_kernels: float = 0.0
     num_saved: float = 0.0
     """Tensors that autograd saves."""
 
@@ -210,7 +212,7 @@ class Model:
         return Costs(
             batch=batch,
             blocks=tuple(kinds[kind] for kind in shapes.order),
-            outside=self._way(shapes.outside, scale, self.speeds.eager),
+            outside=self._way(shapes.outside, scale, compiled=False),
             outside_frozen_nbytes=shapes.outside_frozen_nbytes,
             trained_nbytes=shapes.trained_nbytes,
             batch_nbytes=int(shapes.batch_nbytes * scale),
@@ -233,43 +235,53 @@ class Model:
 
     def _ways(self, kind: BlockShapes, scale: float, compiled: bool) -> BlockWays:
         ways = kind.compiled if compiled else kind.eager
-        elementwise = self.speeds.compiled if compiled else self.speeds.eager
         if self.frozen_compute == "fp8":
             ways = in_fp8(ways, compiled)
         again = checkpointed(ways.keep, kind.input_nbytes) if self._plain else ways.recompute
         keep, lean, recompute = (
-            self._way(trace, scale, elementwise) for trace in (ways.keep, ways.lean, again)
+            self._way(trace, scale, compiled) for trace in (ways.keep, ways.lean, again)
         )
         return BlockWays(keep, lean, recompute)
 
-    def _way(self, trace: Trace, scale: float, elementwise: float) -> Way:
+    def _way(self, trace: Trace, scale: float, compiled: bool) -> Way:
         return Way(
-            forward=self._seconds(trace.forward, scale, elementwise).times(self._slower),
-            backward=self._seconds(trace.backward, scale, elementwise).times(self._slower),
+            forward=self._seconds(trace.forward, scale, compiled).times(self._slower),
+            backward=self._seconds(trace.backward, scale, compiled).times(self._slower),
             saved_nbytes=int(trace.saved_nbytes * scale),
             saves_input=trace.saves_input,
             forward_peak_nbytes=int(trace.forward_peak_nbytes * scale),
             backward_peak_nbytes=int(trace.backward_peak_nbytes * scale) + trace.turned_nbytes,
             forward_host_s=self.speeds.host.there_s(trace) * self._slower,
             backward_host_s=self.speeds.host.back_s(trace) * self._slower,
+            forward_kernels=trace.forward_calls.kernels,
+            backward_kernels=trace.again_calls.kernels + trace.backward_calls.kernels,
             num_saved=trace.forward_calls.saved,
         )
 
-    def _seconds(self, ops: Sequence[Op], scale: float, elementwise: float) -> Parts:
-        speeds = self.speeds
-        spent = {"gemm": 0.0, "attention": 0.0, "elementwise": 0.0}
+    def _seconds(self, ops: Sequence[Op], scale: float, compiled: bool) -> Parts:
+        spent = {"gemm": 0.0, "attention": 0.0, "elementwise": 0.0, "gaps": 0.0}
         for op in ops:
+            timed = self._timed(op, scale)
             nbytes = op.weights_nbytes + (op.nbytes - op.weights_nbytes) * scale
-            rate = elementwise if op.kind == "elementwise" else speeds.memory
-            spent[op.kind] += max(self._computing_s(op, scale), nbytes / rate)
-        return Parts(**spent, gaps=len(ops) * speeds.gap_s)
+            if op.kind != "elementwise":
+                spent[op.kind] += max(
+                    self._computing_s(op, scale, timed, compiled), nbytes / self.speeds.memory
+                )
+            elif timed is None:
+                spent[op.kind] += nbytes / (self.speeds.compiled if compiled else self.speeds.eager)
+            else:
+                spent[op.kind] += timed
+            spent["gaps"] += self.speeds.gap_s if timed is None else 0.0  # or it was timed with it
+        return Parts(**spent)
 
-    def _computing_s(self, op: Op, scale: float) -> float:
-        timer, is_fp8 = self.speeds.timer, op.frozen and self.frozen_compute == "fp8"
-        if timer is None or not op.extent or is_fp8:
+    def _timed(self, op: Op, scale: float) -> float | None:
+        is_fp8 = op.frozen and self.frozen_compute == "fp8"  # it has rates of its own
+        return None if self.speeds.timer is None or is_fp8 else self.speeds.timer(op, scale)
+
+    def _computing_s(self, op: Op, scale: float, timed: float | None, compiled: bool) -> float:
+        if timed is None:
             return op.flops * scale / self._flops_rate(op)
-        extent = max(1, round(op.extent[0] * scale)), *op.extent[1:]
-        return timer(op.kind, extent, op.backward) / self.speeds.step_share
+        return timed / self.speeds.step_share if compiled else timed
 
     def _flops_rate(self, op: Op) -> float:
         speeds = self.speeds

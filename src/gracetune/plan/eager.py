@@ -1,7 +1,8 @@
 """What operations do when they run one by one: counted on fake tensors, nothing is computed.
 
 Fake tensors stand on the CPU, whatever the plan is for: a CPU build of torch has no other device
-for them. Where CUDA's kernels save or allocate something else than the CPU's, this file says so.
+for them. Where CUDA's kernels save or allocate something else than the CPU's, `cuda_kernels` and
+this file say so.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gracetune.plan.kernels import (
@@ -25,7 +24,7 @@ from gracetune.plan.kernels import (
 from gracetune.plan.shapes import Calls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -101,8 +100,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Let it run on fake tensors, then look at what came out."""
-        out = func(*args, **(kwargs or {}))
-        ops = ops_of(func, args, out, self._weights, self.backward)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        ops = ops_of(func, args, kwargs, out, self._weights, self.backward)
         self._ops += ops
         if func.namespace != "prim":  # what only fake tensors are asked for
             self._dispatched += 1
@@ -128,41 +128,3 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _bury(self, address: int) -> None:
         number, nbytes = self._alive.pop(address)
         self._changes.append((number, -nbytes))
-
-
-class CudaKernels(TorchFunctionMode):
-    """Puts in what CUDA has a kernel for and the CPU does in steps."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """RMSNorm is one kernel on CUDA, and saves its input as it is."""
-        if func in (torch.nn.functional.rms_norm, torch.rms_norm):
-            return _rms_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: object,  # noqa: ARG001
-    weight: Tensor | None = None,
-    eps: float | None = None,  # noqa: ARG001
-) -> Tensor:
-    apply: Callable[..., Tensor] = _RmsNorm.apply
-    return apply(input, weight)
-
-
-class _RmsNorm(torch.autograd.Function):
-    """Allocates and saves what CUDA's kernel does; the values are fake either way."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, weight: Tensor | None) -> Tensor:
-        scale = source.new_empty(source.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(source, scale, weight)
-        return torch.neg(source)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-        source, _, weight = ctx.saved_tensors
-        trains_weight = ctx.needs_input_grad[1]
-        return source + gradients[0], torch.empty_like(weight) if trains_weight else None

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from gracetune.plan.replay import recipe_of
 from gracetune.plan.shapes import Op
 
 if TYPE_CHECKING:
@@ -88,7 +89,12 @@ class WeightStorages:
 
 
 def ops_of(
-    func: OpOverload, args: Any, out: Any, weights: WeightStorages, backward: bool
+    func: OpOverload,
+    args: Any,
+    kwargs: dict[str, Any],
+    out: Any,
+    weights: WeightStorages,
+    backward: bool,
 ) -> list[Op]:
     """The kernels that one call stands for; none where nothing is read or written."""
     inputs, outputs = tensors_of(args), tensors_of(out)
@@ -101,7 +107,8 @@ def ops_of(
     written = float(sum(size_of(tensor) for tensor in outputs))
     nbytes = written + float(sum(size_of(tensor) for tensor in inputs))
     if not is_product(func):
-        return [Op("elementwise", 0.0, nbytes, backward=backward)]
+        recipe = recipe_of(func, args, kwargs)
+        return [Op("elementwise", 0.0, nbytes, backward=backward, recipe=recipe)]
     return product_ops(func, args, out, nbytes, weights, backward)
 
 
@@ -153,13 +160,14 @@ class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let it run on fake tensors, then look at what came out; products of torch are taken apart
         too, where they are only names for others.
         """
+        kwargs = kwargs or {}
         if func.namespace == "aten":
             with self:
-                parts = func.decompose(*args, **(kwargs or {}))
+                parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        out = func(*args, **(kwargs or {}))
-        self.ops += ops_of(func, args, out, self._weights, self._backward)
+        out = func(*args, **kwargs)
+        self.ops += ops_of(func, args, kwargs, out, self._weights, self._backward)
         return out
 
 

@@ -1,13 +1,14 @@
 """What the machine at hand does a second: a moment's work on the device that is there.
 
 The same kernels that `machines` has figures for: a large product, a copy on the device, and copies
-over the link both ways; and what queueing operators costs the host (`probe`). Products and
-attention of a model are timed by their own extents when the planner comes to them: libraries are
-not equally good at all of them.
+over the link both ways; and what queueing operators costs the host (`probe`). Products, attention
+and what runs between them one operation at a time are timed as a model has them when the planner
+comes to them: libraries are not equally good at all of them.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -16,17 +17,24 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gracetune.plan.probe import probe_host
 from gracetune.plan.rates import USUAL_HOST, Basics
-from gracetune.units import MIB
+from gracetune.plan.replay import prepared
+from gracetune.units import GIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.plan.probe import Narrow
-    from gracetune.plan.shapes import Kind
+    from gracetune.plan.replay import Recipe
+    from gracetune.plan.shapes import Op
 
+log = logging.getLogger(__name__)
 WARM_UP, REPEATS = 3, 10
 MOST_ROWS = 16384
 """Of a product that is timed: more take as long as their number says."""
+MOST_NBYTES = 4 * GIB
+"""That an elementwise kernel may touch to be timed; what touches more goes by its bytes."""
+BUSY_EDGE = 8192
+"""Of a product that gives the device something to do while short kernels are queued behind it."""
 
 
 def measure(
@@ -92,19 +100,36 @@ class Stopwatch:
         self._synchronize = synchronize
         self._clock = clock
         self._known: dict[tuple[int, ...], float] = {}
+        self._replayed: dict[Recipe, float | None] = {}
 
-    def seconds(self, kind: Kind, extent: tuple[int, ...], backward: bool) -> float:
-        """Of one product (rows, inner, outer), or attention (samples, heads, queries, keys, width).
+    def seconds(self, op: Op, scale: float) -> float | None:
+        """Of one kernel at so many times the batch that was traced; none: it cannot be timed.
 
-        Both grow with the first number, from where on there is work for the whole device.
+        All of them grow with the batch, from where on there is work for the whole device.
         """
-        if kind == "gemm":
-            rows = min(extent[0], MOST_ROWS)
-            return self._product(rows, *extent[1:]) * extent[0] / rows
-        assert kind == "attention", kind
-        forward = self._attention(False, *extent[1:])
-        one = self._attention(True, *extent[1:]) - forward if backward else forward
-        return one * extent[0]
+        if op.recipe is not None:
+            once = self._replay(op.recipe) if op.nbytes <= MOST_NBYTES else None
+            return None if once is None else once * scale
+        if not op.extent:
+            return None
+        first, *others = max(1, round(op.extent[0] * scale)), *op.extent[1:]
+        if op.kind == "gemm":
+            rows = min(first, MOST_ROWS)
+            return self._product(rows, *others) * first / rows
+        assert op.kind == "attention", op.kind
+        forward = self._attention(False, *others)
+        one = self._attention(True, *others) - forward if op.backward else forward
+        return one * first
+
+    def _replay(self, recipe: Recipe) -> float | None:
+        if recipe not in self._replayed:
+            try:
+                self._replayed[recipe] = self._time_short(prepared(recipe, self._device))
+            except RuntimeError as refused:
+                # The device is short of memory, or has another operator for it than the CPU.
+                log.warning("%s goes by its bytes, it cannot be timed: %s", recipe.func, refused)
+                self._replayed[recipe] = None
+        return self._replayed[recipe]
 
     def _product(self, *extent: int) -> float:
         rows, inner, outer = extent
@@ -135,6 +160,22 @@ class Stopwatch:
 
     def _time(self, work: Callable[[], object]) -> float:
         return _timed(work, self._synchronize, self._clock)
+
+    def _time_short(self, work: Callable[[], object]) -> float:
+        """A kernel may be shorter than its call: so calls queue up behind something long."""
+        if self._device.type != "cuda":
+            return self._time(work)
+        for _ in range(WARM_UP):
+            work()
+        long = torch.ones(BUSY_EDGE, BUSY_EDGE, dtype=torch.bfloat16, device=self._device)
+        began, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        long @ long
+        began.record()
+        for _ in range(REPEATS):
+            work()
+        ended.record()
+        self._synchronize()
+        return float(began.elapsed_time(ended)) / 1e3 / REPEATS
 
 
 def _timed(

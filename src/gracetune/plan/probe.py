@@ -25,7 +25,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from gracetune.plan.eager import CudaKernels, Watch
+from gracetune.plan.cuda_kernels import CudaKernels
+from gracetune.plan.eager import Watch
 from gracetune.plan.host import Host, operators
 from gracetune.plan.outlines import Outline
 

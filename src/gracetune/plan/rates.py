@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gracetune.plan.machines import Machine
-    from gracetune.plan.shapes import Kind
+    from gracetune.plan.shapes import Op
 
-    Timer = Callable[[Kind, tuple[int, ...], bool], float]
-    """Seconds of a product or attention of this extent, forward or backward, by itself."""
+    Timer = Callable[[Op, float], float | None]
+    """Seconds of a kernel by itself at so many times the traced batch; none: it cannot tell."""
 
 _STEP = "8 blocks of Wan-14B, compiled, batch 2, by kernel time on an H200, torch 2.11, 2026-11-15"
 _LONG = "40 blocks of Wan-14B on an H200: compiled and kept at batch 2, 0.985 s; eager, 0.654 s"
@@ -94,7 +94,7 @@ class Speeds:
     timer: Timer | None = None
     """What the machine itself says of a kernel; none: by the rates above."""
     step_share: float = 1.0
-    """Of a kernel's speed by itself, what is left in the middle of a long step."""
+    """Of a product's speed by itself, what is left in the middle of a long compiled step."""
     host: Host = FREE_HOST
 
 

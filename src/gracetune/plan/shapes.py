@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gracetune.plan.replay import Recipe
+
 Kind = Literal["gemm", "attention", "elementwise"]
 
 
@@ -35,6 +37,8 @@ class Op:
     """Whether it is the first kernel of one of our operators."""
     holds_frozen: bool = False
     """Whether the weight is frozen itself, and not of the adapter inside one of our operators."""
+    recipe: Recipe | None = None
+    """Of an elementwise kernel that is not compiled: the call that makes it run on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class Calls:
     """Tensors that autograd saves in forward and reads in backward."""
     policed: float = 0.0
     """Of the operators, those that a policy is asked about."""
+    kept: float = 0.0
+    """Of those, the ones whose results it keeps."""
 
     def times(self, factor: float) -> Calls:
         """Each kind so many times as often."""
@@ -110,7 +116,8 @@ def done_again(keep: Trace, kept: Sequence[Op], input_nbytes: int, policed: bool
     twice = there.times(1.0 if keep.num_read is None else keep.num_read / len(keep.forward))
     twice = replace(twice, kernels=float(len(again)))
     if policed:
-        there = replace(there, policed=there.dispatched)
+        num_kept = sum(op.out_nbytes > 0 for op in kept)  # of one of ours, the last kernel's
+        there = replace(there, policed=there.dispatched, kept=float(num_kept))
         twice = replace(twice, policed=twice.dispatched)
     saved_nbytes = int(sum(op.out_nbytes for op in kept))
     return Trace(

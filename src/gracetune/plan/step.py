@@ -6,6 +6,7 @@ before still computes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,9 @@ WEIGHTS_IN = LANES.index("weights_in")
 ACTIVATIONS_IN = LANES.index("activations_in")
 ACTIVATIONS_OUT = LANES.index("activations_out")
 STEPS = 2
-LEAD = 8
-"""Passes of blocks that the host may have queued and the device not begun: a stream takes about a
-thousand kernels, and then whoever queues more has to wait."""
+QUEUE = 1021
+"""Kernels that the host may have queued and the device not begun; whoever queues more has to wait.
+Counted on an H200 with CUDA 13, whatever the kernels: as many as a channel of the driver takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,13 @@ def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
     """What no order of events can beat: computing, queueing, or a direction of the link, alone."""
     computing = _parts(costs, choice).total + _recomputed(costs, choice)
     computing += costs.outside.forward.total + costs.outside.backward.total
-    passes = [
-        seconds
+    ways = [
+        block.way(plan.activations, choice.compiled)
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
-        for way in (block.way(plan.activations, choice.compiled),)
-        for seconds in (way.forward_host_s, way.backward_host_s)
     ]
+    passes = [seconds for way in ways for seconds in (way.forward_host_s, way.backward_host_s)]
+    fewest = min(kernels for way in ways for kernels in (way.forward_kernels, way.backward_kernels))
+    lead = 1 + QUEUE / max(1.0, fewest)
     out = sum(
         b.outgoing_nbytes(p, choice.compiled)
         for b, p in zip(costs.blocks, choice.blocks, strict=True)
@@ -101,7 +103,7 @@ def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
     uses = max(0, 2 * (len(choice.streamed) - choice.slots))
     return max(
         computing,
-        sum(passes) - LEAD * max(passes),  # into the step that is timed the host brings a lead
+        sum(passes) - lead * max(passes),  # into the step that is timed the host brings a lead
         (uses * costs.slot_nbytes + out) / speeds.link_in,
         out / speeds.link_out,
     )
@@ -165,6 +167,8 @@ class _Script:
         """What each block that sends anything sends."""
         self._queues = self._queueing()
         self._computed: list[int] = []
+        self._kernels: list[float] = []
+        """Of all passes up to each that is computed."""
         self._queued = -1
 
     def _queueing(self) -> list[tuple[float, float]]:
@@ -198,18 +202,22 @@ class _Script:
         self.first_of_last_step = len(self.tasks)
         out: dict[int, int] = {}
         outside = self.costs.outside
-        self._compute(self._outside_s[0], [], outside.forward_host_s if self._queues else 0)
+        there, back = (
+            (outside.forward_host_s, outside.backward_host_s) if self._queues else (0.0, 0.0)
+        )
+        self._compute(self._outside_s[0], [], there, outside.forward_kernels)
         for index, plan in enumerate(self.choice.blocks):
             self._use(index)
             after = list(self._weights(index))
             # Memory is only let go of when computing has waited for its copy.
             after += [out[i] for i in (index - IN_FLIGHT,) if i in out]
             way = self.costs.blocks[index].way(plan.activations, self.choice.compiled)
-            self._compute(way.forward.total, after, self._queues[index][0] if self._queues else 0)
+            queueing_s = self._queues[index][0] if self._queues else 0.0
+            self._compute(way.forward.total, after, queueing_s, way.forward_kernels)
             if index in self._sent:
                 seconds = self._sent[index] / self.speeds.link_out
                 out[index] = self._add(ACTIVATIONS_OUT, seconds, [self.last_compute])
-        self._compute(self._outside_s[1], [], outside.backward_host_s if self._queues else 0)
+        self._compute(self._outside_s[1], [], back, outside.backward_kernels)
         self._write_backward(out)
         queueing_s = self.costs.update_host_s / self.choice.accumulation if self._queues else 0.0
         self._compute(self._update_s + self.wait_state_s, [], queueing_s)
@@ -228,7 +236,8 @@ class _Script:
             if index in back and back[index] != out[index]:
                 after.append(back[index])
             way = block.way(plan.activations, self.choice.compiled)
-            self._compute(way.backward.total, after, self._queues[index][1] if self._queues else 0)
+            queueing_s = self._queues[index][1] if self._queues else 0.0
+            self._compute(way.backward.total, after, queueing_s, way.backward_kernels)
 
     def _bring(self, index: int, out: dict[int, int]) -> int:
         """Back to the device, into room that the last computation left."""
@@ -247,14 +256,22 @@ class _Script:
     def _weights(self, index: int) -> tuple[int, ...]:
         return (self._fetched[index],) if index in self._fetched else ()
 
-    def _compute(self, seconds: float, after: Sequence[int] = (), queueing_s: float = 0.0) -> None:
+    def _compute(
+        self, seconds: float, after: Sequence[int], queueing_s: float, kernels: float = 0.0
+    ) -> None:
         """A pass begins when the one before is queued, and the next when this one is."""
         before = self._queued
+        sofar = self._kernels[-1] if self._kernels else 0.0
         if queueing_s:
-            full = self._computed[-LEAD] if len(self._computed) >= LEAD else -1
-            self._queued = self._add(HOST, queueing_s, [full])
+            full = [] if sofar <= QUEUE else [self._computed[self._place(sofar - QUEUE)]]
+            self._queued = self._add(HOST, queueing_s, full)
         self.last_compute = self._add(COMPUTE, seconds, [*after, before])
         self._computed.append(self.last_compute)
+        self._kernels.append(sofar + kernels)
+
+    def _place(self, kernels: float) -> int:
+        """The pass with which so many kernels are done."""
+        return bisect_left(self._kernels, kernels)
 
     def _add(self, lane: int, seconds: float, after: list[int]) -> int:
         known = tuple(other for other in after if other >= 0)

@@ -29,7 +29,8 @@ from gracetune.plan.calls import (
     weights_of,
 )
 from gracetune.plan.compiled import cut, joint_graph
-from gracetune.plan.eager import CudaKernels, Watch
+from gracetune.plan.cuda_kernels import CudaKernels
+from gracetune.plan.eager import Watch
 from gracetune.plan.kernels import size_of, storage_of, tensors_of
 from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace, Ways, done_again
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -13,9 +14,11 @@ from gracetune.errors import ConfigError
 from gracetune.plan.ask import Trained, cache_nbytes, fixed_of, picture_of, settings_of, wishes_of
 from gracetune.plan.known_models import Picture
 from gracetune.plan.machines import MACHINES
-from gracetune.plan.measure import MOST_ROWS, REPEATS, Stopwatch, measure
+from gracetune.plan.measure import MOST_NBYTES, MOST_ROWS, REPEATS, Stopwatch, measure
 from gracetune.plan.outlines import outline
 from gracetune.plan.rates import FITTED, basics_of, speeds_of
+from gracetune.plan.replay import recipe_of
+from gracetune.plan.shapes import Op
 from gracetune.units import GIB, MIB
 
 LORA = {"rank": 8}
@@ -132,12 +135,36 @@ def test_kernels_are_timed_once_for_each_extent() -> None:
         return now[0]
 
     watch = Stopwatch(torch.device("cpu"), lambda: work.append(1), tick)
-    one = watch.seconds("gemm", (8, 4, 4), False)
+    product = Op("gemm", 0.0, 0.0, extent=(8, 4, 4))
+    one = watch.seconds(product, 1.0)
     assert one == 1 / REPEATS
-    assert watch.seconds("gemm", (8, 4, 4), True) == one
+    assert watch.seconds(replace(product, backward=True), 1.0) == one
     assert len(work) == 2
-    more = watch.seconds("gemm", (4 * MOST_ROWS, 1, 1), False)
+    more = watch.seconds(Op("gemm", 0.0, 0.0, extent=(2 * MOST_ROWS, 1, 1)), 2.0)
     assert more == 4 / REPEATS  # timed for fewer rows
-    forward = watch.seconds("attention", (3, 2, 8, 4, 8), False)
-    assert forward == pytest.approx(3 / REPEATS)  # timed for one sample
-    assert watch.seconds("attention", (3, 2, 8, 4, 8), True) == 0.0  # there and back takes as long
+    attention = Op("attention", 0.0, 0.0, extent=(3, 2, 8, 4, 8))
+    assert watch.seconds(attention, 1.0) == pytest.approx(3 / REPEATS)  # timed for one sample
+    # There and back takes as long, by this clock.
+    assert watch.seconds(replace(attention, backward=True), 1.0) == 0.0
+    assert watch.seconds(replace(product, extent=()), 1.0) is None
+
+
+def test_elementwise_kernels_are_timed_as_they_were_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ticks = count()
+    watch = Stopwatch(torch.device("cpu"), lambda: None, lambda: float(next(ticks)))
+
+    def op(size: int, nbytes: float = 1.0) -> Op:
+        recipe = recipe_of(torch.ops.aten.add.Tensor, (torch.ones(2, 3), torch.ones(size)), {})
+        return Op("elementwise", 0.0, nbytes, recipe=recipe)
+
+    runs = [watch.seconds(op(3), scale) for scale in (1.0, 4.0)]
+    assert runs == [1 / REPEATS, 4 / REPEATS]
+    assert next(ticks) == 2  # once
+    assert watch.seconds(op(3, nbytes=2.0 * MOST_NBYTES), 1.0) is None
+    # What the device refuses goes by its bytes, and that is said once.
+    assert [watch.seconds(op(2), 1.0) for _ in range(2)] == [None, None]
+    (said,) = caplog.messages
+    assert "aten.add.Tensor" in said
+    assert "size of tensor" in said

@@ -13,12 +13,12 @@ import torch
 from made_shapes import SPEEDS, made_choice, made_model
 
 from gracetune.plan.cost import Model
-from gracetune.plan.host import PACKED, SENT, USED, VIEW, Host, operators
+from gracetune.plan.host import KEPT, PACKED, SENT, USED, VIEW, Host, operators
 from gracetune.plan.known_models import PUBLISHED
 from gracetune.plan.probe import REPEATS, WARM_UP, _Pass, probe_host
 from gracetune.plan.rates import FREE_HOST
-from gracetune.plan.shapes import Calls, checkpointed, done_again
-from gracetune.plan.step import LEAD, least_seconds, predict_seconds
+from gracetune.plan.shapes import Calls, Op, checkpointed, done_again
+from gracetune.plan.step import QUEUE, least_seconds, predict_seconds
 from gracetune.train.narrow import narrow
 
 if TYPE_CHECKING:
@@ -68,6 +68,17 @@ def test_a_policy_is_asked_about_each_operator_twice_and_the_host_pays() -> None
     assert plain.again_calls.kernels == len(keep.forward)
 
 
+def test_what_a_policy_keeps_is_dearer_than_what_it_only_looks_at() -> None:
+    (kind,) = made_model(1)._shapes.kinds
+    inside = [Op("gemm", 1.0, 1.0, frozen=True), Op("gemm", 1.0, 1.0, 0.0, 8.0, frozen=True)]
+    attention = Op("attention", 1.0, 1.0, out_nbytes=8.0)
+    forward = (*inside, attention)
+    keep = replace(kind.eager.keep, forward=forward, forward_calls=CALLS)
+    recompute, lean = (done_again(keep, kept, 10) for kept in ([attention], forward))
+    assert (recompute.forward_calls.kept, lean.forward_calls.kept) == (1, 2)  # one of ours is one
+    assert HOST.there_s(lean) - HOST.there_s(recompute) == pytest.approx(KEPT * 3)
+
+
 def test_what_a_policy_keeps_launches_nothing_and_what_nobody_reads_is_not_called() -> None:
     (kind,) = made_model(1)._shapes.kinds
     first = kind.eager.keep.forward[0]
@@ -96,11 +107,20 @@ def test_the_host_runs_ahead_where_kernels_are_long_and_uses_it_where_they_are_s
     ahead = Host(forward_s=1.0, backward_s=1.0)
     model = queued(4, ahead, Calls(kernels=2), Calls(kernels=0.5))
     assert seconds_of(model).step == pytest.approx(4 * 3, rel=0.02)
-    # Of many blocks, a queue holds only so many.
-    deep = queued(8 * LEAD, ahead, Calls(kernels=2), Calls(kernels=0.5))
-    found = seconds_of(deep)
-    assert found.wait_host > 0
-    assert found.step == pytest.approx(8 * LEAD * 3 + found.wait_host, rel=0.02)
+
+
+def test_a_queue_holds_only_so_many_kernels() -> None:
+    """As before, and of many blocks: what is queued ahead does not last for all of forward."""
+    waited = []
+    for lead in (1.5, 4.5):
+        kernels = QUEUE / lead
+        host = Host(forward_s=2.0 / kernels, backward_s=0.5 / kernels)
+        found = seconds_of(queued(40, host, Calls(kernels=kernels), Calls(kernels=kernels)))
+        assert found.step == pytest.approx(40 * 3 + found.wait_host, rel=0.02)
+        waited.append(found.wait_host)
+    # Each pass that a queue has more room for spares two seconds on the way back, less its own.
+    assert waited[0] - waited[1] == pytest.approx(3 * 2, rel=0.2)
+    assert waited[1] > 20
 
 
 def test_a_host_that_is_always_ahead_changes_nothing() -> None:

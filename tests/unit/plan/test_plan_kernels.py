@@ -45,7 +45,7 @@ def operands() -> dict[str, torch.Tensor]:
 
 def kernels(func: Any, args: tuple[Any, ...], weight: torch.Tensor) -> list[Any]:
     weights = WeightStorages(frozenset({storage_of(weight)}), frozenset())
-    return ops_of(func, args, func(*args), weights, backward=False)
+    return ops_of(func, args, {}, func(*args), weights, backward=False)
 
 
 def test_a_product_with_a_lora_is_two_thin_products_and_the_frozen_one() -> None:

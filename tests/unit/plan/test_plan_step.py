@@ -144,19 +144,23 @@ def test_quantised_weights_take_less_of_slots_host_and_link() -> None:
 def test_what_the_machine_says_of_a_kernel_is_taken_as_it_is_in_a_step() -> None:
     asked = []
 
-    def timer(kind: str, extent: tuple[int, ...], backward: bool) -> float:
-        asked.append((kind, extent, backward))
-        return 3.0
+    def timer(op: Op, scale: float) -> float | None:
+        asked.append((op.kind, scale))
+        return 3.0 if op.extent or op.kind == "elementwise" else None
 
-    speeds = replace(SPEEDS, timer=timer, step_share=0.5)
-    timed = Op("gemm", 100.0, 1.0, frozen=True, extent=(10, 2, 5))
+    speeds = replace(SPEEDS, timer=timer, step_share=0.5, gap_s=7.0)
+    timed, other = Op("gemm", 100.0, 1.0, frozen=True, extent=(10, 2, 5)), Op("gemm", 100.0, 1.0)
     (kind,) = made_model(1)._shapes.kinds
-    keep = replace(kind.compiled.keep, forward=(timed, Op("gemm", 100.0, 1.0)))
-    kind = replace(kind, compiled=replace(kind.compiled, keep=keep))
-    shapes = replace(made_model(1)._shapes, kinds=(kind,))
-    way = Model(shapes, speeds).at(4).blocks[0].compiled.keep
-    assert asked == [("gemm", (40, 2, 5), False)]
-    assert way.forward.gemm == 3.0 / 0.5 + 4 * 100.0 / 100.0  # the other has no extent
-    asked.clear()
-    Model(shapes, speeds, "fp8").at(4)
-    assert asked == []  # fp8 has rates of its own
+    forward = (timed, other, Op("elementwise", 0.0, 1e9))
+    keep = replace(kind.compiled.keep, forward=forward)
+    ways = replace(kind.compiled, keep=keep)
+    shapes = replace(made_model(1)._shapes, kinds=(replace(kind, eager=ways, compiled=ways),))
+    block = Model(shapes, speeds).at(4).blocks[0]
+    assert ("gemm", 4.0) in asked
+    compiled, eager = block.compiled.keep.forward, block.eager.keep.forward
+    assert compiled.gemm == 3.0 / 0.5 + 4 * 100.0 / 100.0  # of the other nothing is known
+    assert eager.gemm == 3.0 + 4 * 100.0 / 100.0
+    assert eager.elementwise == 3.0
+    assert eager.gaps == 7.0  # what was timed was timed with its own
+    rounded = Model(shapes, speeds, "fp8").at(4).blocks[0].compiled.keep
+    assert rounded.forward.gemm == 4 * (100.0 / 200.0 + 100.0 / 100.0)  # fp8 has a rate of its own

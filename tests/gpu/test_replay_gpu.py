@@ -1,0 +1,48 @@
+"""What a trace saw on the CPU runs on the device, where the planner times it."""
+
+import time
+
+import pytest
+import torch
+
+from gracetune.plan.measure import Stopwatch
+from gracetune.plan.replay import recipe_of
+from gracetune.plan.shapes import Op
+from gracetune.plan.trace import trace_model
+from gracetune.train.narrow import narrow
+
+pytestmark = pytest.mark.gpu
+aten = torch.ops.aten
+
+
+def stopwatch():
+    return Stopwatch(torch.device("cuda", 0), torch.cuda.synchronize, time.perf_counter)
+
+
+@pytest.mark.parametrize("family", ["wan22", "flux", "qwen_image"])
+def test_every_elementwise_kernel_of_a_family_can_be_timed(family):
+    shapes = trace_model(narrow(family, True).subject(), 2)
+    watch = stopwatch()
+    traces = [*(kind.eager.keep for kind in shapes.kinds), shapes.outside]
+    found = {
+        str(op.recipe.func): watch.seconds(op, 1.0)
+        for trace in traces
+        for op in (*trace.forward, *trace.backward)
+        if op.recipe is not None
+    }
+    assert len(found) > 10
+    assert {name for name, seconds in found.items() if not seconds} == set()
+    # Nothing is there to compute, and the host's time for a call is not in it.
+    assert sorted(found.values())[len(found) // 2] < 10e-6
+
+
+def test_a_kernel_that_mixes_types_is_slower_than_its_bytes_say():
+    watch, wide = stopwatch(), (4096, 5120)
+    half = torch.empty(wide, dtype=torch.bfloat16)
+
+    def rate(other):
+        recipe = recipe_of(aten.mul.Tensor, (half, other), {})
+        nbytes = half.nbytes + other.nbytes + (half * other).nbytes
+        return nbytes / watch.seconds(Op("elementwise", 0.0, nbytes, recipe=recipe), 1.0)
+
+    assert rate(torch.empty(wide)) < 0.8 * rate(half)

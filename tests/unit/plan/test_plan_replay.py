@@ -1,0 +1,98 @@
+"""Calls that a trace saw can be made again, and stand for what CUDA does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gracetune.plan.cuda_kernels import CudaKernels
+from gracetune.plan.eager import Watch
+from gracetune.plan.replay import prepared, recipe_of
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+def test_a_call_is_made_again_with_tensors_that_lie_alike() -> None:
+    with FakeTensorMode():
+        across = torch.empty(6, 4, dtype=torch.bfloat16).t()
+        spread = torch.empty(1, 6).expand(4, 6)
+        recipe = recipe_of(aten.mul.Tensor, (across, spread), {})
+    made = prepared(recipe, CPU)()
+    assert isinstance(made, torch.Tensor)
+    assert (made.shape, made.dtype) == ((4, 6), torch.float32)
+    assert made.stride() == torch.mul(torch.ones(6, 4).t(), torch.ones(1, 6).expand(4, 6)).stride()
+
+
+def test_equal_calls_are_one_recipe_and_others_are_not() -> None:
+    def cat(dtype: torch.dtype, dim: int) -> object:
+        tensors = [torch.empty(2, 3, dtype=dtype), torch.empty(2, 3, dtype=dtype)]
+        return recipe_of(aten.cat.default, (tensors, dim), {})
+
+    bf16 = torch.bfloat16
+    assert len({cat(bf16, 1), cat(bf16, 1)}) == 1
+    assert len({cat(bf16, 1), cat(bf16, 0), cat(torch.float32, 1)}) == 3
+
+
+def test_lists_types_and_devices_arrive_as_they_should() -> None:
+    recipe = recipe_of(aten.cat.default, ([torch.ones(2, 3), torch.ones(1, 3)], 0), {})
+    assert prepared(recipe, CPU)().shape == (3, 3)
+    moved = recipe_of(
+        aten._to_copy.default,
+        (torch.ones(2),),
+        {"dtype": torch.bfloat16, "device": torch.device("cpu")},
+    )
+    copied = prepared(moved, torch.device("meta"))()
+    assert (copied.dtype, copied.device.type) == (torch.bfloat16, "meta")
+
+
+def test_indices_are_good_ones_and_nothing_is_nothing() -> None:
+    index = torch.full((5,), 3)
+    chosen = recipe_of(aten.index_select.default, (torch.ones(4, 2), 0, index), {})
+    assert prepared(chosen, CPU)().shape == (5, 2)
+    empty = recipe_of(aten.add.Tensor, (torch.empty(0, 4), 1), {})
+    assert prepared(empty, CPU)().shape == (0, 4)
+
+
+def test_statistics_of_a_norm_are_what_cuda_wants() -> None:
+    half = torch.ones(2, 4, dtype=torch.bfloat16)
+    statistics = torch.ones(2, 1, dtype=torch.bfloat16)
+    args = half, half, [4], statistics, statistics, None, None, [True, False, False]
+    recipe = recipe_of(aten.native_layer_norm_backward.default, args, {})
+    types = [getattr(value, "dtype", None) for value in recipe.args]
+    assert types[:5] == [torch.bfloat16, torch.bfloat16, None, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("trains_weight", [False, True])
+def test_an_rms_norm_is_one_call_there_and_one_back_and_saves_its_input(
+    trains_weight: bool,
+) -> None:
+    saved: list[tuple[torch.Size, torch.dtype]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append((tensor.shape, tensor.dtype))
+        return tensor
+
+    with FakeTensorMode():
+        source = torch.empty(2, 3, 8, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(8, dtype=torch.bfloat16, requires_grad=trains_weight)
+        watch = Watch([weight], [source])
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with watch, CudaKernels(), hooks:
+            out = torch.nn.functional.rms_norm(source, (8,), weight)
+            there, _ = watch.take()
+            out.backward(torch.empty_like(out))
+            back, _ = watch.take()
+    assert (out.shape, out.dtype) == (source.shape, source.dtype)
+    assert saved == [
+        (source.shape, torch.bfloat16),
+        ((2, 3, 1), torch.float32),
+        ((8,), torch.bfloat16),
+    ]
+    assert [str(op.recipe.func) for op in (*there, *back) if op.recipe] == [
+        "planned.rms_norm.default",
+        "planned.rms_norm_backward.default",
+    ]
+    assert source.grad is not None
+    assert (weight.grad is not None) == trains_weight
