@@ -25,13 +25,13 @@ def test_every_elementwise_kernel_of_a_family_can_be_timed(family):
     watch = stopwatch()
     traces = [*(kind.eager.keep for kind in shapes.kinds), shapes.outside]
     found = {
-        str(op.recipe.func): watch.seconds(op, 1.0)
+        op.recipe: watch.seconds(op, 1.0)
         for trace in traces
         for op in (*trace.forward, *trace.backward)
         if op.recipe is not None
     }
-    assert len(found) > 10
-    assert {name for name, seconds in found.items() if not seconds} == set()
+    assert len(found) > 50
+    assert [recipe for recipe, seconds in found.items() if not seconds] == []
     # Nothing is there to compute, and the host's time for a call is not in it.
     assert sorted(found.values())[len(found) // 2] < 10e-6
 

@@ -160,8 +160,7 @@ class _Fused:
 
     def calls(self, saved: int) -> Calls:
         """What queueing it takes: one call, which launches kernels and calls operators of ours."""
-        kernels = CALL + len(self.ops)
-        return Calls(kernels=kernels, own=self._own, saved=saved)
+        return Calls(kernels=len(self.ops), own=self._own, saved=saved, entering=CALL)
 
     def _kernels(self, graph: fx.Graph) -> list[_Kernel]:
         kernels = []

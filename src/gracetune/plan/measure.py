@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gracetune.plan.probe import probe_host
 from gracetune.plan.rates import USUAL_HOST, Basics
-from gracetune.plan.replay import prepared
+from gracetune.plan.replay import prepared, recipe_of
 from gracetune.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ MOST_ROWS = 16384
 """Of a product that is timed: more take as long as their number says."""
 MOST_NBYTES = 4 * GIB
 """That an elementwise kernel may touch to be timed; what touches more goes by its bytes."""
-BUSY_EDGE = 8192
-"""Of a product that gives the device something to do while short kernels are queued behind it."""
+BUSY_EDGE, BUSY = 8192, (1, 4, 16)
+"""Of products that give the device something to do while short kernels are queued behind them; and
+how many there are, until they take long enough."""
 
 
 def measure(
@@ -101,15 +102,20 @@ class Stopwatch:
         self._clock = clock
         self._known: dict[tuple[int, ...], float] = {}
         self._replayed: dict[Recipe, float | None] = {}
+        self._shortest = recipe_of(torch.ops.aten.neg.default, (torch.empty(1),), {})
+        self._random = torch.Generator(device).manual_seed(0)  # a run's own draws are not touched
 
     def seconds(self, op: Op, scale: float) -> float | None:
         """Of one kernel at so many times the batch that was traced; none: it cannot be timed.
 
-        All of them grow with the batch, from where on there is work for the whole device.
+        What it takes grows with the batch, but for what the shortest of kernels takes.
         """
         if op.recipe is not None:
             once = self._replay(op.recipe) if op.nbytes <= MOST_NBYTES else None
-            return None if once is None else once * scale
+            if once is None:
+                return None
+            fixed = min(once, self._replay(self._shortest) or 0.0)
+            return fixed + (once - fixed) * scale
         if not op.extent:
             return None
         first, *others = max(1, round(op.extent[0] * scale)), *op.extent[1:]
@@ -123,8 +129,10 @@ class Stopwatch:
 
     def _replay(self, recipe: Recipe) -> float | None:
         if recipe not in self._replayed:
+            devices = [self._device] if self._device.type == "cuda" else []
             try:
-                self._replayed[recipe] = self._time_short(prepared(recipe, self._device))
+                with torch.random.fork_rng(devices):
+                    self._replayed[recipe] = self._time_short(prepared(recipe, self._device))
             except RuntimeError as refused:
                 # The device is short of memory, or has another operator for it than the CPU.
                 log.warning("%s goes by its bytes, it cannot be timed: %s", recipe.func, refused)
@@ -156,7 +164,7 @@ class Stopwatch:
         return self._known[known]
 
     def _numbers(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device=self._device)
+        return torch.randn(shape, dtype=torch.bfloat16, device=self._device, generator=self._random)
 
     def _time(self, work: Callable[[], object]) -> float:
         return _timed(work, self._synchronize, self._clock)
@@ -165,16 +173,23 @@ class Stopwatch:
         """A kernel may be shorter than its call: so calls queue up behind something long."""
         if self._device.type != "cuda":
             return self._time(work)
-        for _ in range(WARM_UP):
-            work()
-        long = torch.ones(BUSY_EDGE, BUSY_EDGE, dtype=torch.bfloat16, device=self._device)
-        began, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        long @ long
-        began.record()
-        for _ in range(REPEATS):
-            work()
-        ended.record()
-        self._synchronize()
+        with torch.cuda.device(self._device):
+            long = torch.ones(BUSY_EDGE, BUSY_EDGE, dtype=torch.bfloat16, device=self._device)
+            product = long @ long
+            for _ in range(WARM_UP):
+                work()
+            began, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+            for num_products in BUSY:
+                for _ in range(num_products):
+                    torch.mm(long, long, out=product)
+                began.record()
+                for _ in range(REPEATS):
+                    work()
+                ended.record()
+                is_ahead = not began.query()
+                self._synchronize()
+                if is_ahead:
+                    break
         return float(began.elapsed_time(ended)) / 1e3 / REPEATS
 
 

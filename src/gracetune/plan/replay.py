@@ -38,14 +38,23 @@ class _Looks:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    conjugate: bool
 
     def made(self, device: torch.device) -> Tensor:
         """Of zeros, which are good indices too."""
         spans = ((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
         numel = 0 if 0 in self.shape else 1 + sum(spans)
-        return torch.zeros(numel, dtype=self.dtype, device=device).as_strided(
-            self.shape, self.strides
-        )
+        plain = torch.zeros(numel, dtype=self.dtype, device=device)
+        laid = plain.as_strided(self.shape, self.strides)
+        return laid.conj() if self.conjugate else laid
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """With its type: 2 and 2.0 are equal, and may not give the same."""
+
+    kind: type
+    value: complex
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +84,10 @@ def prepared(recipe: Recipe, device: torch.device) -> Callable[[], object]:
 
 def _described(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return _Looks(tuple(value.shape), tuple(value.stride()), value.dtype)
+        return _Looks(tuple(value.shape), tuple(value.stride()), value.dtype, value.is_conj())
     if isinstance(value, list | tuple):
         return _Several(tuple(_described(member) for member in value))
-    return value
+    return _Number(type(value), value) if isinstance(value, int | float | complex) else value
 
 
 def _remade(value: object, device: torch.device) -> object:
@@ -86,4 +95,6 @@ def _remade(value: object, device: torch.device) -> object:
         return value.made(device)
     if isinstance(value, _Several):
         return [_remade(member, device) for member in value.members]
+    if isinstance(value, _Number):
+        return value.value
     return device if isinstance(value, torch.device) else value

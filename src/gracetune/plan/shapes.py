@@ -59,6 +59,8 @@ class Calls:
     """Of the operators, those that a policy is asked about."""
     kept: float = 0.0
     """Of those, the ones whose results it keeps."""
+    entering: float = 0.0
+    """What comes before the first kernel, in operators that the host could call meanwhile."""
 
     def times(self, factor: float) -> Calls:
         """Each kind so many times as often."""

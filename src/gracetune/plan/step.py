@@ -89,6 +89,16 @@ def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
     """What no order of events can beat: computing, queueing, or a direction of the link, alone."""
     computing = _parts(costs, choice).total + _recomputed(costs, choice)
     computing += costs.outside.forward.total + costs.outside.backward.total
+    return max(
+        computing,
+        _least_queueing(costs, choice),
+        _least_incoming(costs, choice) / speeds.link_in,
+        _sent_before(costs, choice, IN_FLIGHT) / speeds.link_out,
+    )
+
+
+def _least_queueing(costs: Costs, choice: Choice) -> float:
+    """The host's seconds, less the lead that it brings into the step that is timed."""
     ways = [
         block.way(plan.activations, choice.compiled)
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
@@ -96,16 +106,22 @@ def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
     passes = [seconds for way in ways for seconds in (way.forward_host_s, way.backward_host_s)]
     fewest = min(kernels for way in ways for kernels in (way.forward_kernels, way.backward_kernels))
     lead = 1 + QUEUE / max(1.0, fewest)
-    out = sum(
-        b.outgoing_nbytes(p, choice.compiled)
-        for b, p in zip(costs.blocks, choice.blocks, strict=True)
-    )
+    return sum(passes) - lead * max(passes)
+
+
+def _least_incoming(costs: Costs, choice: Choice) -> float:
+    """Bytes: weights that no slot has kept, and activations that have left."""
+    weights = sorted(2 * [costs.blocks[index].frozen_nbytes for index in choice.streamed])
     uses = max(0, 2 * (len(choice.streamed) - choice.slots))
-    return max(
-        computing,
-        sum(passes) - lead * max(passes),  # into the step that is timed the host brings a lead
-        (uses * costs.slot_nbytes + out) / speeds.link_in,
-        out / speeds.link_out,
+    return sum(weights[:uses]) + _sent_before(costs, choice, min(IN_FLIGHT, 1 + choice.ahead))
+
+
+def _sent_before(costs: Costs, choice: Choice, last: int) -> float:
+    """Bytes that blocks send to host memory, all but the last ones, whose copies may not end."""
+    first = len(choice.blocks) - last
+    return sum(
+        block.outgoing_nbytes(plan, choice.compiled)
+        for block, plan in zip(costs.blocks[:first], choice.blocks[:first], strict=True)
     )
 
 

@@ -152,16 +152,19 @@ def test_kernels_are_timed_once_for_each_extent() -> None:
 def test_elementwise_kernels_are_timed_as_they_were_called(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ticks = count()
-    watch = Stopwatch(torch.device("cpu"), lambda: None, lambda: float(next(ticks)))
+    ticks = iter([0.0, 5.0, 10.0, 11.0])
+    watch = Stopwatch(torch.device("cpu"), lambda: None, lambda: next(ticks))
 
     def op(size: int, nbytes: float = 1.0) -> Op:
-        recipe = recipe_of(torch.ops.aten.add.Tensor, (torch.ones(2, 3), torch.ones(size)), {})
+        args = torch.ones(2, 3), torch.ones(size)
+        recipe = recipe_of(torch.ops.aten.add.Tensor, args, {})
         return Op("elementwise", 0.0, nbytes, recipe=recipe)
 
-    runs = [watch.seconds(op(3), scale) for scale in (1.0, 4.0)]
-    assert runs == [1 / REPEATS, 4 / REPEATS]
-    assert next(ticks) == 2  # once
+    drawn = torch.get_rng_state()
+    # Five seconds, of which the shortest of kernels takes one; and each is timed once.
+    times = [watch.seconds(op(3), scale) for scale in (1.0, 4.0, 0.5)]
+    assert times == [pytest.approx(n / REPEATS) for n in (5, 1 + 4 * 4, 1 + 4 / 2)]
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert watch.seconds(op(3, nbytes=2.0 * MOST_NBYTES), 1.0) is None
     # What the device refuses goes by its bytes, and that is said once.
     assert [watch.seconds(op(2), 1.0) for _ in range(2)] == [None, None]

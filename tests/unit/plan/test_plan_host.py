@@ -123,6 +123,17 @@ def test_a_queue_holds_only_so_many_kernels() -> None:
     assert waited[1] > 20
 
 
+def test_what_no_order_beats_knows_a_host_that_is_behind() -> None:
+    """A lead of about five passes is taken off, and no more."""
+    kernels = 200
+    host = Host(forward_s=4.0 / kernels, backward_s=5.0 / kernels)
+    model = queued(40, host, Calls(kernels=kernels), Calls(kernels=kernels))
+    choice = made_choice(model, compiled=False)
+    least = least_seconds(model.at(1), choice, model.speeds)
+    assert 40 * 3 < least <= seconds_of(model).step
+    assert least == pytest.approx(40 * 9 - (1 + QUEUE / kernels) * 5)
+
+
 def test_a_host_that_is_always_ahead_changes_nothing() -> None:
     quick = queued(4, Host(forward_s=0.01, backward_s=0.01), Calls(kernels=9), Calls(kernels=9))
     free = queued(4, FREE_HOST, Calls(kernels=9), Calls(kernels=9))

@@ -33,6 +33,21 @@ def test_equal_calls_are_one_recipe_and_others_are_not() -> None:
     bf16 = torch.bfloat16
     assert len({cat(bf16, 1), cat(bf16, 1)}) == 1
     assert len({cat(bf16, 1), cat(bf16, 0), cat(torch.float32, 1)}) == 3
+    whole = torch.ones(2, dtype=torch.int64)
+    scaled = [recipe_of(aten.mul.Scalar, (whole, factor), {}) for factor in (2, 2.0, True)]
+    assert [prepared(one, CPU)().dtype for one in scaled] == [
+        torch.int64,
+        torch.float32,
+        torch.int64,
+    ]
+    assert len(set(scaled)) == 3
+
+
+def test_a_conjugate_stays_one() -> None:
+    turned = torch.ones(2, dtype=torch.complex64)
+    plain, mirrored = (recipe_of(aten.neg.default, (t,), {}) for t in (turned, turned.conj()))
+    assert plain != mirrored
+    assert prepared(recipe_of(aten.alias.default, (turned.conj(),), {}), CPU)().is_conj()
 
 
 def test_lists_types_and_devices_arrive_as_they_should() -> None:

@@ -164,3 +164,29 @@ def test_what_the_machine_says_of_a_kernel_is_taken_as_it_is_in_a_step() -> None
     assert eager.gaps == 7.0  # what was timed was timed with its own
     rounded = Model(shapes, speeds, "fp8").at(4).blocks[0].compiled.keep
     assert rounded.forward.gemm == 4 * (100.0 / 200.0 + 100.0 / 100.0)  # fp8 has a rate of its own
+
+
+def unequal(first: int, last: int, small: int, large: int) -> Model:
+    """So many blocks of two kinds, the ones in front with larger weights."""
+    shapes = made_model(1)._shapes
+    (kind,) = shapes.kinds
+    kinds = tuple(replace(kind, frozen_nbytes=nbytes) for nbytes in (large, small))
+    return Model(replace(shapes, kinds=kinds, order=(0,) * first + (1,) * last), SPEEDS)
+
+
+@pytest.mark.parametrize("link", [3.0, 30.0, 300.0])
+@pytest.mark.parametrize("streamed", [0, 4, 12])
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_is_faster_than_what_no_order_beats(
+    link: float, streamed: int, activations: str, compiled: bool
+) -> None:
+    """Candidates are left out by it: with blocks of two sizes, and whatever the link does."""
+    model = unequal(4, 8, small=100, large=700)
+    speeds = replace(SPEEDS, link_in=link, link_out=link)
+    for slots in (2, 3, 6):
+        choice = made_choice(model, activations, streamed, slots=slots, compiled=compiled)
+        found = predict_seconds(model.at(1), choice, speeds, 0)
+        least = least_seconds(model.at(1), choice, speeds)
+        assert least <= found.step * (1 + 1e-9)
+        assert least >= 0.3 * found.step  # and it is of use
