@@ -76,10 +76,10 @@ SMALLER = (1.0, 0.96, 0.92, 0.86)
 BATCHES = (1, 2, 4)
 PLAIN_STEPS = {"flux": (2, 3), "qwen": (2, 3), "clip": (1, 2)}
 OUR_STEPS = (3, 5)
-PROOF_STEPS = (2, 4)
+PROOF_STEPS = (2, 3)
 """Of warming up, and timed in a round."""
-ROUNDS = 4
-LOOKS = 6
+ROUNDS = 6
+LOOKS = 3
 """Passes of each kind by which the host is measured before a round."""
 
 

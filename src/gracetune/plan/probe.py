@@ -4,7 +4,7 @@ Loops over one operator would tell too little: they run from the processor's cac
 blocks' Python objects do not; and models differ in how much Python there is to an operator. So it
 is the very model that is planned for, with hardly any numbers, three times: as it is, prepared as a
 run prepares it, and that under a policy that is asked about each call. What a pass takes is shared
-out among the calls that the tracer counts.
+out among the calls that the tracer counts, in a model that is smaller still.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
     from gracetune.plan.shapes import Calls
 
-Narrow = Callable[[bool], Outline]
-"""Makes a model of no size: as it is, or with what a run adds to it."""
+Narrow = Callable[[bool, bool], Outline]
+"""Makes a model of no size, as it is or with what a run adds to it; and with tensors of no size, or
+as large as they must be for a device to treat them as it treats real ones."""
 
 WARM_UP, REPEATS = 1, 6
 SLOWEST = 0.2
@@ -112,11 +113,11 @@ class _Pass:
     """There and back through the model, and an update of what is trained."""
 
     def __init__(
-        self, make: Callable[[], Outline], device: torch.device, policed: bool = False
+        self, make: Callable[[bool], Outline], device: torch.device, policed: bool = False
     ) -> None:
         self._make = make
         self._device = device
-        shape = make()
+        shape = make(device.type == "cuda")
         self._model = shape.model.to(device)
         subject = shape.subject()
         self._blocks = subject.blocks

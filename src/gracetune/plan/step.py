@@ -17,7 +17,7 @@ from gracetune.plan.timeline import COMPUTE, HOST, LANES, Task, simulate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.plan.cost import Costs, Parts
+    from gracetune.plan.cost import Costs, Parts, Way
     from gracetune.plan.rates import Speeds
     from gracetune.plan.result import BlockPlan
 
@@ -28,6 +28,9 @@ STEPS = 2
 QUEUE = 1021
 """Kernels that the host may have queued and the device not begun; whoever queues more has to wait.
 Counted on an H200 with CUDA 13, whatever the kernels: as many as a channel of the driver takes."""
+PARTS = 8
+"""In which activations leave an eager block as they come to be, and come back as they are read: in
+truth one tensor at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,19 @@ def _recomputed(costs: Costs, choice: Choice) -> float:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One way through a block, or through what is outside of them."""
+
+    seconds: float
+    queueing_s: float
+    kernels: float = 0.0
+
+    def part(self, of: int) -> _Pass:
+        """One of so many equal ones."""
+        return _Pass(self.seconds / of, self.queueing_s / of, self.kernels / of)
+
+
 @dataclass
 class _Script:
     """Tasks in the order in which a step queues them."""
@@ -182,6 +198,8 @@ class _Script:
         }
         """What each block that sends anything sends."""
         self._queues = self._queueing()
+        outside_s = outside.forward_host_s, outside.backward_host_s
+        self._outside_queues = outside_s if self._queues else (0.0, 0.0)
         self._computed: list[int] = []
         self._kernels: list[float] = []
         """Of all passes up to each that is computed."""
@@ -216,49 +234,67 @@ class _Script:
     def write_step(self) -> None:
         """Forward, backward, update."""
         self.first_of_last_step = len(self.tasks)
-        out: dict[int, int] = {}
-        outside = self.costs.outside
-        there, back = (
-            (outside.forward_host_s, outside.backward_host_s) if self._queues else (0.0, 0.0)
-        )
-        self._compute(self._outside_s[0], [], there, outside.forward_kernels)
+        out: dict[int, list[int]] = {}
+        there, back = self._passes(self.costs.outside, self._outside_queues)
+        self._compute(there)
         for index, plan in enumerate(self.choice.blocks):
             self._use(index)
             after = list(self._weights(index))
             # Memory is only let go of when computing has waited for its copy.
-            after += [out[i] for i in (index - IN_FLIGHT,) if i in out]
-            way = self.costs.blocks[index].way(plan.activations, self.choice.compiled)
-            queueing_s = self._queues[index][0] if self._queues else 0.0
-            self._compute(way.forward.total, after, queueing_s, way.forward_kernels)
-            if index in self._sent:
-                seconds = self._sent[index] / self.speeds.link_out
-                out[index] = self._add(ACTIVATIONS_OUT, seconds, [self.last_compute])
-        self._compute(self._outside_s[1], [], back, outside.backward_kernels)
+            after += [out[i][-1] for i in (index - IN_FLIGHT,) if i in out]
+            forward, _ = self._passes_of(index)
+            num_parts = self._num_parts(index, plan)
+            for part in range(num_parts):
+                self._compute(forward.part(num_parts), () if part else after)
+                if index in self._sent:
+                    out.setdefault(index, []).append(self._send(index, num_parts))
+        self._compute(back)
         self._write_backward(out)
         queueing_s = self.costs.update_host_s / self.choice.accumulation if self._queues else 0.0
-        self._compute(self._update_s + self.wait_state_s, [], queueing_s)
+        self._compute(_Pass(self._update_s + self.wait_state_s, queueing_s))
 
-    def _write_backward(self, out: dict[int, int]) -> None:
+    def _write_backward(self, out: dict[int, list[int]]) -> None:
         last = len(self.choice.blocks) - 1
         # What is near when backward begins, and still on its way out, has never left.
-        back = {i: out[i] for i in out if i > last - min(IN_FLIGHT, 1 + self.choice.ahead)}
+        back = {i: [-1] for i in out if i > last - min(IN_FLIGHT, 1 + self.choice.ahead)}
         for index in range(last, -1, -1):
-            plan, block = self.choice.blocks[index], self.costs.blocks[index]
             for near in range(index, max(-1, index - 1 - self.choice.ahead), -1):
                 if near in out and near not in back:
-                    back[near] = self._bring(near, out)
+                    back[near] = self._bring(near, out[near])
             self._use(index)
             after = list(self._weights(index))
-            if index in back and back[index] != out[index]:
-                after.append(back[index])
-            way = block.way(plan.activations, self.choice.compiled)
-            queueing_s = self._queues[index][1] if self._queues else 0.0
-            self._compute(way.backward.total, after, queueing_s, way.backward_kernels)
+            _, backward = self._passes_of(index)
+            arrivals = back.get(index, [-1])
+            for part, arrival in enumerate(arrivals):
+                self._compute(backward.part(len(arrivals)), [arrival, *(() if part else after)])
 
-    def _bring(self, index: int, out: dict[int, int]) -> int:
+    def _passes_of(self, index: int) -> tuple[_Pass, _Pass]:
+        plan, block = self.choice.blocks[index], self.costs.blocks[index]
+        way = block.way(plan.activations, self.choice.compiled)
+        return self._passes(way, self._queues[index] if self._queues else (0.0, 0.0))
+
+    def _passes(self, way: Way, queueing_s: tuple[float, float]) -> tuple[_Pass, _Pass]:
+        there, back = queueing_s
+        return (
+            _Pass(way.forward.total, there, way.forward_kernels),
+            _Pass(way.backward.total, back, way.backward_kernels),
+        )
+
+    def _num_parts(self, index: int, plan: BlockPlan) -> int:
+        """A compiled block gives all at its end; of an input there is one."""
+        comes_to_be = plan.activations == "offload" and not self.choice.compiled
+        return PARTS if index in self._sent and comes_to_be else 1
+
+    def _send(self, index: int, num_parts: int) -> int:
+        """To host memory: what the last computation gave, when the host has got there."""
+        seconds = self._sent[index] / self.speeds.link_out / num_parts
+        return self._add(ACTIVATIONS_OUT, seconds, [self.last_compute, self._queued])
+
+    def _bring(self, index: int, out: list[int]) -> list[int]:
         """Back to the device, into room that the last computation left."""
-        seconds = self._sent[index] / self.speeds.link_in
-        return self._add(ACTIVATIONS_IN, seconds, [out[index], self.last_compute])
+        seconds = self._sent[index] / self.speeds.link_in / len(out)
+        after = [out[-1], self.last_compute, self._queued]
+        return [self._add(ACTIVATIONS_IN, seconds, after) for _ in out]
 
     def _use(self, index: int) -> None:
         """Ask for weights ahead, as the ring does before a block runs."""
@@ -267,23 +303,22 @@ class _Script:
         self._in_use = index
         for block in next(self._asked):
             seconds = self.costs.blocks[block].frozen_nbytes / self.speeds.link_in
-            self._fetched[block] = self._add(WEIGHTS_IN, seconds, [self.last_compute])
+            after = [self.last_compute, self._queued]
+            self._fetched[block] = self._add(WEIGHTS_IN, seconds, after)
 
     def _weights(self, index: int) -> tuple[int, ...]:
         return (self._fetched[index],) if index in self._fetched else ()
 
-    def _compute(
-        self, seconds: float, after: Sequence[int], queueing_s: float, kernels: float = 0.0
-    ) -> None:
+    def _compute(self, work: _Pass, after: Sequence[int] = ()) -> None:
         """A pass begins when the one before is queued, and the next when this one is."""
         before = self._queued
         sofar = self._kernels[-1] if self._kernels else 0.0
-        if queueing_s:
+        if work.queueing_s:
             full = [] if sofar <= QUEUE else [self._computed[self._place(sofar - QUEUE)]]
-            self._queued = self._add(HOST, queueing_s, full)
-        self.last_compute = self._add(COMPUTE, seconds, [*after, before])
+            self._queued = self._add(HOST, work.queueing_s, full)
+        self.last_compute = self._add(COMPUTE, work.seconds, [*after, before])
         self._computed.append(self.last_compute)
-        self._kernels.append(sofar + kernels)
+        self._kernels.append(sofar + work.kernels)
 
     def _place(self, kernels: float) -> int:
         """The pass with which so many kernels are done."""

@@ -20,6 +20,10 @@ STAND_IN = "wan22"
 """For a family whose shape nobody has published."""
 EDGE, TOKENS, RANK = 64, 8, 2
 """Of a model of no size: pixels of its picture, tokens of text, its LoRA."""
+ROOMY = {"attention_head_dim": 128, "axes_dims_rope": (16, 56, 56), "ffn_dim": 1024}
+ROOMY_EDGE, ROOMY_TOKENS = 1024, 3072
+"""Of one whose tensors have a MiB or more, and heads as models have them: torch's allocator and its
+kernels treat smaller ones differently, and a host is quicker with those."""
 
 
 def prepare(shape: Outline, section: AdapterSection) -> None:
@@ -29,13 +33,20 @@ def prepare(shape: Outline, section: AdapterSection) -> None:
     compute_faster(shape.model)
 
 
-def narrow(family: str, has_adapter: bool) -> Outline:
-    """The family's model with hardly any numbers, as it is or as a run has it."""
+def narrow(family: str, has_adapter: bool, is_roomy: bool = False) -> Outline:
+    """The family's model with hardly any numbers, as it is or as a run has it.
+
+    A roomy one has few enough for any GPU; a CPU would compute for seconds.
+    """
     name = family if family in PUBLISHED else STAND_IN
     changes = SHAPES[PUBLISHED[name].class_name].narrow
+    edge, tokens = EDGE, TOKENS
+    if is_roomy and changes:  # what is small as it is stays so
+        changes = {key: ROOMY.get(key, value) for key, value in changes.items()}
+        edge, tokens = ROOMY_EDGE, ROOMY_TOKENS
     with torch.random.fork_rng(devices=[]):  # a run that is about to start draws as if it were not
-        shape = outline(ModelSection(family=name), Picture(EDGE, EDGE), changes, "cpu")
+        shape = outline(ModelSection(family=name), Picture(edge, edge), changes, "cpu")
         if has_adapter:
             prepare(shape, AdapterSection(rank=RANK))
-    text = TOKENS, shape.encoded.text_shape[1]
+    text = tokens, shape.encoded.text_shape[1]
     return replace(shape, encoded=replace(shape.encoded, text_shape=text))

@@ -19,7 +19,9 @@ from gracetune.plan.probe import REPEATS, WARM_UP, _Pass, probe_host
 from gracetune.plan.rates import FREE_HOST
 from gracetune.plan.shapes import Calls, Op, checkpointed, done_again
 from gracetune.plan.step import QUEUE, least_seconds, predict_seconds
+from gracetune.plan.trace import trace_model
 from gracetune.train.narrow import narrow
+from gracetune.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -259,3 +261,16 @@ def test_a_plan_says_that_the_host_is_too_slow() -> None:
     assert any("host queues operators more slowly" in reason for reason in reasons(planned, budget))
     quick = choose(queued(2, FREE_HOST, Calls(), Calls()), Fixed(0), budget, wishes, simulated=True)
     assert not any("host queues" in reason for reason in reasons(quick, budget))
+
+
+@pytest.mark.parametrize("family", ["wan22", "flux", "qwen_image"])
+def test_a_roomy_model_calls_what_one_of_no_size_calls(family: str) -> None:
+    """A host is timed with the one and its calls are counted with the other."""
+    small, roomy = (
+        trace_model(narrow(family, True, is_roomy).subject(), 1) for is_roomy in (False, True)
+    )
+    for one, other in zip(small.kinds, roomy.kinds, strict=True):
+        assert one.eager.keep.forward_calls == other.eager.keep.forward_calls
+        assert one.eager.keep.backward_calls == other.eager.keep.backward_calls
+    assert small.outside.forward_calls == roomy.outside.forward_calls
+    assert roomy.kinds[0].input_nbytes > MIB > 100 * small.kinds[0].input_nbytes
