@@ -97,6 +97,8 @@ class Bench:
     records: list[dict[str, Any]]
     traces: dict[str, ModelShapes] = field(default_factory=dict)
     probes: dict[str, Probe] = field(default_factory=dict)
+    probes_nbytes: int = 0
+    """Of device memory that they hold, which a run has let go of before its first step."""
 
     def case(self, case: Case) -> Case:
         """As asked for, or narrow."""
@@ -116,8 +118,11 @@ class Bench:
 
     def _probe(self, family: str) -> Probe:
         if family not in self.probes:
+            before = torch.cuda.memory_allocated(self.device)
             small = partial(narrow, family)
             self.probes[family] = Probe(self.device, self.synchronize, time.perf_counter, small)
+            self.probes[family].measure(1)
+            self.probes_nbytes += torch.cuda.memory_allocated(self.device) - before
         return self.probes[family]
 
     def save(self) -> None:
@@ -151,7 +156,8 @@ class Bench:
         assert torch.isfinite(loss), f"the loss is {float(loss)}"
         if self.device.type != "cuda":
             return median(seconds), 1.0
-        return median(seconds), torch.cuda.max_memory_allocated(self.device) / GIB
+        peak_nbytes = torch.cuda.max_memory_allocated(self.device) - self.probes_nbytes
+        return median(seconds), peak_nbytes / GIB
 
 
 def main() -> int:

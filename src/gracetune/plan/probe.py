@@ -73,6 +73,7 @@ class Probe:
         narrow: Narrow,
     ) -> None:
         self._synchronize, self._clock = synchronize, clock
+        _introduce(device)
         plain, prepared = (functools.partial(narrow, has_more) for has_more in (False, True))
         self._bare, self._ours = _Pass(plain, device), _Pass(prepared, device)
         self._asked = _Pass(prepared, device, policed=True)
@@ -101,6 +102,13 @@ class Probe:
             again_s=max(0.0, asked.back - ours.back - ours.there) / there.policed,
             updated_s=ours.update / self._ours.num_trained,
         )
+
+
+def _introduce(device: torch.device) -> None:
+    """Let autograd's thread meet the device: were the first it does there a product, torch would
+    warn that it finds no context.
+    """
+    torch.autograd.backward(torch.ones(1, device=device, requires_grad=True).neg())
 
 
 def _usual(times: list[Spent]) -> Spent:
