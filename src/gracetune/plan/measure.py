@@ -92,7 +92,7 @@ def _both_ways(
 
 
 class Stopwatch:
-    """Times kernels of one device, each extent once."""
+    """Times kernels of one device, each of a kind once."""
 
     def __init__(
         self, device: torch.device, synchronize: Callable[[], None], clock: Callable[[], float]

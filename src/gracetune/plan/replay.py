@@ -1,7 +1,7 @@
 """Calls that a trace saw, to be made again on a device, where they can be timed.
 
 How fast an elementwise kernel is cannot be told from its bytes: one that mixes types, or reads
-across the grain, takes three times as long as one that copies.
+across the grain, takes two or three times as long as one that copies.
 """
 
 from __future__ import annotations
