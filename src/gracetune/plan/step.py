@@ -158,6 +158,15 @@ class _Pass:
         return _Pass(self.seconds / of, self.queueing_s / of, self.kernels / of)
 
 
+def _passes(way: Way, queueing_s: tuple[float, float]) -> tuple[_Pass, _Pass]:
+    """There and back."""
+    there, back = queueing_s
+    return (
+        _Pass(way.forward.total, there, way.forward_kernels),
+        _Pass(way.backward.total, back, way.backward_kernels),
+    )
+
+
 @dataclass
 class _Script:
     """Tasks in the order in which a step queues them."""
@@ -235,7 +244,7 @@ class _Script:
         """Forward, backward, update."""
         self.first_of_last_step = len(self.tasks)
         out: dict[int, list[int]] = {}
-        there, back = self._passes(self.costs.outside, self._outside_queues)
+        there, back = _passes(self.costs.outside, self._outside_queues)
         self._compute(there)
         for index, plan in enumerate(self.choice.blocks):
             self._use(index)
@@ -271,14 +280,7 @@ class _Script:
     def _passes_of(self, index: int) -> tuple[_Pass, _Pass]:
         plan, block = self.choice.blocks[index], self.costs.blocks[index]
         way = block.way(plan.activations, self.choice.compiled)
-        return self._passes(way, self._queues[index] if self._queues else (0.0, 0.0))
-
-    def _passes(self, way: Way, queueing_s: tuple[float, float]) -> tuple[_Pass, _Pass]:
-        there, back = queueing_s
-        return (
-            _Pass(way.forward.total, there, way.forward_kernels),
-            _Pass(way.backward.total, back, way.backward_kernels),
-        )
+        return _passes(way, self._queues[index] if self._queues else (0.0, 0.0))
 
     def _num_parts(self, index: int, plan: BlockPlan) -> int:
         """A compiled block gives all at its end; of an input there is one."""
