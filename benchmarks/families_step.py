@@ -9,14 +9,16 @@ taken, as in a run, and told.
 
 The parts named `proof_*` run other ways with fewer blocks of the same widths. Every configuration,
 those of ours too, is predicted before it is measured, with rates from this machine, and lands in
-`plan_proof.json`; `plan_check.py` judges that file. No rate was fitted to any of them. A host that
+`plan_proof.json`; `plan_check.py` judges that file. No rate was fitted to any of them. Those named
+`planned_*` are what the planner chooses for `proof_ways.ASKED`. A host that
 others share may be half as fast a minute later, and a small batch that is not compiled is bound by
 it: so each is run in rounds, every one with a look at the host, a prediction and some steps, and
-what is written down are the means of their usual steps.
+what is written down are the means of their usual steps. Where nobody waits for the host, they are
+fewer.
 
     PYTHONPATH=src:benchmarks python benchmarks/families_step.py [--out FOLDER] [--commit NAME]
-        [--only flux,qwen,clip,proof_eager,proof_compiled] [--models flux,qwen,wan,clip,fp8]
-        [--ways first|later|last|hosts|fresh|all] [--rehearse]
+        [--only flux,qwen,clip,proof_eager,proof_compiled,planned_eager,planned_compiled]
+        [--models flux,qwen,wan,clip,fp8] [--ways first|later|last|hosts|fresh|all] [--rehearse]
 
 Two files are written, whatever parts run: `families_step.json` and `plan_proof.json`. What they
 have of other parts and configurations stays, each with the commit that it is of.
@@ -37,6 +39,7 @@ import families
 import proof_ways
 import results
 import torch
+from proof_ways import Asked
 from wan14b import in_a_row, let_go, step_of
 
 from gracetune.adapters.fused import freeze_in_fp8_for
@@ -54,7 +57,7 @@ from gracetune.train.place import Layout, compute_faster, place
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from families import Case
     from proof_ways import Way
@@ -74,11 +77,12 @@ HOST_NBYTES = 90 * GIB
 SMALLER = (1.0, 0.96, 0.92, 0.86)
 """Shares of the budget that are tried in turn."""
 BATCHES = (1, 2, 4)
+ANY = Wishes()
 PLAIN_STEPS = {"flux": (2, 3), "qwen": (2, 3), "clip": (1, 2)}
 OUR_STEPS = (3, 5)
 PROOF_STEPS = (2, 3)
 """Of warming up, and timed in a round."""
-ROUNDS = 6
+ROUNDS, FEW_ROUNDS = 6, 3
 LOOKS = 3
 """Passes of each kind by which the host is measured before a round."""
 
@@ -167,9 +171,9 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="where there is no git to ask")
     parser.add_argument("--only", default="flux,qwen,proof_eager,clip,proof_compiled")
     parser.add_argument(
-        "--models", default=",".join(families.SHORT), help="of the parts named proof_*"
+        "--models", default=",".join(families.SHORT), help="of the parts named proof_*, planned_*"
     )
-    parser.add_argument("--ways", default="all", choices=proof_ways.WAYS, help="of those parts")
+    parser.add_argument("--ways", default="all", choices=proof_ways.WAYS, help="of proof_*")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
     arguments = parser.parse_args()
     bench = open_bench(arguments.rehearse, arguments.out, arguments.commit)
@@ -177,10 +181,11 @@ def main() -> int:
     for part in arguments.only.split(","):
         began = time.perf_counter()
         try:
-            if part.startswith("proof_"):
-                compiled = part.removeprefix("proof_") == "compiled"
-                ways = proof_ways.WAYS[arguments.ways]
-                prove(bench, compiled, {name: ways[name] for name in arguments.models.split(",")})
+            if part.startswith(("proof_", "planned_")):
+                kind, how = part.split("_")
+                ways = proof_ways.WAYS[arguments.ways] if kind == "proof" else proof_ways.ASKED
+                chosen = {name: ways[name] for name in arguments.models.split(",")}
+                prove(bench, how == "compiled", chosen)
             else:
                 compare(bench, part)
         finally:
@@ -246,10 +251,9 @@ def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
     planner, fixed = bench.plan_model(name, case)
     for share in SMALLER:
         plan = best_plan(planner, fixed, int(BUDGET_NBYTES * share))
-        choice = Choice(plan.blocks, plan.batch, 1, plan.slots, plan.compiled)
         title = f"{name}, all blocks, planned for 96 GB: {describe(plan)}"
         try:
-            record = run_choice(bench, name, title, case, model, choice, OUR_STEPS)
+            record = run_choice(bench, name, title, case, model, choice_of(plan), OUR_STEPS)
         except torch.OutOfMemoryError as full:
             print(f"{title} does not fit: {str(full)[:200]}", flush=True)
             continue
@@ -260,12 +264,12 @@ def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
     raise RuntimeError(f"{name}: no plan fits")
 
 
-def best_plan(planner: Model, fixed: Fixed, nbytes: int) -> Plan:
+def best_plan(planner: Model, fixed: Fixed, nbytes: int, wishes: Wishes = ANY) -> Plan:
     """The fastest of all batches."""
     budget = Budget(nbytes, HOST_NBYTES, FITTED["fragmentation"].value)  # as a run does it
     plans = []
     for batch in BATCHES:
-        wishes = Wishes(samples=batch, batches=(batch,))
+        wishes = replace(wishes, samples=batch, batches=(batch,))
         try:
             plans.append(choose(planner, fixed, budget, wishes, simulated=False).best)
         except PlanError as small:
@@ -273,7 +277,14 @@ def best_plan(planner: Model, fixed: Fixed, nbytes: int) -> Plan:
     return max(plans, key=lambda plan: plan.samples_per_second)
 
 
-def prove(bench: Bench, compiled: bool, chosen: dict[str, list[Way]]) -> None:
+def choice_of(plan: Plan) -> Choice:
+    """What a plan has decided."""
+    return Choice(plan.blocks, plan.batch, 1, plan.slots, plan.compiled)
+
+
+def prove(
+    bench: Bench, compiled: bool, chosen: Mapping[str, Sequence[Way] | Sequence[Asked]]
+) -> None:
     """Other ways to run, with fewer blocks."""
     for name, every in chosen.items():
         ways = [way for way in every if way.compiled == compiled]
@@ -286,10 +297,17 @@ def prove(bench: Bench, compiled: bool, chosen: dict[str, list[Way]]) -> None:
             freeze_in_fp8_for(shown, case.blocks(model), bench.device)
         compute_faster(model)
         for way in ways:
+            title = f"{name}, {way}"
             try:
-                run_choice(bench, name, f"{name}, {way}", case, model, way.choice(case))
+                if isinstance(way, Asked):
+                    planner, fixed = bench.plan_model(name, case)
+                    plan = best_plan(planner, fixed, way.budget_gb * 10**9, way.wishes)
+                    title, choice = f"{title}: {describe(plan)}", choice_of(plan)
+                else:
+                    choice = way.choice(case)
+                run_choice(bench, name, title, case, model, choice)
             except torch.OutOfMemoryError as full:
-                print(f"{name}, {way} does not fit: {str(full)[:200]}", flush=True)
+                print(f"{title} does not fit: {str(full)[:200]}", flush=True)
         del model
         let_go()
 
@@ -347,10 +365,13 @@ def take_rounds(
     warm_up, count = steps
     for _ in range(warm_up):
         step()
-    rounds = []
-    for _ in range(ROUNDS):
+    rounds: list[dict[str, Any]] = []
+    enough = FEW_ROUNDS
+    while len(rounds) < enough:
         planner, fixed = bench.plan_model(name, case)
         plan = predict(planner, choice, fixed, simulated=False)
+        if plan.seconds.wait_host:
+            enough = ROUNDS
         seconds, peak_gib = bench.time(step, (1, count))
         rounds.append(
             {

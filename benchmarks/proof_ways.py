@@ -10,6 +10,9 @@ before any of it was measured. `HOSTS` are its eager ways, and those of the othe
 been said more than a tenth too short, to be looked at in rounds. `FRESH` was chosen when kernels
 between products had begun to be timed one by one, which those had led to, and before any of it was
 measured: no way is in it that had been run before.
+
+`ASKED` are not ways but what a user asks for: a budget, and which streams there may be. What is run
+is what the planner then chooses. They were written down when all of the above had been seen.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from gracetune.plan.candidates import Wishes
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.step import Choice
 
@@ -189,6 +193,45 @@ WAYS = {
     "hosts": HOSTS,
     "fresh": FRESH,
     "all": {name: [*FIRST[name], *LATER[name], *LAST[name]] for name in LAST},
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is made for."""
+
+    compiled: bool
+    budget_gb: int
+    streams: Literal["none", "weights", "both"]
+    """What may stream: nothing, weights, or activations too."""
+
+    def __str__(self) -> str:
+        how = "compiled" if self.compiled else "eager"
+        streams = {"none": ", no streams", "weights": ", no offload", "both": ""}[self.streams]
+        return f"{how}, planned for {self.budget_gb} GB{streams}"
+
+    @property
+    def wishes(self) -> Wishes:
+        """As a run states them."""
+        return Wishes(
+            compile=(self.compiled,), stream=self.streams != "none", offload=self.streams == "both"
+        )
+
+
+_BUDGETS = [
+    Asked(False, 40, "both"),
+    Asked(False, 16, "none"),
+    Asked(False, 16, "weights"),
+    Asked(False, 8, "both"),
+    Asked(True, 16, "weights"),
+    Asked(True, 8, "both"),
+]
+ASKED = {
+    "flux": _BUDGETS,
+    "qwen": _BUDGETS,
+    "wan": _BUDGETS,
+    "clip": [Asked(False, 24, "both")],
+    "fp8": [],
 }
 
 

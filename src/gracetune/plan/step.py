@@ -71,6 +71,10 @@ def predict_seconds(costs: Costs, choice: Choice, speeds: Speeds, optimizer_nbyt
             latest = max(task.after, key=lambda other: times.ends[other])
             waits[script.tasks[latest].lane] += times.begins[number] - free
         free = times.ends[number]
+    queueing = script.seconds_of(HOST)
+    if queueing > step:  # on a lead from the step before, which steps in a row would use up
+        waits[HOST] += queueing - step
+        step = queueing
     parts = _parts(costs, choice)
     return Seconds(
         step=step,
@@ -101,15 +105,12 @@ def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
 
 
 def _least_queueing(costs: Costs, choice: Choice) -> float:
-    """The host's seconds, less the lead that it brings into the step that is timed."""
-    ways = [
+    """The host's seconds for blocks."""
+    ways = (
         block.way(plan.activations, choice.compiled)
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
-    ]
-    passes = [seconds for way in ways for seconds in (way.forward_host_s, way.backward_host_s)]
-    fewest = min(kernels for way in ways for kernels in (way.forward_kernels, way.backward_kernels))
-    lead = 1 + QUEUE / max(1.0, fewest)
-    return sum(passes) - lead * max(passes)
+    )
+    return sum(way.forward_host_s + way.backward_host_s for way in ways)
 
 
 def _least_incoming(costs: Costs, choice: Choice) -> float:

@@ -126,14 +126,22 @@ def test_a_queue_holds_only_so_many_kernels() -> None:
 
 
 def test_what_no_order_beats_knows_a_host_that_is_behind() -> None:
-    """A lead of about five passes is taken off, and no more."""
-    kernels = 200
-    host = Host(forward_s=4.0 / kernels, backward_s=5.0 / kernels)
-    model = queued(40, host, Calls(kernels=kernels), Calls(kernels=kernels))
-    choice = made_choice(model, compiled=False)
-    least = least_seconds(model.at(1), choice, model.speeds)
-    assert 40 * 3 < least <= seconds_of(model).step
-    assert least == pytest.approx(40 * 9 - (1 + QUEUE / kernels) * 5)
+    host = Host(forward_s=4.0 / 200, backward_s=5.0 / 200)
+    model = queued(40, host, Calls(kernels=200), Calls(kernels=200))
+    least = least_seconds(model.at(1), made_choice(model, compiled=False), model.speeds)
+    assert least == pytest.approx(40 * 9)
+    assert least <= seconds_of(model).step
+
+
+def test_a_lead_from_the_step_before_is_not_lived_on() -> None:
+    """The link holds the first step up, the host gets ahead: steps in a row gain nothing by it."""
+    host = Host(forward_s=3.0 / 100, backward_s=3.0 / 100)
+    shapes = queued(12, host, Calls(kernels=100), Calls(kernels=100))._shapes
+    (kind,) = shapes.kinds
+    slow = replace(shapes, kinds=(replace(kind, frozen_nbytes=350),))  # 3.5 seconds on the link
+    found = seconds_of(Model(slow, replace(SPEEDS, host=host)), streamed=12)
+    assert found.wait_weights > 30
+    assert found.step >= 12 * (3 + 3)
 
 
 def test_a_host_that_is_always_ahead_changes_nothing() -> None:
