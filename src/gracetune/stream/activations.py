@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from gracetune.events.types import Notice
+from gracetune.stream.again import do_again
 from gracetune.stream.movers import StreamError
 from gracetune.stream.packing import Packer
 from gracetune.stream.parcels import Call, Distance, Saved
@@ -204,14 +204,9 @@ class Offload:
                 "Leave it out of offload_activations(), or call it without checkpoint()."
             )
         self._begins(block, args, kwargs, recompute=True)
-
-        def call(*values: Any) -> Any:
-            named = dict(zip(kwargs, values[len(args) :], strict=True))
-            return block(*values[: len(args)], **named)
-
         result = None
-        try:  # by place: a checkpoint holds on to what is given by name
-            result = checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
+        try:
+            result = do_again(block, args, kwargs)
         finally:
             self._ends(block, args, result)
         return result

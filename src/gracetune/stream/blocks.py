@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
 
 from gracetune.errors import GracetuneError
 from gracetune.events.types import Notice
+from gracetune.stream.again import do_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -164,13 +165,7 @@ def _eager(block: nn.Module, how: Keeping, ring: Ring | None) -> Callable[..., A
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-
-        def by_place(*values: Any) -> Any:
-            named = dict(zip(kwargs, values[len(args) :], strict=True))
-            return forward(*values[: len(args)], **named)
-
-        # A checkpoint holds on to what is given by name; what is given by place can be sent away.
-        return checkpoint(by_place, *args, *kwargs.values(), use_reentrant=False, context_fn=keeps)
+        return do_again(forward, args, kwargs, context_fn=keeps)
 
     return run
 

@@ -2,14 +2,16 @@
 
 import gc
 import random
+from functools import partial
 
 import pytest
 import torch
-from offloaded_model import WAYS, Lanes, Mixed, offloaded
+from offloaded_model import SMALL, WAYS, Lanes, Mixed, offloaded
 from streamed_model import assert_same, made, step
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gracetune.stream.activations import IN_FLIGHT
+from gracetune.stream.activations import IN_FLIGHT, offload_activations
+from gracetune.stream.blocks import run_blocks
 from gracetune.stream.movers import Lane, StreamError, SynchronousMover
 from gracetune.stream.parcels import Call, Parcel
 from gracetune.stream.transport import Transport
@@ -153,6 +155,31 @@ def test_no_more_is_on_the_device_than_two_blocks_out_and_those_ahead_back(ahead
     gc.collect()
     assert mover.alive() == 0, "nothing is held between steps"
     assert offload.counters().on_demand == 0
+
+
+@pytest.mark.parametrize("by", ["policy", "checkpoint"])
+@pytest.mark.parametrize("named", [True, False])
+def test_inputs_that_were_sent_end_on_the_device(by, named, told):
+    """Whoever does a block again must not know its inputs by other ways."""
+    model, mover = made(num_blocks=8), Watching()
+    blocks = list(model.blocks)
+    if by == "policy":
+        run_blocks(blocks, ["recompute"] * 8, None)
+        offload = offload_activations(blocks, mover, None, told, SMALL)
+    else:
+        offload = offload_activations([], mover, None, told, SMALL, others=blocks)
+    x = torch.randn(2, 5, 12, requires_grad=True) * 1
+    input_nbytes, alive = x.numel() * x.element_size(), []
+    for block in blocks:
+        given = ((), {"x": x, "shift": 0.1}) if named else ((x, 0.1), {})
+        call = block if by == "policy" else partial(offload.checkpoint, block)
+        x = call(*given[0], **given[1])
+        del given
+        alive.append(mover.alive())
+    assert offload.counters().sent == 8
+    assert max(alive) <= IN_FLIGHT * input_nbytes
+    x.sum().backward()
+    assert offload.counters().brought_nbytes == (8 - IN_FLIGHT) * input_nbytes
 
 
 def test_blocks_that_are_kept_tell_how_far_a_pass_is(told):
