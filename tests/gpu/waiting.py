@@ -1,5 +1,6 @@
 """How the GPU tests look for waits: an error where there may be none, a count where there may."""
 
+import gc
 import warnings
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from gracetune.train.step import train_step
 @contextmanager
 def never_waiting():
     """Whatever makes the host wait for the device is an error."""
-    torch.cuda.synchronize()
+    _settle()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -22,7 +23,7 @@ def never_waiting():
 
 def count_waits(step, steps):
     """How often the host waits for the device in so many steps."""
-    torch.cuda.synchronize()
+    _settle()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -43,3 +44,9 @@ def assert_steps_never_wait(session):
     train(0, 3)
     with never_waiting():
         train(3, 6)
+
+
+def _settle():
+    """Rings that nobody has closed wait for the device when they are collected: now, not later."""
+    gc.collect()
+    torch.cuda.synchronize()

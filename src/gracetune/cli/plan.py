@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.config.schema import AdapterSection, RunFile
+    from gracetune.events.types import Notice
     from gracetune.memory.machine import Machine
     from gracetune.plan.ask import Trained
     from gracetune.plan.outlines import Outline
@@ -145,15 +147,16 @@ def _where(
 
 
 def _measured(device: int, family: str) -> Basics:
-    from functools import partial
-
     import torch
 
-    from gracetune.plan.measure import measure
-    from gracetune.train.narrow import narrow
+    from gracetune.train.measuring import measure_gpu
 
-    card = torch.device("cuda", device)
-    return measure(card, torch.cuda.synchronize, narrow=partial(narrow, family))
+    return measure_gpu(torch.device("cuda", device), family, _tell)
+
+
+def _tell(notice: Notice) -> None:
+    """Beside the plan, which may be JSON."""
+    print(notice.text, file=sys.stderr)
 
 
 def _trained(run_file: RunFile, shape: Outline) -> Trained:

@@ -21,7 +21,7 @@ from gracetune.plan.replay import prepared, recipe_of
 from gracetune.units import GIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
     from gracetune.plan.probe import Narrow
     from gracetune.plan.replay import Recipe
@@ -50,6 +50,7 @@ def measure(
 
     `narrow` makes the models by which the host is measured; none: another host stands for it.
     """
+    host = USUAL_HOST if narrow is None else probe_host(device, synchronize, clock, narrow)
     pinned = torch.empty(copied_nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there, back = (torch.empty(copied_nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     left, right = (torch.ones(edge, edge, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -65,7 +66,7 @@ def measure(
         link_out=copied_nbytes / seconds(lambda: pinned.copy_(there, non_blocking=True)),
         both_ways_share=_both_ways(device, (pinned, there, back), seconds),
         timer=stopwatch.seconds if device.type == "cuda" else None,  # a CPU would take minutes
-        host=USUAL_HOST if narrow is None else probe_host(device, synchronize, clock, narrow),
+        host=host,
     )
 
 
@@ -100,8 +101,7 @@ class Stopwatch:
         self._device = device
         self._synchronize = synchronize
         self._clock = clock
-        self._known: dict[tuple[int, ...], float] = {}
-        self._replayed: dict[Recipe, float | None] = {}
+        self._known: dict[Hashable, float | None] = {}
         self._shortest = recipe_of(torch.ops.aten.neg.default, (torch.empty(1),), {})
         self._random = torch.Generator(device).manual_seed(0)  # a run's own draws are not touched
 
@@ -121,47 +121,59 @@ class Stopwatch:
         first, *others = max(1, round(op.extent[0] * scale)), *op.extent[1:]
         if op.kind == "gemm":
             rows = min(first, MOST_ROWS)
-            return self._product(rows, *others) * first / rows
+            once = self._product(rows, *others)
+            return None if once is None else once * first / rows
         assert op.kind == "attention", op.kind
-        forward = self._attention(False, *others)
-        one = self._attention(True, *others) - forward if op.backward else forward
-        return one * first
+        once = self._attention(op.backward, *others)
+        return None if once is None else once * first
+
+    def _once(self, what: Hashable, work: Callable[[], float]) -> float | None:
+        """What it takes; none where the device is short of memory, or has another operator for it
+        than the CPU.
+        """
+        if what not in self._known:
+            try:
+                self._known[what] = work()
+            except RuntimeError as refused:
+                log.warning("%s cannot be timed and goes by the machine's rates: %s", what, refused)
+                self._known[what] = None
+        return self._known[what]
 
     def _replay(self, recipe: Recipe) -> float | None:
-        if recipe not in self._replayed:
+        def work() -> float:
             devices = [self._device] if self._device.type == "cuda" else []
-            try:
-                with torch.random.fork_rng(devices):
-                    self._replayed[recipe] = self._time_short(prepared(recipe, self._device))
-            except RuntimeError as refused:
-                # The device is short of memory, or has another operator for it than the CPU.
-                log.warning("%s goes by its bytes, it cannot be timed: %s", recipe.func, refused)
-                self._replayed[recipe] = None
-        return self._replayed[recipe]
+            with torch.random.fork_rng(devices):
+                return self._time_short(prepared(recipe, self._device))
 
-    def _product(self, *extent: int) -> float:
-        rows, inner, outer = extent
-        if extent not in self._known:
+        return self._once(recipe, work)
+
+    def _product(self, *extent: int) -> float | None:
+        def work() -> float:
+            rows, inner, outer = extent
             left, right = self._numbers(rows, inner), self._numbers(outer, inner)
-            self._known[extent] = self._time(lambda: left @ right.t())
-        return self._known[extent]
+            return self._time(lambda: left @ right.t())
 
-    def _attention(self, backward: bool, *extent: int) -> float:
-        """Forward alone, or there and back."""
-        heads, queries, keys, width = extent
-        known = (int(backward), *extent)
-        if known not in self._known:
-            query, grad = (self._numbers(1, heads, queries, width) for _ in range(2))
-            key, value = (self._numbers(1, heads, keys, width) for _ in range(2))
-            leaves = [tensor.requires_grad_(backward) for tensor in (query, key, value)]
+        return self._once(("product", *extent), work)
 
-            def work() -> None:
-                out = scaled_dot_product_attention(query, key, value)
-                if backward:
-                    torch.autograd.grad(out, leaves, grad)
+    def _attention(self, is_back: bool, *extent: int) -> float | None:
+        """Forward, or the way back, which is what both take less that."""
+        there = self._once(("attention", *extent), lambda: self._attend(False, *extent))
+        if not is_back:
+            return there
+        both = self._once(("attention, both ways", *extent), lambda: self._attend(True, *extent))
+        return None if there is None or both is None else both - there
 
-            self._known[known] = self._time(work)
-        return self._known[known]
+    def _attend(self, both_ways: bool, heads: int, queries: int, keys: int, width: int) -> float:
+        query, grad = (self._numbers(1, heads, queries, width) for _ in range(2))
+        key, value = (self._numbers(1, heads, keys, width) for _ in range(2))
+        leaves = [tensor.requires_grad_(both_ways) for tensor in (query, key, value)]
+
+        def work() -> None:
+            out = scaled_dot_product_attention(query, key, value)
+            if both_ways:
+                torch.autograd.grad(out, leaves, grad)
+
+        return self._time(work)
 
     def _numbers(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=self._device, generator=self._random)

@@ -30,6 +30,9 @@ class Recipe:
     args: tuple[object, ...]
     kwargs: tuple[tuple[str, object], ...]
 
+    def __str__(self) -> str:
+        return str(self.func)
+
 
 @dataclass(frozen=True, slots=True)
 class _Looks:

@@ -12,6 +12,7 @@ from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.plan.known_models import PUBLISHED, SHAPES, Picture
 from gracetune.plan.outlines import outline
 from gracetune.train.place import compute_faster
+from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from gracetune.plan.outlines import Outline
@@ -24,6 +25,9 @@ ROOMY = {"attention_head_dim": 128, "axes_dims_rope": (16, 56, 56), "ffn_dim": 1
 ROOMY_EDGE, ROOMY_TOKENS = 1024, 3072
 """Of one whose tensors have a MiB or more, and heads as models have them: torch's allocator and its
 kernels treat smaller ones differently, and a host is quicker with those."""
+ROOMY_NBYTES = 2 * GIB
+"""What measuring by such models takes at most: for Qwen-Image 1.3 GiB, saved for backward and of
+weights."""
 
 
 def prepare(shape: Outline, section: AdapterSection) -> None:

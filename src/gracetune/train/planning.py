@@ -7,10 +7,8 @@ and encoders, is not counted again: the plan is for what is left.
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +25,6 @@ from gracetune.optim.update import Travel
 from gracetune.plan.ask import settings_of, wishes_of
 from gracetune.plan.candidates import Budget, device_need
 from gracetune.plan.choose import PlanError, choose
-from gracetune.plan.known_models import PUBLISHED
 from gracetune.plan.make import family_subject, traced
 from gracetune.plan.measure import measure
 from gracetune.plan.peak import Fixed
@@ -36,10 +33,10 @@ from gracetune.plan.report import describe, speed
 from gracetune.stream.movers import open_mover
 from gracetune.train.correcting import choice_of
 from gracetune.train.frozen import freeze
-from gracetune.train.narrow import STAND_IN, narrow
+from gracetune.train.measuring import free_nbytes, measure_gpu
 from gracetune.train.place import Layout, compute_faster, place
 from gracetune.train.settled import COMPILING_S, CudaMeter, NoMeter, Settled
-from gracetune.units import MIB, parse_bytes
+from gracetune.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,9 +58,6 @@ if TYPE_CHECKING:
 
 HOST_RESERVE_SHARE = 0.05
 """Of host memory that is free now, left to others."""
-MEASURED_SHARE = 8
-"""One part in so many of free device memory is for each piece that rates are measured by."""
-BF16_NBYTES = 2
 CPU_EDGE, CPU_COPY = 512, 1 << 22
 """A CPU is only planned for in a rehearsal: its rates need not be good ones."""
 
@@ -192,14 +186,9 @@ def _fuse(family: Family, undo: ExitStack | None = None) -> None:
 
 
 def _rates(device: torch.device, family: str, tell: Tell) -> Basics:
-    if device.type != "cuda":  # nobody waits for a CPU to queue what it computes itself
-        return measure(device, lambda: None, CPU_EDGE, CPU_COPY)
-    if family not in PUBLISHED:
-        tell(Notice(f"how fast this host queues a step is measured by {STAND_IN} for {family}"))
-    room = _free_nbytes(device) // MEASURED_SHARE
-    edge = min(8192, 1 << int(math.log2(room / BF16_NBYTES) / 2))
-    copied = min(512 * MIB, room)
-    return measure(device, torch.cuda.synchronize, edge, copied, narrow=partial(narrow, family))
+    if device.type == "cuda":
+        return measure_gpu(device, family, tell)
+    return measure(device, lambda: None, CPU_EDGE, CPU_COPY)  # nobody waits for it to queue
 
 
 def _device_nbytes(run: RunFile, device: torch.device) -> int:
@@ -207,18 +196,9 @@ def _device_nbytes(run: RunFile, device: torch.device) -> int:
     if device.type != "cuda":
         assert asked is not None, "a rehearsal without its memory"
         return parse_bytes(asked)
-    free = _free_nbytes(device)
+    free = free_nbytes(device)
     taken = torch.cuda.memory_allocated(device)
     return free if asked is None else min(free, parse_bytes(asked) - taken)
-
-
-def _free_nbytes(device: torch.device) -> int:
-    """What torch can still give out: of the device, and of this process's share of it."""
-    taken = torch.cuda.memory_allocated(device)
-    cached = torch.cuda.memory_reserved(device) - taken
-    free, total = torch.cuda.mem_get_info(device)
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    return min(free + cached, int(total * share) - taken)
 
 
 def _leaving_nbytes(family: Family) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -171,3 +172,24 @@ def test_elementwise_kernels_are_timed_as_they_were_called(
     (said,) = caplog.messages
     assert "aten.add.Tensor" in said
     assert "size of tensor" in said
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        Op("gemm", 0.0, 0.0, extent=(8, 4, 4)),
+        Op("attention", 0.0, 0.0, extent=(3, 2, 8, 4, 8)),
+        Op("attention", 0.0, 0.0, extent=(3, 2, 8, 4, 8), backward=True),
+    ],
+)
+def test_what_there_is_no_memory_to_time_goes_by_the_machines_rates(
+    op: Op, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for it")
+
+    monkeypatch.setattr(Stopwatch, "_numbers", full)
+    watch = Stopwatch(torch.device("cpu"), lambda: None, time.perf_counter)
+    assert [watch.seconds(op, 1.0) for _ in range(2)] == [None, None]
+    assert len(caplog.messages) == 1 + op.backward  # said once for each that was tried
+    assert "no room for it" in caplog.messages[0]
