@@ -50,11 +50,11 @@ from gracetune.plan.measure import measure
 from gracetune.plan.probe import Probe
 from gracetune.plan.rates import FITTED, basics_of
 from gracetune.plan.report import describe
-from gracetune.plan.step import Choice
 from gracetune.stream.movers import open_mover
+from gracetune.train.correcting import choice_of
 from gracetune.train.narrow import narrow
 from gracetune.train.place import Layout, compute_faster, place
-from gracetune.units import GIB
+from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from gracetune.plan.rates import Basics
     from gracetune.plan.result import Plan
     from gracetune.plan.shapes import ModelShapes
+    from gracetune.plan.step import Choice
 
 LEAST = 1.5
 BUDGET_NBYTES = int(96e9)
@@ -251,9 +252,9 @@ def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
     planner, fixed = bench.plan_model(name, case)
     for share in SMALLER:
         plan = best_plan(planner, fixed, int(BUDGET_NBYTES * share))
-        title = f"{name}, all blocks, planned for 96 GB: {describe(plan)}"
+        title = f"{name}, all blocks, planned for 96 GB"
         try:
-            record = run_choice(bench, name, title, case, model, choice_of(plan), OUR_STEPS)
+            record = run_plan(bench, name, title, case, model, plan, OUR_STEPS)
         except torch.OutOfMemoryError as full:
             print(f"{title} does not fit: {str(full)[:200]}", flush=True)
             continue
@@ -274,18 +275,15 @@ def best_plan(planner: Model, fixed: Fixed, nbytes: int, wishes: Wishes = ANY) -
             plans.append(choose(planner, fixed, budget, wishes, simulated=False).best)
         except PlanError as small:
             print(f"batch {batch}: {small}", flush=True)
+    if not plans:
+        raise PlanError(f"nothing fits into {format_bytes(nbytes)}")
     return max(plans, key=lambda plan: plan.samples_per_second)
-
-
-def choice_of(plan: Plan) -> Choice:
-    """What a plan has decided."""
-    return Choice(plan.blocks, plan.batch, 1, plan.slots, plan.compiled)
 
 
 def prove(
     bench: Bench, compiled: bool, chosen: Mapping[str, Sequence[Way] | Sequence[Asked]]
 ) -> None:
-    """Other ways to run, with fewer blocks."""
+    """Other ways to run, or what is planned for other budgets; with fewer blocks."""
     for name, every in chosen.items():
         ways = [way for way in every if way.compiled == compiled]
         if not ways:
@@ -302,14 +300,30 @@ def prove(
                 if isinstance(way, Asked):
                     planner, fixed = bench.plan_model(name, case)
                     plan = best_plan(planner, fixed, way.budget_gb * 10**9, way.wishes)
-                    title, choice = f"{title}: {describe(plan)}", choice_of(plan)
+                    run_plan(bench, name, title, case, model, plan)
                 else:
-                    choice = way.choice(case)
-                run_choice(bench, name, title, case, model, choice)
-            except torch.OutOfMemoryError as full:
+                    run_choice(bench, name, title, case, model, way.choice(case))
+            except (PlanError, torch.OutOfMemoryError) as full:
                 print(f"{title} does not fit: {str(full)[:200]}", flush=True)
         del model
         let_go()
+
+
+def run_plan(
+    bench: Bench,
+    name: str,
+    title: str,
+    case: Case,
+    model: nn.Module,
+    plan: Plan,
+    steps: tuple[int, int] = PROOF_STEPS,
+) -> dict[str, Any]:
+    """What was chosen, which its record tells; the next choice for the same takes its place."""
+    print(f"{title}: {describe(plan)}", flush=True)
+    record = run_choice(bench, name, title, case, model, choice_of(plan), steps)
+    record["plan"] = describe(plan)
+    bench.save()
+    return record
 
 
 def run_choice(

@@ -17,6 +17,7 @@ A file has, under `figures.configurations`, one record a measured step:
     predicted_seconds, predicted_peak_gib   what the planner said before the measurement, if it did
     host          how fast the host was then, for a reader
     commit        of which it is, where a file has several
+    plan          what was chosen, where it was the planner's choice
     rounds        of which the figures are means, each with its own look at the host
 
 Needs no GPU. What was predicted before is taken as it was; all else is predicted now, for the

@@ -29,20 +29,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WARM_UP, REPEATS = 3, 10
+EDGE, COPIED_NBYTES = 8192, 512 * MIB
+"""Of the products and copies that rates are measured by, where there is room."""
 MOST_ROWS = 16384
 """Of a product that is timed: more take as long as their number says."""
 MOST_NBYTES = 4 * GIB
 """That an elementwise kernel may touch to be timed; what touches more goes by its bytes."""
-BUSY_EDGE, BUSY = 8192, (1, 4, 16)
-"""Of products that give the device something to do while short kernels are queued behind them; and
-how many there are, until they take long enough."""
+BUSY = (1, 4, 16)
+"""Products that give the device something to do while short kernels are queued behind them: so many
+of them, until they take long enough."""
 
 
 def measure(
     device: torch.device,
     synchronize: Callable[[], None],
-    edge: int = 8192,
-    copied_nbytes: int = 512 * MIB,
+    edge: int = EDGE,
+    copied_nbytes: int = COPIED_NBYTES,
     clock: Callable[[], float] = time.perf_counter,
     narrow: Narrow | None = None,
 ) -> Basics:
@@ -58,7 +60,7 @@ def measure(
     def seconds(work: Callable[[], object]) -> float:
         return _timed(work, synchronize, clock)
 
-    stopwatch = Stopwatch(device, synchronize, clock)
+    stopwatch = Stopwatch(device, synchronize, clock, edge)
     return Basics(
         flops=2.0 * edge**3 / seconds(lambda: left @ right),
         memory=2.0 * copied_nbytes / seconds(lambda: back.copy_(there)),
@@ -96,11 +98,18 @@ class Stopwatch:
     """Times kernels of one device, each of a kind once."""
 
     def __init__(
-        self, device: torch.device, synchronize: Callable[[], None], clock: Callable[[], float]
+        self,
+        device: torch.device,
+        synchronize: Callable[[], None],
+        clock: Callable[[], float],
+        edge: int = EDGE,
     ) -> None:
+        """`edge`: of matrices that there is room for."""
         self._device = device
         self._synchronize = synchronize
         self._clock = clock
+        self._edge = edge
+        self._num_refused = 0
         self._known: dict[Hashable, float | None] = {}
         self._shortest = recipe_of(torch.ops.aten.neg.default, (torch.empty(1),), {})
         self._random = torch.Generator(device).manual_seed(0)  # a run's own draws are not touched
@@ -135,7 +144,9 @@ class Stopwatch:
             try:
                 self._known[what] = work()
             except RuntimeError as refused:
-                log.warning("%s cannot be timed and goes by the machine's rates: %s", what, refused)
+                level = logging.DEBUG if self._num_refused else logging.WARNING  # told once
+                log.log(level, "%s cannot be timed, it goes by other rates: %s", what, refused)
+                self._num_refused += 1
                 self._known[what] = None
         return self._known[what]
 
@@ -186,7 +197,7 @@ class Stopwatch:
         if self._device.type != "cuda":
             return self._time(work)
         with torch.cuda.device(self._device):
-            long = torch.ones(BUSY_EDGE, BUSY_EDGE, dtype=torch.bfloat16, device=self._device)
+            long = torch.ones(self._edge, self._edge, dtype=torch.bfloat16, device=self._device)
             product = long @ long
             for _ in range(WARM_UP):
                 work()

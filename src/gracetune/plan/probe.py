@@ -58,7 +58,7 @@ def probe_host(
     clock: Callable[[], float],
     narrow: Narrow,
 ) -> Host:
-    """Measure for a few seconds; takes no memory to speak of."""
+    """Measure for a few seconds, in as much memory as the models take."""
     return Probe(device, synchronize, clock, narrow).measure()
 
 

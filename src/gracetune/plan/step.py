@@ -1,7 +1,8 @@
 """The seconds of one step for one choice: its tasks, run through the timeline.
 
-Two steps are run and the second is timed: the ring brings the first blocks of a step while the one
-before still computes.
+Some steps are run and the last is timed: the ring brings the first blocks of a step while the one
+before still computes. Two will do, unless the host got ahead in the first and the second lived on
+that, which steps in a row cannot.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 WEIGHTS_IN = LANES.index("weights_in")
 ACTIVATIONS_IN = LANES.index("activations_in")
 ACTIVATIONS_OUT = LANES.index("activations_out")
-STEPS = 2
+STEPS, MORE_STEPS = 2, 8
 QUEUE = 1021
 """Kernels that the host may have queued and the device not begun; whoever queues more has to wait.
 Counted on an H200 with CUDA 13, whatever the kernels: as many as a channel of the driver takes."""
@@ -55,14 +56,19 @@ class Choice:
 
 def predict_seconds(costs: Costs, choice: Choice, speeds: Speeds, optimizer_nbytes: int) -> Seconds:
     """How long a micro-batch takes, its share of the optimizer's update included."""
-    script = _Script(costs, choice, speeds, optimizer_nbytes)
-    for _ in range(STEPS):
-        script.write_step()
-    times = simulate(script.tasks, speeds.both_ways_share)
-    first = script.first_of_last_step
-    began = times.ends[first - 1] if first else 0.0
-    step = times.ends[script.last_compute] - began
-    waits = {WEIGHTS_IN: 0.0, ACTIVATIONS_IN: 0.0, ACTIVATIONS_OUT: 0.0, HOST: 0.0}
+    for num_steps in (STEPS, MORE_STEPS):
+        script = _Script(costs, choice, speeds, optimizer_nbytes, num_steps)
+        for _ in range(num_steps):
+            script.write_step()
+        times = simulate(script.tasks, speeds.both_ways_share)
+        first = script.first_of_last_step
+        began = times.ends[first - 1] if first else 0.0
+        step = times.ends[script.last_compute] - began
+        short = script.seconds_of(HOST) - step
+        if short <= 0:
+            break
+    waits = {WEIGHTS_IN: 0.0, ACTIVATIONS_IN: 0.0, ACTIVATIONS_OUT: 0.0, HOST: max(0.0, short)}
+    step += waits[HOST]
     free = began
     for number, task in enumerate(script.tasks):
         if task.lane != COMPUTE or number < first:
@@ -71,10 +77,6 @@ def predict_seconds(costs: Costs, choice: Choice, speeds: Speeds, optimizer_nbyt
             latest = max(task.after, key=lambda other: times.ends[other])
             waits[script.tasks[latest].lane] += times.begins[number] - free
         free = times.ends[number]
-    queueing = script.seconds_of(HOST)
-    if queueing > step:  # on a lead from the step before, which steps in a row would use up
-        waits[HOST] += queueing - step
-        step = queueing
     parts = _parts(costs, choice)
     return Seconds(
         step=step,
@@ -176,6 +178,7 @@ class _Script:
     choice: Choice
     speeds: Speeds
     optimizer_nbytes: int
+    num_steps: int
     tasks: list[Task] = field(default_factory=list)
     first_of_last_step: int = 0
     last_compute: int = -1
@@ -184,7 +187,7 @@ class _Script:
         streamed = self.choice.streamed
         order = list(streamed) + list(streamed[-2::-1])
         # What a turn uses twice in a row is one use, between steps too.
-        uses = order + (order[1:] * (STEPS - 1) if len(streamed) > 1 else [])
+        uses = order + (order[1:] * (self.num_steps - 1) if len(streamed) > 1 else [])
         self._asked = iter(fetches(uses, self.choice.slots) if streamed else [])
         self._fetched: dict[int, int] = {}
         self._in_use: int | None = None

@@ -52,6 +52,8 @@ PRODUCTS = {
     "gracetune::lora_linears",
     "gracetune::lora_linear_fp8",
 }
+REASON_LINES = 2
+"""Of what a compiler says: the first may only tell that something was raised."""
 DEFAULT_GRAPHS = 64
 """Compilations of one kind of block at most: for each bucket, way to keep, and home of weights."""
 
@@ -98,27 +100,32 @@ class Compiler:
             callback_handler.remove_end_callback(self._ends)
         self._settings.close()
 
-    def compiled(self, way: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, compiled at its first call; where that fails, as it was, and told."""
-        fast = torch.compile(way, dynamic=False, backend=self._backend)
+    def compiled(
+        self, way: Callable[..., Any], eager: Callable[..., Any], whole: bool
+    ) -> Callable[..., Any]:
+        """A function that is compiled at its first call; where that fails, `eager`, and told.
+
+        `whole`: it fails too where it can be compiled in parts only.
+        """
+        fast = torch.compile(way, dynamic=False, fullgraph=whole, backend=self._backend)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._gave_up:
-                return way(*args, **kwargs)
+                return eager(*args, **kwargs)
             try:
                 return fast(*args, **kwargs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as why:
                 self._give_up(why)
-                return way(*args, **kwargs)
+                return eager(*args, **kwargs)
 
         return run
 
     def _give_up(self, why: Exception) -> None:
         self._gave_up = True
-        reason = str(why).strip().splitlines()
+        reason = " ".join(line.strip() for line in str(why).strip().splitlines()[:REASON_LINES])
         text = (
             f"blocks are not compiled from here on, which costs speed: {type(why).__name__}: "
-            f"{reason[0] if reason else 'no reason given'}. Compilations so far: {self.graphs}. "
+            f"{reason or 'no reason given'}. Compilations so far: {self.graphs}. "
             "Fewer buckets need fewer of them; plan.compile: never says that none is wanted."
         )
         self._tell(Notice(text, level="warning", fallback=True))
@@ -144,9 +151,8 @@ def run_blocks(
                 f"a {type(block).__name__} already has a forward of its own: something else wraps "
                 "it. Let go of that first (gradient checkpointing, offloading, compilation)."
             )
-        block.forward = (
-            _eager(block, how, ring) if compiler is None else _compiled(block, how, compiler)
-        )
+        eager = _eager(block, how, ring)
+        block.forward = eager if compiler is None else _compiled(block, how, compiler, eager)
     return Running(blocks)
 
 
@@ -170,9 +176,14 @@ def _eager(block: nn.Module, how: Keeping, ring: Ring | None) -> Callable[..., A
     return run
 
 
-def _compiled(block: nn.Module, how: Keeping, compiler: Compiler) -> Callable[..., Any]:
+def _compiled(
+    block: nn.Module, how: Keeping, compiler: Compiler, eager: Callable[..., Any]
+) -> Callable[..., Any]:
     forward = block.forward
-    fast = compiler.compiled(forward if how == "keep" else _checkpointed(forward, _keeps(how)))
+    if how == "keep":
+        fast = compiler.compiled(forward, eager, whole=False)
+    else:  # in parts, what is done again would not find the weights that stream
+        fast = compiler.compiled(_checkpointed(forward, _keeps(how)), eager, whole=True)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.events.types import Notice
+from gracetune.memory.garbage import ASIDE
+from gracetune.plan.choose import PlanError
 from gracetune.plan.known_models import PUBLISHED
-from gracetune.plan.measure import measure
+from gracetune.plan.measure import COPIED_NBYTES, EDGE, measure
 from gracetune.train.narrow import ROOMY_NBYTES, STAND_IN, narrow
 from gracetune.units import MIB, format_bytes
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 MEASURED_SHARE = 8
 """One part in so many of free device memory is for each piece that rates are measured by."""
-MOST_EDGE, MOST_COPIED = 8192, 512 * MIB
+LEAST_NBYTES = MIB
+"""Of such a piece."""
 BF16_NBYTES = 2
 
 
@@ -30,9 +33,17 @@ def measure_gpu(device: torch.device, family: str, tell: Callable[[Notice], None
     """For a few seconds, before a model is there; all memory is given back."""
     free = free_nbytes(device)
     room = free // MEASURED_SHARE
-    edge = min(MOST_EDGE, 1 << int(math.log2(room / BF16_NBYTES) / 2))
+    if room < LEAST_NBYTES:
+        raise PlanError(
+            f"{format_bytes(max(0, free))} of device memory are free, too few to measure the "
+            "device by. End what else is on it, or give torch a larger share."
+        )
+    edge = min(EDGE, 1 << int(math.log2(room / BF16_NBYTES) / 2))
+    copied = min(COPIED_NBYTES, room)
     probed = probed_by(family, free, tell)
-    return measure(device, torch.cuda.synchronize, edge, min(MOST_COPIED, room), narrow=probed)
+    basics = measure(device, torch.cuda.synchronize, edge, copied, narrow=probed)
+    ASIDE.collect()  # models that were probed hold on to themselves
+    return basics
 
 
 def probed_by(family: str, free: int, tell: Callable[[Notice], None]) -> Narrow:
@@ -44,7 +55,7 @@ def probed_by(family: str, free: int, tell: Callable[[Notice], None]) -> Narrow:
     tell(
         Notice(
             f"only {format_bytes(free)} of device memory are free, so how fast this host queues a "
-            "step is measured with small tensors: its part may be said a tenth too short"
+            "step is measured with small tensors: its part may be said too short"
         )
     )
     return lambda has_adapter, _: narrow(family, has_adapter)

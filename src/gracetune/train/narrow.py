@@ -26,8 +26,8 @@ ROOMY_EDGE, ROOMY_TOKENS = 1024, 3072
 """Of one whose tensors have a MiB or more, and heads as models have them: torch's allocator and its
 kernels treat smaller ones differently, and a host is quicker with those."""
 ROOMY_NBYTES = 2 * GIB
-"""What measuring by such models takes at most: for Qwen-Image 1.3 GiB, saved for backward and of
-weights."""
+"""What must be free to measure by such models: the largest, Qwen-Image's, take 1.3 GiB for weights
+and for what they save."""
 
 
 def prepare(shape: Outline, section: AdapterSection) -> None:
@@ -40,7 +40,7 @@ def prepare(shape: Outline, section: AdapterSection) -> None:
 def narrow(family: str, has_adapter: bool, is_roomy: bool = False) -> Outline:
     """The family's model with hardly any numbers, as it is or as a run has it.
 
-    A roomy one has few enough for any GPU; a CPU would compute for seconds.
+    A roomy one is for a GPU that has the room; a CPU would compute for seconds.
     """
     name = family if family in PUBLISHED else STAND_IN
     changes = SHAPES[PUBLISHED[name].class_name].narrow

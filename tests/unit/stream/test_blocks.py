@@ -177,6 +177,40 @@ def test_too_many_shapes_end_compilation_with_a_warning():
     assert "not compiled from here on" in notice.text
 
 
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [*((way, "compiler") for way in WAYS), ("lean", "model"), ("recompute", "model")],
+)
+def test_streamed_blocks_that_cannot_be_compiled_compute_with_weights_on_the_device(way, why):
+    """Nor when they are done again, by a call that hooks of the block know nothing of."""
+
+    def broken(*_):
+        raise RuntimeError("no compiler here")
+
+    expected, told, kinds = gradients(make()), [], set()
+    torch._dynamo.reset()
+    compiler = Compiler(told.append, broken if why == "compiler" else BACKEND)
+    model = make()
+    ring = stream_weights(model, list(model.blocks), SynchronousMover(), told.append, 2)
+    run_blocks(model.blocks, [way] * 5, compiler, ring)
+
+    def look(layer, _):
+        kinds.add(type(layer.weight))
+        if why == "model":
+            torch._dynamo.graph_break()
+
+    for block in model.blocks:
+        block.up.register_forward_pre_hook(look)
+    for _ in range(2):
+        assert same(gradients(model), expected)
+    assert kinds == {torch.Tensor}, "in host memory they are parameters"
+    compiler.close()
+    torch._dynamo.reset()
+    (notice,) = told
+    assert notice.fallback
+    assert ("no compiler here" in notice.text) == (way == "keep")
+
+
 def test_closing_gives_the_blocks_their_own_forward_back():
     model = make()
     running = run_blocks(model.blocks, ["recompute"] * 5, None)
