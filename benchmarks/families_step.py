@@ -10,11 +10,10 @@ taken, as in a run, and told.
 The parts named `proof_*` run other ways with fewer blocks of the same widths. Every configuration,
 those of ours too, is predicted before it is measured, with rates from this machine, and lands in
 `plan_proof.json`; `plan_check.py` judges that file. No rate was fitted to any of them. Those named
-`planned_*` are what the planner chooses for `proof_ways.ASKED`. A host that
-others share may be half as fast a minute later, and a small batch that is not compiled is bound by
-it: so each is run in rounds, every one with a look at the host, a prediction and some steps, and
-what is written down are the means of their usual steps. Where nobody waits for the host, they are
-fewer.
+`planned_*` are what the planner chooses for `proof_ways.ASKED`. A host that others share may be
+half as fast a minute later, and a small batch that is not compiled is bound by it: so each is run
+in rounds, every one with a look at the host, a prediction and some steps, and what is written down
+are the means of their usual steps. Where nobody waits for the host, rounds are fewer.
 
     PYTHONPATH=src:benchmarks python benchmarks/families_step.py [--out FOLDER] [--commit NAME]
         [--only flux,qwen,clip,proof_eager,proof_compiled,planned_eager,planned_compiled]

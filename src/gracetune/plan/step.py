@@ -26,6 +26,7 @@ WEIGHTS_IN = LANES.index("weights_in")
 ACTIVATIONS_IN = LANES.index("activations_in")
 ACTIVATIONS_OUT = LANES.index("activations_out")
 STEPS, MORE_STEPS = 2, 8
+ROUNDING_S = 1e-9
 QUEUE = 1021
 """Kernels that the host may have queued and the device not begun; whoever queues more has to wait.
 Counted on an H200 with CUDA 13, whatever the kernels: as many as a channel of the driver takes."""
@@ -65,7 +66,7 @@ def predict_seconds(costs: Costs, choice: Choice, speeds: Speeds, optimizer_nbyt
         began = times.ends[first - 1] if first else 0.0
         step = times.ends[script.last_compute] - began
         short = script.seconds_of(HOST) - step
-        if short <= 0:
+        if short < ROUNDING_S:
             break
     waits = {WEIGHTS_IN: 0.0, ACTIVATIONS_IN: 0.0, ACTIVATIONS_OUT: 0.0, HOST: max(0.0, short)}
     step += waits[HOST]
