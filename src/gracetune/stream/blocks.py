@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -86,6 +87,8 @@ class Compiler:
         self._backend = backend
         self._gave_up = False
         self._began = 0.0
+        self._breaks: set[str] = set(counters["graph_break"])
+        """Why a function was compiled in parts, before us or told already."""
         self._settings = ExitStack()
         self._settings.enter_context(
             torch._dynamo.config.patch(recompile_limit=max_graphs, fail_on_recompile_limit_hit=True)
@@ -122,10 +125,9 @@ class Compiler:
 
     def _give_up(self, why: Exception) -> None:
         self._gave_up = True
-        reason = " ".join(line.strip() for line in str(why).strip().splitlines()[:REASON_LINES])
         text = (
             f"blocks are not compiled from here on, which costs speed: {type(why).__name__}: "
-            f"{reason or 'no reason given'}. Compilations so far: {self.graphs}. "
+            f"{_said(str(why))}. Compilations so far: {self.graphs}. "
             "Fewer buckets need fewer of them; plan.compile: never says that none is wanted."
         )
         self._tell(Notice(text, level="warning", fallback=True))
@@ -136,6 +138,16 @@ class Compiler:
     def _ends(self, *_: object) -> None:
         self.graphs += 1
         self.seconds += time.perf_counter() - self._began
+        for why in set(counters["graph_break"]) - self._breaks:
+            self._breaks.add(why)
+            text = f"blocks are compiled in parts, which costs speed: {_said(why)}."
+            self._tell(Notice(text, level="warning", fallback=True))
+
+
+def _said(why: str) -> str:
+    """A compiler's reason, in short."""
+    lines = [line.strip() for line in why.strip().splitlines()[:REASON_LINES]]
+    return " ".join(lines).rstrip(".") or "no reason given"
 
 
 def run_blocks(

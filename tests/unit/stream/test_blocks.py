@@ -211,6 +211,20 @@ def test_streamed_blocks_that_cannot_be_compiled_compute_with_weights_on_the_dev
     assert ("no compiler here" in notice.text) == (way == "keep")
 
 
+def test_blocks_that_are_compiled_in_parts_say_so_once_and_give_the_same_numbers(compiler):
+    expected, model = gradients(make()), make()
+    run_blocks(model.blocks, ["keep"] * 5, compiler)
+    for block in model.blocks:
+        block.up.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break("by a hook"))
+    for _ in range(2):
+        for ours, theirs in zip(gradients(model), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    (notice,) = compiler.told
+    assert notice.fallback
+    assert notice.text.startswith("blocks are compiled in parts, which costs speed: ")
+    assert "graph_break" in notice.text
+
+
 def test_closing_gives_the_blocks_their_own_forward_back():
     model = make()
     running = run_blocks(model.blocks, ["recompute"] * 5, None)
