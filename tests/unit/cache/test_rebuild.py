@@ -3,7 +3,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gracetune.cache import packing, shards
@@ -119,18 +119,25 @@ def test_the_room_of_a_header_is_told_by_the_file_or_is_the_usual(tmp_path, monk
 
 
 @given(
-    st.binary(max_size=300).filter(lambda before: packing.RECORD not in before),
+    st.binary(max_size=300),
     st.dictionaries(st.text(max_size=20), st.text(max_size=40), max_size=4),
     st.integers(0, 3000),
 )
+@example(before=packing.RECORD, about={}, words=0)
 @settings(deadline=None, max_examples=60)
 def test_a_record_is_found_and_read_wherever_it_lies(before, about, words):
+    """What has the mark of one and is none is passed over."""
     packed = pack("key \N{SNOWMAN}", {"x": torch.zeros(words)}, about)
     at = packing.aligned(len(before))
     data = torch.frombuffer(
         bytearray(before.ljust(at, b"g") + packed.record), dtype=torch.uint8
     ).numpy()
-    assert find_record(data, 0) == at
+    found = find_record(data, 0)
+    while found < at:
+        assert before[found:].startswith(packing.RECORD)
+        assert read_record(data, found) is None
+        found = find_record(data, found + packing.ALIGN)
+    assert found == at
     told = read_record(data, at)
     assert (told.key, told.about, told.checksum) == ("key \N{SNOWMAN}", about, packed.checksum)
     assert told.begin % packing.alignment(words * 4) == 0
