@@ -24,6 +24,7 @@ from gracetune.events.types import Notice, StepDone
 from gracetune.memory.platform import Link
 from gracetune.stream.blocks import Compiler, run_blocks
 from gracetune.stream.movers import open_mover
+from gracetune.stream.slab import bring_rest, lay_out
 from gracetune.stream.weights import stream_weights
 from gracetune.train.run import run_training
 
@@ -192,9 +193,12 @@ def test_an_fp32_model_goes_on_in_its_own_types(autocast):
 
 
 def test_blocks_come_to_the_device_for_their_turn_and_go_home():
+    """As a run brings a model: what is too small to stream is on the device before."""
     resident, waiting = wan(), wan()
     for block in waiting.blocks:
         block.to("cpu")
+    bring_rest(waiting, lay_out(waiting, list(waiting.blocks)), DEVICE)
+    assert next(waiting.blocks[0].parameters()).is_cuda
     for model in (resident, waiting):
         freeze_shown(model)
     for block in waiting.blocks:

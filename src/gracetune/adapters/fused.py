@@ -139,9 +139,11 @@ class _Turn:
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.frozen: InFp8 | None = None
-        frozen = (p for p in block.parameters() if not p.requires_grad)
+        frozen = [p for p in block.parameters() if not p.requires_grad]
         self._block = block
-        self._home, self._device = next(frozen, torch.empty(0)).device, device
+        # Small ones may be on the device already.
+        self._home = max(frozen, key=torch.numel, default=torch.empty(0)).device
+        self._device = device
         self._watch = Watch([])
         self._handles = [
             block.register_forward_pre_hook(self._before),

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 from gracetune.data.loader import Loader, LoaderState
 from gracetune.errors import InterruptedRunError, RunFailedError
-from gracetune.events.types import CheckpointSaved, RampChanged
+from gracetune.events.types import CheckpointSaved, Notice, RampChanged
 from gracetune.memory.garbage import ASIDE
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
@@ -53,6 +53,7 @@ MADE = 20
 """Steps after which all has been made that stays, and it is worth a look to set it aside."""
 SAVING = {"stop": "stopping", "save": "asked for", "clock": "every N minutes"}
 """What makes a checkpoint beside the count of steps, and how the log calls it."""
+MAKE_ROOM = "Lower validation.width, height or frames, or plan.device_memory."
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +82,20 @@ class Stream:
         self._feed = feed
         self._rank, self._world_size = rank, world_size
         self._batches = self._open()
-        self._broke_off = False
 
     def take(self, count: int) -> Iterator[Batch]:
-        """The next few, each loaded or awaited when it is asked for.
-
-        Where one found no room on the device, whoever asks again gets that one.
-        """
-        if self._broke_off:
-            self._batches.close()
-            counts = self._batches.counts
-            self._batches, self._broke_off = self._open(), False
-            self._batches.counts = counts
+        """The next few, each loaded or awaited when it is asked for."""
         for _ in range(count):
-            try:
-                batch, self.state = next(self._batches)
-            except torch.OutOfMemoryError:
-                self._broke_off = True
-                raise
+            batch, self.state = next(self._batches)
             yield batch
+
+    def go_back(self, state: LoaderState) -> None:
+        """The next batch is the one after this state, as it was the first time."""
+        self._batches.close()
+        counts = self._batches.counts
+        self.state = state
+        self._batches = self._open()
+        self._batches.counts = counts
 
     def fed(self, step: int) -> BatchesFed:
         """What the batches so far have cost."""
@@ -142,8 +138,8 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
     accumulation = s.ramp.accumulation(progress.micro_batches)
     saved_at, saved_step = time.monotonic(), progress.step
 
-    if progress.step == 0 and run.validation.every > 0:
-        _validate(s, record, 0)
+    if _owed(s, progress.step, total):
+        _validate(s, record, progress.step)
     first, timing = progress.step, Timing(s, progress.step)
     while progress.step < total:
         result = _step(s, stream, accumulation, progress, timing)
@@ -158,14 +154,14 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
 
         asked = _asked(s, progress.step, saved_at)
         stop = "stop" in asked and progress.step < total
-        scheduled = run.validation.every > 0 and _due(progress.step, run.validation.every, total)
-        if scheduled or "validate" in asked:
-            _validate(s, record, progress.step)
-            timing.disturbed = True
         if _due(progress.step, run.train.checkpoint_every, total) or asked & SAVING.keys():
             _save(s, record, progress, _reason(asked, progress.step, total))
             _tell_moved(s, stream, progress.step)
             saved_at, saved_step = time.monotonic(), progress.step
+            timing.disturbed = True
+        scheduled = run.validation.every > 0 and _due(progress.step, run.validation.every, total)
+        if (scheduled and not stop) or "validate" in asked:  # saved first, whatever comes of it
+            _validate(s, record, progress.step)
             timing.disturbed = True
         if stop:
             raise InterruptedRunError(
@@ -204,6 +200,9 @@ class Timing:
         self._micro_batches += accumulation  # which a ramp raises from step to step
         if self._steps == TIMED:
             record.flush()
+            if self._settled.has_compiled():  # which is no part of a step
+                self.disturbed = True
+                return
             seconds = (time.monotonic() - self._began) / self._micro_batches
             if self._settled.check(seconds, (self._total - step) * accumulation):
                 self.restart(step)  # the new plan is timed as well
@@ -216,34 +215,17 @@ class Timing:
         self._first, self.disturbed = step, True
 
 
-class Again:
-    """The batches of a step, each as soon as it is there; once more for a second try."""
-
-    def __init__(self, stream: Stream, length: int, saw: Callable[[Batch], None]) -> None:
-        self._stream = stream
-        self._length = length
-        self._saw = saw
-        self._taken: list[Batch] = []
-
-    def __iter__(self) -> Iterator[Batch]:
-        yield from self._taken
-        for batch in self._stream.take(self._length - len(self._taken)):
-            self._taken.append(batch)
-            self._saw(batch)
-            yield batch
-
-
 def _step(
     s: Session, stream: Stream, length: int, progress: Progress, timing: Timing
 ) -> StepResult:
     """One step; where the device is too small for the plan, again with a smaller plan."""
     if s.settled is None:
         return train_step(s.trainee, stream.take(length), length, progress)
-    batches = Again(stream, length, s.settled.saw)
-    drawn = torch_generator_tensors()  # dropout falls in a second try as in the first
+    began, drawn = stream.state, torch_generator_tensors()
     updates = s.trainee.update.count
     while True:
         try:
+            batches = map(s.settled.saw, stream.take(length))
             return train_step(s.trainee, batches, length, progress)
         except torch.OutOfMemoryError as error:
             full = error.with_traceback(None)  # whose frames hold what did not fit
@@ -257,7 +239,8 @@ def _step(
         s.trainee.optimizer.zero_grad()
         if not s.settled.step_down(reason):
             raise full
-        restore_torch_generators(drawn)
+        stream.go_back(began)
+        restore_torch_generators(drawn)  # dropout falls in a second try as in the first
         timing.restart(progress.step)
 
 
@@ -294,12 +277,40 @@ def _asked(s: Session, step: int, saved_at: float) -> set[str]:
     return set(gather_object(list(asked))) if accelerator.num_processes > 1 else asked
 
 
+def _owed(s: Session, step: int, total: int) -> bool:
+    """Whether there should be samples of this step already: of the first weights, or since the run
+    ended between a checkpoint and its samples.
+    """
+    every = s.trainee.run.validation.every
+    if s.validation is None or every == 0 or not (step == 0 or _due(step, every, total)):
+        return False
+    there = step > 0 and s.validation.sheet(step).exists()
+    return not gather_object([there])[0]
+
+
 def _validate(s: Session, record: Record, step: int) -> None:
+    """Where the device has no room for samples, training goes on without them."""
     if s.validation is None:
         return
     record.flush()
-    s.tell(validate(s.trainee, s.validation, step))
+    full = _try_to_validate(s, s.validation, step)
+    if full and s.settled is not None and s.settled.give_back(full):
+        full = _try_to_validate(s, s.validation, step)
+    if full:
+        text = f"{full} There are no samples of step {step}; training goes on. {MAKE_ROOM}"
+        s.tell(Notice(text, level="warning", fallback=True))
     record.resume()
+
+
+def _try_to_validate(s: Session, validation: Validation, step: int) -> str:
+    """Gives what the device says where it is full."""
+    try:
+        s.tell(validate(s.trainee, validation, step))
+    except torch.OutOfMemoryError as error:
+        if s.trainee.accelerator.num_processes > 1:  # the others wait for this one
+            raise
+        return str(error).splitlines()[0]
+    return ""
 
 
 def _tell_moved(s: Session, stream: Stream, step: int) -> None:

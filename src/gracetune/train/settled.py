@@ -120,12 +120,18 @@ class Settled:
         self._meter.restart()
         self._micro_batches = self._large = 0
         self._waited_before = self._placed.waited_s()
+        self._graphs_before = self._graphs
 
-    def saw(self, batch: Batch) -> None:
+    def saw(self, batch: Batch) -> Batch:
         """A micro-batch is trained on: the plan is for full ones of the largest bucket."""
         self._micro_batches += 1
         full = len(batch) >= self.plan.batch
         self._large += full and batch.latents[0].numel() >= self._largest_numel
+        return batch
+
+    def has_compiled(self) -> bool:
+        """Whether blocks were compiled in what is measured: for a bucket that came late."""
+        return self._graphs > self._graphs_before
 
     def check(self, seconds: float, left: int) -> bool:
         """Hold a micro-batch of the first steps against the plan, the first time to correct it.
@@ -148,20 +154,26 @@ class Settled:
 
     def step_down(self, reason: str) -> bool:
         """Go on in clearly less memory; false where there is no way to."""
-        if self._placed.give_back():
+        if self.give_back(reason):
+            return True
+        while (smaller := self._smaller()) is not None:
+            text = f"{reason} Going on with less: {describe(smaller)}; {speed(smaller)}"
+            self._tell(Notice(text, level="warning", fallback=True))
+            self._checked = True  # the device has said how much there is
+            room = int(smaller.device.total * (1 + self._ask.budget.fragmentation))
+            self._ask = replace(self._ask, budget=replace(self._ask.budget, device_nbytes=room))
+            reason = self._try_to_change_to(smaller)
+            if not reason:
+                return True
+        return False
+
+    def give_back(self, reason: str) -> bool:
+        """Go on without the slots that were added to the ring; false where none were."""
+        given = self._placed.give_back()
+        if given:
             text = f"{reason} Going on without the slots that were added."
             self._tell(Notice(text, level="warning", fallback=True))
-            return True
-        smaller = self._smaller()
-        if smaller is None:
-            return False
-        text = f"{reason} Going on with less: {describe(smaller)}; {speed(smaller)}"
-        self._tell(Notice(text, level="warning", fallback=True))
-        self._checked = True  # the device has said how much there is
-        room = int(smaller.device.total * (1 + self._ask.budget.fragmentation))
-        self._ask = replace(self._ask, budget=replace(self._ask.budget, device_nbytes=room))
-        self._change_to(smaller)
-        return True
+        return given
 
     @property
     def slots_nbytes(self) -> int:
@@ -193,6 +205,10 @@ class Settled:
     def close(self) -> None:
         """The transformer is only good for reading after this."""
         self._placed.close()
+
+    @property
+    def _graphs(self) -> int:
+        return 0 if self._placed.compiler is None else self._placed.compiler.graphs
 
     def _comparison(self, seconds: float, peak: int | None) -> str:
         text = (
@@ -227,12 +243,8 @@ class Settled:
             f"Predicted from what was measured: {speed(other)}; as it was: {speed(now)}"
         )
         self._tell(Notice(text))
-        full = ""
-        try:
-            self._change_to(other)
-        except (torch.OutOfMemoryError, StreamError) as error:  # no room, or none can be pinned
-            full = str(error).splitlines()[0]
-        if full:  # out here, where no frame of the failure holds what did not fit
+        full = self._try_to_change_to(other)
+        if full:
             text = f"{full} The plan stays as it was."
             self._tell(Notice(text, level="warning", fallback=True))
             self._change_to(now)
@@ -261,6 +273,15 @@ class Settled:
             with suppress(PlanError):
                 return self._ask.answer(replace(asked, device_nbytes=int(needed * share)))
         return None
+
+    def _try_to_change_to(self, plan: Plan) -> str:
+        """Gives why there is no room; then nothing is placed, and no frame holds what did not."""
+        try:
+            self._change_to(plan)
+        except (torch.OutOfMemoryError, StreamError) as error:  # no room, or none can be pinned
+            self.plan = plan
+            return str(error).splitlines()[0]
+        return ""
 
     def _change_to(self, plan: Plan) -> None:
         if self._placed.ring is not None:

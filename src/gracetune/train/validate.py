@@ -36,16 +36,22 @@ class Validation:
     order: Order
     held_out: Sequence[Batch]
 
+    def sheet(self, step: int) -> Path:
+        """Where all samples of a step are seen."""
+        return self.folder / f"step-{step:06d}.png"
+
 
 def validate(t: Trainee, validation: Validation, step: int) -> Validated:
     """Sample and measure, with the averaged weights where there are any."""
     started = time.monotonic()
     was_training = t.transformer.training
     t.transformer.eval()
-    with torch.no_grad(), t.ema.in_place() if t.ema is not None else averaged(t.optimizer):
-        losses = held_out_loss(t, validation.held_out)
-        made = sample(t, validation)
-    t.transformer.train(was_training)
+    try:
+        with torch.no_grad(), t.ema.in_place() if t.ema is not None else averaged(t.optimizer):
+            losses = held_out_loss(t, validation.held_out)
+            made = sample(t, validation)
+    finally:
+        t.transformer.train(was_training)
     sheet = _write(validation, made, step) if t.accelerator.is_main_process else None
     return Validated(
         step=step,
@@ -87,9 +93,9 @@ def held_out_loss(t: Trainee, batches: Sequence[Batch]) -> dict[str, float]:
 
 def _write(validation: Validation, made: Sequence[Sampled], step: int) -> Path:
     """Each sample by itself, with the prompts beside them, and stills of all on one sheet."""
-    sheet = validation.folder / f"step-{step:06d}.png"
+    sheet = validation.sheet(step)
     try:
-        with new_folder(validation.folder / f"step-{step:06d}") as folder:
+        with new_folder(sheet.with_suffix("")) as folder:
             stills = [media.write(one, folder, f"{number:03d}") for number, one in enumerate(made)]
             (folder / "prompts.json").write_text(json.dumps(validation.prompts, indent=2))
         grid(stills, validation.prompts, f"step {step}").save(sheet)

@@ -269,6 +269,17 @@ def test_a_layer_that_an_adapter_refers_to_goes_home():
     assert went == [CPU]
 
 
+def test_a_block_goes_home_to_where_its_large_weights_wait():
+    """Small ones, which are not streamed, may be on the device before the pass."""
+    block, device, went = model()[0], torch.device("meta"), []
+    block.table = nn.Parameter(torch.empty(2, device=device), requires_grad=False)
+    assert next(block.parameters()) is block.table
+    block.to = went.append
+    freeze_in_fp8_for(lambda: block(drawn(8, 64)), [block], device)
+    assert went == [device, CPU, CPU]
+    assert block.left.weight.device == CPU
+
+
 def test_a_pass_that_fails_leaves_no_hooks():
     made = model()
 

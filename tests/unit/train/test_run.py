@@ -1,11 +1,12 @@
 import gc
+import itertools
 import json
 
 import pytest
 import torch
 
 from gracetune.config.schema import RunFile
-from gracetune.errors import CheckpointError, ConfigError, RunFailedError
+from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
 from gracetune.events.requests import Requests
 from gracetune.events.types import (
     CheckpointSaved,
@@ -17,10 +18,11 @@ from gracetune.events.types import (
     Validated,
 )
 from gracetune.models.family import load_family
-from gracetune.train import checkpoint
+from gracetune.train import checkpoint, validate
 from gracetune.train.build import resolve_precision
 from gracetune.train.loop import MADE
 from gracetune.train.run import run_training
+from gracetune.train.settled import Settled
 
 
 def test_a_full_training_leaves_a_model_that_can_be_trained_on(tiny_run, told, tmp_path):
@@ -73,6 +75,82 @@ def test_validation_at_zero_every_n_and_the_end(tiny_run, told):
     section = {"every": 2, "sample_steps": 1, "prompts": ["one"]}
     run_training(tiny_run(validation=section), sinks=[told])
     assert [e.step for e in told.of(Validated)] == [0, 2, 3]
+
+
+@pytest.fixture
+def sampling(monkeypatch):
+    """Sampling fails at these calls, of which the first is that of step 0."""
+
+    def fails(failure, *at):
+        calls, sample = itertools.count(), validate.sample
+
+        def failing(*given):
+            if next(calls) in at:
+                raise failure
+            return sample(*given)
+
+        monkeypatch.setattr(validate, "sample", failing)
+
+    return fails
+
+
+ONE_SAMPLE = {"every": 1, "sample_steps": 1, "prompts": ["one"]}
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_samples_that_find_no_room_cost_no_training(tiny_run, told, sampling):
+    sampling(FULL, 1, 3)
+    ended = run_training(tiny_run(validation=ONE_SAMPLE), sinks=[told])
+    assert ended.status == "done"
+    assert [e.step for e in told.of(Validated)] == [0, 2]
+    texts = [event.text for event in told.of(Notice) if event.fallback]
+    assert [text.partition(" Lower ")[0] for text in texts] == [
+        f"{FULL} There are no samples of step {step}; training goes on." for step in (1, 3)
+    ]
+
+
+def test_samples_that_find_no_room_get_that_of_added_slots(tiny_run, told, sampling, monkeypatch):
+    sampling(FULL, 1)
+    monkeypatch.setattr(Settled, "give_back", lambda *_: True)
+    plan = {"device_memory": "1GB", "compile": "never"}
+    run_training(tiny_run(validation=ONE_SAMPLE, adapter={"rank": 4}, plan=plan), sinks=[told])
+    assert [e.step for e in told.of(Validated)] == [0, 1, 2, 3]
+
+
+def test_whatever_comes_of_samples_the_step_is_saved_and_they_are_made_later(
+    tiny_run, told, sampling, tmp_path
+):
+    run = tiny_run(validation=ONE_SAMPLE | {"every": 2}, train={"checkpoint_every": 2})
+    sampling(RuntimeError("no such kernel"), 1, 3)
+    for at in (2, 3):
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            run_training(run, sinks=[told])
+        assert told.of(CheckpointSaved)[-1].step == at
+        assert not (tmp_path / f"run/validation/step-00000{at}.png").exists()
+    run_training(run, sinks=[told])
+    assert [e.step for e in told.of(StepDone)] == [1, 2, 3], "none was lost"
+    assert [e.step for e in told.of(Validated)] == [0, 2, 3]
+    told.events.clear()
+    run_training(run, sinks=[told])
+    assert told.of(Validated) == [], "once is enough"
+
+
+def test_who_asks_to_stop_waits_for_no_samples(tiny_run, told, tmp_path, monkeypatch):
+    run = tiny_run(validation=ONE_SAMPLE)
+    handle = told.handle
+
+    def stop_at_once(event):
+        handle(event)
+        if isinstance(event, RunStarted):
+            (tmp_path / "run/now/stop").touch()
+
+    monkeypatch.setattr(told, "handle", stop_at_once)
+    with pytest.raises(InterruptedRunError):
+        run_training(run, sinks=[told])
+    assert [e.step for e in told.of(Validated)] == [0]
+    monkeypatch.setattr(told, "handle", handle)
+    run_training(run, sinks=[told])
+    assert [e.step for e in told.of(Validated)] == [0, 1, 2, 3]
 
 
 def test_checkpoints_every_n_steps_and_at_the_end(tiny_run, told, tmp_path):

@@ -1,6 +1,7 @@
 """A step that found the device full and is done again: as if it had been done once."""
 
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -79,7 +80,7 @@ def test_what_the_smaller_plan_is_held_against_is_its_own_steps(losses, told, fi
 
     def seen(self, batch):
         steps.append(batch)
-        saw(self, batch)
+        return saw(self, batch)
 
     def begun(self):
         watched.append(len(steps))
@@ -95,8 +96,8 @@ def test_what_the_smaller_plan_is_held_against_is_its_own_steps(losses, told, fi
     full_in = WARM + 2  # the second step that is timed
     fill(full_in - 1)
     losses(PLENTY, max_train_steps=9)
-    assert watched == [0, WARM, full_in + WARM - 1]
-    assert len(steps) == 9
+    assert watched == [0, WARM, full_in + WARM]
+    assert len(steps) == 9 + 1, "one was brought twice"
     assert sum(text.startswith("measured:") for text in told.texts()) == 1
 
 
@@ -121,7 +122,32 @@ def test_a_batch_that_found_no_room_is_brought_again(losses, told, monkeypatch, 
     assert losses(PLENTY, **settings) == pytest.approx(expected, rel=1e-4)
     (notice,) = [event for event in told.of(Notice) if event.fallback]
     assert notice.text.startswith(f"{FULL} Going on with less")
-    assert told.of(BatchesFed)[-1].batches == 4 * accumulation + 1, "with the one that failed"
+    assert told.of(BatchesFed)[-1].batches == 5 * accumulation, "all of that step twice"
+
+
+def test_batches_are_let_go_of_as_the_step_goes_on(losses, monkeypatch):
+    """A second try brings them again: a large step holds no more of them than a small one."""
+    seen, alive = [], []
+    saw = Settled.saw
+
+    def counted(self, batch):
+        seen.append(weakref.ref(batch.latents))
+        alive.append(sum(ref() is not None for ref in seen))
+        return saw(self, batch)
+
+    monkeypatch.setattr(Settled, "saw", counted)
+    losses(PLENTY, max_train_steps=2, gradient_accumulation_steps=8)
+    assert len(alive) == 16
+    assert max(alive) <= 2, "one in use, and the next"
+
+
+def test_steps_that_were_compiled_in_are_no_measure(losses, told, monkeypatch):
+    compiling = itertools.chain([True, True], itertools.repeat(False))
+    monkeypatch.setattr(Settled, "has_compiled", lambda _: next(compiling))
+    window = TIMED + 1  # the clock is started after a step
+    losses(PLENTY, max_train_steps=WARM + 3 * window - 1)
+    assert next(compiling) is False
+    assert sum(text.startswith("measured:") for text in told.texts()) == 1
 
 
 def test_no_update_is_made_twice(losses, told, monkeypatch):

@@ -38,6 +38,10 @@ class Ring:
         return RingCounters(7, 700, 5, 2, 1, 0, 3.0, 4, 0, 100, 800)
 
 
+class Compiler:
+    graphs, seconds = 3, 40.0
+
+
 class Placed:
     """What Settled asks of a placed model, and what it was told to do."""
 
@@ -46,6 +50,7 @@ class Placed:
         self.deeds = deeds
         self.ring = Ring() if plan.streamed else None
         self.compiler = None
+        self.closed = False
         self.waited = 0.0
         self._added = added
 
@@ -60,8 +65,9 @@ class Placed:
         return self.waited
 
     def close(self):
-        self.deeds.append(("close", self.plan))
-        self.ring = None
+        if not self.closed:
+            self.deeds.append(("close", self.plan))
+        self.closed, self.ring = True, None
 
 
 @dataclass
@@ -240,6 +246,35 @@ def test_added_slots_go_before_a_plan_does(case):
     assert one.deeds == [("close", before)]
     assert not one.check(before.seconds.step / 10, peak=10), "a full device is not filled again"
     assert one.spares[-1] < before.device.total - one.plan.device.total, "nor counted as free"
+
+
+def test_a_smaller_plan_that_does_not_fit_gives_way_to_a_smaller_one_still(case):
+    one = case(900, full_at=(1, 2))
+    before = one.plan
+    assert one.settled.step_down("full.")
+    first, second, third = one.told.texts()
+    assert first.startswith("full. Going on with less: ")
+    assert second.startswith(f"{FULL} Going on with less: ")
+    assert third.startswith(f"{FULL} Going on with less: ")
+    assert one.plan is one.placed[-1].plan
+    assert one.plan.device.total < 0.85**2 * before.device.total
+    assert one.deeds == [("close", before)]
+
+
+def test_where_nothing_smaller_can_be_placed_it_says_so(case):
+    assert not case(900, full_at=range(1, 20)).settled.step_down("full.")
+
+
+def test_compiling_in_what_is_measured_is_noticed(case):
+    one = case(ROOMY)
+    assert not one.settled.has_compiled()
+    one.placed[-1].compiler = Compiler()
+    one.settled.watch()
+    assert not one.settled.has_compiled()
+    one.placed[-1].compiler.graphs += 1
+    assert one.settled.has_compiled()
+    one.settled.watch()
+    assert not one.settled.has_compiled()
 
 
 def test_where_nothing_smaller_is_left_it_says_so(case):
