@@ -14,7 +14,7 @@ from gracetune.memory.cuda_driver import open_cuda_driver
 from gracetune.memory.driver import PointerKind
 from gracetune.memory.platform import Link
 from gracetune.stream import growth
-from gracetune.stream.movers import CudaMover, open_mover
+from gracetune.stream.movers import CudaMover, StreamError, open_mover
 from gracetune.stream.weights import stream_weights
 
 pytestmark = pytest.mark.gpu
@@ -262,6 +262,15 @@ def test_weights_leave_the_device_and_come_back(case, told):
     ring.close()
     assert all(p.is_cuda for p in model.parameters())
     assert_parity(model, case, 2)
+
+
+def test_no_kernel_is_blamed_for_memory_that_could_not_be_pinned():
+    mover = CudaMover(DEVICE, pin=True)
+    pages = mover.host_memory(4096)
+    with pytest.raises(StreamError, match="cannot be pinned"):
+        mover._pin_down(pages)  # for the second time
+    assert (torch.ones(2, device=DEVICE) + 1).sum().item() == 4
+    mover.release()
 
 
 def test_waiting_is_measured(case, told):

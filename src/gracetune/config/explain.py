@@ -55,8 +55,9 @@ def locate(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> str:
 def suggest(path: KeyPath) -> str:
     """The way out for a key that nobody knows: the nearest one, wherever it belongs."""
     wrong = str(path[-1])
-    if dotted(path) in ELSEWHERE:
-        return f"{ELSEWHERE[dotted(path)]}."
+    pattern = ".".join("*" if isinstance(step, int) else step for step in path)
+    if pattern in ELSEWHERE:
+        return f"{ELSEWHERE[pattern]}."
     if "." in wrong:
         return f"write it nested: {wrong.replace('.', ': {')}: ...{'}' * wrong.count('.')}."
     keys = known_keys()

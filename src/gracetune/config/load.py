@@ -124,6 +124,8 @@ def _apply_environment(draft: Draft, settings: EnvironmentSettings) -> list[str]
         word = "true" if settings.uvm_hints else "false"
         override(draft, tuple(hints.split(".")), settings.uvm_hints, "the environment")
         notices.append(f"{hints} is {word}: the environment says so.")
+    elif settings.uvm_hints is not None and draft.get(hints) is not settings.uvm_hints:
+        notices.append(f"{hints}: the run file counts; the environment, which differs, does not.")
     precision = "train.mixed_precision"
     if settings.mixed_precision is not None and draft.get(precision) in (None, "auto"):
         override(draft, ("train", "mixed_precision"), settings.mixed_precision, "the environment")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from gracetune.config.data_schema import InMemorySection
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +22,15 @@ AUTOMAGIC_KEYS = tuple(
     for stage in ("", "high_noise_", "low_noise_")
     for key in ("lr_bump", "min_lr", "max_lr")
 )
+
+RAMP_KEYS = (
+    "initial_effective_batch_size",
+    "target_effective_batch_size",
+    "batch_rampup_steps",
+    "rampup_shape",
+)
+STAGED = ("in_memory", "shapes")
+"""Types of data sets that are read into host memory."""
 
 PARTED_OPTIMIZERS = ("adafactor", "adamw", "lion", "muon")
 """Those that update each parameter by itself: their state can be brought piece by piece."""
@@ -250,16 +260,50 @@ def _idle_ramp(run: RunFile) -> Iterator[str]:
     ramp = run.gh200_optimizations
     initial = ramp.initial_effective_batch_size
     section = "gh200_optimizations"
-    if initial is not None and not ramp.enable_batch_size_rampup:
-        yield (
-            f"{section}.initial_effective_batch_size is {initial} but has no effect: "
-            f"{section}.enable_batch_size_rampup is false."
-        )
+    if not ramp.enable_batch_size_rampup:
+        for key in RAMP_KEYS:
+            value, usual = getattr(ramp, key), type(ramp).model_fields[key].default
+            if value != usual:
+                yield (
+                    f"{section}.{key} is {value} but has no effect: "
+                    f"{section}.enable_batch_size_rampup is false."
+                )
     if ramp.enable_batch_size_rampup and initial is not None and initial < run.train.batch_size:
         yield (
             f"{section}.initial_effective_batch_size is {initial}, but one micro-batch already "
             f"has {run.train.batch_size} samples (train.batch_size): the ramp begins there."
         )
+
+
+def _idle_staging(run: RunFile) -> Iterator[str]:
+    for index, dataset in enumerate(run.datasets):
+        if dataset.in_memory != InMemorySection() and dataset.type not in STAGED:
+            yield (
+                f"datasets.{index}.in_memory has no effect: datasets.{index}.type is "
+                f"{dataset.type}, which is read where it is. Set it to in_memory."
+            )
+
+
+def _idle_caching(run: RunFile) -> Iterator[str]:
+    kept = [index for index, data in enumerate(run.datasets) if data.cache_latents_to_disk]
+    for index, dataset in enumerate(run.datasets):
+        mode, changes = dataset.augmentations_cache_mode, bool(dataset.augmentations)
+        changes = changes or "random" in (dataset.crop, dataset.clip)
+        if mode is not None and not changes:
+            yield (
+                f"datasets.{index}.augmentations_cache_mode has no effect: nothing of its samples "
+                "is drawn at random."
+            )
+        if mode == "disable_cache" and changes and run.cache_config.persistent_cache:
+            yield (
+                f"datasets.{index}.augmentations_cache_mode is disable_cache: of its samples only "
+                "captions are kept in the persistent cache."
+            )
+        if dataset.cache_latents_to_disk is False and kept:
+            yield (
+                f"datasets.{index}.cache_latents_to_disk is false but has no effect: a run has one "
+                f"cache, which datasets.{kept[0]} keeps."
+            )
 
 
 def _idle_holdout(run: RunFile) -> Iterator[str]:
@@ -307,6 +351,8 @@ RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (
 TRAINING_RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (_some_data,)
 REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (
     _idle_ramp,
+    _idle_staging,
+    _idle_caching,
     _idle_holdout,
     _idle_optimizer,
 )

@@ -132,6 +132,7 @@ ELSEWHERE: Mapping[str, str] = {
     "config": "put the keys of the process at the top level of this file",
     "train.snr_gamma": "set train.min_snr_gamma: gamma/SNR without a limit is not offered",
     "job": "put the keys of the process at the top level of this file",
+    "datasets.*.augmentation_cache_epoch": "leave it out: a run counts its epochs itself",
 }
 """Keys that the hosts have and a run file does not, with the way out."""
 

@@ -129,6 +129,9 @@ def imply(draft: Draft) -> None:
             why = f"{dotted(here)}.cache_latents_to_disk is true"
             _follow(draft, "cache_config.persistent_cache", True, why)
         if isinstance(dataset, dict) and isinstance(dataset.get("in_memory"), dict):
+            why = f"{dotted(here)}.in_memory is given"
+            _follow(draft, f"{dotted(here)}.type", "in_memory", why)
+        if isinstance(dataset, dict) and dataset.get("type") == "in_memory":
             key = f"{dotted(here)}.in_memory.compression"
             _follow(draft, key, "none", 'it is not given; "auto" would try codecs')
 

@@ -179,9 +179,15 @@ class Automagic(Optimizer):
 
     @torch.no_grad()
     def mean_rate(self) -> Tensor:
-        """The mean over all elements that have one, as the schedule lets it be used."""
+        """The mean over all elements that have one, as the schedule lets it be used.
+
+        While there are gradients, of what has one: of two experts, that of the one in training.
+        """
+        stepped = self._stepped()
+        trained = [(group, [p for p in params if p.grad is not None]) for group, params in stepped]
+        trained = [(group, params) for group, params in trained if params]
         totals, num_elements = [], 0
-        for group, params in self._stepped():
+        for group, params in trained or stepped:
             sums = [(rate.sum() * weight).unsqueeze(0) for rate, weight in self._rates(params)]
             totals.append(over_shards(params, sums).sum() * group["lr"])
             num_elements += sum(p.numel() for p in params)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from gracetune.plan.choose import CLOSE
 from gracetune.plan.result import ROLES
 from gracetune.units import GIB, format_bytes, format_seconds
 
@@ -63,7 +64,7 @@ def lines(planned: Planned, heading: Heading) -> Iterator[str]:
     yield from (f"  - {reason}" for reason in reasons(planned, heading.budget))
     if planned.others:
         yield ""
-        yield f"next best, of {planned.num_tried} that were predicted:"
+        yield f"next best, of {planned.num_tried} that were predicted{_close(planned)}:"
         yield from (f"  {speed(other)}: {describe(other)}" for other in planned.others)
 
 
@@ -127,13 +128,24 @@ def reasons(planned: Planned, budget: Budget) -> list[str]:
             f"{seconds.wait_host / seconds.step:.1%} of the step: a larger batch"
             f"{'' if best.compiled else ' or compiled blocks'} would hide it"
         )
-    batches = {other.batch: other for other in planned.others if other.batch != best.batch}
-    for other in sorted(batches.values(), key=lambda plan: plan.batch):
-        slower = best.samples_per_second / other.samples_per_second - 1
-        found.append(f"batch {other.batch} at its best would be {slower:.1%} slower")
+    batches: dict[int, Plan] = {}
+    for other in planned.others:  # fastest first
+        if other.batch != best.batch:
+            batches.setdefault(other.batch, other)
+    for batch, other in sorted(batches.items()):
+        gain = other.samples_per_second / best.samples_per_second - 1
+        pace = f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
+        found.append(f"batch {batch} at its best would be {pace}")
     left = budget.device_nbytes - int(best.device.total * (1 + budget.fragmentation))
     found.append(f"{format_bytes(left)} of the device's budget stay free")
     return found
+
+
+def _close(planned: Planned) -> str:
+    """Why a faster one may be among the others."""
+    if planned.others[0].samples_per_second <= planned.best.samples_per_second:
+        return ""
+    return f" (a plan with less machinery is taken before one that is up to {CLOSE:.1%} faster)"
 
 
 def _activation_reason(plan: Plan) -> str:

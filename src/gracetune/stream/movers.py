@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from contextlib import suppress
 from enum import Enum
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Protocol, cast
@@ -262,6 +263,9 @@ class CudaMover:
         with torch.cuda.device(self.device):
             code = int(_runtime().cudaHostRegister(pages.data_ptr(), len(pages), 0))
         if code:
+            # CUDA keeps the refusal, and the next kernel would be blamed for it: this one is.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.device)
             raise StreamError(
                 f"{format_bytes(len(pages))} of host memory for what is streamed cannot be pinned "
                 f"(cudaHostRegister returned {code}). Stream or offload fewer blocks, or raise the "

@@ -73,6 +73,9 @@ def open_stores(
         persistent = True
         tell(Notice(f"{ranks.world} ranks share what they encode: the cache is kept in {root}"))
     kinds = {"latents": section.vae_cache_type, "text": section.text_cache_type}
+    if section.cache_dir and not persistent and "disk" not in kinds.values():
+        text = f"cache_config.cache_dir {section.cache_dir} is not used: the cache is in memory"
+        tell(Notice(f"{text}, and not kept. Set cache_config.persistent_cache: true to keep it."))
     budgets = _budgets(section, ranks.world)
     tally = Tally()
     gather = find()

@@ -181,6 +181,7 @@ def test_a_run_file_beats_the_environment():
     assert loaded.run.gh200_optimizations.enable_uvm_hints is True
     assert loaded.run.train.mixed_precision == "no"
     assert not any("says so" in notice for notice in loaded.notices)
+    assert any("the environment, which differs, does not" in text for text in loaded.notices)
 
 
 def test_the_launchers_own_default_is_no_decision():

@@ -9,7 +9,7 @@ RUN = RunFile.model_validate(
         "output_dir": "runs/é",
         "adapter": {"targets": ["to_q"], "alpha": 3},
         "datasets": [
-            {"id": "a", "in_memory": {"num_workers": 2}},
+            {"id": "a", "type": "in_memory", "in_memory": {"num_workers": 2}},
             {"id": "b", "shapes": {"copies": 2}},
         ],
         "cache_config": {"vae_cache_type": "unified_memory"},

@@ -113,8 +113,33 @@ def test_what_goes_together_is_let_through(sections):
 def test_what_is_probably_not_meant_is_remarked():
     idle = run(gh200_optimizations={"initial_effective_batch_size": 4})
     assert "has no effect" in remarks(idle)[0]
+    both = {"target_effective_batch_size": 8, "batch_rampup_steps": 8}
+    found = remarks(run(gh200_optimizations=both))
+    assert [text.split()[0].rpartition(".")[2] for text in found] == list(both)
     late = run(gh200_optimizations=ramp(), train={"batch_size": 32})
     assert "the ramp begins there" in remarks(late)[0]
+
+
+def test_staging_of_what_is_not_staged_is_remarked_on():
+    local = run(datasets=({"type": "local", "in_memory": {"num_workers": 2}},))
+    (text,) = remarks(local)
+    assert text.startswith("datasets.0.in_memory has no effect: datasets.0.type is local")
+    assert remarks(run(datasets=({"type": "in_memory", "in_memory": {"num_workers": 2}},))) == []
+    assert remarks(run(datasets=({"type": "local"},))) == []
+
+
+def test_caching_that_is_not_done_is_remarked_on():
+    flips = {"augmentations": ({"name": "flip"},), "augmentations_cache_mode": "disable_cache"}
+    kept = {"cache_config": {"persistent_cache": True}}
+    (text,) = remarks(run(datasets=(flips,), **kept))
+    assert "of its samples only captions are kept" in text
+    assert remarks(run(datasets=(flips,))) == []
+    (text,) = remarks(run(datasets=({"augmentations_cache_mode": "static"},)))
+    assert "augmentations_cache_mode has no effect" in text
+    assert remarks(run(datasets=({"crop": "random", "augmentations_cache_mode": "static"},))) == []
+    one, other = ({"id": str(said), "cache_latents_to_disk": said} for said in (True, False))
+    (text,) = remarks(run(datasets=(one, other), **kept))
+    assert text.startswith("datasets.1.cache_latents_to_disk is false but has no effect")
 
 
 def test_training_needs_data():

@@ -156,7 +156,23 @@ def test_staging_without_a_named_codec_is_raw_and_says_so():
     assert load(null).run.datasets[0].in_memory.compression == "none"
     empty = load('{"datasets": [{"in_memory": {}}]}').run
     assert empty.datasets[0].in_memory.compression == "none"
-    assert load('{"datasets": [{"id": "a"}]}').run.datasets[0].in_memory.compression == "auto"
+    staged = load('{"datasets": [{"type": "in_memory"}]}').run
+    assert staged.datasets[0].in_memory.compression == "none"
+    assert load('{"datasets": [{"id": "a"}]}').run.datasets[0].type == "local"
+
+
+def test_settings_of_staging_ask_for_staging():
+    loaded = load('{"datasets": [{"in_memory": {"compression": "lz4"}}]}')
+    assert loaded.run.datasets[0].type == "in_memory"
+    assert "datasets.0.type is in_memory: datasets.0.in_memory is given." in loaded.notices
+    local = load('{"datasets": [{"type": "local", "in_memory": {"compression": "lz4"}}]}')
+    assert local.run.datasets[0].type == "local"
+    assert any("datasets.0.in_memory has no effect" in text for text in local.notices)
+
+
+def test_an_epoch_that_the_run_counts_itself_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match="a run counts its epochs itself"):
+        load('{"datasets": [{"augmentation_cache_epoch": 1}]}')
 
 
 def test_latents_on_disk_are_a_persistent_cache():

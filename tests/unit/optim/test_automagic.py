@@ -287,6 +287,10 @@ def test_the_mean_and_the_spread_of_rates():
     for group in optimizer.param_groups:
         group["lr"] = 0.25
     torch.testing.assert_close(optimizer.mean_rate(), expected * 0.25)
+    b.grad = None
+    torch.testing.assert_close(optimizer.mean_rate(), rates(optimizer, a).mean() * 0.25)
+    a.grad = None
+    torch.testing.assert_close(optimizer.mean_rate(), expected * 0.25)
     counts = optimizer.rate_counts(-9, 0, 9)
     assert {stage: int(c.sum()) for stage, c in counts.items()} == {"high": 10, "low": 30}
     assert int(counts["low"][3]) == 30 or int(counts["low"][2]) == 30  # 1e-7 to 1e-5

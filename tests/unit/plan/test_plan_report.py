@@ -1,6 +1,7 @@
 """What is printed of a plan."""
 
 import json
+from dataclasses import replace
 
 from made_shapes import made_model
 
@@ -49,6 +50,20 @@ def test_reasons_follow_the_choice() -> None:
     assert "recomputing takes" in activations
     moved, heading = planned(500)
     assert any("out and back" in reason for reason in reasons(moved, heading.budget))
+
+
+def test_a_plan_that_is_taken_before_a_faster_one_says_why() -> None:
+    found, heading = planned(1200, samples=4)
+    (slow, fast), batch = found.others[:2], found.best.batch
+    second = replace(found.best.seconds, step=found.best.seconds.step * 0.998)
+    faster = replace(found.best, batch=batch + 1, seconds=second)
+    slower = replace(faster, seconds=found.best.seconds)
+    told = Planned(found.best, (faster, slower, slow, fast), 9)
+    text = "\n".join(lines(told, heading))
+    assert "less machinery is taken before one that is up to 0.5% faster" in text
+    gain = faster.samples_per_second / found.best.samples_per_second - 1
+    assert f"batch {batch + 1} at its best would be {gain:.1%} faster" in text
+    assert "less machinery" not in "\n".join(lines(Planned(found.best, (slow, fast), 9), heading))
 
 
 def test_other_batches_are_compared() -> None:

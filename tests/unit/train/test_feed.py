@@ -105,6 +105,14 @@ def test_unified_memory_says_where_entries_live(told, tmp_path):
     assert "unified_memory" in told.texts()[0]
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_folder_that_nothing_is_kept_in_is_named(keeps, told, tmp_path):
+    section = {"cache_dir": str(tmp_path / "kept"), "persistent_cache": keeps}
+    open_stores(RunFile.model_validate({"cache_config": section}), tmp_path, told)
+    found = [text for text in told.texts() if "kept is not used: the cache is in memory" in text]
+    assert len(found) == (not keeps)
+
+
 @pytest.mark.parametrize(("kind", "said"), [("memory", 1), ("disk", 0)])
 def test_a_missing_helper_is_said_once_where_it_would_help(kind, said, told, tmp_path):
     run = RunFile.model_validate({"cache_config": {"vae_cache_type": kind}})
