@@ -29,6 +29,8 @@ FAMILY_ALIASES = {"wan22": "wan", "wan21": "wan", "flux1": "flux", "qwen": "qwen
 BLOCK = re.compile(r"^(.*?blocks(?:\.|_|\$\$))(\d+)((?:\.|_|\$\$).+)$")
 """A module inside a numbered block; the number is the first one after `blocks`."""
 BOTH = "diffusers-both"
+_UNPARTED = re.compile(r"(?<![A-Za-z0-9])transformer([12])(?=[._$])")
+"""An expert, as one fork of ai-toolkit spelled it."""
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
@@ -88,9 +90,9 @@ class Index:
         return None if found is None else found.format(inside[2])
 
     def spell(self, module: str, naming: Naming, joint: str) -> str | None:
-        """The module's name in other words; None where that naming has none."""
+        """The module's name in other words; None where none would be found again."""
         if self.table.open:
-            return module if naming == "diffusers" and joint == "." else None
+            return self.find(module, naming, joint)
         template, number = template_of(module)
         name = self._spelled[naming].get(template) or self._spelled[naming].get(module)
         return None if name is None else name.format(number).replace(".", joint)
@@ -137,6 +139,7 @@ def read_key(text: str, index: Index) -> Key | None:
     if parts is None:
         return None
     body, role, styles = parts
+    body = _UNPARTED.sub(r"transformer_\1", body)
     first: tuple[Place, Naming] | None = None
     forms = set()
     for form in FORMS:

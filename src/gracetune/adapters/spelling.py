@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from gracetune.adapters.delta import dora_by_rows, lokr_sizes
 from gracetune.adapters.layers import Adapter, Layer, at_stage, rank_of, scale_of
-from gracetune.adapters.names import Index, Place, write_key
+from gracetune.adapters.names import Index, write_key
 from gracetune.adapters.rows import join_fused, split_fused, swap_halves
-from gracetune.adapters.tables.forms import ENDINGS
+from gracetune.adapters.tables.forms import ENDINGS, FORMS
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -28,23 +28,50 @@ FOLDED_ROLE = {"lora": "up", "loha": "hada_w1_a", "lokr": "lokr_w1"}
 """The factor that takes the scale where a form has no alpha."""
 
 
+class Lost(NamedTuple):
+    """A module that a form cannot hold, and why."""
+
+    module: str
+    why: str
+    is_nameless: bool = False
+    """Whether no other algorithm would help it."""
+
+
 def spell(adapter: Adapter, form: Form, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The tensors of the file, by key; `dtype` None keeps each as it is."""
-    adapter = _staged(adapter, form)
-    if form.naming == "diffusers":
-        adapter = split_fused(adapter)
-    else:
-        adapter = swap_halves(join_fused(adapter))
+    adapter = _rewritten(_staged(adapter, form), form)
+    lost = _lost(adapter, form)
+    if lost is not None:
+        raise _cannot(adapter, form, lost)
     index = Index(adapter.table)
     tensors: dict[str, Tensor] = {}
     for place, layer in adapter.layers.items():
-        if index.spell(place.module, form.naming, form.joint) is None:
-            raise _cannot(form, place.module, "it has no name for this module", "comfyui")
-        style = _style(form, place, layer)
+        style = _style(form, layer)
         for role, tensor in _roles(layer, form, style).items():
             key = write_key(form, index, place, role, style)
             tensors[key] = _stored(key, role, tensor, dtype)
     return tensors
+
+
+def lost_in(adapter: Adapter, form: Form) -> Lost | None:
+    """The first module that a form cannot hold, found without spelling the rest."""
+    return _lost(_rewritten(adapter, form), form)
+
+
+def _lost(adapter: Adapter, form: Form) -> Lost | None:
+    """By names and shapes; no weight is read."""
+    index = Index(adapter.table)
+    for place, layer in adapter.layers.items():
+        if index.spell(place.module, form.naming, form.joint) is None:
+            return Lost(place.module, "it has no name for this module", is_nameless=True)
+        style = _style(form, layer)
+        for role in layer.tensors:
+            if role not in ENDINGS[style]:
+                what = {"diff": "a full matrix", "mid": "a core tensor (Tucker)"}.get(role, role)
+                return Lost(place.module, f"it cannot hold {what}")
+        if layer.dora and style in PEFT_STYLES and not dora_by_rows(layer):
+            return Lost(place.module, "its magnitudes go by rows alone")
+    return None
 
 
 def fold_scale(layer: Layer) -> Layer:
@@ -81,14 +108,16 @@ def _staged(adapter: Adapter, form: Form) -> Adapter:
     return at_stage(adapter, None)
 
 
-def _style(form: Form, place: Place, layer: Layer) -> Style:
+def _rewritten(adapter: Adapter, form: Form) -> Adapter:
+    """Projections cut, and their rows ordered, as the form's naming has them."""
+    if form.naming == "diffusers":
+        return split_fused(adapter)
+    return swap_halves(join_fused(adapter))
+
+
+def _style(form: Form, layer: Layer) -> Style:
     """ComfyUI knows a core tensor (`lora_mid`) only beside lora_down and lora_up."""
-    style: Style = "kohya" if form.style == "comfyui" and "mid" in layer.tensors else form.style
-    for role in layer.tensors:
-        if role not in ENDINGS[style]:
-            what = {"diff": "a full matrix", "mid": "a core tensor (Tucker)"}.get(role, role)
-            raise _cannot(form, place.module, f"it cannot hold {what}", "comfyui")
-    return style
+    return "kohya" if form.style == "comfyui" and "mid" in layer.tensors else form.style
 
 
 def _roles(layer: Layer, form: Form, style: Style) -> dict[str, Tensor]:
@@ -98,8 +127,6 @@ def _roles(layer: Layer, form: Form, style: Style) -> dict[str, Tensor]:
         layer = _as_peft_makes_it(layer)
     tensors = dict(layer.tensors)
     if layer.dora and style in PEFT_STYLES:
-        if not dora_by_rows(layer):
-            raise _cannot(form, "dora_scale", "its magnitudes go by rows alone", "kohya")
         tensors["dora"] = tensors["dora"].flatten()
     rank = rank_of(layer)
     if form.alpha == "always" and layer.algorithm != "full":
@@ -139,10 +166,28 @@ def _stored(key: str, role: str, tensor: Tensor, dtype: torch.dtype | None) -> T
     return stored.clone(memory_format=torch.contiguous_format)
 
 
-def _cannot(form: Form, what: str, why: str, other: str) -> AdapterError:
+def _cannot(adapter: Adapter, form: Form, lost: Lost) -> AdapterError:
+    """Whoever wrote an adapter can write another form; only `convert` can approximate it."""
+    ways = [f"Write the form {other}." for other in _holding(adapter)[:1]]
+    if not lost.is_nameless:
+        ways.append("`gracetune adapter convert` with --lora-rank approximates it by a LoRA.")
+    elif not ways:
+        ways.append("No form has one: leave the module out.")
     return AdapterError(
-        f"{what} cannot be written in the form {form.name}: {why}. Write the form {other}, or give "
-        "--lora-rank to approximate it by a LoRA.",
+        f"{lost.module} cannot be written in the form {form.name}: {lost.why}. {' '.join(ways)}",
         kind="not-exact",
-        key=what,
+        key=lost.module,
     )
+
+
+def _holding(adapter: Adapter) -> list[str]:
+    """The forms that hold all of an adapter of one stage, those that tools load first."""
+    names = []
+    for form in sorted(FORMS, key=lambda form: bool(form.caution)):
+        try:
+            fits = not form.stages and lost_in(adapter, form) is None
+        except AdapterError:
+            continue  # its rows cannot be cut so
+        if fits:
+            names.append(form.name)
+    return names

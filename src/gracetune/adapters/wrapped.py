@@ -33,7 +33,10 @@ MODULES = {
 
 
 class Adapted(nn.Module):
-    """y = layer(x) + adapter(dropout(x))."""
+    """y = layer(x) + adapter(dropout(x)).
+
+    Models ask a layer for its weight's dtype and for its sizes: it answers for the frozen one.
+    """
 
     def __init__(self, base_layer: nn.Module, adapter: Any, dropout: float) -> None:
         super().__init__()
@@ -41,6 +44,34 @@ class Adapted(nn.Module):
         self.adapter = adapter
         # Of none at all, a compiler would still make a copy, and keep it for backward.
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen layer's."""
+        weight = self.base_layer.weight
+        assert isinstance(weight, Tensor), type(weight)
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen layer's."""
+        bias = self.base_layer.bias
+        assert isinstance(bias, Tensor | None), type(bias)
+        return bias
+
+    @property
+    def in_features(self) -> int:
+        """The frozen layer's; a convolution has none."""
+        size = self.base_layer.in_features
+        assert isinstance(size, int), type(size)
+        return size
+
+    @property
+    def out_features(self) -> int:
+        """The frozen layer's; a convolution has none."""
+        size = self.base_layer.out_features
+        assert isinstance(size, int), type(size)
+        return size
 
     def forward(self, x: Tensor) -> Tensor:
         """The frozen layer as it is, and what is trained beside it."""

@@ -73,6 +73,8 @@ class Torch(NamedTuple):
     cuda: str | None
     problem: str
     """Why it cannot be imported, or why its CUDA finds no device."""
+    device: str = ""
+    """What the first one is called."""
 
     @property
     def sees_gpu(self) -> bool:
@@ -160,8 +162,10 @@ def find_torch() -> Torch:
     except (ImportError, OSError) as error:  # OSError: a shared library of torch's is missing
         return Torch(None, None, str(error))
     cuda = torch.version.cuda
-    if cuda is None or torch.cuda.is_available():
-        return Torch(torch.__version__, cuda, "")
+    if cuda is None:
+        return Torch(torch.__version__, None, "")
+    if torch.cuda.is_available():
+        return Torch(torch.__version__, cuda, "", torch.cuda.get_device_name(0))
     try:
         torch.empty(1, device="cuda")
     except (RuntimeError, AssertionError) as error:
@@ -177,7 +181,7 @@ def _host_findings(torch: Torch, machine: Machine) -> Iterator[Finding]:
     versions = {"Python": python_platform.python_version()}
     yield check_versions({**versions, **{name: _version(name) for name in _PACKAGES}}, kernel)
     yield _environment()
-    yield check_torch_build(torch.version, torch.cuda, torch.problem)
+    yield check_torch_build(*torch)
     platform = machine.platform
     yield check_platform(platform)
     free = 0 if machine.driver is None else machine.driver.memory_info(platform.device)[0]

@@ -30,6 +30,13 @@ KEPT = "GRACETUNE_ALLOC_CONF"
 LAUNCHER = "ACCELERATE_DYNAMO_BACKEND"
 """Only `accelerate launch` sets it: its mark on the processes it starts."""
 
+ENGINES = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+"""What the launcher says of engines that are none of ours."""
+
 ACCESS_PATTERNS = ("gpu_first", "balanced", "cpu_first")
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -87,6 +94,12 @@ class EnvironmentSettings:
     stage1_min_bytes: int | None = None
     notices: tuple[str, ...] = ()
     """What was kept from torch, and which of two variables counts where they disagree."""
+
+
+def engine_of(env: Mapping[str, str]) -> str:
+    """What `accelerate launch` was told to shard with; empty: nothing."""
+    switches = (name for name in ENGINES if env.get(name, "").lower() in ("1", "true", "yes", "on"))
+    return next((ENGINES[name] for name in switches), "")
 
 
 def process_environment() -> Mapping[str, str]:

@@ -54,7 +54,12 @@ class JsonlLog:
         self._close_off_torn_line()
 
     def handle(self, event: Event) -> None:
-        """Write one line; a stage's progress at most once in a while, and its end always."""
+        """Write one line; a stage's progress at most once in a while, and its end always.
+
+        Where a line could not be written, which ends the run, nothing comes after it.
+        """
+        if self._file.closed:
+            return
         now = self._clock()
         if isinstance(event, StageProgress) and not self._stage_is_due(event, now):
             return

@@ -32,11 +32,14 @@ class Kernel:
     numa_balancing: str
     huge_pages: str
     node_cpus: Mapping[int, frozenset[int]]
+    gpu_driver: str = ""
+    """The version of NVIDIA's kernel module."""
 
 
 def read_kernel(proc: Path, sys: Path, release: str, machine: str) -> Kernel:
     """Read the settings that matter to large host memory."""
     chosen = re.search(r"\[(\w+)\]", _text(sys / "kernel/mm/transparent_hugepage/enabled"))
+    driver = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", _text(proc / "driver/nvidia/version"))
     nodes = sys / "devices/system/node"
     return Kernel(
         release=release,
@@ -47,6 +50,7 @@ def read_kernel(proc: Path, sys: Path, release: str, machine: str) -> Kernel:
             int(path.name.removeprefix("node")): _cpus(_text(path / "cpulist"))
             for path in sorted(nodes.glob("node[0-9]*"))
         },
+        gpu_driver=driver[1] if driver else "",
     )
 
 
@@ -70,6 +74,7 @@ def check_versions(versions: Mapping[str, str | None], kernel: Kernel) -> Findin
     """Python, torch and the packages beside it; none stands for what cannot be imported."""
     figures = {name: version or "absent" for name, version in versions.items()}
     figures |= {"kernel": kernel.release, "machine": kernel.machine}
+    figures |= {"GPU driver": kernel.gpu_driver or "absent"}
     text = ", ".join(f"{name} {version}" for name, version in figures.items())
     torch = versions["torch"]
     if torch is None:
@@ -103,7 +108,9 @@ def check_environment(
     return ok("environment", "; ".join(effects), **figures)
 
 
-def check_torch_build(version: str | None, cuda: str | None, problem: str) -> Finding:
+def check_torch_build(
+    version: str | None, cuda: str | None, problem: str, device: str = ""
+) -> Finding:
     """Whether torch can see a GPU, and if not, why."""
     name = "torch and CUDA"
     if version is None:
@@ -122,7 +129,8 @@ def check_torch_build(version: str | None, cuda: str | None, problem: str) -> Fi
             "Check `nvidia-smi`, the driver's age and CUDA_VISIBLE_DEVICES.",
             cuda=cuda,
         )
-    return ok(name, f"torch {version} with CUDA {cuda} sees a device", cuda=cuda)
+    text = f"torch {version} with CUDA {cuda} sees {device or 'a device'}"
+    return ok(name, text, cuda=cuda, device=device)
 
 
 def check_platform(platform: Platform) -> Finding:

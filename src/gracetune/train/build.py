@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
 
 from gracetune.cache.ranks import Ranks
+from gracetune.config.environment import engine_of, process_environment
 from gracetune.config.rules import trains_in_bf16
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
@@ -31,7 +32,7 @@ from gracetune.train.demands import demand_data
 from gracetune.train.draws import Draws, seed_of
 from gracetune.train.ema import Ema
 from gracetune.train.experts import expected_mix, mix_of, plan_turns, tell_turns
-from gracetune.train.export import export
+from gracetune.train.export import demand_exportable, export
 from gracetune.train.feed import build_feed
 from gracetune.train.identity import demand_same, identity_of
 from gracetune.train.loop import Session
@@ -94,6 +95,9 @@ class Built:
 
 def start_accelerator(run: RunFile) -> Accelerator:
     """Join the other ranks, if any, and settle the precision."""
+    engine = engine_of(process_environment())
+    if engine:  # asked first, since Accelerate may fail over it
+        raise _no_engine(engine)
     # Accelerate keeps its settings for the whole process; a second run there must not inherit them.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
@@ -105,11 +109,15 @@ def start_accelerator(run: RunFile) -> Accelerator:
         ],
     )
     if accelerator.distributed_type not in ENGINES:
-        raise ConfigError(
-            f"Accelerate was set up for {accelerator.distributed_type.value}; this version trains "
-            "in one process or on data-parallel ranks. Change the file given to accelerate launch."
-        )
+        raise _no_engine(accelerator.distributed_type.value)
     return accelerator
+
+
+def _no_engine(name: str) -> ConfigError:
+    return ConfigError(
+        f"Accelerate was set up for {name}; this version trains in one process or on data-parallel "
+        "ranks, and streams what does not fit. Change the file given to accelerate launch."
+    )
 
 
 def resolve_precision(run: RunFile) -> str:
@@ -206,9 +214,7 @@ def build(
         if settled is not None:
             settled.close()
 
-    return Built(
-        session, export=lambda: export(trainee, modules, weights, folder, tell), close=close
-    )
+    return Built(session, export=lambda: export(trainee, modules, weights, tell), close=close)
 
 
 def resume(session: Session, snapshot: Snapshot | None) -> Progress:
@@ -323,6 +329,7 @@ def _make_trainable(run: RunFile, family: Family, turns: Turns, tell: Tell) -> M
 
         seed = seed_of(run.seed, "adapter") % 2**31
         modules = add_adapter(trained, run.adapter, family.adapter_targets, seed)
+        demand_exportable(trained, modules, family.name)
         count = sum(map(len, modules.values()))
         rank = "" if run.adapter.kind == "full" else f" of rank {run.adapter.rank}"
         tell(Notice(f"{NAMES[run.adapter.kind]}{rank} on {count} modules"))

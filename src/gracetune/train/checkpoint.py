@@ -76,9 +76,10 @@ def save(folder: Path, snapshot: Snapshot, keep: int) -> Saved:
 
 
 def complete(folder: Path) -> list[Path]:
-    """Every checkpoint that has its manifest, oldest first."""
-    found = [manifest.parent for manifest in folder.glob(f"step-*/{MANIFEST}")]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    """Every checkpoint that has its manifest, oldest first; other names are the user's copies."""
+    found = (manifest.parent for manifest in folder.glob(f"step-*/{MANIFEST}"))
+    named = [path for path in found if path.name.removeprefix("step-").isdecimal()]
+    return sorted(named, key=_step_of)
 
 
 def read(path: Path) -> Snapshot:
@@ -103,16 +104,23 @@ def read(path: Path) -> Snapshot:
 def find(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | None:
     """The snapshot that `--resume auto|PATH|none` asks for.
 
-    `auto` passes over a damaged checkpoint for the one before it, and says so.
+    `auto` passes over a damaged checkpoint for the one before it, and says so. Where all are
+    damaged it does not begin anew, since the end of that would replace the result.
     """
     if resume == "none":
         return None
     if resume != "auto":
         return read(Path(resume))
-    for path in reversed(complete(folder)):
+    existing = complete(folder)
+    for path in reversed(existing):
         try:
             return read(path)
         except CheckpointError as error:
+            if path == existing[0]:
+                raise CheckpointError(
+                    f"{error} No other checkpoint in {folder} can be read. Bring one back, or "
+                    "choose another output_dir to begin anew."
+                ) from error
             warn(f"{error} Going back to the checkpoint before it.")
     return None
 
@@ -121,11 +129,15 @@ def set_aside(folder: Path, step: int) -> list[Path]:
     """Move checkpoints past `step` out of the way: they belong to a branch that is left."""
     moved = []
     for path in complete(folder):
-        if int(path.name.removeprefix("step-")) > step:
+        if _step_of(path) > step:
             target = folder / SET_ASIDE / f"{path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
             moved.append(path.rename(target))
     return moved
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _write(staging: Path, snapshot: Snapshot) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from gracetune.durable import new_folder
-from gracetune.errors import CheckpointError
+from gracetune.errors import CheckpointError, ConfigError
 from gracetune.events.types import Notice
 from gracetune.models.experts import transformers_of
 from gracetune.optim.rates import averaged
@@ -17,9 +17,11 @@ from gracetune.train.identity import settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
+
+    from torch import nn
 
     from gracetune.adapters.targets import Setting
+    from gracetune.config.schema import RunFile
     from gracetune.events.types import Event
     from gracetune.train.step import Trainee
 
@@ -29,10 +31,32 @@ if TYPE_CHECKING:
 STAGE_FILES = {"high": "high_noise.safetensors", "low": "low_noise.safetensors"}
 
 
-def export(t: Trainee, modules: Modules, base_weights: str, folder: Path, tell: Tell) -> Path:
+def result_of(run: RunFile) -> Path:
+    """The folder that a run ends with."""
+    return Path(run.output_dir) / ("model" if run.adapter is None else "adapter")
+
+
+def demand_exportable(transformers: Mapping[str, nn.Module], modules: Modules, family: str) -> None:
+    """Refuse an adapter that no file could hold: now, not when it is trained."""
+    # peft takes seconds to import
+    from gracetune.adapters.files import interchange_form
+    from gracetune.adapters.live import live_adapter
+    from gracetune.adapters.spelling import lost_in
+
+    whole = live_adapter(transformers, modules, family)
+    form = interchange_form(whole)
+    lost = lost_in(whole, form)
+    if lost is not None:
+        kind = "" if lost.is_nameless else ", or choose another adapter.kind"
+        raise ConfigError(
+            f"adapter.targets means {lost.module} of {family}, and what is trained there cannot be "
+            f"written in the form {form.name}: {lost.why}. Leave it out of adapter.targets{kind}."
+        )
+
+
+def export(t: Trainee, modules: Modules, base_weights: str, tell: Tell) -> Path:
     """Write the model or the adapter, with the averaged weights where there are any."""
-    adapter = t.run.adapter
-    path = folder / ("model" if adapter is None else "adapter")
+    adapter, path = t.run.adapter, result_of(t.run)
     try:
         with (
             t.ema.in_place() if t.ema is not None else averaged(t.optimizer),
@@ -74,7 +98,7 @@ def _export_adapter(
         name = FILE_NAME if stage is None else STAGE_FILES[stage]
         path = write_adapter(folder / name, part, form, about)
         check = check_file(path, table=whole.table, stage=stage, modules=modules[stage or ""])
-        text = f"{name}: " + " ".join(check.lines())
+        text = f"{name} is of the form {form.name}. " + " ".join(check.lines())
         tell(Notice(text, level="info" if check.ok else "warning"))
 
 

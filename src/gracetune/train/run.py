@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
 
 from gracetune.config.render import resolved
-from gracetune.config.schema import Gh200Section
+from gracetune.config.schema import Gh200Section, RunFile
 from gracetune.durable import write_text
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError
 from gracetune.events.fan import Fan
@@ -31,6 +31,7 @@ from gracetune.train.build import (
     resume,
     start_accelerator,
 )
+from gracetune.train.export import result_of
 from gracetune.train.identity import demand_same, settings_of
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
     Status = Literal["done", "interrupted", "failed"]
 
-    from gracetune.config.schema import RunFile
     from gracetune.events.types import Event, Sink
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.loop import Session
@@ -111,10 +111,13 @@ def run_training(
     with Interrupt() as interrupt:
         accelerator = start_accelerator(run)
         folder = Path(run.output_dir)
+        demand_apart(run)
         demand_writable(folder)
         warnings: list[str] = []
         snapshot = find_snapshot(folder, resume_from, warnings.append)
-        if snapshot is not None:
+        if snapshot is None:
+            demand_room(result_of(run))
+        else:
             demand_continuable(run, snapshot, accelerator.mixed_precision)
         landmarks = Landmarks(folder, 0 if snapshot is None else snapshot.progress.step)
         with Requests(folder).listening(_verbs(run), accelerator.is_main_process) as requests:
@@ -140,10 +143,48 @@ def run_training(
 
 def _take_over(run: RunFile, folder: Path, progress: Progress, fan: Fan) -> None:
     """The run goes on for certain: only now does its folder change. One rank does it."""
-    write_text(folder / "run.json", resolved(run))
+    path = folder / "run.json"
+    if path.exists() and not _is_ours(path):
+        path = folder / "run.resolved.json"
+        text = f"{folder / 'run.json'} is yours, and stays: what this run goes by is in {path.name}"
+        fan.tell(Notice(text))
+    write_text(path, resolved(run))
     for later in checkpoint.set_aside(folder / CHECKPOINT_FOLDER, progress.step):
         text = f"resuming before a checkpoint that exists; that one is kept as {later}"
         fan.tell(Notice(text, level="warning"))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a run has written this file, which is then the same when it is written again."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return resolved(RunFile.model_validate_json(text)) == text
+    except (OSError, ValueError):
+        return False
+
+
+def demand_apart(run: RunFile) -> None:
+    """A run that writes among its samples would train on its own pictures."""
+    folder = Path(run.output_dir).resolve()
+    for index, dataset in enumerate(run.datasets):
+        if dataset.instance_data_dir is None:
+            continue
+        samples = Path(dataset.instance_data_dir).resolve()
+        if folder.is_relative_to(samples):
+            raise ConfigError(
+                f"output_dir {run.output_dir!r} lies in datasets.{index}.instance_data_dir "
+                f"({dataset.instance_data_dir!r}), so that pictures of the run would become "
+                "samples. Name a folder outside it."
+            )
+
+
+def demand_room(result: Path) -> None:
+    """A new run replaces nobody's folder with its result."""
+    if result.exists():
+        raise ConfigError(
+            f"{result} exists, and this run has no checkpoint, so it is another's; the result "
+            "would replace it. Move it away, or choose another output_dir."
+        )
 
 
 def demand_continuable(run: RunFile, snapshot: Snapshot, precision: str) -> None:

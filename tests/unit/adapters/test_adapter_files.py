@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from adapter_examples import HIDDEN, make_loha, make_lokr, make_lora, make_wan, same
+from adapter_examples import HIDDEN, make_full, make_loha, make_lokr, make_lora, make_wan, same
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -29,6 +29,7 @@ from gracetune.adapters.layers import (
     split_stages,
 )
 from gracetune.adapters.names import TABLES, Place, table_named
+from gracetune.adapters.spelling import lost_in
 from gracetune.adapters.tables.forms import ENDINGS
 from gracetune.adapters.tables.wan import WAN
 from gracetune.errors import AdapterError
@@ -358,9 +359,42 @@ def test_the_form_that_most_tools_load():
             adapter = Adapter(table, {place: make(8, 8, generator)})
             assert interchange_form(adapter).name == form
         adapter = Adapter(table, {place: make_loha(8, 8, generator)})
-        assert interchange_form(adapter).name == ("comfyui" if table.open else "lycoris")
+        assert interchange_form(adapter).name == ("diffusers" if table.open else "lycoris")
     dora = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): make_lora(4, 4, generator, dora=True)})
     assert interchange_form(dora).name == "diffusers"
+
+
+@pytest.mark.parametrize("make", [make_lora, make_loha, make_lokr, make_full])
+def test_a_family_without_a_table_has_a_form_for_every_algorithm(make, path):
+    layer = make(8, 6, torch.Generator().manual_seed(0))
+    places = (Place(None, "context_embedder"), Place(None, "transformer_blocks.0.attn.to_q"))
+    adapter = Adapter(table_named("tiny"), dict.fromkeys(places, layer))
+    form = interchange_form(adapter)
+    assert lost_in(adapter, form) is None
+    back = read_adapter(write_adapter(path, adapter, form))
+    assert back.layers.keys() == adapter.layers.keys()
+    for place in places:
+        torch.testing.assert_close(delta(back.layers[place]), delta(layer))
+
+
+def test_a_form_that_is_advised_holds_the_adapter(path):
+    generator = torch.Generator().manual_seed(0)
+    place = Place(None, "context_embedder")
+    adapter = Adapter(table_named("tiny"), {place: make_loha(8, 6, generator)})
+    with pytest.raises(AdapterError, match=r"form comfyui: .* Write the form diffusers\.$"):
+        write_adapter(path, adapter, "comfyui")
+    adapter = Adapter(table_named("tiny"), {place: make_full(8, 6, generator)})
+    with pytest.raises(AdapterError, match=r"Write the form simpletuner-comfyui\..*--lora-rank"):
+        write_adapter(path, adapter, "diffusers")
+    write_adapter(path, adapter, "simpletuner-comfyui")
+
+
+@pytest.mark.parametrize("name", ["to-q", "0.attn", "attn.to q"])
+def test_a_name_that_could_not_be_read_back_is_not_written(name, path):
+    layer = make_lora(4, 4, torch.Generator().manual_seed(0))
+    adapter = Adapter(table_named("tiny"), {Place(None, name): layer})
+    with pytest.raises(AdapterError, match=r"No form has one: leave the module out\.$"):
+        write_adapter(path, adapter, "diffusers")
 
 
 def test_stages_are_split_and_joined():

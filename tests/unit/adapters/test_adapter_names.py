@@ -194,6 +194,22 @@ def test_a_family_without_a_table_takes_dotted_names_as_they_are():
     assert key.place.module == "transformer_blocks.0.attn.to_q"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lycoris_transformer{}_blocks_0_self_attn_q.lokr_w1",
+        "lycoris_transformer{}_blocks_0_attn1_to_q.lokr_w1",
+        "diffusion_model.transformer{}.blocks.0.self_attn.q.lora_A.weight",
+    ],
+)
+@pytest.mark.parametrize(("number", "stage"), [("1", "high"), ("2", "low")])
+def test_experts_are_read_with_and_without_an_underscore(text, number, stage):
+    index = Index(table_named("wan"))
+    usual, unparted = (read_key(text.format(part), index) for part in (f"_{number}", number))
+    assert usual.place == unparted.place == Place(stage, "blocks.0.attn1.to_q")
+    assert usual.forms == unparted.forms
+
+
 def test_a_file_that_mixes_forms_is_of_none():
     texts = [
         "diffusion_model.blocks.0.self_attn.q.lora_A.weight",

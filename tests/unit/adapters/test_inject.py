@@ -240,6 +240,22 @@ def test_convolutions_can_be_adapted(model, picture, kind):
     torch.testing.assert_close(model.patch(picture), wanted)
 
 
+@pytest.mark.parametrize("kind", ["locon", "loha", "lokr", "full"])
+def test_an_adapted_layer_answers_for_the_frozen_one(model, kind):
+    linear, bare, conv = model.blocks[0].attn["to_q"], model.blocks[0].ff[0], model.patch
+    section = AdapterSection(kind=kind, rank=2, targets=("re:.*",))
+    add_adapter({"": model}, section, (), seed=1)
+    adapted = model.blocks[0].attn["to_q"]
+    assert adapted.weight is linear.weight
+    assert adapted.bias is linear.bias
+    assert (adapted.in_features, adapted.out_features) == (24, 36)
+    assert model.blocks[0].ff[0].weight is bare.weight
+    assert model.blocks[0].ff[0].bias is None
+    assert model.patch.weight is conv.weight
+    assert not hasattr(model.patch, "in_features")
+    assert not any(name.endswith("to_q.weight") for name, _ in model.named_parameters())
+
+
 def test_a_lokr_of_whole_matrices_and_one_of_a_given_factor(model):
     section = AdapterSection(kind="lokr", rank=2, factor=4, full_matrix=True)
     add_adapter({"": model}, section, TARGETS, seed=1)

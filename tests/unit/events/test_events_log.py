@@ -202,4 +202,5 @@ def test_a_full_disk_ends_the_run_with_a_clear_word() -> None:
     log = JsonlLog(Path("/dev/full"))
     with pytest.raises(RunFailedError, match="No space left"):
         log.handle(step_done(1))
+    log.handle(step_done(2))  # how the run ended, which has been told
     log.close()

@@ -183,7 +183,7 @@ class TestHost:
     def test_versions(self, torch: str | None, status: str) -> None:
         finding = check_versions({"Python": "3.12", "torch": torch, "cupti-python": None}, KERNEL)
         assert finding.status == status
-        assert finding.figures["cupti-python"] == "absent"
+        assert finding.figures["cupti-python"] == finding.figures["GPU driver"] == "absent"
 
     def test_environment(self) -> None:
         assert check_environment({}, (), "").status is Status.OK
@@ -247,6 +247,8 @@ class TestHost:
     def test_the_kernels_settings_are_read(self, tmp_path: Path) -> None:
         files = {
             "proc/sys/kernel/numa_balancing": "1\n",
+            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64"
+            "  580.95.05  Release Build  (dvs-builder)\nGCC version:  gcc version 13.3.0\n",
             "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
             "sys/devices/system/node/node0/cpulist": "0-2,8\n",
             "sys/devices/system/node/node2/cpulist": "\n",
@@ -256,7 +258,7 @@ class TestHost:
             (tmp_path / name).write_text(text)
         kernel = read_kernel(tmp_path / "proc", tmp_path / "sys", "6.1", "aarch64")
         nodes = {0: frozenset({0, 1, 2, 8}), 2: frozenset()}
-        assert kernel == Kernel("6.1", "aarch64", "1", "madvise", nodes)
+        assert kernel == Kernel("6.1", "aarch64", "1", "madvise", nodes, "580.95.05")
         empty = read_kernel(tmp_path / "no", tmp_path / "no", "6.1", "aarch64")
         assert empty == Kernel("6.1", "aarch64", "", "", {})
 

@@ -1,6 +1,7 @@
 import gc
 import itertools
 import json
+import shutil
 
 import pytest
 import torch
@@ -187,6 +188,65 @@ def test_a_loss_that_explodes_fails_the_run_and_keeps_what_was_good(tiny_run, to
     assert told.of(RunEnded)[0].status == "failed"
     for path in checkpoint.complete(tmp_path / "run/checkpoints"):
         checkpoint.read(path)
+
+
+def test_a_users_copy_of_a_checkpoint_is_left_alone(tiny_run, told, tmp_path):
+    train = {"checkpoint_every": 1, "max_train_steps": 2, "keep_checkpoints": 1}
+    run_training(tiny_run(train=train))
+    checkpoints = tmp_path / "run/checkpoints"
+    shutil.copytree(checkpoints / "step-000002", checkpoints / "step-000002.bak")
+    run_training(tiny_run(train=train | {"max_train_steps": 3}), sinks=[told])
+    assert told.of(RunStarted)[0].start_step == 2
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["step-000002.bak", "step-000003"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tiny_run, told, tmp_path):
+    run = tiny_run(train={"checkpoint_every": 1, "max_train_steps": 2})
+    run_training(run)
+    for file in (tmp_path / "run/checkpoints").glob("*/weights.safetensors"):
+        file.write_bytes(b"x")
+    result = (tmp_path / "run/model/transformer/config.json").stat().st_mtime_ns
+    with pytest.raises(CheckpointError, match=r"step-000001.*No other checkpoint.*can be read"):
+        run_training(run, sinks=[told])
+    assert (tmp_path / "run/model/transformer/config.json").stat().st_mtime_ns == result
+    assert told.events == []
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 2}])
+def test_a_new_run_replaces_nobodys_folder(tiny_run, tmp_path, adapter):
+    theirs = tmp_path / "run" / ("model" if adapter is None else "adapter") / "precious.txt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine")
+    with pytest.raises(ConfigError, match=r"it is another's; the result would replace it"):
+        run_training(tiny_run(adapter=adapter))
+    assert theirs.read_text() == "mine"
+
+
+def test_a_run_file_in_the_runs_folder_stays_as_it_was_written(tiny_run, told, tmp_path):
+    theirs = tmp_path / "run/run.json"
+    theirs.parent.mkdir()
+    theirs.write_text("// by hand\n{}")
+    run_training(tiny_run(), sinks=[told])
+    assert theirs.read_text() == "// by hand\n{}"
+    assert any("run.json is yours, and stays" in text for text in told.texts())
+    written = (tmp_path / "run/run.resolved.json").read_text()
+    assert RunFile.model_validate_json(written) == tiny_run()
+
+
+@pytest.mark.parametrize(
+    ("switch", "name"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")]
+)
+def test_engines_that_are_none_of_ours_are_refused_by_name(tiny_run, monkeypatch, switch, name):
+    monkeypatch.setenv(switch, "true")
+    with pytest.raises(ConfigError, match=f"Accelerate was set up for {name}; .*accelerate launch"):
+        run_training(tiny_run())
+
+
+def test_a_run_does_not_write_among_its_samples(tiny_run, shapes_folder):
+    inside = tiny_run(output_dir=str(shapes_folder / "deeper/run"))
+    with pytest.raises(ConfigError, match=r"lies in datasets\.0\.instance_data_dir"):
+        run_training(inside)
+    assert not (shapes_folder / "deeper").exists()
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(tiny_run, told, tmp_path):

@@ -52,8 +52,13 @@ class NameTable:
     """Whether any dotted name is a module: a family without a table."""
 
 
-DOTTED = (("lora", "diffusers"), ("lokr", "diffusers"), ("other", "comfyui"))
-"""Forms that are read without a table."""
+DOTTED = (
+    ("lora", "diffusers"),
+    ("lokr", "diffusers"),
+    ("loha", "diffusers"),
+    ("other", "simpletuner-comfyui"),
+)
+"""Forms that are written and read without a table: diffusers' names, with their dots."""
 
 
 def open_table(family: str) -> NameTable:

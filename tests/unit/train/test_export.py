@@ -1,0 +1,84 @@
+"""The result of an adapter run: every kind has a file, and what has none is refused at once."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gracetune.adapters.files import read_adapter
+from gracetune.adapters.inject import add_adapter
+from gracetune.adapters.names import TABLES
+from gracetune.adapters.tables.types import table_of_modules
+from gracetune.config.schema import AdapterSection
+from gracetune.errors import ConfigError
+from gracetune.events.types import RunStarted, StepDone
+from gracetune.train.export import demand_exportable
+from gracetune.train.run import run_training
+
+EVERYTHING = ["re:.*"]
+FORMS = {
+    "lora": "diffusers",
+    "dora": "diffusers",
+    "locon": "diffusers",
+    "loha": "diffusers",
+    "lokr": "diffusers",
+    "full": "simpletuner-comfyui",
+}
+MODELS = {"flux": "flux", "qwen-image": "qwen_image", "wan22-5b": "wan22"}
+
+
+def exported(ended):
+    (file,) = Path(ended.outputs["result"]).glob("*.safetensors")
+    return read_adapter(file)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_demos_family_exports_every_kind(kind, tiny_run, told):
+    run = tiny_run(adapter={"kind": kind, "rank": 2}, train={"max_train_steps": 1})
+    ended = run_training(run, sinks=[told])
+    adapter = exported(ended)
+    assert adapter.form == FORMS[kind]
+    assert "context_embedder" in {place.module for place in adapter.layers}
+    (said,) = [text for text in told.texts() if "is of the form" in text]
+    assert FORMS[kind] in said
+    assert f"{len(adapter.layers)} modules" in said
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr", "full"])
+@pytest.mark.parametrize("small", MODELS)
+def test_every_layer_of_a_family_can_be_adapted(small, kind, tiny_run, told, miniature):
+    run = tiny_run(
+        model={"family": MODELS[small], "path": str(miniature(small))},
+        adapter={"kind": kind, "rank": 2, "targets": EVERYTHING},
+        train={"max_train_steps": 2},
+    )
+    (data,) = run.datasets
+    run = run.model_copy(update={"datasets": (data.model_copy(update={"resolution": 32}),)})
+    adapter = exported(run_training(run, sinks=[told]))
+    assert len(told.of(StepDone)) == 2
+    assert all(
+        bool(torch.isfinite(tensor).all())
+        for layer in adapter.layers.values()
+        for tensor in layer.tensors.values()
+    )
+    assert {place.module for place in adapter.layers} & {"x_embedder", "img_in", "patch_embedding"}
+
+
+def test_what_no_file_can_hold_is_refused_before_the_first_step(tiny_run, told, monkeypatch):
+    monkeypatch.setitem(TABLES, "tiny", table_of_modules("tiny", ("context_embedder",)))
+    with pytest.raises(ConfigError, match=r"targets means transformer_blocks\.0\.") as caught:
+        run_training(tiny_run(adapter={"rank": 2}), sinks=[told])
+    assert "Leave it out of adapter.targets." in str(caught.value)
+    assert "--" not in str(caught.value)
+    assert not told.of(RunStarted)
+
+
+def test_a_kind_that_a_form_cannot_hold_is_refused_with_another(monkeypatch):
+    table = replace(table_of_modules("tiny", ("x",)), interchange=(("other", "diffusers"),))
+    monkeypatch.setitem(TABLES, "tiny", table)
+    model = nn.ModuleDict({"x": nn.Linear(4, 4)})
+    modules = add_adapter({"": model}, AdapterSection(kind="full"), ("x",), seed=0)
+    with pytest.raises(ConfigError, match=r"a full matrix.*or choose another adapter\.kind"):
+        demand_exportable({"": model}, modules, "tiny")
