@@ -7,6 +7,7 @@ names it.
 
 from __future__ import annotations
 
+import difflib
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -26,8 +27,11 @@ def load(kind: str, name: str, known: Mapping[str, str]) -> object:
     for point in entry_points(group=group):
         if point.name == name:
             return point.load()
+    every = names(kind, known)
+    near = difflib.get_close_matches(name, every, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else "."
     raise ConfigError(
-        f"{kind} {name!r} is not known. Known: {', '.join(names(kind, known))}. "
+        f"{kind} {name!r} is not known{meant} Known: {', '.join(every)}. "
         f"A package of yours can add one with an entry point of the group {group!r}."
     )
 

@@ -162,9 +162,11 @@ def _inspect(args: argparse.Namespace, tell: Tell) -> int:
         stores = _stores(args.where, stack, tell)
         found = [row for store in stores for row in find(store, args.what, Path(args.what))]
     if not found:
+        there = Path(args.what).exists()
+        file = "no entry was made of that file" if there else "there is no file of that path here"
         raise CacheError(
-            f"{args.what!r} has no entry in {args.where}: no key begins so, and no entry was made "
-            "of such a file. `gracetune cache stats` says what there is."
+            f"{args.what!r} has no entry in {args.where}: no key begins so, and {file}. "
+            "`gracetune cache stats` says what there is."
         )
     lines = []
     for row in found:
