@@ -178,24 +178,26 @@ class ArenaStore:
             there |= {key for key, answer in answers if answer}
         return [key in there for key in keys]
 
-    def warm(self, keys: Sequence[str], num_workers: int | None = None) -> None:
-        """Bring entries into memory by several readers, until the budget is spent."""
+    def warm(self, keys: Sequence[str], num_workers: int | None = None) -> list[str]:
+        """Bring entries into memory by several readers, until the budget is spent; those that
+        turned out not to be there."""
         if self._behind is None:
-            return
+            return []
         with self._lock:
             lacking = [key for key in dict.fromkeys(keys) if key not in self._entries]
         chunks = [lacking[i : i + LOADED_TOGETHER] for i in range(0, len(lacking), LOADED_TOGETHER)]
         behind, full = self._behind, threading.Event()
 
-        def bring(chunk: Sequence[str]) -> None:
-            if not full.is_set():
-                found = self._brought(behind, chunk, evict=False)
-                if not self._here(found):
-                    full.set()
-
-        for _ in ordered_map(bring, chunks, num_workers or default_workers()):
+        def bring(chunk: Sequence[str]) -> list[str]:
             if full.is_set():
-                return
+                return []
+            found = self._brought(behind, chunk, evict=False)
+            if not self._here(found):
+                full.set()
+            return [key for key in chunk if key not in found]
+
+        absent = ordered_map(bring, chunks, num_workers or default_workers())
+        return [key for some in absent for key in some]
 
     def close(self) -> None:
         """Let go of the files behind; entries stay in memory."""

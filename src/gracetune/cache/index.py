@@ -8,6 +8,7 @@ there are: rows are found by their key, never held.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from contextlib import contextmanager
@@ -31,6 +32,16 @@ _MOST_FORMS = 1024
 """Forms of entries that are parsed once; most have the form of many others."""
 _AT_ONCE = 900
 """Keys in one question: SQLite takes 999 values."""
+_PRIMARY = 0xFF
+"""The part of SQLite's error codes that says what kind it is."""
+_NOT_THE_FILE = (
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+)
+"""Errors that a good index has too, by the disk or the folder that it lies in."""
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS shards (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, "
     "room INTEGER NOT NULL, length INTEGER NOT NULL)",
@@ -93,12 +104,13 @@ class Index:
         self._forms: dict[str, tuple[TensorPlace, ...]] = {}
         try:
             self._db = sqlite3.connect(path, WAIT_S, isolation_level=None, check_same_thread=False)
+        except sqlite3.DatabaseError as error:
+            raise _refused(path, error) from error
+        try:
             self._prepare()
         except sqlite3.DatabaseError as error:
-            raise CacheError(
-                f"The cache index {path} cannot be used: {error}. Remove that file: whoever opens "
-                "the cache next makes it again from the shards."
-            ) from error
+            self.close()
+            raise _refused(path, error) from error
 
     def close(self) -> None:
         """Let go of the file."""
@@ -118,6 +130,17 @@ class Index:
         for chunk in _chunks(keys):
             question = f"SELECT key FROM entries WHERE key IN ({_marks(chunk)})"
             found.update(key for (key,) in self._db.execute(question, chunk))
+        return found
+
+    def ends(self, keys: Sequence[str]) -> dict[str, tuple[str, int]]:
+        """The file of each of these keys that has a row, and where its entry ends there."""
+        found: dict[str, tuple[str, int]] = {}
+        for chunk in _chunks(keys):
+            question = (
+                "SELECT e.key, s.name, e.begin + e.nbytes FROM entries e "
+                f"JOIN shards s ON s.id = e.shard WHERE e.key IN ({_marks(chunk)})"
+            )
+            found.update((key, (name, end)) for key, name, end in self._db.execute(question, chunk))
         return found
 
     def page(self, after: int) -> list[tuple[int, str]]:
@@ -268,6 +291,41 @@ class Index:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+def unwritable(folder: Path, why: object) -> CacheError:
+    """The error where nothing can be written to a cache's folder; reading a cache takes that too,
+    for SQLite's locks and for what turns out to be damaged."""
+    if _is_read_only(folder):
+        return CacheError(
+            f"The cache in {folder} is read-only, and a run writes there even where all is encoded "
+            "(locks, and what it finds damaged). Make it writable, or name another "
+            "cache_config.cache_dir: a copy of this one will do."
+        )
+    return CacheError(
+        f"The cache in {folder} cannot be written: {why}. "
+        "Make room there, or name another cache_config.cache_dir."
+    )
+
+
+def _refused(path: Path, error: sqlite3.DatabaseError) -> CacheError:
+    """What to do depends on whose fault it is: the file's own, or that of where it lies."""
+    kind = error.sqlite_errorcode & _PRIMARY
+    if kind in _NOT_THE_FILE:
+        return unwritable(path.parent, error)
+    if kind == sqlite3.SQLITE_BUSY:
+        way_out = "Another process holds it: end that, or name another cache_config.cache_dir."
+    else:
+        way_out = "Remove that file: whoever opens the cache next makes it again from the shards."
+    return CacheError(f"The cache index {path} cannot be used: {error}. {way_out}")
+
+
+def _is_read_only(folder: Path) -> bool:
+    """Whether its disk takes no writes, or this user may not write there."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        return True
+    return not all(os.access(path, os.W_OK) for path in (there, *there.glob("*.sqlite*")))
 
 
 def _values(row: Row, shard: int) -> dict[str, object]:

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from gracetune.data.source import Source
 
 
+class EntriesGoneError(RunFailedError):
+    """Entries that were there are not whole any more; they are forgotten."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recipes:
     """How each sample becomes pixels in an epoch, as its own data set says."""
@@ -224,9 +228,10 @@ class Server:
             self.tally.reads += number
 
 
-def _gone(what: object) -> RunFailedError:
+def _gone(what: object) -> EntriesGoneError:
     """It cannot be missing unless someone took it away."""
-    return RunFailedError(
+    return EntriesGoneError(
         f"{what} entries of the cache were encoded and are gone or damaged now. Start again: they "
-        "are encoded anew, and the run resumes."
+        "are encoded anew, and the run resumes. Where there may be more, let gracetune cache "
+        "verify RUN --repair look at all of them first."
     )

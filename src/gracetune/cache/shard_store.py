@@ -8,14 +8,14 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from gracetune.cache.index import FORMAT, Index
+from gracetune.cache.index import FORMAT, Index, unwritable
 from gracetune.cache.packing import LARGE, TORCH_DTYPES, checksum_at, room_for, unpack
 from gracetune.cache.reading import Bits, MappedShards, OpenShards
 from gracetune.cache.rebuild import restore_index
+from gracetune.cache.shards import length_of
 from gracetune.cache.store import stack_entries
 from gracetune.cache.writing import ShardWriter
 from gracetune.durable import write_text
-from gracetune.errors import CacheError
 from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
@@ -71,14 +71,19 @@ class ShardStore:
         self.shards = folder / "shards"
         self._tell = tell
         self._told = False
+        self._lossy: set[str] = set()
+        """Files whose damage was told."""
         self._check = check
         self._max_maps = max_maps
         self._max_open = max_open
         self._max_ready = max_ready
         self._lock, self._write_lock = threading.RLock(), threading.RLock()
-        mark_folder(folder)
-        self.shards.mkdir(exist_ok=True)
-        restore_index(folder / INDEX, self.shards, folder / MARKER, tell)
+        try:
+            mark_folder(folder)
+            self.shards.mkdir(exist_ok=True)
+            restore_index(folder / INDEX, self.shards, folder / MARKER, tell)
+        except OSError as error:
+            raise unwritable(folder, error.strerror or error) from error
         self._begin()
 
     def get(self, key: str) -> Entry | None:
@@ -136,10 +141,18 @@ class ShardStore:
             writer.put(entries)
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Ask the index alone."""
+        """Ask the index, and the files only for their lengths; what a file has lost is told and
+        forgotten."""
         with self.index() as index:
-            found = index.which(keys)
-        return [key in found for key in keys]
+            found = index.ends(keys)
+        lengths = {
+            name: length_of(self.shards, name) for name in {name for name, _ in found.values()}
+        }
+        short = [key for key, (name, end) in found.items() if end > lengths[name]]
+        with self.index() as index:
+            suspects = index.find(short)
+        lost = {key for key in short if key not in suspects or self._is_lost(suspects[key])}
+        return [key in found and key not in lost for key in keys]
 
     def keys(self) -> Iterator[str]:
         """Every key; entries that come or go meanwhile may be among them or not."""
@@ -218,10 +231,7 @@ class ShardStore:
             try:
                 yield self._writer
             except OSError as error:
-                raise CacheError(
-                    f"The cache in {self.folder} cannot be written: {error.strerror or error}. "
-                    "Make room there, or name another cache_config.cache_dir."
-                ) from error
+                raise unwritable(self.folder, error.strerror or error) from error
 
     def _begin(self) -> None:
         """State of this process; a forked child has its own."""
@@ -305,13 +315,23 @@ class ShardStore:
             return None
         return self._entry(row)
 
+    def _is_lost(self, row: Row) -> bool:
+        """Whether a file ends before an entry that the index has there."""
+        if row.end <= length_of(self.shards, row.shard):
+            return False
+        return self._entry_elsewhere(row) is None
+
     def _lose(self, row: Row, why: str) -> None:
-        """Never in silence: whoever asked encodes it again."""
+        """Never in silence: whoever asked encodes it again. One entry of a file is named."""
         self._forget(row.key)
         with self.index() as index:
             index.drop_row(row)
-        text = f"cache entry {row.key} in {self.folder} is damaged ({why}): forgotten"
-        self._tell(Notice(text, level="warning", fallback=True))
+            told = row.shard in self._lossy
+            self._lossy.add(row.shard)
+        if not told:
+            text = f"cache entry {row.key} in {self.folder} is damaged ({why}): forgotten, like all"
+            text += " that is found damaged in the same shard"
+            self._tell(Notice(text, level="warning", fallback=True))
 
     def _tell_refusal(self) -> None:
         """Said once; the files are read through the page cache, which keeps a second copy."""

@@ -170,6 +170,17 @@ def find_file(folder: Path, name: str, flags: int = 0) -> int | None:
     return None
 
 
+def length_of(folder: Path, name: str) -> int:
+    """The bytes of this file; none where it is gone."""
+    descriptor = find_file(folder, name)
+    if descriptor is None:
+        return 0
+    try:
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+
+
 def map_file(descriptor: int) -> Tensor:
     """A file's bytes, read when touched. Private: who writes to them changes a copy."""
     nbytes = os.fstat(descriptor).st_size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,8 @@ from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from gracetune.memory.arena import ArenaFullError
 
 RESERVE_NBYTES = 4 * GIB
 RESERVE_SHARE = 0.1
@@ -79,6 +83,19 @@ class Budget:
             f"{self._setting}: the host ran out of memory after {format_bytes(self._stored)} of "
             f"the data set were staged ({reason}). End what else runs on it, or read from disk "
             "with type: local."
+        )
+
+    def no_room(self, error: ArenaFullError) -> DataError:
+        """The error where the kernel takes no more, for a reason that it gives."""
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno != errno.EFBIG:
+            return self.out_of_memory(str(error))
+        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = "" if most == resource.RLIM_INFINITY else f" of {format_bytes(most)}"
+        return DataError(
+            f"{self._setting}: a limit{limit} on the size of files (ulimit -f) ended staging after "
+            f"{format_bytes(self._stored)} of the data set; what is staged lies in files in memory "
+            f"({error}). Raise that limit, or read from disk with type: local."
         )
 
     def _exceeded(self, need: int) -> DataError:

@@ -24,6 +24,7 @@ from gracetune.data.sample import UnreadableSampleError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from gracetune.data.decoders import Decoders, Pixels
@@ -58,6 +59,10 @@ _BROKEN = (
     Image.DecompressionBombError,
 )
 """What Pillow's parsers raise on hostile bytes: here it is the file's fault, never a crash."""
+
+_SURELY_255 = 2.0
+"""The highest of floats from 0 to 255 is above this, or all is black; that of floats from 0 to 1
+may overshoot a little, and such a picture is not taken for a black one."""
 
 _FILTERS = threading.Lock()
 """Warning filters belong to the whole process; two threads must not swap them at once."""
@@ -234,12 +239,26 @@ def _orientation(image: Image.Image) -> int:
 def _eight_bits(image: Image.Image) -> Image.Image:
     """Grey pictures of 16 bits or floats, scaled; Pillow would clip them at 255."""
     if image.mode == "F":
-        levels = np.nan_to_num(np.asarray(image), nan=0.0).clip(0.0, 1.0) * 255
+        levels = _float_levels(np.asarray(image, np.float64))
     elif image.mode == "I" or image.mode.startswith("I;16"):
         levels = np.asarray(image).clip(0, 65535) / 257
     else:
         return image
     return Image.fromarray(np.rint(levels).astype(np.uint8))
+
+
+def _float_levels(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Floats on a scale of 255, by what they reach; a file says nowhere what its white is."""
+    values = np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf)
+    low, high = float(values.min()), float(values.max())
+    for white in (1.0, 255.0):
+        slack = white / 255 / 2  # what rounds to black or to white
+        is_sure = white == 1.0 or high > _SURELY_255
+        if is_sure and low >= -slack and high <= white + slack:
+            return values.clip(0.0, white) * (255 / white)
+    raise UnreadableImageError(
+        f"its floats reach from {low:g} to {high:g}, which is neither 0 to 1 nor 0 to 255"
+    )
 
 
 def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:

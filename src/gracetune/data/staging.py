@@ -110,7 +110,7 @@ def fill_arena(
         facts = {"origin": source.describe(), "unreadable": unreadable}
         write_index(writer, keys, columns, facts)
     except ArenaFullError as error:
-        raise budget.out_of_memory(str(error)) from error
+        raise budget.no_room(error) from error
     stored = int(columns.stored_nbytes.sum())
     tell(Notice(_summary(source, columns, packing, raw, stored)))
     return writer.seal()

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _NO_SENDFILE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """How a file system says that the kernel cannot copy from it directly."""
-_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM)
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+"""How it says that no more can be written: memory is full, or files may not grow so large."""
 _COPY_NBYTES = 512 * 1024
 """The buffer where it cannot: large enough for a disk, small enough for a core's cache."""
 OFFSET_BITS = 44
@@ -110,7 +111,7 @@ class Hand:
                 sent = os.sendfile(self._fd, source_fd, offset + done, nbytes - done)
             except OSError as error:
                 os.lseek(self._fd, self._end, os.SEEK_SET)  # what came is written over
-                if error.errno in _NO_MEMORY:
+                if error.errno in _NO_ROOM:
                     raise ArenaFullError(error.strerror) from error
                 if done or error.errno not in _NO_SENDFILE:
                     raise

@@ -16,7 +16,7 @@ from gracetune.cache.generations import (
 )
 from gracetune.cache.keys import text_key
 from gracetune.cache.ranks import ALONE
-from gracetune.cache.serve import Live, Recipes, Server
+from gracetune.cache.serve import EntriesGoneError, Live, Recipes, Server
 from gracetune.cache.staging import HotTexts, keep_hot
 from gracetune.cache.tiling import choose_tiling, tiling_encoder
 from gracetune.data.corruption import CorruptionLedger
@@ -27,7 +27,14 @@ from gracetune.data.sample import Batch
 from gracetune.errors import DataError
 from gracetune.events.types import BatchesFed, Notice
 from gracetune.train.draws import seed_of
-from gracetune.train.prepare import Preparation, cells_of, generations_of, only, prepare, warm
+from gracetune.train.prepare import (
+    Preparation,
+    cells_of,
+    generations_of,
+    lacks_after_warming,
+    only,
+    prepare,
+)
 from gracetune.train.stores import open_stores
 from gracetune.train.texts import EMPTY, Texts, name_of
 from gracetune.units import GIB, format_bytes
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 
     from gracetune.cache.ahead import Batches
     from gracetune.cache.ranks import Ranks
+    from gracetune.cache.store import Entry
     from gracetune.config.schema import DatasetSection, RunFile
     from gracetune.data.loader import LoaderState
     from gracetune.data.sample import Sample
@@ -115,8 +123,11 @@ def _build_feed(
     identity = family.identity()
     sources = {d.id: one.source for d, one in zip(run.datasets, prepared, strict=True)}
     texts = Texts(family, groups, sources, recipes)
-    fill_text(stores.text, texts.names, texts.encode, identity["text"], tell, ranks)
-    warm(stores.text, [text_key(name, identity["text"]) for name in sorted(texts.names)])
+    fill = partial(fill_text, stores.text, texts.names, texts.encode, identity["text"], tell)
+    fill(ranks)
+    text_keys = [text_key(name, identity["text"]) for name in sorted(texts.names)]
+    if lacks_after_warming(stores.text, text_keys, tell):
+        fill(ALONE)
     generations = generations_of(preparation, trained, sources)
     server = Server(
         recipes,
@@ -130,7 +141,15 @@ def _build_feed(
         cells_of(family),
         tiling,
     )
-    hot = _hot(run, family, trained, server, mover, tell)
+
+    def found(names: Sequence[str]) -> list[Entry]:
+        try:
+            return server.texts_of(names)
+        except EntriesGoneError:  # whoever encodes texts is still here
+            fill(ALONE)
+            return server.texts_of(names)
+
+    hot = _hot(run, family, trained, found, mover, tell)
     batch = run.train.batch_size
     return Feed(
         order=BatchOrder(trained, batch, run.seed),
@@ -171,7 +190,7 @@ def _hot(
     run: RunFile,
     family: Family,
     trained: Sequence[Group],
-    server: Server,
+    texts_of: Callable[[Sequence[str]], Sequence[Entry]],
     mover: Mover,
     tell: Tell,
 ) -> HotTexts:
@@ -186,7 +205,7 @@ def _hot(
     row = sorted(counts, key=lambda caption: (-counts[caption], caption))
     asked = run.cache_config.device_budget_gb
     budget = mover.device_nbytes // HOT_SHARE if asked is None else int(asked * GIB)
-    hot = keep_hot(row if budget else (), server.texts_of, mover.device, budget)
+    hot = keep_hot(row if budget else (), texts_of, mover.device, budget)
     limit = format_bytes(budget)
     tell(Notice(f"{len(hot)} of {len(row)} texts stay on the device, within {limit}"))
     return hot

@@ -17,6 +17,7 @@ from gracetune.cache.generations import (
 )
 from gracetune.cache.keys import latent_key
 from gracetune.cache.masks import fill_masks, mask_keys
+from gracetune.cache.ranks import ALONE
 from gracetune.data import buckets
 from gracetune.data.dataset import open_dataset
 from gracetune.data.loader import Group
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.cache.keys import Key
     from gracetune.cache.masks import CellsOf
     from gracetune.cache.ranks import Ranks
     from gracetune.cache.serve import Recipes
@@ -142,16 +144,48 @@ def _encode(
     section, encoder = prep.run.datasets[index], prep.family.identity()["latents"]
     prefetch = by_threads(section.in_memory.num_workers, BATCH, section.timeout_s)
     ranks = replace(prep.ranks, reports=prep.ranks.reports / f"{what}-{index}")
-    decoders = prep.recipes.decoders
-    bad = fill_latents(store, pictures, encode, encoder, tell, decoders, prefetch, ranks)
-    warm(store, [latent_key(p.sample, p.size, encoder, p.recipe, p.tiled) for p in pictures])
+    decoders, cells = prep.recipes.decoders, cells_of(prep.family)
+
+    def latents(some: Sequence[Picture], ranks: Ranks) -> list[tuple[Sample, str]]:
+        return fill_latents(store, some, encode, encoder, tell, decoders, prefetch, ranks)
+
+    def masks(some: Sequence[Picture], ranks: Ranks) -> list[tuple[Sample, str]]:
+        return fill_masks(store, some, cells, tell, decoders, prefetch, ranks)
+
+    def latent_keys(some: Sequence[Picture]) -> list[Key]:
+        return [latent_key(p.sample, p.size, encoder, p.recipe, p.tiled) for p in some]
+
+    bad = _filled(store, pictures, latents, latent_keys, ranks, tell)
     if section.mask_data_dir is not None:
-        cells = cells_of(prep.family)
-        lost = {sample for sample, _ in bad}
-        left = [picture for picture in pictures if picture.sample not in lost]
-        bad += fill_masks(store, left, cells, tell, decoders, prefetch, ranks)
-        warm(store, mask_keys(pictures, cells))
+        left = _without(pictures, bad)
+        bad += _filled(store, left, masks, lambda some: mask_keys(some, cells), ranks, tell)
     return bad
+
+
+def _filled(
+    store: Store,
+    pictures: Sequence[Picture],
+    fill: Callable[[Sequence[Picture], Ranks], list[tuple[Sample, str]]],
+    keys_of: Callable[[Sequence[Picture]], list[Key]],
+    ranks: Ranks,
+    tell: Tell,
+) -> list[tuple[Sample, str]]:
+    """Make what is missing, and again what turns out to be damaged; the samples left out.
+
+    Each rank mends what it finds itself: they need not find the same. So none of them alone may
+    leave a sample out: its entry stays missing, and the next start finds that for all.
+    """
+    bad = fill(pictures, ranks)
+    left = _without(pictures, bad)
+    if lacks_after_warming(store, keys_of(left), tell):
+        again = fill(left, ALONE)
+        bad += again if ranks.world == 1 else []
+    return bad
+
+
+def _without(pictures: Sequence[Picture], bad: Sequence[tuple[Sample, str]]) -> list[Picture]:
+    lost = {sample for sample, _ in bad}
+    return [picture for picture in pictures if picture.sample not in lost]
 
 
 def cells_of(family: Family) -> CellsOf:
@@ -164,10 +198,12 @@ def cells_of(family: Family) -> CellsOf:
     return cells
 
 
-def warm(store: Store, keys: Sequence[str]) -> None:
-    """Have entries in memory, where the store keeps them there."""
-    if isinstance(store, ArenaStore):
-        store.warm(keys)
+def lacks_after_warming(store: Store, keys: Sequence[str], tell: Tell) -> bool:
+    """Have entries in memory, where the store keeps them there; whether some were damaged."""
+    lost = store.warm(keys) if isinstance(store, ArenaStore) else []
+    if lost:
+        tell(Notice(f"{len(lost)} entries of the cache were damaged or gone: encoding them again"))
+    return bool(lost)
 
 
 def generations_of(

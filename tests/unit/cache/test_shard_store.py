@@ -318,8 +318,27 @@ def test_a_cache_is_marked_and_another_format_is_refused(tmp_path):
 def test_a_file_that_is_no_index_is_refused(tmp_path):
     ShardStore(tmp_path).close()
     (tmp_path / INDEX).write_bytes(b"no database" * 100)
-    with pytest.raises(CacheError, match="cannot be used"):
+    with pytest.raises(CacheError, match=r"cannot be used.*Remove that file"):
         ShardStore(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["gone", "short"])
+def test_what_a_file_has_lost_is_not_there_and_told_once(tmp_path, told, how):
+    with ShardStore(tmp_path) as store:
+        fill(store, range(5))
+        row = index_rows(store, "k2")
+    (path,) = store.shards.iterdir()
+    if how == "gone":
+        path.unlink()
+    else:
+        os.truncate(path, row.end)
+    with ShardStore(tmp_path, told) as store:
+        there = store.has([f"k{n}" for n in range(6)])
+        assert there == ([False] * 6 if how == "gone" else [True] * 3 + [False] * 3)
+        assert len(told.texts()) == 1
+        fill(store, range(5))
+        assert store.has([f"k{n}" for n in range(5)]) == [True] * 5
+        assert [store.get(f"k{n}")["latents"][0, 0] for n in range(5)] == [*range(5)]
 
 
 def test_bits_remember_numbers():

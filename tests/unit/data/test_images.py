@@ -105,6 +105,31 @@ def test_thirty_two_bits_and_floats_are_scaled() -> None:
     assert np.abs(np.asarray(real)[..., 0] - levels / 257).max() <= 1
 
 
+@pytest.mark.parametrize("high", [2.5, 90.0, 254.7, 255.0, 255.2])
+def test_floats_up_to_255_are_levels_already(high: float) -> None:
+    levels = np.linspace(0, high, 256, dtype=np.float32).reshape(16, 16)
+    real = decode(_bytes(Image.fromarray(levels), "TIFF"))
+    assert np.abs(np.asarray(real)[..., 0] - levels).max() <= 0.5001
+
+
+@pytest.mark.parametrize("low", [-1e-4, 0.0])
+@pytest.mark.parametrize("high", [0.3, 1.0, 1.0001])
+def test_floats_up_to_1_may_miss_it_by_a_rounding(low: float, high: float) -> None:
+    levels = np.linspace(low, high, 256, dtype=np.float32).reshape(16, 16)
+    real = decode(_bytes(Image.fromarray(levels), "TIFF"))
+    assert np.abs(np.asarray(real)[..., 0] - levels * 255).max() <= 0.6
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 256), (0, 65535), (-1, 1), (-3, 200), (0, 1.4), (0, np.inf), (-np.inf, 1)]
+)
+def test_floats_on_no_known_scale_are_unreadable(low: float, high: float) -> None:
+    levels = np.full((4, 4), 0.5, np.float32)
+    levels[0, 0], levels[0, 1] = low, high
+    with pytest.raises(UnreadableImageError, match=f"from {low:g} to {high:g}, which is neither"):
+        decode(_bytes(Image.fromarray(levels), "TIFF"))
+
+
 def test_alpha_lies_over_white() -> None:
     pixels = np.zeros((4, 4, 4), np.uint8)
     pixels[0] = (255, 0, 0, 255)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -205,6 +206,22 @@ def test_a_machine_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     source = FolderSource(write_folder(tmp_path, {"a": b"x"}))
     with pytest.raises(DataError, match=r"datasets\[0\].*ran out of memory.*No space left"):
         _stage(source)
+
+
+@pytest.mark.parametrize("data", [b"small" * 100, BIG], ids=["small", "large"])
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path, find: Find, data: bytes) -> None:
+    source = FolderSource(write_folder(tmp_path, {f"{n:03d}": data for n in range(200)}))
+    assert holds_in_a_fork(lambda: _names_the_limit(source, find))
+
+
+def _names_the_limit(source: Source, find: Find) -> bool:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+    try:
+        _stage(source, find=find, num_workers=1)
+    except DataError as error:
+        said = "datasets[0]: a limit of 8.0 KiB on the size of files (ulimit -f) ended staging"
+        return str(error).startswith(said) and "(File too large)" in str(error)
+    return False
 
 
 def test_without_the_helper_it_is_told_once(tmp_path: Path) -> None:

@@ -69,5 +69,6 @@ def test_damaged_files_are_refused_by_the_name_of_the_folder(tmp_path, harm):
 
 
 def test_an_unknown_family_lists_the_known():
-    with pytest.raises(ConfigError, match=r"family 'tinny' is not known; did you mean 'tiny'\? Known: .*tiny, wan22"):
+    message = r"family 'tinny' is not known; did you mean 'tiny'\? Known: .*tiny, wan22"
+    with pytest.raises(ConfigError, match=message):
         load_family(ModelSection(family="tinny"))

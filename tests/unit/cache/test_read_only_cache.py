@@ -1,0 +1,66 @@
+"""A cache where nothing can be written: it is called so, and nobody is told to remove its index."""
+
+import ctypes
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from forked import holds_in_a_fork
+
+from gracetune.cache.shard_store import INDEX, ShardStore
+from gracetune.errors import CacheError
+
+CLONE_NEWNS = 0x00020000
+
+
+def fill(store):
+    store.put("k1", {"latents": torch.ones(2, 3)})
+
+
+@pytest.mark.parametrize("state", ["whole", "without an index", "new"])
+def test_a_read_only_cache_is_called_so_and_its_index_is_left_alone(state):
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        root.chmod(0o755)  # nobody may look
+        if state != "new":
+            with ShardStore(root / "cache") as store:
+                fill(store)
+        if state == "without an index":
+            (root / "cache" / INDEX).unlink()
+        closed = root if state == "new" else root / "cache"
+        closed.chmod(0o555)
+        try:
+            assert holds_in_a_fork(lambda: _is_called_read_only(root / "cache"), as_nobody=True)
+        finally:
+            closed.chmod(0o755)
+
+
+def _is_called_read_only(folder):
+    try:
+        ShardStore(folder)
+    except CacheError as error:
+        said = str(error)
+        return said.startswith(f"The cache in {folder} is read-only") and "Remove" not in said
+    return False
+
+
+def test_a_cache_on_a_read_only_disk_is_called_so(tmp_path):
+    with ShardStore(tmp_path) as store:
+        fill(store)
+    asked = ["sh", "-c", "unshare --mount true"]
+    if subprocess.run(asked, capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount")
+
+    def refused_on_a_read_only_mount():
+        # Mounts of its own: they end with the process.
+        assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
+        for options in (["--make-rprivate", "/"], ["--bind", tmp_path, tmp_path]):
+            subprocess.run(["mount", *options], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", tmp_path], check=True)
+        return _is_called_read_only(tmp_path)
+
+    assert holds_in_a_fork(refused_on_a_read_only_mount)
+    with ShardStore(tmp_path) as store:
+        assert store.has(["k1"]) == [True]
