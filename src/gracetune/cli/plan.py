@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,17 +13,18 @@ from gracetune.cli.run_file import add_run_file
 from gracetune.config.load import load_run_file
 from gracetune.config.rules import trains_in_bf16
 from gracetune.errors import ConfigError
-from gracetune.units import format_bytes, parse_bytes
+from gracetune.units import GIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable
 
-    from gracetune.config.schema import AdapterSection, RunFile
+    from gracetune.config.schema import AdapterSection, PlanSection, RunFile
     from gracetune.events.types import Notice
     from gracetune.memory.machine import Machine
     from gracetune.plan.ask import Trained
+    from gracetune.plan.candidates import Budget
     from gracetune.plan.outlines import Outline
+    from gracetune.plan.peak import Fixed
     from gracetune.plan.rates import Basics
 
 HELP = "memory and speed of a run before it is started, for this machine or a known one"
@@ -38,6 +40,10 @@ class Where:
     device_nbytes: int
     host_nbytes: int
     simulated: bool
+    one_memory: bool = False
+    """Whether host and device have the same memory."""
+    host_is_known: bool = True
+    """False: a usual size stands in, and the user may know of more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,9 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-memory", metavar="SIZE", help="host memory to plan with, such as 400GB"
     )
     parser.add_argument(
-        "--samples", type=int, metavar="N", help="samples of the data set, where it is not here"
+        "--samples", type=_count, metavar="N", help="samples of the data set, where it is not here"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples; say 1 or more")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,25 +85,18 @@ def plan(
     where = _where(args, open_machine, measured, run_file.model.family)
 
     from gracetune.plan.ask import STORED_SHARES, fixed_of, picture_of, settings_of, wishes_of
-    from gracetune.plan.candidates import Budget
     from gracetune.plan.make import make_plan
     from gracetune.plan.outlines import outline
-    from gracetune.plan.rates import FITTED
     from gracetune.plan.report import Heading, as_json, lines
 
-    settings = settings_of(run_file)
     picture = picture_of(run_file)
     shape = outline(run_file.model, picture)
     trained = _trained(run_file, shape)
-    context = int(FITTED["context_nbytes"].value)
-    asked_device = args.hbm or settings.device_memory
-    budget = Budget(
-        device_nbytes=parse_bytes(asked_device) if asked_device else where.device_nbytes - context,
-        host_nbytes=parse_bytes(args.host_memory or settings.host_memory or where.host_nbytes),
-        fragmentation=FITTED["fragmentation"].value,
-    )
+    budget, caps = _budget(args, settings_of(run_file), where)
     samples = count_samples(run_file) if args.samples is None else args.samples
     fixed = fixed_of(run_file, shape, trained, samples, budget.device_nbytes)
+    if budget.one_memory:
+        fixed = _with_staged(fixed, run_file)
     planned = make_plan(
         shape.subject(),
         where.basics,
@@ -102,13 +107,15 @@ def plan(
         stored_share=STORED_SHARES[run_file.model.quantize],
         simulated=where.simulated,
     )
+    ramp = run_file.gh200_optimizations
     frames = f", {picture.frames} frames" if picture.frames > 1 else ""
     heading = Heading(
         model=f"{shape.name} ({shape.note})",
         sample=f"{picture.width}x{picture.height}{frames}",
         machine=where.title,
         budget=budget,
-        notes=_notes(run_file, samples),
+        notes=(*caps, *_notes(run_file, samples, budget.one_memory)),
+        has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
     )
     if args.json:
         print(json.dumps(as_json(planned, heading), indent=2))
@@ -117,19 +124,61 @@ def plan(
     return 0
 
 
+def _budget(
+    args: argparse.Namespace, settings: PlanSection, where: Where
+) -> tuple[Budget, tuple[str, ...]]:
+    """What a plan may take, never more than the machine has; with notes where that cuts it."""
+    from gracetune.plan.candidates import Budget
+    from gracetune.plan.rates import FITTED
+
+    notes: list[str] = []
+
+    def most(option: str | None, name: str, setting: str | None, key: str, there_is: int) -> int:
+        asked, told = (setting, key) if option is None else (option, name)
+        if asked is None:
+            return there_is
+        if parse_bytes(asked) > there_is:
+            notes.append(
+                f"{told} is {asked}, more than the machine can give: planned with "
+                f"{format_bytes(there_is)}"
+            )
+        return min(parse_bytes(asked), there_is)
+
+    device = where.device_nbytes - int(FITTED["context_nbytes"].value)
+    device = most(args.hbm, "--hbm", settings.device_memory, "plan.device_memory", device)
+    said = args.host_memory or settings.host_memory
+    host = where.host_nbytes
+    if said is not None and not where.host_is_known:
+        host = max(host, parse_bytes(said))
+    host = most(args.host_memory, "--host-memory", settings.host_memory, "plan.host_memory", host)
+    if where.one_memory:
+        host = min(host, device)
+    fragmentation = FITTED["fragmentation"].value
+    return Budget(device, host, fragmentation, where.one_memory), tuple(notes)
+
+
 def _where(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], Basics],
     family: str,
 ) -> Where:
+    from gracetune.memory.platform import Link
     from gracetune.plan.machines import MACHINES, machine
     from gracetune.plan.rates import basics_of
 
     if args.machine is not None:
         known = machine(args.machine)
         device = int(known.device_memory.value)
-        return Where(known.title, basics_of(known), device, known.host_bytes, simulated=True)
+        return Where(
+            title=known.title,
+            basics=basics_of(known),
+            device_nbytes=device,
+            host_nbytes=known.host_bytes,
+            simulated=True,
+            one_memory=known.link is Link.INTEGRATED,
+            host_is_known=known.host_memory.kind != "assumed",
+        )
     platform = open_machine().platform
     if platform.device < 0:
         why = platform.why["link"].rstrip(".")
@@ -143,6 +192,7 @@ def _where(
         device_nbytes=platform.device_bytes,
         host_nbytes=platform.host_bytes,
         simulated=False,
+        one_memory=platform.link is Link.INTEGRATED,
     )
 
 
@@ -201,8 +251,29 @@ def count_samples(run_file: RunFile) -> int | None:
     return total
 
 
-def _notes(run_file: RunFile, samples: int | None) -> tuple[str, ...]:
+def _with_staged(fixed: Fixed, run_file: RunFile) -> Fixed:
+    """Files that are staged are in the one memory too, beside what is encoded from them."""
+    return replace(fixed, host_caches_nbytes=fixed.host_caches_nbytes + staged_nbytes(run_file))
+
+
+def staged_nbytes(run_file: RunFile) -> int:
+    """Files of local data sets that are staged, as large as they are on disk."""
+    from gracetune.data.dataset import STAGED
+
+    total = 0
+    for section in run_file.datasets:
+        folder = None if section.instance_data_dir is None else Path(section.instance_data_dir)
+        if folder is not None and section.type in STAGED:
+            files = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            limit = section.in_memory.memory_limit_gb
+            total += files if limit is None else min(files, int(limit * GIB))
+    return total
+
+
+def _notes(run_file: RunFile, samples: int | None, one_memory: bool = False) -> tuple[str, ...]:
     notes = []
+    if one_memory and run_file.optimizer.state == "host":
+        notes.append("optimizer.state is host, but there is one memory: state stays where it is")
     if samples is None:
         notes.append(
             "the data sets cannot be listed here, so their caches are not counted in host memory; "

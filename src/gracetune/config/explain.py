@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, get_args, get_origin
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,7 +14,7 @@ from gracetune.config.text import dotted, shown
 from gracetune.config.translate import nearest_origin
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pydantic_core import ErrorDetails
 
@@ -26,6 +27,7 @@ _KINDS = {
     "bool_type": "true or false",
     "string_type": "text, in quotes",
     "tuple_type": "a list",
+    "dict_type": "an object with keys",
     "model_type": "an object with keys",
     "model_attributes_type": "an object with keys",
 }
@@ -40,7 +42,14 @@ _BOUNDS = {
 
 def explain(error: ValidationError, origins: Mapping[KeyPath, Origin], name: str) -> str:
     """Every mistake that validation found, a line each."""
-    return "\n".join(_explain_one(detail, origins, name) for detail in error.errors())
+    found: dict[KeyPath, list[ErrorDetails]] = {}
+    for detail in error.errors():
+        found.setdefault(_keys_of(detail["loc"]), []).append(detail)
+    return "\n".join(
+        _explain_one(path, details, origins, name)
+        for path, details in found.items()
+        if not any(_is_inside(other, path) for other in found)
+    )
 
 
 def locate(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> str:
@@ -104,14 +113,71 @@ def _section_of(annotation: object) -> tuple[type[BaseModel] | None, str]:
     return None, ""
 
 
-def _explain_one(detail: ErrorDetails, origins: Mapping[KeyPath, Origin], name: str) -> str:
-    path = detail["loc"]
+def _keys_of(place: Sequence[str | int]) -> KeyPath:
+    """The keys of a place that validation names: beside them it has the kinds it tried."""
+    path: list[str | int] = []
+    kind: object = RunFile
+    for step in place:
+        choices = _choices(kind)
+        if len(choices) > 1:  # where a value may be of several kinds, the next step is one of them
+            kind = next((each for each in choices if str(step).startswith(_name_of(each))), None)
+        else:
+            path.append(step)
+            kind = _within(choices[0], step)
+    return tuple(path)
+
+
+def _choices(annotation: object) -> list[object]:
+    """The kinds that a value may be of, without none."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _choices(get_args(annotation)[0])
+    if origin not in (Union, UnionType):
+        return [annotation]
+    kinds = (kind for kind in get_args(annotation) if kind is not NoneType)
+    return [choice for kind in kinds for choice in _choices(kind)]
+
+
+def _name_of(kind: object) -> str:
+    named = get_origin(kind) or kind
+    return named.__name__ if isinstance(named, type) else str(named)
+
+
+def _within(kind: object, step: str | int) -> object:
+    """What a value of this kind has at a key or place; none where that is not known."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        info = kind.model_fields.get(str(step))
+        return None if info is None else info.annotation
+    origin = get_origin(kind)
+    if origin in (tuple, dict):
+        return get_args(kind)[0 if origin is tuple else 1]
+    return None
+
+
+def _is_inside(path: KeyPath, outer: KeyPath) -> bool:
+    """Of a value that may be of several kinds, what is wrong within one says more."""
+    return len(path) > len(outer) and path[: len(outer)] == outer
+
+
+def _explain_one(
+    path: KeyPath, details: Sequence[ErrorDetails], origins: Mapping[KeyPath, Origin], name: str
+) -> str:
     place = locate(path, origins, name)
-    if detail["type"] == "extra_forbidden":
+    kind = details[0]["type"]
+    if kind == "extra_forbidden":
         return f"{place} is not a known key; {suggest(path)}"
-    if detail["type"] == "missing":
+    if kind == "missing":
         return f"{place} is missing."
-    return f"{place} is {shown(detail['input'])}; it must be {_rule(detail)}."
+    return f"{place} is {shown(details[0]['input'])}; it must be {_rules(details)}."
+
+
+def _rules(details: Sequence[ErrorDetails]) -> str:
+    """Whatever the value may be; of several kinds, all of them in one row."""
+    rules = list(dict.fromkeys(map(_rule, details)))
+    if len(rules) == 1:
+        return rules[0]
+    words = [rule.removeprefix("one of ").replace(" or ", ", ") for rule in rules]
+    return " or ".join(", ".join(words).rsplit(", ", 1))
 
 
 def _rule(detail: ErrorDetails) -> str:
@@ -125,4 +191,6 @@ def _rule(detail: ErrorDetails) -> str:
     if kind == "literal_error":
         expected = str(context["expected"])
         return f"one of {expected}" if " or " in expected else expected
+    if kind == "value_error":  # of a validator of ours, which says the rule
+        return str(context["error"])
     return detail["msg"].removeprefix("Input should be ").removeprefix("Input should ")

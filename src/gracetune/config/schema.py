@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from gracetune.config.data_schema import (
     AugmentationSection,
@@ -19,6 +19,8 @@ from gracetune.config.data_schema import (
     ShapesSection,
 )
 from gracetune.config.section import CacheType, Count, Positive, PositiveFloat, Section, Share
+from gracetune.errors import ConfigError
+from gracetune.units import parse_bytes
 
 __all__ = [
     "AdapterSection",
@@ -297,6 +299,16 @@ class PlanSection(Section):
     """Whether frozen weights may live in host memory."""
     offload: bool = True
     """Whether activations may wait in host memory between forward and backward."""
+
+    @field_validator("device_memory", "host_memory")
+    @classmethod
+    def _is_a_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                parse_bytes(value)
+            except ConfigError:
+                raise ValueError("a number and a unit, such as 96GB") from None
+        return value
 
 
 class RunFile(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -70,6 +71,7 @@ def wishes_of(run: RunFile) -> Wishes:
         stream=settings.stream and run.adapter is not None,  # what is trained cannot stream
         offload=settings.offload,
         host_state=_host_state(run),
+        written=batch,
     )
 
 
@@ -100,15 +102,20 @@ def fixed_of(
     """What the run takes whatever is chosen; of a data set, as far as its size is known."""
     latents, text = cache_nbytes(outline)
     cache = run.cache_config
-    return Fixed(
+    asked = cache.device_budget_gb
+    texts = sys.maxsize if samples is None else samples * text
+    fixed = Fixed(
         optimizer_nbytes=outline.experts * trained.state_nbytes,
         experts=outline.experts,
-        device_caches_nbytes=_on_device(cache, text, samples, device_nbytes),
+        device_caches_nbytes=0 if asked is None else min(texts, int(asked * GIB)),
+        text_nbytes=texts,
+        text_part=HOT_SHARE if asked is None else 0,
         host_caches_nbytes=_in_host(cache, latents, text, samples),
         library_nbytes=int(FITTED["library_nbytes"].value),
         state_slots_nbytes=trained.state_slots_nbytes,
         averages_nbytes=outline.experts * trained.nbytes if run.train.ema_decay else 0,
     )
+    return fixed.within(device_nbytes)
 
 
 def cache_nbytes(outline: Outline) -> tuple[int, int]:
@@ -127,10 +134,3 @@ def _in_host(cache: CacheSection, latents: int, text: int, samples: int | None) 
     )
     limit = samples * kept
     return limit if cache.host_budget_gb is None else min(limit, int(cache.host_budget_gb * GIB))
-
-
-def _on_device(cache: CacheSection, text: int, samples: int | None, device_nbytes: int) -> int:
-    """The trainer keeps texts there up to a budget; of how many is not always known."""
-    asked = cache.device_budget_gb
-    budget = device_nbytes // HOT_SHARE if asked is None else int(asked * GIB)
-    return budget if samples is None else min(samples * text, budget)

@@ -6,7 +6,7 @@ before earlier blocks recompute. So the last blocks get the faster treatment, th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
 from typing import TYPE_CHECKING
@@ -60,6 +60,8 @@ class Budget:
     host_nbytes: int
     fragmentation: float = 0.0
     """Share of the device's peak that the allocator holds beside it."""
+    one_memory: bool = False
+    """Host and device have the same memory: `device_nbytes` is for both together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,19 @@ class Wishes:
     slots: tuple[int, ...] = (3, 2, 4)
     host_state: tuple[float, ...] = (0.0,)
     """Shares of the optimizer's state that may live in host memory."""
+    written: int | None = None
+    """The run file's own micro-batch, to hold beside a plan with another; none: nobody asks."""
 
     def batch_sizes(self) -> list[int]:
         """Largest first."""
         divisors = [n for n in range(self.samples, 0, -1) if self.samples % n == 0]
         return [n for n in divisors if self.batches is None or n in self.batches]
+
+    def within(self, budget: Budget) -> Wishes:
+        """What is left of them where host and device are one memory: there is nothing to move."""
+        if not budget.one_memory:
+            return self
+        return replace(self, stream=False, offload=False, host_state=(0.0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +152,24 @@ def fits_device(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> b
 
 
 def device_need(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> int:
-    """Device memory at its fullest, with what an allocator loses."""
-    device = device_bytes(model.at(choice.batch), choice, fixed)
-    return ceil(device.total * (1 + budget.fragmentation))
+    """Device memory at its fullest, with what an allocator loses; of one memory, the host's too."""
+    costs = model.at(choice.batch)
+    need = ceil(device_bytes(costs, choice, fixed).total * (1 + budget.fragmentation))
+    return need + host_bytes(costs, choice, fixed).total if budget.one_memory else need
 
 
-def leanest(model: Model, fixed: Fixed, wishes: Wishes) -> Choice:
-    """What needs least of the device: the smallest batch, all elsewhere that can be."""
-    choices = []
-    for compiled in wishes.compile:
-        frame = Frame(
-            num_blocks=model.num_blocks,
-            streamed=tuple(range(model.num_blocks)) if wishes.stream else (),
-            slots=min(wishes.slots) if wishes.stream else 0,
-            batch=min(wishes.batch_sizes()),
-            samples=wishes.samples,
-            compiled=compiled,
-            host_state=max(wishes.host_state),
-        )
-        choices += [frame.choice(first, last, 0) for first, last in _mixes(compiled, wishes)]
-    return min(choices, key=lambda c: device_bytes(model.at(c.batch), c, fixed).total)
+def leanest(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> Choice:
+    """What needs least of the device, of all that is offered.
+
+    That is not always the smallest batch, nor all that can be elsewhere: gradients that are
+    accumulated, and slots, take room too.
+    """
+    choices = (
+        frame.choice(first, last, 0)
+        for frame in _frames(model, wishes)
+        for first, last in _mixes(frame.compiled, wishes)
+    )
+    return min(choices, key=lambda choice: device_need(model, choice, fixed, budget))
 
 
 def spread(count: int, num_blocks: int) -> tuple[int, ...]:

@@ -15,9 +15,11 @@ from gracetune.plan.candidates import Budget, Wishes, candidates, device_need, f
 from gracetune.plan.peak import Fixed, device_bytes, host_bytes
 from gracetune.plan.result import Plan
 from gracetune.plan.step import Choice, least_seconds, predict_seconds
-from gracetune.units import format_bytes
+from gracetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gracetune.plan.cost import Model
 
 CLOSE = 0.005
@@ -30,6 +32,17 @@ class PlanError(GracetuneError):
 
 
 @dataclass(frozen=True, slots=True)
+class AsWritten:
+    """What a run gets with the micro-batch of its run file, which training keeps."""
+
+    batch: int
+    plan: Plan | None
+    """None: nothing fits with that batch."""
+    why: str = ""
+    """Then, what is too small."""
+
+
+@dataclass(frozen=True, slots=True)
 class Planned:
     """The plan, and what else there was."""
 
@@ -37,10 +50,18 @@ class Planned:
     others: tuple[Plan, ...]
     """The best of other kinds, fastest first."""
     num_tried: int
+    as_written: AsWritten | None = None
+    """None: nobody asked, or the plan has the run file's own batch."""
 
 
 def choose(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes, simulated: bool) -> Planned:
     """The fastest plan within the budget; an error names the least that would do."""
+    wishes = wishes.within(budget)
+    if not wishes.batch_sizes():
+        raise PlanError(
+            f"a step of {wishes.samples} samples cannot be made of micro-batches of "
+            f"{' or '.join(map(str, wishes.batches or ()))}. Name a batch that divides it."
+        )
     open_choices = sorted(
         (least_seconds(model.at(choice.batch), choice, model.speeds) / choice.batch, number, choice)
         for number, choice in enumerate(candidates(model, fixed, budget, wishes))
@@ -63,6 +84,20 @@ def choose(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes, simulated
     best = _stream_less(model, best, fixed, budget, simulated)
     others = _others(plans, best)
     return Planned(best, others, len(plans))
+
+
+def compared(
+    planned: Planned, model: Model, fixed: Fixed, budget: Budget, wishes: Wishes
+) -> Planned:
+    """The same, with what the run file's own micro-batch would get where the plan has another."""
+    best, batch = planned.best, wishes.written
+    if batch is None or best.batch == batch:
+        return planned
+    try:
+        written = choose(model, fixed, budget, replace(wishes, batches=(batch,)), best.simulated)
+    except PlanError as error:
+        return replace(planned, as_written=AsWritten(batch, None, str(error)))
+    return replace(planned, as_written=AsWritten(batch, written.best))
 
 
 def predict(model: Model, choice: Choice, fixed: Fixed, simulated: bool) -> Plan:
@@ -146,14 +181,17 @@ def _others(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
 
 def _too_small(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> str:
     """Which tier lacks how much, and what would help."""
-    least = leanest(model, fixed, wishes)
-    device = device_need(model, least, fixed, budget)
-    if device > budget.device_nbytes:
-        streamed = "all weights streamed" if least.streamed else "no weights streamed"
+    least = leanest(model, fixed, budget, wishes)
+
+    def need(device_nbytes: int) -> int:
+        return device_need(model, least, fixed.within(device_nbytes), budget)
+
+    if need(budget.device_nbytes) > budget.device_nbytes:
+        kind = "memory, which host and device share," if budget.one_memory else "device memory"
         ways = " and ".join(sorted({block.activations for block in least.blocks}))
         return (
-            f"{format_bytes(budget.device_nbytes)} of device memory are too few for {model.name}: "
-            f"the least is {format_bytes(device)} (batch {least.batch}, {streamed}, "
+            f"{format_bytes(budget.device_nbytes)} of {kind} are too few for {model.name}: "
+            f"the least is {_enough(need)} (batch {least.batch}, {_streamed(least)}, "
             f"activations: {ways}). Raise the budget, or lower the resolution, the frames or the "
             "adapter's rank."
         )
@@ -165,6 +203,36 @@ def _too_small(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> st
     return (
         f"{format_bytes(budget.host_nbytes)} of host memory are too few for {model.name} in "
         f"{format_bytes(budget.device_nbytes)} of device memory: the least that was found for what "
-        f"does not fit on the device is {format_bytes(host)}. Give the device more, quantise the "
-        "frozen weights, or use a machine with more memory."
+        f"does not fit on the device is {_enough(lambda _: host)}. Give the device more, quantise "
+        "the frozen weights, or use a machine with more memory."
     )
+
+
+def _enough(need: Callable[[int], int]) -> str:
+    """The least that is enough as it is printed, where what is needed may grow with what there is.
+
+    It grows by a small part of that, so the search ends soon.
+    """
+    nbytes = need(0)
+    while True:
+        text = _rounded_up(nbytes)
+        given = parse_bytes(text)
+        if need(given) <= given:
+            return text
+        nbytes = max(need(given), nbytes + 1)
+
+
+def _rounded_up(nbytes: int) -> str:
+    """As `format_bytes` prints it, and never less than it is."""
+    text = format_bytes(nbytes)
+    if parse_bytes(text) >= nbytes:
+        return text
+    return format_bytes(nbytes + parse_bytes(f"0.1 {text.split()[1]}"))
+
+
+def _streamed(choice: Choice) -> str:
+    if not choice.streamed:
+        return "no weights streamed"
+    if len(choice.streamed) == len(choice.blocks):
+        return "all weights streamed"
+    return f"{len(choice.streamed)} of {len(choice.blocks)} blocks streamed"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gracetune.models.experts import transformers_of
 from gracetune.plan.calls import Subject
-from gracetune.plan.choose import choose
+from gracetune.plan.choose import choose, compared
 from gracetune.plan.cost import Model
 from gracetune.plan.rates import speeds_of
 from gracetune.plan.trace import trace_model
@@ -52,9 +52,10 @@ def make_plan(
     stored_share: float = 1.0,
     simulated: bool = False,
 ) -> Planned:
-    """Trace the model and choose how to run it."""
+    """Trace the model and choose how to run it, beside how it would run as written."""
     model = traced(subject, basics, frozen_compute, stored_share)
-    return choose(model, fixed, budget, wishes, simulated)
+    planned = choose(model, fixed, budget, wishes, simulated)
+    return compared(planned, model, fixed, budget, wishes)
 
 
 def family_subject(

@@ -6,7 +6,7 @@ stays the same throughout is added once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gracetune.plan.result import IN_FLIGHT, Bytes
@@ -28,6 +28,10 @@ class Fixed:
     """Transformers of this shape; a step uses one, and treats both alike."""
     device_caches_nbytes: int = 0
     """Encoded text that stays on the device."""
+    text_nbytes: int = 0
+    """All encoded text there is, as far as it may stay on the device."""
+    text_part: int = 0
+    """It may fill one part in so many of the device's budget; 0: it does not follow that."""
     host_caches_nbytes: int = 0
     """Encoded samples in host memory."""
     host_weights_nbytes: int = 0
@@ -40,6 +44,13 @@ class Fixed:
     """What state passes through on the device, where it lives in host memory."""
     batches_ahead: int = 1
     """Batches on the device beside the one in use."""
+
+    def within(self, device_nbytes: int) -> Fixed:
+        """The same in another budget of device memory."""
+        if not self.text_part:
+            return self
+        text = min(self.text_nbytes, device_nbytes // self.text_part)
+        return replace(self, device_caches_nbytes=text)
 
 
 @dataclass(frozen=True, slots=True)

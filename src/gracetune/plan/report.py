@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gracetune.plan.candidates import Budget
-    from gracetune.plan.choose import Planned
+    from gracetune.plan.choose import AsWritten, Planned
     from gracetune.plan.result import Plan
 
 WAYS = {
@@ -39,6 +39,8 @@ class Heading:
     budget: Budget
     notes: tuple[str, ...] = ()
     """What was assumed, or not known."""
+    has_ramp: bool = False
+    """Whether a ramp decides how often a micro-batch is accumulated."""
 
 
 def lines(planned: Planned, heading: Heading) -> Iterator[str]:
@@ -46,17 +48,17 @@ def lines(planned: Planned, heading: Heading) -> Iterator[str]:
     best = planned.best
     simulated = ", simulated from published figures" if best.simulated else ", measured now"
     yield f"{heading.model}, {heading.sample} a sample, on {heading.machine}{simulated}"
-    yield (
-        f"within {format_bytes(heading.budget.device_nbytes)} of device memory "
-        f"({heading.budget.fragmentation:.0%} of the peak left to the allocator) and "
-        f"{format_bytes(heading.budget.host_nbytes)} of host memory"
-    )
+    yield _within(heading.budget)
     yield from (f"note: {note}" for note in heading.notes)
     yield ""
     yield f"plan: {describe(best)}"
     yield f"      {speed(best)}"
+    if planned.as_written is not None:
+        yield from _as_written(planned.as_written, to_set(best, heading.has_ramp))
     yield ""
     yield from _table(best)
+    if heading.budget.one_memory:
+        yield f"{'both together':<16}{(best.device.total + best.host.total) / GIB:>9.2f}"
     yield ""
     yield from _seconds(best)
     yield ""
@@ -77,6 +79,7 @@ def as_json(planned: Planned, heading: Heading) -> dict[str, object]:
         "budget": asdict(heading.budget),
         "notes": list(heading.notes),
         "plan": _plan_json(planned.best),
+        "as_written": _as_written_json(planned, heading),
         "reasons": reasons(planned, heading.budget),
         "others": [_plan_json(other) for other in planned.others],
     }
@@ -100,11 +103,24 @@ def speed(plan: Plan) -> str:
     )
 
 
+def to_set(plan: Plan, has_ramp: bool) -> dict[str, int]:
+    """What a run file must say for this plan's batch; a ramp finds the accumulation itself."""
+    settings = {"train.batch_size": plan.batch}
+    if not has_ramp:
+        settings["train.gradient_accumulation_steps"] = plan.accumulation
+    return settings
+
+
 def reasons(planned: Planned, budget: Budget) -> list[str]:
     """Why this plan: what each decision buys, in its own numbers."""
     best, found = planned.best, []
     seconds = best.seconds
-    if best.streamed:
+    if budget.one_memory:
+        found.append(
+            "host and device are one memory, so there is nothing to move: no weights are streamed, "
+            "nothing is offloaded, and what the run holds on the host counts beside the rest"
+        )
+    elif best.streamed:
         wait = seconds.wait_weights / seconds.step
         cost = f"computing waits {wait:.1%} of the step for them"
         if wait < NOTICEABLE:
@@ -137,8 +153,43 @@ def reasons(planned: Planned, budget: Budget) -> list[str]:
         pace = f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
         found.append(f"batch {batch} at its best would be {pace}")
     left = budget.device_nbytes - int(best.device.total * (1 + budget.fragmentation))
-    found.append(f"{format_bytes(left)} of the device's budget stay free")
+    if budget.one_memory:
+        left -= best.host.total
+    whose = "memory's" if budget.one_memory else "device's"
+    found.append(f"{format_bytes(left)} of the {whose} budget stay free")
     return found
+
+
+def _within(budget: Budget) -> str:
+    allocator = f"({budget.fragmentation:.0%} of the peak left to the allocator)"
+    device = format_bytes(budget.device_nbytes)
+    if budget.one_memory:
+        return f"within {device} of one memory for host and device {allocator}"
+    host = format_bytes(budget.host_nbytes)
+    return f"within {device} of device memory {allocator} and {host} of host memory"
+
+
+def _as_written(written: AsWritten, settings: dict[str, int]) -> Iterator[str]:
+    yield f"as written: `gracetune train` keeps the run file's batch of {written.batch}:"
+    if written.plan is None:
+        yield f"      nothing fits. {written.why}"
+    else:
+        yield f"      {describe(written.plan)}"
+        yield f"      {speed(written.plan)}"
+    words = " and ".join(f"{key} to {value}" for key, value in settings.items())
+    yield f"      for the plan's, set {words}: a step has as many samples"
+
+
+def _as_written_json(planned: Planned, heading: Heading) -> dict[str, object] | None:
+    written = planned.as_written
+    if written is None:
+        return None
+    return {
+        "batch": written.batch,
+        "plan": None if written.plan is None else _plan_json(written.plan),
+        "why": written.why,
+        "set": to_set(planned.best, heading.has_ramp),
+    }
 
 
 def _close(planned: Planned) -> str:

@@ -19,6 +19,7 @@ from gracetune.cache.ahead import FIRST_DEPTH
 from gracetune.events.types import Notice
 from gracetune.memory.host import private_nbytes
 from gracetune.memory.machine import read_this_host
+from gracetune.memory.platform import Link
 from gracetune.models.experts import transformers_of
 from gracetune.optim.footprint import nbytes_each
 from gracetune.optim.update import Travel
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import RunFile
     from gracetune.events.types import Event
-    from gracetune.memory.platform import Link
     from gracetune.models.family import Family
     from gracetune.optim.update import Update
     from gracetune.plan.candidates import Wishes
@@ -74,7 +74,10 @@ def settle(
     """Plan for what is free now, tell it, and bring the transformer where it belongs."""
     # Before anything is measured: libraries keep work space from then on, which the plan counts.
     meter: Meter = CudaMeter(device) if device.type == "cuda" else NoMeter()
-    device_nbytes = _device_nbytes(run, device)
+    one_memory = link is Link.INTEGRATED
+    if one_memory:
+        tell(Notice("host and device are one memory: nothing is streamed or offloaded"))
+    device_nbytes = _device_nbytes(run, family, device, one_memory)
     largest = feed.load(feed.order.largest())
     shape, text = largest.latents.shape[1:], largest.text
     rates = _rates(device, run.model.family, tell)
@@ -84,7 +87,7 @@ def settle(
         model = traced(family_subject(family, shape, text), rates, run.model.frozen_compute)
         family.to(device)
     del largest, text
-    ask = question(run, family, model, device_nbytes)
+    ask = question(run, family, model, device_nbytes, one_memory=one_memory)
     plan = ask.answer(ask.budget)
     tell(Notice(f"plan: {describe(plan)}"))
     tell(Notice(f"predicted: {speed(plan)}"))
@@ -137,7 +140,9 @@ class Question:
         return self.micro_batches * plan.seconds.step + (COMPILING_S if plan.compiled else 0.0)
 
 
-def question(run: RunFile, family: Family, model: Model, device_nbytes: int) -> Question:
+def question(
+    run: RunFile, family: Family, model: Model, device_nbytes: int, one_memory: bool = False
+) -> Question:
     """For the largest bucket of a run, in so much device memory and what the host has free."""
     transformers = transformers_of(family.transformer)
     parameters = [p for p in family.transformer.parameters() if p.requires_grad]
@@ -154,7 +159,7 @@ def question(run: RunFile, family: Family, model: Model, device_nbytes: int) -> 
             state_slots_nbytes=Travel().slots_nbytes(counts, each),
             batches_ahead=FIRST_DEPTH if depth == "auto" else depth,
         ),
-        Budget(device_nbytes, _host_nbytes(run, family), FITTED["fragmentation"].value),
+        Budget(device_nbytes, _host_nbytes(run, family), FITTED["fragmentation"].value, one_memory),
         replace(wishes_of(run), batches=(run.train.batch_size,)),
         run.train.max_train_steps * run.train.gradient_accumulation_steps,
     )
@@ -191,14 +196,26 @@ def _rates(device: torch.device, family: str, tell: Tell) -> Basics:
     return measure(device, lambda: None, CPU_EDGE, CPU_COPY)  # nobody waits for it to queue
 
 
-def _device_nbytes(run: RunFile, device: torch.device) -> int:
+def _device_nbytes(run: RunFile, family: Family, device: torch.device, one_memory: bool) -> int:
     asked = settings_of(run).device_memory
     if device.type != "cuda":
         assert asked is not None, "a rehearsal without its memory"
         return parse_bytes(asked)
-    free = free_nbytes(device)
+    free = _shared_nbytes(family, device) if one_memory else free_nbytes(device)
     taken = torch.cuda.memory_allocated(device)
     return free if asked is None else min(free, parse_bytes(asked) - taken)
+
+
+def _shared_nbytes(family: Family, device: torch.device) -> int:
+    """Of one memory for both: what the host can give, since the driver counts less as free.
+
+    Caches and staged data are in memory by now, and so not in what is left.
+    """
+    taken = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - taken
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    total = torch.cuda.mem_get_info(device)[1]
+    return min(_host_free_nbytes(family) + cached, int(total * share) - taken)
 
 
 def _leaving_nbytes(family: Family) -> int:
@@ -210,8 +227,12 @@ def _leaving_nbytes(family: Family) -> int:
 
 def _host_nbytes(run: RunFile, family: Family) -> int:
     asked = settings_of(run).host_memory
+    free = _host_free_nbytes(family)
+    return free if asked is None else min(free, parse_bytes(asked))
+
+
+def _host_free_nbytes(family: Family) -> int:
     host = read_this_host()
     left = host.available_bytes if host.limit_bytes is None else host.limit_bytes
     free = int(min(host.available_bytes, left) * (1 - HOST_RESERVE_SHARE))
-    free += _leaving_nbytes(family)
-    return free if asked is None else min(free, parse_bytes(asked))
+    return free + _leaving_nbytes(family)

@@ -10,7 +10,7 @@ import pytest
 
 from gracetune.cli import plan
 from gracetune.cli.main import main
-from gracetune.config.schema import OptimizerSection, RunFile
+from gracetune.config.schema import OptimizerSection, PlanSection, RunFile
 from gracetune.errors import ConfigError
 from gracetune.memory.machine import Machine
 from gracetune.models import tiny
@@ -18,6 +18,7 @@ from gracetune.optim.footprint import state_nbytes_each
 from gracetune.plan.known_models import Picture
 from gracetune.plan.machines import MACHINES
 from gracetune.plan.outlines import outline
+from gracetune.plan.peak import Fixed
 from gracetune.plan.rates import basics_of
 
 if TYPE_CHECKING:
@@ -105,6 +106,108 @@ def test_this_machine_is_measured_and_not_simulated(
     assert "simulated" not in told
 
 
+def test_no_plan_takes_more_than_the_machine_has(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--machine", "gh200-96", "--json", "--set", "plan.compile=never"]
+    over = ["--hbm", "960GB", "--set", "plan.host_memory=2TB"]
+    assert main(["plan", str(written), *words, *over]) == 0
+    told = json.loads(capsys.readouterr().out)
+    known = MACHINES["gh200-96"]
+    assert told["budget"]["device_nbytes"] < known.device_memory.value
+    assert told["budget"]["host_nbytes"] == known.host_bytes
+    first, second = told["notes"][:2]
+    assert first == "--hbm is 960GB, more than the machine can give: planned with 94.3 GiB"
+    assert second.startswith("plan.host_memory is 2TB, more than")
+
+
+def test_a_host_whose_size_is_assumed_may_have_more(written: Path) -> None:
+    where = plan._where(arguments(written, "--machine", "h100-pcie"), _never, _never, "tiny")
+    more = arguments(written, "--host-memory", "2TB", "--hbm", "96GB")
+    budget, (note,) = plan._budget(more, PlanSection(), where)
+    assert budget.host_nbytes == 2 * 10**12
+    assert budget.device_nbytes < MACHINES["h100-pcie"].device_memory.value
+    assert note.startswith("--hbm is 96GB")
+    less = PlanSection(device_memory="1GB", host_memory="2GB")
+    budget, notes = plan._budget(arguments(written), less, where)
+    assert (budget.device_nbytes, budget.host_nbytes, notes) == (10**9, 2 * 10**9, ())
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_one_memory_is_counted_once(
+    written: Path, capsys: pytest.CaptureFixture[str], simulated: bool
+) -> None:
+    here = Machine(None, MACHINES["gb10"].platform())
+    words = ["--machine", "gb10"] if simulated else []
+    state = ["--json", "--set", "optimizer.state=host", "--set", "plan.compile=never"]
+    asked = arguments(written, *words, "--samples", "1000", *state)
+    assert plan.plan(asked, lambda: here, lambda *_: basics_of(MACHINES["gb10"])) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["budget"]["one_memory"] is True
+    assert told["reasons"][0].startswith("host and device are one memory")
+    assert any("optimizer.state is host" in note for note in told["notes"])
+    for each in (told["plan"], *told["others"]):
+        assert {block["weights"] for block in each["blocks"]} == {"resident"}
+        assert not any(block["offload_input"] for block in each["blocks"])
+        assert each["host_state"] == 0.0
+        assert each["host_total"] == each["host"]["caches"] > 0
+        both = each["device_total"] + each["host_total"]
+        assert both <= told["budget"]["device_nbytes"]
+
+
+def test_staged_files_are_in_the_one_memory_too(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"x" * 1000)
+    here = {"instance_data_dir": str(tmp_path)}
+
+    def nbytes(**settings: Any) -> int:
+        return plan.staged_nbytes(RunFile.model_validate({"datasets": [{**here, **settings}]}))
+
+    assert nbytes(type="in_memory") == 1000
+    assert nbytes(type="local") == 0
+    assert nbytes(type="in_memory", instance_data_dir=str(tmp_path / "gone")) == 0
+    with_staged = plan._with_staged(
+        Fixed(1, host_caches_nbytes=5),
+        RunFile.model_validate({"datasets": [{**here, "type": "in_memory"}]}),
+    )
+    assert with_staged.host_caches_nbytes == 1005
+
+
+def test_the_run_as_written_is_held_beside_a_plan_with_another_batch(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--machine", "h200-pcie", "--json", "--set", "plan.compile=never"]
+    split = ["--set", "train.batch_size=1", "--set", "train.gradient_accumulation_steps=4"]
+    assert main(["plan", str(written), *words, *split]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plan"]["batch"] == 4
+    assert told["as_written"]["batch"] == told["as_written"]["plan"]["batch"] == 1
+    slower = told["as_written"]["plan"]["samples_per_second"]
+    assert slower < told["plan"]["samples_per_second"]
+    assert told["as_written"]["set"] == {
+        "train.batch_size": 4,
+        "train.gradient_accumulation_steps": 1,
+    }
+
+
+@pytest.mark.parametrize("samples", ["-3", "0", "many", "1.5"])
+def test_a_data_set_has_a_sample_at_least(
+    written: Path, capsys: pytest.CaptureFixture[str], samples: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", str(written), f"--samples={samples}"])
+    assert caught.value.code == 2
+    assert f"'{samples}' is not a number of samples; say 1 or more" in capsys.readouterr().err
+
+
+def test_the_least_that_is_named_gives_a_plan(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(written), "--machine", "gh200-96", "--set", "plan.compile=never"]
+    assert main([*words, "--hbm", "0"]) == 2
+    least = capsys.readouterr().err.partition("the least is ")[2].partition(" (")[0]
+    assert main([*words, "--hbm", least]) == 0
+
+
 def test_an_unknown_machine_lists_those_there_are(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,6 +248,10 @@ def test_a_model_that_is_not_here_is_planned_by_its_published_shape() -> None:
     run = RunFile.model_validate({"model": {"family": "wan22", "path": "Wan-AI/somewhere"}})
     (note,) = plan._notes(run, 1)
     assert "'Wan-AI/somewhere' is no folder here" in note
+
+
+def _never(*_: object) -> Any:
+    raise AssertionError("a known machine is not looked at")
 
 
 def _replace(platform: Any, **changes: Any) -> Any:

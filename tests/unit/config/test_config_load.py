@@ -106,6 +106,31 @@ def test_files_that_are_none(tmp_path):
         ('{"adapter": {"kind": "x"}}', "adapter.kind is \"x\"; it must be one of 'lora',"),
         ('{"train": {"mixed_precision": "int8"}}', "it must be one of 'auto', 'no', 'bf16'"),
         ('{"optimizer": {"betas": [0.9]}}', "optimizer.betas.1 is missing."),
+        ('{"plan": "maybe"}', "run:1: plan is \"maybe\"; it must be 'auto', 'off' or an object "),
+        ('{"plan": {"batch": "x"}}', "plan.batch is \"x\"; it must be one of 'auto' or 'fixed'."),
+        ('{"plan": {"bach": "x"}}', "plan.bach is not a known key; did you mean plan.batch?"),
+        ('{"plan": {"host_memory": 96}}', "plan.host_memory is 96; it must be text, in quotes."),
+        (
+            '{"plan": {"device_memory": "lots"}}',
+            'plan.device_memory is "lots"; it must be a number and a unit, such as 96GB.',
+        ),
+        ('{"plan": {"host_memory": "-3GB"}}', 'plan.host_memory is "-3GB"; it must be a number'),
+        (
+            '{"datasets": [{"frames": "x"}]}',
+            'datasets.0.frames is "x"; it must be a whole number or a list.',
+        ),
+        (
+            '{"datasets": [{"frames": [5, 0]}]}',
+            "run:1: datasets.0.frames.1 is 0; it must be at least 1.",
+        ),
+        (
+            '{"train": {"timestep_shift": "x"}}',
+            "it must be a number, 'flux', 'qwen_image' or 'sd3'.",
+        ),
+        (
+            '{"datasets": [{"remote": {"options": {"a": {"b": [1]}}}}]}',
+            "run:1: datasets.0.remote.options.a.b is [1]; it must be text, in quotes, a whole",
+        ),
         ('{"optimizer": {"lr": 1' + "0" * 400 + "}}", "0...; it must be a number."),
         (
             '{"lora_rank": 0}',
@@ -115,6 +140,18 @@ def test_files_that_are_none(tmp_path):
 )
 def test_mistakes_name_place_key_value_rule_and_way_out(text, message):
     assert message in text_refusal(text)
+
+
+def test_a_value_of_several_kinds_has_one_line():
+    with pytest.raises(ConfigError) as caught:
+        load_run_text("{}", "json", "run", ["plan=maybe"], {})
+    rule = "it must be 'auto', 'off' or an object with keys."
+    assert str(caught.value) == f'override plan=maybe: plan is "maybe"; {rule}'
+    text = '{"plan": {\n"stream": 1,\n"host_memory": "x"}}'
+    assert text_refusal(text).splitlines() == [
+        'run:3: plan.host_memory is "x"; it must be a number and a unit, such as 96GB.',
+        "run:2: plan.stream is 1; it must be true or false.",
+    ]
 
 
 def test_every_mistake_has_its_line():

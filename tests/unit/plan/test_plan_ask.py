@@ -47,7 +47,7 @@ def test_without_data_nobody_knows_the_sample() -> None:
 def test_the_run_file_says_what_is_open() -> None:
     train = {"batch_size": 4, "gradient_accumulation_steps": 2}
     wishes = wishes_of(run_file(train=train, adapter=LORA))
-    assert wishes.samples == 8
+    assert (wishes.samples, wishes.written) == (8, 4)
     assert wishes.batch_sizes() == [8, 4, 2, 1]
     assert (wishes.compile, wishes.stream, wishes.offload) == ((True, False), True, True)
     plan = {"batch": "fixed", "compile": "never", "stream": False, "offload": False}
@@ -83,6 +83,9 @@ def test_what_is_fixed_counts_experts_caches_and_averages() -> None:
     assert few.device_caches_nbytes == 2 * 4 * MIB
     unknown = fixed_of(run_file(), shape, Trained(1, 1), samples=None, device_nbytes=64 * GIB)
     assert (unknown.host_caches_nbytes, unknown.device_caches_nbytes) == (0, GIB)
+    assert unknown.within(32 * GIB).device_caches_nbytes == GIB // 2
+    assert few.within(GIB).device_caches_nbytes == 8 * MIB
+    assert fixed.within(GIB) == fixed, "the run file has said how much"
 
 
 def test_caches_on_disk_and_budgets_take_less_of_the_host() -> None:

@@ -1,6 +1,7 @@
 """The choice: within the budget, never slower with more of it, and honest where none fits."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_shapes import SPEEDS, made_model
 
-from gracetune.plan.candidates import Budget, Wishes, candidates, spread
-from gracetune.plan.choose import PlanError, choose
+from gracetune.plan.candidates import Budget, Wishes, candidates, leanest, spread
+from gracetune.plan.choose import PlanError, choose, compared
 from gracetune.plan.peak import Fixed
 from gracetune.units import parse_bytes
 
@@ -68,6 +69,93 @@ def test_a_host_too_small_is_named_with_what_would_do() -> None:
         planned(650, host=10)
     least = parse_bytes(re.search(r"device is ([^.]*)\. Give", str(caught.value))[1])
     assert planned(650, host=least).best.host.total <= least
+
+
+def least_in(error: PlanError) -> str:
+    return re.search(r"(?:least|device) is ([0-9.]+ \w+)[ .]", str(error))[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(100, 10**7), st.sampled_from([0.0, 0.03]), st.sampled_from([0, 2, 64]))
+def test_the_least_that_is_named_works_as_it_is_printed(
+    nbytes: int, fragmentation: float, part: int
+) -> None:
+    """Of the device, though text takes its part of whatever there is; and of the host."""
+    model = made_model(4, frozen_nbytes=nbytes)
+    fixed = Fixed(optimizer_nbytes=16, text_nbytes=10**9, text_part=part)
+    wishes = Wishes(samples=2, compile=(True,), slots=(2,))
+
+    def plan(device: int, host: int):
+        budget = Budget(device, host, fragmentation)
+        return choose(model, fixed.within(device), budget, wishes, simulated=True)
+
+    with pytest.raises(PlanError, match="of device memory are too few") as caught:
+        plan(0, 10**12)
+    device = parse_bytes(least_in(caught.value))
+    assert plan(device, 10**12).best.device.total <= device
+    with pytest.raises(PlanError, match="of host memory are too few") as caught:
+        plan(device, 0)
+    host = parse_bytes(least_in(caught.value))
+    assert plan(device, host).best.host.total <= host
+
+
+def test_the_least_is_of_all_that_is_offered() -> None:
+    """Two slots are more than one block, and gradients of several micro-batches are kept."""
+    one = made_model(1, frozen_nbytes=1000)
+    budget = Budget(0, PLENTY)
+    assert not leanest(one, FIXED, budget, Wishes()).streamed
+    with pytest.raises(PlanError, match=r"no weights streamed") as caught:
+        choose(one, FIXED, budget, Wishes(), simulated=True)
+    least = parse_bytes(least_in(caught.value))
+    assert choose(one, FIXED, Budget(least, 0), Wishes(), simulated=True).best.host.total == 0
+    wishes = Wishes(samples=2, host_state=(0.0, 1.0))
+    slots = replace(FIXED, state_slots_nbytes=100)
+    assert leanest(MODEL, slots, budget, wishes).host_state == 0.0
+    assert leanest(MODEL, FIXED, budget, wishes).host_state == 1.0
+
+
+def test_a_batch_that_makes_no_step_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"3 samples cannot be made of micro-batches of 2\."):
+        planned(PLENTY, samples=3, batches=(2,))
+
+
+def test_where_host_and_device_are_one_memory_nothing_moves() -> None:
+    """And what the host holds has to fit beside the rest."""
+    caches = replace(FIXED, host_caches_nbytes=300)
+    wishes = Wishes(samples=2, host_state=(0.0, 1.0))
+    apart, one = Budget(700, PLENTY), Budget(1500, PLENTY, one_memory=True)
+    moved = choose(MODEL, caches, apart, wishes, simulated=True).best
+    assert moved.host.total > 300
+    found = choose(MODEL, caches, one, wishes, simulated=True)
+    for plan in (found.best, *found.others):
+        assert not plan.streamed
+        assert plan.host_state == 0.0
+        assert plan.host.total == plan.host.caches == 300
+        assert plan.device.total + plan.host.total <= 1500
+    with pytest.raises(PlanError, match="memory, which host and device share, are too") as caught:
+        choose(MODEL, caches, replace(one, device_nbytes=700), wishes, simulated=True)
+    least = parse_bytes(least_in(caught.value))
+    enough = replace(one, device_nbytes=least)
+    assert choose(MODEL, caches, enough, wishes, simulated=True).best.device.total <= least - 300
+
+
+def test_the_batch_of_the_run_file_is_held_beside_another() -> None:
+    def compare(device: int, batch: int):
+        budget, wishes = Budget(device, PLENTY), Wishes(samples=4, written=batch)
+        found = choose(MODEL, FIXED, budget, wishes, simulated=True)
+        return found, compared(found, MODEL, FIXED, budget, wishes)
+
+    found, same = compare(1200, planned(1200, samples=4).best.batch)
+    assert same == found
+    assert found.best.batch != 4
+    _, other = compare(1200, 4)
+    assert other.best == found.best
+    assert other.as_written is not None
+    assert other.as_written.plan == planned(1200, samples=4, batches=(4,)).best
+    _, none = compare(460, 4)
+    assert none.as_written is not None
+    assert none.as_written.plan is None
+    assert "too few" in none.as_written.why
 
 
 def test_what_is_forbidden_is_not_chosen() -> None:

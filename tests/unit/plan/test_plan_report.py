@@ -6,9 +6,9 @@ from dataclasses import replace
 from made_shapes import made_model
 
 from gracetune.plan.candidates import Budget, Wishes
-from gracetune.plan.choose import Planned, choose
+from gracetune.plan.choose import AsWritten, Planned, choose, compared
 from gracetune.plan.peak import Fixed
-from gracetune.plan.report import Heading, as_json, describe, lines, reasons
+from gracetune.plan.report import Heading, as_json, describe, lines, reasons, speed
 from gracetune.plan.result import ROLES
 
 
@@ -72,6 +72,48 @@ def test_other_batches_are_compared() -> None:
     told = [reason for reason in reasons(found, heading.budget) if reason.startswith("batch ")]
     assert others
     assert len(told) == len(others)
+
+
+def test_a_batch_that_training_would_not_use_is_told_with_what_to_set() -> None:
+    found, heading = planned(1200, samples=4)
+    wishes = Wishes(samples=4, written=4)
+    told = compared(found, made_model(8), Fixed(16), heading.budget, wishes)
+    written = told.as_written
+    assert written is not None
+    assert written.plan is not None
+    text = "\n".join(lines(told, heading))
+    best = found.best
+    assert "keeps the run file's batch of 4" in text
+    assert describe(written.plan) in text
+    assert speed(written.plan) in text
+    accumulated = f" and train.gradient_accumulation_steps to {best.accumulation}"
+    assert f"set train.batch_size to {best.batch}{accumulated}:" in text
+    ramped = replace(heading, has_ramp=True)
+    assert accumulated not in "\n".join(lines(told, ramped))
+    asked = json.loads(json.dumps(as_json(told, heading)))["as_written"]
+    assert (asked["batch"], asked["plan"]["batch"], asked["why"]) == (4, 4, "")
+    assert asked["set"] == {
+        "train.batch_size": best.batch,
+        "train.gradient_accumulation_steps": best.accumulation,
+    }
+    none = replace(told, as_written=AsWritten(4, None, "too little."))
+    assert "nothing fits. too little." in "\n".join(lines(none, heading))
+    assert as_json(none, heading)["as_written"]["plan"] is None
+    assert as_json(found, heading)["as_written"] is None
+    assert "as written" not in "\n".join(lines(found, heading))
+
+
+def test_one_memory_is_told_as_one() -> None:
+    budget = Budget(1500, 10**6, one_memory=True)
+    fixed = Fixed(16, host_caches_nbytes=300)
+    found = choose(made_model(8), fixed, budget, Wishes(), simulated=True)
+    heading = Heading("made (by hand)", "8x8", "a machine", budget)
+    first, *_, last = reasons(found, budget)
+    assert first.startswith("host and device are one memory, so there is nothing to move")
+    assert last == f"{1500 - found.best.device.total - 300} B of the memory's budget stay free"
+    text = "\n".join(lines(found, heading))
+    assert "within 1.5 KiB of one memory for host and device" in text
+    assert "both together" in text
 
 
 def test_json_has_every_number_of_the_plan() -> None:

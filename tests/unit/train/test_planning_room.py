@@ -1,5 +1,6 @@
 """What a plan may count on, and what it has to leave room for."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,8 @@ from torch import nn
 
 from gracetune.cache.ahead import FIRST_DEPTH
 from gracetune.config.schema import RunFile
+from gracetune.plan.choose import PlanError
+from gracetune.plan.rates import FITTED
 from gracetune.train import planning
 
 
@@ -38,3 +41,22 @@ def test_batches_that_are_brought_ahead_have_their_room(depth, expected):
     run = RunFile.model_validate({"cache_config": {"prefetch_depth": depth}})
     ask = planning.question(run, family_of(nn.Linear(4, 4)), made_model(), 10**9)
     assert ask.fixed.batches_ahead == expected
+
+
+def test_in_one_memory_a_run_moves_nothing():
+    run = RunFile.model_validate({"adapter": {"rank": 4}, "optimizer": {"state": "host"}})
+    library = int(FITTED["library_nbytes"].value)
+
+    def answer(nbytes, one_memory):
+        model, family = made_model(), family_of(nn.Linear(4, 4))
+        ask = planning.question(run, family, model, library + nbytes, one_memory=one_memory)
+        ask = replace(ask, budget=replace(ask.budget, fragmentation=0.0))
+        return ask.answer(ask.budget)
+
+    little = answer(1300, one_memory=False)
+    assert little.streamed
+    assert little.host_state == 1.0
+    with pytest.raises(PlanError, match="memory, which host and device share"):
+        answer(1000, one_memory=True)
+    whole = answer(1800, one_memory=True)
+    assert (whole.streamed, whole.host_state, whole.host.total) == ((), 0.0, 0)
