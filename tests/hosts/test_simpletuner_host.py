@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("simpletuner", reason="make test-hosts runs it in SimpleTuner's environment")
+# Not `simpletuner` alone, which the folder of that name would be taken for.
+pytest.importorskip("simpletuner.helpers", reason="make test-hosts runs it in that environment")
 
 import torch
 from PIL import Image

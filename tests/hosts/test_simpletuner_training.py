@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("simpletuner", reason="make test-hosts runs it in SimpleTuner's environment")
+# Not `simpletuner` alone, which the folder of that name would be taken for.
+pytest.importorskip("simpletuner.helpers", reason="make test-hosts runs it in that environment")
 
 from made_pipeline import write_environment, write_pipeline
 

@@ -131,7 +131,8 @@ def imply(draft: Draft) -> None:
         if isinstance(dataset, dict) and isinstance(dataset.get("in_memory"), dict):
             why = f"{dotted(here)}.in_memory is given"
             _follow(draft, f"{dotted(here)}.type", "in_memory", why)
-        if isinstance(dataset, dict) and dataset.get("type") == "in_memory":
+        staged = isinstance(dataset, dict) and dataset.get("type") == "in_memory"
+        if staged and isinstance(dataset.get("in_memory", {}), dict):
             key = f"{dotted(here)}.in_memory.compression"
             _follow(draft, key, "none", 'it is not given; "auto" would try codecs')
 

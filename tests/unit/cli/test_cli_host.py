@@ -2,14 +2,14 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.metadata import distributions
 
 import pytest
 
 from gracetune.cli.main import main
 
 pytestmark = pytest.mark.skipif(
-    find_spec("simpletuner") is not None, reason="this is about its absence"
+    [*distributions(name="simpletuner")] != [], reason="this is about its absence"
 )
 
 

@@ -161,6 +161,11 @@ def test_staging_without_a_named_codec_is_raw_and_says_so():
     assert load('{"datasets": [{"id": "a"}]}').run.datasets[0].type == "local"
 
 
+def test_settings_of_staging_that_are_none_are_refused():
+    with pytest.raises(ConfigError, match=r"in_memory is 3; it must be an object with keys"):
+        load('{"datasets": [{"type": "in_memory", "in_memory": 3}]}')
+
+
 def test_settings_of_staging_ask_for_staging():
     loaded = load('{"datasets": [{"in_memory": {"compression": "lz4"}}]}')
     assert loaded.run.datasets[0].type == "in_memory"
