@@ -75,11 +75,12 @@ def test_the_guides_run_files_train_on_a_folder(tmp_path, name, shapes_folder):
     assert "done at step 2" in out
 
 
-def test_the_guides_line_under_accelerate(tmp_path, run_file):
+@pytest.mark.parametrize("script", ["train.py", "simpletuner/train.py"])
+def test_the_guides_lines_under_accelerate(tmp_path, run_file, script):
     out = call(
         [
             *(*LAUNCH, "--config_file", ROOT / "config/accelerate_config_gh200.yaml"),
-            *(ROOT / "train.py", "--config", run_file(), "--max_train_steps", 2),
+            *(ROOT / script, "--config", run_file(), "--max_train_steps", 2),
         ],
         tmp_path,
     )
