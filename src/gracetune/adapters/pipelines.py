@@ -177,7 +177,7 @@ def _qwen_image(sizes: Sizes) -> dict[str, object]:
     names = [f"{block}.attn.{x}" for x in ("to_q", "to_k", "to_v", "to_out", "to_add_out")]
     names += [f"{block}.attn.add_{x}_proj" for x in "qkv"]
     heads, head = _heads(_first(sizes, 0, 3072, *names, "img_in"))
-    patch = math.prod((2, 2))
+    patch = 2 * 2
     return {
         "num_attention_heads": heads,
         "attention_head_dim": head,

@@ -258,7 +258,7 @@ def _with_staged(fixed: Fixed, run_file: RunFile) -> Fixed:
 
 def staged_nbytes(run_file: RunFile) -> int:
     """Files of local data sets that are staged, as large as they are on disk."""
-    from gracetune.data.dataset import STAGED
+    from gracetune.config.data_schema import STAGED
 
     total = 0
     for section in run_file.datasets:

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from gracetune.config.section import Count, Plain, Positive, PositiveFloat, Section, Share
 
+STAGED = frozenset(("in_memory", "shapes"))
+"""Types of data sets that are read into host memory."""
+
 
 class InMemorySection(Section):
     """How a data set is staged in host memory."""

@@ -98,8 +98,8 @@ class EnvironmentSettings:
 
 def engine_of(env: Mapping[str, str]) -> str:
     """What `accelerate launch` was told to shard with; empty: nothing."""
-    switches = (name for name in ENGINES if env.get(name, "").lower() in ("1", "true", "yes", "on"))
-    return next((ENGINES[name] for name in switches), "")
+    asked = (engine for name, engine in ENGINES.items() if _truth(name, env.get(name) or "0"))
+    return next(asked, "")
 
 
 def process_environment() -> Mapping[str, str]:

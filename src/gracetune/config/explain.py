@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from gracetune.config.schema import RunFile
 from gracetune.config.spellings import ALIASES, ELSEWHERE
 from gracetune.config.text import dotted, shown
-from gracetune.config.translate import nearest_origin
+from gracetune.config.translate import nearest_origin, pattern_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,13 +64,12 @@ def locate(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> str:
 def suggest(path: KeyPath) -> str:
     """The way out for a key that nobody knows: the nearest one, wherever it belongs."""
     wrong = str(path[-1])
-    pattern = ".".join("*" if isinstance(step, int) else step for step in path)
-    if pattern in ELSEWHERE:
-        return f"{ELSEWHERE[pattern]}."
+    if pattern_of(path) in ELSEWHERE:
+        return f"{ELSEWHERE[pattern_of(path)]}."
     if "." in wrong:
         return f"write it nested: {wrong.replace('.', ': {')}: ...{'}' * wrong.count('.')}."
     keys = known_keys()
-    section = ".".join("*" if isinstance(step, int) else step for step in path[:-1])
+    section = pattern_of(path[:-1])
     siblings = sorted(key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section)
     near = difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.75)
     if near:

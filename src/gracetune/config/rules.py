@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from gracetune.config.data_schema import InMemorySection
+from gracetune.config.data_schema import STAGED, InMemorySection
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ RAMP_KEYS = (
     "batch_rampup_steps",
     "rampup_shape",
 )
-STAGED = ("in_memory", "shapes")
-"""Types of data sets that are read into host memory."""
 
 PARTED_OPTIMIZERS = ("adafactor", "adamw", "lion", "muon")
 """Those that update each parameter by itself: their state can be brought piece by piece."""

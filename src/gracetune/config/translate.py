@@ -156,7 +156,7 @@ def _spread(target: KeyPath, draft: Draft) -> list[KeyPath]:
 
 def _our_value(draft: Draft, path: KeyPath, value: object) -> object:
     """The value in our spelling; a change of meaning is noted."""
-    pattern = _pattern(path)
+    pattern = pattern_of(path)
     if pattern == "validation.prompts" and isinstance(value, str):
         return [value]
     if not isinstance(value, str | bool | None) or value not in VALUES.get(pattern, {}):
@@ -170,11 +170,11 @@ def _our_value(draft: Draft, path: KeyPath, value: object) -> object:
 
 def _respell(path: KeyPath, value: object) -> KeyPath | None:
     """One step towards our spelling by the longest alias that fits, or none."""
-    exact = ALIASES.get(_pattern(path))
+    exact = ALIASES.get(pattern_of(path))
     if exact is not None and not isinstance(value, dict):
         return _fill(exact, path, ())
     for length in range(len(path), 0, -1):
-        section = ALIASES.get(_pattern(path[:length]) + ".")
+        section = ALIASES.get(pattern_of(path[:length]) + ".")
         if section is not None and (length < len(path) or isinstance(value, dict)):
             return _fill(section.removesuffix("."), path[:length], path[length:])
     return None
@@ -191,7 +191,8 @@ def _fill(target: str, matched: KeyPath, rest: KeyPath) -> KeyPath:
     return (*filled, *rest)
 
 
-def _pattern(path: KeyPath) -> str:
+def pattern_of(path: KeyPath) -> str:
+    """A path with `*` for the number of every item."""
     return ".".join("*" if isinstance(step, int) else step for step in path)
 
 

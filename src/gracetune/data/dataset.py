@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from blake3 import blake3
 
 from gracetune import registry
+from gracetune.config.data_schema import STAGED
 from gracetune.data import audio, images, video
 from gracetune.data.captions import read_captions
 from gracetune.data.conditioning import find_companions, same_aspect
@@ -38,7 +39,6 @@ SOURCES = {
     "remote": "gracetune.data.remote:open_remote",
     "shapes": "gracetune.data.shapes:open_shapes",
 }
-STAGED = frozenset(("in_memory", "shapes"))
 EXTENSIONS = {
     "image": images.EXTENSIONS,
     "video": video.EXTENSIONS,

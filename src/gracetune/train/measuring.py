@@ -61,10 +61,13 @@ def probed_by(family: str, free: int, tell: Callable[[Notice], None]) -> Narrow:
     return lambda has_adapter, _: narrow(family, has_adapter)
 
 
-def free_nbytes(device: torch.device) -> int:
-    """What torch can still give out: of the device, and of this process's share of it."""
+def free_nbytes(device: torch.device, there_is: int | None = None) -> int:
+    """What torch can still give out: of the device, and of this process's share of it.
+
+    `there_is`: free of all, where the driver counts less than the kernel could give.
+    """
     taken = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - taken
     free, total = torch.cuda.mem_get_info(device)
     share = torch.cuda.get_per_process_memory_fraction(device)
-    return min(free + cached, int(total * share) - taken)
+    return min((free if there_is is None else there_is) + cached, int(total * share) - taken)

@@ -201,21 +201,10 @@ def _device_nbytes(run: RunFile, family: Family, device: torch.device, one_memor
     if device.type != "cuda":
         assert asked is not None, "a rehearsal without its memory"
         return parse_bytes(asked)
-    free = _shared_nbytes(family, device) if one_memory else free_nbytes(device)
+    # Of one memory the host can give more than the driver counts; caches are in it by now.
+    free = free_nbytes(device, _host_free_nbytes(family) if one_memory else None)
     taken = torch.cuda.memory_allocated(device)
     return free if asked is None else min(free, parse_bytes(asked) - taken)
-
-
-def _shared_nbytes(family: Family, device: torch.device) -> int:
-    """Of one memory for both: what the host can give, since the driver counts less as free.
-
-    Caches and staged data are in memory by now, and so not in what is left.
-    """
-    taken = torch.cuda.memory_allocated(device)
-    cached = torch.cuda.memory_reserved(device) - taken
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    total = torch.cuda.mem_get_info(device)[1]
-    return min(_host_free_nbytes(family) + cached, int(total * share) - taken)
 
 
 def _leaving_nbytes(family: Family) -> int:

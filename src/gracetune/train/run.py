@@ -145,9 +145,8 @@ def _take_over(run: RunFile, folder: Path, progress: Progress, fan: Fan) -> None
     """The run goes on for certain: only now does its folder change. One rank does it."""
     path = folder / "run.json"
     if path.exists() and not _is_ours(path):
-        path = folder / "run.resolved.json"
-        text = f"{folder / 'run.json'} is yours, and stays: what this run goes by is in {path.name}"
-        fan.tell(Notice(text))
+        there, path = path, folder / "run.resolved.json"
+        fan.tell(Notice(f"{there} is not as a run writes it, and stays: {path.name} is this run's"))
     write_text(path, resolved(run))
     for later in checkpoint.set_aside(folder / CHECKPOINT_FOLDER, progress.step):
         text = f"resuming before a checkpoint that exists; that one is kept as {later}"

@@ -13,7 +13,7 @@ from gracetune.adapters.names import TABLES
 from gracetune.adapters.tables.types import table_of_modules
 from gracetune.config.schema import AdapterSection
 from gracetune.errors import ConfigError
-from gracetune.events.types import RunStarted, StepDone
+from gracetune.events.types import Notice, RunStarted, StepDone
 from gracetune.train.export import demand_exportable
 from gracetune.train.run import run_training
 
@@ -64,6 +64,23 @@ def test_every_layer_of_a_family_can_be_adapted(small, kind, tiny_run, told, min
         for tensor in layer.tensors.values()
     )
     assert {place.module for place in adapter.layers} & {"x_embedder", "img_in", "patch_embedding"}
+
+
+def test_a_small_model_is_checked_in_its_own_sizes(tiny_run, told, miniature):
+    """Also those of its last layer, which a file tells of where that is trained."""
+    run = tiny_run(
+        model={"family": "qwen_image", "path": str(miniature("qwen-image"))},
+        adapter={"rank": 2, "targets": EVERYTHING},
+        train={"max_train_steps": 1},
+    )
+    (data,) = run.datasets
+    run_training(
+        run.model_copy(update={"datasets": (data.model_copy(update={"resolution": 32}),)}),
+        sinks=[told],
+    )
+    (said,) = [event for event in told.of(Notice) if "is of the form" in event.text]
+    assert "proj_out" not in said.text
+    assert said.level == "info", said.text
 
 
 def test_what_no_file_can_hold_is_refused_before_the_first_step(tiny_run, told, monkeypatch):

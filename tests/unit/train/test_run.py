@@ -228,7 +228,7 @@ def test_a_run_file_in_the_runs_folder_stays_as_it_was_written(tiny_run, told, t
     theirs.write_text("// by hand\n{}")
     run_training(tiny_run(), sinks=[told])
     assert theirs.read_text() == "// by hand\n{}"
-    assert any("run.json is yours, and stays" in text for text in told.texts())
+    assert any("run.json is not as a run writes it, and stays" in text for text in told.texts())
     written = (tmp_path / "run/run.resolved.json").read_text()
     assert RunFile.model_validate_json(written) == tiny_run()
 
