@@ -34,6 +34,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+import as_a_run  # noqa: F401  before torch, which reads it as it is imported
+
+# isort: split
 import families
 import proof_ways
 import results

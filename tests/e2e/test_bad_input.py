@@ -11,8 +11,9 @@ from gracetune.cli.main import main
 
 
 @pytest.fixture
-def refused(capsys):
+def refused(capsys, monkeypatch):
     """Run the command in this process; gives the message of its refusal."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # what a run sets is undone with it
 
     def call(*words):
         code = main([str(word) for word in words])

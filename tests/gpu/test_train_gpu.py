@@ -1,5 +1,8 @@
 """The trainer on a CUDA device: the same losses with and without managed memory, and no waiting."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from waiting import assert_steps_never_wait
@@ -46,6 +49,25 @@ def test_resuming_on_the_device_goes_on_where_it_was(tiny_run, told):
     told.events.clear()
     run_training(tiny_run(train={"max_train_steps": 9}), sinks=[told])
     assert [event.step for event in told.of(StepDone)] == [7, 8, 9]
+
+
+TRAINED = """
+import sys
+from gracetune.cli.main import main
+assert main(["train", sys.argv[1]]) == 0
+import torch
+kept = torch.ones(1, device="cuda")
+print({segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
+"""
+
+
+def test_a_run_from_the_command_line_has_growing_segments(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    file = tmp_path / "run.json"
+    file.write_text(tiny_run().model_dump_json(exclude_unset=True))
+    words = [sys.executable, "-c", TRAINED, str(file)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["{True}"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 4}])

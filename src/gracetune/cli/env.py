@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gracetune.config.environment import (
     ALLOC_CONFS,
+    GROWING,
     HINTS,
     KEPT,
     PATTERN,
@@ -41,7 +42,7 @@ VARIABLES = (
     Variable(RATIO, "managed memory may be this many times the device's, if the host has it"),
     Variable(PATTERN, "where managed memory lives: gpu_first, balanced or cpu_first"),
     *(
-        Variable(name, "torch's allocator; our use_uvm and uvm_* are taken out")
+        Variable(name, f"torch's allocator, our uvm keys taken out; a run's default: {GROWING}")
         for name in ALLOC_CONFS
     ),
     Variable(KEPT, "what was taken out of torch's variables, for this process and its children"),
@@ -89,6 +90,8 @@ def describe_effects(settings: EnvironmentSettings) -> tuple[str, ...]:
         effects.append(f"stage 2 begins below {settings.stage1_threshold:.0%} free device memory")
     if settings.stage1_min_bytes is not None:
         effects.append(f"or below {format_bytes(settings.stage1_min_bytes)} free")
+    if settings.alloc_conf:
+        effects.append(f"torch's allocator is told {settings.alloc_conf}")
     if settings.mixed_precision is not None:
         effects.append(f"precision `auto` means {settings.mixed_precision}")
     return (*effects, *settings.notices)

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from gracetune.cli.run_file import add_run_file
+from gracetune.config.environment import prefer_growing_segments
 from gracetune.config.load import load_run_file
 from gracetune.config.rules import check_trainable
 
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
 def run_training(loaded: LoadedRun, resume: str) -> int:
     """Show a run on this terminal or pipe."""
     check_trainable(loaded.run)
+    prefer_growing_segments()  # torch comes with what is imported here
     from gracetune.events.console import console_sink
     from gracetune.train.run import run_training as train
 

@@ -3,6 +3,7 @@
 A run file beats the environment, the environment beats a default. Allocator settings of the forks'
 patched torch are taken out of torch's own variable before torch starts, because a stock torch
 refuses to start on them; they stay readable for us, and for processes we start, in `KEPT`.
+Where nothing is said to torch's allocator, a run has it grow its segments.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ ALLOC_CONFS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Torch's newer name for its allocator settings, which it prefers, and the older one."""
 KEPT = "GRACETUNE_ALLOC_CONF"
 """Where our settings go that stood among torch's."""
+GROWING = "expandable_segments:True"
+"""A plan fills a budget to within a few percent: an allocator that cuts fixed segments into pieces
+holds more than that unused, one that grows them hardly any.
+"""
 LAUNCHER = "ACCELERATE_DYNAMO_BACKEND"
 """Only `accelerate launch` sets it: its mark on the processes it starts."""
 
@@ -124,6 +129,15 @@ def claim_alloc_conf(environ: MutableMapping[str, str]) -> None:
             environ[variable] = conf.theirs
         else:
             del environ[variable]
+
+
+def prefer_growing_segments() -> None:
+    """Have this process's torch grow its segments; call it before anything imports torch.
+
+    Who has told torch's allocator anything decides alone.
+    """
+    if not any(os.environ.get(variable) for variable in ALLOC_CONFS):
+        os.environ[ALLOC_CONFS[0]] = GROWING
 
 
 def split_alloc_conf(text: str, variable: str = ALLOC_CONFS[1]) -> AllocConf:

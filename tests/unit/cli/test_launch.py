@@ -106,6 +106,30 @@ def test_help_is_an_answer(capsys):
     assert "--resume_from_checkpoint" in capsys.readouterr().out
 
 
+AT_TORCH = """
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.write(1, os.environ.get("PYTORCH_ALLOC_CONF", "nothing").encode())
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+from gracetune.cli import launch, main
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    "call", [f"main.main(['train', '{MINIMAL}'])", f"launch.main(['--config', '{MINIMAL}'])"]
+)
+def test_torch_finds_its_allocator_told_to_grow_segments(call, monkeypatch):
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    words = [sys.executable, "-c", AT_TORCH.format(call=call)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.endswith("expandable_segments:True"), done.stdout + done.stderr
+
+
 def test_train_py_hands_the_exit_code_on():
     result = subprocess.run(
         [sys.executable, "train.py", "--config", MINIMAL, "--seeed", "3"],

@@ -9,6 +9,7 @@ from gracetune.config.environment import (
     claim_alloc_conf,
     claim_process_alloc_conf,
     environment_settings,
+    prefer_growing_segments,
     split_alloc_conf,
 )
 from gracetune.config.load import load_run_text
@@ -104,6 +105,27 @@ def test_claiming_in_the_process(monkeypatch):
     claim_process_alloc_conf()
     assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
     assert os.environ["GRACETUNE_ALLOC_CONF"] == GUIDE
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"},
+            {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"},
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+        ),
+    ],
+)
+def test_segments_grow_unless_torch_is_told_something(monkeypatch, said, expected):
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(variable, said.get(variable, ""))
+    prefer_growing_segments()
+    assert {variable: os.environ[variable] for variable in expected} == expected
 
 
 def test_an_empty_environment_says_nothing():
