@@ -74,6 +74,11 @@ def merge_into(
     return Merged(len(_modules(adapters)), tuple(file.name for file in model.files))
 
 
+def holds_transformers(path: Path) -> bool:
+    """Whether this is a pipeline's folder, or what full training has written: parts in folders."""
+    return any((path / name).is_dir() for name in SUBFOLDERS.values())
+
+
 def merge_into_pipeline(
     path: Path,
     out: Path,

@@ -65,7 +65,7 @@ def merge(args: argparse.Namespace) -> int:
 
 def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
     from gracetune.adapters.layers import at_stage
-    from gracetune.adapters.merging import merge_into, merge_into_pipeline
+    from gracetune.adapters.merging import holds_transformers, merge_into, merge_into_pipeline
 
     if args.into.is_dir():
         demand_new_folder(args.out, args.into)
@@ -78,7 +78,7 @@ def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
             part = (at_stage(adapter.only(one), None), strength)
             by_stage.setdefault(one or stage, []).append(part)
     table = next(iter(by_stage.values()))[0][0].table
-    if (args.into / "model_index.json").is_file():
+    if holds_transformers(args.into):
         if None in by_stage and (args.into / "transformer_2").is_dir():
             raise AdapterError(
                 f"{args.into} has two experts and {args.files[0]} does not say which it is for. "

@@ -231,7 +231,6 @@ def test_merge_into_a_file_and_into_a_pipeline(capsys, lora, tmp_path):
 def test_a_merged_model_replaces_nothing(capsys, lora, tmp_path):
     pipeline = tmp_path / "pipeline"
     wan_model(pipeline / "transformer" / "m.safetensors")
-    (pipeline / "model_index.json").write_text("{}")
     dear = tmp_path / "dear"
     dear.mkdir()
     (dear / "notes.txt").write_text("keep me")
