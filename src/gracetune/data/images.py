@@ -237,11 +237,13 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey pictures of 16 bits or floats, scaled; Pillow would clip them at 255."""
+    """Grey pictures of 16 or 32 bits or floats, scaled; Pillow would clip them at 255."""
     if image.mode == "F":
         levels = _float_levels(np.asarray(image, np.float64))
-    elif image.mode == "I" or image.mode.startswith("I;16"):
-        levels = np.asarray(image).clip(0, 65535) / 257
+    elif image.mode == "I":
+        levels = _whole_levels(np.asarray(image, np.float64))
+    elif image.mode.startswith("I;16"):
+        levels = np.asarray(image) / 257
     else:
         return image
     return Image.fromarray(np.rint(levels).astype(np.uint8))
@@ -258,6 +260,20 @@ def _float_levels(values: NDArray[np.float64]) -> NDArray[np.float64]:
             return values.clip(0.0, white) * (255 / white)
     raise UnreadableImageError(
         f"its floats reach from {low:g} to {high:g}, which is neither 0 to 1 nor 0 to 255"
+    )
+
+
+def _whole_levels(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Whole numbers of 32 bits on a scale of 255, by what they reach: black as levels of 16 bits,
+    those up to 255 are levels already.
+    """
+    low, high = float(values.min()), float(values.max())
+    for white in (255, 65535):
+        if low >= 0 and high <= white:
+            return values * (255 / white)
+    raise UnreadableImageError(
+        f"its whole numbers reach from {low:g} to {high:g}, which is neither 0 to 255 nor 0 to "
+        "65535"
     )
 
 

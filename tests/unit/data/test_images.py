@@ -105,6 +105,19 @@ def test_thirty_two_bits_and_floats_are_scaled() -> None:
     assert np.abs(np.asarray(real)[..., 0] - levels / 257).max() <= 1
 
 
+def test_thirty_two_bits_up_to_255_are_levels_already() -> None:
+    levels = np.arange(256, dtype=np.int32).reshape(16, 16)
+    wide = decode(_bytes(Image.fromarray(levels), "TIFF"))
+    assert np.array_equal(np.asarray(wide)[..., 0], levels)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 65536), (-1, 200), (0, 2**31 - 1)])
+def test_thirty_two_bits_on_no_known_scale_are_unreadable(low: int, high: int) -> None:
+    levels = np.array([[low, high]], np.int32)
+    with pytest.raises(UnreadableImageError, match="whole numbers reach from"):
+        decode(_bytes(Image.fromarray(levels), "TIFF"))
+
+
 @pytest.mark.parametrize("high", [2.5, 90.0, 254.7, 255.0, 255.2])
 def test_floats_up_to_255_are_levels_already(high: float) -> None:
     levels = np.linspace(0, high, 256, dtype=np.float32).reshape(16, 16)
