@@ -8,9 +8,10 @@ ours cannot be faster than its bytes are there.
 
 torchao's copies gradients out during backward and steps on the CPU, with all its threads here. It
 cannot clip, since the length of all gradients comes too late for it; ways are compared without, and
-ours is measured with it as well. The claims: ours is faster than torchao's, its device memory is
-less by the state, and its numbers are those of the device, bit for bit. With `--masters` the same
-model is also trained in bf16, with its fp32 masters among the state.
+ours is measured with it as well. What is asked: which of them is faster, whether ours takes longer
+than its bytes on the link, whether its device memory is less by the state, and whether its numbers
+are those of the device, bit for bit. With `--masters` the same model is also trained in bf16, with
+its fp32 masters among the state.
 
     PYTHONPATH=src:benchmarks python benchmarks/optimizer_state.py [--out FOLDER] [--commit NAME]
 """

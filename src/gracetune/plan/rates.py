@@ -58,8 +58,8 @@ FITTED: Mapping[str, Figure] = {
     "fragmentation": Figure(
         0.03,
         "assumed",
-        "of the peak: held by torch's allocator, unused. Where there is room it holds more (up to "
-        "17 % in benchmarks/results/wan14b_step.json), which it gives back before it fails",
+        "of the peak: held by torch's allocator, unused. A clip planned for 96 GB left 1 % in "
+        "segments that grow; those of fixed size may need more than there is",
     ),
     "context_nbytes": Figure(0.6 * GIB, "assumed", "the driver's own share of a device"),
     "library_nbytes": Figure(
