@@ -217,6 +217,8 @@ def open_bench(rehearse: bool, out: Path, commit: str) -> Bench:
 
 def compare(bench: Bench, name: str) -> None:
     """One family: the plain loop on the whole card, then ours in the budget."""
+    for key in [key for key in bench.figures if key.startswith(f"{name}_")]:
+        del bench.figures[key]  # of an earlier run, which may have gone further
     case = bench.case(families.FULL[name])
     model = case.model(bench.device)
     measure_plain(bench, name, case, model)
