@@ -101,8 +101,11 @@ def fill_latents(
                 store.put_many({key: {"latents": latent.clone()} for (key, _), latent in pairs})
             pace.advance(len(chunk))
     found = ranks.exchange("encoding pictures", bad, lambda: sum(store.has(missing)))
-    samples = {p.sample: found.get(key) for key, p in _each(pictures, encoder)} if found else {}
-    return [(sample, reason) for sample, reason in samples.items() if reason is not None]
+    if not found:
+        return []
+    # Of several variants one that could be read does not make up for another.
+    bad_samples = {p.sample: found[key] for key, p in _each(pictures, encoder) if key in found}
+    return list(bad_samples.items())
 
 
 def fill_text(

@@ -98,7 +98,7 @@ class Generations:
     def at(self, number: int) -> Store:
         """The store of an epoch, complete; the next one is begun when an epoch is entered."""
         if number != self._number:
-            left, self._current = self._current, self._ready(number) if number else self._first
+            left, self._current = self._current, self._ready(number)
             if left is not self._first:
                 left.close()
             self._number = number
@@ -112,20 +112,26 @@ class Generations:
 
     def close(self) -> None:
         """Let the generation that is being made be; whoever asks for it again begins it anew."""
-        if self._next is not None:
-            unheard = self._next.stop()
-            if unheard:
-                self._tell(Notice(f"{unheard} It was not needed yet.", level="warning"))
-            self._next = None
+        self._stop_next()
         if self._current is not self._first:
             self._current.close()
 
     def _ready(self, number: int) -> Store:
-        """After a restart nothing was begun, or another one."""
-        if self._next is None or self._next.number != number:
-            self.close()
-            self._next = self._begun(number)
+        """After a restart nothing was begun; where a step went back to an epoch, another one."""
+        if self._next is not None and self._next.number != number:
+            self._stop_next()
+        if number == 0:
+            return self._first
+        self._next = self._next or self._begun(number)
         return self._next.result()
+
+    def _stop_next(self) -> None:
+        if self._next is None:
+            return
+        unheard = self._next.stop()
+        self._next = None
+        if unheard:
+            self._tell(Notice(f"{unheard} It was not needed yet.", level="warning"))
 
     def _begun(self, number: int) -> _Filling:
         store = self._open_store(number)

@@ -71,8 +71,10 @@ def fill_masks(
         progress.advance(len(chunk))
     _tell_black(black, len(mine), tell)
     found = ranks.exchange("rendering masks", bad, lambda: sum(store.has(missing)))
-    samples = {p.sample: found.get(_key(p, cells_of)) for p in masked} if found else {}
-    return [(sample, reason) for sample, reason in samples.items() if reason is not None]
+    if not found:
+        return []
+    keys_of = ((picture.sample, _key(picture, cells_of)) for picture in masked)
+    return list({sample: found[key] for sample, key in keys_of if key in found}.items())
 
 
 def mask_keys(pictures: Sequence[Picture], cells_of: CellsOf) -> list[Key]:

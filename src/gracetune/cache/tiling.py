@@ -7,13 +7,14 @@ ones, and a run must find again what another run encoded.
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -49,20 +50,33 @@ def choose_tiling(asked: bool | Literal["auto"], family: str, can_tile: bool) ->
     return Tiling(0 if asked is True else LARGE_PIXELS)
 
 
-def tiling_encoder(
-    encode: Callable[[Tensor], Tensor], tile: Callable[[bool], bool], tiling: Tiling
-) -> Callable[[Tensor], Tensor]:
-    """The encoder, told before each batch whether to tile; `tile` switches it.
+class Coder:
+    """A family's encoder and decoder: for one thread at a time, by tiles where the size asks for
+    it.
 
-    A generation is encoded beside the training that encodes too: they take turns.
+    A generation is encoded beside training, which may encode too, and beside validation, which
+    decodes. A VAE of clips keeps frames between its calls, for both directions: without turns,
+    either would go on with the other's, and no error would tell.
     """
-    if tiling.above is None:
-        return encode
-    turns = threading.Lock()
 
-    def encoded(media: Tensor) -> Tensor:
-        with turns:
-            tile(tiling.of((media.shape[-1], media.shape[-2]), "image"))
-            return encode(media)
+    def __init__(
+        self, encode: Callable[[Tensor], Tensor], tile: Callable[[bool], bool], tiling: Tiling
+    ) -> None:
+        """`tile` switches both directions to tiles, or back."""
+        self._encode = encode
+        self._tile = tile
+        self._tiling = tiling
+        self._turns = threading.Lock()
 
-    return encoded
+    def encode(self, media: Tensor) -> Tensor:
+        """As the family does."""
+        with self.turn((media.shape[-1], media.shape[-2]), "image"):
+            return self._encode(media)
+
+    @contextmanager
+    def turn(self, size: Shape, kind: Kind) -> Iterator[None]:
+        """Have it alone, for samples of this size."""
+        with self._turns:
+            if self._tiling.above is not None:
+                self._tile(self._tiling.of(size, kind))
+            yield

@@ -122,11 +122,12 @@ class StableAudio(FolderFamily):
     adapter_targets: tuple[str, ...] = TARGETS
 
     def identity(self) -> dict[str, str]:
-        """The encoders' own files."""
+        """The encoders' own files; and a clip is encoded with the silence after it."""
         names = ("tokenizer", "text_encoder", "projection_model")
         text = "-".join(digest_of_folder(self.folder / name) for name in names)
+        vae = digest_of_folder(self.folder / "vae")
         return {
-            "latents": f"stable-audio-mode-{digest_of_folder(self.folder / 'vae')}",
+            "latents": f"stable-audio-mode-{self.sound.max_length}-{vae}",
             "text": f"stable-audio-{text}",
         }
 
@@ -203,7 +204,10 @@ class StableAudio(FolderFamily):
         s_B: Tensor,  # noqa: N803
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """One forward pass; the angle of the path is the model's own timestep."""
+        """One forward pass; the angle of the path is the model's own timestep.
+
+        Without a caption attention is told nothing, not even the seconds, as in guidance.
+        """
         dtype = self.transformer.preprocess_conv.weight.dtype
         seconds = conditions["seconds"].float()
         told = self.projection(
@@ -211,9 +215,11 @@ class StableAudio(FolderFamily):
             start_seconds=torch.zeros_like(seconds),
             end_seconds=seconds,
         )
-        tokens = told.text_hidden_states * conditions["mask"].unsqueeze(-1)
+        mask = conditions["mask"]
+        tokens = told.text_hidden_states * mask.unsqueeze(-1)
         start, end = told.seconds_start_hidden_states, told.seconds_end_hidden_states
         global_tokens = torch.cat([start, end], dim=2)
+        attended = torch.cat([tokens, start, end], dim=1) * mask.any(dim=1)[:, None, None]
         rotary = get_1d_rotary_pos_embed(
             self.transformer.config.attention_head_dim // 2,
             noisy.shape[2] + global_tokens.shape[1],
@@ -223,7 +229,7 @@ class StableAudio(FolderFamily):
         v: Tensor = transformer(
             noisy.to(dtype),
             s_B.to(dtype),
-            encoder_hidden_states=torch.cat([tokens, start, end], dim=1).to(dtype),
+            encoder_hidden_states=attended.to(dtype),
             global_hidden_states=global_tokens.to(dtype),
             rotary_embedding=tuple(table.to(noisy.device) for table in rotary),
             return_dict=False,

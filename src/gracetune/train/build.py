@@ -11,7 +11,12 @@ from uuid import uuid4
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
 
 from gracetune.cache.ranks import Ranks
 from gracetune.config.environment import engine_of, process_environment
@@ -102,6 +107,8 @@ def start_accelerator(run: RunFile) -> Accelerator:
     AcceleratorState._reset_state()
     accelerator = Accelerator(
         mixed_precision=resolve_precision(run),
+        # A step weighs its samples itself: what the environment says must not weigh them again.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         cpu=not torch.cuda.is_available(),  # else it takes the ranks of a CPU machine for strangers
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=run.distributed.timeout_s)),

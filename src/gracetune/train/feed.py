@@ -18,7 +18,7 @@ from gracetune.cache.keys import text_key
 from gracetune.cache.ranks import ALONE
 from gracetune.cache.serve import EntriesGoneError, Live, Recipes, Server
 from gracetune.cache.staging import HotTexts, keep_hot
-from gracetune.cache.tiling import choose_tiling, tiling_encoder
+from gracetune.cache.tiling import Coder, choose_tiling
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.decoders import choose_decoders
 from gracetune.data.loader import BatchOrder, Draw, Group
@@ -36,7 +36,7 @@ from gracetune.train.prepare import (
     prepare,
 )
 from gracetune.train.stores import open_stores
-from gracetune.train.texts import EMPTY, Texts, name_of
+from gracetune.train.texts import EMPTY, Names, Texts
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Feed:
     order: BatchOrder
     trained: tuple[Sample, ...]
     held_out: tuple[tuple[Draw, ...], ...]
+    coder: Coder
     load: Callable[[Sequence[Draw]], Batch]
     will_need: Callable[[Sequence[Draw]], None]
     """Told of batches before they are loaded: what has to come from a disk starts to."""
@@ -106,9 +107,9 @@ def _build_feed(
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     tell(Notice(recipes.decoders.why))
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
-    encode = tiling_encoder(family.encode, family.tile, tiling)
+    coder = Coder(family.encode, family.tile, tiling)
     preparation = Preparation(
-        run, family, stores, recipes, tiling, encode, ledger, folder, ranks, tell
+        run, family, stores, recipes, tiling, coder.encode, ledger, folder, ranks, tell
     )
     prepared = [prepare(preparation, index) for index in range(len(run.datasets))]
     groups = [group for one in prepared for group in one.groups]
@@ -135,7 +136,7 @@ def _build_feed(
         stores.text,
         generations,
         {d.id: _live(d, sources[d.id]) for d in run.datasets if mode_of(d) == "disable_cache"},
-        encode,
+        coder.encode,
         identity,
         stores.tally,
         cells_of(family),
@@ -149,13 +150,15 @@ def _build_feed(
             fill(ALONE)
             return server.texts_of(names)
 
-    hot = _hot(run, family, trained, found, mover, tell)
+    name_of = Names(family, recipes)
+    hot = _hot(run, name_of, trained, found, mover, tell)
     batch = run.train.batch_size
     return Feed(
         order=BatchOrder(trained, batch, run.seed),
         trained=tuple(sample for group in trained for sample in group.samples),
         held_out=tuple(_held_out_draws(held_out, batch)),
-        load=_loader_of(family, server, mover, hot),
+        coder=coder,
+        load=_loader_of(family, name_of, server, mover, hot),
         will_need=server.will_need,
         ahead=_ahead_of(run, mover),
         fed=_counter_of(stores, mover, hot),
@@ -188,7 +191,7 @@ def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group]
 
 def _hot(
     run: RunFile,
-    family: Family,
+    name_of: Names,
     trained: Sequence[Group],
     texts_of: Callable[[Sequence[str]], Sequence[Entry]],
     mover: Mover,
@@ -200,8 +203,8 @@ def _hot(
     counts: defaultdict[str, float] = defaultdict(float)
     for group in trained:
         for sample in group.samples:
-            counts[name_of(EMPTY, sample, family)] += group.repeats * group.caption_dropout
-            counts[name_of(sample.caption, sample, family)] += group.repeats
+            counts[name_of(EMPTY, sample, group.size)] += group.repeats * group.caption_dropout
+            counts[name_of(sample.caption, sample, group.size)] += group.repeats
     row = sorted(counts, key=lambda caption: (-counts[caption], caption))
     asked = run.cache_config.device_budget_gb
     budget = mover.device_nbytes // HOT_SHARE if asked is None else int(asked * GIB)
@@ -222,12 +225,12 @@ def _held_out_draws(groups: Sequence[Group], batch_size: int) -> list[tuple[Draw
 
 
 def _loader_of(
-    family: Family, server: Server, mover: Mover, hot: HotTexts
+    family: Family, name_of: Names, server: Server, mover: Mover, hot: HotTexts
 ) -> Callable[[Sequence[Draw]], Batch]:
     """A function from draws to a batch on the device."""
 
     def load(draws: Sequence[Draw]) -> Batch:
-        names = [name_of(draw.caption, draw.sample, family) for draw in draws]
+        names = [name_of(draw.caption, draw.sample, draw.size) for draw in draws]
         texts = hot.all_of(names) or server.texts_of(names)
         beside = family.stack_text(texts)
         weights = server.weights_of(draws)

@@ -25,7 +25,7 @@ from gracetune.train.state import (
     weights_of,
 )
 from gracetune.train.step import train_step
-from gracetune.train.validate import validate
+from gracetune.train.validate import SamplesError, validate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -289,7 +289,7 @@ def _owed(s: Session, step: int, total: int) -> bool:
 
 
 def _validate(s: Session, record: Record, step: int) -> None:
-    """Where the device has no room for samples, training goes on without them."""
+    """Where neither the device nor the disk has room for samples, training goes on without them."""
     if s.validation is None:
         return
     record.flush()
@@ -306,6 +306,10 @@ def _try_to_validate(s: Session, validation: Validation, step: int) -> str:
     """Gives what the device says where it is full."""
     try:
         s.tell(validate(s.trainee, validation, step))
+    except SamplesError as error:
+        if step == 0:  # no step is lost with it, and no later samples could be kept either
+            raise
+        s.tell(Notice(f"{error} Training goes on.", level="warning", fallback=True))
     except torch.OutOfMemoryError as error:
         if s.trainee.accelerator.num_processes > 1:  # the others wait for this one
             raise

@@ -63,7 +63,7 @@ def build_validation(
     """Encode what is sampled, once; the text encoder is not needed after."""
     if not validates(run):
         return None
-    section = run.validation
+    section, (kind, _) = run.validation, _shape(run)
     prompts = section.prompts
     if not prompts:
         captions = dict.fromkeys(sample.caption for sample in feed.trained)
@@ -85,6 +85,7 @@ def build_validation(
             empties=empties if family.takes_control else (),
         ),
         held_out=[feed.load(draws) for draws in feed.held_out],
+        decoding=lambda: feed.coder.turn(shape, kind),
     )
 
 

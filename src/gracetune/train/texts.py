@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from gracetune.data.recipe import render_control
@@ -29,11 +30,19 @@ class About(NamedTuple):
     size: Shape
 
 
-def name_of(caption: str, sample: Sample, family: Family) -> str:
-    """The caption alone wherever the text encoder sees nothing else."""
-    if not family.takes_control:
-        return caption
-    return f"{caption} [control {_control(sample).digest}]"
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What each text is called; another one wherever the text encoder may see something else."""
+
+    family: Family
+    recipes: Recipes
+
+    def __call__(self, caption: str, sample: Sample, size: Shape) -> str:
+        """The caption alone, or with the control, as it is fitted to the sample's bucket."""
+        if not self.family.takes_control:
+            return caption
+        fitted = f"{self.recipes(sample).name} {'x'.join(map(str, size))}"
+        return f"{caption} [control {_control(sample).digest} {fitted}]"
 
 
 class Texts:
@@ -48,10 +57,11 @@ class Texts:
     ) -> None:
         self._family, self._sources, self._recipes = family, sources, recipes
         self._about: dict[str, About] = {}
+        name_of = Names(family, recipes)
         for group in groups:
             for sample in group.samples:
                 for caption in (sample.caption, EMPTY):
-                    name = name_of(caption, sample, family)
+                    name = name_of(caption, sample, group.size)
                     self._about.setdefault(name, About(caption, sample, group.size))
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.durable import new_folder
+from gracetune.durable import new_file, new_folder
 from gracetune.errors import CheckpointError
 from gracetune.events.types import Validated
 from gracetune.optim.rates import averaged
@@ -19,12 +19,17 @@ from gracetune.train.grid import grid
 from gracetune.train.step import losses_at
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from gracetune.data.sample import Batch
     from gracetune.models.samples import Order, Sampled
     from gracetune.train.step import Trainee
+
+
+class SamplesError(CheckpointError):
+    """What was sampled cannot be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,8 @@ class Validation:
     prompts: tuple[str, ...]
     order: Order
     held_out: Sequence[Batch]
+    decoding: Callable[[], AbstractContextManager[None]]
+    """Gives the decoder to nobody else while samples are made."""
 
     def sheet(self, step: int) -> Path:
         """Where all samples of a step are seen."""
@@ -64,7 +71,7 @@ def validate(t: Trainee, validation: Validation, step: int) -> Validated:
 
 def sample(t: Trainee, validation: Validation) -> list[Sampled]:
     """One a prompt, by the family's own pipeline with the weights as they are."""
-    with t.accelerator.autocast():
+    with validation.decoding(), t.accelerator.autocast():
         return t.family.sample(validation.order)
 
 
@@ -98,7 +105,8 @@ def _write(validation: Validation, made: Sequence[Sampled], step: int) -> Path:
         with new_folder(sheet.with_suffix("")) as folder:
             stills = [media.write(one, folder, f"{number:03d}") for number, one in enumerate(made)]
             (folder / "prompts.json").write_text(json.dumps(validation.prompts, indent=2))
-        grid(stills, validation.prompts, f"step {step}").save(sheet)
+        with new_file(sheet) as staging:
+            grid(stills, validation.prompts, f"step {step}").save(staging, format="PNG")
     except OSError as error:
-        raise CheckpointError(f"the samples {sheet} cannot be written: {error}") from error
+        raise SamplesError(f"the samples {sheet} cannot be written: {error}.") from error
     return sheet

@@ -19,7 +19,7 @@ from gracetune.errors import CacheError
 from gracetune.train.build import CHECKPOINT_FOLDER
 from gracetune.train.checkpoint import complete
 from gracetune.train.prepare import GENERATIONS, cells_of
-from gracetune.train.texts import EMPTY, name_of
+from gracetune.train.texts import EMPTY, Names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,18 +53,19 @@ def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> 
     ledger = CorruptionLedger(tell, folder / "corruption.json")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
-    cells = cells_of(family)
+    cells, name_of = cells_of(family), Names(family, recipes)
     wanted: set[Key] = set()
     for index, section in enumerate(run.datasets):
         opened = open_dataset(section, index, tell, ledger)
+        plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
         wanted |= {
-            text_key(name_of(caption, sample, family), identity["text"])
-            for sample in opened.samples
+            text_key(name_of(caption, sample, size), identity["text"])
+            for size, samples in plan.buckets.items()
+            for sample in samples
             for caption in (sample.caption, EMPTY)
         }
         if mode_of(section) == "disable_cache":
             continue
-        plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
         wanted |= {
             latent_key(
                 sample,

@@ -13,6 +13,7 @@ from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.store import MemoryStore
 from gracetune.data.decoders import PILLOW
 from gracetune.data.prefetch import Prefetch
+from gracetune.data.recipe import Recipe
 from gracetune.data.sample import Sample
 from gracetune.errors import RunFailedError
 from gracetune.events.types import Notice, StageProgress
@@ -150,6 +151,21 @@ def test_files_with_equal_bytes_are_encoded_once_and_lost_together(told):
     bad = [Picture(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("bad", "bad too")]
     lost = fill_latents(MemoryStore(), bad, encode, "e", told)
     assert [sample.key for sample, _ in lost] == ["bad", "bad too"]
+
+
+def test_a_variant_that_can_be_read_does_not_make_up_for_one_that_cannot(told):
+    class Once(Files):
+        def read(self, key):
+            if not self.reads:
+                self.reads.append(key)
+                raise OSError("the disk is tired")
+            return super().read(key)
+
+    source, sample = Once(), Sample("d", "1", "", "digest", 8, 8)
+    crops = [Recipe(crop=(share, 0.5)) for share in (0.0, 1.0)]
+    variants = [Picture(sample, (8, 8), source, crop) for crop in crops]
+    lost = fill_latents(MemoryStore(), variants, Encoder(), "e", told)
+    assert lost == [(sample, "the disk is tired")]
 
 
 def test_progress_tells_since_when_and_ends_at_the_total(told):

@@ -111,6 +111,26 @@ def test_a_restart_makes_the_generation_it_needs_first():
     assert set(shop.begun) <= {5, 6}
 
 
+def test_going_back_to_an_epoch_stops_what_is_being_made_for_another():
+    class SlowFromTwo(Workshop):
+        def fill(self, store, number, stopping):
+            if number >= 2:
+                stopping.wait()
+                raise FillingStopped
+            super().fill(store, number, stopping)
+
+    def being_made():
+        return {thread.name for thread in threading.enumerate() if "generation" in thread.name}
+
+    made = SlowFromTwo().generations(MemoryStore())
+    for number in (0, 1, 0):
+        made.at(number)
+    assert "gracetune-generation-2" not in being_made()
+    assert made.at(1).get("number") == 1
+    made.close()
+    assert not being_made()
+
+
 def test_closing_stops_what_is_being_made_and_it_can_be_begun_again():
     shop = Workshop(waits=True)
     made = shop.generations(MemoryStore())

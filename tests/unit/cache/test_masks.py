@@ -122,6 +122,21 @@ def test_masks_that_cannot_be_read_are_named_with_every_sample_of_theirs(told):
     ]
 
 
+def test_a_mask_that_could_be_read_the_second_time_is_named_all_the_same(told):
+    class Once(Files):
+        def read(self, key):
+            if not self.reads:
+                self.reads.append(key)
+                raise OSError("the disk is tired")
+            return super().read(key)
+
+    source = Once(half=stripe(0, 8))
+    variants = [picture(source, "half", Recipe(crop=(share, 0.5))) for share in (0.0, 1.0)]
+    ((sample, reason),) = fill(MemoryStore(), variants, told)
+    assert sample.key == "half.png"
+    assert reason == "its mask half: the disk is tired"
+
+
 def test_masks_that_let_nothing_be_learnt_are_told(told):
     source = Files(black=stripe(0, 0), half=stripe(0, 8))
     fill(MemoryStore(), [picture(source, "black"), picture(source, "half")], told)

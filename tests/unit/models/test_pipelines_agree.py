@@ -1,5 +1,7 @@
 """Flux, Qwen-Image and Stable Audio say what diffusers' own pipelines would."""
 
+import json
+
 import diffusers
 import pytest
 import torch
@@ -111,7 +113,9 @@ def test_the_reference_of_an_edit_is_given_clean(miniature):
     torch.testing.assert_close(given["reference"], plain.encode(pixels[:, 3:]))
 
 
-def test_stable_audio_is_told_what_its_pipeline_tells(miniature, monkeypatch):
+@pytest.mark.parametrize(("prompt", "guidance"), [(PROMPT, 1.0), ("", 3.0)])
+def test_stable_audio_is_told_what_its_pipeline_tells(miniature, monkeypatch, prompt, guidance):
+    """Also where the caption is dropped: what guidance compares with comes first in its batch."""
     folder = miniature("stable-audio")
     with without_bars():
         pipeline = diffusers.StableAudioPipeline.from_pretrained(folder, local_files_only=True)
@@ -130,20 +134,30 @@ def test_stable_audio_is_told_what_its_pipeline_tells(miniature, monkeypatch):
             prompt=PROMPT,
             audio_end_in_s=length / 16000,
             num_inference_steps=2,
-            guidance_scale=1.0,
+            guidance_scale=guidance,
             generator=torch.Generator().manual_seed(0),
         )
     (noisy, timestep, theirs), *_ = calls
     monkeypatch.setattr(pipeline.transformer, "forward", None)
-    text = family.stack_text(family.encode_text([PROMPT]))
+    text = family.stack_text(family.encode_text([prompt]))
     _, given = family.parts(family.encode(torch.zeros(1, 2, length)))
     with torch.no_grad():
-        family.predict(watched, noisy, timestep, {**text, **given})
+        family.predict(watched, noisy[:1], timestep, {**text, **given})
     ours = calls[-1][2]
     for name in ("encoder_hidden_states", "global_hidden_states"):
-        torch.testing.assert_close(ours[name], theirs[name])
+        torch.testing.assert_close(ours[name], theirs[name][:1])
     torch.testing.assert_close(ours["rotary_embedding"], theirs["rotary_embedding"])
     assert 0 < timestep.item() < 1
+
+
+def test_latents_are_those_of_the_length_that_clips_are_filled_up_to(miniature, tmp_path):
+    folder = write_miniature("stable-audio", tmp_path / "longer")
+    file = folder / "transformer" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"sample_size": 2 * config["sample_size"]}))
+    short, longer = (load("stable_audio", one) for one in (miniature("stable-audio"), folder))
+    assert short.identity()["latents"] != longer.identity()["latents"]
+    assert short.identity()["text"] == longer.identity()["text"]
 
 
 def test_a_clip_is_filled_up_with_silence_and_its_length_is_told(miniature):

@@ -1,3 +1,4 @@
+import errno
 import gc
 import itertools
 import json
@@ -19,7 +20,7 @@ from gracetune.events.types import (
     Validated,
 )
 from gracetune.models.family import load_family
-from gracetune.train import checkpoint, validate
+from gracetune.train import checkpoint, media, validate
 from gracetune.train.build import resolve_precision
 from gracetune.train.loop import MADE
 from gracetune.train.run import run_training
@@ -319,6 +320,35 @@ def test_a_file_in_the_way_of_the_pictures_is_named(tiny_run, tmp_path):
     section = {"every": 1, "sample_steps": 1, "prompts": ["one"]}
     with pytest.raises(CheckpointError, match=r"step-000000\.png cannot be written"):
         run_training(tiny_run(validation=section))
+
+
+def test_a_full_disk_costs_the_pictures_and_no_step(tiny_run, told, tmp_path, monkeypatch):
+    write, calls = media.write, itertools.count()
+
+    def writing(*arguments):
+        if next(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*arguments)
+
+    monkeypatch.setattr(media, "write", writing)
+    train = {"max_train_steps": 6, "checkpoint_every": 0}
+    section = {"every": 2, "sample_steps": 1, "prompts": ["one"]}
+    run_training(tiny_run(train=train, validation=section), sinks=[told])
+    (text,) = [text for text in told.texts() if "No space left" in text]
+    assert "step-000002.png" in text
+    assert text.endswith("Training goes on.")
+    assert [event.step for event in told.of(Validated)] == [0, 4, 6]
+    assert [p.name for p in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step-000006"]
+
+
+def test_the_launchers_accumulation_does_not_weigh_gradients(tiny_run, told, monkeypatch, tmp_path):
+    norms = []
+    for said in ("1", "4"):
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", said)
+        run_training(tiny_run(output_dir=str(tmp_path / said)), sinks=[told])
+        norms.append([event.grad_norm for event in told.of(StepDone)])
+        told.events.clear()
+    assert norms[0] == norms[1]
 
 
 def test_pictures_only_when_asked(tiny_run, told):

@@ -1,4 +1,5 @@
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -6,10 +7,11 @@ import torch
 from PIL import Image
 
 from gracetune.events.requests import Requests
+from gracetune.train import validate as validating
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.grid import grid
 from gracetune.train.interrupt import Interrupt
-from gracetune.train.validate import held_out_loss, sample, validate
+from gracetune.train.validate import SamplesError, held_out_loss, sample, validate
 
 SECTION = {"every": 1, "sample_steps": 2, "holdout": 0.2}
 
@@ -48,6 +50,41 @@ def test_a_picture_does_not_depend_on_the_other_prompts(session):
     assert first.kind == "image"
     assert first.data.std() > 0
     torch.testing.assert_close(first.data, second.data)  # sums in another order round differently
+
+
+def test_nobody_encodes_while_samples_are_decoded(session, monkeypatch):
+    """A VAE of clips keeps frames between its calls: a generation would get validation's."""
+    s = session(prompts=["a red circle"])
+    order = []
+
+    def encode_beside():
+        s.feed.coder.encode(torch.zeros(1, 3, 24, 24))
+        order.append("encoded")
+
+    def sampled(_):
+        beside = threading.Thread(target=encode_beside)
+        beside.start()
+        beside.join(timeout=0.2)
+        order.append("sampled")
+        return [beside]
+
+    monkeypatch.setattr(type(s.trainee.family), "sample", lambda self, order: sampled(order))
+    (beside,) = sample(s.trainee, s.validation)
+    beside.join()
+    assert order == ["sampled", "encoded"]
+
+
+def test_a_sheet_is_whole_or_not_there(session, monkeypatch):
+    class Torn:
+        def save(self, file, format):
+            file.write_bytes(b"half")
+            raise OSError("no room")
+
+    monkeypatch.setattr(validating, "grid", lambda *_: Torn())
+    s = session(prompts=["a red circle"])
+    with pytest.raises(SamplesError, match=r"step-000003\.png cannot be written: no room"):
+        validate(s.trainee, s.validation, 3)
+    assert [path.name for path in s.validation.folder.iterdir()] == ["step-000003"]
 
 
 def test_prompts_of_the_data_set_are_named_where_none_are_given(session, told):

@@ -1,0 +1,47 @@
+from types import SimpleNamespace
+
+import pytest
+
+from gracetune.cache.serve import Recipes
+from gracetune.config.schema import DatasetSection
+from gracetune.data.decoders import PILLOW
+from gracetune.data.loader import Group
+from gracetune.data.sample import Companion, Sample
+from gracetune.train.texts import EMPTY, Names, Texts
+
+CONTROL = Companion("control", "c.png", "digest of the control")
+SAMPLE = Sample("d", "a.png", "make it red", "digest", 64, 64, companions=(CONTROL,))
+
+
+def recipes(seed=0, **section):
+    settings = {"id": "d", "instance_data_dir": "x", **section}
+    return Recipes({"d": DatasetSection.model_validate(settings)}, seed, PILLOW)
+
+
+def family(takes_control):
+    return SimpleNamespace(takes_control=takes_control)
+
+
+def name(size=(64, 64), **settings):
+    return Names(family(True), recipes(**settings))("make it red", SAMPLE, size)
+
+
+def test_a_caption_that_is_encoded_alone_is_its_own_name():
+    assert Names(family(False), recipes())("make it red", SAMPLE, (64, 64)) == "make it red"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"size": (32, 64)}, {"crop": "top"}, {"crop": "random"}, {"crop": "random", "seed": 1}],
+)
+def test_a_control_that_is_fitted_otherwise_gives_another_text(other):
+    assert name(**other) != name()
+    assert name(**other) == name(**other)
+
+
+def test_one_control_in_two_buckets_is_encoded_for_each():
+    groups = [Group((SAMPLE,), 1, 0.0, size) for size in ((64, 64), (32, 64))]
+    texts = Texts(family(True), groups, {}, recipes())
+    assert len(texts.names) == 4  # with the caption and without, in both
+    assert len(Texts(family(False), groups, {}, recipes()).names) == 2
+    assert EMPTY in Texts(family(False), groups, {}, recipes()).names
