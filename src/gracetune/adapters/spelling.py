@@ -13,7 +13,7 @@ import torch
 
 from gracetune.adapters.delta import dora_by_rows, lokr_sizes
 from gracetune.adapters.layers import Adapter, Layer, at_stage, rank_of, scale_of
-from gracetune.adapters.names import Index, write_key
+from gracetune.adapters.names import Index, read_key, write_key
 from gracetune.adapters.rows import join_fused, split_fused, swap_halves
 from gracetune.adapters.tables.forms import ENDINGS, FORMS
 from gracetune.errors import AdapterError
@@ -69,6 +69,10 @@ def _lost(adapter: Adapter, form: Form) -> Lost | None:
             if role not in ENDINGS[style]:
                 what = {"diff": "a full matrix", "mid": "a core tensor (Tucker)"}.get(role, role)
                 return Lost(place.module, f"it cannot hold {what}")
+        role = next(iter(layer.tensors))
+        if adapter.table.open and not read_key(write_key(form, index, place, role, style), index):
+            why = "nothing in its keys tells where the name of a module begins"
+            return Lost(place.module, why, is_nameless=True)
         if layer.dora and style in PEFT_STYLES and not dora_by_rows(layer):
             return Lost(place.module, "its magnitudes go by rows alone")
     return None

@@ -11,6 +11,7 @@ from gracetune.cli.adapter_args import (
     cut_lines,
     demand_file,
     dtype_of,
+    fault_of,
     generator,
     positive,
     read,
@@ -112,6 +113,16 @@ def run(args: argparse.Namespace) -> int:
     """Do what the action says."""
     act: Action = args.run_action
     try:
+        return _act(act, args)
+    except AdapterError as error:
+        if not args.json:
+            raise
+        show(args, fault_of(error), ())
+        return error.exit_code
+
+
+def _act(act: Action, args: argparse.Namespace) -> int:
+    try:
         return act(args)
     except BrokenPipeError:
         raise  # of the reader of our output, not of a file
@@ -139,12 +150,12 @@ def _convert(args: argparse.Namespace) -> int:
     from gracetune.adapters.names import form_named
 
     form = form_named(args.to)
-    demand_file(args.out)
+    out = args.out or args.files[0].with_name(f"{args.files[0].stem}-{form.name}.safetensors")
+    demand_file(out)
     adapter = _one_or_two(args)
     cut = None
     if args.lora_rank is not None:
         adapter, cut = as_lora(adapter, positive("--lora-rank", args.lora_rank), generator())
-    out = args.out or args.files[0].with_name(f"{args.files[0].stem}-{form.name}.safetensors")
     written = write_stages(out, adapter, form, about_of(args, adapter), dtype_of(args))
     lines = [*adapter.notices, *cut_lines(cut)]
     counts = [len(adapter.layers)]

@@ -95,6 +95,10 @@ def demand_file(out: Path | None) -> None:
     """A file is written there, or nothing."""
     if out is not None and out.is_dir():
         raise AdapterError(f"--out {out} is a folder. Name a file in it, ending in .safetensors.")
+    if out is not None and out.exists():
+        raise AdapterError(
+            f"--out {out} is there already and would be lost. Name a new file, or remove it."
+        )
 
 
 def demand_new_folder(out: Path, model: Path) -> None:
@@ -117,6 +121,11 @@ def cut_lines(cut: Cut | None) -> list[str]:
     return [
         f"lost by the cut: {cut.mean:.2%} of the norm on average, {cut.worst:.2%} at {cut.worst_at}"
     ]
+
+
+def fault_of(error: AdapterError) -> dict[str, object]:
+    """What is wrong, for machines."""
+    return {"ok": False, "kind": error.kind, "key": error.key, "message": str(error)}
 
 
 def show(args: argparse.Namespace, told: object, lines: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageDraw
 
 from gracetune.adapters.names import BLOCK
+from gracetune.cli.adapter_args import fault_of
 from gracetune.durable import new_file
 from gracetune.errors import AdapterError
 from gracetune.units import format_bytes
@@ -108,23 +109,15 @@ def check_files(
                 demanded=tuple(args.demanded or ()),
             )
         except AdapterError as error:
-            told.append(
-                {
-                    "path": str(path),
-                    "ok": False,
-                    "kind": error.kind,
-                    "key": error.key,
-                    "message": str(error),
-                }
-            )
+            told.append({"path": str(path), **fault_of(error)})
             lines.append(f"{path}: {error.kind}: {error}")
             code = error.exit_code
             continue
-        short = args.expect is not None and found.expected < args.expect
-        ok = found.ok and not short
+        other = args.expect is not None and found.expected != args.expect
+        ok = found.ok and not other
         told.append(_told(found, ok))
         lines += _lines(found, ok)
-        if short:
+        if other:
             lines.append(f"  it has {found.expected} modules of {args.expect} expected")
         code = code or (0 if ok else 1)
     return told, lines, code

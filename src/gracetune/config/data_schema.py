@@ -16,7 +16,8 @@ class InMemorySection(Section):
     """How a data set is staged in host memory."""
 
     compression: Literal["auto", "lz4", "zlib", "snappy", "zstd", "none"] | None = "auto"
-    """The codec of staged files; `auto` keeps one only where it shrinks them."""
+    """The codec of staged files; `auto` keeps one only where it shrinks them. Of a data set of type
+    `in_memory` none is tried where nothing is said."""
     num_workers: Positive | None = None
     """Readers in parallel; none: min(72, CPUs)."""
     chunk_size: Positive | None = None

@@ -26,6 +26,7 @@ _KINDS = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text, in quotes",
+    "string_too_short": "text that is not empty",
     "tuple_type": "a list",
     "dict_type": "an object with keys",
     "model_type": "an object with keys",
@@ -37,6 +38,8 @@ _BOUNDS = {
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "below"),
     "multiple_of": ("multiple_of", "a multiple of"),
+    "too_long": ("max_length", "a list of"),
+    "too_short": ("min_length", "a list of"),
 }
 
 

@@ -15,7 +15,7 @@ from gracetune.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gracetune.config.schema import RunFile
+    from gracetune.config.schema import RunFile, Section
 
 AUTOMAGIC_KEYS = tuple(
     f"{stage}{key}"
@@ -260,10 +260,9 @@ def _idle_ramp(run: RunFile) -> Iterator[str]:
     section = "gh200_optimizations"
     if not ramp.enable_batch_size_rampup:
         for key in RAMP_KEYS:
-            value, usual = getattr(ramp, key), type(ramp).model_fields[key].default
-            if value != usual:
+            if _differs(ramp, key):
                 yield (
-                    f"{section}.{key} is {value} but has no effect: "
+                    f"{section}.{key} is {getattr(ramp, key)} but has no effect: "
                     f"{section}.enable_batch_size_rampup is false."
                 )
     if ramp.enable_batch_size_rampup and initial is not None and initial < run.train.batch_size:
@@ -312,6 +311,68 @@ def _idle_holdout(run: RunFile) -> Iterator[str]:
         )
 
 
+FAMILIES = frozenset(("flux", "qwen_image", "stable_audio", "tiny", "wan22"))
+FOLDERS = FAMILIES - {"tiny"}
+FAMILY_SETTINGS = {
+    "model.init_seed": frozenset(("tiny",)),
+    "model.revision": FOLDERS,
+    "model.task": frozenset(("wan22",)),
+    "model.transformer_file": FOLDERS,
+    "model.transformer_2_file": frozenset(("wan22",)),
+    "train.expert_turns": frozenset(("wan22",)),
+    "train.switch_every": frozenset(("wan22",)),
+}
+"""Which of our families have a setting that not all have; a package's may have any."""
+
+
+def _idle_family(run: RunFile) -> Iterator[str]:
+    family = run.model.family
+    for setting, having in FAMILY_SETTINGS.items():
+        name, key = setting.split(".")
+        if family in FAMILIES - having and _differs(getattr(run, name), key):
+            yield f"{setting} has no effect: {family} has no such setting."
+
+
+def _idle_adapter(run: RunFile) -> Iterator[str]:
+    if run.adapter is None or run.adapter.kind == "lokr":
+        return
+    for key in ("factor", "full_matrix"):
+        if _differs(run.adapter, key):
+            yield f"adapter.{key} has no effect: adapter.kind is {run.adapter.kind}, not lokr."
+
+
+KIND_SETTINGS = {
+    "frames": ("video",),
+    "fps": ("video",),
+    "sample_rate": ("audio",),
+    "channels": ("audio",),
+    "seconds": ("audio",),
+    "clip": ("video", "audio"),
+}
+"""Of data sets: which kinds of sample have a setting that not all have."""
+
+
+def _idle_kind(run: RunFile) -> Iterator[str]:
+    for index, dataset in enumerate(run.datasets):
+        kind = dataset.dataset_type
+        for key, kinds in KIND_SETTINGS.items():
+            if kind not in kinds and _differs(dataset, key):
+                yield f"datasets.{index}.{key} has no effect: its dataset_type is {kind}."
+    if run.datasets:
+        is_sound = run.datasets[0].dataset_type == "audio"
+        for key in ("width", "height", "frames") if is_sound else ("seconds",):
+            if _differs(run.validation, key):
+                yield (
+                    f"validation.{key} has no effect: samples are {'' if is_sound else 'no '}"
+                    "sounds, as those of the first data set."
+                )
+
+
+def _differs(section: Section, key: str) -> bool:
+    """From what holds where nothing is said."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
 IDLE_SETTINGS = {
     "adafactor": ("betas", "eps"),
     "automagic": ("eps",),
@@ -352,5 +413,8 @@ REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (
     _idle_staging,
     _idle_caching,
     _idle_holdout,
+    _idle_family,
+    _idle_adapter,
+    _idle_kind,
     _idle_optimizer,
 )

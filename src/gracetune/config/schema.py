@@ -314,7 +314,7 @@ class PlanSection(Section):
 class RunFile(Section):
     """One training run."""
 
-    output_dir: str = "runs/run"
+    output_dir: Annotated[str, Field(min_length=1)] = "runs/run"
     """The run folder: resolved run file, log, pictures, checkpoints, result."""
     seed: int = 0
     """The seed of data order, noise, timesteps and dropout."""

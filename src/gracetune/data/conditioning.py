@@ -100,12 +100,23 @@ def find_companions(
     for role, (name, folder) in roles.items():
         if folder is None:
             continue
-        parts[f"({role}) "] = beside = open_folder(folder, f"{setting} ({name})")
+        parts[f"({role}) "] = beside = _opened(open_folder, folder, setting, name)
         for key, match in _by_stem(keys, beside, f"{setting}.{name}", folder).items():
             found[key].append((role, f"({role}) {match}"))
     if len(parts) == 1:
         return Companions(source)
     return Companions(JoinedSource(parts), {key: tuple(pairs) for key, pairs in found.items()})
+
+
+def _opened(
+    open_folder: Callable[[str, str], Source], folder: str, setting: str, name: str
+) -> Source:
+    """A folder beside the data set's own; messages name the setting that it is from."""
+    try:
+        return open_folder(folder, setting)
+    except DataError as error:
+        text = str(error).replace(f"{setting}.instance_data_dir", f"{setting}.{name}")
+        raise DataError(text) from error
 
 
 def same_aspect(one: tuple[int, int], other: tuple[int, int]) -> bool:

@@ -192,8 +192,8 @@ def _too_small(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> st
         return (
             f"{format_bytes(budget.device_nbytes)} of {kind} are too few for {model.name}: "
             f"the least is {_enough(need)} (batch {least.batch}, {_streamed(least)}, "
-            f"activations: {ways}). Raise the budget, or lower the resolution, the frames or the "
-            "adapter's rank."
+            f"activations: {ways}). Raise the budget, lower the resolution or the frames, or train "
+            "less."
         )
     roomy = replace(budget, host_nbytes=sys.maxsize)
     host = min(
@@ -204,7 +204,7 @@ def _too_small(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> st
         f"{format_bytes(budget.host_nbytes)} of host memory are too few for {model.name} in "
         f"{format_bytes(budget.device_nbytes)} of device memory: the least that was found for what "
         f"does not fit on the device is {_enough(lambda _: host)}. Give the device more, quantise "
-        "the frozen weights, or use a machine with more memory."
+        "what is frozen, or use a machine with more memory."
     )
 
 

@@ -54,7 +54,7 @@ def lines(planned: Planned, heading: Heading) -> Iterator[str]:
     yield f"plan: {describe(best)}"
     yield f"      {speed(best)}"
     if planned.as_written is not None:
-        yield from _as_written(planned.as_written, to_set(best, heading.has_ramp))
+        yield from _as_written(planned.as_written, best, heading.has_ramp)
     yield ""
     yield from _table(best)
     if heading.budget.one_memory:
@@ -169,13 +169,17 @@ def _within(budget: Budget) -> str:
     return f"within {device} of device memory {allocator} and {host} of host memory"
 
 
-def _as_written(written: AsWritten, settings: dict[str, int]) -> Iterator[str]:
+def _as_written(written: AsWritten, best: Plan, has_ramp: bool) -> Iterator[str]:
     yield f"as written: `gracetune train` keeps the run file's batch of {written.batch}:"
     if written.plan is None:
         yield f"      nothing fits. {written.why}"
     else:
         yield f"      {describe(written.plan)}"
         yield f"      {speed(written.plan)}"
+        if written.plan.samples_per_second >= best.samples_per_second:
+            yield "      which is as fast: there is nothing to set"
+            return
+    settings = to_set(best, has_ramp)
     words = " and ".join(f"{key} to {value}" for key, value in settings.items())
     yield f"      for the plan's, set {words}: a step has as many samples"
 
@@ -233,8 +237,10 @@ def _ways(plan: Plan) -> str:
 def _table(plan: Plan) -> Iterator[str]:
     device, host = plan.device.by_role(), plan.host.by_role()
     yield f"{'GiB at the peak':<16}{'device':>9}{'host':>9}"
+    is_full = not device["weights"] + host["weights"]  # nothing is frozen
     for role in ROLES:
-        yield f"{role:<16}{device[role] / GIB:>9.2f}{host[role] / GIB:>9.2f}"
+        name = "trained weights" if is_full and role == "adapters" else role
+        yield f"{name:<16}{device[role] / GIB:>9.2f}{host[role] / GIB:>9.2f}"
     yield f"{'total':<16}{plan.device.total / GIB:>9.2f}{plan.host.total / GIB:>9.2f}"
 
 

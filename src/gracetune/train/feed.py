@@ -153,8 +153,13 @@ def _build_feed(
     name_of = Names(family, recipes)
     hot = _hot(run, name_of, trained, found, mover, tell)
     batch = run.train.batch_size
+    order = BatchOrder(trained, batch, run.seed)
+    largest = max(order.draws_by_size().values())
+    if largest < batch:
+        text = f"train.batch_size is {batch}; no size has more than {largest} samples in an epoch, "
+        tell(Notice(f"{text}so no batch has more", level="warning"))
     return Feed(
-        order=BatchOrder(trained, batch, run.seed),
+        order=order,
         trained=tuple(sample for group in trained for sample in group.samples),
         held_out=tuple(_held_out_draws(held_out, batch)),
         coder=coder,

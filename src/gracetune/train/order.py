@@ -43,6 +43,11 @@ def plan_order(run: RunFile, family: Family) -> Shape:
     kind, shape = _shape(run)
     if not validates(run):
         return shape
+    if kind not in family.kinds:  # data of other kinds are refused before
+        raise ConfigError(
+            f"validation.frames is {shape[-1]}; {family.name} makes {' and '.join(family.kinds)}s "
+            "alone. Leave it out."
+        )
     media.demand_packages(kind)
     if family.sound is not None:
         _demand_length(shape, family.name, family.sound)

@@ -16,6 +16,7 @@ from gracetune.adapters.files import (
 )
 from gracetune.adapters.layers import Adapter
 from gracetune.adapters.names import TABLES, Place
+from gracetune.adapters.tables.types import open_table
 from gracetune.cli.main import main
 
 STAGES = ("high", "low")
@@ -120,8 +121,9 @@ def test_convert_splits_and_joins_stages(capsys, tmp_path):
     run(capsys, "convert", low, high, "--to", "ai-toolkit-combined", "-o", back)
     assert same(read_adapter(back), both)
     assert "gracetune.stage" not in read_tensors(back)[1]
-    run(capsys, "convert", path, "--stage", "low", "--to", "kohya", "-o", back)
-    assert same(read_adapter(back), read_adapter(tmp_path / "run_low_noise.safetensors"))
+    one = tmp_path / "one.safetensors"
+    run(capsys, "convert", path, "--stage", "low", "--to", "kohya", "-o", one)
+    assert same(read_adapter(one), read_adapter(tmp_path / "run_low_noise.safetensors"))
     assert "Give the high one" in _error(
         capsys, "convert", high, high, "--to", "ai-toolkit-combined"
     )
@@ -168,9 +170,9 @@ def test_convert_cuts_to_a_lora_and_says_what_is_lost(capsys, tmp_path):
     tensors, _ = read_tensors(out)
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     assert all("lora_" in key for key in tensors)
-    found = told(capsys, "convert", path, "--to", "diffusers", "--lora-rank", "1", "-o", out)
+    found = told(capsys, "convert", path, "--to", "diffusers", "--lora-rank", "1")
     assert found["lost"]["worst"] > 0.1
-    assert "at least 1" in _error(capsys, "convert", path, "--to", "diffusers", "--lora-rank", "0")
+    assert "at least 1" in _error(capsys, "convert", path, "--to", "peft", "--lora-rank", "0")
 
 
 def _error(capsys, *words, code=2):
@@ -189,9 +191,10 @@ def test_merge_of_several_into_one(capsys, lora, tmp_path):
         expected = 0.5 * delta(one[place]) + 2 * delta(two[place])
         torch.testing.assert_close(delta(layer), expected, rtol=1e-4, atol=1e-4)
         assert layer.tensors["down"].shape[0] == 8
-    cut = told(capsys, *words, "--rank", "3", "--to", "kohya")
+    thin = tmp_path / "thin.safetensors"
+    cut = told(capsys, *words[:-1], thin, "--rank", "3", "--to", "kohya")
     assert cut["lost"]["worst"] > 0.0
-    assert "given 1 times for 2 files" in _error(capsys, *words[:5], "-o", out)
+    assert "given 1 times for 2 files" in _error(capsys, *words[:5], "-o", tmp_path / "x")
 
 
 def test_merge_of_both_stages_into_one_is_refused(capsys, tmp_path):
@@ -247,6 +250,47 @@ def test_a_merged_model_replaces_nothing(capsys, lora, tmp_path):
     assert (tmp_path / "empty" / "transformer" / "m.safetensors").is_file()
 
 
+def test_a_file_that_is_there_is_not_replaced(capsys, lora, tmp_path):
+    model, dear = wan_model(tmp_path / "m.safetensors"), tmp_path / "dear.safetensors"
+    dear.write_text("keep me")
+    before = lora.read_bytes()
+    for words in (
+        ("convert", lora, "--to", "diffusers", "-o", lora),
+        ("convert", lora, "--to", "diffusers", "-o", dear),
+        ("merge", lora, lora, "-o", dear),
+        ("merge", lora, "--into", model, "-o", dear),
+        ("extract", model, model, "--rank", "2", "--family", "wan", "-o", dear),
+    ):
+        assert "is there already and would be lost" in _error(capsys, *words)
+    assert dear.read_text() == "keep me"
+    assert lora.read_bytes() == before
+    run(capsys, "convert", lora, "--to", "kohya")
+    assert "would be lost" in _error(capsys, "convert", lora, "--to", "kohya")
+
+
+def test_a_fault_is_told_to_machines_too(capsys, lora, tmp_path):
+    torn = tmp_path / "torn.safetensors"
+    torn.write_bytes(lora.read_bytes()[:1000])
+    for words in (("inspect", torn), ("convert", torn, "--to", "diffusers")):
+        found = json.loads(run(capsys, *words, "--json", code=2))
+        assert (found["ok"], found["kind"]) == (False, "truncated")
+
+
+def test_a_form_whose_keys_could_not_be_read_again_is_refused(capsys, tmp_path):
+    (layer, *_) = make_wan().layers.values()
+    layers = {Place(None, "context_embedder"): layer}
+    path = tmp_path / "a.safetensors"
+    write_adapter(path, Adapter(open_table("other"), layers), "diffusers")
+    for form in ("bare", "diffusers-both"):
+        assert "tells where the name of a module begins" in _error(
+            capsys, "convert", path, "--to", form, "-o", tmp_path / "x.safetensors"
+        )
+    for form in ("peft", "simpletuner-comfyui"):
+        out = tmp_path / f"{form}.safetensors"
+        run(capsys, "convert", path, "--to", form, "-o", out)
+        assert same(read_adapter(out), read_adapter(path))
+
+
 def test_a_folder_is_no_file_to_write_to(capsys, lora, tmp_path):
     model = wan_model(tmp_path / "m.safetensors")
     for words in (
@@ -283,7 +327,7 @@ def test_extract_finds_what_was_merged(capsys, lora, tmp_path):
     layers = read_adapter(lora).layers
     for place, layer in read_adapter(out).layers.items():
         torch.testing.assert_close(delta(layer), delta(layers[place]), rtol=1e-2, atol=1e-2)
-    words = ["extract", model, tuned, "--rank", "4", "-o", out]
+    words = ["extract", model, tuned, "--rank", "4", "-o", tmp_path / "again.safetensors"]
     assert "needs --family" in _error(capsys, *words)
     changed = load_file(tuned) | {"blocks.0.norm2.weight": torch.ones(24)}
     save_file(changed, tuned)
@@ -301,6 +345,8 @@ def test_check_counts_and_fails(capsys, lora, tmp_path):
     ]
     text = run(capsys, "check", lora, "--expect", "400", code=1)
     assert "20 modules of 400 expected" in text
+    assert "20 modules of 19 expected" in run(capsys, "check", lora, "--expect", "19", code=1)
+    run(capsys, "check", lora, "--expect", "20")
     bare = write_adapter(tmp_path / "bare.safetensors", make_wan(), "bare")
     assert "does NOT load" in run(capsys, "check", bare, code=1)
     plain = write_adapter(tmp_path / "plain.safetensors", make_wan(), "diffusers")

@@ -99,6 +99,8 @@ def test_files_that_are_none(tmp_path):
         ('{"optimizer": {"lr": "1e-4"}}', "it must be a number."),
         ('{"use_gh200_trainer": 1}', "it must be true or false."),
         ('{"output_dir": 3}', "output_dir is 3; it must be text, in quotes."),
+        ('{"output_dir": ""}', 'output_dir is ""; it must be text that is not empty.'),
+        ('{"optimizer": {"betas": [0.1, 0.2, 0.3]}}', "it must be a list of 2."),
         ('{"validation": {"prompts": 3}}', "it must be a list."),
         ('{"train": null}', "train is null; it must be an object with keys."),
         ('{"datasets": [3]}', "datasets.0 is 3; it must be an object with keys."),

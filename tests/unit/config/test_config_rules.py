@@ -173,3 +173,41 @@ def test_a_setting_that_an_optimizer_does_not_have_is_remarked_on():
     assert all("to which muon leaves what is no matrix" in line for line in muon)
     assert remarks(run(optimizer={"name": "muon"})) == []
     assert remarks(RunFile.model_validate({"optimizer": {"name": "adamw", "eps": 1e-6}})) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "setting"),
+    [
+        ({"model": {"transformer_file": "nowhere.safetensors"}}, "model.transformer_file"),
+        ({"model": {"family": "flux", "task": "image"}}, "model.task"),
+        ({"model": {"family": "flux", "init_seed": 1}}, "model.init_seed"),
+        ({"train": {"switch_every": 7}}, "train.switch_every"),
+        ({"adapter": {"factor": 8}}, "adapter.factor"),
+        ({"adapter": {"kind": "loha", "full_matrix": True}}, "adapter.full_matrix"),
+        ({"datasets": ({"frames": 9},)}, "datasets.0.frames"),
+        ({"datasets": ({"dataset_type": "video", "seconds": 3.0},)}, "datasets.0.seconds"),
+        ({"datasets": ({},), "validation": {"seconds": 3.0}}, "validation.seconds"),
+        (
+            {"datasets": ({"dataset_type": "audio"},), "validation": {"width": 64}},
+            "validation.width",
+        ),
+    ],
+)
+def test_a_setting_of_another_family_kind_or_algorithm_is_remarked_on(sections, setting):
+    (text,) = remarks(run(**sections))
+    assert text.startswith(f"{setting} has no effect: ")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"family": "wan22", "transformer_2_file": "x", "task": "image"}},
+        {"model": {"family": "of_a_package", "transformer_file": "x"}},
+        {"adapter": {"kind": "lokr", "factor": 8, "full_matrix": True}},
+        {"adapter": {"factor": -1}},
+        {"datasets": ({"dataset_type": "video", "frames": 9, "clip": "center"},)},
+        {"datasets": ({"dataset_type": "audio", "seconds": 3.0},), "validation": {"seconds": 2.0}},
+    ],
+)
+def test_a_setting_that_counts_is_not_remarked_on(sections):
+    assert remarks(run(**sections)) == []

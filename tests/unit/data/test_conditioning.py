@@ -110,7 +110,7 @@ def test_two_companions_of_one_stem_are_an_error(folders: Path) -> None:
 
 
 def test_a_missing_folder_is_an_error_that_names_the_setting(folders: Path) -> None:
-    with pytest.raises(DataError, match="conditioning_data_dir"):
+    with pytest.raises(DataError, match=r"^datasets\[0\]\.conditioning_data_dir is '.*nowhere'"):
         _open(folders, conditioning_data_dir=str(folders / "nowhere"))
 
 

@@ -31,6 +31,18 @@ def test_the_report_has_the_plan_its_memory_its_seconds_and_why() -> None:
     assert all(describe(other) in text for other in found.others)
 
 
+def test_where_nothing_is_frozen_weights_are_called_trained() -> None:
+    found, heading = planned(10**6)
+    assert "\nadapters " in "\n".join(lines(found, heading))
+    all_trained = replace(
+        found,
+        best=replace(found.best, device=replace(found.best.device, weights=0)),
+    )
+    text = "\n".join(lines(all_trained, heading))
+    assert "\ntrained weights " in text
+    assert "\nadapters " not in text
+
+
 def test_a_plan_for_this_machine_is_not_called_simulated() -> None:
     found, heading = planned(10**6)
     measured = choose(made_model(8), Fixed(16), heading.budget, Wishes(), simulated=False)
@@ -96,6 +108,10 @@ def test_a_batch_that_training_would_not_use_is_told_with_what_to_set() -> None:
         "train.batch_size": best.batch,
         "train.gradient_accumulation_steps": best.accumulation,
     }
+    as_fast = replace(told, as_written=AsWritten(4, found.best))
+    text = "\n".join(lines(as_fast, heading))
+    assert "which is as fast: there is nothing to set" in text
+    assert "set train.batch_size" not in text
     none = replace(told, as_written=AsWritten(4, None, "too little."))
     assert "nothing fits. too little." in "\n".join(lines(none, heading))
     assert as_json(none, heading)["as_written"]["plan"] is None

@@ -36,6 +36,15 @@ def feed(tiny_run, told, tmp_path):
     return make
 
 
+def test_a_batch_that_no_size_can_fill_is_told(feed, told):
+    feed(train={"batch_size": 100})
+    (text,) = [text for text in told.texts() if text.startswith("train.batch_size is 100")]
+    assert text.endswith("no size has more than 64 samples in an epoch, so no batch has more")
+    told.events.clear()
+    feed(train={"batch_size": 64})
+    assert not [text for text in told.texts() if text.startswith("train.batch_size")]
+
+
 def test_batches_hold_the_latents_and_texts_of_their_own_samples(feed):
     made = feed()
     draws = made.order.at(0)

@@ -351,6 +351,12 @@ def test_the_launchers_accumulation_does_not_weigh_gradients(tiny_run, told, mon
     assert norms[0] == norms[1]
 
 
+def test_videos_of_a_family_of_pictures_are_refused_at_once(tiny_run):
+    section = {"every": 1, "frames": 9, "prompts": ["one"]}
+    with pytest.raises(ConfigError, match=r"validation\.frames is 9; tiny makes images alone"):
+        run_training(tiny_run(validation=section))
+
+
 def test_pictures_only_when_asked(tiny_run, told):
     section = {"every": 0, "enable_manual_validation": True, "prompts": ["one"]}
     run_training(tiny_run(validation=section), sinks=[told])
