@@ -158,17 +158,24 @@ def write_stages(
     about: About | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
-    """One file a stage where the form holds one, named by it; one file otherwise."""
+    """To `stage_files`, all of the adapter."""
     form = form_named(form) if isinstance(form, str) else form
-    if form.stages or len(adapter.stages) == 1:
-        return [write_adapter(path, adapter, form, about, dtype)]
     written = []
-    for word, stage in STAGE_WORDS.items():
+    for stage, file in stage_files(path, adapter, form).items():
+        if stage is None:
+            return [write_adapter(file, adapter, form, about, dtype)]
         known = about or About()
         told = About(known.base_model, stage, known.boundary, known.trigger, known.run_digest)
         part = at_stage(adapter.only(stage), None)
-        written.append(write_adapter(_named(path, word), part, form, told, dtype))
+        written.append(write_adapter(file, part, form, told, dtype))
     return written
+
+
+def stage_files(path: Path, adapter: Adapter, form: Form) -> dict[Stage | None, Path]:
+    """One file a stage where the form holds one, named by it; one file otherwise."""
+    if form.stages or len(adapter.stages) == 1:
+        return {None: path}
+    return {stage: _named(path, word) for word, stage in STAGE_WORDS.items()}
 
 
 def describe(adapter: Adapter) -> dict[str, str]:

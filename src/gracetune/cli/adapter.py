@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.cli.adapter_args import (
-    about_of,
     cut_lines,
     demand_file,
-    dtype_of,
     fault_of,
     generator,
     positive,
     read,
     show,
     table_of,
+    write_new,
 )
 from gracetune.cli.adapter_models import extract, merge
 from gracetune.errors import AdapterError
@@ -145,7 +144,6 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from gracetune.adapters.files import write_stages
     from gracetune.adapters.lowrank import as_lora
     from gracetune.adapters.names import form_named
 
@@ -156,7 +154,7 @@ def _convert(args: argparse.Namespace) -> int:
     cut = None
     if args.lora_rank is not None:
         adapter, cut = as_lora(adapter, positive("--lora-rank", args.lora_rank), generator())
-    written = write_stages(out, adapter, form, about_of(args, adapter), dtype_of(args))
+    written = write_new(args, out, adapter, form)
     lines = [*adapter.notices, *cut_lines(cut)]
     counts = [len(adapter.layers)]
     if len(written) > 1:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gracetune.adapters.files import About
     from gracetune.adapters.layers import Adapter
     from gracetune.adapters.lowrank import Cut
+    from gracetune.adapters.tables.forms import Form
     from gracetune.adapters.tables.types import NameTable, Stage
 
 SEED = 0
@@ -92,13 +93,24 @@ def finite(name: str, values: Sequence[float]) -> Sequence[float]:
 
 
 def demand_file(out: Path | None) -> None:
-    """A file is written there, or nothing."""
+    """A file can be written there, and replaces none."""
     if out is not None and out.is_dir():
         raise AdapterError(f"--out {out} is a folder. Name a file in it, ending in .safetensors.")
     if out is not None and out.exists():
         raise AdapterError(
             f"--out {out} is there already and would be lost. Name a new file, or remove it."
         )
+
+
+def write_new(
+    args: argparse.Namespace, out: Path, adapter: Adapter, form: Form, stage: Stage | None = None
+) -> list[Path]:
+    """To one file or one a stage, none of which is there."""
+    from gracetune.adapters.files import stage_files, write_stages
+
+    for file in stage_files(out, adapter, form).values():
+        demand_file(file)
+    return write_stages(out, adapter, form, about_of(args, adapter, stage), dtype_of(args))
 
 
 def demand_new_folder(out: Path, model: Path) -> None:

@@ -18,6 +18,7 @@ from gracetune.cli.adapter_args import (
     read,
     show,
     table_of,
+    write_new,
 )
 from gracetune.errors import AdapterError
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def merge(args: argparse.Namespace) -> int:
     """Several adapters into one, or one and more into a model."""
-    from gracetune.adapters.files import interchange_form, write_stages
+    from gracetune.adapters.files import interchange_form
     from gracetune.adapters.lowrank import combine
     from gracetune.adapters.names import form_named
 
@@ -50,8 +51,7 @@ def merge(args: argparse.Namespace) -> int:
     pairs = [(adapter, s) for (adapter, _), s in zip(given, strengths, strict=True)]
     adapter, cut = combine(pairs, rank, generator())
     form = form_named(args.to) if args.to else interchange_form(adapter)
-    about = about_of(args, adapter, given[0][1])
-    written = write_stages(args.out, adapter, form, about, dtype_of(args))
+    written = write_new(args, args.out, adapter, form, given[0][1])
     lines = [*cut_lines(cut), *(f"{form.name}: {path}" for path in written)]
     told = {
         "form": form.name,

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from gracetune.config.environment import PRECISION, environment_settings, process_environment
 from gracetune.config.explain import explain, locate
-from gracetune.config.rules import breaches, remarks
+from gracetune.config.remarks import remarks
+from gracetune.config.rules import breaches
 from gracetune.config.schema import RunFile
 from gracetune.config.text import parse_text, walk
 from gracetune.config.translate import Draft, imply, override, translate

@@ -72,8 +72,8 @@ def outline(
     if section.family not in PUBLISHED:
         raise ConfigError(
             f"model.family is {section.family!r}; the planner knows the shapes of "
-            f"{', '.join(sorted(PUBLISHED))}. `gracetune train` plans others from the model that it "
-            "has loaded; in Python, gracetune.plan.trace.trace_model takes a Subject that names "
+            f"{', '.join(sorted(PUBLISHED))}. `gracetune train` plans others from the model that "
+            "it has loaded; in Python, gracetune.plan.trace.trace_model takes a Subject that names "
             "the model's blocks."
         )
     published = PUBLISHED[section.family]

@@ -116,6 +116,8 @@ def test_convert_splits_and_joins_stages(capsys, tmp_path):
         "run_high_noise.safetensors",
         "run_low_noise.safetensors",
     ]
+    words = ("convert", path, "--to", "kohya", "-o", tmp_path / "run.safetensors")
+    assert "run_high_noise.safetensors is there already" in _error(capsys, *words)
     back = tmp_path / "again.safetensors"
     high, low = found["files"]
     run(capsys, "convert", low, high, "--to", "ai-toolkit-combined", "-o", back)

@@ -1,6 +1,7 @@
 import pytest
 
-from gracetune.config.rules import breaches, check_trainable, remarks
+from gracetune.config.remarks import remarks
+from gracetune.config.rules import breaches, check_trainable
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 

@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_planned_is_refused(
 
 
 def test_an_unknown_family_is_told_which_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"'sdxl'.*flux, qwen_image, tiny, wan22.*plan: off"):
+    with pytest.raises(ConfigError, match=r"'sdxl'.*flux, qwen_image, tiny, wan22.*trace_model"):
         outline(ModelSection(family="sdxl"), SQUARE)
 
 
