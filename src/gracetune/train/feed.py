@@ -124,6 +124,9 @@ def _build_feed(
     identity = family.identity()
     sources = {d.id: one.source for d, one in zip(run.datasets, prepared, strict=True)}
     texts = Texts(family, groups, sources, recipes)
+    if family.takes_control and any(mode_of(d) != "static" for d in run.datasets):
+        text = "texts of edits show each control as the first epoch draws it, in every epoch"
+        tell(Notice(f"{text}; augmentations_cache_mode: static draws both alike", level="warning"))
     fill = partial(fill_text, stores.text, texts.names, texts.encode, identity["text"], tell)
     fill(ranks)
     text_keys = [text_key(name, identity["text"]) for name in sorted(texts.names)]
@@ -208,8 +211,10 @@ def _hot(
     counts: defaultdict[str, float] = defaultdict(float)
     for group in trained:
         for sample in group.samples:
-            counts[name_of(EMPTY, sample, group.size)] += group.repeats * group.caption_dropout
-            counts[name_of(sample.caption, sample, group.size)] += group.repeats
+            for epoch in name_of.epochs(sample):
+                empty = name_of(EMPTY, sample, group.size, epoch)
+                counts[empty] += group.repeats * group.caption_dropout
+                counts[name_of(sample.caption, sample, group.size, epoch)] += group.repeats
     row = sorted(counts, key=lambda caption: (-counts[caption], caption))
     asked = run.cache_config.device_budget_gb
     budget = mover.device_nbytes // HOT_SHARE if asked is None else int(asked * GIB)
@@ -235,7 +240,7 @@ def _loader_of(
     """A function from draws to a batch on the device."""
 
     def load(draws: Sequence[Draw]) -> Batch:
-        names = [name_of(draw.caption, draw.sample, draw.size) for draw in draws]
+        names = [name_of(draw.caption, draw.sample, draw.size, draw.epoch) for draw in draws]
         texts = hot.all_of(names) or server.texts_of(names)
         beside = family.stack_text(texts)
         weights = server.weights_of(draws)

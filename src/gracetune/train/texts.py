@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
+from gracetune.cache.generations import NO_EPOCH, mode_of
 from gracetune.data.recipe import render_control
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class About(NamedTuple):
     caption: str
     sample: Sample
     size: Shape
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,22 @@ class Names:
     family: Family
     recipes: Recipes
 
-    def __call__(self, caption: str, sample: Sample, size: Shape) -> str:
-        """The caption alone, or with the control, as it is fitted to the sample's bucket."""
+    def __call__(self, caption: str, sample: Sample, size: Shape, epoch: int = NO_EPOCH) -> str:
+        """The caption alone, or with the control, as an epoch fits it to the sample's bucket."""
         if not self.family.takes_control:
             return caption
-        fitted = f"{self.recipes(sample).name} {'x'.join(map(str, size))}"
+        epoch = epoch if self._follows(sample) else NO_EPOCH
+        fitted = f"{self.recipes(sample, epoch).name} {'x'.join(map(str, size))}"
         return f"{caption} [control {_control(sample).digest} {fitted}]"
+
+    def epochs(self, sample: Sample) -> range:
+        """Those whose texts differ; later ones are like one of them."""
+        section = self.recipes.sections[sample.dataset]
+        return range(section.variants if self.family.takes_control else 1)
+
+    def _follows(self, sample: Sample) -> bool:
+        """Whether texts are encoded for every draw: where draws have no end, they cannot be."""
+        return mode_of(self.recipes.sections[sample.dataset]) == "static"
 
 
 class Texts:
@@ -60,9 +73,9 @@ class Texts:
         name_of = Names(family, recipes)
         for group in groups:
             for sample in group.samples:
-                for caption in (sample.caption, EMPTY):
-                    name = name_of(caption, sample, group.size)
-                    self._about.setdefault(name, About(caption, sample, group.size))
+                for caption, epoch in product((sample.caption, EMPTY), name_of.epochs(sample)):
+                    name = name_of(caption, sample, group.size, epoch)
+                    self._about.setdefault(name, About(caption, sample, group.size, epoch))
 
     @property
     def names(self) -> list[str]:
@@ -80,7 +93,8 @@ class Texts:
     def _picture(self, one: About) -> Tensor:
         data = self._sources[one.sample.dataset].read(_control(one.sample).key)
         size = (one.size[0], one.size[1])
-        return render_control(data, self._recipes(one.sample), size, self._recipes.decoders)
+        recipe = self._recipes(one.sample, one.epoch)
+        return render_control(data, recipe, size, self._recipes.decoders)
 
 
 def _control(sample: Sample) -> Companion:

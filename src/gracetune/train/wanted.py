@@ -59,10 +59,11 @@ def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> 
         opened = open_dataset(section, index, tell, ledger)
         plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
         wanted |= {
-            text_key(name_of(caption, sample, size), identity["text"])
+            text_key(name_of(caption, sample, size, epoch), identity["text"])
             for size, samples in plan.buckets.items()
             for sample in samples
             for caption in (sample.caption, EMPTY)
+            for epoch in name_of.epochs(sample)
         }
         if mode_of(section) == "disable_cache":
             continue

@@ -45,3 +45,19 @@ def test_one_control_in_two_buckets_is_encoded_for_each():
     assert len(texts.names) == 4  # with the caption and without, in both
     assert len(Texts(family(False), groups, {}, recipes()).names) == 2
     assert EMPTY in Texts(family(False), groups, {}, recipes()).names
+
+
+def test_a_control_is_encoded_for_each_variant_and_for_the_first_of_draws_without_end():
+    flips = {"augmentations": [{"name": "flip"}]}
+    group = Group((SAMPLE,), 1, 0.0, (64, 64))
+    drawn = recipes(variants=8, **flips)
+    name_of, texts = Names(family(True), drawn), Texts(family(True), [group], {}, drawn)
+    asked = {name_of("make it red", SAMPLE, (64, 64), epoch) for epoch in range(20)}
+    assert len(asked) == 2  # flipped, and not
+    assert asked < set(texts.names)
+
+    endless = recipes(augmentations_cache_mode="refresh_each_epoch", **flips)
+    name_of = Names(family(True), endless)
+    asked = {name_of("make it red", SAMPLE, (64, 64), epoch) for epoch in range(20)}
+    assert asked == {name_of("make it red", SAMPLE, (64, 64))}
+    assert asked < set(Texts(family(True), [group], {}, endless).names)
