@@ -348,6 +348,7 @@ def _fusable(layer: LoraLinear) -> bool:
     names = list(layer.lora_A)
     return (
         (type(base) is nn.Linear or type(base) is Fp8Linear)
+        and not any(parameter.requires_grad for parameter in base.parameters())
         and len(names) == 1
         and isinstance(layer.lora_dropout[names[0]], nn.Identity)
         and not layer.use_dora[names[0]]

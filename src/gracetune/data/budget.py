@@ -28,10 +28,7 @@ WATCH_NBYTES = 256 * MIB
 def host_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
     """Bytes that could be staged now; negative where the reserve is gone already."""
     host = read_host(proc, sys, os.sysconf("SC_PAGE_SIZE"))
-    total, available = host.total_bytes, host.available_bytes
-    if host.limit_bytes is not None:
-        total, available = min(total, host.limit_bytes), min(available, host.limit_bytes)
-    return available - min(RESERVE_NBYTES, int(RESERVE_SHARE * total))
+    return host.room_bytes() - min(RESERVE_NBYTES, int(RESERVE_SHARE * host.size_bytes()))
 
 
 class Budget:

@@ -51,7 +51,7 @@ def measure(log: Path, warmup_steps: int) -> Measured:
     """Read a run's log. Where a resumed run repeats a step, the later line counts."""
     steps: dict[int, tuple[float, float, float]] = {}
     device_peak = host_peak = 0
-    waited: float | None = None
+    waited: list[float] = []  # of each process: it counts from its own beginning
     started: dict[str, object] = {}
     for record in read_events(log):
         kind = record["event"]
@@ -63,9 +63,10 @@ def measure(log: Path, warmup_steps: int) -> Measured:
             device_peak = max(device_peak, int(_number(record, "device_peak")))
             host_peak = max(host_peak, int(_number(record, "host")))
         elif kind == KINDS[BatchesFed]:
-            waited = _number(record, "waited_s")
+            waited[-1:] = [_number(record, "waited_s")]
         elif kind == KINDS[RunStarted]:
             started = record
+            waited += [0.0] if waited else []
     counted = [steps[step] for step in sorted(steps)][warmup_steps:]
     if not counted:
         raise DataError(
@@ -83,7 +84,7 @@ def measure(log: Path, warmup_steps: int) -> Measured:
             step_p99_s=percentile(seconds_each, 0.99),
             device_peak_bytes=device_peak,
             host_peak_bytes=host_peak,
-            wait_share=None if waited is None else waited / in_steps,
+            wait_share=sum(waited) / in_steps if waited else None,
             loss=sum(losses) / len(losses),
         ),
         steps=len(counted),

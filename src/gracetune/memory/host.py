@@ -44,6 +44,25 @@ class HostFacts:
     coherent_memory_mode: str = ""
     """The NVIDIA module's parameter: `driver` is CDMM; empty: default, or no module."""
 
+    has_gpus: bool = False
+    """Whether the NVIDIA module is there."""
+
+    def foreign_nodes(self) -> tuple[NumaNode, ...]:
+        """Memory without CPUs: beside GPUs it is theirs, or may be, as no driver was asked."""
+        return tuple(node for node in self.nodes if self.has_gpus and not node.has_cpus)
+
+    def room_bytes(self) -> int:
+        """What a process could still take of the host's own memory."""
+        available = self.available_bytes - sum(n.available_bytes for n in self.foreign_nodes())
+        if self.limit_bytes is not None:
+            available = min(available, self.limit_bytes)
+        return max(0, available)
+
+    def size_bytes(self) -> int:
+        """All of the host's own memory that a process may take."""
+        total = self.total_bytes - sum(node.total_bytes for node in self.foreign_nodes())
+        return total if self.limit_bytes is None else min(total, self.limit_bytes)
+
 
 def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
     """Read the facts; `page_bytes` is `os.sysconf("SC_PAGE_SIZE")` on the machine itself."""
@@ -61,6 +80,7 @@ def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
         nodes=_nodes(sys / "devices/system/node"),
         limit_bytes=_cgroup_leaves(proc, sys / "fs/cgroup"),
         coherent_memory_mode=_coherent_mode(proc / "driver/nvidia/params"),
+        has_gpus=(proc / "driver/nvidia").is_dir(),
     )
 
 

@@ -173,7 +173,7 @@ class MemorySession:
         if not isinstance(self._pool, UnifiedPool):
             return self.stages.state.stage
         device = self.machine.platform.device
-        reading = read_memory(device, read_this_host().available_bytes)
+        reading = read_memory(device, read_this_host().room_bytes())
         return self.stages.observe(reading) if act else self.stages.look(reading)
 
     def stats(self) -> Stats:

@@ -93,16 +93,25 @@ def fill(regions: Sequence[Region], allocate: Callable[[int], Tensor]) -> list[T
     return pieces
 
 
+def seen(parameter: Tensor) -> tuple[int, int]:
+    """Where a parameter is, and how often torch knows it to have been written to."""
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
+
+
 def bring_rest(model: nn.Module, regions: Iterable[Region], device: torch.device) -> None:
     """What is not streamed must be on the device: adapters, buffers, the rest of the model."""
     streamed = {place.parameter for region in regions for place in region.places}
     for parameter in model.parameters():
         if parameter not in streamed and parameter.device != device:
             parameter.data = parameter.data.to(device)
+    brought: dict[Tensor, Tensor] = {}  # one buffer may have several names
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer.device == device:
+                continue
+            if buffer not in brought:
+                brought[buffer] = buffer.to(device)
+            module._buffers[name] = brought[buffer]
 
 
 def put_back(regions: Iterable[Region], device: torch.device) -> None:

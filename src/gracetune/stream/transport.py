@@ -37,9 +37,7 @@ def room_for(limit_nbytes: int | None, taken_nbytes: int) -> int:
     """What is left of a limit; without one, of what the host and our container have."""
     if limit_nbytes is not None:
         return limit_nbytes - taken_nbytes
-    host = read_this_host()
-    limit = host.available_bytes if host.limit_bytes is None else host.limit_bytes
-    return min(host.available_bytes, limit) - HOST_RESERVE
+    return read_this_host().room_bytes() - HOST_RESERVE
 
 
 class Transport:

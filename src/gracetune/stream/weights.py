@@ -28,7 +28,7 @@ from gracetune.events.types import Notice
 from gracetune.stream.growth import Growth
 from gracetune.stream.movers import StreamError
 from gracetune.stream.schedule import Pass, Schedule
-from gracetune.stream.slab import bring_rest, fill, lay_out, put_back
+from gracetune.stream.slab import bring_rest, fill, lay_out, put_back, seen
 from gracetune.stream.slots import Lease, Slots
 
 if TYPE_CHECKING:
@@ -136,12 +136,12 @@ class Ring:
         self._tell = tell
         self._poison = poison
         self._host = fill(self._regions, mover.host_memory)
-        self._addresses = {
-            place.parameter: place.parameter.data_ptr()
+        self._seen = {
+            place.parameter: seen(place.parameter)
             for region in self._regions
             for place in region.places
         }
-        """Where parameters must still be: whoever moves them means something that we do not do."""
+        """As parameters must still be: whoever changes them means something that we do not do."""
         bring_rest(model, self._regions, mover.device)
         self._slots = Slots(mover, max(region.nbytes for region in self._regions), slots)
         self._growth: Growth | None = None
@@ -315,13 +315,14 @@ class Ring:
                     f"weight {place.name!r} is to be trained, but it is streamed and would not "
                     "change. Choose what is trained before stream_weights(), or close() the ring."
                 )
-            in_place = parameter.data_ptr() == self._addresses[parameter]
+            in_place = seen(parameter) == self._seen[parameter]
             for lookup, name in place.homes:
                 in_place &= lookup[name] is parameter
             if not in_place:
                 raise StreamError(
-                    f"weight {place.name!r} was moved or replaced while it is streamed. close() "
-                    "the ring before model.to(), or before loading or exchanging weights."
+                    f"weight {place.name!r} was moved, replaced or written to while it is "
+                    "streamed. close() the ring before model.to(), or before loading, merging or "
+                    "exchanging weights."
                 )
 
     def _rest(self) -> None:

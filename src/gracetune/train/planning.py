@@ -221,7 +221,5 @@ def _host_nbytes(run: RunFile, family: Family) -> int:
 
 
 def _host_free_nbytes(family: Family) -> int:
-    host = read_this_host()
-    left = host.available_bytes if host.limit_bytes is None else host.limit_bytes
-    free = int(min(host.available_bytes, left) * (1 - HOST_RESERVE_SHARE))
+    free = int(read_this_host().room_bytes() * (1 - HOST_RESERVE_SHARE))
     return free + _leaving_nbytes(family)

@@ -56,6 +56,14 @@ def gradients(model, x):
     return [y.detach(), x.grad, *trained]
 
 
+def test_what_is_trained_of_the_layer_itself_is_left_to_peft():
+    model = make(bias="all")
+    assert model.inner.base_layer.bias.requires_grad
+    assert fuse_lora(model) == 1  # the other has no bias
+    gradients(model, torch.randn(3, 32))
+    assert model.inner.base_layer.bias.grad is not None
+
+
 def test_what_was_fused_can_be_as_it_was_and_fused_again():
     model, x = make(torch.bfloat16), torch.randn(3, 32, dtype=torch.bfloat16)
     expected = gradients(make(torch.bfloat16), x)

@@ -96,6 +96,17 @@ def test_a_repeated_step_counts_once_and_nothing_fed_is_no_wait(tmp_path: Path) 
     assert (found.samples_per_s, found.wait_share, found.loss) == (8.0, None, 3.0)
 
 
+def test_each_process_of_a_run_waits_for_itself(tmp_path: Path) -> None:
+    started = RunStarted("out", "tiny", 1, 6, 0, 64, "cuda:0", "bf16")
+    fed = [BatchesFed(n, 6, 0, 0, 0, 1, 0, waited, 0.0, 1) for n, waited in ((1, 1.0), (2, 5.0))]
+    path = log(
+        tmp_path / "e",
+        *(started, step(1, 5.0), fed[0], step(2, 5.0), fed[1]),
+        *(started, step(3, 5.0), step(4, 5.0), fed[1]),
+    )
+    assert measure(path, 0).measures.wait_share == pytest.approx(10.0 / 20.0)
+
+
 def test_a_log_without_a_step_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="3 of them are warm-up"):
         measure(log(tmp_path / "e", step(1, 1.0), step(2, 1.0)), 3)

@@ -176,6 +176,19 @@ def test_a_numa_node_the_driver_announces_without_a_number_is_none() -> None:
     assert platform.device_node is None
 
 
+def test_memory_of_gpus_is_no_room_for_a_process() -> None:
+    nodes = (
+        NumaNode(0, 480 * GIB, 40 * GIB, has_cpus=True),
+        NumaNode(1, 96 * GIB, 90 * GIB, has_cpus=False),
+    )
+    host = HostFacts(576 * GIB, 130 * GIB, 4096, nodes, has_gpus=True)
+    assert (host.room_bytes(), host.size_bytes()) == (40 * GIB, 480 * GIB)
+    alone = dataclasses.replace(host, has_gpus=False)  # memory of another kind, which is the host's
+    assert (alone.room_bytes(), alone.size_bytes()) == (130 * GIB, 576 * GIB)
+    limited = dataclasses.replace(host, limit_bytes=8 * GIB)
+    assert (limited.room_bytes(), limited.size_bytes()) == (8 * GIB, 8 * GIB)
+
+
 def test_gpu_nodes_never_make_host_memory_negative() -> None:
     nodes = (NumaNode(1, 2 * GIB, 2 * GIB, has_cpus=False),)
     host = HostFacts(3 * GIB, GIB, 4096, nodes)

@@ -109,16 +109,27 @@ def test_a_weight_that_was_replaced(told):
     twin, _ = streamed(made(), told)
     new = nn.Parameter(torch.zeros(12, 24), requires_grad=False)
     twin.blocks[2].down.weight = new
-    with pytest.raises(StreamError, match=r"'blocks\.2\.down\.weight' was moved or replaced"):
+    with pytest.raises(StreamError, match=r"'blocks\.2\.down\.weight' was moved, replaced"):
         step(twin, 0)
     assert twin.blocks[2].down.weight is new, "theirs is not undone"
+
+
+def test_a_weight_that_was_loaded_anew(told):
+    """What sits in a slot would go on with the old bytes."""
+    twin, ring = streamed(made(), told)
+    step(twin, 0)
+    twin.load_state_dict({name: t + 1 for name, t in twin.state_dict().items()})
+    with pytest.raises(StreamError, match="was moved, replaced or written to"):
+        step(twin, 1)
+    ring.close()
+    step(twin, 1)
 
 
 def test_a_model_that_is_converted(told):
     twin, ring = streamed(made(), told)
     step(twin, 0)
     twin.to(torch.bfloat16)
-    with pytest.raises(StreamError, match="was moved or replaced"):
+    with pytest.raises(StreamError, match="was moved, replaced or written to"):
         twin(torch.randn(1, 5, 4, dtype=torch.bfloat16))
     ring.close()
     assert twin(torch.randn(1, 5, 4, dtype=torch.bfloat16)).isfinite().all()

@@ -5,7 +5,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.stream.movers import SynchronousMover
-from gracetune.stream.slab import SMALL, fill, lay_out
+from gracetune.stream.slab import SMALL, bring_rest, fill, lay_out
 from gracetune.stream.weights import stream_weights
 
 BLOCKS = 4
@@ -88,3 +88,14 @@ def test_what_is_small_in_one_block_and_not_in_another_streams_in_both():
     model = nn.Sequential(wide(tied=little[0].bias), little)
     names = [[place.name for place in region.places] for region in lay_out(model, list(model))]
     assert names == [["0.0.weight", "0.0.bias"], ["1.0.weight", "1.0.bias"]]
+
+
+def test_a_buffer_of_two_names_is_brought_once_for_both():
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    shared = torch.zeros(3)
+    for module, name in ((model[0], "a"), (model[0], "b"), (model[1], "c")):
+        module.register_buffer(name, shared)
+    bring_rest(model, [], torch.device("meta"))
+    assert model[0].a.device.type == "meta"
+    assert model[0].a is model[0].b
+    assert model[0].a is model[1].c
