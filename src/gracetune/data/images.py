@@ -88,8 +88,10 @@ def probe(data: bytes) -> tuple[int, int]:
     return (height, width) if orientation in _ON_ITS_SIDE else (width, height)
 
 
-def decode(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE) -> Image.Image:
-    """The picture as an RGB image: orientation applied, profile to sRGB, alpha over white.
+def decode(
+    data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE, paper: str = "white"
+) -> Image.Image:
+    """The picture as an RGB image: orientation applied, profile to sRGB, alpha over the paper.
 
     With `least`, a JPEG may come out smaller than it is, but in both edges no smaller than that.
     """
@@ -97,7 +99,7 @@ def decode(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE) -> Ima
         image, orientation = _open(data)
         profile = image.info.get("icc_profile")
         image = _load(image, data, decoders, least[::-1] if orientation in _ON_ITS_SIDE else least)
-        image = _over_white(_to_srgb(_eight_bits(image), profile))
+        image = _over(paper, _to_srgb(_eight_bits(image), profile))
         return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
@@ -308,11 +310,11 @@ def _plain_mode(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _over_white(image: Image.Image) -> Image.Image:
+def _over(colour: str, image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode != "RGBA":
         return image.convert("RGB")
-    paper = Image.new("RGB", image.size, "white")
+    paper = Image.new("RGB", image.size, colour)
     paper.paste(image, mask=image.getchannel("A"))
     return paper

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from gracetune.data.folder import data_dir
-from gracetune.data.shards import find_shards
+from gracetune.data.shards import find_shards, stems
 from gracetune.errors import DataError
 
 try:
@@ -58,7 +57,8 @@ def open_parquet(section: DatasetSection, setting: str, tell: Tell) -> TableSour
     """The source of `parquet`: one file, a folder of them, or a pattern."""
     address = data_dir(section, setting)
     shards = find_shards(address, ".parquet", section.remote, setting)
-    parts = [_part(shard, f"{setting}.instance_data_dir") for shard in shards]
+    name = f"{setting}.instance_data_dir"
+    parts = [_part(shard, stem, name) for shard, stem in zip(shards, stems(shards), strict=True)]
     origin = f"the parquet files of {address}"
     return TableSource(parts, origin, setting, section.columns.image, section.columns.caption)
 
@@ -80,7 +80,7 @@ def read_caption_table(data: bytes, where: str) -> Sequence[tuple[str, str]]:
     return [(str(name), text or "") for name, text in zip(*columns, strict=True)]
 
 
-def _part(shard: Shard, setting: str) -> Part:
+def _part(shard: Shard, name: str, setting: str) -> Part:
     try:
         with shard.open(_AHEAD_NBYTES) as opened, pq.ParquetFile(opened) as file:
             footer, schema = file.metadata, file.schema_arrow
@@ -90,4 +90,4 @@ def _part(shard: Shard, setting: str) -> Part:
             "it."
         ) from error
     groups = [RowGroup(shard, footer, number) for number in range(footer.num_row_groups)]
-    return Part(PurePosixPath(shard.name).stem, shard.folder, schema, groups, shard.stamp())
+    return Part(name, shard.folder, schema, groups, shard.stamp())

@@ -180,7 +180,9 @@ def _changed(
 ) -> Image.Image:
     # A crop or a turn takes a part of the picture, so reducing it first could blur the result.
     whole = not recipe.fast or bool(recipe.draw.steps)
-    image = decode(data, decoders, WHOLE if whole else size)
+    # A mask is drawn white on nothing: white paper would leave nothing of it to see.
+    paper = "black" if kind in ("mask", "inverted mask") else "white"
+    image = decode(data, decoders, WHOLE if whole else size, paper)
     if kind in ("image", "control"):
         return augment.apply(recipe.draw, image, kind)
     # Before the warp: what is erased is black in a mask, whichever way round the file is.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gracetune.data import audio, images, video
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _ENDINGS = (
     (0, b"ID3", ".mp3"),
 )
 """Where a format writes its name, and the ending that goes with it."""
+_KNOWN = images.EXTENSIONS | video.EXTENSIONS | audio.EXTENSIONS
+"""Any other ending of a path says nothing: `x.jpg?width=512`, or the 2 of `scan v1.2`."""
 
 
 class Group(Protocol):
@@ -92,6 +95,7 @@ class TableSource:
         schema = parts[0].schema
         self._image = image_column(schema, image, f"{setting}.columns.image", origin)
         self._caption = caption_column(schema, caption, f"{setting}.columns.caption", origin)
+        _demand_distinct(parts, origin, f"{setting}.instance_data_dir")
         self._places: dict[str, _Place] = {}
         for number, part in enumerate(parts):
             self._list(number, part)
@@ -184,6 +188,18 @@ class _Last(threading.local):
     column: pa.ChunkedArray = None
 
 
+def _demand_distinct(parts: Sequence[Part], origin: str, setting: str) -> None:
+    """Keys begin with the names of parts: with one name twice, rows would take others' places."""
+    seen: set[str] = set()
+    for part in parts:
+        if part.name in seen:
+            raise DataError(
+                f"{setting}: {origin} have two files that are called {part.name!r} but for their "
+                "ending. Rename one of them."
+            )
+        seen.add(part.name)
+
+
 def image_column(schema: pa.Schema, asked: str | None, setting: str, origin: str) -> str:
     """The column of bytes: the one asked for, else by its type and the usual names."""
     fitting = [field.name for field in schema if _holds_bytes(field.type)]
@@ -228,12 +244,13 @@ def _data_and_path(value: object) -> tuple[bytes | None, str | None]:
 
 
 def _endings_by_path(group: Group, schema: pa.Schema, name: str) -> list[str] | None:
-    """The endings of the paths that rows keep beside their bytes, where they do."""
+    """The known endings of the paths that rows keep beside their bytes, where they do."""
     kind = schema.field(name).type
     if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
         return None
     paths = group.column(f"{name}.path").to_pylist()
-    return [PurePosixPath(path).suffix.lower() if path else "" for path in paths]
+    endings = (PurePosixPath(path or "").suffix.lower() for path in paths)
+    return [ending if ending in _KNOWN else "" for ending in endings]
 
 
 def _usual_ending(column: pa.ChunkedArray) -> str:

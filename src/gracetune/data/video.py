@@ -37,7 +37,10 @@ _HAIR_S = 1.5e-3
 _SEEK_S = 1.0
 _HD_HEIGHT = 720
 """From here on colours that are not said are BT.709, below BT.601: what every player assumes."""
-_BT709, _UNSAID = 1, 2
+_BT709, _UNSAID, _BT2020, _BT2020_CONSTANT = 1, 2, 9, 10
+"""As frames number them; of the two of BT.2020 swscale has the first, and nobody uses the other."""
+_SEEK_FURTHER_S = (0.0, 1.0, 5.0, 30.0)
+"""Pictures after a key frame may need one before it: then the decoder begins later than sought."""
 _TURNS = {
     90: Image.Transpose.ROTATE_90,
     180: Image.Transpose.ROTATE_180,
@@ -73,7 +76,7 @@ def probe_video(data: bytes) -> VideoFacts:
         first = next(_frames(container, stream), None)
         if first is None:
             raise UnreadableSampleError("the video has no frames")
-        width, height = first.frame.width, first.frame.height
+        width, height = _shown_width(first.frame, stream), first.frame.height
         if first.frame.rotation % 180:
             width, height = height, width
     with opened(data, "video") as container:
@@ -113,10 +116,11 @@ def decode_video(
     start = clip * max(0.0, facts.seconds - num_frames / fps) if facts else 0.0
     pictures: list[Tensor] = []
     with opened(data, "video") as container:
+        stream = _stream(container)
         shown: VideoFrame | None = None
-        for frame in _shown(container, _stream(container), start, num_frames, fps):
+        for frame in _shown(container, stream, start, num_frames, fps):
             if frame is not shown:
-                image = _upright(frame)
+                image = _upright(frame, stream)
                 by_torch = lanczos == "torch"
                 fitted = (
                     fit_pixels(np.array(image), *size, crop)
@@ -148,8 +152,9 @@ def _frames(container: InputContainer, stream: VideoStream) -> Iterator[_Timed]:
     """In the order of their times; those without one follow each other evenly."""
     rate = float(stream.average_rate or stream.guessed_rate or 24)
     for number, frame in enumerate(container.decode(stream)):
-        if frame.width * frame.height > MAX_PIXELS:
-            raise UnreadableSampleError(f"frame {number} has {frame.width}x{frame.height} pixels")
+        width = max(frame.width, _shown_width(frame, stream))
+        if width * frame.height > MAX_PIXELS:
+            raise UnreadableSampleError(f"frame {number} has {width}x{frame.height} pixels")
         if frame.is_corrupt:
             raise UnreadableSampleError(f"frame {number} is damaged")
         yield _Timed(number / rate if frame.time is None else frame.time, frame)
@@ -165,10 +170,14 @@ def _shown(
         return
     begin = current.time + start
     if start > _SEEK_S and stream.time_base:
-        container.seek(int(begin / stream.time_base), stream=stream, backward=True)
-        frames = _frames(container, stream)
-        current = next(frames, None) or current
-        if current.time > begin + _HAIR_S:
+        for further in _SEEK_FURTHER_S:
+            moment = max(begin - further, 0.0)
+            container.seek(int(moment / stream.time_base), stream=stream, backward=True)
+            frames = _frames(container, stream)
+            current = next(frames, None) or current
+            if current.time <= begin + _HAIR_S:
+                break
+        else:
             raise UnreadableSampleError("its index is wrong: seeking leads past the moment sought")
     ahead = next(frames, None)
     length = 1 / fps
@@ -182,11 +191,23 @@ def _shown(
         yield current.frame
 
 
-def _upright(frame: VideoFrame) -> Image.Image:
-    bt709 = frame.colorspace == _BT709 or (
-        frame.colorspace == _UNSAID and frame.height >= _HD_HEIGHT
+def _upright(frame: VideoFrame, stream: VideoStream) -> Image.Image:
+    pixels = frame.to_ndarray(
+        format="rgb24", width=_shown_width(frame, stream), src_colorspace=_matrix(frame)
     )
-    pixels = frame.to_ndarray(format="rgb24", src_colorspace="ITU709" if bt709 else "ITU601")
     image = Image.fromarray(pixels)
     turn = _TURNS.get(frame.rotation % 360)
     return image if turn is None else image.transpose(turn)
+
+
+def _shown_width(frame: VideoFrame, stream: VideoStream) -> int:
+    """Of a file whose pixels are not square, players widen or narrow the lines."""
+    return max(1, round(frame.width * (stream.sample_aspect_ratio or 1)))
+
+
+def _matrix(frame: VideoFrame) -> int | str:
+    """What made the colours luma and chroma, as swscale names it."""
+    if frame.colorspace in (_BT2020, _BT2020_CONSTANT):
+        return _BT2020
+    large_unsaid = frame.colorspace == _UNSAID and frame.height >= _HD_HEIGHT
+    return "ITU709" if frame.colorspace == _BT709 or large_unsaid else "ITU601"

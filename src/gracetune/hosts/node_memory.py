@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from gracetune.events.types import Notice
 from gracetune.hosts.node_log import Entry, Gone, Log, Opened, follow
 from gracetune.hosts.tensor_layout import NoLayoutError, build, lay_out
-from gracetune.hosts.tensor_memory import Held, copied, identity, versions_of
+from gracetune.hosts.tensor_memory import Held, copied, counted, identity, versions_of
 from gracetune.memory.rendezvous import who_can_meet
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ class NodeMemory:
         if memory is None:
             del self._entries[path]
             return None
-        value = build(entry.layout, memory, entry.offset)
+        with counted():
+            value = build(entry.layout, memory, entry.offset)
         held = self._views[path] = Held(value, file, versions_of(value), entry.nbytes)
         return held
 

@@ -55,8 +55,8 @@ class Shelf:
             self._forgotten.add(key)
 
     def _key(self, path: FilePath) -> str | None:
-        """SimpleTuner hands out text, and asks with text or `Path`."""
-        text = os.fspath(path)
+        """SimpleTuner hands out text, and asks with text or `Path`, of any spelling."""
+        text = os.path.abspath(path)
         if not text.startswith(self._prefix):
             return None
         return text[len(self._prefix) :].replace(os.sep, "/")

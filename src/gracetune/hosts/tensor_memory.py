@@ -12,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 FilePath = str | os.PathLike[str]
 Identity = tuple[int, int, int]
@@ -71,10 +72,11 @@ class TensorMemory:
                 return copied(held.value)
             self._drop(path)
             self.misses += 1
-        value = load(path)
-        # A file that was replaced while it was read is not kept: nobody can say which one it is.
-        if file is not None and identity(path) == file:
-            value = self._keep(path, value, file)
+        with counted():
+            value = load(path)
+            # A file that was replaced while it was read is not kept: nobody can say which it is.
+            if file is not None and identity(path) == file:
+                value = self._keep(path, value, file)
         return value
 
     def forget(self, path: FilePath) -> None:
@@ -119,6 +121,11 @@ def tensors(value: object) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for each in value for tensor in tensors(each)]
     return []
+
+
+def counted() -> AbstractContextManager[None]:
+    """Tensors made here count their writes, which those made in inference mode do not."""
+    return torch.inference_mode(mode=False)
 
 
 def versions_of(value: object) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from gracetune.data import buckets
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
+from gracetune.data.images import CENTRE
 from gracetune.errors import CacheError
 from gracetune.train.texts import EMPTY
 from gracetune.train.wanted import cache_root
@@ -184,8 +185,7 @@ def _place_of(stem: str, places: Places) -> _Place:
 
 def _demand_ours(path: Path, entry: ForeignEntry, places: Places, family: Family) -> _Place:
     place = _place_of(entry.stem, places)
-    if place.picture.recipe.draw.steps:
-        raise CacheError("the run augments this picture, and the entry does not say how it was")
+    _demand_plain(place.picture)
     if not place.file.is_file() or place.file.stat().st_mtime > path.stat().st_mtime:
         raise CacheError("the picture is newer than the entry, or is not a file here")
     if "latents" not in entry.tensors:
@@ -196,6 +196,23 @@ def _demand_ours(path: Path, entry: ForeignEntry, places: Places, family: Family
         raise CacheError(f"its latents are {shape}; {family.name} makes {expected} here")
     _demand_geometry(entry.made_by, place.picture.size)
     return place
+
+
+def _demand_plain(picture: Picture) -> None:
+    """Keys name the crop and the clip of the run; what theirs are is known of centre crops only."""
+    recipe, name = picture.recipe, picture.sample.dataset
+    if recipe.draw.steps:
+        raise CacheError("the run augments this picture, and the entry does not say how it was")
+    if recipe.crop != CENTRE:
+        raise CacheError(
+            f"crop of the data set {name!r} is not center, and their entries are centre crops: "
+            "set it to center, or have the picture encoded"
+        )
+    if recipe.rate:
+        raise CacheError(
+            f"dataset_type of the data set {name!r} is not image, and an entry of a video or a "
+            "sound does not say which frames it is of"
+        )
 
 
 def _demand_geometry(made_by: dict[str, object], size: Shape) -> None:

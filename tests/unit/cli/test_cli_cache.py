@@ -8,12 +8,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from gracetune.cache.fill import Picture
 from gracetune.cache.keys import text_key
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cli.main import main
 from gracetune.config.schema import RunFile
-from gracetune.data.recipe import render
+from gracetune.data.folder import FolderSource
+from gracetune.data.recipe import Recipe, render
+from gracetune.data.sample import Sample
+from gracetune.errors import CacheError
 from gracetune.models.family import load_family
+from gracetune.train.imports import _demand_plain
 
 NUM_PICTURES = 64
 
@@ -234,6 +239,24 @@ def test_entries_that_do_not_fit_are_left_out_by_name_and_reason(root, foreign, 
     every = " ".join(told["left_out"].values())
     for reason in ("another encoder", "newer than the entry", "'stranger'", "like our 'tokens'"):
         assert reason in every
+
+
+@pytest.mark.parametrize("crop", ["top", "random"])
+def test_centre_crops_are_left_out_where_the_run_crops_elsewhere(
+    root, foreign, built, capsys, crop
+):
+    path = write_run(root, built, "elsewhere", crop=crop)
+    told = answer(capsys, "import", path, foreign)
+    assert told["imported"] == []
+    for why in told["left_out"].values():
+        assert "crop of the data set 'shapes' is not center" in why
+
+
+def test_an_entry_of_a_video_does_not_say_which_frames_it_is_of(built):
+    sample = Sample("clips", "a.mp4", "", "abc", 64, 48, "video")
+    picture = Picture(sample, (64, 48, 5), FolderSource(built), Recipe(rate=24.0))
+    with pytest.raises(CacheError, match=r"'clips'.*which frames"):
+        _demand_plain(picture)
 
 
 def test_an_entry_that_two_pictures_could_be_meant_by_is_left_out(root, foreign, built, capsys):

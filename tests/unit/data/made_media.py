@@ -36,13 +36,17 @@ def video_bytes(
     container: str = "mp4",
     codec: str = "libx264",
     colorspace: int | None = None,
+    options: dict[str, str] | None = None,
+    pixel_aspect: Fraction | None = None,
 ) -> bytes:
     import av
 
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as output:
-        stream = output.add_stream(codec, rate=Fraction(fps))
+        stream = output.add_stream(codec, rate=Fraction(fps), options=options)
         stream.pix_fmt = "yuv420p"
+        if pixel_aspect is not None:
+            stream.codec_context.sample_aspect_ratio = pixel_aspect
         if frames:
             stream.height, stream.width = frames[0].shape[:2]
         if colorspace is not None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -25,6 +26,9 @@ from gracetune.data.recipe import (
 from gracetune.data.sample import Sample
 from gracetune.data.video import probe_video
 from gracetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gracetune.data.decoders import Decoders
 
 SAMPLE = Sample("cats", "a.png", "a cat", "abc", 64, 48)
 OTHER = Sample("cats", "b.png", "a cat", "abd", 64, 48)
@@ -126,6 +130,19 @@ def test_masks_and_controls_follow_either_lanczos() -> None:
         assert render_control(control, recipe, (32, 32)).equal(image)
         grey = render_mask(mask, recipe, (32, 32))
         assert float((grey * 2 - 1 - image[:1]).abs().max()) <= 2.01 / 127.5
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+@pytest.mark.parametrize("decoders", [PILLOW, choose_decoders()], ids=["pillow", "fastest"])
+def test_a_mask_drawn_white_on_nothing_is_black_elsewhere(
+    channels: int, decoders: Decoders
+) -> None:
+    drawn = np.zeros((64, 64, channels), np.uint8)
+    drawn[16:48, 16:48] = 255
+    data = picture_bytes(drawn)
+    mask = render_mask(data, PLAIN, (64, 64), decoders)
+    assert (float(mask.mean()), float(mask[0, 32, 32])) == (0.25, 1.0)
+    assert render_mask(data, PLAIN, (64, 64), decoders, inverted=True).equal(1 - mask)
 
 
 def test_videos_are_rendered_as_the_run_file_says() -> None:

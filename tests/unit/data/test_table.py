@@ -106,6 +106,32 @@ def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
         _parquet(write_parquet(tmp_path / "empty.parquet", image_table([], [])))
 
 
+def test_files_of_one_name_in_two_folders_keep_their_rows(tmp_path: Path) -> None:
+    for split, data in (("train", JPEG), ("test", PNG)):
+        write_parquet(tmp_path / split / "0000.parquet", image_table([data], [split]))
+    source = _parquet(tmp_path)
+    assert source.read("train/0000/row-000000.jpg") == JPEG
+    assert source.read("train/0000/row-000000.txt") == b"train"
+    assert source.read("test/0000/row-000000.png") == PNG
+    assert source.read("test/0000/row-000000.txt") == b"test"
+
+
+def test_files_that_differ_in_their_ending_alone_are_refused(tmp_path: Path) -> None:
+    for ending in ("parquet", "PARQUET"):
+        write_parquet(tmp_path / f"0000.{ending}", image_table([JPEG], [ending]))
+    with pytest.raises(DataError, match=r"datasets\[1\].*two files that are called '0000'"):
+        _parquet(tmp_path)
+
+
+def test_a_path_with_an_unknown_ending_hides_no_row(tmp_path: Path) -> None:
+    paths = ["a.png", "b.jpg?width=512", "scan v1.2", "d.jfif", "e.JPG", None]
+    table = image_table([PNG] * len(paths), ["x"] * len(paths), paths)
+    source = _parquet(write_parquet(tmp_path / "t.parquet", table))
+    pictures = [key for key in source.keys() if not key.endswith(".txt")]  # noqa: SIM118
+    endings = [".png", ".png", ".png", ".png", ".jpg", ".png"]
+    assert pictures == [f"row-{row:06d}{ending}" for row, ending in enumerate(endings)]
+
+
 def test_a_damaged_row_group_makes_its_rows_unreadable(tmp_path: Path) -> None:
     images = [JPEG + bytes([n]) * 20_000 for n in range(4)]
     path = write_parquet(tmp_path / "t.parquet", image_table(images, list("abcd"), ["x.jpg"] * 4))

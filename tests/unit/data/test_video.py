@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,6 +65,33 @@ def test_a_late_clip_of_a_long_video_is_found_by_seeking() -> None:
     assert [round(float(v + 1) * 127.5 / 8) for v in pixels[0, ::10, 8, 8]] == [21, 22, 23]
 
 
+def test_a_clip_that_begins_with_pictures_of_the_group_before_it_is_found() -> None:
+    """Sought there, a decoder of HEVC leaves out what refers to before the key frame."""
+    frames = [np.full((96, 128, 3), n // 10 * 8, np.uint8) for n in range(240)]
+    group = "open-gop=1:keyint=24:min-keyint=24:scenecut=0:bframes=4:b-adapt=0:log-level=none"
+    data = video_bytes(frames, codec="libx265", options={"x265-params": group})
+    for first in range(30, 200):
+        clip = (first / 24 + 1e-4) / (10 - 1 / 24)
+        pixels = decode_video(data, (16, 16), 1, 24.0, clip)
+        assert round(float(pixels[0, 0, 8, 8] + 1) * 127.5 / 8) == first // 10, first
+
+
+def test_pixels_that_are_not_square_are_shown_as_players_do() -> None:
+    frame = np.zeros((48, 48, 3), np.uint8)
+    frame[:, 24:] = 255
+    data = video_bytes([frame] * 5, pixel_aspect=Fraction(2))
+    facts = probe_video(data)
+    assert (facts.width, facts.height) == (96, 48)
+    left = decode_video(data, (48, 48), 1, 24.0, crop=(0.0, 0.5))
+    assert left[0, 0, :, :40].max() < -0.9
+
+
+def test_a_file_whose_pixels_are_absurdly_wide_is_unreadable() -> None:
+    data = video_bytes([np.zeros((480, 640, 3), np.uint8)] * 2, pixel_aspect=Fraction(255))
+    with pytest.raises(UnreadableSampleError, match="frame 0 has 163200x480 pixels"):
+        probe_video(data)
+
+
 def test_a_video_that_is_too_short_is_unreadable() -> None:
     assert len(_levels(CLIP, 60, 24.0)) == 60
     with pytest.raises(UnreadableSampleError, match="ends after 60 of 61 frames at 24 a second"):
@@ -86,7 +114,7 @@ def test_clips_cover_their_bucket_as_pictures_do(lanczos: Lanczos) -> None:
     )
 
 
-@pytest.mark.parametrize("colorspace", [1, 5])
+@pytest.mark.parametrize("colorspace", [1, 5, 9])
 @pytest.mark.parametrize("size", [(64, 48), (1280, 720)])
 def test_colours_are_those_of_the_matrix_that_the_file_names(
     colorspace: int, size: tuple[int, int]

@@ -274,6 +274,60 @@ def test_files_in_the_way_of_a_conflict_are_not_overwritten(conflicting, patches
     assert resume(repo.git).state.stopped is not None
 
 
+@pytest.fixture
+def blocked(grow, patches, module):
+    """A port whose second patch conflicts, and that stopped before it for a file in its way."""
+    repo = grow(
+        {"docs/guide.md": "fork\n", "pkg/one.py": module.replace("b = 2", "b = 9"), "n.py": "n\n"},
+        {"pkg/one.py": module.replace("b = 2", "b = 200")},
+    )
+    extract(repo.git, "fork", "upstream", patches, [("all", "*.py")])
+    repo.run("checkout", "--quiet", "main")
+    (repo.folder / "n.py").write_text("mine\n")
+    with pytest.raises(PortError, match=r"n\.py is not tracked, and the patch would write over it"):
+        begin(repo.git, patches, None, "port", "1", agree)
+    return repo
+
+
+def test_a_refusal_leaves_everything_where_it_was(blocked):
+    assert blocked.run("branch", "--show-current") == "main\n"
+    assert blocked.run("status", "--porcelain", "--untracked-files=no") == ""
+    assert not blocked.git.succeeds("rev-parse", "--verify", "--quiet", "refs/heads/port")
+    (blocked.folder / "n.py").unlink()
+    assert resume(blocked.git).state.stopped is not None
+
+
+def test_going_on_after_a_refusal_takes_no_uncommitted_change(blocked):
+    (blocked.folder / "n.py").unlink()
+    (blocked.folder / "pkg/one.py").write_text("precious\n")
+    with pytest.raises(PortError, match=r"pkg/one\.py: uncommitted, and going on would write over"):
+        resume(blocked.git)
+    assert (blocked.folder / "pkg/one.py").read_text() == "precious\n"
+
+
+def test_going_on_after_a_refusal_drops_no_commit_on_the_ports_branch(blocked):
+    (blocked.folder / "n.py").unlink()
+    blocked.run("checkout", "--quiet", "-b", "port")
+    blocked.run("commit", "--quiet", "--allow-empty", "--message=precious")
+    mine = blocked.run("rev-parse", "port")
+    with pytest.raises(PortError, match="port has commits that are not the port's"):
+        resume(blocked.git)
+    assert blocked.run("rev-parse", "port") == mine
+
+
+def test_a_file_in_the_place_of_a_tracked_folder_is_kept(conflicting, patches):
+    """Git calls the files of the folder deleted, and the new file only untracked."""
+    folder = conflicting.folder
+    for old in (folder / "docs").iterdir():
+        old.unlink()
+    (folder / "docs").rmdir()
+    (folder / "docs").write_text("precious\n")
+    before = conflicting.files()
+    begin(conflicting.git, patches, None, "port", "1", agree)
+    roll_back(conflicting.git, "2", agree)
+    assert conflicting.files() == before
+
+
 def test_patches_that_are_tracked_survive_the_switch(conflicting, patches, module):
     conflicting.run("add", "patches")
     conflicting.run("commit", "--quiet", "--message=patches")

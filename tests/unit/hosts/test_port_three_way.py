@@ -2,6 +2,7 @@
 
 import difflib
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +65,13 @@ def test_settling_every_conflict_for_one_side_keeps_all_of_its_lines(base, ours,
     added = [line for h in hunks(base, ours) for line in ours[h.new_start : h.new_end]]
     for line in set(added):
         assert kept.count(line) >= added.count(line)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_follows_a_last_line_without_an_end_is_a_line_of_its_own(swapped):
+    base, shorter, longer = [b"a\n", b"b\n"], [b"a\n", b"b"], [b"a\n", b"b\n", b"c\n"]
+    merged = merge(base, longer, shorter) if swapped else merge(base, shorter, longer)
+    assert (merged.content, merged.conflicts) == (b"a\nb\nc\n", ())
 
 
 @given(st.binary(max_size=40))

@@ -107,6 +107,17 @@ def test_a_proof_of_another_commit_is_no_proof(ported):
     assert "- [ ] `true`: passed" in checklist(manifest, state, None)
 
 
+def test_a_proof_of_uncommitted_changes_is_no_proof(ported):
+    repo, manifest = ported(Validation(ours=("true",)))
+    (repo.folder / "pkg/two.py").write_text("idea\n")
+    [one] = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
+    assert one.commit == f"{repo.git.commit('port')} with uncommitted changes"
+    page = checklist(manifest, find_state(repo.git), None)
+    short = repo.git.commit("port")[:10]
+    assert f", on {short} with uncommitted changes, which is not the result" in page
+    assert "- [ ] `true`: passed" in page
+
+
 def test_the_checklist_before_and_in_the_middle(grow, module):
     repo = grow(
         {"pkg/one.py": module.replace("a = 1", "a = 10")},

@@ -156,6 +156,15 @@ def test_media_and_captions_are_held_by_absolute_path(shelf):
     assert not held.holds(str(folder / "a.png"))
 
 
+def test_a_path_of_another_spelling_is_the_same_file(shelf, monkeypatch):
+    folder, held = shelf
+    monkeypatch.chdir(folder.parent)
+    assert held.read("pics/a.png") == b"a.png"
+    assert held.read(f"{folder}//sub/../a.png") == b"a.png"
+    held.forget("./pics/a.png")
+    assert not held.holds(folder / "a.png")
+
+
 def test_what_is_written_is_read_from_disk(shelf):
     folder, held = shelf
     served = Served(held, None)
@@ -221,6 +230,16 @@ def test_a_tensor_that_someone_wrote_to_is_read_again(file):
     calls, memory = [], TensorMemory(1000, torch.Tensor.contiguous)
     memory.get(file, loader(calls))["latents"].mul_(2)
     assert torch.equal(memory.get(file, loader(calls))["latents"], torch.ones(4))
+    assert len(calls) == 2
+
+
+def test_tensors_read_in_inference_mode_are_held_and_checked_too(file):
+    calls, memory = [], TensorMemory(1000, torch.Tensor.contiguous)
+    with torch.inference_mode():
+        memory.get(file, loader(calls))
+        memory.get(file, loader(calls))["latents"].mul_(2)
+        assert len(calls) == 1
+        assert torch.equal(memory.get(file, loader(calls))["latents"], torch.ones(4))
     assert len(calls) == 2
 
 

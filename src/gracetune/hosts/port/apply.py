@@ -71,7 +71,7 @@ def begin(
             f"the branch {port_branch} is there already: name another with --branch, or delete it "
             f"with `git branch -D {port_branch}`."
         )
-    dirty = worktree.uncommitted(git)
+    dirty = worktree.at_stake(git, ())
     if dirty:
         confirm(
             f"{len(dirty)} files have uncommitted changes ({', '.join(dirty[:3])}...). They are "
@@ -92,7 +92,19 @@ def resume(git: Git) -> Outcome:
     manifest = read_manifest(patches_of(git))
     if state.stopped is not None:
         state = _settle(git, manifest, state, state.stopped)
+    else:
+        _demand_untouched(git, state)
     return _go_on(git, manifest, state)
+
+
+def _demand_untouched(git: Git, state: State) -> None:
+    """Where no patch waits for a person, what a person has changed is not the port's to take."""
+    worktree.demand_contained(git, state.port_branch, state.at)
+    if dirty := worktree.uncommitted(git):
+        raise PortError(
+            f"{', '.join(dirty)}: uncommitted, and going on would write over it. Put it away with "
+            "`git stash`; or undo the port with `gracetune port rollback`, which keeps it."
+        )
 
 
 def _back_up(
@@ -115,7 +127,7 @@ def _back_up(
     )
     write_state(git, state)  # from here on a rollback knows the way
     if kept is not None:
-        worktree.discard(git, ())
+        worktree.discard(git, dirty)
     return state
 
 
@@ -146,6 +158,7 @@ def _stop(
     git: Git, state: State, patch: Patch, files: Sequence[FileResult], notes: tuple[str, ...]
 ) -> Outcome:
     """Lay the conflicts out, and only then say that they wait: they would count as settled."""
+    worktree.demand_room(git, state.at, files)
     worktree.switch(git, state.port_branch, state.at)
     worktree.lay_out(git, files)
     conflicts = tuple(file for file in files if file.is_conflict)

@@ -84,7 +84,9 @@ def _command(command: str, ran: Ran | None, state: State | None, group: str) -> 
     if ran is None:
         return _item(False, f"`{command}`: not run")
     wanted = state.tip if state and group == "upstream" else (state.at if state else ran.commit)
-    stale = "" if ran.commit == wanted else f", on {ran.commit[:10]}, which is not the result"
+    commit, *changed = ran.commit.split(" ", 1)
+    seen = " ".join([commit[:10], *changed])
+    stale = "" if ran.commit == wanted else f", on {seen}, which is not the result"
     verdict = "passed" if ran.exit_code == 0 else f"**failed, exit {ran.exit_code}**"
     told = f"`{command}`: {verdict} in {ran.seconds:.1f} s at {ran.at}{stale}"
     return _item(ran.exit_code == 0 and not stale, told)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.hosts.port.library import units_named
 from gracetune.hosts.port.symbols import by_name, displaced, likeness, lines_of, reindent
-from gracetune.hosts.port.three_way import Merged, split_lines
+from gracetune.hosts.port.three_way import Merged, joined, split_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,7 +162,7 @@ def _merge_units(
         lines[move.ours.start : move.ours.end] = split_lines(one.content)
         conflicts += one.conflicts
         neighbours += one.neighbours
-    return Merged(b"".join(lines), tuple(conflicts), tuple(neighbours))
+    return Merged(joined(lines), tuple(conflicts), tuple(neighbours))
 
 
 def _without(content: bytes, units: Sequence[Unit]) -> bytes:

@@ -35,7 +35,7 @@ def roll_back(git: Git, stamp: str, confirm: Callable[[str], None]) -> RolledBac
     state = read_state(git)
     target = _target(git, state.branch, state.head, state.backup)
     trees = [state.head] if state.kept is None else [state.head, state.kept]
-    paths = [*worktree.uncommitted(git), *worktree.in_the_way(git, trees)]
+    paths = worktree.at_stake(git, trees)
     confirm(
         f"Return to {target} ({state.head[:10]}), as it was before the port."
         + (f" {len(paths)} uncommitted files are kept in a branch first." if paths else "")

@@ -65,6 +65,11 @@ def split_lines(content: bytes) -> Lines:
     return [*lines, pieces[-1]] if pieces[-1] else lines
 
 
+def joined(lines: Lines) -> bytes:
+    """One text; a line that was the last of its file gets an end where others follow it now."""
+    return b"".join([*_ended(lines[:-1]), *lines[-1:]])
+
+
 def merge_lines(
     base: Lines,
     ours: tuple[Lines, Sequence[Hunk]],
@@ -97,7 +102,7 @@ def merge_lines(
         else:
             conflicts.append(_mark(out, base[start:end], left, right, labels))
         done, last = end, cluster[-1]
-    return Merged(b"".join(out + base[done:]), tuple(conflicts), tuple(neighbours))
+    return Merged(joined(out + base[done:]), tuple(conflicts), tuple(neighbours))
 
 
 def find_conflicts(content: bytes, labels: Labels) -> tuple[Conflict, ...]:
@@ -186,5 +191,5 @@ def _common(left: Lines, right: Lines) -> int:
 
 
 def _ended(lines: Lines) -> Lines:
-    """A file's last line may have no end; before a marker it needs one."""
+    """A file's last line may have no end; before anything else it needs one."""
     return [line if line.endswith(b"\n") else line + b"\n" for line in lines]

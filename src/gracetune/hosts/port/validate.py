@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gracetune.errors import PortError
 from gracetune.hosts.port.patches import MANIFEST
 from gracetune.hosts.port.state import Ran, find_state, home_of, write_state
+from gracetune.hosts.port.worktree import uncommitted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from gracetune.hosts.port.git import Git
     from gracetune.hosts.port.patches import Group, Manifest
 
+WITH_CHANGES = " with uncommitted changes"
 _NOT_FOUND = 127
 
 
@@ -41,7 +43,7 @@ def validate(
     ran = []
     for group in groups:
         with _ground(git, group, upstream) as folder:
-            commit = git.commit(upstream) if group == "upstream" else git.commit("HEAD")
+            commit = _what_is_seen(git, group, upstream)
             for number, command in enumerate(manifest.validation.of(group), start=1):
                 log = home_of(git) / "logs" / f"{group}-{number:02d}.log"
                 one = _run(git, folder, log, (group, command, commit), now)
@@ -65,6 +67,13 @@ def _ground(git: Git, group: Group, upstream: str) -> Iterator[Path]:
         yield copy
     finally:
         git.run("worktree", "remove", "--force", str(copy))
+
+
+def _what_is_seen(git: Git, group: Group, upstream: str) -> str:
+    """The commit that commands prove something of; with changes beside it, it is not that one."""
+    if group == "upstream":
+        return git.commit(upstream)
+    return git.commit("HEAD") + (WITH_CHANGES if uncommitted(git) else "")
 
 
 def _run(

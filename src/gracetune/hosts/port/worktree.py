@@ -71,6 +71,11 @@ def in_the_way(git: Git, targets: Sequence[str]) -> list[str]:
     return sorted(found)
 
 
+def at_stake(git: Git, targets: Sequence[str]) -> list[str]:
+    """What leaving HEAD for one of these commits would cost, unless it is kept first."""
+    return list(dict.fromkeys([*uncommitted(git), *in_the_way(git, ["HEAD", *targets])]))
+
+
 def keep(git: Git, branch: str, paths: Sequence[str], why: str) -> str:
     """Put files as they are into a branch of their own; gives its commit."""
     files = {path: _entry_of(git, path) for path in paths}
@@ -90,12 +95,13 @@ def restore(git: Git, commit: str) -> list[str]:
     """Write kept files where they were, and the index as it was; gives their paths."""
     head = git.commit(f"{commit}^1")
     changes = git.changes(head, commit, renames=False)
+    for change in changes:  # first: a file may have the name of a folder that goes
+        if change.new is None:
+            assert change.old_path is not None
+            (git.folder / change.old_path).unlink(missing_ok=True)
     for change in changes:
         if change.new_path is not None and change.new is not None:
             _write(git.folder / change.new_path, change.new, git.read(change.new.blob))
-        else:
-            assert change.old_path is not None
-            (git.folder / change.old_path).unlink(missing_ok=True)
     git.run("read-tree", f"{commit}^2")
     git.run("update-index", "-q", "--refresh", allow=(0, 1))  # 1: files differ, as they should
     return [str(change.new_path or change.old_path) for change in changes]
@@ -112,20 +118,37 @@ def discard(git: Git, kept: Iterable[str]) -> None:
 
 def switch(git: Git, branch: str, commit: str) -> None:
     """Stand on a branch at a commit; git refuses where that would overwrite something."""
+    demand_contained(git, branch, commit)
     git.run("checkout", "--quiet", "--no-overwrite-ignore", "--detach", commit, "--")
     git.run("update-ref", f"refs/heads/{branch}", commit)
     git.run("symbolic-ref", "HEAD", f"refs/heads/{branch}")
 
 
+def demand_contained(git: Git, branch: str, commit: str) -> None:
+    """No commit of a user's is dropped: a branch that is there moves only to what grew from it."""
+    ref = f"refs/heads/{branch}"
+    if not git.succeeds("rev-parse", "--verify", "--quiet", ref):
+        return
+    if not git.succeeds("merge-base", "--is-ancestor", ref, commit):
+        raise PortError(
+            f"{branch} has commits that are not the port's, and going on would drop them. Keep "
+            f"them with `git branch NAME {branch}`, then run `git checkout {branch}` and "
+            f"`git reset --keep {commit[:10]}`; or undo the port with `gracetune port rollback`."
+        )
+
+
+def demand_room(git: Git, commit: str, files: Sequence[FileResult]) -> None:
+    """What is not tracked stays: a patch on a commit is laid out only where nothing is."""
+    tree = git.tree_with(commit, {file.path: file.entry for file in files})
+    if blocked := in_the_way(git, [tree]):
+        raise PortError(
+            f"{', '.join(blocked)} is not tracked, and the patch would write over it; move it away "
+            "and run `gracetune port apply --continue`."
+        )
+
+
 def lay_out(git: Git, files: Sequence[FileResult]) -> None:
     """Write a half-merged patch: clean files staged, conflicts with markers and three stages."""
-    others = untracked(git)
-    for file in files:
-        if file.path in others and _entry_of(git, file.path) != file.entry:
-            raise PortError(
-                f"{file.path} is not tracked, and the patch would write over it; move it away and "
-                "run `gracetune port apply --continue`."
-            )
     _update_index(git, ((file.path, 0, file.entry) for file in files))
     for file in files:
         if file.entry is None:
@@ -164,6 +187,9 @@ def _content(git: Git, path: str) -> bytes:
 def _write(path: Path, entry: Entry, content: bytes) -> None:
     assert entry.mode != GITLINK, path
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() and not path.is_symlink():
+        for folder, _, _ in os.walk(path, topdown=False):
+            os.rmdir(folder)  # fails where a file is left
     path.unlink(missing_ok=True)
     if entry.mode == SYMLINK:
         path.symlink_to(os.fsdecode(content))
