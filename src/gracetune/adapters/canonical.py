@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,10 @@ FAMILY_KEY = "gracetune.family"
 PEFT_SETTINGS = "lora_adapter_metadata"
 """Where diffusers keeps peft's settings in a file's header."""
 SCALARS = ("alpha", "scalar")
+PATTERNS = ("alpha_pattern", "rank_pattern")
+MAX_CHOICES, MAX_PATTERN = 4, 300
+"""A header may come from anyone, and an expression with many choices can be made to hang."""
+_CHOICE, _REPEATED_GROUP = re.compile(r"[*+{(]|(?<!\()\?"), re.compile(r"\)[*+{]")
 HUGE_ALPHA = 1e9
 """ai-toolkit writes 9999999999 for LoKr of whole matrices, where alpha has no part."""
 
@@ -65,7 +70,7 @@ def canonical(
                 kind="duplicate",
                 key=key.text,
             )
-    settings = _peft_settings(metadata, peft_config)
+    settings = _with_expressions(_peft_settings(metadata, peft_config))
     layers = {
         place: _layer(table, place, found, tensors, settings) for place, found in grouped.items()
     }
@@ -206,6 +211,35 @@ def _peft_settings(
     }
 
 
+def _with_expressions(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """The settings with their patterns compiled, once for all modules."""
+    known = dict(settings)
+    for name in PATTERNS:
+        patterns = known.get(name)
+        if isinstance(patterns, dict):
+            known[name] = [(_expression(name, str(key)), value) for key, value in patterns.items()]
+    return known
+
+
+def _expression(name: str, pattern: str) -> re.Pattern[str]:
+    """A pattern as peft's `get_pattern_key` matches it: the end of a module's name."""
+    many = len(_CHOICE.findall(pattern)) > MAX_CHOICES or len(pattern) > MAX_PATTERN
+    if many or _REPEATED_GROUP.search(pattern):
+        raise _bad_pattern(name, pattern, "matching it could take forever")
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except re.error as error:
+        raise _bad_pattern(name, pattern, f"it is no expression ({error})") from error
+
+
+def _bad_pattern(name: str, pattern: str, why: str) -> AdapterError:
+    return AdapterError(
+        f"peft's settings have {pattern[:MAX_PATTERN]!r} in {name}, and {why}: the scale is not "
+        "known without it. Write the names of the modules there.",
+        kind="damaged",
+    )
+
+
 def _with_settings(layer: Layer, module: str, settings: Mapping[str, object]) -> Layer:
     """Alpha as peft applies it: by pattern or for all, by the rank or by its root."""
     stated = _for_module("alpha_pattern", module, settings)
@@ -228,14 +262,9 @@ def _with_settings(layer: Layer, module: str, settings: Mapping[str, object]) ->
 
 def _for_module(name: str, module: str, settings: Mapping[str, object]) -> object | None:
     patterns = settings.get(name)
-    if not isinstance(patterns, dict):
+    if not isinstance(patterns, list):
         return None
-    for pattern, value in patterns.items():
-        # Compared as text: a header may come from anyone, and expressions can be made to hang.
-        plain = str(pattern).removeprefix("^").replace("\\", "")
-        if module == plain or module.endswith(f".{plain}"):
-            return value  # type: ignore[no-any-return]
-    return None
+    return next((value for pattern, value in patterns if pattern.match(module)), None)
 
 
 def _notices(

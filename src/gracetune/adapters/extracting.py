@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from gracetune.adapters.layers import Adapter, Layer
 from gracetune.adapters.lowrank import Cut, factor, summary
-from gracetune.adapters.names import Place
+from gracetune.adapters.names import Place, is_bare
 from gracetune.adapters.rows import swap_halves
 from gracetune.adapters.weights import Model, Weight, open_model
 from gracetune.errors import AdapterError
@@ -30,7 +30,7 @@ class Extracted:
     adapter: Adapter
     cut: Cut
     rest: tuple[str, ...]
-    """Weights that differ too and are not in the adapter: norms, biases."""
+    """Weights that differ too and are not in the adapter: norms, biases, bare parameters."""
 
 
 def extract(
@@ -58,7 +58,7 @@ def extract(
         if not bool(change.any()):
             continue
         place = Place(None, weight.module)
-        if change.dim() > 1 and not weight.bias:
+        if change.dim() > 1 and not weight.bias and not is_bare(weight.module, table):
             layers[place], losses[place] = factor(change, rank, generator)
         else:
             rest.append(before.keys[weight][1])

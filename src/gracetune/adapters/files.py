@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from gracetune.adapters.canonical import FAMILY_KEY, PEFT_SETTINGS, canonical
 from gracetune.adapters.layers import Adapter, at_stage, rank_of
 from gracetune.adapters.names import form_named, table_named
+from gracetune.adapters.rows import split_fused
 from gracetune.adapters.spelling import spell
 from gracetune.durable import new_file, write_text
 from gracetune.errors import AdapterError
@@ -136,7 +137,8 @@ def write_adapter(
     with new_file(path) as staging:
         save_file(tensors, staging, metadata=header)
     if form.name == "peft" and path.name == PEFT_FILE:
-        write_text(path.with_name(PEFT_CONFIG), json.dumps(_config_of(adapter), indent=2) + "\n")
+        config = _config_of(split_fused(adapter))  # by the modules that `spell` has written
+        write_text(path.with_name(PEFT_CONFIG), json.dumps(config, indent=2) + "\n")
     return path
 
 

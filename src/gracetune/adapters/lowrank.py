@@ -13,6 +13,8 @@ import torch
 
 from gracetune.adapters.delta import delta, delta_bias, delta_shape
 from gracetune.adapters.layers import Adapter, Layer, scale_of
+from gracetune.adapters.names import is_bare, template_of
+from gracetune.adapters.rows import split_fused
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -50,13 +52,14 @@ def combine(
                 kind="other-model",
             )
     gathered: dict[Place, list[tuple[Layer, float]]] = {}
-    for adapter, strength in adapters:
+    for adapter, strength in _cut_alike(adapters):
         for place, layer in adapter.layers.items():
             gathered.setdefault(place, []).append((layer, strength))
     layers, losses = {}, {}
     for place, parts in gathered.items():
         _check_alike(place, parts)
-        layers[place], losses[place] = _sum(place, parts, rank, generator)
+        limit = None if is_bare(place.module, first.table) else rank
+        layers[place], losses[place] = _sum(place, parts, limit, generator)
     metadata = {k: v for k, v in first.metadata.items() if not k.startswith("gracetune.run")}
     made = replace(first, layers=layers, form=None, metadata=metadata)
     return made, None if rank is None else summary(losses)
@@ -71,7 +74,10 @@ def as_lora(adapter: Adapter, rank: int, generator: torch.Generator) -> tuple[Ad
             layers[place], losses[place] = layer, 0.0
         elif len(delta_shape(layer)) < 2 or not delta_shape(layer)[1]:
             layers[place], losses[place] = layer, 0.0  # a norm's or a bias' change has no rank
+        elif layer.algorithm == "full" and is_bare(place.module, adapter.table):
+            layers[place], losses[place] = layer, 0.0
         else:
+            _check_plain(place, layer)
             layers[place], losses[place] = _sum(place, [(layer, 1.0)], rank, generator)
     return replace(adapter, layers=layers, form=None), summary(losses)
 
@@ -95,6 +101,15 @@ def summary(losses: Mapping[Place, float]) -> Cut:
     """Losses of all modules in one."""
     worst = max(losses, key=lambda place: losses[place])
     return Cut(sum(losses.values()) / len(losses), losses[worst], worst.module)
+
+
+def _cut_alike(adapters: Sequence[tuple[Adapter, float]]) -> Sequence[tuple[Adapter, float]]:
+    """All in parts where one has a fused projection whole and another has it in parts."""
+    used = {template_of(place.module)[0] for adapter, _ in adapters for place in adapter.layers}
+    fused = adapters[0][0].table.fused
+    if not any(one.whole in used and used & {part for part, _ in one.parts} for one in fused):
+        return adapters  # wholes stay: their rank is cut together, and any algorithm adds up
+    return [(split_fused(adapter), strength) for adapter, strength in adapters]
 
 
 def _sum(
@@ -177,18 +192,23 @@ def _share(rest: Tensor, whole: Tensor) -> float:
 
 
 def _check_alike(place: Place, parts: Sequence[tuple[Layer, float]]) -> None:
-    if any(layer.dora for layer, _ in parts):
-        raise AdapterError(
-            f"{place.module} has magnitudes (DoRA), whose change depends on the weight below. "
-            "Merge it into the model instead: --into MODEL.",
-            kind="not-exact",
-            key=place.module,
-        )
+    for layer, _ in parts:
+        _check_plain(place, layer)
     shapes = {math.prod(delta_shape(layer)) for layer, _ in parts}
     if len(shapes) > 1:
         sizes = " and ".join("x".join(map(str, delta_shape(layer))) for layer, _ in parts)
         raise AdapterError(
             f"{place.module} is {sizes} in the two files: they are for models of another size.",
             kind="other-model",
+            key=place.module,
+        )
+
+
+def _check_plain(place: Place, layer: Layer) -> None:
+    if layer.dora:
+        raise AdapterError(
+            f"{place.module} has magnitudes (DoRA), whose change depends on the weight below. "
+            "Merge it into the model instead: `gracetune adapter merge` with --into MODEL.",
+            kind="not-exact",
             key=place.module,
         )

@@ -108,6 +108,11 @@ def template_of(module: str) -> tuple[str, str]:
     return (f"{inside[1]}{{}}{inside[3]}", inside[2]) if inside else (module, "")
 
 
+def is_bare(module: str, table: NameTable) -> bool:
+    """Whether it is a parameter itself, which no LoRA can sit on."""
+    return template_of(module)[0] in table.bare
+
+
 def form_named(name: str) -> Form:
     """The form that a user asks for, by its name or by a tool's."""
     wanted = ALIASES.get(name, name)

@@ -40,7 +40,10 @@ def split_fused(adapter: Adapter) -> Adapter:
         spans = _spans(out_features(layer), [share for _, share in fused[template].parts])
         for part, one in zip(parts, _split(place.module, layer, spans), strict=True):
             if one is not None:
-                layers[Place(place.stage, part)] = one
+                target = Place(place.stage, part)
+                if target in adapter.layers:
+                    raise _twice(place.module, part)
+                layers[target] = one
     return replace(adapter, layers=layers)
 
 
@@ -53,6 +56,8 @@ def join_fused(adapter: Adapter) -> Adapter:
         template, number = template_of(place.module)
         if template in whole_of:
             whole = Place(place.stage, whole_of[template].whole.format(number))
+            if whole in adapter.layers:
+                raise _twice(whole.module, place.module)
             gathered.setdefault(whole, {})[template] = layer
             layers.setdefault(whole, layer)  # keeps the order of the file
         else:
@@ -234,6 +239,15 @@ def _refusal(module: str, why: str) -> AdapterError:
         "give --lora-rank to approximate it by a LoRA.",
         kind="not-exact",
         key=module,
+    )
+
+
+def _twice(whole: str, part: str) -> AdapterError:
+    return AdapterError(
+        f"{whole} and {part}, which is a part of it, are both in this adapter: one module cannot "
+        "carry two changes. Remove one.",
+        kind="duplicate",
+        key=part,
     )
 
 

@@ -11,7 +11,7 @@ from gracetune.adapters.names import Index
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gracetune.adapters.tables.types import NameTable, Naming
@@ -45,20 +45,33 @@ def open_model(path: Path, table: NameTable) -> Model:
             kind="missing",
         )
     index = Index(table)
-    found: dict[Naming, dict[Weight, tuple[Path, str]]] = {"original": {}, "diffusers": {}}
+    found: dict[Naming, dict[Weight, list[tuple[Path, str]]]] = {"original": {}, "diffusers": {}}
     for file in files:
         for key in _keys(file):
             for naming, weights in found.items():
                 weight = _weight(key, naming, index)
                 if weight is not None:
-                    weights[weight] = (file, key)
+                    weights.setdefault(weight, []).append((file, key))
     naming = max(found, key=lambda name: len(found[name]))
     if not found[naming]:
         raise AdapterError(
             f"{path} has no weight that {table.family} models have: it is another model.",
             kind="other-model",
         )
-    return Model(files, naming, found[naming])
+    return Model(files, naming, {weight: _only(at) for weight, at in found[naming].items()})
+
+
+def _only(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
+    """Where a weight is; one that is there twice would be changed in one place alone."""
+    if len(places) > 1:
+        (file, key), (other, twin) = places[:2]
+        raise AdapterError(
+            f"{key!r} of {file.name} and {twin!r} of {other.name} are the same weight. Name one "
+            "file, or move the one that is not meant out of the folder.",
+            kind="duplicate",
+            key=twin,
+        )
+    return places[0]
 
 
 def _weight(key: str, naming: Naming, index: Index) -> Weight | None:

@@ -13,12 +13,13 @@ import sqlite3
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from gracetune.errors import CacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 FORMAT = 2
@@ -55,6 +56,13 @@ _ROW = (
     "SELECT e.id, e.key, s.name, e.begin, e.nbytes, e.tensors, e.checksum, e.about "
     "FROM entries e JOIN shards s ON s.id = e.shard "
 )
+
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
+
+
+class DamagedIndexError(CacheError):
+    """The file itself is damaged: removed, it is made again from the shards."""
 
 
 class TensorPlace(NamedTuple):
@@ -96,6 +104,23 @@ class ShardRow:
     look at the bytes."""
 
 
+def _told(
+    method: Callable[Concatenate[Index, Given], Answer],
+) -> Callable[Concatenate[Index, Given], Answer]:
+    """What SQLite says while the index is used, as an error that has a way out."""
+
+    @wraps(method)
+    def call(self: Index, /, *args: Given.args, **kwargs: Given.kwargs) -> Answer:
+        try:
+            return method(self, *args, **kwargs)
+        except sqlite3.ProgrammingError:
+            raise  # ours, not the file's: an index that was closed
+        except sqlite3.DatabaseError as error:
+            raise _refused(self._path, error) from error
+
+    return call
+
+
 class Index:
     """The table of entries and that of shards; one connection, used by one thread at a time."""
 
@@ -116,6 +141,7 @@ class Index:
         """Let go of the file."""
         self._db.close()
 
+    @_told
     def find(self, keys: Sequence[str]) -> dict[str, Row]:
         """The rows of those keys that have one."""
         found: dict[str, Row] = {}
@@ -124,6 +150,7 @@ class Index:
             found.update((row[1], self._row(row)) for row in self._db.execute(question, chunk))
         return found
 
+    @_told
     def which(self, keys: Sequence[str]) -> set[str]:
         """Those of these keys that have a row."""
         found: set[str] = set()
@@ -132,6 +159,7 @@ class Index:
             found.update(key for (key,) in self._db.execute(question, chunk))
         return found
 
+    @_told
     def ends(self, keys: Sequence[str]) -> dict[str, tuple[str, int]]:
         """The file of each of these keys that has a row, and where its entry ends there."""
         found: dict[str, tuple[str, int]] = {}
@@ -143,21 +171,25 @@ class Index:
             found.update((key, (name, end)) for key, name, end in self._db.execute(question, chunk))
         return found
 
+    @_told
     def page(self, after: int) -> list[tuple[int, str]]:
         """Numbers and keys of the next entries past a number; nothing is locked between pages."""
         question = "SELECT id, key FROM entries WHERE id > ? ORDER BY id LIMIT 10000"
         return self._db.execute(question, (after,)).fetchall()
 
+    @_told
     def in_shard(self, name: str) -> list[Row]:
         """What one file holds, in its order."""
         question = f"{_ROW} WHERE s.name = ? ORDER BY e.begin"
         return [self._row(row) for row in self._db.execute(question, (name,))]
 
+    @_told
     def made_of(self, part: str, value: str) -> list[Row]:
         """Entries whose explanation has this value."""
         question = f"{_ROW} WHERE json_extract(e.about, ?) = ? ORDER BY e.id"
         return [self._row(row) for row in self._db.execute(question, (f"$.{part}", value))]
 
+    @_told
     def beginning(self, prefix: str) -> list[Row]:
         """Entries whose key begins so."""
         question = f"{_ROW} WHERE e.key >= ? AND e.key < ? ORDER BY e.key LIMIT 20"
@@ -165,16 +197,19 @@ class Index:
             self._row(row) for row in self._db.execute(question, (prefix, prefix + "\U0010ffff"))
         ]
 
+    @_told
     def shards(self) -> list[ShardRow]:
         """Every file that the index knows."""
         return [ShardRow(*row) for row in self._db.execute("SELECT name, room, length FROM shards")]
 
+    @_told
     def shard(self, name: str) -> ShardRow | None:
         """One file, if the index knows it."""
         question = "SELECT name, room, length FROM shards WHERE name = ?"
         found = self._db.execute(question, (name,)).fetchone()
         return None if found is None else ShardRow(*found)
 
+    @_told
     def totals(self) -> list[tuple[str, str, int, int]]:
         """Kind, encoder, number of entries and their bytes."""
         return self._db.execute(
@@ -183,11 +218,18 @@ class Index:
             "FROM entries GROUP BY 1, 2 ORDER BY 1, 2"
         ).fetchall()
 
+    @_told
     def problems(self) -> list[str]:
         """What SQLite finds wrong with the file; nothing where all is well."""
-        told = [str(text) for (text,) in self._db.execute("PRAGMA quick_check(20)")]
+        try:
+            told = [str(text) for (text,) in self._db.execute("PRAGMA quick_check(20)")]
+        except sqlite3.DatabaseError as error:
+            if not isinstance(_refused(self._path, error), DamagedIndexError):
+                raise
+            return [str(error)]
         return [text for text in told if text != "ok"]
 
+    @_told
     def add_shard(self, shard: ShardRow) -> None:
         """A new file, empty so far."""
         self._db.execute(
@@ -195,6 +237,7 @@ class Index:
             (shard.name, shard.room, shard.length),
         )
 
+    @_told
     def add(self, rows: Sequence[Row], shard: str, length: int, moved: bool = False) -> None:
         """Entries whose bytes are durable, all or none. A key that has a row keeps it, unless its
         entry was moved here."""
@@ -209,6 +252,7 @@ class Index:
             self._db.executemany(verb, [_values(row, number) for row in rows])
             self._db.execute("UPDATE shards SET length = ? WHERE id = ?", (length, number))
 
+    @_told
     def drop(self, keys: Sequence[str]) -> int:
         """Forget entries; how many there were. Their bytes stay until the shard is compacted."""
         with self._transaction():
@@ -219,10 +263,12 @@ class Index:
                 for chunk in _chunks(keys)
             )
 
+    @_told
     def drop_row(self, row: Row) -> None:
         """Forget this entry, but not another one that took its key since."""
         self._db.execute("DELETE FROM entries WHERE id = ?", (row.number,))
 
+    @_told
     def drop_shard(self, name: str) -> bool:
         """Forget a file that no entry is in; whether that is so."""
         with self._transaction():
@@ -235,9 +281,11 @@ class Index:
 
     def _row(self, values: tuple[int, str, str, int, int, str, bytes, str]) -> Row:
         number, key, shard, begin, nbytes, tensors, checksum, about = values
-        return Row(
-            number, key, shard, begin, nbytes, self._form(tensors), checksum, json.loads(about)
-        )
+        try:
+            places, parts = self._form(tensors), json.loads(about)
+        except (ValueError, TypeError) as error:
+            raise sqlite3.DatabaseError(f"the row of {key} is no row of ours") from error
+        return Row(number, key, shard, begin, nbytes, places, checksum, parts)
 
     def _form(self, tensors: str) -> tuple[TensorPlace, ...]:
         """The same object for entries of one form, which makes them cheap to compare too."""
@@ -288,7 +336,8 @@ class Index:
         try:
             yield
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # SQLite ends it by itself where the file is damaged
+                self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 
@@ -310,14 +359,16 @@ def unwritable(folder: Path, why: object) -> CacheError:
 
 def _refused(path: Path, error: sqlite3.DatabaseError) -> CacheError:
     """What to do depends on whose fault it is: the file's own, or that of where it lies."""
-    kind = error.sqlite_errorcode & _PRIMARY
+    # What Python finds in a row, text that is none, has no code of SQLite.
+    kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & _PRIMARY
     if kind in _NOT_THE_FILE:
         return unwritable(path.parent, error)
+    what = f"The cache index {path} cannot be used: {error}."
     if kind == sqlite3.SQLITE_BUSY:
         way_out = "Another process holds it: end that, or name another cache_config.cache_dir."
-    else:
-        way_out = "Remove that file: whoever opens the cache next makes it again from the shards."
-    return CacheError(f"The cache index {path} cannot be used: {error}. {way_out}")
+        return CacheError(f"{what} {way_out}")
+    way_out = "Remove that file: whoever opens the cache next makes it again from the shards."
+    return DamagedIndexError(f"{what} {way_out}")
 
 
 def _is_read_only(folder: Path) -> bool:

@@ -81,7 +81,7 @@ class ShardStore:
         try:
             mark_folder(folder)
             self.shards.mkdir(exist_ok=True)
-            restore_index(folder / INDEX, self.shards, folder / MARKER, tell)
+            self._restore()
         except OSError as error:
             raise unwritable(folder, error.strerror or error) from error
         self._begin()
@@ -182,6 +182,15 @@ class ShardStore:
         with self._writing() as writer:
             writer.finish()
 
+    def renew_index(self) -> None:
+        """Make the index anew from the files, for whoever found it damaged."""
+        with self._write_lock, self._lock:
+            if self._writer is not None:
+                self._writer.release()  # sealing would ask the old one
+            self.close()
+            (self.folder / INDEX).unlink(missing_ok=True)
+            self._restore()
+
     def will_need(self, keys: Sequence[str]) -> None:
         """Have the disk read ahead what is worth it; returns at once.
 
@@ -232,6 +241,9 @@ class ShardStore:
                 yield self._writer
             except OSError as error:
                 raise unwritable(self.folder, error.strerror or error) from error
+
+    def _restore(self) -> None:
+        restore_index(self.folder / INDEX, self.shards, self.folder / MARKER, self._tell)
 
     def _begin(self) -> None:
         """State of this process; a forked child has its own."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
 from gracetune.cache.collect import compact
+from gracetune.cache.index import DamagedIndexError
 from gracetune.cache.packing import checksum_at
 from gracetune.cache.shards import SEALED, find_file, hold_shard, map_file
 from gracetune.events.types import StageProgress
@@ -39,7 +40,7 @@ class Report:
     headers: tuple[str, ...]
     """Sealed files that other tools cannot read; their entries are judged on their own."""
     index: tuple[str, ...]
-    """What SQLite finds wrong with its own file."""
+    """What SQLite finds wrong with its own file; the rest is then what it could still tell."""
 
     @property
     def clean(self) -> bool:
@@ -50,25 +51,29 @@ class Report:
 def verify(store: ShardStore, tell: Callable[[Event], None]) -> Report:
     """Read everything; changes nothing, and may run while others write."""
     with store.index() as index:
-        shards = [shard.name for shard in index.shards()]
-        problems = tuple(index.problems())
-    damaged: list[Damage] = []
-    headers: list[str] = []
-    num_entries = nbytes = 0
-    for done, name in enumerate(shards, 1):
-        with store.index() as index:
-            rows = index.in_shard(name)
-        damaged += _check_shard(store, name, rows)
-        if rows and not _header_is_good(store, name):
-            headers.append(name)
-        num_entries += len(rows)
-        nbytes += sum(row.nbytes for row in rows)
-        tell(StageProgress("verifying", done, len(shards), "shards"))
-    return Report(num_entries, nbytes, tuple(damaged), tuple(headers), problems)
+        problems = index.problems()
+    found = _Found()
+    try:
+        _look_through(store, found, tell)
+    except DamagedIndexError as error:
+        problems = problems or [str(error)]
+    return Report(
+        found.num_entries,
+        found.nbytes,
+        tuple(found.damaged),
+        tuple(found.headers),
+        tuple(problems),
+    )
 
 
 def repair(store: ShardStore, report: Report) -> None:
-    """Forget what is damaged, so that the next build encodes it again; write headers again."""
+    """Forget what is damaged, so that the next build encodes it again; write headers again.
+
+    A damaged index is made anew first: what it said of entries may be as wrong.
+    """
+    if report.index:
+        store.renew_index()
+        report = verify(store, lambda _: None)
     store.delete([damage.row.key for damage in report.damaged])
     for name in report.headers:
         path = store.shards / f"{name}{SEALED}"
@@ -80,6 +85,30 @@ def repair(store: ShardStore, report: Report) -> None:
             elif shard is not None:
                 shard.release()
     compact(store)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was found so far: an index may fail in the middle."""
+
+    num_entries: int = 0
+    nbytes: int = 0
+    damaged: list[Damage] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
+
+
+def _look_through(store: ShardStore, found: _Found, tell: Callable[[Event], None]) -> None:
+    with store.index() as index:
+        shards = [shard.name for shard in index.shards()]
+    for done, name in enumerate(shards, 1):
+        with store.index() as index:
+            rows = index.in_shard(name)
+        found.damaged += _check_shard(store, name, rows)
+        if rows and not _header_is_good(store, name):
+            found.headers.append(name)
+        found.num_entries += len(rows)
+        found.nbytes += sum(row.nbytes for row in rows)
+        tell(StageProgress("verifying", done, len(shards), "shards"))
 
 
 def _check_shard(store: ShardStore, name: str, rows: list[Row]) -> list[Damage]:

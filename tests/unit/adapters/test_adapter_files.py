@@ -29,6 +29,7 @@ from gracetune.adapters.layers import (
     split_stages,
 )
 from gracetune.adapters.names import TABLES, Place, table_named
+from gracetune.adapters.rows import join_fused
 from gracetune.adapters.spelling import lost_in
 from gracetune.adapters.tables.forms import ENDINGS
 from gracetune.adapters.tables.wan import WAN
@@ -239,6 +240,23 @@ def test_a_peft_folder_loads_in_peft(tmp_path):
     with torch.no_grad():
         change = (loaded(x) - nn.functional.linear(x, before, model.x.bias)).T
     torch.testing.assert_close(change, delta(layer))
+
+
+def test_the_config_of_a_fused_adapter_is_of_what_is_written(tmp_path):
+    """The whole has the ranks of its parts added up, and so another alpha."""
+    table = table_named("flux")
+    parts = {
+        Place(None, f"transformer_blocks.0.attn.to_{name}"): make_lora(
+            12, 12, torch.Generator().manual_seed(seed), 4, alpha=2.0
+        )
+        for seed, name in enumerate("qkv")
+    }
+    whole = join_fused(Adapter(table, parts))
+    write_adapter(tmp_path / "adapter_model.safetensors", whole, "peft")
+    back = read_adapter(tmp_path)
+    assert set(back.layers) == set(parts)
+    for place, layer in parts.items():
+        torch.testing.assert_close(delta(back.layers[place]), delta(layer))
 
 
 def test_settings_of_diffusers_in_the_header_give_alpha(path):
@@ -482,3 +500,42 @@ def test_settings_that_were_escaped_are_found(tmp_path):
     config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {"x": 9}}
     (layer,) = canonical(tensors, {}, None, config).layers.values()
     assert layer.alpha is None
+
+
+def rank_and_alpha(pattern, module="blocks.0.attn1.to_q"):
+    prefix = f"base_model.model.{module}"
+    tensors = {
+        f"{prefix}.lora_A.weight": torch.ones(4, HIDDEN),
+        f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
+    }
+    config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {pattern: 2}}
+    (layer,) = canonical(tensors, {}, None, config).layers.values()
+    return layer.alpha
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "to_q",
+        "attn1.to_q",
+        r"blocks\.\d+\.attn1\.to_(q|k)",
+        r".*attn1\.to_q",
+        "^blocks.*to_q",
+        "o_q",
+    ],
+)
+def test_settings_by_module_are_expressions_as_peft_reads_them(pattern):
+    from peft.utils.other import get_pattern_key
+
+    module = "blocks.0.attn1.to_q"
+    theirs = get_pattern_key([pattern], module) == pattern
+    assert rank_and_alpha(pattern, module) == (2.0 if theirs else None)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [("(a+)+b", "forever"), (".*.*.*.*.*x", "forever"), ("to_(q", "is no expr")],
+)
+def test_an_expression_that_could_hang_or_is_none_is_refused(pattern, said):
+    with pytest.raises(AdapterError, match=said):
+        rank_and_alpha(pattern)

@@ -8,6 +8,7 @@ from gracetune.adapters.delta import delta
 from gracetune.adapters.layers import Adapter, Layer
 from gracetune.adapters.lowrank import as_lora, combine, factor
 from gracetune.adapters.names import TABLES, Place
+from gracetune.adapters.tables.flux import FLUX
 from gracetune.adapters.tables.wan import WAN
 from gracetune.errors import AdapterError
 
@@ -105,6 +106,45 @@ def test_files_that_cannot_be_one_are_refused():
     dora = one(make_lora(4, 4, generator(), dora=True))
     with pytest.raises(AdapterError, match="--into MODEL"):
         combine([(dora, 1.0)], None, generator())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("rank", [None, 12])
+def test_a_fused_projection_and_its_parts_add_up(rank, order):
+    """Files of two tools: one has q, k and v as one module."""
+    names = [f"transformer_blocks.0.attn.to_{part}" for part in ("q", "k", "v")]
+    whole = make_lora(36, 12, generator(), 4, 2.0)
+    part = make_lora(12, 12, generator(1), 4)
+    fused = Adapter(FLUX, {Place(None, "transformer_blocks.0.attn.to_qkv"): whole})
+    split = Adapter(FLUX, {Place(None, names[1]): part})
+    made, _ = combine([(fused, 1.0), (split, 0.5)][::order], rank, generator())
+    assert {place.module for place in made.layers} == set(names)
+    for name, rows in zip(names, delta(whole).split(12), strict=True):
+        expected = rows + (0.5 * delta(part) if name == names[1] else 0)
+        found = delta(made.layers[Place(None, name)])
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_fused_projections_alone_stay_whole():
+    place = Place(None, "transformer_blocks.0.attn.to_qkv")
+    pair = [(Adapter(FLUX, {place: make_loha(36, 12, generator(i))}), 1.0) for i in (1, 2)]
+    made, _ = combine(pair, 8, generator())
+    assert set(made.layers) == {place}
+
+
+def test_a_bare_parameter_is_added_up_and_never_made_a_lora():
+    place = Place(None, "blocks.0.scale_shift_table")
+    pair = [(one(Layer("full", {"diff": torch.randn(6, 24)}), place), 1.0) for _ in range(2)]
+    made, _ = combine(pair, 2, generator())
+    total = sum(adapter.layers[place].tensors["diff"] for adapter, _ in pair)
+    torch.testing.assert_close(made.layers[place].tensors["diff"], total)
+    made, _ = as_lora(pair[0][0], 2, generator())
+    assert made.layers[place].algorithm == "full"
+
+
+def test_magnitudes_are_not_dropped_on_the_way_to_a_smaller_lora():
+    with pytest.raises(AdapterError, match=r"to_q has magnitudes \(DoRA\).*--into MODEL"):
+        as_lora(one(make_lora(6, 4, generator(), 3, dora=True)), 2, generator())
 
 
 @pytest.mark.parametrize("kind", ["loha", "lokr", "lokr-whole", "full"])

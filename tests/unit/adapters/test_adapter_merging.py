@@ -209,6 +209,13 @@ def test_models_that_cannot_be_opened(tmp_path):
         open_model(tmp_path, WAN)
 
 
+def test_a_folder_that_has_its_weights_twice_is_refused(tmp_path):
+    save_file(wan_weights(), tmp_path / "model.safetensors")
+    save_file(wan_weights(dtype=torch.float16), tmp_path / "model.fp16.safetensors")
+    with pytest.raises(AdapterError, match=r"model\.fp16\.safetensors.* are the same weight"):
+        open_model(tmp_path, WAN)
+
+
 @pytest.mark.parametrize("naming", ["original", "diffusers"])
 def test_what_was_merged_is_extracted_again(naming, tmp_path):
     base, tuned = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
@@ -242,6 +249,19 @@ def test_norms_and_biases_are_told_or_kept(tmp_path):
     merge_into(base, out, [(kept.adapter, 1.0)], WAN)
     for key, tensor in load_file(out).items():
         torch.testing.assert_close(tensor, changed[key], rtol=1e-3, atol=1e-3)
+
+
+def test_a_bare_parameter_is_among_the_rest(tmp_path):
+    base, tuned = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
+    table = {"blocks.0.scale_shift_table": torch.zeros(1, 6, 24)}
+    save_file(wan_weights() | table, base)
+    merge_into(base, tuned, [(make_wan(), 1.0)], WAN)
+    save_file(load_file(tuned) | {name: tensor + 1 for name, tensor in table.items()}, tuned)
+    found = extract(base, tuned, WAN, 4, generator(), keep_rest=False)
+    assert found.rest == tuple(table)
+    kept = extract(base, tuned, WAN, 4, generator(), keep_rest=True)
+    layer = kept.adapter.layers[Place(None, "blocks.0.scale_shift_table")]
+    assert torch.equal(layer.tensors["diff"], torch.ones(1, 6, 24))
 
 
 def test_extraction_needs_two_models_of_one_shape_and_naming(tmp_path):

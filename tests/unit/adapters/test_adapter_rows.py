@@ -162,6 +162,15 @@ def test_a_projection_of_another_shape_is_another_models():
         split_fused(Adapter(FLUX, {WHOLE: odd}))
 
 
+@pytest.mark.parametrize("change", [split_fused, join_fused])
+def test_a_projection_that_is_there_whole_and_in_part_is_refused(change):
+    both = adapter_of(
+        {WHOLE.module: make_lora(36, 12, generator()), QKV[1]: make_lora(12, 12, generator())}
+    )
+    with pytest.raises(AdapterError, match=r"attn\.to_qkv and .*attn\.to_k, which is a part of it"):
+        change(both)
+
+
 def test_scale_and_shift_change_places_between_the_namings():
     name = Place(None, "norm_out.linear")
     layer = make_lora(8, HIDDEN, generator())

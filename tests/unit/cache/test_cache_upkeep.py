@@ -1,4 +1,5 @@
 import os
+import sqlite3
 
 import pytest
 import torch
@@ -90,6 +91,39 @@ def test_a_damaged_header_costs_no_entry_and_is_written_again(store, told):
     flip(path, 8)
     report = verify(store, told)
     assert (report.damaged, len(report.headers)) == ((), 1)
+    repair(store, report)
+    assert verify(store, told).clean
+    assert values(store, range(3)) == [0, 1, 2]
+
+
+def damage_index(folder):
+    """Pages in the middle, as a disk loses them: the file still opens."""
+    path = folder / "index.sqlite"
+    data = bytearray(path.read_bytes())
+    data[8192 : len(data) - 4096] = b"\x5a" * (len(data) - 12288)
+    path.write_bytes(data)
+
+
+def test_a_damaged_index_is_told_and_made_again_by_a_repair(tmp_path, told):
+    with ShardStore(tmp_path) as store:
+        fill(store, range(200))
+    damage_index(tmp_path)
+    with ShardStore(tmp_path) as store:
+        with pytest.raises(CacheError, match=r"index\.sqlite cannot be used: .*Remove that file"):
+            store.get_many([f"k{n}" for n in range(200)])
+        report = verify(store, told)
+        assert report.index
+        repair(store, report)
+        assert verify(store, told).clean
+        assert values(store, range(200)) == [*range(200)]
+
+
+def test_a_row_that_is_none_of_ours_is_damage_of_the_index(store, told):
+    fill(store, range(3))
+    with sqlite3.connect(store.folder / "index.sqlite") as db:
+        db.execute("UPDATE entries SET tensors = '[' WHERE key = 'k1'")
+    report = verify(store, told)
+    assert [text for text in report.index if "the row of k1 is no row of ours" in text]
     repair(store, report)
     assert verify(store, told).clean
     assert values(store, range(3)) == [0, 1, 2]
