@@ -62,7 +62,7 @@ Answer = TypeVar("Answer")
 
 
 class DamagedIndexError(CacheError):
-    """The file itself is damaged: removed, it is made again from the shards."""
+    """The file itself is damaged, and can be made again from the shards."""
 
 
 class TensorPlace(NamedTuple):
@@ -367,7 +367,7 @@ def _refused(path: Path, error: sqlite3.DatabaseError) -> CacheError:
     if kind == sqlite3.SQLITE_BUSY:
         way_out = "Another process holds it: end that, or name another cache_config.cache_dir."
         return CacheError(f"{what} {way_out}")
-    way_out = "Remove that file: whoever opens the cache next makes it again from the shards."
+    way_out = f"`gracetune cache verify {path.parent} --repair` makes it again from the shards."
     return DamagedIndexError(f"{what} {way_out}")
 
 

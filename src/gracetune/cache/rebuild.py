@@ -1,4 +1,5 @@
-"""A lost index, made again from the records in the shards: nothing that is whole is encoded twice.
+"""A lost or damaged index, made again from the records in the shards: nothing that is whole is
+encoded twice.
 
 Entries that were deleted since, but whose bytes are still there, come back: a key says what its
 entry was made of, so they are right, and `cache gc` takes them away again.
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from gracetune.cache.index import Index, Row, ShardRow
+from gracetune.cache.index import Index, Row, ShardRow, unwritable
 from gracetune.cache.packing import ALIGN, aligned, checksum_at, find_record, read_record
 from gracetune.cache.shards import OPEN, SEALED, find_file, map_file, room_of
+from gracetune.errors import CacheError
 from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
@@ -25,6 +27,41 @@ if TYPE_CHECKING:
 
 _TOGETHER = 1024
 """Rows committed at once."""
+
+
+class IndexInUse:
+    """Held as long as a process has the index open; waits while it is made anew."""
+
+    def __init__(self, shards: Path) -> None:
+        self._descriptor: int | None = _open_folder(shards)
+        with suppress(OSError):  # without locks, whoever makes it anew cannot know of us
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """The index may be made anew; a fork that closes its own changes nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    __del__ = close
+
+
+def renew_index(path: Path, shards: Path, marker: Path, tell: Callable[[Event], None]) -> None:
+    """Make a damaged index anew, unless it is in use: what is put through the old one is lost."""
+    descriptor = _open_folder(shards)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        restore_index(path, shards, marker, tell)
+    except BlockingIOError as error:
+        raise CacheError(
+            f"The index of {path.parent} is damaged, and another process has it open. End that, "
+            "then repair."
+        ) from error
+    except OSError as error:
+        raise unwritable(path.parent, error.strerror or error) from error
+    finally:
+        os.close(descriptor)
 
 
 def restore_index(
@@ -50,7 +87,7 @@ def restore_index(
         finally:
             index.close()
         os.replace(made, path)
-    text = f"the index of {path.parent} was gone: made again from its shards, {count} entries"
+    text = f"the index of {path.parent} was made again from its shards, {count} entries"
     tell(Notice(text, level="warning", fallback=True))
     return count
 
@@ -93,6 +130,10 @@ def _rows(whole: Bytes, name: str, room: int) -> Iterator[Row]:
         if fits and checksum_at(whole, row.begin, row.tensors) == row.checksum:
             yield row
         at = find_record(whole, aligned(row.end) if fits else row.begin)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from gracetune.cache.index import FORMAT, Index, unwritable
 from gracetune.cache.packing import LARGE, TORCH_DTYPES, checksum_at, room_for, unpack
 from gracetune.cache.reading import Bits, MappedShards, OpenShards
-from gracetune.cache.rebuild import restore_index
+from gracetune.cache.rebuild import IndexInUse, renew_index, restore_index
 from gracetune.cache.shards import length_of
 from gracetune.cache.store import stack_entries
 from gracetune.cache.writing import ShardWriter
@@ -49,6 +49,7 @@ class ShardStore:
     """
 
     _pid: int
+    _in_use: IndexInUse
     _index: Index
     _writer: ShardWriter | None
     _maps: MappedShards
@@ -81,7 +82,7 @@ class ShardStore:
         try:
             mark_folder(folder)
             self.shards.mkdir(exist_ok=True)
-            self._restore()
+            restore_index(*places_in(folder), tell)
         except OSError as error:
             raise unwritable(folder, error.strerror or error) from error
         self._begin()
@@ -188,8 +189,7 @@ class ShardStore:
             if self._writer is not None:
                 self._writer.release()  # sealing would ask the old one
             self.close()
-            (self.folder / INDEX).unlink(missing_ok=True)
-            self._restore()
+            renew_index(*places_in(self.folder), self._tell)
 
     def will_need(self, keys: Sequence[str]) -> None:
         """Have the disk read ahead what is worth it; returns at once.
@@ -216,6 +216,7 @@ class ShardStore:
             self._ready.clear()
             self._known.clear()
             self._index.close()
+            self._in_use.close()
             self._pid = _CLOSED
 
     def __enter__(self) -> Self:
@@ -242,12 +243,14 @@ class ShardStore:
             except OSError as error:
                 raise unwritable(self.folder, error.strerror or error) from error
 
-    def _restore(self) -> None:
-        restore_index(self.folder / INDEX, self.shards, self.folder / MARKER, self._tell)
-
     def _begin(self) -> None:
         """State of this process; a forked child has its own."""
-        self._index = Index(self.folder / INDEX)
+        self._in_use = IndexInUse(self.shards)
+        try:
+            self._index = Index(self.folder / INDEX)
+        except BaseException:
+            self._in_use.close()
+            raise
         self._writer = None
         self._maps = MappedShards(self.shards, self._max_maps)
         self._files = OpenShards(self.shards, self._max_open)
@@ -363,6 +366,11 @@ def _remember(kept: dict[str, Kept], new: Mapping[str, Kept], most: int) -> None
     kept.update(new)
     while len(kept) > most:
         del kept[next(iter(kept))]
+
+
+def places_in(folder: Path) -> tuple[Path, Path, Path]:
+    """The index of a cache, its shards and its marker."""
+    return folder / INDEX, folder / "shards", folder / MARKER
 
 
 def mark_folder(folder: Path) -> None:

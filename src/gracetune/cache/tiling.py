@@ -7,14 +7,13 @@ ones, and a run must find again what another run encoded.
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -50,33 +49,20 @@ def choose_tiling(asked: bool | Literal["auto"], family: str, can_tile: bool) ->
     return Tiling(0 if asked is True else LARGE_PIXELS)
 
 
-class Coder:
-    """A family's encoder and decoder: for one thread at a time, by tiles where the size asks for
-    it.
+def taking_turns(
+    encode: Callable[[Tensor], Tensor], tile: Callable[[bool], bool], tiling: Tiling
+) -> Callable[[Tensor], Tensor]:
+    """The encoder for one thread at a time, by tiles where the size asks for it; `tile` switches.
 
-    A generation is encoded beside training, which may encode too, and beside validation, which
-    decodes. A VAE of clips keeps frames between its calls, for both directions: without turns,
-    either would go on with the other's, and no error would tell.
+    A generation is encoded beside training, which may encode too. A VAE of clips keeps frames
+    between its calls: without turns, either would go on with the other's, and no error would tell.
     """
+    turns = threading.Lock()
 
-    def __init__(
-        self, encode: Callable[[Tensor], Tensor], tile: Callable[[bool], bool], tiling: Tiling
-    ) -> None:
-        """`tile` switches both directions to tiles, or back."""
-        self._encode = encode
-        self._tile = tile
-        self._tiling = tiling
-        self._turns = threading.Lock()
+    def encoded(media: Tensor) -> Tensor:
+        with turns:
+            if tiling.above is not None:
+                tile(tiling.of((media.shape[-1], media.shape[-2]), "image"))
+            return encode(media)
 
-    def encode(self, media: Tensor) -> Tensor:
-        """As the family does."""
-        with self.turn((media.shape[-1], media.shape[-2]), "image"):
-            return self._encode(media)
-
-    @contextmanager
-    def turn(self, size: Shape, kind: Kind) -> Iterator[None]:
-        """Have it alone, for samples of this size."""
-        with self._turns:
-            if self._tiling.above is not None:
-                self._tile(self._tiling.of(size, kind))
-            yield
+    return encoded

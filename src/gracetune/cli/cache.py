@@ -88,7 +88,7 @@ def _verify(args: argparse.Namespace, tell: Tell) -> int:
 
     reports = []
     with ExitStack() as stack:
-        for store in _stores(args.where, stack, tell):
+        for store in _stores(args.where, stack, tell, repair=args.repair):
             report = verify(store, tell)
             reports.append((store, report))
             if args.repair and not report.clean:
@@ -254,15 +254,28 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _stores(where: Path, stack: ExitStack, tell: Tell) -> list[ShardStore]:
+def _stores(where: Path, stack: ExitStack, tell: Tell, *, repair: bool = False) -> list[ShardStore]:
     from gracetune.cache.inspect import caches_in
-    from gracetune.cache.shard_store import ShardStore
 
     if _is_run_file(where):
         from gracetune.train.wanted import cache_root
 
         where = cache_root(load_run_file(where).run)
-    return [stack.enter_context(ShardStore(path, tell)) for path in caches_in(where)]
+    return [stack.enter_context(_store(path, tell, repair)) for path in caches_in(where)]
+
+
+def _store(folder: Path, tell: Tell, repair: bool) -> ShardStore:
+    from gracetune.cache.index import DamagedIndexError
+    from gracetune.cache.rebuild import renew_index
+    from gracetune.cache.shard_store import ShardStore, places_in
+
+    try:
+        return ShardStore(folder, tell)
+    except DamagedIndexError:
+        if not repair:
+            raise
+        renew_index(*places_in(folder), tell)
+        return ShardStore(folder, tell)
 
 
 def _is_run_file(where: Path) -> bool:

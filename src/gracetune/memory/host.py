@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)", re.MULTILINE)
 _LINE = re.compile(r"^(?:Node \d+ )?([A-Za-z_()]+):\s+(\d+) kB", re.MULTILINE)
+_GIVEN_BY_NVIDIA = "System RAM (NVIDIA)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,14 @@ class HostFacts:
     coherent_memory_mode: str = ""
     """The NVIDIA module's parameter: `driver` is CDMM; empty: default, or no module."""
 
-    has_gpus: bool = False
-    """Whether the NVIDIA module is there."""
+    counts_gpus: bool = False
+    """Whether memory of GPUs is counted as the kernel's own."""
 
     def foreign_nodes(self) -> tuple[NumaNode, ...]:
-        """Memory without CPUs: beside GPUs it is theirs, or may be, as no driver was asked."""
-        return tuple(node for node in self.nodes if self.has_gpus and not node.has_cpus)
+        """Memory without CPUs, where some of it is a GPU's; CXL beside that is taken for it too."""
+        if not self.counts_gpus or not any(node.has_cpus for node in self.nodes):
+            return ()
+        return tuple(node for node in self.nodes if not node.has_cpus)
 
     def room_bytes(self) -> int:
         """What a process could still take of the host's own memory."""
@@ -80,7 +83,7 @@ def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
         nodes=_nodes(sys / "devices/system/node"),
         limit_bytes=_cgroup_leaves(proc, sys / "fs/cgroup"),
         coherent_memory_mode=_coherent_mode(proc / "driver/nvidia/params"),
-        has_gpus=(proc / "driver/nvidia").is_dir(),
+        counts_gpus=_counts_gpus(proc),
     )
 
 
@@ -133,6 +136,15 @@ def _nodes(folder: Path) -> tuple[NumaNode, ...]:
             )
         )
     return tuple(sorted(nodes, key=lambda node: node.id))
+
+
+def _counts_gpus(proc: Path) -> bool:
+    """The driver names what it gives to the kernel; where that is hidden, it may have given."""
+    regions = _text(proc / "iomem")
+    if regions:
+        return _GIVEN_BY_NVIDIA in regions
+    driver = proc / "driver/nvidia"
+    return driver.is_dir() and _coherent_mode(driver / "params") != "driver"
 
 
 def _cgroup_leaves(proc: Path, mount: Path) -> int | None:

@@ -129,7 +129,7 @@ class Family(Protocol):
         ...
 
     def tile(self, on: bool) -> bool:
-        """Encode and decode by tiles from now on, or whole; whether this family can tile."""
+        """Encode by tiles from now on, or whole; whether this family can tile."""
         ...
 
     def encode(self, media: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ class Flux(FolderFamily):
 
         pipeline = diffusers.FluxPipeline(
             scheduler=read_scheduler(self.folder),
-            vae=self.vae,
+            vae=self.vae_for(order),
             text_encoder=None,
             tokenizer=None,
             text_encoder_2=None,

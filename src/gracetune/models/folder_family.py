@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from gracetune.models.digest import digest_of_weights
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+
+    from gracetune.models.samples import Order
 
 
 class FolderFamily:
@@ -41,10 +44,24 @@ class FolderFamily:
 
     def tile(self, on: bool) -> bool:
         """The VAE's own tiles."""
-        (self.vae.enable_tiling if on else self.vae.disable_tiling)()
+        _tile(self.vae, on)
         return True
+
+    def vae_for(self, order: Order) -> Any:
+        """To sample with: the same weights, but tiles and kept frames of its own.
+
+        A generation may be encoded meanwhile. A VAE of clips keeps frames between its calls, and
+        either would go on with the other's.
+        """
+        vae = copy.copy(self.vae)
+        _tile(vae, order.tiled)
+        return vae
 
     def export(self, folder: Path) -> None:
         """A whole pipeline's folder; what was not trained is linked or copied."""
         self.transformer.save_pretrained(folder / "transformer")
         copy_rest(self.folder, folder, leave_out=("transformer",))
+
+
+def _tile(vae: Any, on: bool) -> None:
+    (vae.enable_tiling if on else vae.disable_tiling)()

@@ -217,7 +217,7 @@ class QwenImage(FolderFamily):
 
     def sample(self, order: Order) -> list[Sampled]:
         """One picture a prompt."""
-        pipeline = self._pipeline()
+        pipeline = self._pipeline(self.vae_for(order))
         device = next(self.transformer.parameters()).device
         dtype = self.transformer.img_in.weight.dtype
         width, height = order.shape
@@ -245,14 +245,14 @@ class QwenImage(FolderFamily):
             made.append(Sampled("image", picture.float().cpu() * 2 - 1))
         return made
 
-    def _pipeline(self) -> Any:
+    def _pipeline(self, vae: Any) -> Any:
         import diffusers
 
         edits = {"processor": None} if self.takes_control else {}
         cls = diffusers.QwenImageEditPipeline if edits else diffusers.QwenImagePipeline
         pipeline = cls(
             scheduler=read_scheduler(self.folder),
-            vae=self.vae,
+            vae=vae,
             text_encoder=None,
             tokenizer=None,
             transformer=self.transformer,

@@ -31,6 +31,8 @@ class Order:
     """For families that start from a picture, one a prompt: CHW in [-1, 1], of the order's size."""
     empties: Sequence[Mapping[str, Tensor]] = ()
     """Where the text depends on the picture: `empty` with each of them."""
+    tiled: bool = False
+    """Whether to decode by tiles, for a family that has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,7 +285,7 @@ class Wan22(FolderFamily):
 
     def sample(self, order: Order) -> list[Sampled]:
         """One clip or picture a prompt, by the pipeline that the model was published with."""
-        pipeline = self._pipeline()
+        pipeline = self._pipeline(self.vae_for(order))
         device = next(self.transformer.parameters()).device
         width, height, frames = (*order.shape, 1)[:3]
         made = []
@@ -346,7 +346,7 @@ class Wan22(FolderFamily):
             each[:, :per_frame] = 0
         return each
 
-    def _pipeline(self) -> Any:
+    def _pipeline(self, vae: Any) -> Any:
         import diffusers
 
         experts = transformers_of(self.transformer)
@@ -355,7 +355,7 @@ class Wan22(FolderFamily):
         pipeline = cls(
             tokenizer=None,
             text_encoder=None,
-            vae=self.vae,
+            vae=vae,
             scheduler=read_scheduler(self.folder),
             transformer=self._one,
             transformer_2=experts.get("low"),

@@ -18,7 +18,7 @@ from gracetune.cache.keys import text_key
 from gracetune.cache.ranks import ALONE
 from gracetune.cache.serve import EntriesGoneError, Live, Recipes, Server
 from gracetune.cache.staging import HotTexts, keep_hot
-from gracetune.cache.tiling import Coder, choose_tiling
+from gracetune.cache.tiling import choose_tiling, taking_turns
 from gracetune.data.corruption import CorruptionLedger
 from gracetune.data.decoders import choose_decoders
 from gracetune.data.loader import BatchOrder, Draw, Group
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from gracetune.cache.ahead import Batches
     from gracetune.cache.ranks import Ranks
     from gracetune.cache.store import Entry
+    from gracetune.cache.tiling import Tiling
     from gracetune.config.schema import DatasetSection, RunFile
     from gracetune.data.loader import LoaderState
     from gracetune.data.sample import Sample
@@ -70,7 +71,7 @@ class Feed:
     order: BatchOrder
     trained: tuple[Sample, ...]
     held_out: tuple[tuple[Draw, ...], ...]
-    coder: Coder
+    tiling: Tiling
     load: Callable[[Sequence[Draw]], Batch]
     will_need: Callable[[Sequence[Draw]], None]
     """Told of batches before they are loaded: what has to come from a disk starts to."""
@@ -107,9 +108,9 @@ def _build_feed(
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     tell(Notice(recipes.decoders.why))
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
-    coder = Coder(family.encode, family.tile, tiling)
+    encode = taking_turns(family.encode, family.tile, tiling)
     preparation = Preparation(
-        run, family, stores, recipes, tiling, coder.encode, ledger, folder, ranks, tell
+        run, family, stores, recipes, tiling, encode, ledger, folder, ranks, tell
     )
     prepared = [prepare(preparation, index) for index in range(len(run.datasets))]
     groups = [group for one in prepared for group in one.groups]
@@ -139,7 +140,7 @@ def _build_feed(
         stores.text,
         generations,
         {d.id: _live(d, sources[d.id]) for d in run.datasets if mode_of(d) == "disable_cache"},
-        coder.encode,
+        encode,
         identity,
         stores.tally,
         cells_of(family),
@@ -165,7 +166,7 @@ def _build_feed(
         order=order,
         trained=tuple(sample for group in trained for sample in group.samples),
         held_out=tuple(_held_out_draws(held_out, batch)),
-        coder=coder,
+        tiling=tiling,
         load=_loader_of(family, name_of, server, mover, hot),
         will_need=server.will_need,
         ahead=_ahead_of(run, mover),

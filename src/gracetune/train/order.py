@@ -43,10 +43,9 @@ def plan_order(run: RunFile, family: Family) -> Shape:
     kind, shape = _shape(run)
     if not validates(run):
         return shape
-    if kind not in family.kinds:  # data of other kinds are refused before
+    if kind == "video" and kind not in family.kinds:
         raise ConfigError(
-            f"validation.frames is {shape[-1]}; {family.name} makes {' and '.join(family.kinds)}s "
-            "alone. Leave it out."
+            f"validation.frames is {shape[2]}; {family.name} makes no videos. Leave it out."
         )
     media.demand_packages(kind)
     if family.sound is not None:
@@ -88,9 +87,9 @@ def build_validation(
             guidance=section.guidance,
             images=images,
             empties=empties if family.takes_control else (),
+            tiled=feed.tiling.of(shape, kind),
         ),
         held_out=[feed.load(draws) for draws in feed.held_out],
-        decoding=lambda: feed.coder.turn(shape, kind),
     )
 
 

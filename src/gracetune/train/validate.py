@@ -19,8 +19,7 @@ from gracetune.train.grid import grid
 from gracetune.train.step import losses_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Sequence
     from pathlib import Path
 
     from gracetune.data.sample import Batch
@@ -40,8 +39,6 @@ class Validation:
     prompts: tuple[str, ...]
     order: Order
     held_out: Sequence[Batch]
-    decoding: Callable[[], AbstractContextManager[None]]
-    """Gives the decoder to nobody else while samples are made."""
 
     def sheet(self, step: int) -> Path:
         """Where all samples of a step are seen."""
@@ -71,7 +68,7 @@ def validate(t: Trainee, validation: Validation, step: int) -> Validated:
 
 def sample(t: Trainee, validation: Validation) -> list[Sampled]:
     """One a prompt, by the family's own pipeline with the weights as they are."""
-    with validation.decoding(), t.accelerator.autocast():
+    with t.accelerator.autocast():
         return t.family.sample(validation.order)
 
 

@@ -1,5 +1,6 @@
 import os
 import sqlite3
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,13 +110,27 @@ def test_a_damaged_index_is_told_and_made_again_by_a_repair(tmp_path, told):
         fill(store, range(200))
     damage_index(tmp_path)
     with ShardStore(tmp_path) as store:
-        with pytest.raises(CacheError, match=r"index\.sqlite cannot be used: .*Remove that file"):
+        with pytest.raises(CacheError, match=r"index\.sqlite cannot be used: .*--repair"):
             store.get_many([f"k{n}" for n in range(200)])
         report = verify(store, told)
         assert report.index
         repair(store, report)
         assert verify(store, told).clean
         assert values(store, range(200)) == [*range(200)]
+
+
+def test_an_index_in_use_is_not_made_again_under_its_user(tmp_path, told):
+    """What a process puts through an index that is gone would be lost, or read as another's."""
+    with ShardStore(tmp_path) as user, ShardStore(tmp_path) as store:
+        fill(user, range(3))
+        broken = replace(verify(store, told), index=("malformed",))
+        with pytest.raises(CacheError, match="another process has it open"):
+            repair(store, broken)
+        fill(user, range(3, 6))
+        assert values(store, range(6)) == [*range(6)]
+        user.close()
+        repair(store, broken)
+        assert values(user, range(6)) == [*range(6)], "who closed it opens the new one"
 
 
 def test_a_row_that_is_none_of_ours_is_damage_of_the_index(store, told):

@@ -318,7 +318,7 @@ def test_a_cache_is_marked_and_another_format_is_refused(tmp_path):
 def test_a_file_that_is_no_index_is_refused(tmp_path):
     ShardStore(tmp_path).close()
     (tmp_path / INDEX).write_bytes(b"no database" * 100)
-    with pytest.raises(CacheError, match=r"cannot be used.*Remove that file"):
+    with pytest.raises(CacheError, match=r"cannot be used.*verify .* --repair` makes it again"):
         ShardStore(tmp_path)
 
 

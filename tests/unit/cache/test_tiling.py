@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from gracetune.cache.keys import latent_key
-from gracetune.cache.tiling import LARGE_PIXELS, WHOLE, Coder, Tiling, choose_tiling
+from gracetune.cache.tiling import LARGE_PIXELS, WHOLE, Tiling, choose_tiling, taking_turns
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError
 
@@ -41,7 +41,7 @@ def test_the_encoder_is_switched_for_each_batch_by_its_size():
         switched.append(on)
         return True
 
-    encode = Coder(lambda media: media * 2, tile, Tiling(64)).encode
+    encode = taking_turns(lambda media: media * 2, tile, Tiling(64))
     assert encode(torch.ones(1, 3, 8, 8)).sum() == 384
     encode(torch.ones(1, 3, 8, 9))
     encode(torch.ones(1, 3, 5, 8, 8))
@@ -52,7 +52,7 @@ def test_a_family_that_never_tiles_is_not_asked():
     def encode(media):
         return media
 
-    Coder(encode, lambda on: 1 / 0, WHOLE).encode(torch.ones(1, 3, 8, 8))
+    taking_turns(encode, lambda on: 1 / 0, WHOLE)(torch.ones(1, 3, 8, 8))
 
 
 def test_tiled_latents_have_keys_of_their_own():

@@ -104,6 +104,19 @@ def test_building_a_cache_that_would_end_with_the_process_is_refused(root, capsy
     assert "persistent_cache is false" in capsys.readouterr().err
 
 
+def test_an_index_that_does_not_even_open_is_made_again(root, capsys):
+    main(["cache", "build", str(root / "run.json")])
+    index = root / "cache" / "latents" / "index.sqlite"
+    index.write_bytes(b"no database" * 500)
+    capsys.readouterr()
+    assert main(["cache", "verify", str(root / "cache")]) == 2
+    assert f"`gracetune cache verify {index.parent} --repair`" in capsys.readouterr().err
+    assert main(["cache", "verify", str(root / "cache"), "--repair"]) == 0
+    out, err = capsys.readouterr()
+    assert f"was made again from its shards, {NUM_PICTURES} entries" in out + err
+    assert "all whole" in lines(capsys, "verify", root / "cache")
+
+
 def test_damage_is_named_repaired_and_encoded_again(root, capsys):
     key = damage_one(root / "cache" / "latents")
     latents, text = answer(capsys, "verify", root / "cache", code=1)

@@ -181,12 +181,36 @@ def test_memory_of_gpus_is_no_room_for_a_process() -> None:
         NumaNode(0, 480 * GIB, 40 * GIB, has_cpus=True),
         NumaNode(1, 96 * GIB, 90 * GIB, has_cpus=False),
     )
-    host = HostFacts(576 * GIB, 130 * GIB, 4096, nodes, has_gpus=True)
+    host = HostFacts(576 * GIB, 130 * GIB, 4096, nodes, counts_gpus=True)
     assert (host.room_bytes(), host.size_bytes()) == (40 * GIB, 480 * GIB)
-    alone = dataclasses.replace(host, has_gpus=False)  # memory of another kind, which is the host's
+    alone = dataclasses.replace(
+        host, counts_gpus=False
+    )  # memory of another kind, which is the host's
     assert (alone.room_bytes(), alone.size_bytes()) == (130 * GIB, 576 * GIB)
     limited = dataclasses.replace(host, limit_bytes=8 * GIB)
     assert (limited.room_bytes(), limited.size_bytes()) == (8 * GIB, 8 * GIB)
+    unsaid = tuple(dataclasses.replace(node, has_cpus=False) for node in nodes)
+    assert dataclasses.replace(host, nodes=unsaid).room_bytes() == 130 * GIB
+
+
+@pytest.mark.parametrize(
+    ("files", "counted"),
+    [
+        ({"iomem": "0-0 : System RAM\n0-0 : System RAM (NVIDIA)\n"}, True),
+        ({"iomem": "0-0 : System RAM\n", "driver/nvidia/params": ""}, False),
+        ({"driver/nvidia/params": "EnableMSI: 1\n"}, True),
+        ({"driver/nvidia/params": 'CoherentGPUMemoryMode: "driver"\n'}, False),
+        ({}, False),
+    ],
+    ids=["given", "none given", "hidden", "hidden, but the driver keeps it", "no GPU"],
+)
+def test_whether_the_kernel_counts_memory_of_gpus(
+    tmp_path: Path, files: dict[str, str], counted: bool
+) -> None:
+    for name, text in (files | {"meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\n"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_host(tmp_path, tmp_path, 4096).counts_gpus == counted
 
 
 def test_gpu_nodes_never_make_host_memory_negative() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import diffusers
 import pytest
@@ -14,6 +15,7 @@ from gracetune.models.captions import cleaned
 from gracetune.models.experts import routed, transformers_of
 from gracetune.models.family import load_family
 from gracetune.models.miniature import write_miniature
+from gracetune.models.samples import Order
 
 ORIGINAL = (
     ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
@@ -267,3 +269,36 @@ def test_a_hub_name_is_read_from_the_copy_that_the_hub_leaves(miniature, monkeyp
     family = load("some/model", revision="v1")
     assert family.name == "wan22"
     assert (asked["name"], asked["revision"]) == ("some/model", "v1")
+
+
+def test_a_generation_encoded_in_the_middle_of_sampling_changes_neither(miniature):
+    """The VAE keeps frames from one call of its decoder to the next, and from encoder to encoder;
+    either direction forgets those of both when it begins."""
+    family = load(miniature("wan22-t2v"))
+    text, empty = family.encode_text(["one", ""])
+    order = Order([text], empty, (32, 32, 9), seed=0, steps=1, guidance=1.0)
+    clip = torch.rand(1, 3, 9, 32, 32) * 2 - 1
+    beside = []
+    with torch.no_grad():
+        (alone,), encoded = family.sample(order), family.encode(clip)
+        hook = family.vae.decoder.register_forward_hook(
+            lambda *_: beside.append(family.encode(clip))
+        )
+        (made,) = family.sample(order)
+        hook.remove()
+    assert len(beside) > 1
+    assert torch.equal(made.data, alone.data)
+    assert all(torch.equal(latents, encoded) for latents in beside)
+
+
+def test_what_is_sampled_is_tiled_by_its_own_size(miniature):
+    family = load(miniature("wan22-t2v"))
+    order = Order([], {}, (32, 32), seed=0, steps=1, guidance=1.0, tiled=True)
+    family.tile(False)
+    assert (family.vae_for(order).use_tiling, family.vae.use_tiling) == (True, False)
+    family.tile(True)
+    vae = family.vae_for(replace(order, tiled=False))
+    assert (vae.use_tiling, family.vae.use_tiling) == (False, True)
+    assert {p.data_ptr() for p in vae.parameters()} == {
+        p.data_ptr() for p in family.vae.parameters()
+    }

@@ -353,7 +353,7 @@ def test_the_launchers_accumulation_does_not_weigh_gradients(tiny_run, told, mon
 
 def test_videos_of_a_family_of_pictures_are_refused_at_once(tiny_run):
     section = {"every": 1, "frames": 9, "prompts": ["one"]}
-    with pytest.raises(ConfigError, match=r"validation\.frames is 9; tiny makes images alone"):
+    with pytest.raises(ConfigError, match=r"validation\.frames is 9; tiny makes no videos"):
         run_training(tiny_run(validation=section))
 
 

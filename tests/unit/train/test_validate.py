@@ -1,5 +1,4 @@
 import json
-import threading
 from dataclasses import replace
 
 import pytest
@@ -50,28 +49,6 @@ def test_a_picture_does_not_depend_on_the_other_prompts(session):
     assert first.kind == "image"
     assert first.data.std() > 0
     torch.testing.assert_close(first.data, second.data)  # sums in another order round differently
-
-
-def test_nobody_encodes_while_samples_are_decoded(session, monkeypatch):
-    """A VAE of clips keeps frames between its calls: a generation would get validation's."""
-    s = session(prompts=["a red circle"])
-    order = []
-
-    def encode_beside():
-        s.feed.coder.encode(torch.zeros(1, 3, 24, 24))
-        order.append("encoded")
-
-    def sampled(_):
-        beside = threading.Thread(target=encode_beside)
-        beside.start()
-        beside.join(timeout=0.2)
-        order.append("sampled")
-        return [beside]
-
-    monkeypatch.setattr(type(s.trainee.family), "sample", lambda self, order: sampled(order))
-    (beside,) = sample(s.trainee, s.validation)
-    beside.join()
-    assert order == ["sampled", "encoded"]
 
 
 def test_a_sheet_is_whole_or_not_there(session, monkeypatch):
