@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,10 +38,9 @@ FAMILY_KEY = "gracetune.family"
 PEFT_SETTINGS = "lora_adapter_metadata"
 """Where diffusers keeps peft's settings in a file's header."""
 SCALARS = ("alpha", "scalar")
-PATTERNS = ("alpha_pattern", "rank_pattern")
-MAX_CHOICES, MAX_PATTERN = 4, 300
-"""A header may come from anyone, and an expression with many choices can be made to hang."""
-_CHOICE, _REPEATED_GROUP = re.compile(r"[*+{(]|(?<!\()\?"), re.compile(r"\)[*+{]")
+MAX_TRIES = 1e9
+_OPTIONAL, _REPEATED = re.compile(r"(?<!\()\?"), re.compile(r"[*+{]")
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
 HUGE_ALPHA = 1e9
 """ai-toolkit writes 9999999999 for LoKr of whole matrices, where alpha has no part."""
 
@@ -70,7 +70,7 @@ def canonical(
                 kind="duplicate",
                 key=key.text,
             )
-    settings = _with_expressions(_peft_settings(metadata, peft_config))
+    settings = _peft_settings(metadata, peft_config)
     layers = {
         place: _layer(table, place, found, tensors, settings) for place, found in grouped.items()
     }
@@ -211,20 +211,10 @@ def _peft_settings(
     }
 
 
-def _with_expressions(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings with their patterns compiled, once for all modules."""
-    known = dict(settings)
-    for name in PATTERNS:
-        patterns = known.get(name)
-        if isinstance(patterns, dict):
-            known[name] = [(_expression(name, str(key)), value) for key, value in patterns.items()]
-    return known
-
-
+@lru_cache
 def _expression(name: str, pattern: str) -> re.Pattern[str]:
     """A pattern as peft's `get_pattern_key` matches it: the end of a module's name."""
-    many = len(_CHOICE.findall(pattern)) > MAX_CHOICES or len(pattern) > MAX_PATTERN
-    if many or _REPEATED_GROUP.search(pattern):
+    if _could_hang(pattern):
         raise _bad_pattern(name, pattern, "matching it could take forever")
     try:
         return re.compile(rf"(.*\.)?({pattern})$")
@@ -232,10 +222,19 @@ def _expression(name: str, pattern: str) -> re.Pattern[str]:
         raise _bad_pattern(name, pattern, f"it is no expression ({error})") from error
 
 
+def _could_hang(pattern: str) -> bool:
+    """A header may come from anyone: how much matching may try, on a name of a hundred letters."""
+    groups = pattern.count("(") + 1
+    tries = groups * math.log(pattern.count("|") / groups + 1)
+    tries += len(_OPTIONAL.findall(pattern)) * math.log(2)
+    tries += len(_REPEATED.findall(pattern)) * math.log(100)
+    return tries > math.log(MAX_TRIES) or _REPEATED_GROUP.search(pattern) is not None
+
+
 def _bad_pattern(name: str, pattern: str, why: str) -> AdapterError:
     return AdapterError(
-        f"peft's settings have {pattern[:MAX_PATTERN]!r} in {name}, and {why}: the scale is not "
-        "known without it. Write the names of the modules there.",
+        f"peft's settings have {pattern[:200]!r} in {name}, and {why}: the scale is not known "
+        "without it. Write the names of the modules there.",
         kind="damaged",
     )
 
@@ -246,8 +245,9 @@ def _with_settings(layer: Layer, module: str, settings: Mapping[str, object]) ->
     if stated is None:
         stated = settings.get("lora_alpha", settings.get("alpha"))
     rank = rank_of(layer)
-    whole = _for_module("rank_pattern", module, settings) or settings.get("r")
-    divisor = rank if rank is not None else whole
+    divisor: object = rank
+    if rank is None:
+        divisor = _for_module("rank_pattern", module, settings) or settings.get("r")
     if not isinstance(stated, int | float) or not isinstance(divisor, int | float):
         return layer
     scale = stated / (math.sqrt(divisor) if settings.get("use_rslora") else divisor)
@@ -262,9 +262,10 @@ def _with_settings(layer: Layer, module: str, settings: Mapping[str, object]) ->
 
 def _for_module(name: str, module: str, settings: Mapping[str, object]) -> object | None:
     patterns = settings.get(name)
-    if not isinstance(patterns, list):
+    if not isinstance(patterns, dict):
         return None
-    return next((value for pattern, value in patterns if pattern.match(module)), None)
+    matching = (key for key in patterns if _expression(name, str(key)).match(module))
+    return next((patterns[key] for key in matching), None)
 
 
 def _notices(

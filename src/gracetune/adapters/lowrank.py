@@ -13,12 +13,12 @@ import torch
 
 from gracetune.adapters.delta import delta, delta_bias, delta_shape
 from gracetune.adapters.layers import Adapter, Layer, scale_of
-from gracetune.adapters.names import is_bare, template_of
-from gracetune.adapters.rows import split_fused
+from gracetune.adapters.names import is_bare
+from gracetune.adapters.rows import parts_of, split_fused
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, Sequence, Set
 
     from torch import Tensor
 
@@ -52,7 +52,7 @@ def combine(
                 kind="other-model",
             )
     gathered: dict[Place, list[tuple[Layer, float]]] = {}
-    for adapter, strength in _cut_alike(adapters):
+    for adapter, strength in _cut_alike(adapters, rank):
         for place, layer in adapter.layers.items():
             gathered.setdefault(place, []).append((layer, strength))
     layers, losses = {}, {}
@@ -103,13 +103,32 @@ def summary(losses: Mapping[Place, float]) -> Cut:
     return Cut(sum(losses.values()) / len(losses), losses[worst], worst.module)
 
 
-def _cut_alike(adapters: Sequence[tuple[Adapter, float]]) -> Sequence[tuple[Adapter, float]]:
-    """All in parts where one has a fused projection whole and another has it in parts."""
-    used = {template_of(place.module)[0] for adapter, _ in adapters for place in adapter.layers}
-    fused = adapters[0][0].table.fused
-    if not any(one.whole in used and used & {part for part, _ in one.parts} for one in fused):
-        return adapters  # wholes stay: their rank is cut together, and any algorithm adds up
-    return [(split_fused(adapter), strength) for adapter, strength in adapters]
+def _cut_alike(
+    adapters: Sequence[tuple[Adapter, float]], rank: int | None
+) -> Sequence[tuple[Adapter, float]]:
+    """In parts what one has as a fused projection and another has in parts.
+
+    Other wholes stay: their rank is cut together, and any algorithm adds up.
+    """
+    used = {place for adapter, _ in adapters for place in adapter.layers}
+    table = adapters[0][0].table
+    cut = {place for place in used if not used.isdisjoint(parts_of(place, table))}
+    return [
+        (split_fused(_by_rows(adapter, cut, rank), cut), strength) for adapter, strength in adapters
+    ]
+
+
+def _by_rows(adapter: Adapter, cut: Set[Place], rank: int | None) -> Adapter:
+    """With a rank nothing needs to stay what it is: a LoKr that is to be cut becomes its matrix."""
+    layers = dict(adapter.layers)
+    for place in cut & layers.keys():
+        layer = layers[place]
+        if rank is not None and layer.algorithm == "lokr":
+            _check_plain(place, layer)
+            bias = delta_bias(layer)
+            beside = {} if bias is None else {"diff_b": bias}
+            layers[place] = Layer("full", {"diff": delta(layer), **beside})
+    return replace(adapter, layers=layers)
 
 
 def _sum(

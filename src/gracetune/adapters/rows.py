@@ -18,33 +18,39 @@ from gracetune.adapters.names import Place, template_of
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
-    from gracetune.adapters.tables.types import Fused
+    from gracetune.adapters.tables.types import Fused, NameTable
 
 Span = tuple[int, int]
 
 
-def split_fused(adapter: Adapter) -> Adapter:
-    """Every fused projection in its parts, as diffusers has them."""
-    fused = {one.whole: one for one in adapter.table.fused}
+def split_fused(adapter: Adapter, only: Collection[Place] | None = None) -> Adapter:
+    """Every fused projection, or these alone, in its parts, as diffusers has them."""
     layers: dict[Place, Layer] = {}
     for place, layer in adapter.layers.items():
-        template, number = template_of(place.module)
-        if template not in fused:
+        parts = parts_of(place, adapter.table)
+        if not parts or (only is not None and place not in only):
             layers[place] = layer
             continue
-        parts = [part.format(number) for part, _ in fused[template].parts]
-        spans = _spans(out_features(layer), [share for _, share in fused[template].parts])
+        spans = _spans(out_features(layer), [*parts.values()])
         for part, one in zip(parts, _split(place.module, layer, spans), strict=True):
             if one is not None:
-                target = Place(place.stage, part)
-                if target in adapter.layers:
-                    raise _twice(place.module, part)
-                layers[target] = one
+                if part in adapter.layers:
+                    raise _twice(place.module, part.module)
+                layers[part] = one
     return replace(adapter, layers=layers)
+
+
+def parts_of(place: Place, table: NameTable) -> dict[Place, int]:
+    """What a fused projection consists of, with the share of each; nothing for other modules."""
+    template, number = template_of(place.module)
+    fused = next((one for one in table.fused if one.whole == template), None)
+    if fused is None:
+        return {}
+    return {Place(place.stage, part.format(number)): share for part, share in fused.parts}
 
 
 def join_fused(adapter: Adapter) -> Adapter:
@@ -236,7 +242,7 @@ def _refusal(module: str, why: str) -> AdapterError:
     return AdapterError(
         f"{module}: this adapter cannot be rewritten exactly for a naming that cuts the projection "
         f"elsewhere, because {why}. Keep the form it has (ComfyUI loads both namings of Flux), or "
-        "give --lora-rank to approximate it by a LoRA.",
+        "approximate it by a LoRA: --lora-rank, and --rank where adapters are merged.",
         kind="not-exact",
         key=module,
     )

@@ -43,6 +43,8 @@ def latent_key(
 ) -> Key:
     """The bytes of sample and control, the geometry and draw it is fitted by, and the encoder."""
     geometry = f"{recipe.name} {'x'.join(map(str, size))}"
+    if sample.kind == "video":
+        geometry += " as shown"  # once, pixels were taken for square, and BT.2020 for BT.601
     beside = [c.digest for c in sample.companions if c.role == "control"]
     content = " ".join([sample.digest, *beside])
     by = f"{encoder} by tiles" if tiled else encoder
@@ -51,7 +53,7 @@ def latent_key(
 
 def mask_key(mask: Companion, size: Shape, cells: tuple[int, int], recipe: Recipe) -> Key:
     """The bytes of the mask and which way round it is, its geometry, and its cells."""
-    geometry = f"{recipe.name} {'x'.join(map(str, size))}"
+    geometry = f"{recipe.name} {'x'.join(map(str, size))} on black"  # what is transparent
     content = f"{mask.digest} inverted" if mask.inverted else mask.digest
     return _key(kind="mask", mask=content, geometry=geometry, cells=f"{cells[0]}x{cells[1]}")
 

@@ -5,6 +5,7 @@ Shapes: C colours, F frames, H and W in pixels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,8 +40,8 @@ _HD_HEIGHT = 720
 """From here on colours that are not said are BT.709, below BT.601: what every player assumes."""
 _BT709, _UNSAID, _BT2020, _BT2020_CONSTANT = 1, 2, 9, 10
 """As frames number them; of the two of BT.2020 swscale has the first, and nobody uses the other."""
-_SEEK_FURTHER_S = (0.0, 1.0, 5.0, 30.0)
-"""Pictures after a key frame may need one before it: then the decoder begins later than sought."""
+_SEEK_FURTHER_S = (0.0, 1.0, 5.0, 30.0, math.inf)
+"""A file may be entered between key frames, and pictures after one may need what is before it."""
 _TURNS = {
     90: Image.Transpose.ROTATE_90,
     180: Image.Transpose.ROTATE_180,
@@ -168,14 +169,16 @@ def _shown(
     current = next(frames, None)
     if current is None:
         return
-    begin = current.time + start
+    first, begin = current.time, current.time + start
     if start > _SEEK_S and stream.time_base:
         for further in _SEEK_FURTHER_S:
-            moment = max(begin - further, 0.0)
+            moment = max(begin - further, first)
             container.seek(int(moment / stream.time_base), stream=stream, backward=True)
             frames = _frames(container, stream)
-            current = next(frames, None) or current
-            if current.time <= begin + _HAIR_S:
+            # Without what they refer to, others are decoded as well: to grey.
+            entered = next((timed for timed in frames if timed.frame.key_frame), None)
+            if entered is not None and entered.time <= begin + _HAIR_S:
+                current = entered
                 break
         else:
             raise UnreadableSampleError("its index is wrong: seeking leads past the moment sought")

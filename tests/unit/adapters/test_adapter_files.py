@@ -534,8 +534,28 @@ def test_settings_by_module_are_expressions_as_peft_reads_them(pattern):
 
 @pytest.mark.parametrize(
     ("pattern", "said"),
-    [("(a+)+b", "forever"), (".*.*.*.*.*x", "forever"), ("to_(q", "is no expr")],
+    [
+        ("(a+)+b", "forever"),
+        (".*.*.*.*.*x", "forever"),
+        ("(a|a)" * 40, "forever"),
+        ("a?" * 40, "forever"),
+        ("to_(q", "is no expr"),
+    ],
 )
 def test_an_expression_that_could_hang_or_is_none_is_refused(pattern, said):
     with pytest.raises(AdapterError, match=said):
         rank_and_alpha(pattern)
+
+
+def test_patterns_that_have_no_part_in_a_scale_are_not_looked_at():
+    prefix = "base_model.model.blocks.0.attn1.to_q"
+    tensors = {
+        f"{prefix}.lora_A.weight": torch.ones(4, HIDDEN),
+        f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
+    }
+    config = {"r": 4, "lora_alpha": 2, "rank_pattern": {"(a+)+b": 8}}
+    (layer,) = canonical(tensors, {}, None, config).layers.values()
+    assert layer.alpha == 2.0
+    tensors[f"{prefix}.alpha"] = torch.tensor(3.0)
+    (layer,) = canonical(tensors, {}, None, {"alpha_pattern": {"(a+)+b": 8}}).layers.values()
+    assert layer.alpha == 3.0

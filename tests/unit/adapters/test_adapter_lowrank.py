@@ -125,6 +125,31 @@ def test_a_fused_projection_and_its_parts_add_up(rank, order):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_a_lokr_that_cannot_be_cut_is_added_to_parts_with_a_rank():
+    whole = Layer("lokr", {"lokr_w1": torch.randn(2, 4), "lokr_w2": torch.randn(36, 6)})
+    fused = Adapter(FLUX, {Place(None, "transformer_blocks.0.attn.to_qkv"): whole})
+    place = Place(None, "transformer_blocks.0.attn.to_v")
+    part = make_lora(24, 24, generator(), 4)
+    pair = [(fused, 1.0), (Adapter(FLUX, {place: part}), 0.5)]
+    made, _ = combine(pair, 24, generator())
+    expected = delta(whole)[48:] + 0.5 * delta(part)
+    torch.testing.assert_close(delta(made.layers[place]), expected, rtol=1e-3, atol=1e-3)
+    assert len(made.layers) == 3
+    with pytest.raises(AdapterError, match="--rank where adapters are merged"):
+        combine(pair, None, generator())
+
+
+def test_fused_projections_of_other_blocks_stay_whole():
+    place = Place(None, "transformer_blocks.1.attn.to_qkv")
+    part = Place(None, "transformer_blocks.0.attn.to_q")
+    both = [
+        (Adapter(FLUX, {place: make_lokr(36, 12, generator())}), 1.0),
+        (Adapter(FLUX, {part: make_lora(12, 12, generator())}), 1.0),
+    ]
+    made, _ = combine(both, 8, generator())
+    assert set(made.layers) == {place, part}
+
+
 def test_fused_projections_alone_stay_whole():
     place = Place(None, "transformer_blocks.0.attn.to_qkv")
     pair = [(Adapter(FLUX, {place: make_loha(36, 12, generator(i))}), 1.0) for i in (1, 2)]

@@ -38,11 +38,13 @@ def video_bytes(
     colorspace: int | None = None,
     options: dict[str, str] | None = None,
     pixel_aspect: Fraction | None = None,
+    first: int = 0,
 ) -> bytes:
     import av
 
     buffer = io.BytesIO()
-    with av.open(buffer, "w", format=container) as output:
+    kept = {"avoid_negative_ts": "disabled"} if first < 0 else {}
+    with av.open(buffer, "w", format=container, options=kept) as output:
         stream = output.add_stream(codec, rate=Fraction(fps), options=options)
         stream.pix_fmt = "yuv420p"
         if pixel_aspect is not None:
@@ -51,8 +53,9 @@ def video_bytes(
             stream.height, stream.width = frames[0].shape[:2]
         if colorspace is not None:
             stream.codec_context.colorspace = colorspace
-        for pixels in frames:
+        for number, pixels in enumerate(frames, first):
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts = number
             if colorspace is not None:
                 frame = frame.reformat(format="yuv420p", dst_colorspace=colorspace)
             output.mux(stream.encode(frame))

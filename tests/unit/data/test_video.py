@@ -76,6 +76,16 @@ def test_a_clip_that_begins_with_pictures_of_the_group_before_it_is_found() -> N
         assert round(float(pixels[0, 0, 8, 8] + 1) * 127.5 / 8) == first // 10, first
 
 
+@pytest.mark.parametrize("first", [-120, 0, 48])
+def test_a_file_that_is_entered_between_key_frames_is_not_grey(first: int) -> None:
+    """A transport stream, called .mp4: it has no index, and its times begin anywhere."""
+    frames = [np.full((48, 64, 3), n // 10 * 8, np.uint8) for n in range(240)]
+    data = video_bytes(frames, container="mpegts", codec="mpeg4", first=first)
+    for clip, shown in ((0.15, 3), (0.3, 7), (0.5, 11), (0.9, 21)):
+        pixels = decode_video(data, (16, 16), 1, 24.0, clip)
+        assert round(float(pixels[0, 0, 8, 8] + 1) * 127.5 / 8) == shown
+
+
 def test_pixels_that_are_not_square_are_shown_as_players_do() -> None:
     frame = np.zeros((48, 48, 3), np.uint8)
     frame[:, 24:] = 255

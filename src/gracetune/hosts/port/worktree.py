@@ -172,7 +172,10 @@ def _entry_of(git: Git, path: str) -> Entry | None:
     if full.is_symlink():
         return Entry(SYMLINK, git.write(_content(git, path)))
     if full.is_dir():
-        raise PortError(f"{path} is a submodule with changes; commit or undo them first.")
+        raise PortError(
+            f"{path} is a submodule with changes, or a folder in the place of a file; commit or "
+            "undo that first."
+        )
     if not full.exists():
         return None
     mode = "100755" if os.access(full, os.X_OK) else "100644"
