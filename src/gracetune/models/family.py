@@ -182,7 +182,10 @@ class Family(Protocol):
         ...
 
     def sample(self, order: Order) -> list[Sampled]:
-        """Make what is ordered with the weights as they are, through the family's own pipeline."""
+        """Make what is ordered with the weights as they are, through the family's own pipeline.
+
+        Another thread may encode meanwhile.
+        """
         ...
 
     def export(self, folder: Path) -> None:
