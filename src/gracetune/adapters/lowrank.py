@@ -69,12 +69,9 @@ def as_lora(adapter: Adapter, rank: int, generator: torch.Generator) -> tuple[Ad
     """Every layer as a LoRA of at most this rank; those that are so already stay as they are."""
     layers, losses = {}, {}
     for place, layer in adapter.layers.items():
-        small = layer.algorithm == "lora" and layer.tensors["down"].shape[0] <= rank
-        if small and "mid" not in layer.tensors:
-            layers[place], losses[place] = layer, 0.0
-        elif len(delta_shape(layer)) < 2 or not delta_shape(layer)[1]:
-            layers[place], losses[place] = layer, 0.0  # a norm's or a bias' change has no rank
-        elif layer.algorithm == "full" and is_bare(place.module, adapter.table):
+        thin = layer.algorithm == "lora" and "mid" not in layer.tensors
+        small = thin and layer.tensors["down"].shape[0] <= rank
+        if small or is_bare(place.module, adapter.table) or not _has_rank(layer):
             layers[place], losses[place] = layer, 0.0
         else:
             _check_plain(place, layer)
@@ -101,6 +98,12 @@ def summary(losses: Mapping[Place, float]) -> Cut:
     """Losses of all modules in one."""
     worst = max(losses, key=lambda place: losses[place])
     return Cut(sum(losses.values()) / len(losses), losses[worst], worst.module)
+
+
+def _has_rank(layer: Layer) -> bool:
+    """A norm's or a bias' change has none."""
+    shape = delta_shape(layer)
+    return len(shape) > 1 and shape[1] > 0
 
 
 def _cut_alike(

@@ -69,7 +69,7 @@ class ShardStore:
         files are mapped or open for the next reader, and so many places and views kept ready
         (about 1 kB each)."""
         self.folder = folder
-        self.shards = folder / "shards"
+        _, self.shards, _ = places_in(folder)
         self._tell = tell
         self._told = False
         self._lossy: set[str] = set()

@@ -149,10 +149,18 @@ def _stream(container: InputContainer) -> VideoStream:
     return stream
 
 
-def _frames(container: InputContainer, stream: VideoStream) -> Iterator[_Timed]:
-    """In the order of their times; those without one follow each other evenly."""
+def _frames(
+    container: InputContainer, stream: VideoStream, *, sought: bool = False
+) -> Iterator[_Timed]:
+    """In the order of their times; those without one follow each other evenly.
+
+    Where a file was sought in, from a key frame on: others are decoded without what they refer to.
+    """
     rate = float(stream.average_rate or stream.guessed_rate or 24)
     for number, frame in enumerate(container.decode(stream)):
+        if sought and not frame.key_frame:
+            continue
+        sought = False
         width = max(frame.width, _shown_width(frame, stream))
         if width * frame.height > MAX_PIXELS:
             raise UnreadableSampleError(f"frame {number} has {width}x{frame.height} pixels")
@@ -174,9 +182,8 @@ def _shown(
         for further in _SEEK_FURTHER_S:
             moment = max(begin - further, first)
             container.seek(int(moment / stream.time_base), stream=stream, backward=True)
-            frames = _frames(container, stream)
-            # Without what they refer to, others are decoded as well: to grey.
-            entered = next((timed for timed in frames if timed.frame.key_frame), None)
+            frames = _frames(container, stream, sought=True)
+            entered = next(frames, None)
             if entered is not None and entered.time <= begin + _HAIR_S:
                 current = entered
                 break

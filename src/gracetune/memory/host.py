@@ -48,23 +48,27 @@ class HostFacts:
     counts_gpus: bool = False
     """Whether memory of GPUs is counted as the kernel's own."""
 
-    def foreign_nodes(self) -> tuple[NumaNode, ...]:
-        """Memory without CPUs, where some of it is a GPU's; CXL beside that is taken for it too."""
-        if not self.counts_gpus or not any(node.has_cpus for node in self.nodes):
+    def gpu_nodes(self, known: int | None = None) -> tuple[NumaNode, ...]:
+        """Memory without CPUs is some GPU's where one GPU's is a node: by the driver, which may
+        have named one, or by the kernel's files."""
+        if known is None and not (self.counts_gpus and any(node.has_cpus for node in self.nodes)):
             return ()
-        return tuple(node for node in self.nodes if not node.has_cpus)
+        return tuple(node for node in self.nodes if not node.has_cpus or node.id == known)
 
-    def room_bytes(self) -> int:
+    def room_bytes(self, gpu_node: int | None = None) -> int:
         """What a process could still take of the host's own memory."""
-        available = self.available_bytes - sum(n.available_bytes for n in self.foreign_nodes())
-        if self.limit_bytes is not None:
-            available = min(available, self.limit_bytes)
-        return max(0, available)
+        elsewhere = sum(node.available_bytes for node in self.gpu_nodes(gpu_node))
+        room = max(0, self.available_bytes - elsewhere)
+        return room if self.limit_bytes is None else min(room, self.limit_bytes)
+
+    def own_bytes(self, gpu_node: int | None = None) -> int:
+        """All of the host's own memory."""
+        return self.total_bytes - sum(node.total_bytes for node in self.gpu_nodes(gpu_node))
 
     def size_bytes(self) -> int:
-        """All of the host's own memory that a process may take."""
-        total = self.total_bytes - sum(node.total_bytes for node in self.foreign_nodes())
-        return total if self.limit_bytes is None else min(total, self.limit_bytes)
+        """As much of it as a process may take."""
+        own = self.own_bytes()
+        return own if self.limit_bytes is None else min(own, self.limit_bytes)
 
 
 def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:

@@ -201,7 +201,6 @@ def detect(
     host_node = _node(driver.attribute("host_numa_id", device))
     device_node, node_why = _device_node(driver, device, host)
     host_bytes, host_why = _host_bytes(host, device_node)
-    host_total = host.total_bytes - sum(n.total_bytes for n in _device_nodes(host, device_node))
     device_bytes, device_why = driver.memory_info(device)[1], "the driver's total"
     if rule.link is Link.INTEGRATED:
         device_bytes = host_bytes
@@ -211,7 +210,7 @@ def detect(
         device=device,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        host_total_bytes=host_total,
+        host_total_bytes=host.own_bytes(device_node),
         page_bytes=host.page_bytes,
         host_node=host_node,
         device_node=device_node,
@@ -300,20 +299,12 @@ def _device_node(driver: Driver, device: int, host: HostFacts) -> tuple[int | No
     return None, "the device's memory is no NUMA node"
 
 
-def _device_nodes(host: HostFacts, device_node: int | None) -> tuple[NumaNode, ...]:
-    """Memory without CPUs is some GPU's once one GPU is known to be a node of its own."""
-    if device_node is None:
-        return ()
-    return tuple(node for node in host.nodes if not node.has_cpus or node.id == device_node)
-
-
 def _host_bytes(host: HostFacts, device_node: int | None) -> tuple[int, str]:
     """MemAvailable, less what it counts that is a GPU's, and no more than a container may take."""
-    nodes = _device_nodes(host, device_node)
-    elsewhere = sum(node.available_bytes for node in nodes)
-    nbytes, why = max(0, host.available_bytes - elsewhere), "MemAvailable"
-    if nodes:
-        why += f", less {format_bytes(elsewhere)} of it that is GPU memory"
-    if host.limit_bytes is not None and host.limit_bytes < nbytes:
-        return host.limit_bytes, "what the memory limit of this container (cgroup) leaves"
-    return nbytes, why
+    nbytes, nodes = host.room_bytes(device_node), host.gpu_nodes(device_node)
+    if nbytes == host.limit_bytes:
+        return nbytes, "what the memory limit of this container (cgroup) leaves"
+    if not nodes:
+        return nbytes, "MemAvailable"
+    elsewhere = format_bytes(sum(node.available_bytes for node in nodes))
+    return nbytes, f"MemAvailable, less {elsewhere} of it that is GPU memory"

@@ -4,6 +4,7 @@ import threading
 import pytest
 import torch
 from PIL import Image
+from tired import tired_at_first
 
 from gracetune.cache import fill
 from gracetune.cache.fill import BATCH, Picture, fill_latents, fill_text, find_unreadable
@@ -154,14 +155,7 @@ def test_files_with_equal_bytes_are_encoded_once_and_lost_together(told):
 
 
 def test_a_variant_that_can_be_read_does_not_make_up_for_one_that_cannot(told):
-    class Once(Files):
-        def read(self, key):
-            if not self.reads:
-                self.reads.append(key)
-                raise OSError("the disk is tired")
-            return super().read(key)
-
-    source, sample = Once(), Sample("d", "1", "", "digest", 8, 8)
+    source, sample = tired_at_first(Files()), Sample("d", "1", "", "digest", 8, 8)
     crops = [Recipe(crop=(share, 0.5)) for share in (0.0, 1.0)]
     variants = [Picture(sample, (8, 8), source, crop) for crop in crops]
     lost = fill_latents(MemoryStore(), variants, Encoder(), "e", told)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tired import tired_at_first
 
 from gracetune.cache.fill import Picture
 from gracetune.cache.keys import mask_key
@@ -123,14 +124,7 @@ def test_masks_that_cannot_be_read_are_named_with_every_sample_of_theirs(told):
 
 
 def test_a_mask_that_could_be_read_the_second_time_is_named_all_the_same(told):
-    class Once(Files):
-        def read(self, key):
-            if not self.reads:
-                self.reads.append(key)
-                raise OSError("the disk is tired")
-            return super().read(key)
-
-    source = Once(half=stripe(0, 8))
+    source = tired_at_first(Files(half=stripe(0, 8)))
     variants = [picture(source, "half", Recipe(crop=(share, 0.5))) for share in (0.0, 1.0)]
     ((sample, reason),) = fill(MemoryStore(), variants, told)
     assert sample.key == "half.png"

@@ -1,9 +1,10 @@
 import pytest
 
-from gracetune.config.remarks import remarks
+from gracetune.config.remarks import FAMILIES, FAMILY_SETTINGS, remarks
 from gracetune.config.rules import breaches, check_trainable
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
+from gracetune.models import family as models
 
 
 def run(**sections):
@@ -174,6 +175,14 @@ def test_a_setting_that_an_optimizer_does_not_have_is_remarked_on():
     assert all("to which muon leaves what is no matrix" in line for line in muon)
     assert remarks(run(optimizer={"name": "muon"})) == []
     assert remarks(RunFile.model_validate({"optimizer": {"name": "adamw", "eps": 1e-6}})) == []
+
+
+def test_settings_of_families_are_of_the_families_that_there_are():
+    assert set(models.FAMILIES) == FAMILIES
+    for setting, having in FAMILY_SETTINGS.items():
+        name, key = setting.split(".")
+        assert key in type(getattr(RunFile(), name)).model_fields
+        assert having < FAMILIES
 
 
 @pytest.mark.parametrize(
