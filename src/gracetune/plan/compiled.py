@@ -197,6 +197,33 @@ class _Fused:
         return product_ops(func, values, node.meta["val"], nbytes, self._weights, backward=False)
 
     def _peak(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
+        """Of the orders that a compiler tries, it takes the one with the lowest peak."""
+        orders = (kernels, self._freeing_first(kernels, owned))
+        return min(self._highest(graph, order, owned) for order in orders)
+
+    def _freeing_first(self, kernels: list[_Kernel], owned: set[int]) -> list[_Kernel]:
+        """Whatever frees as much as it writes goes as soon as it can, what frees most before the
+        rest: of branches side by side, the wide one is done with before the other begins.
+        """
+        made = {storage for kernel in kernels for storage in kernel.writes}
+        stays = {root for node in self._gives for root in self._roots.get(node, ())} | owned
+        waiting, order = list(kernels), list[_Kernel]()
+        there: set[int] = set()
+
+        def growth(kernel: _Kernel) -> int:
+            needed = stays.union(*(other.reads for other in waiting if other is not kernel))
+            written = sum(n for storage, n in kernel.writes.items() if storage not in owned)
+            return written - sum(self._sizes[storage] for storage in kernel.reads - needed)
+
+        while waiting:
+            ready = [k for k in waiting if k.reads & made <= there | k.writes.keys()]
+            best = min(ready, key=growth)
+            order.append(best if growth(best) <= 0 else waiting[0])
+            waiting.remove(order[-1])
+            there |= order[-1].writes.keys()
+        return order
+
+    def _highest(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
         """Walk the kernels; what the caller owns is not counted, all else dies at its last use."""
         last = {s: place for place, kernel in enumerate(kernels) for s in kernel.reads}
         for node in self._gives:

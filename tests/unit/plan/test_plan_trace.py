@@ -45,6 +45,35 @@ class Attending(nn.Module):
         return x + self.back(nn.functional.gelu(self.wide(x)))
 
 
+class SideBySide(nn.Module):
+    """Attention and a wide layer that read the same, as Flux has them, named in either order."""
+
+    def __init__(self, wide_first: bool) -> None:
+        super().__init__()
+        self.wide_first = wide_first
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.out = nn.Linear(5 * WIDTH, WIDTH)
+        self.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, 4 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        y = x + shift
+        if self.wide_first:
+            wide, attended = self._widen(y), self._attend(y)
+        else:
+            attended, wide = self._attend(y), self._widen(y)
+        return x + self.out(torch.cat([attended, wide], -1))
+
+    def _widen(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.wide(x) + self.up(self.down(x)))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+
+
 class Stack(nn.Module):
     def __init__(self, count: int = 3) -> None:
         super().__init__()
@@ -193,6 +222,15 @@ def test_peaks_hold_what_is_saved_and_more(traced: ModelShapes) -> None:
             assert trace.forward_peak_nbytes >= trace.saved_nbytes + kind.input_nbytes
             assert trace.backward_peak_nbytes > trace.saved_nbytes
             assert trace.backward_peak_nbytes < 4 * kind.eager.keep.saved_nbytes
+
+
+def test_which_branch_is_named_first_is_all_one_to_a_compiler() -> None:
+    peaks = set()
+    for wide_first in (False, True):
+        model = Stack(0)
+        model.blocks.append(SideBySide(wide_first))
+        peaks.add(trace_model(made_subject(model), 2).kinds[0].compiled.lean.backward_peak_nbytes)
+    assert len(peaks) == 1, f"{peaks} bytes"
 
 
 def test_equal_blocks_are_one_kind_and_bytes_are_those_of_the_weights(traced: ModelShapes) -> None:
