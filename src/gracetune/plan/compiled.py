@@ -2,7 +2,7 @@
 
 AOTAutograd's own partitioner decides what is saved; that needs no GPU. What its compiler fuses is
 modelled: matrix products and attention are kernels of their own and their operands are in memory,
-all else is folded into whatever kernel needs it.
+all else is folded into whatever kernel needs it. So is the order in which it computes them.
 """
 
 from __future__ import annotations
