@@ -27,7 +27,7 @@ from gracetune.data.loader import Loader
 from gracetune.events.requests import Requests
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 from gracetune.train.step import losses_at, train_step
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def follow(session: Session, steps: int) -> tuple[dict[int, float], list[float]]
     losses, rates = {0: held_out(session)}, []
     for step in range(steps):
         batch, _ = next(batches)
-        result = train_step(session.trainee, [batch], 1, Progress(step, step))
+        result = train_step(session.trainee, [batch], 1, TrainProgress(step, step))
         rates.append(float(result.lr))
         if (step + 1) % EVERY == 0 or step + 1 == steps:
             losses[step + 1] = held_out(session)

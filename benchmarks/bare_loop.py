@@ -19,7 +19,7 @@ import results
 import torch
 
 from gracetune.config.load import load_run_file
-from gracetune.events.fan import Fan
+from gracetune.events.fan import EventDispatcher
 from gracetune.events.log import JsonlLog
 from gracetune.events.requests import Requests
 from gracetune.events.tensorboard import TensorBoardSink
@@ -27,7 +27,7 @@ from gracetune.events.types import StepDone
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,7 +90,7 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
     ).run
     seconds = Seconds()
     sinks = [seconds, JsonlLog(folder / "events.jsonl"), TensorBoardSink(folder / "tb", 1)]
-    with Fan(sinks) as fan:
+    with EventDispatcher(sinks) as fan:
         built = build(run, start_accelerator(run), fan.tell, Requests(folder), Interrupt())
         session = built.session
         batches = [session.feed.load(session.feed.order.at(i)) for i in range(steps)]
@@ -98,7 +98,7 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
         bare_model = type(session.trainee.family.transformer)(
             **{k: v for k, v in session.trainee.family.transformer.config.items() if k[0] != "_"}
         )
-        progress, results = Progress(), []
+        progress, results = TrainProgress(), []
         for turn in range(num_turns + 1):
             train = run.train.model_copy(update={"max_train_steps": (turn + 1) * steps})
             trainee = replace(session.trainee, run=run.model_copy(update={"train": train}))

@@ -19,7 +19,7 @@ import results
 import torch
 from cache_read import Reading, forget, key
 
-from gracetune.cache.index import Index, Row, ShardRow, TensorPlace
+from gracetune.cache.index import CacheIndex, EntryRow, ShardRow, TensorPlace
 from gracetune.cache.keys import text_key
 from gracetune.cache.shard_store import INDEX, ShardStore
 
@@ -87,13 +87,15 @@ def measure_text(folder: Path) -> dict[str, object]:
 def measure_index(folder: Path) -> dict[str, object]:
     """Opening a cache of a million entries, and the first question."""
     ShardStore(folder).close()
-    index = Index(folder / INDEX)
+    index = CacheIndex(folder / INDEX)
     index.add_shard(ShardRow("shard", 4096, 4096))
     places = (TensorPlace("latents", "BF16", (16, 128, 128), 0, 524288),)
     about = {"kind": "latents", "sample": "0" * 64, "geometry": "centre", "encoder": "0" * 40}
     for start in range(0, ENTRIES, 50_000):
         numbers = range(start, start + 50_000)
-        rows = [Row(0, key(n), "shard", n << 19, 524288, places, bytes(16), about) for n in numbers]
+        rows = [
+            EntryRow(0, key(n), "shard", n << 19, 524288, places, bytes(16), about) for n in numbers
+        ]
         index.add(rows, "shard", 4096)
     index.close()
     forget(folder / INDEX)

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file, save_file
 
-from gracetune.cache.arena import ArenaStore, Budget, Tally, whole_pages
+from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, whole_pages
 from gracetune.cache.direct import DirectQueue, Wanted
 from gracetune.cache.shard_store import ShardStore
 from gracetune.units import GIB
@@ -77,7 +77,7 @@ class Reading:
         self._write()
         self._disk = ShardStore(folder / "disk")
         self._memory = ArenaStore(
-            "latents", Budget(8 * GIB), self._disk, print, whole_pages, Tally()
+            "latents", HostMemoryBudget(8 * GIB), self._disk, print, whole_pages, Tally()
         )
         self._plain = torch.empty(0)
 

@@ -34,14 +34,14 @@ from PIL import Image, ImageOps
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data import buckets
-from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.corruption import CorruptionLog
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import PILLOW, choose_decoders
 from gracetune.data.folder import FolderSource
 from gracetune.data.images import decode_pixels
-from gracetune.data.loader import BatchOrder, Group, Loader
+from gracetune.data.loader import BatchOrder, BucketGroup, Loader
 from gracetune.data.prefetch import Prefetch, prefetched
-from gracetune.data.recipe import Recipe, render
+from gracetune.data.recipe import SampleTransform, render
 from gracetune.data.video import decode_video
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def by_data_loader(
 def ours(source: object, workers: int, paths: Sequence[Path]) -> int:
     """As the cache is filled: bytes from the source, decoded ahead by threads."""
     decoders = choose_decoders()
-    recipe = Recipe(lanczos=decoders.lanczos)
+    recipe = SampleTransform(lanczos=decoders.lanczos)
     rendered = prefetched(
         [path.name for path in paths],
         lambda key: render(source.read(key), recipe, SIZE, decoders),
@@ -187,7 +187,7 @@ def pictures(folder: Path, count: int, turns: int, reads: int, workers: int) -> 
     def silent(_: object) -> None:
         """Nobody listens."""
 
-    staged = open_dataset(section, 0, silent, CorruptionLedger(silent))
+    staged = open_dataset(section, 0, silent, CorruptionLog(silent))
     ways = {
         "gracetune, staged": partial(ours, staged.source, workers),
         "gracetune, files": partial(ours, FolderSource(folder), workers),
@@ -211,7 +211,7 @@ def loader_figures(samples: Sequence[object]) -> dict[str, object]:
     """What the order and the hand-over cost, where loading itself costs nothing."""
     section = DatasetSection(id="photographs", resolution=384)
     plan = buckets.assign(samples, section, 16)
-    groups = [Group(group, 1, 0.1, size, 0.7) for size, group in plan.buckets.items()]
+    groups = [BucketGroup(group, 1, 0.1, size, 0.7) for size, group in plan.buckets.items()]
     loader = Loader(BatchOrder(groups, 8, 0), tuple)
     started = time.perf_counter()
     for _ in range(2000):

@@ -23,7 +23,7 @@ from gracetune.data.shapes import draw, drawn
 from gracetune.events.requests import Requests
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 from gracetune.train.step import train_step
 from gracetune.train.validate import held_out_loss
 
@@ -86,7 +86,7 @@ def follow(session: Session, steps: int) -> dict[int, float]:
     curve = {0: look()}
     for step in range(steps):
         batch, _ = next(batches)
-        train_step(session.trainee, [batch], 1, Progress(step, step))
+        train_step(session.trainee, [batch], 1, TrainProgress(step, step))
         if (step + 1) % EVERY == 0 or step + 1 == steps:
             curve[step + 1] = look()
     return curve

@@ -16,8 +16,8 @@ import torch
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.models.dense_gradients import with_dense_gradients
-from gracetune.plan.cost import Model
-from gracetune.plan.known_models import PUBLISHED, SHAPES, Picture
+from gracetune.plan.cost import CostModel
+from gracetune.plan.known_models import PUBLISHED, SHAPES, SampleShape
 from gracetune.plan.make import TRACED_BATCH
 from gracetune.plan.outlines import outline
 from gracetune.plan.peak import Fixed
@@ -47,7 +47,7 @@ class Case:
     """A family with a sample, and changes to its published shape."""
 
     family: str
-    picture: Picture
+    picture: SampleShape
     config: Mapping[str, Any]
     counts: tuple[int, ...]
     """Blocks of each kind."""
@@ -65,7 +65,7 @@ class Case:
         subject = replace(self.outline().subject(), products=torch.bfloat16)
         return trace_model(subject, TRACED_BATCH)
 
-    def plan_model(self, shapes: ModelShapes, basics: Basics) -> tuple[Model, Fixed]:
+    def plan_model(self, shapes: ModelShapes, basics: Basics) -> tuple[CostModel, Fixed]:
         """On a machine of these rates; and what it needs whatever is chosen."""
         assert len(shapes.kinds) == len(self.counts), f"{len(shapes.kinds)} kinds of blocks"
         order = tuple(kind for kind, count in enumerate(self.counts) for _ in range(count))
@@ -75,7 +75,7 @@ class Case:
             library_nbytes=int(FITTED["library_nbytes"].value),
             batches_ahead=0,
         )
-        return Model(mine, speeds_of(basics), self.frozen_compute), fixed
+        return CostModel(mine, speeds_of(basics), self.frozen_compute), fixed
 
     def model(self, device: torch.device) -> nn.Module:
         """Made on the device: random frozen weights in bf16, and a LoRA that is not zero."""
@@ -119,7 +119,7 @@ class Case:
         return SHAPES[PUBLISHED[self.family].class_name]
 
 
-PICTURE, CLIP = Picture(1024, 1024), Picture(832, 480, 33)
+PICTURE, CLIP = SampleShape(1024, 1024), SampleShape(832, 480, 33)
 
 
 def flux(double: int, single: int) -> Case:
@@ -133,7 +133,7 @@ def qwen(layers: int) -> Case:
     return Case("qwen_image", PICTURE, {"num_layers": layers}, (layers,))
 
 
-def wan(layers: int, picture: Picture) -> Case:
+def wan(layers: int, picture: SampleShape) -> Case:
     """One expert of Wan 2.2 with so many blocks."""
     return Case("wan22", picture, {"num_layers": layers}, (layers,))
 
@@ -149,5 +149,5 @@ SHORT |= {"fp8": replace(wan(12, PICTURE), frozen_compute="fp8")}
 def rehearsed(case: Case) -> Case:
     """The same code in no time, on any machine."""
     narrow = SHAPES[PUBLISHED[case.family].class_name].narrow
-    small = Picture(64, 64, min(case.picture.frames, 5))
+    small = SampleShape(64, 64, min(case.picture.frames, 5))
     return replace(case, picture=small, config={**narrow, **case.config})

@@ -46,13 +46,13 @@ from wan14b import in_a_row, let_go, step_of
 
 from gracetune.adapters.fused import freeze_in_fp8_for
 from gracetune.memory.machine import open_machine
-from gracetune.plan.candidates import Budget, Wishes
+from gracetune.plan.candidates import Constraints, PlanBudget
 from gracetune.plan.choose import PlanError, choose, predict
 from gracetune.plan.measure import measure
 from gracetune.plan.probe import Probe
 from gracetune.plan.rates import FITTED, basics_of
 from gracetune.plan.report import describe
-from gracetune.stream.movers import open_mover
+from gracetune.stream.movers import open_copy_engine
 from gracetune.train.correcting import choice_of
 from gracetune.train.narrow import narrow
 from gracetune.train.place import Layout, compute_faster, place
@@ -67,12 +67,12 @@ if TYPE_CHECKING:
 
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
-    from gracetune.plan.cost import Model
+    from gracetune.plan.cost import CostModel
     from gracetune.plan.peak import Fixed
     from gracetune.plan.rates import Basics
     from gracetune.plan.result import Plan
     from gracetune.plan.shapes import ModelShapes
-    from gracetune.plan.step import Choice
+    from gracetune.plan.step import PlanCandidate
 
 LEAST = 1.5
 BUDGET_NBYTES = int(96e9)
@@ -80,7 +80,7 @@ HOST_NBYTES = 90 * GIB
 SMALLER = (1.0, 0.96, 0.92, 0.86)
 """Shares of the budget that are tried in turn."""
 BATCHES = (1, 2, 4)
-ANY = Wishes()
+ANY = Constraints()
 PLAIN_STEPS = {"flux": (2, 3), "qwen": (2, 3), "clip": (1, 2)}
 OUR_STEPS = (3, 5)
 PROOF_STEPS = (2, 3)
@@ -111,7 +111,7 @@ class Bench:
         """As asked for, or narrow."""
         return families.rehearsed(case) if self.rehearse else case
 
-    def plan_model(self, name: str, case: Case) -> tuple[Model, Fixed]:
+    def plan_model(self, name: str, case: Case) -> tuple[CostModel, Fixed]:
         """The planner's view of a model, each family traced once, on this host as fast as it is
         now.
         """
@@ -269,9 +269,9 @@ def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
     raise RuntimeError(f"{name}: no plan fits")
 
 
-def best_plan(planner: Model, fixed: Fixed, nbytes: int, wishes: Wishes = ANY) -> Plan:
+def best_plan(planner: CostModel, fixed: Fixed, nbytes: int, wishes: Constraints = ANY) -> Plan:
     """The fastest of all batches."""
-    budget = Budget(nbytes, HOST_NBYTES, FITTED["fragmentation"].value)  # as a run does it
+    budget = PlanBudget(nbytes, HOST_NBYTES, FITTED["fragmentation"].value)  # as a run does it
     plans = []
     for batch in BATCHES:
         wishes = replace(wishes, samples=batch, batches=(batch,))
@@ -336,13 +336,13 @@ def run_choice(
     title: str,
     case: Case,
     model: nn.Module,
-    choice: Choice,
+    choice: PlanCandidate,
     steps: tuple[int, int] = PROOF_STEPS,
 ) -> dict[str, Any]:
     """Predict, then measure, some times in turns; all in one record."""
     blocks = case.blocks(model)
     layout = Layout(choice.blocks, choice.compiled, choice.slots)
-    mover = open_mover(bench.device, bench.link)
+    mover = open_copy_engine(bench.device, bench.link)
     backend = "aot_eager_decomp_partition" if bench.rehearse else "inductor"
     placed = place(model, {model: blocks}, layout, mover, show, backend)
     let_go()
@@ -375,7 +375,7 @@ def take_rounds(
     name: str,
     case: Case,
     model: nn.Module,
-    choice: Choice,
+    choice: PlanCandidate,
     steps: tuple[int, int],
 ) -> list[dict[str, Any]]:
     """In each a look at the host, a prediction, and some steps."""

@@ -27,13 +27,13 @@ import results
 import torch
 from torch.nn import functional
 
-from gracetune.cache.ahead import FIRST_DEPTH, Ahead, Depth
-from gracetune.cache.arena import ArenaStore, Budget, Tally, whole_pages
+from gracetune.cache.ahead import FIRST_DEPTH, Depth, PrefetchedBatches
+from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, whole_pages
 from gracetune.config.schema import Gh200Section
 from gracetune.data.sample import Batch
 from gracetune.memory.bench import DeviceBytes
 from gracetune.memory.machine import open_machine
-from gracetune.train.mover import build_mover
+from gracetune.train.mover import build_batch_transfer
 from gracetune.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.train.mover import Mover
+    from gracetune.train.mover import BatchTransfer
 
     Way = Callable[[], Iterator[Batch]]
 
@@ -118,7 +118,7 @@ def measure(scale: Scale) -> dict[str, float]:
     """Every way in its turn, and the turns over and over."""
     assert scale.steps <= scale.epoch, "a faulting round would meet an entry twice"
     torch.manual_seed(0)
-    mover = build_mover(Gh200Section(), scale.device, print)
+    mover = build_batch_transfer(Gh200Section(), scale.device, print)
     kept = Kept(scale, mover)
     step = Step(scale)
     step.last(scale)
@@ -162,8 +162,8 @@ def over(one: list[float], other: list[float]) -> float:
 class Kept:
     """Random entries in a latent cache and a text cache, as a run has them."""
 
-    def __init__(self, scale: Scale, mover: Mover) -> None:
-        budget, tally = Budget(4 * GIB), Tally()
+    def __init__(self, scale: Scale, mover: BatchTransfer) -> None:
+        budget, tally = HostMemoryBudget(4 * GIB), Tally()
         self.latents, self.text = (
             ArenaStore(what, budget, None, print, mover.host_memory, tally)
             for what in ("latents", "texts")
@@ -305,7 +305,7 @@ class HostLane:
 class Fed:
     """What a run does: arenas, its mover, a stream and a thread of their own."""
 
-    def __init__(self, scale: Scale, kept: Kept, mover: Mover) -> None:
+    def __init__(self, scale: Scale, kept: Kept, mover: BatchTransfer) -> None:
         self._scale = scale
         self._kept = kept
         self._mover = mover
@@ -319,7 +319,7 @@ class Fed:
     def __call__(self) -> Iterator[Batch]:
         """One round; who closes it ends the thread."""
         lane = self._mover.lane() if self._mover.moves else HostLane()
-        ahead = Ahead(self._loaded(), lane, self.depth)  # type: ignore[misc, arg-type]
+        ahead = PrefetchedBatches(self._loaded(), lane, self.depth)  # type: ignore[misc, arg-type]
         try:
             for batch, _ in ahead:
                 yield batch

@@ -37,14 +37,14 @@ from gracetune.config.schema import OptimizerSection
 from gracetune.memory.machine import open_machine
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.update import Travel, Update
-from gracetune.stream.movers import Lane, open_mover
+from gracetune.stream.movers import CopyStream, open_copy_engine
 from gracetune.train.step import scale_and_clip
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gracetune.stream.movers import Mover
+    from gracetune.stream.movers import CopyEngine
 
 WARM_UP, STEPS = 2, 5
 NEEDED = 70 * GIB
@@ -97,7 +97,7 @@ class Bench:
     def __init__(
         self,
         size: Size,
-        mover: Callable[[], Mover],
+        mover: Callable[[], CopyEngine],
         travel: Travel,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -234,7 +234,7 @@ def link_rates(bench: Bench, nbytes: int) -> dict[str, float]:
     inward = mover.device_memory(nbytes), mover.landing_memory(nbytes)
     outward = mover.landing_memory(nbytes), mover.device_memory(nbytes)
 
-    def timed(*ways: tuple[Lane, tuple[Tensor, Tensor]]) -> float:
+    def timed(*ways: tuple[CopyStream, tuple[Tensor, Tensor]]) -> float:
         for repetitions in (1, COPIES):
             bench.wait()
             began = time.perf_counter()
@@ -244,7 +244,7 @@ def link_rates(bench: Bench, nbytes: int) -> dict[str, float]:
             bench.wait()
         return COPIES * nbytes / (time.perf_counter() - began) / 1e9
 
-    into, out = (Lane.STATE_IN, inward), (Lane.STATE_OUT, outward)
+    into, out = (CopyStream.STATE_IN, inward), (CopyStream.STATE_OUT, outward)
     found = {"in": timed(into), "out": timed(out), "each_of_both": timed(into, out)}
     mover.release()
     return found
@@ -273,7 +273,7 @@ def main() -> int:
     link = open_machine().platform.link
     how = (
         REHEARSED if arguments.rehearse else Size(),
-        lambda: open_mover(device, link),
+        lambda: open_copy_engine(device, link),
         Travel(bucket_numel=1 << 14) if arguments.rehearse else Travel(),
     )
     bench = Bench(*how)

@@ -43,15 +43,15 @@ from families import TRAINED_NBYTES, Case
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.plan.choose import predict
-from gracetune.plan.cost import Model
-from gracetune.plan.known_models import Picture
+from gracetune.plan.cost import CostModel
+from gracetune.plan.known_models import SampleShape
 from gracetune.plan.machines import machine
 from gracetune.plan.make import traced
 from gracetune.plan.outlines import outline
 from gracetune.plan.peak import Fixed
 from gracetune.plan.rates import FITTED, basics_of, speeds_of
 from gracetune.plan.result import AHEAD, BlockPlan
-from gracetune.plan.step import Choice
+from gracetune.plan.step import PlanCandidate
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -138,15 +138,15 @@ def model_of(
     plain: bool,
     fused: bool,
     frozen_compute: FrozenCompute,
-) -> tuple[Model, int]:
+) -> tuple[CostModel, int]:
     """A traced model, and how many numbers its LoRA trains."""
     basics = basics_of(machine(machine_name))
     if fused:
-        case = Case(family, Picture(*size), json.loads(config), ())
+        case = Case(family, SampleShape(*size), json.loads(config), ())
         shapes = case.shapes()
-        model = Model(shapes, speeds_of(basics), frozen_compute)
+        model = CostModel(shapes, speeds_of(basics), frozen_compute)
         return model, shapes.trained_nbytes // TRAINED_NBYTES
-    shape = outline(ModelSection(family=family), Picture(*size), json.loads(config))
+    shape = outline(ModelSection(family=family), SampleShape(*size), json.loads(config))
     with torch.device("meta"):
         add_adapter({"": shape.model}, AdapterSection(rank=rank), shape.shape.targets, seed=0)
     for parameter in shape.model.parameters():
@@ -155,7 +155,7 @@ def model_of(
     return traced(shape.subject(), basics, plain_checkpointing=plain), trained
 
 
-def choice_of(told: dict[str, Any], num_blocks: int) -> Choice:
+def choice_of(told: dict[str, Any], num_blocks: int) -> PlanCandidate:
     """The record's own way to run, in the planner's words."""
     streamed = told["streamed"]
     named = {"all": range(num_blocks), "every_second": range(0, num_blocks, 2), "none": range(0)}
@@ -170,7 +170,7 @@ def choice_of(told: dict[str, Any], num_blocks: int) -> Choice:
     )
     slots = told["slots"] if inside else 0
     ahead = told.get("ahead", AHEAD)
-    return Choice(blocks, told["batch"], 1, slots, told["compiled"], ahead=ahead)
+    return PlanCandidate(blocks, told["batch"], 1, slots, told["compiled"], ahead=ahead)
 
 
 def show(one: Compared) -> None:

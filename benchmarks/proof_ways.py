@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from gracetune.plan.candidates import Wishes
+from gracetune.plan.candidates import Constraints
 from gracetune.plan.result import BlockPlan
-from gracetune.plan.step import Choice
+from gracetune.plan.step import PlanCandidate
 
 if TYPE_CHECKING:
     from families import Case
@@ -52,7 +52,7 @@ class Way:
         ways = f"{' and '.join(self.first)}{sent}, then {self.last}"
         return f"{how}, batch {self.batch}, {self.streamed} streamed, {ways}"
 
-    def choice(self, case: Case) -> Choice:
+    def choice(self, case: Case) -> PlanCandidate:
         """For a model of so many blocks."""
         total = sum(case.counts)
         inside = {"none": range(0), "half": range(0, total, 2), "all": range(total)}[self.streamed]
@@ -62,7 +62,7 @@ class Way:
             sends = self.sends_inputs and way == "recompute"
             blocks.append(BlockPlan("streamed" if index in inside else "resident", way, sends))
         slots = SLOTS if len(inside) else 0
-        return Choice(tuple(blocks), self.batch, 1, slots, self.compiled)
+        return PlanCandidate(tuple(blocks), self.batch, 1, slots, self.compiled)
 
 
 FIRST: dict[str, list[Way]] = {
@@ -211,9 +211,9 @@ class Asked:
         return f"{how}, planned for {self.budget_gb} GB{streams}"
 
     @property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> Constraints:
         """As a run states them."""
-        return Wishes(
+        return Constraints(
             compile=(self.compiled,), stream=self.streams != "none", offload=self.streams == "both"
         )
 
@@ -235,7 +235,7 @@ ASKED = {
 }
 
 
-def record(title: str, case: Case, choice: Choice) -> dict[str, Any]:
+def record(title: str, case: Case, choice: PlanCandidate) -> dict[str, Any]:
     """In the form that `plan_check` reads."""
     return {
         "name": title,

@@ -37,7 +37,7 @@ from wan14b import DEVICE, in_a_row, let_go, make_model, make_step
 from gracetune.memory.machine import open_machine
 from gracetune.plan.result import BlockPlan
 from gracetune.stream.growth import WINDOW, WORTH
-from gracetune.stream.movers import open_mover
+from gracetune.stream.movers import open_copy_engine
 from gracetune.train.place import Layout, compute_faster, place
 from gracetune.units import GIB
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
     from gracetune.plan.result import Activations
-    from gracetune.train.place import Placed
+    from gracetune.train.place import AppliedPlan
 
 LAYERS = 20
 TURNS = {1: 3, 2: 2, 4: 2}
@@ -69,7 +69,7 @@ class Side:
     """One of the two models, as it runs now."""
 
     model: nn.Module
-    placed: Placed
+    placed: AppliedPlan
     nbytes: int
     """What it holds on the device between steps."""
     step: Callable[[], torch.Tensor]
@@ -124,7 +124,7 @@ def way(compiled: bool, activations: Activations) -> str:
 
 def measure_link(link: Link) -> float:
     """The rate of large copies from the memory that weights are streamed from."""
-    mover = open_mover(DEVICE, link)
+    mover = open_copy_engine(DEVICE, link)
     host, slot = mover.host_memory(COPIED), mover.device_memory(COPIED)
     host.fill_(1)  # pages that nobody wrote to are all the same page
     seconds = [
@@ -138,7 +138,7 @@ def stand(model: nn.Module, layout: Layout, link: Link) -> Side:
     """A model as it will run, and what it and its optimizer hold."""
     here = sum(tensor.nbytes for tensor in model.parameters() if tensor.device == DEVICE)
     others_nbytes = torch.cuda.memory_allocated(DEVICE) - here
-    placed = place(model, {model: list(model.blocks)}, layout, open_mover(DEVICE, link), show)
+    placed = place(model, {model: list(model.blocks)}, layout, open_copy_engine(DEVICE, link), show)
     step = make_step(model, min(TURNS))
     step()
     gc.collect()

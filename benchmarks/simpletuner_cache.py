@@ -20,7 +20,7 @@ import torch
 
 from gracetune.hosts.simpletuner.hooks import backend_class
 from gracetune.hosts.simpletuner.needs import LOCAL
-from gracetune.hosts.simpletuner.plugin import Plugin
+from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 from gracetune.memory.machine import open_machine
 
 SHAPES = {
@@ -66,9 +66,9 @@ def main() -> None:
         results.write("simpletuner_cache", figures)
 
 
-def plugged(environment: dict[str, str], folder: Path) -> Plugin:
+def plugged(environment: dict[str, str], folder: Path) -> SimpleTunerPlugin:
     """The plug-in of a rank, with caches in memory."""
-    plugin = Plugin(environment, open_machine, torch.Tensor.contiguous, folder / "meet")
+    plugin = SimpleTunerPlugin(environment, open_machine, torch.Tensor.contiguous, folder / "meet")
     plugin.take_config({"cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}})
     return plugin
 

@@ -31,7 +31,7 @@ from gracetune.adapters.fused import freeze_in_fp8_for
 from gracetune.memory.machine import open_machine
 from gracetune.plan.result import BlockPlan
 from gracetune.stream.activations import OffloadSettings
-from gracetune.stream.movers import open_mover
+from gracetune.stream.movers import open_copy_engine
 from gracetune.train.place import Layout, compute_faster, place
 from gracetune.units import GIB
 
@@ -184,7 +184,9 @@ def measure_way(
     if name.startswith("fp8"):
         freeze_in_fp8_for(ask(model, 1)[0], list(model.blocks), DEVICE)
     compute_faster(model)
-    placed = place(model, {model: list(model.blocks)}, way.layout(), open_mover(DEVICE, link), show)
+    placed = place(
+        model, {model: list(model.blocks)}, way.layout(), open_copy_engine(DEVICE, link), show
+    )
     let_go()
     total = torch.cuda.mem_get_info(DEVICE)[1]
     torch.cuda.set_per_process_memory_fraction(budget_gb * 1e9 / total)

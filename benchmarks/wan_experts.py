@@ -37,7 +37,7 @@ import wan_random
 from PIL import Image
 
 from gracetune.config.load import load_run_file
-from gracetune.events.fan import Fan
+from gracetune.events.fan import EventDispatcher
 from gracetune.events.log import JsonlLog
 from gracetune.events.requests import Requests
 from gracetune.events.types import Notice, StageProgress, StepDone, Validated
@@ -45,7 +45,7 @@ from gracetune.plan.report import describe
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -254,12 +254,12 @@ def train(path: Path, arguments: argparse.Namespace, clock: Clock) -> dict[str, 
     before = host_nbytes()
     output = Path(run.output_dir)
     output.mkdir()
-    with Fan([watcher, JsonlLog(output / "events.jsonl")]) as fan:
+    with EventDispatcher([watcher, JsonlLog(output / "events.jsonl")]) as fan:
         accelerator = start_accelerator(run)
         with closing(build(run, accelerator, fan.tell, Requests(output), Interrupt())) as built:
             clock.lap("build")
             planned = plan_of(built)
-            train_loop(built.session, Progress())
+            train_loop(built.session, TrainProgress())
             clock.lap("steps")
             figures = {
                 "first_plan": describe(planned),

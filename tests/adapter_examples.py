@@ -3,7 +3,7 @@
 import torch
 
 from gracetune.adapters.layers import Adapter, Layer
-from gracetune.adapters.names import Place
+from gracetune.adapters.names import LayerPath
 from gracetune.adapters.tables.wan import WAN
 
 HIDDEN, FFN, RANK = 24, 48, 4
@@ -76,7 +76,7 @@ MAKERS = {
 def make_wan(kind="lora", stages=(None,), num_blocks=2, alpha=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     layers = {
-        Place(stage, module): MAKERS[kind](*shape_of(module), generator, alpha=alpha)
+        LayerPath(stage, module): MAKERS[kind](*shape_of(module), generator, alpha=alpha)
         for stage in stages
         for module in wan_modules(num_blocks)
     }

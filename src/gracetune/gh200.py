@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gracetune.memory.stats import Stats
 
 _CLASSES = {
-    "GH200GradientRamp": ("gracetune.train.ramp", "Ramp"),
+    "GH200GradientRamp": ("gracetune.train.ramp", "AccumulationRamp"),
     "GH200InMemoryBackend": ("gracetune.data.staged", "StagedSource"),
 }
 """The forks' classes, found when asked for: hints need no codecs."""

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from gracetune.adapters.delta import delta
 from gracetune.adapters.files import read_adapter, write_adapter, write_stages
 from gracetune.adapters.layers import at_stage
-from gracetune.adapters.names import Place, form_named
+from gracetune.adapters.names import LayerPath, form_named
 from gracetune.adapters.tables.forms import FORMS
 from gracetune.errors import AdapterError
 
@@ -203,7 +203,7 @@ def test_what_a_tool_wrote_is_understood(row, file_of):
     adapter = read_adapter(file_of(row))
     assert adapter.form == form
     assert adapter.table.family == "wan"
-    assert set(adapter.layers) == {Place(stage, module) for module in MODULES}
+    assert set(adapter.layers) == {LayerPath(stage, module) for module in MODULES}
 
 
 @pytest.mark.parametrize("form", [form.name for form in FORMS])
@@ -301,10 +301,12 @@ def test_lightning_with_whole_differences_beside_its_lora(tmp_path):
     save_file(tensors, path)
     adapter = read_adapter(path)
     assert adapter.form == "lightning"
-    norm = adapter.layers[Place(None, "blocks.0.norm2")]  # the two namings count norms differently
+    norm = adapter.layers[
+        LayerPath(None, "blocks.0.norm2")
+    ]  # the two namings count norms differently
     assert set(norm.tensors) == {"diff", "diff_b"}
-    assert "diff_b" in adapter.layers[Place(None, "blocks.0.attn1.to_q")].tensors
-    assert Place(None, "blocks.0.scale_shift_table") in adapter.layers
+    assert "diff_b" in adapter.layers[LayerPath(None, "blocks.0.attn1.to_q")].tensors
+    assert LayerPath(None, "blocks.0.scale_shift_table") in adapter.layers
     for form in ("comfyui", "kohya", "lycoris", "lightning"):
         back = read_adapter(write_adapter(tmp_path / "out.safetensors", adapter, form))
         assert same(adapter, back)

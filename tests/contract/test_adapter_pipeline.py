@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 from gracetune.adapters.check import check_file
 from gracetune.adapters.delta import delta, merged
-from gracetune.adapters.files import About, read_adapter, read_tensors, write_adapter
+from gracetune.adapters.files import AdapterMetadata, read_adapter, read_tensors, write_adapter
 from gracetune.adapters.layers import Adapter, Layer
-from gracetune.adapters.names import Place
+from gracetune.adapters.names import LayerPath
 from gracetune.adapters.tables.wan import WAN
 from gracetune.errors import AdapterError
 
@@ -103,7 +103,7 @@ def test_a_lora_loads_in_either_expert_and_does_what_our_maths_says(
     adapter = Adapter(
         WAN, {p: type(x)(x.algorithm, x.tensors, alpha) for p, x in adapter.layers.items()}
     )
-    path = write_adapter(tmp_path / "a.safetensors", adapter, form, About(stage=stage))
+    path = write_adapter(tmp_path / "a.safetensors", adapter, form, AdapterMetadata(stage=stage))
     model, other = of_stage(pipeline, stage), of_stage(pipeline, {"high": "low"}.get(stage, "high"))
     plain, untouched = predict(model), predict(other)
     expected = predict(merged_copy(model, adapter))
@@ -131,7 +131,7 @@ def test_a_dora_loads_with_its_magnitudes(pipeline, tmp_path):
     layers = {}
     for name in wan_modules():
         layer = make_lora(*shape_of(name), generator, dora=True)
-        layers[Place(None, name)] = layer.map(lambda t: t * 0.3)
+        layers[LayerPath(None, name)] = layer.map(lambda t: t * 0.3)
     adapter = Adapter(WAN, layers)
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
     expected = predict(merged_copy(pipeline.transformer, adapter))
@@ -168,7 +168,9 @@ def test_a_lokr_loads_into_a_transformer_and_does_what_our_maths_says(
     kind, stage, pipeline, tmp_path
 ):
     adapter = small(make_wan(kind, alpha=3.0), 0.2)
-    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers", About(stage=stage))
+    path = write_adapter(
+        tmp_path / "a.safetensors", adapter, "diffusers", AdapterMetadata(stage=stage)
+    )
     model = of_stage(pipeline, stage)
     expected, plain = predict(merged_copy(model, read_adapter(path))), predict(model)
     model.load_lora_adapter(read_tensors(path)[0], prefix="transformer", adapter_name="a")
@@ -217,7 +219,7 @@ def test_what_no_tool_loads_is_told(form, tmp_path):
 
 
 def test_the_low_stages_prefix_loads_nothing_even_when_asked_to(tmp_path):
-    adapter = Adapter(WAN, {Place("low", p.module): x for p, x in make_wan().layers.items()})
+    adapter = Adapter(WAN, {LayerPath("low", p.module): x for p, x in make_wan().layers.items()})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers-both")
     found = check_file(path)
     assert found.stage == "low"
@@ -257,7 +259,7 @@ def test_a_combined_file_is_refused_by_its_second_stages_first_key(tmp_path):
 
 def test_a_part_of_the_modules_is_not_enough(tmp_path):
     layers = dict(make_wan().layers)
-    del layers[Place(None, "blocks.1.ffn.net.2")]
+    del layers[LayerPath(None, "blocks.1.ffn.net.2")]
     path = write_adapter(tmp_path / "a.safetensors", Adapter(WAN, layers), "comfyui")
     assert check_file(path).expected == ALL - 1
     with pytest.raises(AdapterError, match="lacks 1 of 20") as caught:
@@ -278,7 +280,7 @@ def test_a_file_of_the_real_size_needs_no_model(tmp_path):
     """Two blocks of the 14 B model's widths: the pipeline takes no memory for its weights."""
     generator = torch.Generator().manual_seed(0)
     layers = {
-        Place(None, name): make_lora(*shape_of(name, 5120, 13824), generator, rank=2)
+        LayerPath(None, name): make_lora(*shape_of(name, 5120, 13824), generator, rank=2)
         for name in wan_modules()
     }
     path = write_adapter(tmp_path / "a_low_noise.safetensors", Adapter(WAN, layers), "comfyui")
@@ -335,7 +337,7 @@ def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path
     for kind, make in (("lora", make_lora), ("lokr", make_lokr)):
         layer = make(16, 16, generator, rank=1)
         adapter = Adapter(
-            open_table("tiny"), {Place(None, "transformer_blocks.0.attn.to_q"): layer}
+            open_table("tiny"), {LayerPath(None, "transformer_blocks.0.attn.to_q"): layer}
         )
         path = write_adapter(tmp_path / f"{kind}.safetensors", adapter, "diffusers")
         found = check_file(path, cls=SD3Transformer2DModel, config=config)
@@ -345,7 +347,7 @@ def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path
     assert not wrong.ok
     # peft makes a whole matrix where the rank is half its width or more, and loads no factors.
     half = Layer("lokr", make_lokr(16, 16, generator).tensors)
-    adapter = Adapter(adapter.table, {Place(None, "transformer_blocks.0.attn.to_q"): half})
+    adapter = Adapter(adapter.table, {LayerPath(None, "transformer_blocks.0.attn.to_q"): half})
     path = write_adapter(tmp_path / "half.safetensors", adapter, "diffusers")
     assert check_file(path, cls=SD3Transformer2DModel, config=config).ok
     raw = {f"transformer.transformer_blocks.0.attn.to_q.{k}": t for k, t in half.tensors.items()}
@@ -353,7 +355,9 @@ def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path
     lost = check_file(path, cls=SD3Transformer2DModel, config=config)
     assert not lost.ok
     assert lost.targets[0].wrong
-    loha = Adapter(adapter.table, {Place(None, "context_embedder"): make_loha(16, 8, generator)})
+    loha = Adapter(
+        adapter.table, {LayerPath(None, "context_embedder"): make_loha(16, 8, generator)}
+    )
     path = write_adapter(tmp_path / "loha.safetensors", loha, "diffusers")
     assert (
         "no loader for LoHa"

@@ -19,7 +19,7 @@ from gracetune.adapters.check import check_file
 from gracetune.adapters.files import write_adapter
 from gracetune.adapters.layers import Adapter
 from gracetune.adapters.merging import merge_into
-from gracetune.adapters.names import TABLES, Index, Place, template_of
+from gracetune.adapters.names import TABLES, KeyIndex, LayerPath, template_of
 from gracetune.adapters.weights import open_model
 
 with torch.device("meta"):
@@ -87,7 +87,7 @@ def test_wans_names_are_those_of_diffusers_own_converter():
 def original_flux(hidden=8):
     """A tiny Flux in the original's names, with all that the converter asks for."""
     generator = torch.Generator().manual_seed(0)
-    index = Index(TABLES["flux"])
+    index = KeyIndex(TABLES["flux"])
     sizes = {"qkv": 3, "linear1": 7, "img_mlp.0": 4, "txt_mlp.0": 4, "modulation.lin": 3}
     sizes |= {"img_mod.lin": 6, "txt_mod.lin": 6, "adaLN_modulation.1": 2}
     into = {"linear2": 5, "mlp.2": 4}
@@ -139,7 +139,7 @@ def test_a_merge_into_originals_names_converts_to_a_merge_into_diffusers_names(t
         "norm_out.linear": 2 * hidden,
         "transformer_blocks.0.ff_context.net.0.proj": 4 * hidden,
     }
-    layers = {Place(None, name): make_lora(out, 8, generator) for name, out in sizes.items()}
+    layers = {LayerPath(None, name): make_lora(out, 8, generator) for name, out in sizes.items()}
     adapter = Adapter(TABLES["flux"], layers)
     for name in ("original", "diffusers"):
         source = tmp_path / f"{name}.safetensors"
@@ -162,7 +162,9 @@ def test_a_flux_lora_of_fused_projections_loads_in_diffusers(form, tmp_path):
     generator = torch.Generator().manual_seed(1)
     names = ["to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0"]
     layers = {
-        Place(None, f"transformer_blocks.0.attn.{name}"): make_lora(12, 12, generator, alpha=2.0)
+        LayerPath(None, f"transformer_blocks.0.attn.{name}"): make_lora(
+            12, 12, generator, alpha=2.0
+        )
         for name in names
     }
     path = write_adapter(tmp_path / "a.safetensors", Adapter(TABLES["flux"], layers), form)

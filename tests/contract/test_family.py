@@ -9,7 +9,7 @@ from gracetune.adapters.targets import matches
 from gracetune.config.schema import ModelSection
 from gracetune.models.experts import EXPERTS, Experts, routed, transformers_of
 from gracetune.models.family import FAMILIES, load_family
-from gracetune.models.samples import Order
+from gracetune.models.samples import SampleRequest
 
 MADE = {
     "flux": "flux",
@@ -176,7 +176,7 @@ def test_it_says_what_it_predicts(family):
 def test_sampling_gives_what_was_ordered_and_again_the_same(family, shape):
     *texts, empty = texts_of(family, ["one", "two", ""])
     needs_image = family.starts_from == "image" or family.takes_control
-    order = Order(
+    order = SampleRequest(
         texts=texts,
         empty=empty,
         shape=shape,

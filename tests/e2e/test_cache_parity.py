@@ -20,7 +20,7 @@ from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
 from gracetune.train.run import run_training
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 
 STEPS = 7  # three epochs of two batches, and one batch more
 PICTURES = 8
@@ -136,7 +136,7 @@ def trained_live(run, mode, told):
         latents = family.encode(torch.stack(pixels))
         return Batch(latents, text, tuple(draw.sample for draw in draws))
 
-    train_loop(replace(session, feed=replace(session.feed, load=load)), Progress())
+    train_loop(replace(session, feed=replace(session.feed, load=load)), TrainProgress())
     return losses(told)
 
 

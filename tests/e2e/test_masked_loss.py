@@ -22,7 +22,7 @@ from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
 from gracetune.train.prepare import cells_of
 from gracetune.train.run import run_training
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 from gracetune.train.step import batch_losses
 from gracetune.train.wanted import wanted_keys
 
@@ -150,7 +150,7 @@ def test_every_mode_trains_with_the_weights_of_the_drawn_masks(made, built, told
         torch.testing.assert_close(batch.weights, torch.stack(by_hand), rtol=0, atol=0.2)
         return batch
 
-    train_loop(replace(session, feed=replace(feed, load=load)), Progress())
+    train_loop(replace(session, feed=replace(feed, load=load)), TrainProgress())
     expected = losses(told)
     assert len(set(expected.values())) == STEPS
     assert trained(made("fed", **MODES[mode]), told) == expected

@@ -7,7 +7,7 @@ import torch
 
 from gracetune.models.attention_timing import (
     Asked,
-    Timing,
+    BackendTiming,
     fastest,
     refusal,
     stopwatch_of,
@@ -31,7 +31,7 @@ def masked(tokens=1024):
 
 
 def left(name, others):
-    timings = [Timing(name, 0.5), Timing("sdpa", 1.0)]
+    timings = [BackendTiming(name, 0.5), BackendTiming("sdpa", 1.0)]
     return without_refusals(timings, lambda: others, DEVICE, stopwatch_of(DEVICE))
 
 
@@ -44,7 +44,7 @@ def test_flash_is_left_out_where_a_mask_is_asked_for():
 @pytest.mark.parametrize(("name", "others"), [("flash", asked), ("efficient", masked)])
 def test_who_can_do_all_lengths_stays(name, others):
     (one, _) = left(name, [others(tokens) for tokens in (64, 640, 1000, 1024)])
-    assert one == Timing(name, 0.5)
+    assert one == BackendTiming(name, 0.5)
 
 
 def test_what_is_chosen_in_the_end_does_every_call():

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.cache.ahead import Ahead, CudaLane, Depth
-from gracetune.cache.arena import ArenaStore, Budget, Tally, pinned
+from gracetune.cache.ahead import CudaTransferStream, Depth, PrefetchedBatches
+from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, pinned
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.staging import Staging
 from gracetune.data.loader import LoaderState
@@ -30,7 +30,7 @@ def mark():
 def test_slots_are_never_overwritten_and_memory_never_reused_too_early(told):
     """Batches of 32 MiB are used late, by a stream that is kept busy meanwhile."""
     count, words = 24, 4 * 1024**2
-    store = ArenaStore("entries", Budget(2**31), None, told, pinned, Tally())
+    store = ArenaStore("entries", HostMemoryBudget(2**31), None, told, pinned, Tally())
     for number in range(count):
         store.put(f"{number}", {"latents": torch.full((words,), float(number))})
     assert store.get("0")["latents"].is_pinned()
@@ -44,7 +44,7 @@ def test_slots_are_never_overwritten_and_memory_never_reused_too_early(told):
             yield Batch(moved["x"], {"t": moved["x"][:, :1].clone()}, ()), LoaderState(number)
 
     busy = torch.randn(4096, 4096, device=DEVICE)
-    ahead = Ahead(batches(), CudaLane(DEVICE), Depth(3, None))
+    ahead = PrefetchedBatches(batches(), CudaTransferStream(DEVICE), Depth(3, None))
     wrong = torch.zeros(count, device=DEVICE)
     for number, (batch, state) in enumerate(ahead):
         assert state.consumed == number
@@ -70,7 +70,7 @@ def test_a_disk_writes_to_pinned_memory_by_itself(tmp_path, told):
         batch = store.gather(["3", "0", "15"], "latents", pinned)
         assert batch.is_pinned()
         assert batch.cuda()[:, -1].tolist() == [3, 0, 15]
-        arena = ArenaStore("latents", Budget(2**28), store, told, pinned, Tally())
+        arena = ArenaStore("latents", HostMemoryBudget(2**28), store, told, pinned, Tally())
         arena.warm([f"{n}" for n in range(16)])
         assert arena.get("7")["latents"].cuda().eq(7).all()
     assert not [text for text in told.texts() if "memory that is given" in text]

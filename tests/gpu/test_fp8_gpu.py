@@ -23,7 +23,7 @@ from gracetune.adapters.products import FrozenProductFp8, LoraProductFp8, round_
 from gracetune.events.types import Notice, StepDone
 from gracetune.memory.platform import Link
 from gracetune.stream.blocks import Compiler, run_blocks
-from gracetune.stream.movers import open_mover
+from gracetune.stream.movers import open_copy_engine
 from gracetune.stream.slab import bring_rest, lay_out
 from gracetune.stream.weights import stream_weights
 from gracetune.train.run import run_training
@@ -166,7 +166,7 @@ def test_streamed_fp8_weights_give_the_gradients_of_resident_ones(told):
     expected = step(model, inputs)
     allowed = max(2 * difference(step(model, inputs), expected), LEAST_DIFFERENCE)
     nbytes = sum(p.nbytes for p in model.blocks.parameters() if not p.requires_grad)
-    mover = open_mover(DEVICE, Link.MANAGED)
+    mover = open_copy_engine(DEVICE, Link.MANAGED)
     ring = stream_weights(model, list(model.blocks), mover, told, 2, poison=True)
     for _ in range(10):
         assert difference(step(model, inputs), expected) <= allowed

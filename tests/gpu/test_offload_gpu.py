@@ -13,7 +13,7 @@ from gracetune.memory.cuda_driver import open_cuda_driver
 from gracetune.memory.driver import PointerKind
 from gracetune.memory.platform import Link
 from gracetune.stream.activations import OffloadSettings, offload_activations
-from gracetune.stream.movers import CudaMover, Lane, open_mover
+from gracetune.stream.movers import CopyStream, CudaCopyEngine, open_copy_engine
 from gracetune.stream.weights import stream_weights
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ MIXES = {
 """Blocks that are offloaded, and blocks whose weights are streamed."""
 
 
-class SlowLanes(CudaMover):
+class SlowLanes(CudaCopyEngine):
     """Copies of any lane that take at random no time or far longer than a block."""
 
     def __init__(self, dice, longest=2_000_000):
@@ -39,7 +39,7 @@ class SlowLanes(CudaMover):
         self.dice = dice
         self.longest = longest
 
-    def copy(self, target, source, poison, lane=Lane.WEIGHTS):
+    def copy(self, target, source, poison, lane=CopyStream.WEIGHTS):
         with torch.cuda.stream(self._streams[lane]):
             torch.cuda._sleep(self.dice.choice([1, 1, 1, self.longest // 10, self.longest]))
         return super().copy(target, source, poison, lane)
@@ -65,7 +65,7 @@ def offloaded(told, mix="all", mover=None, **settings):
     which, streamed = MIXES[mix]
     model = wan()
     blocks = list(model.blocks)
-    mover = mover or open_mover(DEVICE, Link.MANAGED)
+    mover = mover or open_copy_engine(DEVICE, Link.MANAGED)
     ring = None
     if streamed:
         ring = stream_weights(model, [blocks[k] for k in streamed], mover, told, 2, poison=True)
@@ -244,7 +244,7 @@ def test_an_offloaded_step_waits_for_the_device_no_more_than_a_resident_one(case
 
 @pytest.mark.parametrize("link", [Link.MANAGED, Link.COHERENT])
 def test_host_memory_is_pinned_on_every_machine_and_let_go(case, told, link):
-    mover = open_mover(DEVICE, link)
+    mover = open_copy_engine(DEVICE, link)
     model, offload, _ = offloaded(told, mover=mover)
     assert_parity(model, case, 4)
     driver = open_cuda_driver()
@@ -264,14 +264,14 @@ def test_the_lanes_are_streams_of_their_own_and_wait_for_what_is_queued():
         torch.cuda._sleep(5_000_000)
         device = torch.full((2**20,), float(value), device=DEVICE)
         flat = device.view(torch.uint8)
-        out = mover.copy(host, flat, False, Lane.OUT)
+        out = mover.copy(host, flat, False, CopyStream.OUT)
         out.wait(ahead=True)
         device.fill_(-1.0)
         back = torch.empty_like(flat)
-        mover.copy(back, host, True, Lane.BACK).wait(ahead=True)
+        mover.copy(back, host, True, CopyStream.BACK).wait(ahead=True)
         assert (back.view(torch.float32) == value).all()
-    assert mover.waits(Lane.OUT).seconds > 0
-    assert mover.waits(Lane.BACK).seconds > 0
+    assert mover.waits(CopyStream.OUT).seconds > 0
+    assert mover.waits(CopyStream.BACK).seconds > 0
     assert mover.waits().seconds == 0
     mover.let_go(host)
     mover.let_go(host)

@@ -14,7 +14,7 @@ from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.rounding import round_into
 from gracetune.optim.update import Travel, Update
-from gracetune.stream.movers import CudaMover, Lane
+from gracetune.stream.movers import CopyStream, CudaCopyEngine
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 
 pytestmark = pytest.mark.gpu
@@ -99,14 +99,14 @@ def test_state_comes_back_exactly(name):
 SMALL = Travel(bucket_numel=20_000, least_nbytes=256, poison=True)
 
 
-class SlowLink(CudaMover):
+class SlowLink(CudaCopyEngine):
     """Copies that take at random no time or far longer than an update."""
 
     def __init__(self, seed):
         super().__init__(DEVICE, pin=True)
         self.dice = random.Random(seed)
 
-    def copy(self, target, source, poison, lane=Lane.WEIGHTS):
+    def copy(self, target, source, poison, lane=CopyStream.WEIGHTS):
         with torch.cuda.stream(self._streams[lane]):
             torch.cuda._sleep(self.dice.choice([0, 0, 1_000_000]))
         return super().copy(target, source, poison, lane)
@@ -198,7 +198,7 @@ def test_state_moves_with_a_checkpoint(before, after):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_with_its_state_in_host_memory_waits_for_nothing(dtype):
-    named, _, update = made("adamw", 1.0, CudaMover(DEVICE, pin=True), dtype=dtype)
+    named, _, update = made("adamw", 1.0, CudaCopyEngine(DEVICE, pin=True), dtype=dtype)
     for seed in range(3):
         give_on_device(named, seed)
         update.step()
@@ -211,7 +211,7 @@ def test_state_in_host_memory_leaves_the_device_to_others():
     """Also while it is made, saved and loaded: 256 MiB of state through slots of 48 MiB in all."""
     travel = Travel(bucket_numel=2_000_000)
     named, optimizer, update = made(
-        "adamw", 1.0, CudaMover(DEVICE, pin=True), travel, numel=2_000_000, count=16
+        "adamw", 1.0, CudaCopyEngine(DEVICE, pin=True), travel, numel=2_000_000, count=16
     )
     give_on_device(named, 0)
     torch.cuda.synchronize()
@@ -230,7 +230,9 @@ def test_state_in_host_memory_leaves_the_device_to_others():
 
 
 def test_a_full_device_is_found_out_before_anything_changes():
-    named, _, update = made("adamw", 0.0, CudaMover(DEVICE, pin=True), numel=2_000_000, count=8)
+    named, _, update = made(
+        "adamw", 0.0, CudaCopyEngine(DEVICE, pin=True), numel=2_000_000, count=8
+    )
     give_on_device(named, 0)
     kept = {name: p.detach().clone() for name, p in named.items()}
     torch.cuda.synchronize()

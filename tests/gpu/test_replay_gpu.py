@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from gracetune.plan.measure import Stopwatch
+from gracetune.plan.measure import KernelTimer
 from gracetune.plan.replay import recipe_of
 from gracetune.plan.shapes import Op
 from gracetune.plan.trace import trace_model
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def stopwatch():
-    return Stopwatch(torch.device("cuda", 0), torch.cuda.synchronize, time.perf_counter)
+    return KernelTimer(torch.device("cuda", 0), torch.cuda.synchronize, time.perf_counter)
 
 
 @pytest.mark.parametrize("family", ["wan22", "flux", "qwen_image"])

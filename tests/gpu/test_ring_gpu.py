@@ -14,7 +14,7 @@ from gracetune.memory.cuda_driver import open_cuda_driver
 from gracetune.memory.driver import PointerKind
 from gracetune.memory.platform import Link
 from gracetune.stream import growth
-from gracetune.stream.movers import CudaMover, StreamError, open_mover
+from gracetune.stream.movers import CudaCopyEngine, StreamError, open_copy_engine
 from gracetune.stream.weights import stream_weights
 
 pytestmark = pytest.mark.gpu
@@ -110,7 +110,7 @@ class SaidLap:
         return True
 
 
-class SlowLink(CudaMover):
+class SlowLink(CudaCopyEngine):
     """Copies that take at random no time or far longer than a block."""
 
     def __init__(self, dice, longest=2_000_000):
@@ -157,7 +157,7 @@ def assert_parity(model, case, repetitions):
 def test_gradients_are_those_of_the_resident_step(case, told, slots, poison):
     model = wan(recompute=case[0])
     ring = stream_weights(
-        model, list(model.blocks), open_mover(DEVICE, Link.MANAGED), told, slots, poison
+        model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), told, slots, poison
     )
     assert_parity(model, case, REPETITIONS)
     counters = ring.counters()
@@ -229,14 +229,16 @@ def test_sampling_and_accumulation_between_steps(case, told):
 def test_memory_of_another_kind(case, told):
     """Plain host memory, as on coherent machines; here the driver copies it in pieces."""
     model = wan(recompute=case[0])
-    stream_weights(model, list(model.blocks), open_mover(DEVICE, Link.COHERENT), told, 3, True)
+    stream_weights(
+        model, list(model.blocks), open_copy_engine(DEVICE, Link.COHERENT), told, 3, True
+    )
     assert_parity(model, case, 4)
 
 
 def test_a_model_that_never_was_on_the_device(case, told):
     model = wan(torch.device("cpu"), recompute=case[0])
     before = torch.cuda.memory_allocated()
-    ring = stream_weights(model, list(model.blocks), open_mover(DEVICE, Link.MANAGED), told)
+    ring = stream_weights(model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), told)
     counters = ring.counters()
     rest = sum(p.nbytes for p in model.parameters() if p.is_cuda)
     rest += sum(buffer.nbytes for buffer in model.buffers())
@@ -250,7 +252,9 @@ def test_a_model_that_never_was_on_the_device(case, told):
 def test_weights_leave_the_device_and_come_back(case, told):
     model = wan(recompute=case[0])
     resident = torch.cuda.memory_allocated()
-    ring = stream_weights(model, list(model.blocks), open_mover(DEVICE, Link.MANAGED), told, 2)
+    ring = stream_weights(
+        model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), told, 2
+    )
     counters = ring.counters()
     driver = open_cuda_driver()  # torch asks about the storage's first byte, which is not pinned
     kinds = {driver.pointer_kind(piece.data_ptr()) for piece in ring._host}
@@ -265,7 +269,7 @@ def test_weights_leave_the_device_and_come_back(case, told):
 
 
 def test_no_kernel_is_blamed_for_memory_that_could_not_be_pinned():
-    mover = CudaMover(DEVICE, pin=True)
+    mover = CudaCopyEngine(DEVICE, pin=True)
     pages = mover.host_memory(4096)
     with pytest.raises(StreamError, match="cannot be pinned"):
         mover._pin_down(pages)  # for the second time
@@ -291,7 +295,7 @@ def test_a_streamed_step_waits_for_the_device_no_more_than_a_resident_one(case, 
     for streaming in (False, True):
         model = wan(recompute=case[0])
         if streaming:
-            stream_weights(model, list(model.blocks), open_mover(DEVICE, Link.MANAGED), told)
+            stream_weights(model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), told)
         for _ in range(3):
             step(model, case[1][0])
         counts.append(count_waits(partial(step, model, case[1][0]), 2))

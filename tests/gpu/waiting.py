@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 from gracetune.train.step import train_step
 
 
@@ -39,7 +39,7 @@ def assert_steps_never_wait(session):
 
     def train(first, last):
         for index in range(first, last):
-            train_step(session.trainee, [batches[index]], 1, Progress(index, index))
+            train_step(session.trainee, [batches[index]], 1, TrainProgress(index, index))
 
     train(0, 3)
     with never_waiting():

@@ -22,14 +22,14 @@ from gracetune.hosts.simpletuner.needs import (
     TRACKER,
     TRAINER,
 )
-from gracetune.hosts.simpletuner.plugin import Plugin
+from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 from gracetune.hosts.simpletuner.webui import install_webui
 from gracetune.memory.machine import open_machine
 
 CONFIG = {"seed": 1, "cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}}
 
 
-def serve_files(plugin: Plugin, folder: Path) -> None:
+def serve_files(plugin: SimpleTunerPlugin, folder: Path) -> None:
     """A picture whose file is gone, and a cache file that is read once."""
     Image.new("RGB", (8, 6), (10, 20, 30)).save(folder / "a.png")
     entry = {"id": "pics", "type": "in_memory", "instance_data_dir": str(folder)}
@@ -76,7 +76,7 @@ def serve_forms(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    plugin = Plugin({}, open_machine, torch.Tensor.contiguous)
+    plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
     install(plugin, import_module)
     install_webui({}, import_module)
     (folder / "config.json").write_text(json.dumps(CONFIG))

@@ -22,7 +22,7 @@ from PIL import Image
 from gracetune.hosts.simpletuner.__main__ import check
 from gracetune.hosts.simpletuner.hooks import install
 from gracetune.hosts.simpletuner.needs import FACTORY, JSON, LOCAL, TRACKER, TRAINER
-from gracetune.hosts.simpletuner.plugin import Plugin
+from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 from gracetune.hosts.simpletuner.ramp import Accumulation
 from gracetune.memory.machine import open_machine
 
@@ -38,7 +38,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def hooked():
     """The plug-in, installed once for this process, as the entry does."""
-    plugin = Plugin({}, open_machine, torch.Tensor.contiguous)
+    plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
     local = import_module(LOCAL).LocalDataBackend
     install(plugin, import_module)
     return SimpleNamespace(plugin=plugin, stock=local)
@@ -142,7 +142,7 @@ def test_the_data_set_that_is_made_for_texts_is_known(tmp_path):
     bare = registry.__new__(registry)
     bare.args = SimpleNamespace(model_family="sdxl", output_dir=str(tmp_path))
     [made] = bare._ensure_text_embed_backends_present([])
-    plugin = Plugin({}, open_machine, torch.Tensor.contiguous)
+    plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
     plugin.take_config({"cache_config": {"vae_cache_type": "memory", "text_cache_type": "disk"}})
     assert plugin.memory_of(made["id"]) is None
     assert plugin.memory_of("pics") is plugin.memory

@@ -15,9 +15,9 @@ from gracetune.adapters.delta import delta_shape, dora_by_rows
 from gracetune.adapters.layers import Adapter, Layer, make_layer, rank_of, scale_of
 from gracetune.adapters.names import (
     TABLES,
-    Index,
-    Key,
-    Place,
+    KeyIndex,
+    LayerPath,
+    ParsedKey,
     choose_table,
     detect_form,
     read_key,
@@ -61,7 +61,7 @@ def canonical(
     table = table or choose_table(texts, metadata.get(FAMILY_KEY))
     keys = _read(texts, table)
     _check_finite(tensors, keys)
-    grouped: dict[Place, dict[str, Key]] = {}
+    grouped: dict[LayerPath, dict[str, ParsedKey]] = {}
     for key in keys:
         twin = grouped.setdefault(key.place, {}).setdefault(key.role, key)
         if twin is not key:
@@ -84,8 +84,8 @@ def canonical(
     )
 
 
-def _read(texts: list[str], table: NameTable) -> list[Key]:
-    index = Index(table)
+def _read(texts: list[str], table: NameTable) -> list[ParsedKey]:
+    index = KeyIndex(table)
     keys = []
     for text in texts:
         key = read_key(text, index)
@@ -98,7 +98,7 @@ def _read(texts: list[str], table: NameTable) -> list[Key]:
 def _other_model(text: str, texts: list[str], table: NameTable) -> AdapterError | None:
     """The verdict on a file whose keys are another family's, if they are."""
     for other in TABLES.values():
-        index = Index(other)
+        index = KeyIndex(other)
         if other is not table and all(read_key(one, index) for one in texts):
             return AdapterError(
                 f"{text!r} is a key of a {other.family} adapter, and {table.family} was asked for: "
@@ -109,7 +109,7 @@ def _other_model(text: str, texts: list[str], table: NameTable) -> AdapterError 
     return None
 
 
-def _check_finite(tensors: Mapping[str, Tensor], keys: list[Key]) -> None:
+def _check_finite(tensors: Mapping[str, Tensor], keys: list[ParsedKey]) -> None:
     for key in keys:
         tensor = tensors[key.text]
         if not tensor.numel() or (key.role in SCALARS and tensor.numel() != 1):
@@ -150,8 +150,8 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def _layer(
     table: NameTable,
-    place: Place,
-    found: Mapping[str, Key],
+    place: LayerPath,
+    found: Mapping[str, ParsedKey],
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, object],
 ) -> Layer:
@@ -269,8 +269,8 @@ def _for_module(name: str, module: str, settings: Mapping[str, object]) -> objec
 
 
 def _notices(
-    grouped: Mapping[Place, Mapping[str, Key]],
-    layers: Mapping[Place, Layer],
+    grouped: Mapping[LayerPath, Mapping[str, ParsedKey]],
+    layers: Mapping[LayerPath, Layer],
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, object],
 ) -> list[str]:

@@ -15,7 +15,7 @@ from gracetune.adapters.comfy import PREFIXES, blocks_of, key_map, simulate
 from gracetune.adapters.delta import delta
 from gracetune.adapters.files import read_with_tensors, resolve, stage_of
 from gracetune.adapters.layers import Adapter, Layer, at_stage, rank_of
-from gracetune.adapters.names import Index, read_key
+from gracetune.adapters.names import KeyIndex, read_key
 from gracetune.adapters.pipelines import (
     hollow,
     hollow_pipeline,
@@ -174,7 +174,7 @@ def check_file(
 def _refuse_two_stages(adapter: Adapter, keys: list[str]) -> None:
     if len(adapter.stages) < 2:
         return
-    index = Index(adapter.table)
+    index = KeyIndex(adapter.table)
     stages = [(key, found.place.stage) for key in keys if (found := read_key(key, index))]
     first = next(key for key, stage in stages if stage != stages[0][1])
     raise AdapterError(

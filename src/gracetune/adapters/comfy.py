@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gracetune.adapters.names import BLOCK, Index
+from gracetune.adapters.names import BLOCK, KeyIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -75,7 +75,7 @@ class Loaded:
 
 def key_map(table: NameTable, num_blocks: Mapping[str, int]) -> dict[str, str]:
     """Prefixes of keys that are looked for, with the module each one changes."""
-    index = Index(table)
+    index = KeyIndex(table)
     found = {}
     for prefix, joint, naming in PREFIXES[table.family]:
         for template in index.templates(naming):

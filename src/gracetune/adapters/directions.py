@@ -32,7 +32,7 @@ PASSES = 8
 """Over those rows; each brings directions nearer to where they should be."""
 
 
-class Watch:
+class InputObserver:
     """Finds the main directions of what comes into linear layers, while it is open.
 
     Each layer comes with the module that is called with its input: itself, or an adapter around it,

@@ -9,9 +9,9 @@ from safetensors import safe_open
 
 from gracetune.adapters.layers import Adapter, Layer
 from gracetune.adapters.lowrank import Cut, factor, summary
-from gracetune.adapters.names import Place, is_bare
+from gracetune.adapters.names import LayerPath, is_bare
 from gracetune.adapters.rows import swap_halves
-from gracetune.adapters.weights import Model, Weight, open_model
+from gracetune.adapters.weights import ModelWeights, Weight, open_model
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ def extract(
             kind="other-model",
         )
     _demand_same_weights(before, after)
-    layers: dict[Place, Layer] = {}
-    losses: dict[Place, float] = {}
+    layers: dict[LayerPath, Layer] = {}
+    losses: dict[LayerPath, float] = {}
     rest = []
     for weight in sorted(before.keys):
         change = _difference(before, after, weight)
         if not bool(change.any()):
             continue
-        place = Place(None, weight.module)
+        place = LayerPath(None, weight.module)
         if change.dim() > 1 and not weight.bias and not is_bare(weight.module, table):
             layers[place], losses[place] = factor(change, rank, generator)
         else:
@@ -72,7 +72,7 @@ def extract(
     return Extracted(adapter, summary(losses), () if keep_rest else tuple(rest))
 
 
-def _demand_same_weights(before: Model, after: Model) -> None:
+def _demand_same_weights(before: ModelWeights, after: ModelWeights) -> None:
     """What one of them lacks, as a single shard of a folder would, cannot be compared."""
     odd = sorted(before.keys.keys() ^ after.keys.keys())
     if odd:
@@ -93,7 +93,7 @@ def _beside(layer: Layer | None, bias: bool, change: Tensor) -> Layer:
     return replace(layer, tensors={**layer.tensors, role: change})
 
 
-def _difference(before: Model, after: Model, weight: Weight) -> Tensor:
+def _difference(before: ModelWeights, after: ModelWeights, weight: Weight) -> Tensor:
     pair: list[Tensor] = []
     for model in (before, after):
         file, key = model.keys[weight]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from gracetune.adapters.tables.forms import Form
+    from gracetune.adapters.tables.forms import KeyFormat
     from gracetune.adapters.tables.types import NameTable, Stage
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
@@ -37,7 +37,7 @@ PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
-class About:
+class AdapterMetadata:
     """What a file says of itself beside its weights. Empty means unknown."""
 
     base_model: str = ""
@@ -117,8 +117,8 @@ def stage_of(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
 def write_adapter(
     path: Path,
     adapter: Adapter,
-    form: Form | str,
-    about: About | None = None,
+    form: KeyFormat | str,
+    about: AdapterMetadata | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
     """Write one file of one form; the header says what it is, and keeps what it said before."""
@@ -127,7 +127,7 @@ def write_adapter(
     header = {
         **adapter.metadata,
         **describe(adapter),
-        **(about or About()).header(),
+        **(about or AdapterMetadata()).header(),
         "gracetune.form": form.name,
         "format": "pt",
     }
@@ -142,7 +142,7 @@ def write_adapter(
     return path
 
 
-def interchange_form(adapter: Adapter) -> Form:
+def interchange_form(adapter: Adapter) -> KeyFormat:
     """The form that most tools load this adapter from."""
     layers = adapter.layers.values()
     algorithms = {layer.algorithm for layer in layers}
@@ -156,8 +156,8 @@ def interchange_form(adapter: Adapter) -> Form:
 def write_stages(
     path: Path,
     adapter: Adapter,
-    form: Form | str,
-    about: About | None = None,
+    form: KeyFormat | str,
+    about: AdapterMetadata | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
     """To `stage_files`, all of the adapter."""
@@ -166,14 +166,16 @@ def write_stages(
     for stage, file in stage_files(path, adapter, form).items():
         if stage is None:
             return [write_adapter(file, adapter, form, about, dtype)]
-        known = about or About()
-        told = About(known.base_model, stage, known.boundary, known.trigger, known.run_digest)
+        known = about or AdapterMetadata()
+        told = AdapterMetadata(
+            known.base_model, stage, known.boundary, known.trigger, known.run_digest
+        )
         part = at_stage(adapter.only(stage), None)
         written.append(write_adapter(file, part, form, told, dtype))
     return written
 
 
-def stage_files(path: Path, adapter: Adapter, form: Form) -> dict[Stage | None, Path]:
+def stage_files(path: Path, adapter: Adapter, form: KeyFormat) -> dict[Stage | None, Path]:
     """One file a stage where the form holds one, named by it; one file otherwise."""
     if form.stages or len(adapter.stages) == 1:
         return {None: path}

@@ -14,7 +14,7 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from gracetune.adapters.directions import Watch
+from gracetune.adapters.directions import InputObserver
 from gracetune.adapters.products import (
     FP8_GIVES,
     FrozenProductFp8,
@@ -144,7 +144,7 @@ class _Turn:
         # Small ones may be on the device already.
         self._home = max(frozen, key=torch.numel, default=torch.empty(0)).device
         self._device = device
-        self._watch = Watch([])
+        self._watch = InputObserver([])
         self._handles = [
             block.register_forward_pre_hook(self._before),
             block.register_forward_hook(self._after),
@@ -160,7 +160,7 @@ class _Turn:
         self._watch.close()  # of a pass that came to no end
         block.to(self._device)
         if self.frozen is None:
-            self._watch = Watch(
+            self._watch = InputObserver(
                 (module if name == BASE else child, child)
                 for module, name, child in _frozen_linears(block)
             )
@@ -176,11 +176,11 @@ class _Turn:
     def _end(self) -> None:
         """Nothing of this turn stays on the device."""
         self._watch.close()
-        self._watch = Watch([])
+        self._watch = InputObserver([])
         self._block.to(self._home)
 
 
-def _freeze(block: nn.Module, seen: Watch | None) -> InFp8:
+def _freeze(block: nn.Module, seen: InputObserver | None) -> InFp8:
     count = left = blind = 0
     for module, name, child in _frozen_linears(block):
         if child.in_features % FP8_STEP or child.out_features % FP8_STEP:
@@ -218,7 +218,7 @@ def fuse_lora(model: nn.Module, undo: ExitStack | None = None) -> int:
     What would leave the model as it was is put on `undo`.
     """
     layers = [module for module in model.modules() if type(module) is LoraLinear]
-    fused = [Fused(layer) for layer in layers if _fusable(layer)]
+    fused = [FusedLora(layer) for layer in layers if _fusable(layer)]
     if not fused:
         return 0
     hook = model.register_forward_pre_hook(lambda *_: _refresh(fused), prepend=True)
@@ -235,7 +235,7 @@ def computes_in(model: nn.Module, dtype: torch.dtype) -> bool:
         weight
         for layer in model.modules()
         if isinstance(layer.forward, MethodType)
-        and isinstance(one := layer.forward.__self__, Fused)
+        and isinstance(one := layer.forward.__self__, FusedLora)
         and one.dtype == dtype
         for weight in one.trained
     }
@@ -247,7 +247,7 @@ def computes_in(model: nn.Module, dtype: torch.dtype) -> bool:
     )
 
 
-class Fused:
+class FusedLora:
     """One LoRA layer's fast path, and its halves as the products want them."""
 
     def __init__(self, layer: LoraLinear) -> None:
@@ -322,7 +322,7 @@ class CastTogether(torch.autograd.Function):
         return None, *(copies.get(index) for index in range(len(grads)))
 
 
-def _refresh(fused: Sequence[Fused]) -> None:
+def _refresh(fused: Sequence[FusedLora]) -> None:
     """Once a pass: the halves as they are now, in the type of the products."""
     for dtype in {one.dtype for one in fused}:
         alike = [one for one in fused if one.dtype == dtype]

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from gracetune.adapters.names import Place
+from gracetune.adapters.names import LayerPath
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Adapter:
     """A whole adapter, whatever file it came from."""
 
     table: NameTable
-    layers: Mapping[Place, Layer]
+    layers: Mapping[LayerPath, Layer]
     form: str | None = None
     """The form it was read from; None where the file mixed several."""
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def join_stages(high: Adapter, low: Adapter) -> Adapter:
 
 def at_stage(adapter: Adapter, stage: Stage | None) -> Adapter:
     """The same layers, said to be of one stage."""
-    layers = {Place(stage, place.module): layer for place, layer in adapter.layers.items()}
+    layers = {LayerPath(stage, place.module): layer for place, layer in adapter.layers.items()}
     assert len(layers) == len(adapter.layers), "two stages cannot be laid over each other"
     return replace(adapter, layers=layers)
 

@@ -8,7 +8,7 @@ import torch
 
 from gracetune.adapters.inject import adapter_weights
 from gracetune.adapters.layers import Adapter, make_layer
-from gracetune.adapters.names import Place, table_named
+from gracetune.adapters.names import LayerPath, table_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,13 +34,13 @@ def live_adapter(
     transformers: Mapping[str, nn.Module], modules: Mapping[str, Mapping[str, Setting]], family: str
 ) -> Adapter:
     """Of every expert that has one; each adapted module must be there with all its tensors."""
-    layers: dict[Place, Layer] = {}
+    layers: dict[LayerPath, Layer] = {}
     for expert, settings in modules.items():
         found = adapter_weights(transformers[expert])
         assert found.keys() == settings.keys(), found.keys() ^ settings.keys()
         for name, tensors in found.items():
             named = {ROLES.get(role, role): tensor for role, tensor in tensors.items()}
             named.setdefault("alpha", torch.tensor(settings[name].alpha))
-            place = Place(cast("Stage", expert) if expert else None, name)
+            place = LayerPath(cast("Stage", expert) if expert else None, name)
             layers[place] = make_layer(named, {role: f"{name}.{role}" for role in named})
     return Adapter(table_named(family), layers)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.names import Place
+    from gracetune.adapters.names import LayerPath
 
 EXACT_UP_TO = 1024
 """The smaller side up to which a whole SVD is quick; beyond it, a random range finder."""
@@ -51,7 +51,7 @@ def combine(
                 "Give adapters of one model.",
                 kind="other-model",
             )
-    gathered: dict[Place, list[tuple[Layer, float]]] = {}
+    gathered: dict[LayerPath, list[tuple[Layer, float]]] = {}
     for adapter, strength in _cut_alike(adapters, rank):
         for place, layer in adapter.layers.items():
             gathered.setdefault(place, []).append((layer, strength))
@@ -94,7 +94,7 @@ def factor(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Layer
     return Layer("lora", tensors), _share(flat - (u * s) @ v, flat)
 
 
-def summary(losses: Mapping[Place, float]) -> Cut:
+def summary(losses: Mapping[LayerPath, float]) -> Cut:
     """Losses of all modules in one."""
     worst = max(losses, key=lambda place: losses[place])
     return Cut(sum(losses.values()) / len(losses), losses[worst], worst.module)
@@ -121,7 +121,7 @@ def _cut_alike(
     ]
 
 
-def _by_rows(adapter: Adapter, cut: Set[Place], rank: int | None) -> Adapter:
+def _by_rows(adapter: Adapter, cut: Set[LayerPath], rank: int | None) -> Adapter:
     """With a rank nothing needs to stay what it is: a LoKr that is to be cut becomes its matrix."""
     layers = dict(adapter.layers)
     for place in cut & layers.keys():
@@ -135,7 +135,10 @@ def _by_rows(adapter: Adapter, cut: Set[Place], rank: int | None) -> Adapter:
 
 
 def _sum(
-    place: Place, parts: Sequence[tuple[Layer, float]], rank: int | None, generator: torch.Generator
+    place: LayerPath,
+    parts: Sequence[tuple[Layer, float]],
+    rank: int | None,
+    generator: torch.Generator,
 ) -> tuple[Layer, float]:
     thin = all(layer.algorithm == "lora" and "mid" not in layer.tensors for layer, _ in parts)
     lost = 0.0
@@ -213,7 +216,7 @@ def _share(rest: Tensor, whole: Tensor) -> float:
     return float(rest.norm() / whole.norm()) if bool(whole.any()) else 0.0
 
 
-def _check_alike(place: Place, parts: Sequence[tuple[Layer, float]]) -> None:
+def _check_alike(place: LayerPath, parts: Sequence[tuple[Layer, float]]) -> None:
     for layer, _ in parts:
         _check_plain(place, layer)
     shapes = {math.prod(delta_shape(layer)) for layer, _ in parts}
@@ -226,7 +229,7 @@ def _check_alike(place: Place, parts: Sequence[tuple[Layer, float]]) -> None:
         )
 
 
-def _check_plain(place: Place, layer: Layer) -> None:
+def _check_plain(place: LayerPath, layer: Layer) -> None:
     if layer.dora:
         raise AdapterError(
             f"{place.module} has magnitudes (DoRA), whose change depends on the weight below. "

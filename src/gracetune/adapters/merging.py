@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from gracetune.adapters.delta import delta_bias, delta_shape, merged
 from gracetune.adapters.names import template_of
 from gracetune.adapters.rows import split_fused, swap_halves
-from gracetune.adapters.weights import Model, Weight, open_model
+from gracetune.adapters.weights import ModelWeights, Weight, open_model
 from gracetune.durable import new_file, new_folder
 from gracetune.errors import AdapterError
 
@@ -37,7 +37,7 @@ SUBFOLDERS: dict[Stage | None, str] = {
 }
 
 
-class Change(NamedTuple):
+class WeightUpdate(NamedTuple):
     """What one layer does to one weight, or to some of its rows."""
 
     layer: Layer
@@ -48,7 +48,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeReport:
     """What a merge did."""
 
     changed: int
@@ -57,21 +57,21 @@ class Merged:
 
 def merge_into(
     path: Path, out: Path, adapters: Sequence[tuple[Adapter, float]], table: NameTable
-) -> Merged:
+) -> MergeReport:
     """Write a copy of a transformer with the adapters in its weights."""
     model = open_model(path, table)
     plan = _plan(model, adapters)
     if not path.is_dir():
         with new_file(out) as staging:
             _rewrite(path, staging, plan.get(path, {}))
-        return Merged(len(_modules(adapters)), (out.name,))
+        return MergeReport(len(_modules(adapters)), (out.name,))
     with new_folder(out) as folder:
         for file in sorted(path.iterdir()):
             if file in model.files:
                 _rewrite(file, folder / file.name, plan.get(file, {}))
             elif file.is_file():
                 shutil.copy2(file, folder / file.name)
-    return Merged(len(_modules(adapters)), tuple(file.name for file in model.files))
+    return MergeReport(len(_modules(adapters)), tuple(file.name for file in model.files))
 
 
 def holds_transformers(path: Path) -> bool:
@@ -84,7 +84,7 @@ def merge_into_pipeline(
     out: Path,
     by_stage: Mapping[Stage | None, Sequence[tuple[Adapter, float]]],
     table: NameTable,
-) -> dict[str, Merged]:
+) -> dict[str, MergeReport]:
     """Write a copy of a pipeline's folder with adapters in the transformers of their stages."""
     targets = {SUBFOLDERS[stage]: adapters for stage, adapters in by_stage.items()}
     for name in targets:
@@ -109,10 +109,10 @@ def merge_into_pipeline(
 
 
 def _plan(
-    model: Model, adapters: Sequence[tuple[Adapter, float]]
-) -> dict[Path, dict[str, list[Change]]]:
+    model: ModelWeights, adapters: Sequence[tuple[Adapter, float]]
+) -> dict[Path, dict[str, list[WeightUpdate]]]:
     """By file and key, what is to be done to a weight."""
-    plan: dict[Path, dict[str, list[Change]]] = {}
+    plan: dict[Path, dict[str, list[WeightUpdate]]] = {}
     for adapter, strength in adapters:
         whole = model.naming == "original"
         fitted = swap_halves(adapter) if whole else split_fused(adapter)
@@ -130,7 +130,7 @@ def _plan(
                         kind="other-model",
                         key=place.module,
                     )
-                change = Change(layer, strength, bias, rows)
+                change = WeightUpdate(layer, strength, bias, rows)
                 plan.setdefault(at[0], {}).setdefault(at[1], []).append(change)
     return plan
 
@@ -153,7 +153,7 @@ def _rows_in_wholes(table: NameTable) -> dict[str, tuple[str, tuple[int, int, in
     return found
 
 
-def _rewrite(file: Path, out: Path, changes: Mapping[str, Sequence[Change]]) -> None:
+def _rewrite(file: Path, out: Path, changes: Mapping[str, Sequence[WeightUpdate]]) -> None:
     with safe_open(file, "pt") as source:
         metadata = source.metadata()
         tensors = {key: source.get_tensor(key) for key in source.keys()}  # noqa: SIM118
@@ -176,7 +176,7 @@ def _demand_wide(key: str, weight: Tensor) -> None:
         )
 
 
-def _changed(key: str, weight: Tensor, change: Change) -> Tensor:
+def _changed(key: str, weight: Tensor, change: WeightUpdate) -> Tensor:
     """The weight in fp32, with one more change."""
     if change.rows is None:
         return _with_change(key, weight, change)
@@ -187,7 +187,7 @@ def _changed(key: str, weight: Tensor, change: Change) -> Tensor:
     return whole
 
 
-def _with_change(key: str, weight: Tensor, change: Change) -> Tensor:
+def _with_change(key: str, weight: Tensor, change: WeightUpdate) -> Tensor:
     if change.bias:
         added = delta_bias(change.layer)
         assert added is not None, key

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gracetune.adapters.tables.flux import FLUX
-from gracetune.adapters.tables.forms import ALIASES, ALSO_READ, ENDINGS, FORMS, Form, Style
+from gracetune.adapters.tables.forms import ALIASES, ALSO_READ, ENDINGS, FORMS, KeyFormat, Style
 from gracetune.adapters.tables.qwen_image import QWEN_IMAGE
 from gracetune.adapters.tables.types import NameTable, open_table
 from gracetune.adapters.tables.wan import WAN
@@ -34,7 +34,7 @@ _UNPARTED = re.compile(r"(?<![A-Za-z0-9])transformer([12])(?=[._$])")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
-class Place(NamedTuple):
+class LayerPath(NamedTuple):
     """Where a layer sits: the expert, if the key tells, and the module in diffusers' words."""
 
     stage: Stage | None
@@ -42,18 +42,18 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Key:
+class ParsedKey:
     """One key, understood."""
 
     text: str
-    place: Place
+    place: LayerPath
     role: str
     naming: Naming
     forms: frozenset[str]
     """The forms that spell it so; none where a prefix and an ending never met before."""
 
 
-class Index:
+class KeyIndex:
     """A table, turned so that names in any spelling are found at once."""
 
     def __init__(self, table: NameTable) -> None:
@@ -113,7 +113,7 @@ def is_bare(module: str, table: NameTable) -> bool:
     return template_of(module)[0] in table.bare
 
 
-def form_named(name: str) -> Form:
+def form_named(name: str) -> KeyFormat:
     """The form that a user asks for, by its name or by a tool's."""
     wanted = ALIASES.get(name, name)
     for form in FORMS:
@@ -138,14 +138,14 @@ def split_ending(text: str) -> tuple[str, str, frozenset[Style]] | None:
     return None
 
 
-def read_key(text: str, index: Index) -> Key | None:
+def read_key(text: str, index: KeyIndex) -> ParsedKey | None:
     """What one key means in one family; None where nothing in the tables spells it."""
     parts = split_ending(text)
     if parts is None:
         return None
     body, role, styles = parts
     body = _UNPARTED.sub(r"transformer_\1", body)
-    first: tuple[Place, Naming] | None = None
+    first: tuple[LayerPath, Naming] | None = None
     forms = set()
     for form in FORMS:
         place = _place_in(body, form, index)
@@ -154,10 +154,12 @@ def read_key(text: str, index: Index) -> Key | None:
         first = first or (place, form.naming)
         if form.style in styles:
             forms.add(form.name)
-    return None if first is None else Key(text, first[0], role, first[1], frozenset(forms))
+    return None if first is None else ParsedKey(text, first[0], role, first[1], frozenset(forms))
 
 
-def write_key(form: Form, index: Index, place: Place, role: str, style: Style | None = None) -> str:
+def write_key(
+    form: KeyFormat, index: KeyIndex, place: LayerPath, role: str, style: Style | None = None
+) -> str:
     """Spell a key; the caller has made sure that the form can hold it."""
     name = index.spell(place.module, form.naming, form.joint)
     ending = ENDINGS[style or form.style].get(role)
@@ -185,19 +187,19 @@ def choose_table(keys: Sequence[str], family: str | None) -> NameTable:
     return TABLES[leaders[0]]
 
 
-def settle_stages(keys: Sequence[Key]) -> list[Key]:
+def settle_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:
     """Beside `transformer_2.`, `transformer.` means the high stage; alone it says none."""
     if not any(key.forms == {BOTH} for key in keys):
         return list(keys)
     return [
-        replace(key, place=Place("high", key.place.module), forms=frozenset({BOTH}))
+        replace(key, place=LayerPath("high", key.place.module), forms=frozenset({BOTH}))
         if key.text.startswith("transformer.")
         else key
         for key in keys
     ]
 
 
-def detect_form(keys: Sequence[Key]) -> Form | None:
+def detect_form(keys: Sequence[ParsedKey]) -> KeyFormat | None:
     """The one form that spells every key; None for a file that mixes them."""
     common = frozenset.intersection(*(key.forms for key in keys)) if keys else frozenset()
     told = {key.place.stage for key in keys} != {None}
@@ -207,7 +209,7 @@ def detect_form(keys: Sequence[Key]) -> Form | None:
     return fitting[0] if fitting else None
 
 
-def forms_in(keys: Sequence[Key]) -> Mapping[str, int]:
+def forms_in(keys: Sequence[ParsedKey]) -> Mapping[str, int]:
     """For a file that mixes forms: how many keys each of them spells, most first."""
     counts = Counter(name for key in keys for name in key.forms)
     return dict(counts.most_common())
@@ -241,31 +243,31 @@ def nearest_key(text: str, tables: Sequence[NameTable]) -> str | None:
         if not table.open
         for form in FORMS
         for _, prefix in _prefixes(form, table)
-        for name in Index(table).templates(form.naming)
+        for name in KeyIndex(table).templates(form.naming)
     }
     close = difflib.get_close_matches(body, sorted(bodies), n=1, cutoff=0.5)
     return f"{close[0]}{ending}" if close else None
 
 
-def _place_in(body: str, form: Form, index: Index) -> Place | None:
+def _place_in(body: str, form: KeyFormat, index: KeyIndex) -> LayerPath | None:
     """Where `body` sits if it is of that form."""
     for stage, prefix in _prefixes(form, index.table):
         if body.startswith(prefix):
             module = index.find(body[len(prefix) :], form.naming, form.joint)
             # Without a table and a prefix, an underscored key would pass for a module's name.
             if module is not None and (prefix or "." in module or not index.table.open):
-                return Place(stage, module)
+                return LayerPath(stage, module)
     return None
 
 
-def _prefixes(form: Form, table: NameTable) -> list[tuple[Stage | None, str]]:
+def _prefixes(form: KeyFormat, table: NameTable) -> list[tuple[Stage | None, str]]:
     staged: list[tuple[Stage | None, str]] = [(s, _prefix(form, s)) for s, _ in form.stages]
     # The same tools train models of one stage, and leave the stage out then.
     plain = not form.stages or (form.prefix and not table.staged)
     return [*staged, (None, form.prefix)] if plain else staged
 
 
-def _prefix(form: Form, stage: Stage | None) -> str:
+def _prefix(form: KeyFormat, stage: Stage | None) -> str:
     token = dict(form.stages).get(stage) if stage is not None else None
     if token is None:
         return form.prefix
@@ -274,7 +276,7 @@ def _prefix(form: Form, stage: Stage | None) -> str:
 
 def _count(keys: Sequence[str], table: NameTable) -> int:
     """How many keys a table reads; none if the file has more blocks than any such model."""
-    index = Index(table)
+    index = KeyIndex(table)
     most = dict(table.num_blocks)
     count = 0
     for text in keys:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gracetune.adapters.delta import norm
 from gracetune.adapters.files import read_with_tensors, resolve, stage_of
 from gracetune.adapters.layers import rank_of
-from gracetune.adapters.names import BLOCK, Index, form_named, forms_in, read_key, template_of
+from gracetune.adapters.names import BLOCK, KeyIndex, form_named, forms_in, read_key, template_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -93,7 +93,7 @@ def _form(adapter: Adapter, keys: list[str]) -> tuple[str, str, str]:
     if adapter.form is not None:
         form = form_named(adapter.form)
         return form.name, form.tools, form.caution
-    index = Index(adapter.table)
+    index = KeyIndex(adapter.table)
     counts = forms_in([key for text in keys if (key := read_key(text, index)) is not None])
     mixed = ", ".join(f"{name} ({count} keys)" for name, count in counts.items())
     return f"mixed: {mixed}" if mixed else "no known tool's", "", "no tool reads all of it"

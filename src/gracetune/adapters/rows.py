@@ -14,7 +14,7 @@ import torch
 
 from gracetune.adapters.delta import dora_by_rows, lokr_sizes, out_features
 from gracetune.adapters.layers import Adapter, Layer, scale_of
-from gracetune.adapters.names import Place, template_of
+from gracetune.adapters.names import LayerPath, template_of
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.tables.types import Fused, NameTable
+    from gracetune.adapters.tables.types import FusedProjection, NameTable
 
 Span = tuple[int, int]
 
 
-def split_fused(adapter: Adapter, only: Collection[Place] | None = None) -> Adapter:
+def split_fused(adapter: Adapter, only: Collection[LayerPath] | None = None) -> Adapter:
     """Every fused projection, or these alone, in its parts, as diffusers has them."""
-    layers: dict[Place, Layer] = {}
+    layers: dict[LayerPath, Layer] = {}
     for place, layer in adapter.layers.items():
         parts = parts_of(place, adapter.table)
         if not parts or (only is not None and place not in only):
@@ -44,24 +44,24 @@ def split_fused(adapter: Adapter, only: Collection[Place] | None = None) -> Adap
     return replace(adapter, layers=layers)
 
 
-def parts_of(place: Place, table: NameTable) -> dict[Place, int]:
+def parts_of(place: LayerPath, table: NameTable) -> dict[LayerPath, int]:
     """What a fused projection consists of, with the share of each; nothing for other modules."""
     template, number = template_of(place.module)
     fused = next((one for one in table.fused if one.whole == template), None)
     if fused is None:
         return {}
-    return {Place(place.stage, part.format(number)): share for part, share in fused.parts}
+    return {LayerPath(place.stage, part.format(number)): share for part, share in fused.parts}
 
 
 def join_fused(adapter: Adapter) -> Adapter:
     """Every part in its fused projection, as the original has it."""
     whole_of = {part: one for one in adapter.table.fused for part, _ in one.parts}
-    layers: dict[Place, Layer] = {}
-    gathered: dict[Place, dict[str, Layer]] = {}
+    layers: dict[LayerPath, Layer] = {}
+    gathered: dict[LayerPath, dict[str, Layer]] = {}
     for place, layer in adapter.layers.items():
         template, number = template_of(place.module)
         if template in whole_of:
-            whole = Place(place.stage, whole_of[template].whole.format(number))
+            whole = LayerPath(place.stage, whole_of[template].whole.format(number))
             if whole in adapter.layers:
                 raise _twice(whole.module, place.module)
             gathered.setdefault(whole, {})[template] = layer
@@ -147,7 +147,7 @@ def _trimmed(layer: Layer, up: Tensor, down: Tensor) -> Layer | None:
     return Layer("lora", {"down": down[:rank].clone(), "up": up[:, :rank].clone()}, alpha)
 
 
-def _join(module: str, fused: Fused, parts: Mapping[str, Layer]) -> Layer:
+def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
     present = list(parts.values())
     if any(layer.dora or "diff_b" in layer.tensors for layer in present):
         if len(parts) < len(fused.parts):
@@ -202,7 +202,7 @@ def _row_axes(module: str, layer: Layer) -> dict[str, int]:
     return axes | ({"diff": 0} if "diff" in layer.tensors else {})
 
 
-def _on_diagonal(fused: Fused, parts: Mapping[str, Layer]) -> Layer:
+def _on_diagonal(fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
     """LoRAs beside each other: block i of the rank works on the rows of part i alone."""
     first = next(iter(parts.values()))
     share_of = dict(fused.parts)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gracetune.adapters.fused import Fused
+from gracetune.adapters.fused import FusedLora
 from gracetune.adapters.products import beside
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class LoraProducts(torch.autograd.Function):
 class SharedInput:
     """LoRA layers that are always given the same."""
 
-    def __init__(self, layers: Sequence[Fused]) -> None:
+    def __init__(self, layers: Sequence[FusedLora]) -> None:
         self._layers = tuple(layers)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
@@ -139,7 +139,7 @@ def share_input(layers: Sequence[nn.Module]) -> SharedInput | None:
     fused = [
         layer.forward.__self__
         for layer in layers
-        if isinstance(layer.forward, MethodType) and isinstance(layer.forward.__self__, Fused)
+        if isinstance(layer.forward, MethodType) and isinstance(layer.forward.__self__, FusedLora)
     ]
     if len(fused) < len(layers):
         return None

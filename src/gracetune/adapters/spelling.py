@@ -13,7 +13,7 @@ import torch
 
 from gracetune.adapters.delta import dora_by_rows, lokr_sizes
 from gracetune.adapters.layers import Adapter, Layer, at_stage, rank_of, scale_of
-from gracetune.adapters.names import Index, read_key, write_key
+from gracetune.adapters.names import KeyIndex, read_key, write_key
 from gracetune.adapters.rows import join_fused, split_fused, swap_halves
 from gracetune.adapters.tables.forms import ENDINGS, FORMS
 from gracetune.errors import AdapterError
@@ -21,7 +21,7 @@ from gracetune.errors import AdapterError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gracetune.adapters.tables.forms import Form, Style
+    from gracetune.adapters.tables.forms import KeyFormat, Style
 
 PEFT_STYLES = ("peft", "peft-live")
 FOLDED_ROLE = {"lora": "up", "loha": "hada_w1_a", "lokr": "lokr_w1"}
@@ -37,13 +37,13 @@ class Lost(NamedTuple):
     """Whether no other algorithm would help it."""
 
 
-def spell(adapter: Adapter, form: Form, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def spell(adapter: Adapter, form: KeyFormat, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The tensors of the file, by key; `dtype` None keeps each as it is."""
     adapter = _rewritten(_staged(adapter, form), form)
     lost = _lost(adapter, form)
     if lost is not None:
         raise _cannot(adapter, form, lost)
-    index = Index(adapter.table)
+    index = KeyIndex(adapter.table)
     tensors: dict[str, Tensor] = {}
     for place, layer in adapter.layers.items():
         style = _style(form, layer)
@@ -53,14 +53,14 @@ def spell(adapter: Adapter, form: Form, dtype: torch.dtype | None = None) -> dic
     return tensors
 
 
-def lost_in(adapter: Adapter, form: Form) -> Lost | None:
+def lost_in(adapter: Adapter, form: KeyFormat) -> Lost | None:
     """The first module that a form cannot hold, found without spelling the rest."""
     return _lost(_rewritten(adapter, form), form)
 
 
-def _lost(adapter: Adapter, form: Form) -> Lost | None:
+def _lost(adapter: Adapter, form: KeyFormat) -> Lost | None:
     """By names and shapes; no weight is read."""
-    index = Index(adapter.table)
+    index = KeyIndex(adapter.table)
     for place, layer in adapter.layers.items():
         if index.spell(place.module, form.naming, form.joint) is None:
             return Lost(place.module, "it has no name for this module", is_nameless=True)
@@ -91,7 +91,7 @@ def fold_scale(layer: Layer) -> Layer:
     return replace(layer, tensors={**layer.tensors, role: factor * scale}, alpha=None)
 
 
-def _staged(adapter: Adapter, form: Form) -> Adapter:
+def _staged(adapter: Adapter, form: KeyFormat) -> Adapter:
     """Stages as the form wants them: all named, or none."""
     if form.stages and adapter.table.staged:
         if None in adapter.stages:
@@ -112,19 +112,19 @@ def _staged(adapter: Adapter, form: Form) -> Adapter:
     return at_stage(adapter, None)
 
 
-def _rewritten(adapter: Adapter, form: Form) -> Adapter:
+def _rewritten(adapter: Adapter, form: KeyFormat) -> Adapter:
     """Projections cut, and their rows ordered, as the form's naming has them."""
     if form.naming == "diffusers":
         return split_fused(adapter)
     return swap_halves(join_fused(adapter))
 
 
-def _style(form: Form, layer: Layer) -> Style:
+def _style(form: KeyFormat, layer: Layer) -> Style:
     """ComfyUI knows a core tensor (`lora_mid`) only beside lora_down and lora_up."""
     return "kohya" if form.style == "comfyui" and "mid" in layer.tensors else form.style
 
 
-def _roles(layer: Layer, form: Form, style: Style) -> dict[str, Tensor]:
+def _roles(layer: Layer, form: KeyFormat, style: Style) -> dict[str, Tensor]:
     if form.alpha == "folded":
         layer = fold_scale(layer)
     if layer.algorithm == "lokr" and style in PEFT_STYLES:
@@ -170,7 +170,7 @@ def _stored(key: str, role: str, tensor: Tensor, dtype: torch.dtype | None) -> T
     return stored.clone(memory_format=torch.contiguous_format)
 
 
-def _cannot(adapter: Adapter, form: Form, lost: Lost) -> AdapterError:
+def _cannot(adapter: Adapter, form: KeyFormat, lost: Lost) -> AdapterError:
     """Whoever wrote an adapter can write another form; only `convert` can approximate it."""
     ways = [f"Write the form {other}." for other in _holding(adapter)[:1]]
     if not lost.is_nameless:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from gracetune.adapters.names import Index
+from gracetune.adapters.names import KeyIndex
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Weight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelWeights:
     """The weights of one transformer on disk, found but not read."""
 
     files: tuple[Path, ...]
@@ -36,7 +36,7 @@ class Model:
     keys: Mapping[Weight, tuple[Path, str]]
 
 
-def open_model(path: Path, table: NameTable) -> Model:
+def open_model(path: Path, table: NameTable) -> ModelWeights:
     """Find every weight of a model that the table has a name for."""
     files = tuple(sorted(path.glob("*.safetensors"))) if path.is_dir() else (path,)
     if not files:
@@ -44,7 +44,7 @@ def open_model(path: Path, table: NameTable) -> Model:
             f"{path} holds no .safetensors file. Name a transformer's folder or file.",
             kind="missing",
         )
-    index = Index(table)
+    index = KeyIndex(table)
     found: dict[Naming, dict[Weight, list[tuple[Path, str]]]] = {"original": {}, "diffusers": {}}
     for file in files:
         for key in _keys(file):
@@ -58,7 +58,7 @@ def open_model(path: Path, table: NameTable) -> Model:
             f"{path} has no weight that {table.family} models have: it is another model.",
             kind="other-model",
         )
-    return Model(files, naming, {weight: _only(at) for weight, at in found[naming].items()})
+    return ModelWeights(files, naming, {weight: _only(at) for weight, at in found[naming].items()})
 
 
 def _only(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
@@ -74,7 +74,7 @@ def _only(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
     return places[0]
 
 
-def _weight(key: str, naming: Naming, index: Index) -> Weight | None:
+def _weight(key: str, naming: Naming, index: KeyIndex) -> Weight | None:
     """What a model's key is in one naming."""
     for prefix in PREFIXES:
         if not key.startswith(prefix):

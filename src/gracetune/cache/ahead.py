@@ -28,7 +28,7 @@ FIRST_DEPTH = 2
 """One batch is used while the next is on its way."""
 
 
-class Lane(Protocol[Arrival]):
+class TransferStream(Protocol[Arrival]):
     """Where batches travel beside the step."""
 
     def working(self) -> AbstractContextManager[None]:
@@ -44,7 +44,7 @@ class Lane(Protocol[Arrival]):
         ...
 
 
-class CudaLane:
+class CudaTransferStream:
     """A stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class Batches(Protocol):
     def close(self) -> None: ...
 
 
-class Inline:
+class InlineBatches:
     """Each batch when it is asked for: where nothing has to travel, ahead is no faster."""
 
     def __init__(self, batches: Iterator[tuple[Batch, LoaderState]]) -> None:
@@ -138,13 +138,13 @@ class Inline:
         """Nothing runs."""
 
 
-class Ahead(Generic[Arrival]):
+class PrefetchedBatches(Generic[Arrival]):
     """An iterator of (batch, state) like the one it is made from, `depth` batches ahead of it."""
 
     def __init__(
         self,
         batches: Iterator[tuple[Batch, LoaderState]],
-        lane: Lane[Arrival],
+        lane: TransferStream[Arrival],
         depth: Depth,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

@@ -44,7 +44,7 @@ REMEMBERED = 4096
 """Batches whose use is still to be counted; what was used before them counts as not used since."""
 
 
-class Budget:
+class HostMemoryBudget:
     """Bytes that several stores share; what one gives back another may take."""
 
     def __init__(self, nbytes: int) -> None:
@@ -82,7 +82,7 @@ class ArenaStore:
     def __init__(
         self,
         what: str,
-        budget: Budget,
+        budget: HostMemoryBudget,
         behind: Store | None,
         tell: Callable[[Event], None],
         allocate: Callable[[int], Tensor],
@@ -282,7 +282,7 @@ class ArenaStore:
 class Slabs:
     """Room in a few large pieces of host memory. Whoever calls holds a lock."""
 
-    def __init__(self, budget: Budget, allocate: Callable[[int], Tensor]) -> None:
+    def __init__(self, budget: HostMemoryBudget, allocate: Callable[[int], Tensor]) -> None:
         self._budget = budget
         self._allocate = allocate
         self._slabs: list[NDArray[np.uint8]] = []

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from gracetune.cache.index import Row
+    from gracetune.cache.index import EntryRow
     from gracetune.cache.shard_store import ShardStore
     from gracetune.cache.store import Entry
 
@@ -79,11 +79,11 @@ def _compact_file(store: ShardStore, path: Path) -> int:
     return before - live
 
 
-def _move(store: ShardStore, rows: list[Row]) -> None:
+def _move(store: ShardStore, rows: list[EntryRow]) -> None:
     for start in range(0, len(rows), _TOGETHER):
         some = rows[start : start + _TOGETHER]
         entries = store.get_many([row.key for row in some])
-        whole: list[tuple[Row, Entry]] = [
+        whole: list[tuple[EntryRow, Entry]] = [
             (row, entry) for row, entry in zip(some, entries, strict=True) if entry is not None
         ]
         store.move([row for row, _ in whole], [entry for _, entry in whole])

@@ -21,7 +21,7 @@ from gracetune.data.parallel import default_workers
 from gracetune.data.prefetch import Prefetch, prefetched
 from gracetune.data.recipe import (
     PLAIN,
-    Recipe,
+    SampleTransform,
     render,
     render_control,
     render_sound,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.keys import Key
+    from gracetune.cache.keys import CacheKey
     from gracetune.cache.ranks import Ranks
     from gracetune.cache.store import Entry, Store
     from gracetune.data.decoders import Decoders
@@ -57,20 +57,20 @@ each. One large clip may have more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class EncodeItem:
     """A sample of any kind with the shape it is fitted to and the source that has its bytes."""
 
     sample: Sample
     size: Shape
     source: Source
-    recipe: Recipe = PLAIN
+    recipe: SampleTransform = PLAIN
     tiled: bool = False
     """Whether the encoder works by tiles."""
 
 
 def fill_latents(
     store: Store,
-    pictures: Sequence[Picture],
+    pictures: Sequence[EncodeItem],
     encode: Callable[[Tensor], Tensor],
     encoder: str,
     tell: Tell,
@@ -87,7 +87,7 @@ def fill_latents(
     mine = ranks.share(missing)
     pixels = rendered([keyed[key] for key in mine], decoders, prefetch)
     pace = _Pace("encoding pictures", len(mine), "pictures", tell)
-    fitting: _Fitting[tuple[Key, Tensor], Tensor] = _Fitting(
+    fitting: _Fitting[tuple[CacheKey, Tensor], Tensor] = _Fitting(
         lambda part: encode(torch.stack([x for _, x in part])), "pictures", tell
     )
     bad: dict[str, str] = {}
@@ -121,7 +121,7 @@ def fill_text(
     missing = _missing(store, keyed)
     mine = ranks.share(missing)
     pace = _Pace("encoding captions", len(mine), "captions", tell)
-    fitting: _Fitting[Key, Sequence[Entry]] = _Fitting(
+    fitting: _Fitting[CacheKey, Sequence[Entry]] = _Fitting(
         lambda part: encode([keyed[key] for key in part]), "captions", tell
     )
     for chunk in _chunks(mine):
@@ -137,7 +137,7 @@ def fill_text(
 
 
 def find_unreadable(
-    pictures: Sequence[Picture], tell: Tell, decoders: Decoders, prefetch: Prefetch
+    pictures: Sequence[EncodeItem], tell: Tell, decoders: Decoders, prefetch: Prefetch
 ) -> list[tuple[Sample, str]]:
     """Decode every picture once and keep none: for runs that encode while they train."""
     pace = _Pace("reading pictures", len(pictures), "pictures", tell)
@@ -149,7 +149,7 @@ def find_unreadable(
     return bad
 
 
-def pixels_of(picture: Picture, decoders: Decoders) -> Tensor | str:
+def pixels_of(picture: EncodeItem, decoders: Decoders) -> Tensor | str:
     """The fitted picture, or why there is none."""
     try:
         return _decoded(picture, decoders)
@@ -159,7 +159,7 @@ def pixels_of(picture: Picture, decoders: Decoders) -> Tensor | str:
         return str(error)
 
 
-def _decoded(picture: Picture, decoders: Decoders) -> Tensor:
+def _decoded(picture: EncodeItem, decoders: Decoders) -> Tensor:
     """As the kind of sample asks; a control picture follows as three more channels."""
     sample, recipe, read = picture.sample, picture.recipe, picture.source.read
     match sample.kind:
@@ -239,17 +239,17 @@ class _Pace:
             )
 
 
-def _each(pictures: Sequence[Picture], encoder: str) -> Iterator[tuple[Key, Picture]]:
+def _each(pictures: Sequence[EncodeItem], encoder: str) -> Iterator[tuple[CacheKey, EncodeItem]]:
     return ((latent_key(p.sample, p.size, encoder, p.recipe, p.tiled), p) for p in pictures)
 
 
-def _missing(store: Store, keyed: dict[Key, Item]) -> list[Key]:
+def _missing(store: Store, keyed: dict[CacheKey, Item]) -> list[CacheKey]:
     keys = list(keyed)
     return [key for key, there in zip(keys, store.has(keys), strict=True) if not there]
 
 
 def rendered(
-    pictures: Sequence[Picture], decoders: Decoders, prefetch: Prefetch | None
+    pictures: Sequence[EncodeItem], decoders: Decoders, prefetch: Prefetch | None
 ) -> Iterator[Tensor | str]:
     """Fitted by workers, in order: pixels, or why there are none."""
     return prefetched(

@@ -71,7 +71,7 @@ class FillingStopped(Exception):  # noqa: N818  nothing went wrong
     """A generation is not needed any more."""
 
 
-class Generations:
+class AugmentationEpochs:
     """The stores of a refreshed cache; asked by one thread, in the order of epochs."""
 
     def __init__(

@@ -75,7 +75,7 @@ class TensorPlace(NamedTuple):
     nbytes: int
 
 
-class Row(NamedTuple):
+class EntryRow(NamedTuple):
     """One entry: where its bytes are, what they must hash to, and what it was made of."""
 
     number: int
@@ -105,12 +105,12 @@ class ShardRow:
 
 
 def _told(
-    method: Callable[Concatenate[Index, Given], Answer],
-) -> Callable[Concatenate[Index, Given], Answer]:
+    method: Callable[Concatenate[CacheIndex, Given], Answer],
+) -> Callable[Concatenate[CacheIndex, Given], Answer]:
     """What SQLite says while the index is used, as an error that has a way out."""
 
     @wraps(method)
-    def call(self: Index, /, *args: Given.args, **kwargs: Given.kwargs) -> Answer:
+    def call(self: CacheIndex, /, *args: Given.args, **kwargs: Given.kwargs) -> Answer:
         try:
             return method(self, *args, **kwargs)
         except sqlite3.ProgrammingError:
@@ -121,7 +121,7 @@ def _told(
     return call
 
 
-class Index:
+class CacheIndex:
     """The table of entries and that of shards; one connection, used by one thread at a time."""
 
     def __init__(self, path: Path) -> None:
@@ -142,9 +142,9 @@ class Index:
         self._db.close()
 
     @_told
-    def find(self, keys: Sequence[str]) -> dict[str, Row]:
+    def find(self, keys: Sequence[str]) -> dict[str, EntryRow]:
         """The rows of those keys that have one."""
-        found: dict[str, Row] = {}
+        found: dict[str, EntryRow] = {}
         for chunk in _chunks(keys):
             question = f"{_ROW} WHERE e.key IN ({_marks(chunk)})"
             found.update((row[1], self._row(row)) for row in self._db.execute(question, chunk))
@@ -178,19 +178,19 @@ class Index:
         return self._db.execute(question, (after,)).fetchall()
 
     @_told
-    def in_shard(self, name: str) -> list[Row]:
+    def in_shard(self, name: str) -> list[EntryRow]:
         """What one file holds, in its order."""
         question = f"{_ROW} WHERE s.name = ? ORDER BY e.begin"
         return [self._row(row) for row in self._db.execute(question, (name,))]
 
     @_told
-    def made_of(self, part: str, value: str) -> list[Row]:
+    def made_of(self, part: str, value: str) -> list[EntryRow]:
         """Entries whose explanation has this value."""
         question = f"{_ROW} WHERE json_extract(e.about, ?) = ? ORDER BY e.id"
         return [self._row(row) for row in self._db.execute(question, (f"$.{part}", value))]
 
     @_told
-    def beginning(self, prefix: str) -> list[Row]:
+    def beginning(self, prefix: str) -> list[EntryRow]:
         """Entries whose key begins so."""
         question = f"{_ROW} WHERE e.key >= ? AND e.key < ? ORDER BY e.key LIMIT 20"
         return [
@@ -238,7 +238,7 @@ class Index:
         )
 
     @_told
-    def add(self, rows: Sequence[Row], shard: str, length: int, moved: bool = False) -> None:
+    def add(self, rows: Sequence[EntryRow], shard: str, length: int, moved: bool = False) -> None:
         """Entries whose bytes are durable, all or none. A key that has a row keeps it, unless its
         entry was moved here."""
         verb = "UPDATE entries SET shard = :shard, begin = :begin WHERE id = :number"
@@ -264,7 +264,7 @@ class Index:
             )
 
     @_told
-    def drop_row(self, row: Row) -> None:
+    def drop_row(self, row: EntryRow) -> None:
         """Forget this entry, but not another one that took its key since."""
         self._db.execute("DELETE FROM entries WHERE id = ?", (row.number,))
 
@@ -279,13 +279,13 @@ class Index:
             )
             return done.rowcount == 1
 
-    def _row(self, values: tuple[int, str, str, int, int, str, bytes, str]) -> Row:
+    def _row(self, values: tuple[int, str, str, int, int, str, bytes, str]) -> EntryRow:
         number, key, shard, begin, nbytes, tensors, checksum, about = values
         try:
             places, parts = self._form(tensors), json.loads(about)
         except (ValueError, TypeError) as error:
             raise sqlite3.DatabaseError(f"the row of {key} is no row of ours") from error
-        return Row(number, key, shard, begin, nbytes, places, checksum, parts)
+        return EntryRow(number, key, shard, begin, nbytes, places, checksum, parts)
 
     def _form(self, tensors: str) -> tuple[TensorPlace, ...]:
         """The same object for entries of one form, which makes them cheap to compare too."""
@@ -379,7 +379,7 @@ def _is_read_only(folder: Path) -> bool:
     return not all(os.access(path, os.W_OK) for path in (there, *there.glob("*.sqlite*")))
 
 
-def _values(row: Row, shard: int) -> dict[str, object]:
+def _values(row: EntryRow, shard: int) -> dict[str, object]:
     return {
         "number": row.number,
         "key": str(row.key),

@@ -13,7 +13,7 @@ from gracetune.errors import CacheError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gracetune.cache.index import Row
+    from gracetune.cache.index import EntryRow
 
 MEANING = {
     "kind": "what was encoded",
@@ -39,7 +39,7 @@ def caches_in(folder: Path) -> list[Path]:
     return found
 
 
-def find(store: ShardStore, what: str, file: Path) -> list[Row]:
+def find(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
     """Entries by the beginning of their key, by a sample's file, or by a caption's."""
     with store.index() as index:
         if not file.is_file():
@@ -51,7 +51,7 @@ def find(store: ShardStore, what: str, file: Path) -> list[Row]:
         return rows
 
 
-def explain(row: Row) -> dict[str, object]:
+def explain(row: EntryRow) -> dict[str, object]:
     """An entry in words and numbers."""
     return {
         "key": row.key,

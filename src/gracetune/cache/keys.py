@@ -15,19 +15,19 @@ from gracetune.data.recipe import PLAIN
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gracetune.data.recipe import Recipe
+    from gracetune.data.recipe import SampleTransform
     from gracetune.data.sample import Companion, Sample, Shape
 
 SCHEMA_VERSION = 1
 
 
-class Key(str):
+class CacheKey(str):
     """The digest as text, and what went into it."""
 
     __slots__ = ("about",)
     about: Mapping[str, str]
 
-    def __new__(cls, digest: str, about: Mapping[str, str]) -> Key:
+    def __new__(cls, digest: str, about: Mapping[str, str]) -> CacheKey:
         """Two keys are equal when their digests are."""
         key = super().__new__(cls, digest)
         key.about = about
@@ -39,8 +39,8 @@ class Key(str):
 
 
 def latent_key(
-    sample: Sample, size: Shape, encoder: str, recipe: Recipe = PLAIN, tiled: bool = False
-) -> Key:
+    sample: Sample, size: Shape, encoder: str, recipe: SampleTransform = PLAIN, tiled: bool = False
+) -> CacheKey:
     """The bytes of sample and control, the geometry and draw it is fitted by, and the encoder."""
     geometry = f"{recipe.name} {'x'.join(map(str, size))}"
     if sample.kind == "video":
@@ -51,27 +51,29 @@ def latent_key(
     return _key(kind="latents", sample=content, geometry=geometry, encoder=by)
 
 
-def mask_key(mask: Companion, size: Shape, cells: tuple[int, int], recipe: Recipe) -> Key:
+def mask_key(
+    mask: Companion, size: Shape, cells: tuple[int, int], recipe: SampleTransform
+) -> CacheKey:
     """The bytes of the mask and which way round it is, its geometry, and its cells."""
     geometry = f"{recipe.name} {'x'.join(map(str, size))} on black"  # what is transparent
     content = f"{mask.digest} inverted" if mask.inverted else mask.digest
     return _key(kind="mask", mask=content, geometry=geometry, cells=f"{cells[0]}x{cells[1]}")
 
 
-def text_key(caption: str, encoder: str) -> Key:
+def text_key(caption: str, encoder: str) -> CacheKey:
     """The caption and the encoder; equal captions share one entry."""
     return _key(kind="text", caption=caption, encoder=encoder)
 
 
 def about(key: str) -> Mapping[str, str]:
     """What a key is a digest of; nothing where it is a bare digest."""
-    return key.about if isinstance(key, Key) else {}
+    return key.about if isinstance(key, CacheKey) else {}
 
 
-def _key(**parts: str) -> Key:
+def _key(**parts: str) -> CacheKey:
     hasher = blake3(f"{SCHEMA_VERSION}".encode())
     for part in parts.values():
         encoded = part.encode()
         hasher.update(len(encoded).to_bytes(8, "big"))
         hasher.update(encoded)
-    return Key(hasher.hexdigest(length=20), {**parts, "schema": f"{SCHEMA_VERSION}"})
+    return CacheKey(hasher.hexdigest(length=20), {**parts, "schema": f"{SCHEMA_VERSION}"})

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from gracetune.cache.fill import BATCH, Picture
+from gracetune.cache.fill import BATCH, EncodeItem
 from gracetune.cache.keys import mask_key
 from gracetune.data.prefetch import prefetched
-from gracetune.data.progress import Progress
+from gracetune.data.progress import ProgressReporter
 from gracetune.data.recipe import render_mask
 from gracetune.data.sample import UnreadableSampleError, mask_of
 from gracetune.events.types import Notice
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.keys import Key
+    from gracetune.cache.keys import CacheKey
     from gracetune.cache.ranks import Ranks
     from gracetune.cache.store import Store
     from gracetune.data.decoders import Decoders
@@ -45,7 +45,7 @@ WHITE = 255
 
 def fill_masks(
     store: Store,
-    pictures: Sequence[Picture],
+    pictures: Sequence[EncodeItem],
     cells_of: CellsOf,
     tell: Tell,
     decoders: Decoders,
@@ -58,7 +58,7 @@ def fill_masks(
     keys = list(keyed)
     missing = [key for key, there in zip(keys, store.has(keys), strict=True) if not there]
     mine = ranks.share(missing)
-    progress = Progress("rendering masks", len(mine), tell)
+    progress = ProgressReporter("rendering masks", len(mine), tell)
     bad: dict[str, str] = {}
     black: list[str] = []
     made = levels_by(prefetch, [keyed[key] for key in mine], cells_of, decoders)
@@ -77,13 +77,13 @@ def fill_masks(
     return list({sample: found[key] for sample, key in keys_of if key in found}.items())
 
 
-def mask_keys(pictures: Sequence[Picture], cells_of: CellsOf) -> list[Key]:
+def mask_keys(pictures: Sequence[EncodeItem], cells_of: CellsOf) -> list[CacheKey]:
     """Of the pictures that have a mask."""
     return [_key(picture, cells_of) for picture in pictures if mask_of(picture.sample) is not None]
 
 
 def levels_by(
-    prefetch: Prefetch, pictures: Sequence[Picture], cells_of: CellsOf, decoders: Decoders
+    prefetch: Prefetch, pictures: Sequence[EncodeItem], cells_of: CellsOf, decoders: Decoders
 ) -> Iterator[Tensor | str]:
     """The masks of these pictures, by workers: levels of their cells, or why there are none."""
     return prefetched(
@@ -104,7 +104,7 @@ def weights(levels_HW: Tensor, background: float, normalize: bool) -> Tensor:  #
     return weights_HW.div_(mean) if normalize and mean > 0 else weights_HW
 
 
-def _levels(picture: Picture, cells: Cells, decoders: Decoders) -> Tensor | str:
+def _levels(picture: EncodeItem, cells: Cells, decoders: Decoders) -> Tensor | str:
     mask = mask_of(picture.sample)
     assert mask is not None, f"{picture.sample.key} has no mask"
     size = (picture.size[0], picture.size[1])
@@ -119,7 +119,7 @@ def _levels(picture: Picture, cells: Cells, decoders: Decoders) -> Tensor | str:
     return averaged.mul_(WHITE).round_().to(torch.uint8)
 
 
-def _key(picture: Picture, cells_of: CellsOf) -> Key:
+def _key(picture: EncodeItem, cells_of: CellsOf) -> CacheKey:
     mask = mask_of(picture.sample)
     assert mask is not None, f"{picture.sample.key} has no mask"
     return mask_key(mask, picture.size, cells_of(picture.size), picture.recipe)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.cache.direct import DirectQueue, Wanted
 from gracetune.cache.packing import LARGE, PAGE
-from gracetune.cache.resident import Residency
+from gracetune.cache.resident import PageCacheResidency
 from gracetune.cache.shards import find_file, map_file
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.index import Row
+    from gracetune.cache.index import EntryRow
     from gracetune.cache.packing import Bytes
 
 SLOW_S, SLOW_RATE = 0.02, 200e6
@@ -54,7 +54,7 @@ class OpenShards:
         self._most = most
         self._open: OrderedDict[tuple[str, bool], Descriptor] = OrderedDict()
         self._lock = threading.Lock()
-        self._residency = Residency()
+        self._residency = PageCacheResidency()
         self._queue = DirectQueue()
         self._clock = clock
         self.is_slow = False
@@ -64,9 +64,9 @@ class OpenShards:
 
     def read(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[EntryRow],
         rooms: Sequence[Bytes],
-        is_whole: Callable[[Row, Bytes], bool],
+        is_whole: Callable[[EntryRow, Bytes], bool],
     ) -> list[bool | None]:
         """Have these entries in their rooms, and whether each is whole; none where a file is gone
         or too short.
@@ -93,12 +93,12 @@ class OpenShards:
             self.is_slow = self._clock() - began > max(SLOW_S, nbytes / SLOW_RATE)
         return found
 
-    def hold(self, rows: Iterable[Row]) -> bool:
+    def hold(self, rows: Iterable[EntryRow]) -> bool:
         """Whether all of these are in the page cache: copying them from a mapped file takes half
         the time of reading them."""
         return all(self._is_cached(row) for row in rows)
 
-    def ask_disk(self, rows: Iterable[Row]) -> None:
+    def ask_disk(self, rows: Iterable[EntryRow]) -> None:
         """Start reading these rows, all at once, instead of a page at a time when touched."""
         for shard, alike in groupby(sorted(rows, key=_place), key=lambda row: row.shard):
             file = self._file(shard)
@@ -112,11 +112,11 @@ class OpenShards:
             self._open.clear()
         self._queue.close()
 
-    def _is_cached(self, row: Row) -> bool:
+    def _is_cached(self, row: EntryRow) -> bool:
         file = self._file(row.shard)
         return file is None or self._residency.holds(file.number, row.begin, row.nbytes)
 
-    def _read_through(self, row: Row, room: Bytes) -> bool:
+    def _read_through(self, row: EntryRow, room: Bytes) -> bool:
         """By way of the page cache."""
         file, done = self._file(row.shard), 0
         while file is not None and done < row.nbytes:
@@ -126,7 +126,7 @@ class OpenShards:
             done += count
         return file is not None
 
-    def _begin(self, pairs: Sequence[tuple[Row, Bytes]]) -> list[int]:
+    def _begin(self, pairs: Sequence[tuple[EntryRow, Bytes]]) -> list[int]:
         """Ask the disk for all of them at once; a ticket for each, no tickets where it cannot be
         asked so."""
         files = [self._file(row.shard, direct=True) for row, _ in pairs]
@@ -142,7 +142,7 @@ class OpenShards:
             self.no_direct = f"the kernel has no queue for direct reads ({self._queue.refusal})"
         return tickets or []
 
-    def _came(self, ticket: int, row: Row) -> bool:
+    def _came(self, ticket: int, row: EntryRow) -> bool:
         """Whether an entry that was asked for is there."""
         try:
             return ticket > 0 and self._queue.wait(ticket) >= row.nbytes
@@ -189,7 +189,7 @@ class MappedShards:
         self._most = most
         self._maps: OrderedDict[str, Tensor] = OrderedDict()
 
-    def data(self, row: Row) -> Tensor | None:
+    def data(self, row: EntryRow) -> Tensor | None:
         """The bytes of the file that has this row; none where it is gone or too short."""
         data = self._maps.get(row.shard)
         if data is None or len(data) < row.end:
@@ -229,12 +229,12 @@ class Bits:
         self._bytes[place] |= 1 << (number & 7)
 
 
-def _is_pages(row: Row, room: Bytes) -> bool:
+def _is_pages(row: EntryRow, room: Bytes) -> bool:
     """Whether a disk can write an entry to its room by itself."""
     if room.nbytes < LARGE or room.nbytes % PAGE:
         return False
     return row.begin % PAGE == 0 and room.ctypes.data % PAGE == 0
 
 
-def _place(row: Row) -> tuple[str, int]:
+def _place(row: EntryRow) -> tuple[str, int]:
     return row.shard, row.begin

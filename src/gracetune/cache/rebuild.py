@@ -12,7 +12,7 @@ import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from gracetune.cache.index import Index, Row, ShardRow, unwritable
+from gracetune.cache.index import CacheIndex, EntryRow, ShardRow, unwritable
 from gracetune.cache.packing import ALIGN, aligned, checksum_at, find_record, read_record
 from gracetune.cache.shards import OPEN, SEALED, find_file, map_file, room_of
 from gracetune.errors import CacheError
@@ -81,7 +81,7 @@ def restore_index(
             path.with_name(path.name + ending).unlink(missing_ok=True)
         made = path.with_name(f"{path.name}.new")
         made.unlink(missing_ok=True)
-        index = Index(made)
+        index = CacheIndex(made)
         try:
             count = sum(_add_file(index, shards, name) for name in _files(shards))
         finally:
@@ -97,7 +97,7 @@ def _files(shards: Path) -> list[str]:
     return sorted({path.stem for path in shards.iterdir() if path.suffix in (OPEN, SEALED)})
 
 
-def _add_file(index: Index, shards: Path, name: str) -> int:
+def _add_file(index: CacheIndex, shards: Path, name: str) -> int:
     descriptor = find_file(shards, name)
     if descriptor is None:
         return 0
@@ -115,7 +115,7 @@ def _add_file(index: Index, shards: Path, name: str) -> int:
     return len(rows)
 
 
-def _rows(whole: Bytes, name: str, room: int) -> Iterator[Row]:
+def _rows(whole: Bytes, name: str, room: int) -> Iterator[EntryRow]:
     """Entries that are whole; a broken record costs its own entry alone."""
     at = find_record(whole, aligned(room))
     while at is not None:
@@ -123,7 +123,7 @@ def _rows(whole: Bytes, name: str, room: int) -> Iterator[Row]:
         if told is None:
             at = find_record(whole, at + ALIGN)
             continue
-        row = Row(
+        row = EntryRow(
             0, told.key, name, told.begin, told.nbytes, told.tensors, told.checksum, told.about
         )
         fits = row.end <= len(whole)

@@ -27,7 +27,7 @@ class _Counts(ctypes.Structure):
     )
 
 
-class Residency:
+class PageCacheResidency:
     """Asks the kernel; one that has no answer is not asked again."""
 
     def __init__(self) -> None:

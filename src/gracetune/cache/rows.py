@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gracetune.data.gather import Gather
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """What tensors of one batch have in common; one object for all of them."""
 
     dtype: torch.dtype
@@ -30,10 +30,10 @@ class Form(NamedTuple):
     nbytes: int
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """Where a tensor begins; whoever has the row has the memory too."""
 
-    form: Form
+    form: TensorForm
     address: int
     tensor: Tensor
 
@@ -43,19 +43,19 @@ class Rows:
 
     def __init__(self, gather: Gather | MissingGather) -> None:
         self._gather = None if isinstance(gather, MissingGather) else gather
-        self._rows: dict[str, dict[str, Row]] = {}
-        self._forms: dict[Form, Form] = {}
+        self._rows: dict[str, dict[str, TensorRow]] = {}
+        self._forms: dict[TensorForm, TensorForm] = {}
 
     def add(self, key: str, entry: Entry) -> None:
         """Of an entry that is new, or takes the place of another."""
         self.forget(key)
         for name, tensor in entry.items():
             assert tensor.is_contiguous(), f"{name} of {key} has strides {tensor.stride()}"
-            form = Form(tensor.dtype, tensor.shape, tensor.nbytes)
-            row = Row(self._forms.setdefault(form, form), tensor.data_ptr(), tensor)
+            form = TensorForm(tensor.dtype, tensor.shape, tensor.nbytes)
+            row = TensorRow(self._forms.setdefault(form, form), tensor.data_ptr(), tensor)
             self._rows.setdefault(name, {})[key] = row
 
-    def find(self, keys: Sequence[str], name: str) -> list[Row] | None:
+    def find(self, keys: Sequence[str], name: str) -> list[TensorRow] | None:
         """Those of a batch; none where one is missing."""
         try:
             return [*map(self._rows[name].__getitem__, keys)]
@@ -67,7 +67,7 @@ class Rows:
         for rows in self._rows.values():
             rows.pop(key, None)
 
-    def joined(self, rows: Sequence[Row], room: Room) -> Tensor:
+    def joined(self, rows: Sequence[TensorRow], room: Room) -> Tensor:
         """Copy them side by side into memory that is asked for; needs no lock.
 
         With several threads, torch shares a batch out among them; for one, the helper is faster.

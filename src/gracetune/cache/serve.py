@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.cache.arena import ArenaStore, pageable
-from gracetune.cache.fill import Picture, rendered
+from gracetune.cache.fill import EncodeItem, rendered
 from gracetune.cache.generations import NO_EPOCH, generation_of, mode_of
 from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.masks import NAME, levels_by, weights
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.cache.arena import Tally
-    from gracetune.cache.generations import Generations
+    from gracetune.cache.generations import AugmentationEpochs
     from gracetune.cache.generations import Mode as Way
-    from gracetune.cache.keys import Key
+    from gracetune.cache.keys import CacheKey
     from gracetune.cache.masks import CellsOf
     from gracetune.cache.store import Entry, Room, Store
     from gracetune.cache.tiling import Tiling
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gracetune.data.decoders import Decoders
     from gracetune.data.loader import Draw
     from gracetune.data.prefetch import Prefetch
-    from gracetune.data.recipe import Recipe
+    from gracetune.data.recipe import SampleTransform
     from gracetune.data.sample import Sample
     from gracetune.data.source import Source
 
@@ -50,7 +50,7 @@ class Recipes:
     seed: int
     decoders: Decoders
 
-    def __call__(self, sample: Sample, epoch: int = NO_EPOCH) -> Recipe:
+    def __call__(self, sample: Sample, epoch: int = NO_EPOCH) -> SampleTransform:
         """Of one epoch; without one, that of generation 0."""
         section = self.sections[sample.dataset]
         generation = generation_of(section, epoch)
@@ -67,13 +67,13 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class BatchReader:
     """Latents by the way that each data set has them, texts by caption."""
 
     recipes: Recipes
     latents: Store
     text: Store
-    generations: Generations
+    generations: AugmentationEpochs
     live: Mapping[str, Live]
     """By data set, for those that are encoded when they are used."""
     encode: Callable[[Tensor], Tensor]
@@ -117,7 +117,7 @@ class Server:
 
     def will_need(self, draws: Sequence[Draw]) -> None:
         """These are soon to be asked for: what has to come from a disk starts to."""
-        asked: dict[Store, list[Key]] = {}
+        asked: dict[Store, list[CacheKey]] = {}
         for draw in draws:
             store = self._store_of(self._way(draw), draw.epoch)
             if store is not None:
@@ -157,17 +157,17 @@ class Server:
             return None
         return self.latents if way == "static" else self.generations.entered(epoch)
 
-    def _key(self, draw: Draw) -> Key:
+    def _key(self, draw: Draw) -> CacheKey:
         recipe = self.recipes(draw.sample, draw.epoch)
         tiled = self.tiling.of(draw.size, draw.sample.kind)
         return latent_key(draw.sample, draw.size, self.identity["latents"], recipe, tiled)
 
-    def _keys(self, draw: Draw) -> list[Key]:
+    def _keys(self, draw: Draw) -> list[CacheKey]:
         """Of the latents, and of the mask where there is one."""
         masked = mask_of(draw.sample) is not None
         return [self._key(draw), self._mask_key(draw)] if masked else [self._key(draw)]
 
-    def _mask_key(self, draw: Draw) -> Key:
+    def _mask_key(self, draw: Draw) -> CacheKey:
         mask = mask_of(draw.sample)
         assert mask is not None, f"{draw.sample.key} has no mask"
         recipe = self.recipes(draw.sample, draw.epoch)
@@ -185,13 +185,13 @@ class Server:
         return found
 
     def _rendered_now(self, draws: Sequence[Draw]) -> Tensor:
-        def levels(live: Live, pictures: Sequence[Picture]) -> Iterator[Tensor | str]:
+        def levels(live: Live, pictures: Sequence[EncodeItem]) -> Iterator[Tensor | str]:
             return levels_by(live.prefetch, pictures, self.cells, self.recipes.decoders)
 
         return torch.stack(self._made_now(draws, levels))
 
     def _encoded_now(self, draws: Sequence[Draw]) -> Tensor:
-        def pixels(live: Live, pictures: Sequence[Picture]) -> Iterator[Tensor | str]:
+        def pixels(live: Live, pictures: Sequence[EncodeItem]) -> Iterator[Tensor | str]:
             return rendered(pictures, self.recipes.decoders, live.prefetch)
 
         stacked = torch.stack(self._made_now(draws, pixels))
@@ -201,7 +201,7 @@ class Server:
     def _made_now(
         self,
         draws: Sequence[Draw],
-        make: Callable[[Live, Sequence[Picture]], Iterator[Tensor | str]],
+        make: Callable[[Live, Sequence[EncodeItem]], Iterator[Tensor | str]],
     ) -> list[Tensor]:
         """Of each draw what its data set's workers make of it."""
         found: dict[int, Tensor] = {}
@@ -211,7 +211,7 @@ class Server:
         for dataset, places in by_dataset.items():
             live = self.live[dataset]
             pictures = [
-                Picture(d.sample, d.size, live.source, self.recipes(d.sample, d.epoch))
+                EncodeItem(d.sample, d.size, live.source, self.recipes(d.sample, d.epoch))
                 for d in (draws[place] for place in places)
             ]
             for place, made in zip(places, make(live, pictures), strict=True):

@@ -8,7 +8,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from gracetune.cache.index import FORMAT, Index, unwritable
+from gracetune.cache.index import FORMAT, CacheIndex, unwritable
 from gracetune.cache.packing import LARGE, TORCH_DTYPES, checksum_at, room_for, unpack
 from gracetune.cache.reading import Bits, MappedShards, OpenShards
 from gracetune.cache.rebuild import IndexInUse, renew_index, restore_index
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.index import Row
+    from gracetune.cache.index import EntryRow
     from gracetune.cache.packing import Bytes
     from gracetune.cache.store import Allocate, Entry, Room
     from gracetune.events.types import Event
@@ -50,7 +50,7 @@ class ShardStore:
 
     _pid: int
     _in_use: IndexInUse
-    _index: Index
+    _index: CacheIndex
     _writer: ShardWriter | None
     _maps: MappedShards
     _files: OpenShards
@@ -173,7 +173,7 @@ class ShardStore:
                 self._forget(key)
             return index.drop(keys)
 
-    def move(self, rows: Sequence[Row], entries: Sequence[Entry]) -> None:
+    def move(self, rows: Sequence[EntryRow], entries: Sequence[Entry]) -> None:
         """Write entries again, elsewhere, for whoever empties a file that is held."""
         with self._writing() as writer:
             writer.move(rows, entries)
@@ -226,7 +226,7 @@ class ShardStore:
         self.close()
 
     @contextmanager
-    def index(self) -> Iterator[Index]:
+    def index(self) -> Iterator[CacheIndex]:
         """The index; other threads of this process wait meanwhile."""
         self._at_home()
         with self._lock:
@@ -247,7 +247,7 @@ class ShardStore:
         """State of this process; a forked child has its own."""
         self._in_use = IndexInUse(self.shards)
         try:
-            self._index = Index(self.folder / INDEX)
+            self._index = CacheIndex(self.folder / INDEX)
         except BaseException:
             self._in_use.close()
             raise
@@ -255,7 +255,7 @@ class ShardStore:
         self._maps = MappedShards(self.shards, self._max_maps)
         self._files = OpenShards(self.shards, self._max_open)
         self._ready: dict[str, Entry] = {}
-        self._known: dict[str, Row] = {}
+        self._known: dict[str, EntryRow] = {}
         self._checked = Bits()
         self._pid = os.getpid()
 
@@ -273,7 +273,7 @@ class ShardStore:
             if os.getpid() != self._pid:
                 self._begin()
 
-    def _rows(self, keys: Sequence[str]) -> dict[str, Row]:
+    def _rows(self, keys: Sequence[str]) -> dict[str, EntryRow]:
         """Where these are; asked once, because an entry stays where it is."""
         with self._lock:
             rows = {key: self._known[key] for key in keys if key in self._known}
@@ -293,7 +293,7 @@ class ShardStore:
             _remember(self._ready, whole, self._max_ready)
         return [entries.get(key) for key in keys]
 
-    def _entry(self, row: Row) -> Entry | None:
+    def _entry(self, row: EntryRow) -> Entry | None:
         with self._lock:
             data = self._maps.data(row)
         if data is None:
@@ -301,13 +301,13 @@ class ShardStore:
         whole = self._is_whole(row, data.numpy(), row.begin)
         return unpack(data, row.begin, row.tensors) if whole else None
 
-    def _read(self, rows: Sequence[Row], rooms: Sequence[Bytes]) -> list[bool | None]:
+    def _read(self, rows: Sequence[EntryRow], rooms: Sequence[Bytes]) -> list[bool | None]:
         """Whether each is there and what was put; none where it could not be read."""
         read = self._files.read(rows, rooms, lambda row, room: self._is_whole(row, room, 0))
         self._tell_refusal()
         return read
 
-    def _is_whole(self, row: Row, data: Bytes, begin: int) -> bool:
+    def _is_whole(self, row: EntryRow, data: Bytes, begin: int) -> bool:
         """Whether an entry's bytes are what was put; each process looks once."""
         if not self._check or row.number in self._checked:
             return True
@@ -318,7 +318,7 @@ class ShardStore:
             self._checked.add(row.number)
         return True
 
-    def _entry_elsewhere(self, before: Row) -> Entry | None:
+    def _entry_elsewhere(self, before: EntryRow) -> Entry | None:
         """The file is gone: another process moved the entry or deleted it, or it is lost."""
         self._forget(before.key)
         with self.index() as index:
@@ -330,13 +330,13 @@ class ShardStore:
             return None
         return self._entry(row)
 
-    def _is_lost(self, row: Row) -> bool:
+    def _is_lost(self, row: EntryRow) -> bool:
         """Whether a file ends before an entry that the index has there."""
         if row.end <= length_of(self.shards, row.shard):
             return False
         return self._entry_elsewhere(row) is None
 
-    def _lose(self, row: Row, why: str) -> None:
+    def _lose(self, row: EntryRow, why: str) -> None:
         """Never in silence: whoever asked encodes it again. One entry of a file is named."""
         self._forget(row.key)
         with self.index() as index:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.index import Index, Row, TensorPlace
+    from gracetune.cache.index import CacheIndex, EntryRow, TensorPlace
     from gracetune.cache.packing import Bytes, Packed
 
 ROOM = MIB
@@ -73,7 +73,7 @@ class ShardFile:
         """Wait until the disk has what was appended."""
         os.fdatasync(self._descriptor)
 
-    def seal(self, rows: Sequence[Row]) -> None:
+    def seal(self, rows: Sequence[EntryRow]) -> None:
         """Write the header and rename; the file is a safetensors file from now on."""
         # The last entry may end in empty tensors or in nothing at all: the header must agree.
         os.ftruncate(self._descriptor, self.end)
@@ -95,7 +95,7 @@ class ShardFile:
         os.close(self._descriptor)
 
 
-def new_shard(folder: Path, index: Index, cost: int) -> ShardFile:
+def new_shard(folder: Path, index: CacheIndex, cost: int) -> ShardFile:
     """An empty file, held and known to the index; its room holds at least one header of `cost`."""
     while True:
         path = folder / f"{secrets.token_hex(8)}{OPEN}"
@@ -115,7 +115,7 @@ def new_shard(folder: Path, index: Index, cost: int) -> ShardFile:
         return shard
 
 
-def adopt_shard(folder: Path, index: Index, cost: int) -> ShardFile | None:
+def adopt_shard(folder: Path, index: CacheIndex, cost: int) -> ShardFile | None:
     """Go on with a file that nobody writes: one left open, or one sealed when it was small."""
     for path in candidates(folder):
         shard = hold_shard(path, index)
@@ -136,7 +136,7 @@ def adopt_shard(folder: Path, index: Index, cost: int) -> ShardFile | None:
     return None
 
 
-def hold_shard(path: Path, index: Index) -> ShardFile | None:
+def hold_shard(path: Path, index: CacheIndex) -> ShardFile | None:
     """Lock a file that is there and that the index knows; none where another process has it."""
     descriptor = _lock(path)
     if descriptor is None:
@@ -214,7 +214,7 @@ def header_cost(key: str, places: Iterable[TensorPlace]) -> int:
     )
 
 
-def header(rows: Sequence[Row], room: int, length: int) -> bytes:
+def header(rows: Sequence[EntryRow], room: int, length: int) -> bytes:
     """The head of a safetensors file whose entries begin at `room`."""
     # Offsets count from the header's end, and their digits change its length: pad to the bound.
     size = aligned(_FIXED_COST + sum(header_cost(row.key, row.tensors) for row in rows)) - 8

@@ -38,7 +38,7 @@ class Staging:
 
     def __init__(self, allocate: Callable[[int], Tensor], mark: Callable[[], Mark]) -> None:
         """`mark` is asked for after the copies of a slot were given to the device."""
-        self._slots = [_Slot(allocate) for _ in range(SLOTS)]
+        self._slots = [_PinnedSlot(allocate) for _ in range(SLOTS)]
         self._mark = mark
         self._marks: list[Mark | None] = [None] * SLOTS
         self._turn = 0
@@ -66,7 +66,7 @@ class Staging:
             self._turn = (self._turn + 1) % SLOTS
         return moved
 
-    def _next_slot(self) -> _Slot:
+    def _next_slot(self) -> _PinnedSlot:
         mark = self._marks[self._turn]
         if mark is not None:
             mark.synchronize()
@@ -75,7 +75,7 @@ class Staging:
         return slot
 
 
-class _Slot:
+class _PinnedSlot:
     """Host memory that is handed out piece by piece, each beginning with a page, and begun anew."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:

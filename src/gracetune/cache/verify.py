@@ -17,7 +17,7 @@ from gracetune.events.types import StageProgress
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.cache.index import Row
+    from gracetune.cache.index import EntryRow
     from gracetune.cache.shard_store import ShardStore
     from gracetune.events.types import Event
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Damage:
     """An entry whose bytes are not what was put."""
 
-    row: Row
+    row: EntryRow
     why: str
 
 
@@ -111,7 +111,7 @@ def _look_through(store: ShardStore, found: _Found, tell: Callable[[Event], None
         tell(StageProgress("verifying", done, len(shards), "shards"))
 
 
-def _check_shard(store: ShardStore, name: str, rows: list[Row]) -> list[Damage]:
+def _check_shard(store: ShardStore, name: str, rows: list[EntryRow]) -> list[Damage]:
     suspects: list[Damage] = []
     descriptor = find_file(store.shards, name)
     if descriptor is None:

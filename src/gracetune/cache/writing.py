@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gracetune.cache.index import Index, Row
+from gracetune.cache.index import CacheIndex, EntryRow
 from gracetune.cache.keys import about
 from gracetune.cache.packing import pack
 from gracetune.cache.shards import adopt_shard, header_cost, new_shard
@@ -23,7 +23,7 @@ class ShardWriter:
     def __init__(self, shards: Path, index: Path) -> None:
         self._folder = shards
         # A connection of its own: readers do not wait while the disk is waited for.
-        self._index = Index(index)
+        self._index = CacheIndex(index)
         self._file: ShardFile | None = None
 
     def put(self, entries: Mapping[str, Entry]) -> None:
@@ -31,7 +31,7 @@ class ShardWriter:
         known = self._index.which([*entries])
         self._append([(_fresh(k, e), e) for k, e in entries.items() if k not in known], moved=False)
 
-    def move(self, rows: Sequence[Row], entries: Sequence[Entry]) -> None:
+    def move(self, rows: Sequence[EntryRow], entries: Sequence[Entry]) -> None:
         """Write entries again, elsewhere; their rows follow."""
         self._append([*zip(rows, entries, strict=True)], moved=True)
 
@@ -57,9 +57,9 @@ class ShardWriter:
             self._file.release()
             self._file = None
 
-    def _append(self, entries: Sequence[tuple[Row, Entry]], *, moved: bool) -> None:
+    def _append(self, entries: Sequence[tuple[EntryRow, Entry]], *, moved: bool) -> None:
         """Into as many files as it takes; the rows of a file are committed together."""
-        rows: list[Row] = []
+        rows: list[EntryRow] = []
         try:
             for before, entry in entries:
                 packed = pack(before.key, entry, before.about)
@@ -85,14 +85,14 @@ class ShardWriter:
             self.release()
             raise
 
-    def _commit(self, rows: Sequence[Row], moved: bool) -> None:
+    def _commit(self, rows: Sequence[EntryRow], moved: bool) -> None:
         if rows:
             assert self._file is not None, "rows without a file"
             self._file.sync()
             self._index.add(rows, self._file.row.name, self._file.end, moved)
 
 
-def _fresh(key: str, entry: Entry) -> Row:
+def _fresh(key: str, entry: Entry) -> EntryRow:
     """A row that has no place yet."""
     assert entry is not None, f"{key} has nothing to keep"
-    return Row(0, str(key), "", 0, 0, (), b"", about(key))
+    return EntryRow(0, str(key), "", 0, 0, (), b"", about(key))

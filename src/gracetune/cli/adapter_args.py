@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gracetune.adapters.files import About
+    from gracetune.adapters.files import AdapterMetadata
     from gracetune.adapters.layers import Adapter
     from gracetune.adapters.lowrank import Cut
-    from gracetune.adapters.tables.forms import Form
+    from gracetune.adapters.tables.forms import KeyFormat
     from gracetune.adapters.tables.types import NameTable, Stage
 
 SEED = 0
@@ -47,12 +47,14 @@ def demand_one_stage(stages: Sequence[Stage | None]) -> None:
         )
 
 
-def about_of(args: argparse.Namespace, adapter: Adapter, stage: Stage | None = None) -> About:
+def about_of(
+    args: argparse.Namespace, adapter: Adapter, stage: Stage | None = None
+) -> AdapterMetadata:
     """What the header is to say."""
-    from gracetune.adapters.files import About
+    from gracetune.adapters.files import AdapterMetadata
 
     known = adapter.stages[0] if len(adapter.stages) == 1 else None
-    return About(args.base_model, args.stage or stage or known, None, args.trigger)
+    return AdapterMetadata(args.base_model, args.stage or stage or known, None, args.trigger)
 
 
 def table_of(args: argparse.Namespace) -> NameTable | None:
@@ -103,7 +105,11 @@ def demand_file(out: Path | None) -> None:
 
 
 def write_new(
-    args: argparse.Namespace, out: Path, adapter: Adapter, form: Form, stage: Stage | None = None
+    args: argparse.Namespace,
+    out: Path,
+    adapter: Adapter,
+    form: KeyFormat,
+    stage: Stage | None = None,
 ) -> list[Path]:
     """To one file or one a stage, none of which is there."""
     from gracetune.adapters.files import stage_files, write_stages

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from gracetune.config.schema import RunFile
-    from gracetune.events.measures import Measured
+    from gracetune.events.measures import RunMeasurement
 
 HELP = "Measure a run file, repeatedly, and tell whether a later measurement differs from it."
 SMI_LOG = "nvidia_smi.log"
@@ -157,7 +157,7 @@ def _scenario(run: RunFile) -> dict[str, object]:
     return settings
 
 
-def _machine(measured: Measured) -> dict[str, str]:
+def _machine(measured: RunMeasurement) -> dict[str, str]:
     facts = {
         "host": platform.node(),
         "architecture": platform.machine(),

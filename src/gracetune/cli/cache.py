@@ -231,13 +231,13 @@ def _persistent(run_file: str | Path) -> RunFile:
 
 def _fill(run: RunFile, tell: Tell) -> None:
     """Prepare as training does, and stop before the first step."""
-    from gracetune.train.feed import build_feed
-    from gracetune.train.mover import build_mover
+    from gracetune.train.feed import build_pipeline
+    from gracetune.train.mover import build_batch_transfer
 
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    mover = build_mover(run.gh200_optimizations, _device(), tell)
-    build_feed(run, _family(run), mover, folder, tell).close()
+    mover = build_batch_transfer(run.gh200_optimizations, _device(), tell)
+    build_pipeline(run, _family(run), mover, folder, tell).close()
 
 
 def _family(run: RunFile) -> Family:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Notice
     from gracetune.memory.machine import Machine
     from gracetune.plan.ask import Trained
-    from gracetune.plan.candidates import Budget
+    from gracetune.plan.candidates import PlanBudget
     from gracetune.plan.outlines import Outline
     from gracetune.plan.peak import Fixed
     from gracetune.plan.rates import Basics
@@ -126,9 +126,9 @@ def plan(
 
 def _budget(
     args: argparse.Namespace, settings: PlanSection, where: Where
-) -> tuple[Budget, tuple[str, ...]]:
+) -> tuple[PlanBudget, tuple[str, ...]]:
     """What a plan may take, never more than the machine has; with notes where that cuts it."""
-    from gracetune.plan.candidates import Budget
+    from gracetune.plan.candidates import PlanBudget
     from gracetune.plan.rates import FITTED
 
     notes: list[str] = []
@@ -154,7 +154,7 @@ def _budget(
     if where.one_memory:
         host = min(host, device)
     fragmentation = FITTED["fragmentation"].value
-    return Budget(device, host, fragmentation, where.one_memory), tuple(notes)
+    return PlanBudget(device, host, fragmentation, where.one_memory), tuple(notes)
 
 
 def _where(

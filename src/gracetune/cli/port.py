@@ -14,7 +14,7 @@ from gracetune.hosts.port.apply import PORT_BRANCH, begin, resume
 from gracetune.hosts.port.checklist import CHECKLIST, checklist
 from gracetune.hosts.port.extract import extract
 from gracetune.hosts.port.git import open_git
-from gracetune.hosts.port.patches import GROUPS, MANIFEST, Validation, read_manifest
+from gracetune.hosts.port.patches import GROUPS, MANIFEST, ValidationCommands, read_manifest
 from gracetune.hosts.port.plan import make_plan
 from gracetune.hosts.port.report import conflict_lines, plan_json, plan_lines
 from gracetune.hosts.port.rollback import roll_back
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from gracetune.hosts.port.apply import Outcome
+    from gracetune.hosts.port.apply import ApplyOutcome
     from gracetune.hosts.port.git import Git
     from gracetune.hosts.port.patches import Group, Manifest
     from gracetune.hosts.port.state import Ran
@@ -113,7 +113,9 @@ def _extract(args: argparse.Namespace, git: Git, folder: Path) -> int:
     given = {group: vars(args)[f"validate_{group}"] for group in GROUPS}
     validation = None
     if any(given.values()):
-        validation = Validation(**{group: tuple(lines or ()) for group, lines in given.items()})
+        validation = ValidationCommands(
+            **{group: tuple(lines or ()) for group, lines in given.items()}
+        )
     branch = args.branch if args.branch != "HEAD" else git.text("rev-parse", "--abbrev-ref", "HEAD")
     manifest = extract(git, branch, args.upstream, folder, groups, validation)
     if args.json:
@@ -151,7 +153,7 @@ def _apply(args: argparse.Namespace, git: Git, folder: Path) -> int:
     )
 
 
-def _tell_outcome(outcome: Outcome) -> int:
+def _tell_outcome(outcome: ApplyOutcome) -> int:
     state = outcome.state
     for done in state.done:
         where = done.commit[:10] if done.commit else "nothing to commit"

@@ -76,7 +76,7 @@ class AugmentationDraw:
 NOTHING = AugmentationDraw()
 
 
-class Change(NamedTuple):
+class Augmentation(NamedTuple):
     """One kind of augmentation. What is not geometry leaves masks and controls alone."""
 
     amount: float | None
@@ -211,25 +211,25 @@ def _pixels_only(
     return lambda image, numbers, kind: change(image, numbers) if kind == "image" else image
 
 
-CHANGES: Mapping[str, Change] = {
-    "flip": Change(None, 0, _nothing, lambda image, _, __: ImageOps.mirror(image)),
-    "vertical_flip": Change(None, 0, _nothing, lambda image, _, __: ImageOps.flip(image)),
-    "crop": Change(0.2, 0.9, _draw_crop, _crop),
-    "rotate": Change(5.0, 45.0, _symmetric("degrees"), _rotate),
-    "brightness": Change(
+CHANGES: Mapping[str, Augmentation] = {
+    "flip": Augmentation(None, 0, _nothing, lambda image, _, __: ImageOps.mirror(image)),
+    "vertical_flip": Augmentation(None, 0, _nothing, lambda image, _, __: ImageOps.flip(image)),
+    "crop": Augmentation(0.2, 0.9, _draw_crop, _crop),
+    "rotate": Augmentation(5.0, 45.0, _symmetric("degrees"), _rotate),
+    "brightness": Augmentation(
         0.1, 1.0, _symmetric("change"), _pixels_only(_enhance(ImageEnhance.Brightness))
     ),
-    "contrast": Change(
+    "contrast": Augmentation(
         0.1, 1.0, _symmetric("change"), _pixels_only(_enhance(ImageEnhance.Contrast))
     ),
-    "saturation": Change(
+    "saturation": Augmentation(
         0.1, 1.0, _symmetric("change"), _pixels_only(_enhance(ImageEnhance.Color))
     ),
-    "hue": Change(10.0, 180.0, _symmetric("degrees"), _pixels_only(_hue)),
-    "blur": Change(0.002, 0.1, _positive("radius"), _pixels_only(_blur)),
-    "grayscale": Change(
+    "hue": Augmentation(10.0, 180.0, _symmetric("degrees"), _pixels_only(_hue)),
+    "blur": Augmentation(0.002, 0.1, _positive("radius"), _pixels_only(_blur)),
+    "grayscale": Augmentation(
         None, 0, _nothing, _pixels_only(lambda image, _: image.convert("L").convert("RGB"))
     ),
-    "erase": Change(0.1, 0.5, _draw_erase, _erase),
+    "erase": Augmentation(0.1, 0.5, _draw_erase, _erase),
 }
 """By the names of the run file."""

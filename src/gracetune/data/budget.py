@@ -31,7 +31,7 @@ def host_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
     return host.room_bytes() - min(RESERVE_NBYTES, int(RESERVE_SHARE * host.size_bytes()))
 
 
-class Budget:
+class StagingBudget:
     """The tighter of both limits, and the error that says what would fit."""
 
     def __init__(

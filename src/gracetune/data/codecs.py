@@ -41,7 +41,7 @@ WORTHWHILE = 0.05
 """The share of its bytes that a codec must save under `auto`: decoding is paid at each read."""
 
 
-class Choice(NamedTuple):
+class CodecChoice(NamedTuple):
     """What `auto` found."""
 
     codec: str | None
@@ -49,17 +49,17 @@ class Choice(NamedTuple):
     """By candidate: the share of the sampled bytes that it saves."""
 
 
-def choose(sampled: Sequence[bytes]) -> Choice:
+def choose(sampled: Sequence[bytes]) -> CodecChoice:
     """Try each candidate on a few files; none where not even the best is worthwhile."""
     total = sum(map(len, sampled))
     if total == 0:
-        return Choice(None, dict.fromkeys(CANDIDATES, 0.0))
+        return CodecChoice(None, dict.fromkeys(CANDIDATES, 0.0))
     savings = {
         name: 1 - sum(len(CODECS[name].compress(data)) for data in sampled) / total
         for name in CANDIDATES
     }
     best = max(CANDIDATES, key=lambda name: savings[name])
-    return Choice(best if savings[best] >= WORTHWHILE else None, savings)
+    return CodecChoice(best if savings[best] >= WORTHWHILE else None, savings)
 
 
 def pack(data: bytes, codec: str, keep: float) -> bytes | None:

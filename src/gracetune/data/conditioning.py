@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gracetune.config.schema import DatasetSection
-    from gracetune.data.source import Place, Source
+    from gracetune.data.source import FileRange, Source
 
     Role = Literal["control", "mask"]
 
@@ -62,7 +62,7 @@ class JoinedSource:
         source, name = self._find(key)
         return source.nbytes(name)
 
-    def place(self, key: str) -> Place | None:
+    def place(self, key: str) -> FileRange | None:
         source, name = self._find(key)
         return source.place(name) if isinstance(source, FileSource) else None
 

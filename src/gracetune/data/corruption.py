@@ -29,7 +29,7 @@ class Corruption:
     reason: str
 
 
-class CorruptionLedger:
+class CorruptionLog:
     """Keeps every unreadable sample of a run, once each, and tells it by name."""
 
     def __init__(self, tell: Tell, report: Path | None = None) -> None:

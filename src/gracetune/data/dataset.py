@@ -14,7 +14,7 @@ from gracetune.data import audio, images, video
 from gracetune.data.captions import read_captions
 from gracetune.data.conditioning import find_companions, same_aspect
 from gracetune.data.prefetch import by_threads, prefetched
-from gracetune.data.progress import Progress
+from gracetune.data.progress import ProgressReporter
 from gracetune.data.sample import Companion, Sample, UnreadableSampleError
 from gracetune.data.staged import StagedSource
 from gracetune.errors import DataError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.conditioning import Role
-    from gracetune.data.corruption import CorruptionLedger
+    from gracetune.data.corruption import CorruptionLog
     from gracetune.data.progress import Tell
     from gracetune.data.source import Source
 
@@ -87,7 +87,7 @@ def open_dataset(
     section: DatasetSection,
     index: int,
     tell: Tell,
-    ledger: CorruptionLedger,
+    ledger: CorruptionLog,
     meet_in: Path | None = None,
 ) -> OpenDataset:
     """Find samples and captions, stage where asked, and look into every sample once.
@@ -110,7 +110,7 @@ def open_dataset(
         source = StagedSource.stage(source, needed, section.in_memory, tell, setting, meet_in)
 
     samples = []
-    progress = Progress("reading", len(keys), tell)
+    progress = ProgressReporter("reading", len(keys), tell)
     looks = prefetched(
         keys,
         lambda key: _look(source, key, section, beside.keys.get(key, ())),

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.data.source import Place, check_name, read_place, stamp_of
+from gracetune.data.source import FileRange, check_name, read_place, stamp_of
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class FolderSource:
     def read(self, key: str) -> bytes:
         return read_place(self.place(key))
 
-    def place(self, key: str) -> Place:
-        return Place(self._path(key), 0, None)
+    def place(self, key: str) -> FileRange:
+        return FileRange(self._path(key), 0, None)
 
     def stamp(self, keys: Sequence[str]) -> str:
         return stamp_of(map(self._path, keys))

@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.data.source import Place
+    from gracetune.data.source import FileRange
     from gracetune.memory.arena import Hand
 
 ABI = 2
@@ -67,7 +67,7 @@ class Gather:
         self._join(target, array("Q", pieces).tobytes(), len(pieces), nbytes)
 
     def __call__(
-        self, hand: Hand, places: Sequence[Place], sizes: Sequence[int]
+        self, hand: Hand, places: Sequence[FileRange], sizes: Sequence[int]
     ) -> tuple[list[int], list[int]]:
         """Copy files of known lengths into the arena: where each lies, and how long it is or ODD.
 

@@ -14,7 +14,7 @@ from gracetune.errors import DataError
 try:
     import pyarrow as pa
 
-    from gracetune.data.table import Part, TableSource, flatten
+    from gracetune.data.table import TableFile, TableSource, flatten
 except ModuleNotFoundError as missing:
     raise DataError(
         f"data sets on disk are read by a package that is not installed ({missing.name}). "
@@ -53,7 +53,7 @@ def open_hf(section: DatasetSection, setting: str, tell: Tell) -> TableSource:  
     if (root / SPLITS).is_file():
         folders = {f"{split}/": root / split for split in _listed(root / SPLITS, "splits", name)}
     parts = [
-        Part(f"{prefix}{path.stem}", folder, *_read(path, name), stamp_of([str(path)]))
+        TableFile(f"{prefix}{path.stem}", folder, *_read(path, name), stamp_of([str(path)]))
         for prefix, folder in folders.items()
         for path in _arrow_files(folder, name)
     ]

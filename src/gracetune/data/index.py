@@ -135,7 +135,7 @@ def _records(
     return made
 
 
-class Row(NamedTuple):
+class StagedFile(NamedTuple):
     """What the index knows of one file."""
 
     at: int
@@ -145,7 +145,7 @@ class Row(NamedTuple):
     codec: int
 
 
-class Index(Sequence[str]):
+class StagingIndex(Sequence[str]):
     """The names of an arena in order, and the row of each."""
 
     def __init__(self, arena: Arena) -> None:
@@ -194,7 +194,7 @@ class Index(Sequence[str]):
 
         return view
 
-    def find(self, key: str) -> Row | None:
+    def find(self, key: str) -> StagedFile | None:
         """The row of one name; none where there is none."""
         try:
             wanted = key.encode()
@@ -207,7 +207,7 @@ class Index(Sequence[str]):
             nbytes, codec, last = _FIRST(self._records, offset - _FIRST_NBYTES)
             start, stop, kind, segment, name = self._unpack[len(wanted)](self._records, offset)
             if kind & ~_NOT_PLAIN == len(wanted) and name == wanted:
-                return Row(segment << OFFSET_BITS | start, stop - start, nbytes, codec)
+                return StagedFile(segment << OFFSET_BITS | start, stop - start, nbytes, codec)
             if last:
                 return None
             offset += _RECORD.itemsize + (kind & ~_NOT_PLAIN)

@@ -35,7 +35,7 @@ NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class BucketGroup:
     """One bucket of one data set, and how that data set is shown."""
 
     samples: tuple[Sample, ...]
@@ -94,7 +94,7 @@ class BatchOrder:
     turns: every sample is shown once more before any is again.
     """
 
-    def __init__(self, groups: Sequence[Group], batch_size: int, seed: int) -> None:
+    def __init__(self, groups: Sequence[BucketGroup], batch_size: int, seed: int) -> None:
         assert batch_size >= 1, f"a batch of {batch_size}"
         self._groups = sorted(groups, key=lambda group: group.size)
         self._batch_size = batch_size

@@ -12,7 +12,7 @@ try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from gracetune.data.table import Part, TableSource, flatten
+    from gracetune.data.table import TableFile, TableSource, flatten
 except ModuleNotFoundError as missing:
     raise DataError(
         f"parquet files are read by a package that is not installed ({missing.name}). "
@@ -80,7 +80,7 @@ def read_caption_table(data: bytes, where: str) -> Sequence[tuple[str, str]]:
     return [(str(name), text or "") for name, text in zip(*columns, strict=True)]
 
 
-def _part(shard: Shard, name: str, setting: str) -> Part:
+def _part(shard: Shard, name: str, setting: str) -> TableFile:
     try:
         with shard.open(_AHEAD_NBYTES) as opened, pq.ParquetFile(opened) as file:
             footer, schema = file.metadata, file.schema_arrow
@@ -90,4 +90,4 @@ def _part(shard: Shard, name: str, setting: str) -> Part:
             "it."
         ) from error
     groups = [RowGroup(shard, footer, number) for number in range(footer.num_row_groups)]
-    return Part(name, shard.folder, schema, groups, shard.stamp())
+    return TableFile(name, shard.folder, schema, groups, shard.stamp())

@@ -48,7 +48,7 @@ def by_threads(num_workers: int | None, depth: int, timeout_s: float) -> Prefetc
 
 
 @dataclass(slots=True)
-class _Slot(Generic[Task, Result]):
+class _PendingTask(Generic[Task, Result]):
     """A task on its way; either `result` or `error` is there once it is done."""
 
     task: Task
@@ -70,12 +70,12 @@ def prefetched(
     """
     if settings.num_workers == 0:
         for task in tasks:
-            slot: _Slot[Task, Result] = _Slot(task)
+            slot: _PendingTask[Task, Result] = _PendingTask(task)
             _fill(slot, work)
             yield _result_of(slot, name)
         return
     with closing(_Crew(work, settings)) as crew:
-        waiting: deque[_Slot[Task, Result]] = deque()
+        waiting: deque[_PendingTask[Task, Result]] = deque()
         for task in tasks:
             waiting.append(crew.hand_out(task))
             if len(waiting) >= settings.depth:
@@ -84,7 +84,9 @@ def prefetched(
             yield _taken(waiting.popleft(), name, settings.timeout_s)
 
 
-def _taken(slot: _Slot[Task, Result], name: Callable[[Task], str], timeout_s: float) -> Result:
+def _taken(
+    slot: _PendingTask[Task, Result], name: Callable[[Task], str], timeout_s: float
+) -> Result:
     if not slot.done.wait(timeout_s):
         raise RunFailedError(
             f"{name(slot.task)}: loading it keeps the run waiting for more than timeout_s "
@@ -93,7 +95,7 @@ def _taken(slot: _Slot[Task, Result], name: Callable[[Task], str], timeout_s: fl
     return _result_of(slot, name)
 
 
-def _result_of(slot: _Slot[Task, Result], name: Callable[[Task], str]) -> Result:
+def _result_of(slot: _PendingTask[Task, Result], name: Callable[[Task], str]) -> Result:
     if slot.error is not None:
         shown = str(slot.error)
         if not isinstance(slot.error, GracetuneError):
@@ -104,7 +106,7 @@ def _result_of(slot: _Slot[Task, Result], name: Callable[[Task], str]) -> Result
     return slot.result[0]
 
 
-def _fill(slot: _Slot[Task, Result], work: Callable[[Task], Result]) -> None:
+def _fill(slot: _PendingTask[Task, Result], work: Callable[[Task], Result]) -> None:
     try:
         slot.result.append(work(slot.task))
     except Exception as error:  # noqa: BLE001  whoever waits for the result raises it, by name
@@ -116,7 +118,7 @@ class _Crew(Generic[Task, Result]):
     """The workers. Threads are daemons: one that hangs must not keep the process from ending."""
 
     def __init__(self, work: Callable[[Task], Result], settings: Prefetch) -> None:
-        self._inbox: queue.SimpleQueue[_Slot[Task, Result] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_PendingTask[Task, Result] | None] = queue.SimpleQueue()
         self._children = [
             _Child(work) for _ in range(settings.num_workers if settings.processes else 0)
         ]
@@ -128,8 +130,8 @@ class _Crew(Generic[Task, Result]):
             )
             thread.start()
 
-    def hand_out(self, task: Task) -> _Slot[Task, Result]:
-        slot: _Slot[Task, Result] = _Slot(task)
+    def hand_out(self, task: Task) -> _PendingTask[Task, Result]:
+        slot: _PendingTask[Task, Result] = _PendingTask(task)
         self._inbox.put(slot)
         return slot
 
@@ -182,7 +184,7 @@ def _child_main(connection: Connection, work: Callable[[Task], Result]) -> None:
             task = connection.recv()
         except EOFError:
             return
-        slot: _Slot[Task, Result] = _Slot(task)
+        slot: _PendingTask[Task, Result] = _PendingTask(task)
         _fill(slot, work)
         if slot.error is None:
             connection.send((None, slot.result[0]))

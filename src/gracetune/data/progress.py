@@ -13,7 +13,7 @@ Tell = Callable[[Event], None]
 INTERVAL_S = 0.1
 
 
-class Progress:
+class ProgressReporter:
     """Counts what is done and tells it ten times a second at most, and always at the end."""
 
     def __init__(

@@ -39,7 +39,7 @@ TOP = (0.5, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class SampleTransform:
     """The crop, the draw of augmentations, and how exactly a file is decoded."""
 
     crop: tuple[float, float] = CENTRE
@@ -61,7 +61,7 @@ class Recipe:
         return f"cover-{by}lanczos-{place}{' reduced' if self.fast else ''}{draw}{clip}"
 
 
-PLAIN = Recipe()
+PLAIN = SampleTransform()
 
 
 def demand_augmentable(section: DatasetSection, index: int) -> None:
@@ -79,7 +79,7 @@ def recipe_of(
     seed: int,
     generation: int = 0,
     lanczos: Lanczos = "pillow",
-) -> Recipe:
+) -> SampleTransform:
     """What the run file says for this sample; the same for equal bytes, whatever their name."""
     about = f"{seed} {sample.digest} {generation}"
     match section.crop:
@@ -89,7 +89,7 @@ def recipe_of(
             crop = TOP
         case "random":
             crop = (_step(f"crop {about} x"), _step(f"crop {about} y"))
-    return Recipe(
+    return SampleTransform(
         crop,
         augment.draw_augmentations(section, seed, sample.digest, generation),
         section.decode == "fast",
@@ -125,7 +125,7 @@ def _clip(section: DatasetSection, about: str) -> float:
             return _step(f"clip {about}")
 
 
-def render(data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PILLOW) -> Tensor:
+def render(data: bytes, recipe: SampleTransform, size: Size, decoders: Decoders = PILLOW) -> Tensor:
     """A picture of the bucket's size: CHW in [-1, 1]."""
     if recipe.lanczos == "torch" and not recipe.draw.steps:
         pixels = decode_pixels(data, decoders, size if recipe.fast else WHOLE)
@@ -133,13 +133,19 @@ def render(data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PILLOW)
     return _fitted(_changed(data, recipe, size, decoders, "image"), recipe, size)
 
 
-def render_control(data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PILLOW) -> Tensor:
+def render_control(
+    data: bytes, recipe: SampleTransform, size: Size, decoders: Decoders = PILLOW
+) -> Tensor:
     """The control of a picture: the same crop and warp, no change of its colours."""
     return _fitted(_changed(data, recipe, size, decoders, "control"), recipe, size)
 
 
 def render_mask(
-    data: bytes, recipe: Recipe, size: Size, decoders: Decoders = PILLOW, inverted: bool = False
+    data: bytes,
+    recipe: SampleTransform,
+    size: Size,
+    decoders: Decoders = PILLOW,
+    inverted: bool = False,
 ) -> Tensor:
     """The mask of a picture: 1HW in [0, 1], the same crop and warp; 1 is learnt."""
     import torch
@@ -151,7 +157,7 @@ def render_mask(
     return torch.from_numpy(fitted).unsqueeze(0).float().div_(255)
 
 
-def render_video(data: bytes, recipe: Recipe, shape: Shape) -> Tensor:
+def render_video(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
     """A clip of the bucket's width, height and frames: CFHW in [-1, 1]."""
     width, height, frames = shape
     return decode_video(
@@ -159,13 +165,13 @@ def render_video(data: bytes, recipe: Recipe, shape: Shape) -> Tensor:
     )
 
 
-def render_sound(data: bytes, recipe: Recipe, shape: Shape) -> Tensor:
+def render_sound(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
     """A clip of the bucket's channels and length: CN."""
     channels, length = shape
     return decode_audio(data, channels, length, round(recipe.rate), recipe.clip)
 
 
-def _fitted(image: Image.Image, recipe: Recipe, size: Size) -> Tensor:
+def _fitted(image: Image.Image, recipe: SampleTransform, size: Size) -> Tensor:
     if recipe.lanczos == "torch":
         return fit_pixels(np.array(image), *size, recipe.crop)
     return fit(image, *size, recipe.crop)
@@ -173,7 +179,7 @@ def _fitted(image: Image.Image, recipe: Recipe, size: Size) -> Tensor:
 
 def _changed(
     data: bytes,
-    recipe: Recipe,
+    recipe: SampleTransform,
     size: Size,
     decoders: Decoders,
     kind: Literal["image", "control", "mask", "inverted mask"],

@@ -58,7 +58,7 @@ _FINER = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ShapeSpec:
     """One combination of words."""
 
     colour: str
@@ -71,12 +71,12 @@ class Figure:
         return f"{article} {self.colour} {self.shape} on a {self.background} background"
 
 
-def held_out(concept: str | None = None) -> tuple[Figure, ...]:
+def held_out(concept: str | None = None) -> tuple[ShapeSpec, ...]:
     """The combinations that are never drawn: a third, every word among them."""
     return tuple(figure for figure, held in _figures(concept) if held)
 
 
-def drawn(concept: str | None = None) -> tuple[Figure, ...]:
+def drawn(concept: str | None = None) -> tuple[ShapeSpec, ...]:
     """The combinations to train on."""
     return tuple(figure for figure, held in _figures(concept) if not held)
 
@@ -110,7 +110,7 @@ def stencil(shape: str, edge: int, centre: tuple[float, float], radius: float) -
     return image
 
 
-def draw(figure: Figure, size: int, copy: int, seed: int) -> Image.Image:
+def draw(figure: ShapeSpec, size: int, copy: int, seed: int) -> Image.Image:
     """One picture; the copy's number moves it by up to 1/24 of the edge and sets its size."""
     fine = size * _FINER
     uniform = _uniforms(f"{seed} {copy} {figure.caption}")
@@ -159,12 +159,12 @@ def open_shapes(section: DatasetSection, setting: str, tell: Tell) -> ShapesSour
     return ShapesSource(data_dir(section, setting), section.shapes, tell, setting)
 
 
-def _figures(concept: str | None) -> list[tuple[Figure, bool]]:
+def _figures(concept: str | None) -> list[tuple[ShapeSpec, bool]]:
     """Every combination in order, and whether it is held out."""
     shapes = SHAPES if concept is None else (concept,)
     words = itertools.product(enumerate(COLOURS), enumerate(shapes), enumerate(BACKGROUNDS))
     return [
-        (Figure(colour, shape, background), (ci + si + bi) % 3 == 0)
+        (ShapeSpec(colour, shape, background), (ci + si + bi) % 3 == 0)
         for (ci, colour), (si, shape), (bi, background) in words
     ]
 

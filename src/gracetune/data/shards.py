@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from gracetune.data.folder import walk
-from gracetune.data.source import Place, read_place, stamp_of
+from gracetune.data.source import FileRange, read_place, stamp_of
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Shard(Protocol):
         """A part of it; OSError where it cannot be read."""
         ...
 
-    def place(self, offset: int, nbytes: int) -> Place | None:
+    def place(self, offset: int, nbytes: int) -> FileRange | None:
         """Where that part is on this machine, if it is."""
         ...
 
@@ -68,8 +68,8 @@ class LocalShard:
     def read(self, offset: int, nbytes: int) -> bytes:
         return read_place(self.place(offset, nbytes))
 
-    def place(self, offset: int, nbytes: int) -> Place:
-        return Place(str(self.path), offset, nbytes)
+    def place(self, offset: int, nbytes: int) -> FileRange:
+        return FileRange(str(self.path), offset, nbytes)
 
     def stamp(self) -> str:
         return stamp_of([str(self.path)])

@@ -37,7 +37,7 @@ class Source(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes that lie in one piece in a file."""
 
     path: str
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 class FileSource(Source, Protocol):
     """A source of plain files or parts of them: staging copies these inside the kernel."""
 
-    def place(self, key: str) -> Place | None:
+    def place(self, key: str) -> FileRange | None:
         """Where the bytes are; none where no file of this machine has them as they are."""
         ...
 
@@ -73,7 +73,7 @@ class EstimatingSource(Source, Protocol):
         ...
 
 
-def read_place(place: Place) -> bytes:
+def read_place(place: FileRange) -> bytes:
     """All of it, or OSError; the kernel gives at most 2 GiB a call."""
     path, offset, nbytes = place
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -92,7 +92,7 @@ def read_place(place: Place) -> bytes:
     return b"".join(parts) if len(parts) > 1 else parts[0]
 
 
-def demand_whole(place: Place, has: int) -> None:
+def demand_whole(place: FileRange, has: int) -> None:
     """OSError where a file of `has` bytes ends before the place does."""
     missing = place.offset + (place.nbytes or 0) - has
     if missing > 0:

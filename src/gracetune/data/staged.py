@@ -14,7 +14,7 @@ from blake3 import blake3
 from gracetune.data.budget import host_room
 from gracetune.data.codecs import CODECS
 from gracetune.data.gather import MissingGather, find_gather
-from gracetune.data.index import Index, Row
+from gracetune.data.index import StagedFile, StagingIndex
 from gracetune.data.parallel import default_workers
 from gracetune.data.source import StampedSource
 from gracetune.data.staging import CODEC_NAMES, UNREADABLE, fill_arena, sizes_of
@@ -38,7 +38,7 @@ class StagedSource:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._index = Index(arena)
+        self._index = StagingIndex(arena)
         # Functions, not methods: a source in a ring with itself would hold its memory for longer.
         self._data = partial(_data, arena, self._index)
         self.view = self._index.viewer(partial(_view, self._data))
@@ -140,7 +140,7 @@ class StagedSource:
         return _describe(self._index)
 
 
-def _data(arena: Arena, index: Index, key: str) -> bytes | memoryview:
+def _data(arena: Arena, index: StagingIndex, key: str) -> bytes | memoryview:
     row = _find(index, key)
     stored = arena.view(row.at, row.stored_nbytes)
     name = CODEC_NAMES[row.codec]
@@ -151,7 +151,7 @@ def _view(data: Callable[[str], bytes | memoryview], key: str) -> memoryview:
     return memoryview(data(key))
 
 
-def _find(index: Index, key: str) -> Row:
+def _find(index: StagingIndex, key: str) -> StagedFile:
     row = index.find(key)
     if row is None:
         raise FileNotFoundError(f"{_describe(index)} has no {key!r}")
@@ -160,7 +160,7 @@ def _find(index: Index, key: str) -> Row:
     return row
 
 
-def _describe(index: Index) -> str:
+def _describe(index: StagingIndex) -> str:
     return f"{index.facts['origin']}, staged in memory"
 
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gracetune.data.budget import Budget
+from gracetune.data.budget import StagingBudget
 from gracetune.data.codecs import CODECS, pack
 from gracetune.data.gather import ODD, MissingGather
 from gracetune.data.index import PLAIN, Columns, write_index
 from gracetune.data.packing import Packing, choose_packing
 from gracetune.data.parallel import chunks, default_workers, ordered_map
-from gracetune.data.progress import Progress
+from gracetune.data.progress import ProgressReporter
 from gracetune.data.source import EstimatingSource, FileSource, demand_whole
 from gracetune.events.types import Notice
 from gracetune.memory.arena import ArenaFullError, ArenaWriter
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import InMemorySection
     from gracetune.data.gather import Gather
     from gracetune.data.progress import Tell
-    from gracetune.data.source import Place, Source
+    from gracetune.data.source import FileRange, Source
     from gracetune.memory.arena import Arena, Hand
 
 UNREADABLE = 255
@@ -90,14 +90,14 @@ def fill_arena(
 ) -> Arena:
     """Read `keys`, which are sorted, into a new arena, never past the limits."""
     num_workers = section.num_workers or default_workers()
-    budget = Budget(section.memory_limit_gb, sum(sizes), len(keys), setting, room)
+    budget = StagingBudget(section.memory_limit_gb, sum(sizes), len(keys), setting, room)
     packing = choose_packing(source, keys, sizes, section.compression, num_workers)
     budget.check(_sure(keys, sizes, packing))
 
     writer = ArenaWriter()
     columns = Columns.empty(len(keys))
     unreadable: dict[str, str] = {}
-    progress = Progress("staging", len(keys), tell, total_nbytes=sum(sizes))
+    progress = ProgressReporter("staging", len(keys), tell, total_nbytes=sum(sizes))
     filler = _Filler(source, keys, sizes, packing, writer, budget, gather)
     raw = 0
     try:
@@ -182,7 +182,7 @@ class _Filler:
         sizes: Sequence[int],
         packing: Packing,
         writer: ArenaWriter,
-        budget: Budget,
+        budget: StagingBudget,
         gather: Gather | MissingGather,
     ) -> None:
         self._source = source
@@ -216,7 +216,7 @@ class _Filler:
             gathered.flush()
         return rows
 
-    def _places(self, numbers: range) -> Sequence[Place | None]:
+    def _places(self, numbers: range) -> Sequence[FileRange | None]:
         """Where each lies that the kernel can copy: plain files, or parts of them, stored as they
         are."""
         files, packing = self._files, self._packing
@@ -231,7 +231,7 @@ class _Filler:
         ]
 
     def _brought(
-        self, numbers: range, places: Sequence[Place | None], hand: Hand
+        self, numbers: range, places: Sequence[FileRange | None], hand: Hand
     ) -> tuple[list[int], list[int]]:
         """Place and length of what came by one call; ODD for what did not."""
         sizes = self._sizes[numbers.start : numbers.stop]
@@ -249,7 +249,7 @@ class _Filler:
         self._budget.take(missing, missing)
         return starts, lengths
 
-    def _copied(self, number: int, place: Place | None, rows: _Rows, hand: Hand) -> bool:
+    def _copied(self, number: int, place: FileRange | None, rows: _Rows, hand: Hand) -> bool:
         """Whether the kernel could copy it as it is."""
         size = self._sizes[number]
         if size < SMALL_NBYTES or place is None:
@@ -295,7 +295,7 @@ def _sizes_together(
     return [_size(source, keys[row]) for row in rows]
 
 
-def _place(source: FileSource, key: str) -> Place | None:
+def _place(source: FileSource, key: str) -> FileRange | None:
     try:
         return source.place(key)
     except OSError:

@@ -42,7 +42,7 @@ _KNOWN = images.EXTENSIONS | video.EXTENSIONS | audio.EXTENSIONS
 """Any other ending of a path says nothing: `x.jpg?width=512`, or the 2 of `scan v1.2`."""
 
 
-class Group(Protocol):
+class TableChunk(Protocol):
     """Rows that can only be read together."""
 
     @property
@@ -58,7 +58,7 @@ class Group(Protocol):
         ...
 
 
-class Part(NamedTuple):
+class TableFile(NamedTuple):
     """One file of a table."""
 
     name: str
@@ -66,12 +66,12 @@ class Part(NamedTuple):
     folder: Path | None
     """Where paths that it names start; none where they cannot be followed."""
     schema: pa.Schema
-    groups: Sequence[Group]
+    groups: Sequence[TableChunk]
     stamp: str
     """Of the file when it was opened."""
 
 
-class _Place(NamedTuple):
+class _RowLocation(NamedTuple):
     part: int
     group: int
     row: int
@@ -83,7 +83,7 @@ class TableSource:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[TableFile],
         origin: str,
         setting: str,
         image: str | None = None,
@@ -96,7 +96,7 @@ class TableSource:
         self._image = image_column(schema, image, f"{setting}.columns.image", origin)
         self._caption = caption_column(schema, caption, f"{setting}.columns.caption", origin)
         _demand_distinct(parts, origin, f"{setting}.instance_data_dir")
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _RowLocation] = {}
         for number, part in enumerate(parts):
             self._list(number, part)
         if not self._places:
@@ -136,13 +136,13 @@ class TableSource:
     def describe(self) -> str:
         return self._origin
 
-    def _beside(self, place: _Place, path: str) -> Path:
+    def _beside(self, place: _RowLocation, path: str) -> Path:
         folder = self._parts[place.part].folder
         if folder is None:
             raise OSError(f"the row has no bytes but the path {path!r}, and its table is far away")
         return folder / path
 
-    def _list(self, number: int, part: Part) -> None:
+    def _list(self, number: int, part: TableFile) -> None:
         prefix = f"{part.name}/" if len(self._parts) > 1 else ""
         width = max(6, len(str(sum(group.num_rows for group in part.groups) - 1)))
         row = 0
@@ -155,17 +155,17 @@ class TableSource:
                     usual = usual or _usual_ending(group.column(self._image))
                     ending = usual
                 stem = f"{prefix}row-{row:0{width}d}"
-                self._places[stem + ending] = _Place(number, place, within, is_text=False)
+                self._places[stem + ending] = _RowLocation(number, place, within, is_text=False)
                 if self._caption is not None:
-                    self._places[stem + ".txt"] = _Place(number, place, within, is_text=True)
+                    self._places[stem + ".txt"] = _RowLocation(number, place, within, is_text=True)
                 row += 1
 
-    def _place(self, key: str) -> _Place:
+    def _place(self, key: str) -> _RowLocation:
         if key not in self._places:
             raise FileNotFoundError(f"{self.describe()} has no {key!r}")
         return self._places[key]
 
-    def _value(self, place: _Place) -> object:
+    def _value(self, place: _RowLocation) -> object:
         """Read its group, unless it is the one that this thread read last: rows come in order."""
         name = self._caption if place.is_text else self._image
         assert name is not None, "a caption without a caption column"
@@ -188,7 +188,7 @@ class _Last(threading.local):
     column: pa.ChunkedArray = None
 
 
-def _demand_distinct(parts: Sequence[Part], origin: str, setting: str) -> None:
+def _demand_distinct(parts: Sequence[TableFile], origin: str, setting: str) -> None:
     """Keys begin with the names of parts: with one name twice, rows would take others' places."""
     seen: set[str] = set()
     for part in parts:
@@ -243,7 +243,7 @@ def _data_and_path(value: object) -> tuple[bytes | None, str | None]:
     return (value, None) if isinstance(value, bytes) else (None, None)
 
 
-def _endings_by_path(group: Group, schema: pa.Schema, name: str) -> list[str] | None:
+def _endings_by_path(group: TableChunk, schema: pa.Schema, name: str) -> list[str] | None:
     """The known endings of the paths that rows keep beside their bytes, where they do."""
     kind = schema.field(name).type
     if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:

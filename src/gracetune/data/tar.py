@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import DatasetSection
     from gracetune.data.progress import Tell
     from gracetune.data.shards import Shard
-    from gracetune.data.source import Place
+    from gracetune.data.source import FileRange
 
 _AHEAD_NBYTES = 8 * 1024**2
 """From an address, headers come with what lies between them: one request for many small members."""
@@ -77,7 +77,7 @@ class TarSource:
         number, offset, nbytes = self._find(key)
         return self._shards[number].read(offset, nbytes)
 
-    def place(self, key: str) -> Place | None:
+    def place(self, key: str) -> FileRange | None:
         number, offset, nbytes = self._find(key)
         return self._shards[number].place(offset, nbytes)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event, Sink
 
 
-class Fan:
+class EventDispatcher:
     """Hands each event to every sink, one at a time, from whichever thread it comes.
 
     A fallback is told once, however often it is taken and by however many workers.

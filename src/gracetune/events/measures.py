@@ -35,7 +35,7 @@ class Measures(BaseModel):
     loss: float
 
 
-class Measured(BaseModel):
+class RunMeasurement(BaseModel):
     """The figures, and what they were taken from."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,7 +47,7 @@ class Measured(BaseModel):
     precision: str
 
 
-def measure(log: Path, warmup_steps: int) -> Measured:
+def measure(log: Path, warmup_steps: int) -> RunMeasurement:
     """Read a run's log. Where a resumed run repeats a step, the later line counts."""
     steps: dict[int, tuple[float, float, float]] = {}
     device_peak = host_peak = 0
@@ -76,7 +76,7 @@ def measure(log: Path, warmup_steps: int) -> Measured:
     seconds_each = sorted(seconds for _, seconds, _ in counted)
     losses = [loss for _, _, loss in counted][-max(1, len(counted) // LOSS_SHARE) :]
     in_steps = sum(seconds for _, seconds, _ in steps.values())
-    return Measured(
+    return RunMeasurement(
         measures=Measures(
             samples_per_s=sum(samples for samples, _, _ in counted) / sum(seconds_each),
             step_p50_s=percentile(seconds_each, 0.50),

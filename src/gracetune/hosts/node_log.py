@@ -40,7 +40,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SharedEntry:
     """The value of one file, in a segment."""
 
     path: str
@@ -58,8 +58,8 @@ class Gone:
     segment: int
 
 
-Note = Opened | Entry | Gone
-_KINDS: dict[str, type[Note]] = {kind.__name__: kind for kind in (Opened, Entry, Gone)}
+Note = Opened | SharedEntry | Gone
+_KINDS: dict[str, type[Note]] = {kind.__name__: kind for kind in (Opened, SharedEntry, Gone)}
 
 
 class Log:
@@ -93,7 +93,7 @@ def follow(path: Path, offset: int) -> tuple[list[Note], int]:
     notes: list[Note] = []
     for line in whole.splitlines():
         kind, said = json.loads(line)
-        if kind == Entry.__name__:
+        if kind == SharedEntry.__name__:
             said["file"] = tuple(said["file"])
         notes.append(_KINDS[kind](**said))
     return notes, offset + len(whole)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.events.types import Notice
-from gracetune.hosts.node_log import Entry, Gone, Log, Opened, follow
+from gracetune.hosts.node_log import Gone, Log, Opened, SharedEntry, follow
 from gracetune.hosts.tensor_layout import NoLayoutError, build, lay_out
 from gracetune.hosts.tensor_memory import Held, copied, counted, identity, versions_of
 from gracetune.memory.rendezvous import who_can_meet
@@ -75,7 +75,7 @@ class NodeMemory:
         self._segments: list[_Segment] = []
         self._num_segments = 0
         self._read: dict[Path, int] = {}
-        self._entries: dict[str, tuple[Path, Entry]] = {}
+        self._entries: dict[str, tuple[Path, SharedEntry]] = {}
         self._opened: dict[tuple[Path, int], Opened] = {}
         self._maps: dict[tuple[Path, int], mmap.mmap] = {}
         self._views: dict[str, Held] = {}
@@ -151,7 +151,7 @@ class NodeMemory:
                 segment = self._segment_for(size)
                 for part in parts:
                     _write(segment.fd, part.data, segment.end + part.offset)
-                entry = Entry(path, file, segment.number, segment.end, nbytes, layout)
+                entry = SharedEntry(path, file, segment.number, segment.end, nbytes, layout)
                 self._log.add(entry)
             except OSError as error:
                 self._tell_once(f"the machine has no memory for more cache files ({error})")
@@ -226,7 +226,7 @@ class NodeMemory:
                 continue
             notes, self._read[log] = follow(log, self._read.get(log, 0))
             for note in notes:
-                if isinstance(note, Entry):
+                if isinstance(note, SharedEntry):
                     if not self._knows(note.path, note.file):
                         self._entries[note.path] = (log, note)
                 elif isinstance(note, Opened):

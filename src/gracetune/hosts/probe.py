@@ -86,11 +86,11 @@ def find_installed(name: str, way_out: str) -> Installed:
 
 def probe(root: Path, needs: Sequence[Need]) -> list[Found]:
     """Look for every symbol; each module is read once."""
-    shelf = _Shelf(root, {})
+    shelf = _SourceFiles(root, {})
     return [Found(need, _missing(shelf, need)) for need in needs]
 
 
-def _missing(shelf: _Shelf, need: Need) -> str:
+def _missing(shelf: _SourceFiles, need: Need) -> str:
     tree = shelf.tree(need.module)
     if tree is None:
         return f"there is no module {need.module}"
@@ -131,7 +131,7 @@ def _misfit(signature: Signature, need: Need) -> str:
     return f"the signature is {shown}; {', '.join(new)} is new and must be given" if new else ""
 
 
-def _unused(shelf: _Shelf, site: Site) -> str:
+def _unused(shelf: _SourceFiles, site: Site) -> str:
     tree = shelf.tree(site.module)
     if tree is None:
         return f"there is no module {site.module}, which should use {site.text}"
@@ -145,7 +145,7 @@ def _unused(shelf: _Shelf, site: Site) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shelf:
+class _SourceFiles:
     root: Path
     trees: dict[str, ast.Module | None]
 

@@ -28,7 +28,7 @@ WRITTEN_BY_HOST = ("aspect_ratio_bucket",)
 """Names that SimpleTuner writes into a data set's folder and changes later."""
 
 
-class Shelf:
+class StagedFiles:
     """The staged files of one data set; a file that is written or deleted leaves it."""
 
     def __init__(self, root: str, staged: StagedSource) -> None:
@@ -62,7 +62,7 @@ class Shelf:
         return text[len(self._prefix) :].replace(os.sep, "/")
 
 
-def stage(chosen: StagedSet, tell: Tell, meet_in: Path | None) -> Shelf:
+def stage(chosen: StagedSet, tell: Tell, meet_in: Path | None) -> StagedFiles:
     """Read a data set once; processes that meet in a folder share one copy."""
     setting = f"data set {chosen.id!r}"
     source = FolderSource(os.path.abspath(chosen.folder), setting)
@@ -73,7 +73,7 @@ def stage(chosen: StagedSet, tell: Tell, meet_in: Path | None) -> Shelf:
             f"{setting}: {source.describe()} has no file with one of the endings "
             f"{', '.join(sorted(wanted))}. Name another folder, or in_memory.file_extensions."
         )
-    return Shelf(
+    return StagedFiles(
         chosen.folder, StagedSource.stage(source, keys, chosen.section, tell, setting, meet_in)
     )
 
@@ -87,7 +87,7 @@ def _is_wanted(key: str, endings: frozenset[str]) -> bool:
 class Served:
     """What one backend serves from memory; a file that is written or deleted is the disk's."""
 
-    shelf: Shelf | None
+    shelf: StagedFiles | None
     memory: Memory | None
 
     def holds(self, path: FilePath) -> bool:

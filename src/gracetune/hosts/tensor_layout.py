@@ -30,22 +30,22 @@ class NoLayoutError(Exception):
     """A value that cannot be handed to another process in this way; the text says what of it."""
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """The bytes of one tensor, and where they go."""
 
     offset: int
     data: memoryview
 
 
-def lay_out(value: object) -> tuple[Layout, list[Part], int]:
+def lay_out(value: object) -> tuple[Layout, list[TensorPart], int]:
     """How to build the value again, its bytes, and how many bytes they span."""
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     layout = _lay_out(value, parts)
     end = parts[-1].offset + len(parts[-1].data) if parts else 0
     return layout, parts, end
 
 
-def _lay_out(value: object, parts: list[Part]) -> Layout:
+def _lay_out(value: object, parts: list[TensorPart]) -> Layout:
     kind = type(value)
     if kind is torch.Tensor:
         return _lay_out_tensor(cast("torch.Tensor", value), parts)
@@ -62,16 +62,16 @@ def _lay_out(value: object, parts: list[Part]) -> Layout:
     raise NoLayoutError(f"a {kind.__name__}")
 
 
-def _lay_out_tensor(tensor: torch.Tensor, parts: list[Part]) -> Layout:
+def _lay_out_tensor(tensor: torch.Tensor, parts: list[TensorPart]) -> Layout:
     name = str(tensor.dtype)
     if tensor.layout is not torch.strided or not tensor.device.type == "cpu":
         raise NoLayoutError(f"a tensor that is {tensor.layout} on {tensor.device}")
     if name not in _DTYPES or tensor.requires_grad:
         raise NoLayoutError(f"a tensor of {name}" + " with a gradient" * tensor.requires_grad)
-    last = parts[-1] if parts else Part(0, memoryview(b""))
+    last = parts[-1] if parts else TensorPart(0, memoryview(b""))
     offset = -(-(last.offset + len(last.data)) // _ALIGNMENT) * _ALIGNMENT
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    parts.append(Part(offset, flat.numpy().data))
+    parts.append(TensorPart(offset, flat.numpy().data))
     return {"tensor": [name, list(tensor.shape), offset]}
 
 

@@ -27,7 +27,7 @@ COUNTED = (
 """CUPTI's counters that we ask for."""
 
 
-class Record(Protocol):
+class FaultRecord(Protocol):
     """One record of CUPTI's unified-memory counter."""
 
     kind: int
@@ -80,7 +80,7 @@ class Cupti(Protocol):
     def activity_register_callbacks(
         self,
         requested: Callable[[], tuple[int, int]],
-        completed: Callable[[Sequence[Record]], None],
+        completed: Callable[[Sequence[FaultRecord]], None],
         /,
     ) -> object: ...
 
@@ -129,7 +129,7 @@ class FaultCounter:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def take(self, records: Sequence[Record]) -> None:
+    def take(self, records: Sequence[FaultRecord]) -> None:
         """Add a buffer of records."""
         with self._lock:
             for record in records:
@@ -157,7 +157,7 @@ class FaultCounter:
         """Stop counting."""
         self._cupti.activity_disable(self._kind)
 
-    def _name(self, record: Record) -> str:
+    def _name(self, record: FaultRecord) -> str:
         name = self._counters.get(record.counter_kind, "unknown")
         if not name.startswith("bytes_transfer_"):
             return name

@@ -25,7 +25,7 @@ class Tier(StrEnum):
     """On either side, wherever the driver has moved them."""
 
 
-class Ledger:
+class MemoryAccounting:
     """Bytes by tier and role; safe to use from several threads."""
 
     def __init__(self, caps: Mapping[Tier, int] = MappingProxyType({})) -> None:

@@ -98,7 +98,7 @@ DEFAULT_TABLE = PlacementTable(
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedTensor:
     """One tensor of a batch and the hints it was given."""
 
     path: str
@@ -112,7 +112,7 @@ class Placed:
 class BatchReport:
     """What became of a batch; truthy when something was placed and every hint was applied."""
 
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedTensor, ...]
     unnamed: tuple[str, ...]
     """Tensors whose name the table does not know; nothing was done to them."""
 
@@ -159,7 +159,7 @@ def place_batch(batch: object, hints: Hints, table: PlacementTable = DEFAULT_TAB
             continue
         role = table.roles[name]
         home = table.homes[role]
-        placed.append(Placed(path, role, home, _send_home(tensor, home, hints)))
+        placed.append(PlacedTensor(path, role, home, _send_home(tensor, home, hints)))
     return BatchReport(tuple(placed), tuple(unnamed))
 
 

@@ -32,7 +32,7 @@ class Range:
     pages: PageTable
 
 
-class Residency:
+class SimulatedResidency:
     """The bytes of every place, and the managed pages that share them."""
 
     def __init__(

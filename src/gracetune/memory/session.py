@@ -14,7 +14,7 @@ import torch
 from gracetune.memory.faults import count_faults, import_cupti
 from gracetune.memory.garbage import ASIDE
 from gracetune.memory.hints import Hints, legacy_stream, torch_stream
-from gracetune.memory.ledger import Ledger, Tier
+from gracetune.memory.ledger import MemoryAccounting, Tier
 from gracetune.memory.machine import read_this_host
 from gracetune.memory.platform import Link
 from gracetune.memory.pool import (
@@ -131,9 +131,9 @@ class MemorySession:
         return managed_cap(self.policy, platform.device_bytes, platform.host_bytes)
 
     @cached_property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> MemoryAccounting:
         """The books of what this process holds, with the cap on managed bytes."""
-        return Ledger({Tier.MANAGED: self.cap})
+        return MemoryAccounting({Tier.MANAGED: self.cap})
 
     @cached_property
     def stages(self) -> Stages:

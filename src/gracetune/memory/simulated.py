@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gracetune.memory.driver import HOST, Advice, Code, PointerKind, RangeState
-from gracetune.memory.residency import Residency
+from gracetune.memory.residency import SimulatedResidency
 from gracetune.memory.timeline import Queue, Timeline
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class SimulatedDriver:
         self.traffic = Traffic()
         self._failing = {} if failing is None else failing
         own = {i: spec.nbytes for i, spec in enumerate(self.devices) if not self._shared(i)}
-        self._memory = Residency({HOST: host_bytes} | own, page_bytes, self._write_back)
+        self._memory = SimulatedResidency({HOST: host_bytes} | own, page_bytes, self._write_back)
 
     def attribute(self, name: str, device: int) -> int | None:
         """What the device's data says."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.events.types import MemoryUsed
 from gracetune.memory.hints import Verdict
-from gracetune.memory.ledger import Ledger, Tier
+from gracetune.memory.ledger import MemoryAccounting, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ def memory_stats(
     platform: Platform,
     hints: HintCounts,
     stages: StageState,
-    ledger: Ledger,
+    ledger: MemoryAccounting,
     faults: FaultCounter | str,
     pool: ShimCounters | str,
 ) -> Stats:
@@ -55,7 +55,7 @@ def _stage_stats(stages: StageState) -> Stats:
     }
 
 
-def _ledger_stats(ledger: Ledger) -> Stats:
+def _ledger_stats(ledger: MemoryAccounting) -> Stats:
     stats: Stats = {}
     for tier in Tier:
         stats[f"uvm.bytes.{tier}.current"] = ledger.held(tier)

@@ -74,7 +74,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class BackendTiming:
     """What one backend took for all the calls of a pass, there and back; or why it is left out."""
 
     name: str
@@ -138,7 +138,7 @@ class Watching(TorchFunctionMode):
 
 def time_attention(
     calls: Sequence[tuple[Asked, int]], device: torch.device, stopwatch: Stopwatch
-) -> list[Timing]:
+) -> list[BackendTiming]:
     """Every backend that is worth a try, fastest first, torch's own among them."""
     usable: dict[str, AttentionBackendName] = {}
     timings = []
@@ -146,7 +146,7 @@ def time_attention(
         try:
             usable[name] = backend_of(name)
         except (RuntimeError, ImportError):
-            timings.append(Timing(name, inf, "not installed"))
+            timings.append(BackendTiming(name, inf, "not installed"))
     seconds = dict.fromkeys(usable, 0.0)
     reasons: dict[str, str] = {}
     for asked, count in calls:
@@ -157,12 +157,12 @@ def time_attention(
                 seconds[name] += count * taken
                 reasons |= {name: reason} if reason else {}
     timings += [
-        Timing(n, inf if n in reasons else s, reasons.get(n, "")) for n, s in seconds.items()
+        BackendTiming(n, inf if n in reasons else s, reasons.get(n, "")) for n, s in seconds.items()
     ]
     return sorted(timings, key=lambda timing: timing.seconds)
 
 
-def fastest(timings: Sequence[Timing]) -> str:
+def fastest(timings: Sequence[BackendTiming]) -> str:
     """torch's own choice, unless another is clearly faster.
 
     Where that one could not be timed, no other was compared with it either.
@@ -174,11 +174,11 @@ def fastest(timings: Sequence[Timing]) -> str:
 
 
 def without_refusals(
-    timings: Sequence[Timing],
+    timings: Sequence[BackendTiming],
     others: Callable[[], Sequence[Asked]],
     device: torch.device,
     stopwatch: Stopwatch,
-) -> list[Timing]:
+) -> list[BackendTiming]:
     """Leave out the fastest as long as it cannot do all calls that were not timed.
 
     Where torch's own choice is the fastest nobody asks for `others`, which take passes to find.

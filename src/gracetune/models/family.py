@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.samples import Order, Sampled
+    from gracetune.models.samples import Sampled, SampleRequest
 
     Forward = Callable[..., Any]
     """A transformer, a wrapper around it, or one expert of a pair."""
@@ -181,7 +181,7 @@ class Family(Protocol):
         """
         ...
 
-    def sample(self, order: Order) -> list[Sampled]:
+    def sample(self, order: SampleRequest) -> list[Sampled]:
         """Make what is ordered with the weights as they are, through the family's own pipeline.
 
         Another thread may encode meanwhile.

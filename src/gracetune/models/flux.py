@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Forward, Kind, Prediction, Sound
-    from gracetune.models.samples import Order
+    from gracetune.models.samples import SampleRequest
 
 TEXT_LENGTH = 512
 """T5 is asked without a mask: what it makes of the padding is a part of the caption."""
@@ -213,7 +213,7 @@ class Flux(FolderFamily):
         )[0]
         return unpacked(rows, height, width)
 
-    def sample(self, order: Order) -> list[Sampled]:
+    def sample(self, order: SampleRequest) -> list[Sampled]:
         """One picture a prompt; guidance is an input of the model, or nothing."""
         import diffusers
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from gracetune.models.samples import Order
+    from gracetune.models.samples import SampleRequest
 
 
 class FolderFamily:
@@ -47,7 +47,7 @@ class FolderFamily:
         _tile(self.vae, on)
         return True
 
-    def vae_for(self, order: Order) -> Any:
+    def vae_for(self, order: SampleRequest) -> Any:
         """To sample with: the same weights, but tiles and kept frames of its own.
 
         A generation may be encoded meanwhile. A VAE of clips keeps frames between its calls, and

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Forward, Kind, Prediction, Sound
-    from gracetune.models.samples import Order
+    from gracetune.models.samples import SampleRequest
 
 PIPELINES = ("QwenImagePipeline", "QwenImageEditPipeline")
 MAX_EDGE = 4096
@@ -215,7 +215,7 @@ class QwenImage(FolderFamily):
         )[0]
         return unpacked(velocity[:, :length], height, width)
 
-    def sample(self, order: Order) -> list[Sampled]:
+    def sample(self, order: SampleRequest) -> list[Sampled]:
         """One picture a prompt."""
         pipeline = self._pipeline(self.vae_for(order))
         device = next(self.transformer.parameters()).device

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SampleRequest:
     """One sample a prompt; sample i starts from the noise of seed + i, whatever the others are."""
 
     texts: Sequence[Mapping[str, Tensor]]

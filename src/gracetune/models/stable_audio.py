@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Forward, Kind, Prediction
-    from gracetune.models.samples import Order
+    from gracetune.models.samples import SampleRequest
 
 TARGETS = (
     "attn1.to_q",
@@ -236,7 +236,7 @@ class StableAudio(FolderFamily):
         )[0]
         return v
 
-    def sample(self, order: Order) -> list[Sampled]:
+    def sample(self, order: SampleRequest) -> list[Sampled]:
         """One sound a prompt."""
         import diffusers
 

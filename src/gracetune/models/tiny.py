@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Forward, Kind, Prediction, Sound
-    from gracetune.models.samples import Order
+    from gracetune.models.samples import SampleRequest
 
 CELL = 4
 """Pixels along the edge of one latent cell."""
@@ -203,7 +203,7 @@ class Tiny:
         )[0]
         return velocity
 
-    def sample(self, order: Order) -> list[Sampled]:
+    def sample(self, order: SampleRequest) -> list[Sampled]:
         """All pictures at once, by Euler's method."""
         device = next(self.transformer.parameters()).device
         shape, count = self.latent_shape(*order.shape), len(order.texts)

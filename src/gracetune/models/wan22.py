@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Forward, Kind, Prediction, Sound
-    from gracetune.models.samples import Order
+    from gracetune.models.samples import SampleRequest
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 TEXT_LENGTH = 512
@@ -283,7 +283,7 @@ class Wan22(FolderFamily):
         known = ((noisy[:, :, :1] - first) / s).to(velocity.dtype)
         return torch.cat([known, velocity[:, :, 1:]], dim=2)
 
-    def sample(self, order: Order) -> list[Sampled]:
+    def sample(self, order: SampleRequest) -> list[Sampled]:
         """One clip or picture a prompt, by the pipeline that the model was published with."""
         pipeline = self._pipeline(self.vae_for(order))
         device = next(self.transformer.parameters()).device

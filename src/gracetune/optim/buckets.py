@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gracetune.stream.movers import Lane
+from gracetune.stream.movers import CopyStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
 
     from torch.nn import Parameter
 
-    from gracetune.stream.movers import Mover
+    from gracetune.stream.movers import CopyEngine
 
     State = MutableMapping[Tensor, Any]
 
@@ -30,7 +30,7 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StateTensor:
     """One tensor of a parameter's state."""
 
     parameter: Parameter
@@ -52,7 +52,7 @@ class Bucket:
 
     group: int
     parameters: list[Parameter]
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[StateTensor] = field(default_factory=list)
     pieces: list[Tensor] = field(default_factory=list)
     """Host memory, in the order of the bucket's bytes."""
 
@@ -77,7 +77,7 @@ class Bucket:
             yield piece, memory[start : start + len(piece)]
             start += len(piece)
 
-    def send_home(self, state: State, mover: Mover, least_nbytes: int) -> bool:
+    def send_home(self, state: State, mover: CopyEngine, least_nbytes: int) -> bool:
         """Move what is not in host memory there; whether there was any.
 
         An optimizer makes state when it sees a first gradient, and torch loads it: both come here.
@@ -93,17 +93,19 @@ class Bucket:
         for (parameter, key, tensor), offset in zip(homeless, offsets, strict=True):
             target = piece[offset : offset + tensor.nbytes]
             if tensor.device == mover.device:
-                arrival = mover.copy(target, _bytes(tensor), poison=False, lane=Lane.STATE_OUT)
+                arrival = mover.copy(
+                    target, _bytes(tensor), poison=False, lane=CopyStream.STATE_OUT
+                )
             else:
                 target.copy_(_bytes(tensor))
             host = target.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
-            self.entries.append(Entry(parameter, key, host, first + offset))
+            self.entries.append(StateTensor(parameter, key, host, first + offset))
             state[parameter][key] = host
         if arrival is not None:
             arrival.wait(ahead=False)  # memory on the device is given up when this returns
         return True
 
-    def give_up(self, mover: Mover) -> None:
+    def give_up(self, mover: CopyEngine) -> None:
         """Let host memory go; nobody may have its tensors any more."""
         for piece in self.pieces:
             mover.let_go(piece)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from gracetune import registry
 from gracetune.config.rules import PARTED_OPTIMIZERS
 from gracetune.errors import ConfigError
-from gracetune.optim.masters import Masters, stand_ins
+from gracetune.optim.masters import MasterWeights, stand_ins
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,7 +65,9 @@ def build_optimizer(
     if narrow and section.name in PARTED_OPTIMIZERS:
         stood_for = stand_ins(parameters.values())
         named = dict(zip(parameters, stood_for, strict=True))
-        optimizer: Optimizer = Masters(build(groups_of(named, section), section, seed), stood_for)
+        optimizer: Optimizer = MasterWeights(
+            build(groups_of(named, section), section, seed), stood_for
+        )
     else:
         optimizer = build(groups_of(parameters, section), section, seed)
     for group in optimizer.param_groups:

@@ -30,7 +30,7 @@ class _Lent(NamedTuple):
     """None: the parameter stands for itself."""
 
 
-class Masters(Optimizer):
+class MasterWeights(Optimizer):
     """Another optimizer's rule on masters; what it keeps is state of the parameters here."""
 
     def __init__(self, rule: Optimizer, stood_for: Mapping[Parameter, Parameter]) -> None:

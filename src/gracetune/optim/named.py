@@ -14,7 +14,7 @@ import torch
 
 from gracetune.errors import ConfigError
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.together import Together
+from gracetune.optim.together import MultiOptimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -62,7 +62,7 @@ def muon(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
         )
     if others:
         parts.append(torch.optim.AdamW(others, **_adam(section), fused=True))
-    return parts[0] if len(parts) == 1 else Together(parts)
+    return parts[0] if len(parts) == 1 else MultiOptimizer(parts)
 
 
 def prodigy(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:

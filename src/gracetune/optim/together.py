@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Together(Optimizer):
+class MultiOptimizer(Optimizer):
     """Steps its parts one after the other; groups and state are the parts' own."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:

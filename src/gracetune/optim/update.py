@@ -23,8 +23,8 @@ from torch import Tensor
 
 from gracetune.errors import RunFailedError
 from gracetune.optim.buckets import divide, is_large, runs
-from gracetune.optim.masters import Masters
-from gracetune.stream.movers import Lane
+from gracetune.optim.masters import MasterWeights
+from gracetune.stream.movers import CopyStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gracetune.optim.buckets import Bucket
-    from gracetune.stream.movers import Arrival, Mover
+    from gracetune.stream.movers import Arrival, CopyEngine
 
 SLOTS = 3
 """One fills, one is updated, one empties."""
@@ -58,7 +58,7 @@ class Travel:
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _BucketSlot:
     memory: Tensor
     bucket: Bucket | None = None
     """Whose state is in it, or on its way there."""
@@ -77,7 +77,11 @@ class Update:
     """Steps an optimizer; `place` says how much of its state lives in host memory."""
 
     def __init__(
-        self, optimizer: Optimizer, mover: Mover, nbytes_each: float, travel: Travel | None = None
+        self,
+        optimizer: Optimizer,
+        mover: CopyEngine,
+        nbytes_each: float,
+        travel: Travel | None = None,
     ) -> None:
         """`nbytes_each` is what the optimizer keeps for each number that is trained."""
         self.count = 0
@@ -89,7 +93,7 @@ class Update:
         self._buckets = divide(optimizer.param_groups, self._travel.bucket_numel)
         self._hosted = 0
         """The first so many buckets live in host memory."""
-        self._slots: list[_Slot] = []
+        self._slots: list[_BucketSlot] = []
         self._turned = False
 
     @property
@@ -147,7 +151,7 @@ class Update:
         """Wait until host memory holds all that the last step left there."""
         for slot in self._slots:
             slot.land()
-        self._mover.waits(Lane.STATE_OUT)
+        self._mover.waits(CopyStream.STATE_OUT)
 
     def load(self, whole: Mapping[str, Any]) -> None:
         """What `Optimizer.load_state_dict` does, without bringing to the device what lives in host
@@ -192,7 +196,7 @@ class Update:
             for slot in self._slots:
                 slot.land()
             self._slots.clear()
-            self._slots = [_Slot(self._mover.device_memory(largest)) for _ in range(count)]
+            self._slots = [_BucketSlot(self._mover.device_memory(largest)) for _ in range(count)]
         state = self._optimizer.state
         if len(state) == sum(len(bucket.parameters) for bucket in self._buckets):
             return
@@ -213,7 +217,7 @@ class Update:
         new = [bucket for bucket in due if not bucket.pieces]
         moving = [bucket for bucket in due if bucket.pieces]
         # Masters want gradients in fp32 as well: not of all weights at once.
-        by_parts = isinstance(self._optimizer, Masters)
+        by_parts = isinstance(self._optimizer, MasterWeights)
         for part in [[bucket] for bucket in resident] if by_parts else [resident]:
             if part:
                 self._step_only(part)
@@ -235,7 +239,7 @@ class Update:
             if slot.bucket not in places and waiting:
                 places[waiting[0]] = slot
                 self._fetch(slot, waiting.popleft())
-        before: _Slot | None = None
+        before: _BucketSlot | None = None
         for bucket in order:
             slot = places[bucket]
             self._step_in(slot, bucket)
@@ -244,13 +248,15 @@ class Update:
                 self._fetch(before, waiting.popleft())
             before = slot
 
-    def _fetch(self, slot: _Slot, bucket: Bucket) -> None:
+    def _fetch(self, slot: _BucketSlot, bucket: Bucket) -> None:
         slot.land()
         for piece, place in bucket.spans(slot.memory):
-            slot.arrival = self._mover.copy(place, piece, self._travel.poison, lane=Lane.STATE_IN)
+            slot.arrival = self._mover.copy(
+                place, piece, self._travel.poison, lane=CopyStream.STATE_IN
+            )
         slot.bucket = bucket
 
-    def _step_in(self, slot: _Slot, bucket: Bucket) -> None:
+    def _step_in(self, slot: _BucketSlot, bucket: Bucket) -> None:
         """Update a bucket whose state is in a slot, and send the state home."""
         if slot.arrival is not None:
             slot.arrival.wait(ahead=True)
@@ -268,7 +274,7 @@ class Update:
                     view.copy_(made)
                 state[entry.parameter][entry.key] = entry.host
         for piece, place in bucket.spans(slot.memory):
-            slot.leaving = self._mover.copy(piece, place, poison=False, lane=Lane.STATE_OUT)
+            slot.leaving = self._mover.copy(piece, place, poison=False, lane=CopyStream.STATE_OUT)
         if self._send_home(bucket):  # a parameter had its first gradient
             slot.bucket = None
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from gracetune.config.rules import why_whole
 from gracetune.config.schema import PlanSection
 from gracetune.errors import ConfigError
-from gracetune.plan.candidates import Wishes
-from gracetune.plan.known_models import Picture
+from gracetune.plan.candidates import Constraints
+from gracetune.plan.known_models import SampleShape
 from gracetune.plan.peak import Fixed
 from gracetune.plan.rates import FITTED
 from gracetune.units import GIB
@@ -35,7 +35,7 @@ def settings_of(run: RunFile) -> PlanSection:
     return run.plan if isinstance(run.plan, PlanSection) else PlanSection()
 
 
-def picture_of(run: RunFile) -> Picture:
+def picture_of(run: RunFile) -> SampleShape:
     """The largest sample of the run: a plan that fits it fits all buckets."""
     if not run.datasets:
         raise ConfigError(
@@ -44,7 +44,7 @@ def picture_of(run: RunFile) -> Picture:
     return max(map(_picture, run.datasets), key=lambda p: p.width * p.height * p.frames)
 
 
-def _picture(section: DatasetSection) -> Picture:
+def _picture(section: DatasetSection) -> SampleShape:
     frames = 1
     if section.dataset_type == "video":
         frames = section.frames if isinstance(section.frames, int) else max(section.frames)
@@ -52,10 +52,10 @@ def _picture(section: DatasetSection) -> Picture:
     width = edge
     if section.resolution_type == "edge":  # the longer edge of the widest bucket
         width = int(edge * section.max_aspect)
-    return Picture(width, edge, frames)
+    return SampleShape(width, edge, frames)
 
 
-def wishes_of(run: RunFile) -> Wishes:
+def wishes_of(run: RunFile) -> Constraints:
     """What the run file leaves to the planner."""
     settings = settings_of(run)
     batch = run.train.batch_size
@@ -64,7 +64,7 @@ def wishes_of(run: RunFile) -> Wishes:
     if ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None:
         samples = max(batch, ramp.target_effective_batch_size // batch * batch)
     choices = {"auto": (True, False), "always": (True,), "never": (False,)}
-    return Wishes(
+    return Constraints(
         samples=samples,
         batches=None if settings.batch == "auto" else (batch,),
         compile=choices[settings.compile],

@@ -38,7 +38,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """What a block was called with, and what it gave."""
 
     leaves: tuple[Any, ...]
@@ -94,9 +94,9 @@ def weights_of(module: nn.Module, fakes: dict[int, Tensor], prefix: str = "") ->
     return {prefix + name: fakes[id(tensor)] for name, tensor in named}
 
 
-def watch_calls(subject: Subject, fakes: dict[int, Tensor], batch: int) -> list[Call]:
+def watch_calls(subject: Subject, fakes: dict[int, Tensor], batch: int) -> list[BlockCall]:
     """Run the whole model once; what each block was called with."""
-    seen: dict[nn.Module, Call] = {}
+    seen: dict[nn.Module, BlockCall] = {}
     flowing: set[int] = set()
     known: dict[object, tuple[list[Any], TreeSpec]] = {}
     """What blocks of a kind give: equal ones are run once."""
@@ -115,7 +115,7 @@ def watch_calls(subject: Subject, fakes: dict[int, Tensor], batch: int) -> list[
                 and (storage_of(leaf) in flowing or (not seen and _like_any(leaf, outputs)))
             ]
             flowing.update(storage_of(tensor) for tensor in tensors_of(outputs))
-            seen[block] = Call(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
+            seen[block] = BlockCall(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
             return tree_unflatten(outputs, out_spec)
 
         return run
@@ -181,11 +181,11 @@ class _StandIn(torch.autograd.Function):
 
 
 @contextmanager
-def stand_ins(blocks: Sequence[nn.Module], calls: Sequence[Call]) -> Iterator[None]:
+def stand_ins(blocks: Sequence[nn.Module], calls: Sequence[BlockCall]) -> Iterator[None]:
     """Blocks that do nothing, for as long as the rest of the model is looked at."""
     anchor = torch.empty(1, requires_grad=True)  # frozen embeddings alone would end the graph
 
-    def stand_in(call: Call) -> Callable[..., Any]:
+    def stand_in(call: BlockCall) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = tree_flatten((args, kwargs))[0]
             inputs = [leaves[place] for place in call.flowing]

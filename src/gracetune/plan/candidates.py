@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from gracetune.plan.peak import device_bytes, host_bytes
 from gracetune.plan.result import BlockPlan
-from gracetune.plan.step import Choice
+from gracetune.plan.step import PlanCandidate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from gracetune.plan.cost import Model
+    from gracetune.plan.cost import CostModel
     from gracetune.plan.peak import Fixed
     from gracetune.plan.result import Activations, Weights
 
@@ -53,7 +53,7 @@ STREAMED_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class PlanBudget:
     """What a plan may take."""
 
     device_nbytes: int
@@ -65,7 +65,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class Constraints:
     """What a run leaves open, and what it does not."""
 
     samples: int = 1
@@ -86,7 +86,7 @@ class Wishes:
         divisors = [n for n in range(self.samples, 0, -1) if self.samples % n == 0]
         return [n for n in divisors if self.batches is None or n in self.batches]
 
-    def within(self, budget: Budget) -> Wishes:
+    def within(self, budget: PlanBudget) -> Constraints:
         """What is left of them where host and device are one memory: there is nothing to move."""
         if not budget.one_memory:
             return self
@@ -105,7 +105,7 @@ class Frame:
     compiled: bool
     host_state: float
 
-    def choice(self, first: Sequence[Treatment], last: Treatment, num_last: int) -> Choice:
+    def choice(self, first: Sequence[Treatment], last: Treatment, num_last: int) -> PlanCandidate:
         """With the first blocks treated in turns, and so many last ones in their own way."""
         inside = set(self.streamed)
         blocks = []
@@ -115,15 +115,17 @@ class Frame:
             weights: Weights = "streamed" if index in inside else "resident"
             blocks.append(BlockPlan(weights, activations, offload_input))
         accumulation = self.samples // self.batch
-        return Choice(
+        return PlanCandidate(
             tuple(blocks), self.batch, accumulation, self.slots, self.compiled, self.host_state
         )
 
 
-def candidates(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> Iterator[Choice]:
+def candidates(
+    model: CostModel, fixed: Fixed, budget: PlanBudget, wishes: Constraints
+) -> Iterator[PlanCandidate]:
     """Every choice that fits, each with as many fast blocks as there is room for."""
 
-    def fit(choice: Choice) -> bool:
+    def fit(choice: PlanCandidate) -> bool:
         return fits_device(model, choice, fixed, budget)
 
     for frame in _frames(model, wishes):
@@ -134,31 +136,33 @@ def candidates(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> It
                 yield found
 
 
-def _frames(model: Model, wishes: Wishes) -> Iterator[Frame]:
+def _frames(model: CostModel, wishes: Constraints) -> Iterator[Frame]:
     for batch, compiled, share in product(wishes.batch_sizes(), wishes.compile, wishes.host_state):
         for streamed, slots in _streams(model.num_blocks, wishes):
             yield Frame(model.num_blocks, streamed, slots, batch, wishes.samples, compiled, share)
 
 
-def fits(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> bool:
+def fits(model: CostModel, choice: PlanCandidate, fixed: Fixed, budget: PlanBudget) -> bool:
     """Whether both tiers have room."""
     host = host_bytes(model.at(choice.batch), choice, fixed).total
     return host <= budget.host_nbytes and fits_device(model, choice, fixed, budget)
 
 
-def fits_device(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> bool:
+def fits_device(model: CostModel, choice: PlanCandidate, fixed: Fixed, budget: PlanBudget) -> bool:
     """Whether the device has room, for the allocator's losses too."""
     return device_need(model, choice, fixed, budget) <= budget.device_nbytes
 
 
-def device_need(model: Model, choice: Choice, fixed: Fixed, budget: Budget) -> int:
+def device_need(model: CostModel, choice: PlanCandidate, fixed: Fixed, budget: PlanBudget) -> int:
     """Device memory at its fullest, with what an allocator loses; of one memory, the host's too."""
     costs = model.at(choice.batch)
     need = ceil(device_bytes(costs, choice, fixed).total * (1 + budget.fragmentation))
     return need + host_bytes(costs, choice, fixed).total if budget.one_memory else need
 
 
-def leanest(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> Choice:
+def leanest(
+    model: CostModel, fixed: Fixed, budget: PlanBudget, wishes: Constraints
+) -> PlanCandidate:
     """What needs least of the device, of all that is offered.
 
     That is not always the smallest batch, nor all that can be elsewhere: gradients that are
@@ -177,7 +181,7 @@ def spread(count: int, num_blocks: int) -> tuple[int, ...]:
     return tuple(index * num_blocks // count for index in range(count))
 
 
-def _streams(num_blocks: int, wishes: Wishes) -> Iterator[tuple[tuple[int, ...], int]]:
+def _streams(num_blocks: int, wishes: Constraints) -> Iterator[tuple[tuple[int, ...], int]]:
     yield (), 0
     if not wishes.stream:
         return
@@ -190,7 +194,9 @@ def _streams(num_blocks: int, wishes: Wishes) -> Iterator[tuple[tuple[int, ...],
                 yield spread(count, num_blocks), slots
 
 
-def _mixes(compiled: bool, wishes: Wishes) -> Iterator[tuple[tuple[Treatment, ...], Treatment]]:
+def _mixes(
+    compiled: bool, wishes: Constraints
+) -> Iterator[tuple[tuple[Treatment, ...], Treatment]]:
     for first, last in COMPILED_MIXES if compiled else EAGER_MIXES:
         if wishes.offload or not any(t == OFFLOAD or t[1] for t in first):
             yield first, last
@@ -200,8 +206,8 @@ def _most(
     frame: Frame,
     first: tuple[Treatment, ...],
     last: Treatment,
-    fit: Callable[[Choice], bool],
-) -> Choice | None:
+    fit: Callable[[PlanCandidate], bool],
+) -> PlanCandidate | None:
     """As many last blocks as fit; none where not even the first kind does."""
     few, many = 0, frame.num_blocks
     best = frame.choice(first, last, few)

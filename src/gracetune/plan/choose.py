@@ -11,16 +11,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gracetune.errors import GracetuneError
-from gracetune.plan.candidates import Budget, Wishes, candidates, device_need, fits, leanest, spread
+from gracetune.plan.candidates import (
+    Constraints,
+    PlanBudget,
+    candidates,
+    device_need,
+    fits,
+    leanest,
+    spread,
+)
 from gracetune.plan.peak import Fixed, device_bytes, host_bytes
 from gracetune.plan.result import Plan
-from gracetune.plan.step import Choice, least_seconds, predict_seconds
+from gracetune.plan.step import PlanCandidate, least_seconds, predict_seconds
 from gracetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.plan.cost import Model
+    from gracetune.plan.cost import CostModel
 
 CLOSE = 0.005
 """Plans within this share of the fastest are as fast: the simpler one is taken."""
@@ -54,7 +62,9 @@ class Planned:
     """None: nobody asked, or the plan has the run file's own batch."""
 
 
-def choose(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes, simulated: bool) -> Planned:
+def choose(
+    model: CostModel, fixed: Fixed, budget: PlanBudget, wishes: Constraints, simulated: bool
+) -> Planned:
     """The fastest plan within the budget; an error names the least that would do."""
     wishes = wishes.within(budget)
     if not wishes.batch_sizes():
@@ -87,7 +97,7 @@ def choose(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes, simulated
 
 
 def compared(
-    planned: Planned, model: Model, fixed: Fixed, budget: Budget, wishes: Wishes
+    planned: Planned, model: CostModel, fixed: Fixed, budget: PlanBudget, wishes: Constraints
 ) -> Planned:
     """The same, with what the run file's own micro-batch would get where the plan has another."""
     best, batch = planned.best, wishes.written
@@ -100,7 +110,7 @@ def compared(
     return replace(planned, as_written=AsWritten(batch, written.best))
 
 
-def predict(model: Model, choice: Choice, fixed: Fixed, simulated: bool) -> Plan:
+def predict(model: CostModel, choice: PlanCandidate, fixed: Fixed, simulated: bool) -> Plan:
     """What one choice takes."""
     costs = model.at(choice.batch)
     return Plan(
@@ -120,7 +130,7 @@ def predict(model: Model, choice: Choice, fixed: Fixed, simulated: bool) -> Plan
     )
 
 
-def _kind(plan: Plan | Choice) -> object:
+def _kind(plan: Plan | PlanCandidate) -> object:
     """What makes two plans different enough to show both."""
     streams = bool(plan.streamed)
     treatments = frozenset((b.activations, b.offload_input) for b in plan.blocks)
@@ -143,7 +153,9 @@ def _simplest(plans: list[Plan]) -> Plan:
     )
 
 
-def _stream_less(model: Model, plan: Plan, fixed: Fixed, budget: Budget, simulated: bool) -> Plan:
+def _stream_less(
+    model: CostModel, plan: Plan, fixed: Fixed, budget: PlanBudget, simulated: bool
+) -> Plan:
     """Let weights stay that have room: the coarse search leaves some."""
     few, many = 0, len(plan.streamed)
     while few < many:
@@ -159,14 +171,16 @@ def _stream_less(model: Model, plan: Plan, fixed: Fixed, budget: Budget, simulat
     return fewer if fewer.seconds.step <= plan.seconds.step * (1 + CLOSE) else plan
 
 
-def _with_streamed(plan: Plan, count: int) -> Choice:
+def _with_streamed(plan: Plan, count: int) -> PlanCandidate:
     inside = set(spread(count, len(plan.blocks))) if count else set()
     blocks = tuple(
         replace(block, weights="streamed" if index in inside else "resident")
         for index, block in enumerate(plan.blocks)
     )
     slots = plan.slots if inside else 0
-    return Choice(blocks, plan.batch, plan.accumulation, slots, plan.compiled, plan.host_state)
+    return PlanCandidate(
+        blocks, plan.batch, plan.accumulation, slots, plan.compiled, plan.host_state
+    )
 
 
 def _others(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
@@ -179,7 +193,7 @@ def _others(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
     return tuple(others[:RUNNERS_UP])
 
 
-def _too_small(model: Model, fixed: Fixed, budget: Budget, wishes: Wishes) -> str:
+def _too_small(model: CostModel, fixed: Fixed, budget: PlanBudget, wishes: Constraints) -> str:
     """Which tier lacks how much, and what would help."""
     least = leanest(model, fixed, budget, wishes)
 
@@ -230,7 +244,7 @@ def _rounded_up(nbytes: int) -> str:
     return format_bytes(nbytes + parse_bytes(f"0.1 {text.split()[1]}"))
 
 
-def _streamed(choice: Choice) -> str:
+def _streamed(choice: PlanCandidate) -> str:
     if not choice.streamed:
         return "no weights streamed"
     if len(choice.streamed) == len(choice.blocks):

@@ -151,7 +151,7 @@ class Costs:
         return max(block.frozen_nbytes for block in self.blocks)
 
 
-class Model:
+class CostModel:
     """What was traced, on a machine of these speeds; asked for one batch after another."""
 
     def __init__(
@@ -186,7 +186,7 @@ class Model:
         """What the optimizer updates."""
         return self._shapes.trained_nbytes
 
-    def paced(self, slower: float, link: float) -> Model:
+    def paced(self, slower: float, link: float) -> CostModel:
         """The same on a machine that was measured: so many times as slow, its link so many times as
         fast as it was thought to be.
         """

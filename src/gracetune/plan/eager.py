@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gracetune.plan.shapes import Op
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every kernel, and every byte from its allocation to its end."""
 
     def __init__(self, weights: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:

@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class SampleShape:
     """What one sample is, in pixels; a picture is a video of one frame."""
 
     width: int
@@ -42,7 +42,7 @@ class Shape:
     blocks: tuple[str, ...]
     """Where its lists of blocks are, in the order of forward."""
     targets: tuple[str, ...]
-    encoded: Callable[[Config, Picture], Encoded]
+    encoded: Callable[[Config, SampleShape], Encoded]
     inputs: Callable[[Config, Encoded, int, torch.dtype], dict[str, Tensor]]
     others: Callable[[Encoded, int], dict[str, Any]]
     """Arguments that are no tensors."""
@@ -62,7 +62,7 @@ class Published:
     dtype: torch.dtype = torch.bfloat16
 
 
-def _wan_encoded(config: Config, picture: Picture) -> Encoded:
+def _wan_encoded(config: Config, picture: SampleShape) -> Encoded:
     edge = 16 if config["in_channels"] == 48 else 8  # TI2V-5B has a VAE of its own
     frames = (picture.frames - 1) // 4 + 1
     shape = (config["in_channels"], frames, picture.height // edge, picture.width // edge)
@@ -83,7 +83,7 @@ def _wan_inputs(
     }
 
 
-def _packed(config: Config, picture: Picture, text: tuple[int, int]) -> Encoded:
+def _packed(config: Config, picture: SampleShape, text: tuple[int, int]) -> Encoded:
     """Latents of 8 pixels a cell, folded two by two into tokens."""
     cells = (picture.height // 16) * 2, (picture.width // 16) * 2
     return Encoded((config["in_channels"] // 4, *cells), text)

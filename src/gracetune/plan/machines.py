@@ -21,7 +21,7 @@ Kind = Literal["measured", "published", "inferred", "assumed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class SourcedFigure:
     """A number and where it is from."""
 
     value: float
@@ -30,19 +30,19 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineSpec:
     """One GPU, the host memory that is its own, and how fast bytes and products go."""
 
     title: str
     link: Link
-    device_memory: Figure
+    device_memory: SourcedFigure
     """Bytes that a program sees, not those on the box."""
-    host_memory: Figure
+    host_memory: SourcedFigure
     page_bytes: int
     attributes: Mapping[str, int]
-    bf16_flops: Figure
+    bf16_flops: SourcedFigure
     """Of large matrix products, per second, as achieved."""
-    figures: Mapping[str, Figure]
+    figures: Mapping[str, SourcedFigure]
     """By field of `Rates`."""
 
     @property
@@ -77,7 +77,7 @@ class Machine:
         )
 
 
-def machine(name: str) -> Machine:
+def machine(name: str) -> MachineSpec:
     """A machine by its name; the error lists the names there are."""
     if name not in MACHINES:
         raise ConfigError(
@@ -103,22 +103,22 @@ _PREFETCH_IN_SHARE = 49.5 / 55.5
 _PREFETCH_OUT_SHARE = 10.5 / 55.3
 
 
-def _measured(value: float, source: str = _HERE) -> Figure:
-    return Figure(value, "measured", source)
+def _measured(value: float, source: str = _HERE) -> SourcedFigure:
+    return SourcedFigure(value, "measured", source)
 
 
-def _inferred(value: float, source: str) -> Figure:
-    return Figure(value, "inferred", source)
+def _inferred(value: float, source: str) -> SourcedFigure:
+    return SourcedFigure(value, "inferred", source)
 
 
-def _matmul(published_tflops: float, source: str) -> Figure:
+def _matmul(published_tflops: float, source: str) -> SourcedFigure:
     return _inferred(
         published_tflops * 1e12 * _MATMUL_SHARE,
         f"{published_tflops:g} dense TFLOP/s ({source}) times the share reached on an H200",
     )
 
 
-def _device_rate(published: float, source: str) -> Figure:
+def _device_rate(published: float, source: str) -> SourcedFigure:
     return _inferred(
         published * _STREAM_SHARE,
         f"{published / 1e12:g} TB/s ({source}) times the share reached on an H200",
@@ -138,7 +138,9 @@ _PCIE_5 = {
     "prefetch_out": _measured(10.5e9),
     "fault": _measured(5.0e9),
     "read_in_place": _measured(36e9),
-    "host": Figure(100e9, "assumed", "a few channels of DDR5; only simulated CPU work uses it"),
+    "host": SourcedFigure(
+        100e9, "assumed", "a few channels of DDR5; only simulated CPU work uses it"
+    ),
     "both_ways_share": _measured(45.6 / 55.4),
     **_CALLS,
 }
@@ -185,40 +187,42 @@ _C2C_ATTRIBUTES = {
     "direct_managed_mem_access_from_host": 1,
 }
 
-_HOST_1_TIB = Figure(1024 * GIB, "assumed", "a common size; say --host-memory for yours")
+_HOST_1_TIB = SourcedFigure(1024 * GIB, "assumed", "a common size; say --host-memory for yours")
 
-MACHINES: Mapping[str, Machine] = {
-    "gh200-96": Machine(
+MACHINES: Mapping[str, MachineSpec] = {
+    "gh200-96": MachineSpec(
         title="GH200, 96 GB HBM3, 480 GB LPDDR5X",
         link=Link.COHERENT,
         device_memory=_measured(94.9 * GIB, "Lightning-AI/litgpt issue 1892: what torch reports"),
-        host_memory=Figure(480e9, "published", _GH200_SHEET),
+        host_memory=SourcedFigure(480e9, "published", _GH200_SHEET),
         page_bytes=65536,
         attributes=_C2C_ATTRIBUTES,
         bf16_flops=_matmul(989.4, _GARDEN),
         figures={**_C2C, "device": _measured(3.73e12, f"{_DNHKNG}, BabelStream")},
     ),
-    "gh200-144": Machine(
+    "gh200-144": MachineSpec(
         title="GH200, 144 GB HBM3e, 480 GB LPDDR5X",
         link=Link.COHERENT,
         device_memory=_measured(142.5 * GIB, "vllm-project/vllm issue 35313: the driver's total"),
-        host_memory=Figure(480e9, "published", _GH200_SHEET),
+        host_memory=SourcedFigure(480e9, "published", _GH200_SHEET),
         page_bytes=65536,
         attributes=_C2C_ATTRIBUTES,
         bf16_flops=_matmul(989.4, _GARDEN),
         figures={**_C2C, "device": _device_rate(4.9e12, _GH200_SHEET)},
     ),
-    "gb200": Machine(
+    "gb200": MachineSpec(
         title="GB200, one of its two GPUs and half of its 480 GB LPDDR5X",
         link=Link.COHERENT,
-        device_memory=Figure(186e9, "published", "NVIDIA GB200 NVL72: 13.4 TB for 72 GPUs"),
-        host_memory=Figure(240e9, "published", "NVIDIA GB200 data sheet: 480 GB for two GPUs"),
+        device_memory=SourcedFigure(186e9, "published", "NVIDIA GB200 NVL72: 13.4 TB for 72 GPUs"),
+        host_memory=SourcedFigure(
+            240e9, "published", "NVIDIA GB200 data sheet: 480 GB for two GPUs"
+        ),
         page_bytes=65536,
         attributes=_C2C_ATTRIBUTES,
         bf16_flops=_matmul(2500, _GARDEN),
         figures={**_C2C_SHARED, "device": _device_rate(8e12, _GARDEN)},
     ),
-    "gb10": Machine(
+    "gb10": MachineSpec(
         title="DGX Spark (GB10), 128 GB of one memory",
         link=Link.INTEGRATED,
         device_memory=_inferred(119.6 * GIB, "128 GB less what firmware and kernel keep"),
@@ -231,24 +235,26 @@ MACHINES: Mapping[str, Machine] = {
                 name: _inferred(273e9 / 2, "a copy reads and writes the one memory")
                 for name in ("copy_in", "copy_out", "prefetch_in", "prefetch_out", "fault")
             },
-            "read_in_place": Figure(273e9, "published", _SPARK),
-            "device": Figure(273e9, "published", _SPARK),
-            "host": Figure(273e9, "published", _SPARK),
+            "read_in_place": SourcedFigure(273e9, "published", _SPARK),
+            "device": SourcedFigure(273e9, "published", _SPARK),
+            "host": SourcedFigure(273e9, "published", _SPARK),
             "both_ways_share": _inferred(0.5, "both directions are one memory"),
             **_CALLS,
         },
     ),
-    "h100-pcie": Machine(
+    "h100-pcie": MachineSpec(
         title="H100 80 GB on a PCIe 5 host",
         link=Link.MANAGED,
-        device_memory=Figure(79 * GIB, "assumed", "an 80 GB part, less what the driver keeps"),
+        device_memory=SourcedFigure(
+            79 * GIB, "assumed", "an 80 GB part, less what the driver keeps"
+        ),
         host_memory=_HOST_1_TIB,
         page_bytes=4096,
         attributes=_PCIE_ATTRIBUTES,
         bf16_flops=_matmul(989.4, _GARDEN),
         figures={**_PCIE_5, "device": _device_rate(3.35e12, _GARDEN)},
     ),
-    "h200-pcie": Machine(
+    "h200-pcie": MachineSpec(
         title="H200 141 GB on a PCIe 5 host",
         link=Link.MANAGED,
         device_memory=_measured(139 * GIB, f"{_HERE}; to the GiB"),
@@ -258,10 +264,12 @@ MACHINES: Mapping[str, Machine] = {
         bf16_flops=_measured(769e12),
         figures={**_PCIE_5, "device": _measured(4194e9)},
     ),
-    "b200-pcie": Machine(
+    "b200-pcie": MachineSpec(
         title="B200 on a PCIe 5 host",
         link=Link.MANAGED,
-        device_memory=Figure(179 * GIB, "published", "Vultr, HGX B200 hardware overview, 2026"),
+        device_memory=SourcedFigure(
+            179 * GIB, "published", "Vultr, HGX B200 hardware overview, 2026"
+        ),
         host_memory=_HOST_1_TIB,
         page_bytes=4096,
         attributes=_PCIE_ATTRIBUTES,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gracetune.models.experts import transformers_of
 from gracetune.plan.calls import Subject
 from gracetune.plan.choose import choose, compared
-from gracetune.plan.cost import Model
+from gracetune.plan.cost import CostModel
 from gracetune.plan.rates import speeds_of
 from gracetune.plan.trace import trace_model
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gracetune.models.family import Family
-    from gracetune.plan.candidates import Budget, Wishes
+    from gracetune.plan.candidates import Constraints, PlanBudget
     from gracetune.plan.choose import Planned
     from gracetune.plan.peak import Fixed
     from gracetune.plan.rates import Basics
@@ -35,18 +35,18 @@ def traced(
     frozen_compute: FrozenCompute = "bf16",
     stored_share: float = 1.0,
     plain_checkpointing: bool = False,
-) -> Model:
+) -> CostModel:
     """A model on a machine, ready to be asked; `stored_share` is what quantised weights take."""
     shapes = trace_model(subject, TRACED_BATCH)
-    return Model(shapes, speeds_of(basics), frozen_compute, stored_share, plain_checkpointing)
+    return CostModel(shapes, speeds_of(basics), frozen_compute, stored_share, plain_checkpointing)
 
 
 def make_plan(
     subject: Subject,
     basics: Basics,
     fixed: Fixed,
-    budget: Budget,
-    wishes: Wishes,
+    budget: PlanBudget,
+    wishes: Constraints,
     *,
     frozen_compute: FrozenCompute = "bf16",
     stored_share: float = 1.0,

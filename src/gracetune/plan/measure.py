@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from gracetune.plan.probe import Narrow
-    from gracetune.plan.replay import Recipe
+    from gracetune.plan.replay import ReplayCall
     from gracetune.plan.shapes import Op
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def measure(
     def seconds(work: Callable[[], object]) -> float:
         return _timed(work, synchronize, clock)
 
-    stopwatch = Stopwatch(device, synchronize, clock, edge)
+    stopwatch = KernelTimer(device, synchronize, clock, edge)
     return Basics(
         flops=2.0 * edge**3 / seconds(lambda: left @ right),
         memory=2.0 * copied_nbytes / seconds(lambda: back.copy_(there)),
@@ -94,7 +94,7 @@ def _both_ways(
     return min(1.0, seconds(lambda: copy(False)) / seconds(lambda: copy(True)))
 
 
-class Stopwatch:
+class KernelTimer:
     """Times kernels of one device, each of a kind once."""
 
     def __init__(
@@ -150,7 +150,7 @@ class Stopwatch:
                 self._known[what] = None
         return self._known[what]
 
-    def _replay(self, recipe: Recipe) -> float | None:
+    def _replay(self, recipe: ReplayCall) -> float | None:
         def work() -> float:
             devices = [self._device] if self._device.type == "cuda" else []
             with torch.random.fork_rng(devices):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gracetune.config.schema import ModelSection
-    from gracetune.plan.known_models import Encoded, Picture, Shape
+    from gracetune.plan.known_models import Encoded, SampleShape, Shape
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Outline:
 
 def outline(
     section: ModelSection,
-    picture: Picture,
+    picture: SampleShape,
     changes: Mapping[str, Any] | None = None,
     device: str = "meta",
 ) -> Outline:

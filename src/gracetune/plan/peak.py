@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gracetune.plan.cost import Costs
-    from gracetune.plan.step import Choice
+    from gracetune.plan.step import PlanCandidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Moment:
         return self.activations + self.workspace + self.gradients
 
 
-def device_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
+def device_bytes(costs: Costs, choice: PlanCandidate, fixed: Fixed) -> Bytes:
     """Device memory by role, when it is fullest."""
     top = max(_moments(costs, choice, fixed.experts), key=lambda moment: moment.total)
     resident = sum(
@@ -85,7 +85,7 @@ def device_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
     )
 
 
-def host_bytes(costs: Costs, choice: Choice, fixed: Fixed) -> Bytes:
+def host_bytes(costs: Costs, choice: PlanCandidate, fixed: Fixed) -> Bytes:
     """Host memory by role; activations are in it by the end of forward."""
     out = sum(
         block.outgoing_nbytes(plan, choice.compiled)
@@ -105,7 +105,7 @@ def _state_on_device(host_share: float, fixed: Fixed) -> int:
     return fixed.optimizer_nbytes - int(host_share * fixed.optimizer_nbytes) + slots
 
 
-def _moments(costs: Costs, choice: Choice, experts: int) -> Iterator[_Moment]:
+def _moments(costs: Costs, choice: PlanCandidate, experts: int) -> Iterator[_Moment]:
     """Every moment that could be the highest."""
     # From the second micro-batch on, gradients are there all the time; of two experts, maybe both.
     accumulated = experts * costs.trained_nbytes if choice.accumulation > 1 else 0

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from gracetune.plan.cuda_kernels import CudaKernels
-from gracetune.plan.eager import Watch
+from gracetune.plan.eager import KernelRecorder
 from gracetune.plan.host import Host, operators
 from gracetune.plan.outlines import Outline
 
@@ -75,8 +75,8 @@ class Probe:
         self._synchronize, self._clock = synchronize, clock
         _introduce(device)
         plain, prepared = (functools.partial(narrow, has_more) for has_more in (False, True))
-        self._bare, self._ours = _Pass(plain, device), _Pass(prepared, device)
-        self._asked = _Pass(prepared, device, policed=True)
+        self._bare, self._ours = _ProbePass(plain, device), _ProbePass(prepared, device)
+        self._asked = _ProbePass(prepared, device, policed=True)
         self._bare_calls, self._our_calls = self._bare.count(), self._ours.count()
 
     def measure(self, repeats: int = REPEATS) -> Host:
@@ -117,7 +117,7 @@ def _usual(times: list[Spent]) -> Spent:
     return Spent(*(fmean(sorted(way)[:counted]) for way in zip(*times, strict=True)))
 
 
-class _Pass:
+class _ProbePass:
     """There and back through the model, and an update of what is trained."""
 
     def __init__(
@@ -158,11 +158,11 @@ class _Pass:
         own. Of the first, what a policy is asked about, which is what blocks call.
         """
         kernels = nullcontext() if self._device.type == "cpu" else CudaKernels()
-        return _Pass(self._make, torch.device("cpu")).count_as(kernels)
+        return _ProbePass(self._make, torch.device("cpu")).count_as(kernels)
 
     def count_as(self, kernels: AbstractContextManager[object]) -> tuple[Calls, Calls]:
         """With the kernels that another device would have."""
-        watch = Watch(self._model.parameters(), self._batch.values())
+        watch = KernelRecorder(self._model.parameters(), self._batch.values())
         inside = 0
 
         def begin(*_: object) -> None:

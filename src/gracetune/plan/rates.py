@@ -10,13 +10,13 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from gracetune.plan.host import Host
-from gracetune.plan.machines import Figure
+from gracetune.plan.machines import SourcedFigure
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gracetune.plan.machines import Machine
+    from gracetune.plan.machines import MachineSpec
     from gracetune.plan.shapes import Op
 
     Timer = Callable[[Op, float], float | None]
@@ -31,38 +31,38 @@ _HOST = (
 )
 _KERNELS = "one kernel at a time on an H200, torch 2.11, 2026-11-15"
 
-FITTED: Mapping[str, Figure] = {
-    "gemm_share": Figure(0.89, "measured", f"{_LONG}; {_STEP} would give 0.97"),
-    "fp8_share": Figure(
+FITTED: Mapping[str, SourcedFigure] = {
+    "gemm_share": SourcedFigure(0.89, "measured", f"{_LONG}; {_STEP} would give 0.97"),
+    "fp8_share": SourcedFigure(
         1353 / 769 * 0.88 / 0.97,
         "inferred",
         f"{_KERNELS}: row-wise products with their quantisation; less what bf16 loses in a step",
     ),
-    "attention_forward_share": Figure(0.76, "measured", f"{_STEP}: 10 ms; and {_LONG}"),
-    "attention_backward_share": Figure(0.62, "measured", f"{_STEP}: 31 ms; and {_LONG}"),
-    "compiled_share": Figure(
+    "attention_forward_share": SourcedFigure(0.76, "measured", f"{_STEP}: 10 ms; and {_LONG}"),
+    "attention_backward_share": SourcedFigure(0.62, "measured", f"{_STEP}: 31 ms; and {_LONG}"),
+    "compiled_share": SourcedFigure(
         0.75, "measured", f"{_FUSED}; 16.8 ms of fused and small kernels for what 11 ms would copy"
     ),
-    "eager_share": Figure(0.75, "inferred", f"what products and attention leave of {_RING}"),
-    "step_share": Figure(
+    "eager_share": SourcedFigure(0.75, "inferred", f"what products and attention leave of {_RING}"),
+    "step_share": SourcedFigure(
         0.88, "inferred", f"{_FUSED} where products alone do 757 to 805 TFLOP/s; and {_LONG}"
     ),
-    "gap_s": Figure(2e-6, "assumed", "between two kernels of one stream"),
-    "forward_s": Figure(8e-6, "measured", f"an operator that a model calls: {_HOST}"),
-    "backward_s": Figure(5e-6, "measured", f"one that autograd calls: {_HOST}"),
-    "own_s": Figure(110e-6, "measured", f"one of ours, beside its kernels: {_HOST}"),
-    "own_back_s": Figure(31e-6, "measured", f"one of ours that autograd calls: {_HOST}"),
-    "policed_s": Figure(22e-6, "measured", f"what a policy adds to a call: {_HOST}"),
-    "again_s": Figure(24e-6, "measured", f"and to one that is made again: {_HOST}"),
-    "updated_s": Figure(11e-6, "measured", f"an update of one tensor: {_HOST}"),
-    "fragmentation": Figure(
+    "gap_s": SourcedFigure(2e-6, "assumed", "between two kernels of one stream"),
+    "forward_s": SourcedFigure(8e-6, "measured", f"an operator that a model calls: {_HOST}"),
+    "backward_s": SourcedFigure(5e-6, "measured", f"one that autograd calls: {_HOST}"),
+    "own_s": SourcedFigure(110e-6, "measured", f"one of ours, beside its kernels: {_HOST}"),
+    "own_back_s": SourcedFigure(31e-6, "measured", f"one of ours that autograd calls: {_HOST}"),
+    "policed_s": SourcedFigure(22e-6, "measured", f"what a policy adds to a call: {_HOST}"),
+    "again_s": SourcedFigure(24e-6, "measured", f"and to one that is made again: {_HOST}"),
+    "updated_s": SourcedFigure(11e-6, "measured", f"an update of one tensor: {_HOST}"),
+    "fragmentation": SourcedFigure(
         0.03,
         "assumed",
         "of the peak: held by torch's allocator, unused. A clip planned for 96 GB left 1 % in "
         "segments that grow; those of fixed size may need more than there is",
     ),
-    "context_nbytes": Figure(0.6 * GIB, "assumed", "the driver's own share of a device"),
-    "library_nbytes": Figure(
+    "context_nbytes": SourcedFigure(0.6 * GIB, "assumed", "the driver's own share of a device"),
+    "library_nbytes": SourcedFigure(
         0.05 * GIB, "inferred", "workspaces of cuBLAS and cuDNN: what measured peaks leave for them"
     ),
 }
@@ -116,7 +116,7 @@ class Basics:
     """What queueing costs: measured, or what is assumed of a host that nobody has measured."""
 
 
-def basics_of(machine: Machine) -> Basics:
+def basics_of(machine: MachineSpec) -> Basics:
     """The figures of a known machine."""
     rates = machine.rates()
     return Basics(
@@ -128,7 +128,7 @@ def basics_of(machine: Machine) -> Basics:
     )
 
 
-def speeds_of(basics: Basics, fitted: Mapping[str, Figure] = FITTED) -> Speeds:
+def speeds_of(basics: Basics, fitted: Mapping[str, SourcedFigure] = FITTED) -> Speeds:
     """The basics, times the shares that a training step reaches of them."""
     share = {name: figure.value for name, figure in fitted.items()}
     return Speeds(

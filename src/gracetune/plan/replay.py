@@ -23,7 +23,7 @@ STATISTICS = {aten.native_layer_norm_backward.default: (3, 4)}
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ReplayCall:
     """A call of an operator; equal ones take equally long."""
 
     func: OpOverload
@@ -67,7 +67,7 @@ class _Several:
     members: tuple[object, ...]
 
 
-def recipe_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recipe:
+def recipe_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplayCall:
     """What to write down of a call."""
     named = tuple((name, _described(value)) for name, value in sorted(kwargs.items()))
     placed = [_described(value) for value in args]
@@ -75,10 +75,10 @@ def recipe_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         looks = placed[place]
         assert isinstance(looks, _Looks), f"{func} has {looks} there"
         placed[place] = replace(looks, dtype=torch.float32)
-    return Recipe(func, tuple(placed), named)
+    return ReplayCall(func, tuple(placed), named)
 
 
-def prepared(recipe: Recipe, device: torch.device) -> Callable[[], object]:
+def prepared(recipe: ReplayCall, device: torch.device) -> Callable[[], object]:
     """The same call, with tensors of its own, on this device."""
     args = [_remade(value, device) for value in recipe.args]
     kwargs = {name: _remade(value, device) for name, value in recipe.kwargs}

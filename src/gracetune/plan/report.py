@@ -13,7 +13,7 @@ from gracetune.units import GIB, format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gracetune.plan.candidates import Budget
+    from gracetune.plan.candidates import PlanBudget
     from gracetune.plan.choose import AsWritten, Planned
     from gracetune.plan.result import Plan
 
@@ -36,7 +36,7 @@ class Heading:
     """The family, and where its shape is from."""
     sample: str
     machine: str
-    budget: Budget
+    budget: PlanBudget
     notes: tuple[str, ...] = ()
     """What was assumed, or not known."""
     has_ramp: bool = False
@@ -111,7 +111,7 @@ def to_set(plan: Plan, has_ramp: bool) -> dict[str, int]:
     return settings
 
 
-def reasons(planned: Planned, budget: Budget) -> list[str]:
+def reasons(planned: Planned, budget: PlanBudget) -> list[str]:
     """Why this plan: what each decision buys, in its own numbers."""
     best, found = planned.best, []
     seconds = best.seconds
@@ -160,7 +160,7 @@ def reasons(planned: Planned, budget: Budget) -> list[str]:
     return found
 
 
-def _within(budget: Budget) -> str:
+def _within(budget: PlanBudget) -> str:
     allocator = f"({budget.fragmentation:.0%} of the peak left to the allocator)"
     device = format_bytes(budget.device_nbytes)
     if budget.one_memory:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.plan.replay import Recipe
+    from gracetune.plan.replay import ReplayCall
 
 Kind = Literal["gemm", "attention", "elementwise"]
 
@@ -37,7 +37,7 @@ class Op:
     """Whether it is the first kernel of one of our operators."""
     holds_frozen: bool = False
     """Whether the weight is frozen itself, and not of the adapter inside one of our operators."""
-    recipe: Recipe | None = None
+    recipe: ReplayCall | None = None
     """Of an elementwise kernel that is not compiled: the call that makes it run on a device."""
 
 

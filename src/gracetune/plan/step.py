@@ -36,7 +36,7 @@ truth one tensor at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlanCandidate:
     """What is decided before anything is predicted."""
 
     blocks: tuple[BlockPlan, ...]
@@ -55,7 +55,9 @@ class Choice:
         return tuple(i for i, block in enumerate(self.blocks) if block.weights == "streamed")
 
 
-def predict_seconds(costs: Costs, choice: Choice, speeds: Speeds, optimizer_nbytes: int) -> Seconds:
+def predict_seconds(
+    costs: Costs, choice: PlanCandidate, speeds: Speeds, optimizer_nbytes: int
+) -> Seconds:
     """How long a micro-batch takes, its share of the optimizer's update included."""
     for num_steps in (STEPS, MORE_STEPS):
         script = _Script(costs, choice, speeds, optimizer_nbytes, num_steps)
@@ -95,7 +97,7 @@ def predict_seconds(costs: Costs, choice: Choice, speeds: Speeds, optimizer_nbyt
     )
 
 
-def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
+def least_seconds(costs: Costs, choice: PlanCandidate, speeds: Speeds) -> float:
     """What no order of events can beat: computing, queueing, or a direction of the link, alone."""
     computing = _parts(costs, choice).total + _recomputed(costs, choice)
     computing += costs.outside.forward.total + costs.outside.backward.total
@@ -107,7 +109,7 @@ def least_seconds(costs: Costs, choice: Choice, speeds: Speeds) -> float:
     )
 
 
-def _least_queueing(costs: Costs, choice: Choice) -> float:
+def _least_queueing(costs: Costs, choice: PlanCandidate) -> float:
     """The host's seconds for blocks."""
     ways = (
         block.way(plan.activations, choice.compiled)
@@ -116,14 +118,14 @@ def _least_queueing(costs: Costs, choice: Choice) -> float:
     return sum(way.forward_host_s + way.backward_host_s for way in ways)
 
 
-def _least_incoming(costs: Costs, choice: Choice) -> float:
+def _least_incoming(costs: Costs, choice: PlanCandidate) -> float:
     """Bytes: weights that no slot has kept, and activations that have left."""
     weights = sorted(2 * [costs.blocks[index].frozen_nbytes for index in choice.streamed])
     uses = max(0, 2 * (len(choice.streamed) - choice.slots))
     return sum(weights[:uses]) + _sent_before(costs, choice, min(IN_FLIGHT, 1 + choice.ahead))
 
 
-def _sent_before(costs: Costs, choice: Choice, last: int) -> float:
+def _sent_before(costs: Costs, choice: PlanCandidate, last: int) -> float:
     """Bytes that blocks send to host memory, all but the last ones, whose copies may not end."""
     first = len(choice.blocks) - last
     return sum(
@@ -132,7 +134,7 @@ def _sent_before(costs: Costs, choice: Choice, last: int) -> float:
     )
 
 
-def _parts(costs: Costs, choice: Choice) -> Parts:
+def _parts(costs: Costs, choice: PlanCandidate) -> Parts:
     total = None
     for block in costs.blocks:
         way = block.way("keep", choice.compiled)
@@ -142,7 +144,7 @@ def _parts(costs: Costs, choice: Choice) -> Parts:
     return total
 
 
-def _recomputed(costs: Costs, choice: Choice) -> float:
+def _recomputed(costs: Costs, choice: PlanCandidate) -> float:
     return sum(
         block.again_s(plan.activations, choice.compiled)
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
@@ -150,24 +152,24 @@ def _recomputed(costs: Costs, choice: Choice) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _BlockPass:
     """One way through a block, or through what is outside of them."""
 
     seconds: float
     queueing_s: float
     kernels: float = 0.0
 
-    def part(self, of: int) -> _Pass:
+    def part(self, of: int) -> _BlockPass:
         """One of so many equal ones."""
-        return _Pass(self.seconds / of, self.queueing_s / of, self.kernels / of)
+        return _BlockPass(self.seconds / of, self.queueing_s / of, self.kernels / of)
 
 
-def _passes(way: Way, queueing_s: tuple[float, float]) -> tuple[_Pass, _Pass]:
+def _passes(way: Way, queueing_s: tuple[float, float]) -> tuple[_BlockPass, _BlockPass]:
     """There and back."""
     there, back = queueing_s
     return (
-        _Pass(way.forward.total, there, way.forward_kernels),
-        _Pass(way.backward.total, back, way.backward_kernels),
+        _BlockPass(way.forward.total, there, way.forward_kernels),
+        _BlockPass(way.backward.total, back, way.backward_kernels),
     )
 
 
@@ -176,7 +178,7 @@ class _Script:
     """Tasks in the order in which a step queues them."""
 
     costs: Costs
-    choice: Choice
+    choice: PlanCandidate
     speeds: Speeds
     optimizer_nbytes: int
     num_steps: int
@@ -265,7 +267,7 @@ class _Script:
         self._compute(back)
         self._write_backward(out)
         queueing_s = self.costs.update_host_s / self.choice.accumulation if self._queues else 0.0
-        self._compute(_Pass(self._update_s + self.wait_state_s, queueing_s))
+        self._compute(_BlockPass(self._update_s + self.wait_state_s, queueing_s))
 
     def _write_backward(self, out: dict[int, list[int]]) -> None:
         last = len(self.choice.blocks) - 1
@@ -282,7 +284,7 @@ class _Script:
             for part, arrival in enumerate(arrivals):
                 self._compute(backward.part(len(arrivals)), [arrival, *(() if part else after)])
 
-    def _passes_of(self, index: int) -> tuple[_Pass, _Pass]:
+    def _passes_of(self, index: int) -> tuple[_BlockPass, _BlockPass]:
         plan, block = self.choice.blocks[index], self.costs.blocks[index]
         way = block.way(plan.activations, self.choice.compiled)
         return _passes(way, self._queues[index] if self._queues else (0.0, 0.0))
@@ -316,7 +318,7 @@ class _Script:
     def _weights(self, index: int) -> tuple[int, ...]:
         return (self._fetched[index],) if index in self._fetched else ()
 
-    def _compute(self, work: _Pass, after: Sequence[int] = ()) -> None:
+    def _compute(self, work: _BlockPass, after: Sequence[int] = ()) -> None:
         """A pass begins when the one before is queued, and the next when this one is."""
         before = self._queued
         sofar = self._kernels[-1] if self._kernels else 0.0

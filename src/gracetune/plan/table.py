@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """One item."""
 
     item: str
@@ -29,18 +29,20 @@ class Row:
 
 def memory_table(
     outline: Outline, shapes: ModelShapes, trained: Trained, samples: int
-) -> Iterator[Row]:
+) -> Iterator[MemoryRow]:
     """Of a data set of so many samples, and of a step with one of them."""
     latents, text = cache_nbytes(outline)
     experts = outline.experts
     both = " of both experts" if experts == 2 else ""
-    yield Row(f"latents of {samples} samples", samples * latents)
-    yield Row(f"text of {samples} samples, padded (stored without padding: less)", samples * text)
-    yield Row(f"frozen weights{both}", experts * shapes.frozen_nbytes)
-    yield Row(f"adapters{both}", experts * trained.nbytes)
-    yield Row(f"adapters{both}, copied for products", experts * shapes.copies_nbytes)
-    yield Row("gradients of one step", trained.nbytes)
-    yield Row(f"optimizer state{both}", experts * trained.state_nbytes)
+    yield MemoryRow(f"latents of {samples} samples", samples * latents)
+    yield MemoryRow(
+        f"text of {samples} samples, padded (stored without padding: less)", samples * text
+    )
+    yield MemoryRow(f"frozen weights{both}", experts * shapes.frozen_nbytes)
+    yield MemoryRow(f"adapters{both}", experts * trained.nbytes)
+    yield MemoryRow(f"adapters{both}, copied for products", experts * shapes.copies_nbytes)
+    yield MemoryRow("gradients of one step", trained.nbytes)
+    yield MemoryRow(f"optimizer state{both}", experts * trained.state_nbytes)
     blocks = shapes.blocks
     for name, ways in (
         ("recomputed, compiled", [block.compiled.recompute for block in blocks]),
@@ -52,4 +54,4 @@ def memory_table(
             way.saved_nbytes + (block.input_nbytes if way.saves_input else 0)
             for way, block in zip(ways, blocks, strict=True)
         )
-        yield Row(f"activations of one sample, {name}", held // shapes.batch)
+        yield MemoryRow(f"activations of one sample, {name}", held // shapes.batch)

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_unflatten
 
 from gracetune.plan.calls import (
-    Call,
+    BlockCall,
     Subject,
     Whole,
     check_blocks,
@@ -30,7 +30,7 @@ from gracetune.plan.calls import (
 )
 from gracetune.plan.compiled import cut, joint_graph
 from gracetune.plan.cuda_kernels import CudaKernels
-from gracetune.plan.eager import Watch
+from gracetune.plan.eager import KernelRecorder
 from gracetune.plan.kernels import size_of, storage_of, tensors_of
 from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace, Ways, done_again
 
@@ -83,7 +83,7 @@ def _forget_fakes(model: nn.Module) -> None:
                     found.cache_clear()
 
 
-def _fresh(call: Call) -> list[Any]:
+def _fresh(call: BlockCall) -> list[Any]:
     """The same arguments with memory of their own, those that flow ready for gradients."""
     leaves = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in call.leaves]
     for place in call.flowing:
@@ -91,7 +91,7 @@ def _fresh(call: Call) -> list[Any]:
     return leaves
 
 
-def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> BlockShapes:
+def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) -> BlockShapes:
     parameters = list(block.parameters())
     trained = [p for p in parameters if p.requires_grad]
     copies_nbytes = sum(fakes[id(p)].nbytes for p in trained if fakes[id(p)].dtype != p.dtype)
@@ -117,12 +117,12 @@ def _eager_ways(keep: Trace, input_nbytes: int) -> Ways:
     return Ways(keep, lean, done_again(keep, attention, input_nbytes))
 
 
-def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trace:
+def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) -> Trace:
     weights = weights_of(block, fakes)
     leaves = _fresh(call)
     inputs = [leaves[place] for place in call.flowing]
     trained = [w for w in weights.values() if w.requires_grad]
-    watch = Watch(weights.values(), tensors_of(leaves))
+    watch = KernelRecorder(weights.values(), tensors_of(leaves))
     saved: dict[int, int] = {}
     num_read = num_saved = 0
 
@@ -163,7 +163,9 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Trac
     )
 
 
-def _compiled(block: nn.Module, fakes: dict[int, Tensor], call: Call) -> Callable[[Kept], Trace]:
+def _compiled(
+    block: nn.Module, fakes: dict[int, Tensor], call: BlockCall
+) -> Callable[[Kept], Trace]:
     """One joint graph, to be cut in any way."""
     weights = weights_of(block, fakes)
     names = list(weights)
@@ -196,12 +198,12 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def _trace_outside(
-    subject: Subject, fakes: dict[int, Tensor], calls: Sequence[Call], batch: int
+    subject: Subject, fakes: dict[int, Tensor], calls: Sequence[BlockCall], batch: int
 ) -> tuple[Trace, int]:
     """Embeddings, head and loss; and the bytes of the batch itself."""
     weights = weights_of(subject.model, fakes, "model.")
     inputs = subject.inputs(batch)
-    watch = Watch(weights.values(), inputs.values())
+    watch = KernelRecorder(weights.values(), inputs.values())
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -234,7 +236,7 @@ def _trace_outside(
     return trace, sum(tensor.nbytes for tensor in inputs.values())
 
 
-def _context(calls: Sequence[Call]) -> list[Tensor]:
+def _context(calls: Sequence[BlockCall]) -> list[Tensor]:
     """What every block is given besides what flows: text, noise level, positions."""
     return [
         leaf

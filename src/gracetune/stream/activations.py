@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gracetune.events.types import Notice
-from gracetune.stream.again import do_again
+from gracetune.stream.again import checkpoint_block
 from gracetune.stream.movers import StreamError
-from gracetune.stream.packing import Packer
-from gracetune.stream.parcels import Call, Distance, Saved
+from gracetune.stream.packing import OffloadPolicy
+from gracetune.stream.parcels import Distance, OffloadedCall, SavedTensor
 from gracetune.stream.storages import (
     SharedInputs,
     storages_in,
     tensors_in,
     weights_of,
 )
-from gracetune.stream.transport import HostPool, Transport, room_for
+from gracetune.stream.transport import HostPool, OffloadCopies, room_for
 from gracetune.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from gracetune.stream.movers import Mover
+    from gracetune.stream.movers import CopyEngine
     from gracetune.stream.weights import Reference, Ring
 
 IN_FLIGHT = 2
@@ -90,7 +90,7 @@ class OffloadCounters:
 
 def offload_activations(
     blocks: Sequence[nn.Module],
-    mover: Mover,
+    mover: CopyEngine,
     ring: Ring | None,
     tell: Callable[[Notice], None],
     min_nbytes: int = MIB,
@@ -134,7 +134,7 @@ class Offload:
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        mover: Mover,
+        mover: CopyEngine,
         ring: Ring | None,
         tell: Callable[[Notice], None],
         min_nbytes: int,
@@ -148,9 +148,9 @@ class Offload:
         self._whole = frozenset(blocks)
         self._inputs_of = frozenset(inputs_of)
         self._pool = HostPool(mover, SLAB_NBYTES, partial(room_for, settings.host_nbytes))
-        self._transport = Transport(mover, self._pool, settings.poison)
+        self._transport = OffloadCopies(mover, self._pool, settings.poison)
         num_blocks = len(blocks) + len(inputs_of)
-        self._packer = Packer(
+        self._packer = OffloadPolicy(
             mover.device, ring, self._transport, self._pool, min_nbytes, num_blocks
         )
         self._told_nbytes = 0
@@ -159,9 +159,9 @@ class Offload:
         """Blocks that have begun and not ended."""
         self._seen: set[nn.Module] = set()
         """Blocks of this pass."""
-        self._last: Call | None = None
+        self._last: OffloadedCall | None = None
         """The call before, in this pass."""
-        self._reached: Call | None = None
+        self._reached: OffloadedCall | None = None
         """Where backward is."""
         self._shared_inputs = SharedInputs()
         self._closed = False
@@ -206,7 +206,7 @@ class Offload:
         self._begins(block, args, kwargs, recompute=True)
         result = None
         try:
-            result = do_again(block, args, kwargs)
+            result = checkpoint_block(block, args, kwargs)
         finally:
             self._ends(block, args, result)
         return result
@@ -248,7 +248,7 @@ class Offload:
         inputs = storages_in((args, kwargs))
         shared = self._shared_inputs.of(block, inputs)
         weights = weights_of(block, self._min_nbytes) if sends else frozenset()
-        self._last = Call(
+        self._last = OffloadedCall(
             before=self._last,
             stays=weights | shared,
             only=None if block in self._whole else frozenset(ref.cdata for ref in inputs),
@@ -279,10 +279,10 @@ class Offload:
         if change:
             self._tell(Notice(f"blocks whose activations are brought back ahead: {change}."))
 
-    def _unpack(self, packed: Tensor | Reference | Saved) -> Tensor:
+    def _unpack(self, packed: Tensor | Reference | SavedTensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if not isinstance(packed, Saved):
+        if not isinstance(packed, SavedTensor):
             assert self._ring is not None, "a reference into a ring that is not there"
             return self._ring.unpack(packed)
         if self._closed:
@@ -301,7 +301,7 @@ class Offload:
             self._transport.bring(parcel, foreseen=False)
         return packed.view(parcel.read())
 
-    def _comes_back(self, call: Call, *_: object) -> None:
+    def _comes_back(self, call: OffloadedCall, *_: object) -> None:
         """Backward has come to a block: have the ones before it on the device soon."""
         if call is self._reached or self._closed:
             return
@@ -323,9 +323,9 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _chain(call: Call | None, count: int) -> list[Call]:
+def _chain(call: OffloadedCall | None, count: int) -> list[OffloadedCall]:
     """A call and those before it."""
-    calls: list[Call] = []
+    calls: list[OffloadedCall] = []
     while call is not None and len(calls) < count:
         calls.append(call)
         call = call.before

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def do_again(
+def checkpoint_block(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any
 ) -> Any:
     """Call now and once more in backward; hooks on saved tensors may send the inputs away.

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
 
 from gracetune.errors import GracetuneError
 from gracetune.events.types import Notice
-from gracetune.stream.again import do_again
+from gracetune.stream.again import checkpoint_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -183,7 +183,7 @@ def _eager(block: nn.Module, how: Keeping, ring: Ring | None) -> Callable[..., A
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return do_again(forward, args, kwargs, context_fn=keeps)
+        return checkpoint_block(forward, args, kwargs, context_fn=keeps)
 
     return run
 

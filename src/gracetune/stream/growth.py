@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from gracetune.events.types import Notice
-from gracetune.stream.laps import Laps
-from gracetune.stream.movers import Lane
+from gracetune.stream.laps import PassWindow
+from gracetune.stream.movers import CopyStream
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.stream.movers import Mover
+    from gracetune.stream.movers import CopyEngine
     from gracetune.stream.slots import Slots
 
 WINDOW = 4
@@ -39,13 +39,13 @@ class Tried(NamedTuple):
     waited_s: float
 
 
-class Growth:
+class RingAutosizer:
     """Watches one ring and adds to its slots, within so much device memory."""
 
     def __init__(
         self,
         slots: Slots,
-        mover: Mover,
+        mover: CopyEngine,
         most_slots: int,
         limit_nbytes: int,
         tell: Callable[[Notice], None],
@@ -54,7 +54,7 @@ class Growth:
         self._least = slots.count
         self._most = min(most_slots, slots.count + limit_nbytes // slots.nbytes)
         self._tell = tell
-        self._laps = Laps(partial(mover.lap, Lane.WEIGHTS), WINDOW)
+        self._laps = PassWindow(partial(mover.lap, CopyStream.WEIGHTS), WINDOW)
         self._before: Tried | None = None
         """The number before slots were last added; none: none were, or nothing waits any more."""
         self._settled = self._most <= self._least

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gracetune.stream.waits import Lap
 
 
-class Laps:
+class PassWindow:
     """One window after the other."""
 
     def __init__(self, begin: Callable[[], Lap], passes: int) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from gracetune.errors import GracetuneError
 from gracetune.memory.platform import Link
-from gracetune.stream.waits import PlainLap, Stopwatch, Waits
+from gracetune.stream.waits import PlainLap, StallTimer, Waits
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class StreamError(GracetuneError):
     """Weights or activations cannot be streamed as asked, or were changed while they are."""
 
 
-class Lane(Enum):
+class CopyStream(Enum):
     """What is copied, and which way: each has a stream and a stopwatch of its own."""
 
     WEIGHTS = "weights"
@@ -56,7 +56,7 @@ class Arrival(Protocol):
         ...
 
 
-class Mover(Protocol):
+class CopyEngine(Protocol):
     """Memory on both sides, and copies between them."""
 
     @property
@@ -81,16 +81,16 @@ class Mover(Protocol):
         ...
 
     def copy(
-        self, target: Tensor, source: Tensor, poison: bool, lane: Lane = Lane.WEIGHTS
+        self, target: Tensor, source: Tensor, poison: bool, lane: CopyStream = CopyStream.WEIGHTS
     ) -> Arrival:
         """Overwrite bytes once all work queued so far is done; `poison` them first."""
         ...
 
-    def waits(self, lane: Lane = Lane.WEIGHTS) -> Waits:
+    def waits(self, lane: CopyStream = CopyStream.WEIGHTS) -> Waits:
         """What was waited for; this and giving up memory alone wait for the device itself."""
         ...
 
-    def lap(self, lane: Lane) -> Lap:
+    def lap(self, lane: CopyStream) -> Lap:
         """Begin one with what is waited for next; the lane's lap before it has ended."""
         ...
 
@@ -99,21 +99,21 @@ class Mover(Protocol):
         ...
 
 
-def open_mover(device: torch.device, link: Link) -> Mover:
+def open_copy_engine(device: torch.device, link: Link) -> CopyEngine:
     """The one way to the device that fits the machine; nothing below asks about hardware."""
     if device.type == "cpu":
-        return SynchronousMover()
+        return SynchronousCopyEngine()
     # Over C2C, or with one memory for both, the copy engine reads any page: pinning buys nothing.
-    return CudaMover(device, pin=link not in (Link.COHERENT, Link.INTEGRATED))
+    return CudaCopyEngine(device, pin=link not in (Link.COHERENT, Link.INTEGRATED))
 
 
-class SynchronousMover:
+class SynchronousCopyEngine:
     """Copies at once, and counts all their time as waited for."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._seconds = dict.fromkeys(Lane, 0.0)
-        self._laps: dict[Lane, PlainLap] = {}
+        self._seconds = dict.fromkeys(CopyStream, 0.0)
+        self._laps: dict[CopyStream, PlainLap] = {}
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Plain memory."""
@@ -131,7 +131,7 @@ class SynchronousMover:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy(
-        self, target: Tensor, source: Tensor, poison: bool, lane: Lane = Lane.WEIGHTS
+        self, target: Tensor, source: Tensor, poison: bool, lane: CopyStream = CopyStream.WEIGHTS
     ) -> Arrival:
         """Done when it returns."""
         began = time.perf_counter()
@@ -141,11 +141,11 @@ class SynchronousMover:
         self._seconds[lane] += time.perf_counter() - began
         return _Arrived()
 
-    def waits(self, lane: Lane = Lane.WEIGHTS) -> Waits:
+    def waits(self, lane: CopyStream = CopyStream.WEIGHTS) -> Waits:
         """Nothing is late that is there at once."""
         return Waits(0, self._seconds[lane])
 
-    def lap(self, lane: Lane) -> Lap:
+    def lap(self, lane: CopyStream) -> Lap:
         """By the host's clock."""
         now, seconds = time.perf_counter(), self._seconds[lane]
         if lane in self._laps:
@@ -162,20 +162,20 @@ class _Arrived:
         """It is there."""
 
 
-class CudaMover:
+class CudaCopyEngine:
     """A copy stream a lane; events keep them and the computing stream from each other's bytes."""
 
     def __init__(self, device: torch.device, pin: bool) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._pin = pin
-        self._streams: dict[Lane, torch.cuda.Stream] = {
+        self._streams: dict[CopyStream, torch.cuda.Stream] = {
             lane: torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            for lane in Lane
+            for lane in CopyStream
         }
-        self._stream = self._streams[Lane.WEIGHTS]
-        self._stopwatches = {lane: Stopwatch() for lane in Lane}
-        self._lent: dict[int, weakref.finalize[[_Streams, Tensor, bool], CudaMover]] = {}
+        self._stream = self._streams[CopyStream.WEIGHTS]
+        self._stopwatches = {lane: StallTimer() for lane in CopyStream}
+        self._lent: dict[int, weakref.finalize[[_Streams, Tensor, bool], CudaCopyEngine]] = {}
         """How to give up what begins at an address."""
         self._computing = torch.cuda.current_stream(self.device)
 
@@ -200,7 +200,7 @@ class CudaMover:
         return memory
 
     def copy(
-        self, target: Tensor, source: Tensor, poison: bool, lane: Lane = Lane.WEIGHTS
+        self, target: Tensor, source: Tensor, poison: bool, lane: CopyStream = CopyStream.WEIGHTS
     ) -> Arrival:
         """On the lane's stream, behind everything that computing has queued."""
         stream = self._streams[lane]
@@ -215,7 +215,7 @@ class CudaMover:
             done.record(stream)
         return _Arriving(self, done, self._stopwatches[lane])
 
-    def wait(self, done: torch.cuda.Event, stopwatch: Stopwatch, ahead: bool) -> None:
+    def wait(self, done: torch.cuda.Event, stopwatch: StallTimer, ahead: bool) -> None:
         """Hold the computing stream, not the caller, until a copy is done; note when and since."""
         stream = self._computing_stream()
         asked = _event(timed=True)
@@ -225,12 +225,12 @@ class CudaMover:
         resumed.record(stream)
         stopwatch.note(asked, resumed, ahead)
 
-    def waits(self, lane: Lane = Lane.WEIGHTS) -> Waits:
+    def waits(self, lane: CopyStream = CopyStream.WEIGHTS) -> Waits:
         """Waits for the last copy that computing asked for."""
         self._stopwatches[lane].catch_up()
         return self._stopwatches[lane].read()
 
-    def lap(self, lane: Lane) -> Lap:
+    def lap(self, lane: CopyStream) -> Lap:
         """By events on the device."""
         return self._stopwatches[lane].begin_lap()
 
@@ -274,7 +274,9 @@ class CudaMover:
 
 
 class _Arriving:
-    def __init__(self, mover: CudaMover, done: torch.cuda.Event, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self, mover: CudaCopyEngine, done: torch.cuda.Event, stopwatch: StallTimer
+    ) -> None:
         self._mover = mover
         self._done = done
         self._stopwatch = stopwatch

@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from gracetune.stream.movers import StreamError
-from gracetune.stream.parcels import Parcel
+from gracetune.stream.parcels import OffloadedTensor
 from gracetune.stream.storages import is_plain
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from gracetune.stream.parcels import Call, Saved
-    from gracetune.stream.transport import HostPool, Transport
+    from gracetune.stream.parcels import OffloadedCall, SavedTensor
+    from gracetune.stream.transport import HostPool, OffloadCopies
     from gracetune.stream.weights import Reference, Ring
 
 
-class Packer:
+class OffloadPolicy:
     """Takes what autograd saves of the call that is open, and keeps count of what stays."""
 
     def __init__(
         self,
         device: torch.device,
         ring: Ring | None,
-        transport: Transport,
+        transport: OffloadCopies,
         pool: HostPool,
         min_nbytes: int,
         num_blocks: int,
@@ -40,13 +40,13 @@ class Packer:
         self._pool = pool
         self._min_nbytes = min_nbytes
         self._num_blocks = num_blocks
-        self._call: Call | None = None
+        self._call: OffloadedCall | None = None
 
-    def open(self, call: Call | None) -> None:
+    def open(self, call: OffloadedCall | None) -> None:
         """From here on a block saves; none: what one was saving when it was interrupted is over."""
         self._call = call
 
-    def close(self) -> Call | None:
+    def close(self) -> OffloadedCall | None:
         """The block is over; its call, where it had one."""
         call, self._call = self._call, None
         if call is not None:
@@ -56,7 +56,7 @@ class Packer:
             self._transport.depart(call)
         return call
 
-    def pack(self, tensor: Tensor) -> Tensor | Reference | Saved:
+    def pack(self, tensor: Tensor) -> Tensor | Reference | SavedTensor:
         """For saved-tensor hooks: a streamed weight, part of a parcel, or the tensor as it is."""
         packed = tensor if self._ring is None else self._ring.pack(tensor)
         if not isinstance(packed, Tensor):
@@ -76,10 +76,10 @@ class Packer:
             return self._gather(call, tensor, (storage._cdata, tensor._version))
         return tensor
 
-    def _gather(self, call: Call, tensor: Tensor, state: tuple[int, int]) -> Saved:
+    def _gather(self, call: OffloadedCall, tensor: Tensor, state: tuple[int, int]) -> SavedTensor:
         parcel = call.gathered.get(state)
         if parcel is None:
-            parcel = call.gathered[state] = Parcel(call, tensor, self._transport.left)
+            parcel = call.gathered[state] = OffloadedTensor(call, tensor, self._transport.left)
         saved = parcel.save(tensor)
         if parcel.worth_sending() and not self._transport.send(parcel):
             raise self._no_room(max(self.block_nbytes, call.nbytes + parcel.nbytes))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from gracetune.stream.laps import Laps
+from gracetune.stream.laps import PassWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,10 +32,10 @@ GAIN = 0.9
 """A longer distance must bring waiting below this part of what it was."""
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """What autograd keeps instead of a tensor: a view of a parcel."""
 
-    parcel: Parcel
+    parcel: OffloadedTensor
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -57,10 +57,10 @@ class Remains(NamedTuple):
     """That copy, where nobody has waited for it."""
 
 
-class Parcel:
+class OffloadedTensor:
     """One storage, on the device, in host memory, or both."""
 
-    def __init__(self, call: Call, tensor: Tensor, left: list[Remains]) -> None:
+    def __init__(self, call: OffloadedCall, tensor: Tensor, left: list[Remains]) -> None:
         self.call = call
         self.nbytes = tensor.untyped_storage().nbytes()
         self.version = tensor._version
@@ -87,9 +87,9 @@ class Parcel:
             device = None if self.arrival is None else self.device
             self._left.append(Remains(self.host, device, self.arrival))
 
-    def save(self, tensor: Tensor) -> Saved:
+    def save(self, tensor: Tensor) -> SavedTensor:
         """One more view."""
-        saved = Saved(
+        saved = SavedTensor(
             self, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
         )
         view = (saved.offset * tensor.element_size(), saved.size, saved.stride)
@@ -130,26 +130,26 @@ class Parcel:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class OffloadedCall:
     """One call of one block: what it saved, and which call came before."""
 
-    before: Call | None
+    before: OffloadedCall | None
     """Of the same pass: backward comes to it next."""
     stays: frozenset[int]
     """Storages that are not sent: weights, and inputs that other blocks have too."""
     only: frozenset[int] | None
     """The only storages that are; none: all others."""
-    parcels: list[weakref.ref[Parcel]] = field(default_factory=list)
+    parcels: list[weakref.ref[OffloadedTensor]] = field(default_factory=list)
     """Those sent, in order."""
-    leaving: list[tuple[weakref.ref[Parcel], Tensor]] = field(default_factory=list)
+    leaving: list[tuple[weakref.ref[OffloadedTensor], Tensor]] = field(default_factory=list)
     """Device memory that copies may still read."""
     left: Arrival | None = None
     """The last of these copies."""
     nbytes: int = 0
-    gathered: dict[tuple[int, int], Parcel] = field(default_factory=dict)
+    gathered: dict[tuple[int, int], OffloadedTensor] = field(default_factory=dict)
     """While the block runs: by storage and state."""
 
-    def sent(self, parcel: Parcel, arrival: Arrival) -> None:
+    def sent(self, parcel: OffloadedTensor, arrival: Arrival) -> None:
         """A parcel is on its way out."""
         assert parcel.original is not None, "a parcel was sent that is away"
         reference = weakref.ref(parcel)
@@ -158,7 +158,7 @@ class Call:
         self.left = arrival
         self.nbytes += parcel.nbytes
 
-    def away(self) -> Iterator[Parcel]:
+    def away(self) -> Iterator[OffloadedTensor]:
         """Parcels that are in host memory alone, the first that backward reads first."""
         for reference in reversed(self.parcels):
             parcel = reference()
@@ -186,7 +186,7 @@ class Distance:
         self.ahead = ahead
         self._limit_nbytes = limit_nbytes
         """Device memory for blocks brought ahead; none: the distance stays as it is."""
-        self._laps = Laps(begin, WINDOW)
+        self._laps = PassWindow(begin, WINDOW)
         self._waited_before: float | None = None
         """What a window waited before the distance was last changed; none: it was not."""
         self._settled = limit_nbytes is None

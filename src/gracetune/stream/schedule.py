@@ -28,7 +28,7 @@ class Pass(Enum):
     """Forward alone."""
 
 
-class Schedule:
+class FetchSchedule:
     """The expected order of each kind of pass, and where in it we are."""
 
     def __init__(self, num_blocks: int, starts: Sequence[int] = (0,)) -> None:

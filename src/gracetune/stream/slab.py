@@ -31,7 +31,7 @@ Home = tuple[dict[str, Tensor], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HostWeight:
     """One frozen parameter of one block, and where its bytes are."""
 
     name: str
@@ -53,7 +53,7 @@ class Place:
 class Region:
     """The frozen weights of one block, and how many bytes they take."""
 
-    places: tuple[Place, ...]
+    places: tuple[HostWeight, ...]
     nbytes: int
 
 
@@ -175,7 +175,7 @@ def _region(names: dict[nn.Module, str], block: nn.Module, stay: set[nn.Paramete
     for parameter, its_homes in homes.items():
         size = tuple(parameter.shape)
         places.append(
-            Place(
+            HostWeight(
                 name=called[parameter],
                 parameter=parameter,
                 homes=tuple(its_homes),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.stream.movers import Arrival, Mover
+    from gracetune.stream.movers import Arrival, CopyEngine
 
 PRUNE_FROM = 32
 
@@ -72,7 +72,7 @@ class Lease(dict["torch.dtype", "Tensor"]):
 class Slots:
     """As many slots as were asked for, and more only while all of those are held."""
 
-    def __init__(self, mover: Mover, nbytes: int, count: int) -> None:
+    def __init__(self, mover: CopyEngine, nbytes: int, count: int) -> None:
         self.nbytes = nbytes
         """Of each."""
         self.count = count

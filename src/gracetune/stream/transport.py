@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.memory.machine import read_this_host
-from gracetune.stream.movers import POISON, Lane
+from gracetune.stream.movers import POISON, CopyStream
 from gracetune.stream.storages import bytes_of, has_one_owner
 from gracetune.units import GIB
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.stream.movers import Mover
-    from gracetune.stream.parcels import Call, Parcel, Remains
+    from gracetune.stream.movers import CopyEngine
+    from gracetune.stream.parcels import OffloadedCall, OffloadedTensor, Remains
     from gracetune.stream.waits import Lap, Waits
 
 ALIGNMENT = 256
@@ -40,10 +40,10 @@ def room_for(limit_nbytes: int | None, taken_nbytes: int) -> int:
     return read_this_host().room_bytes() - HOST_RESERVE
 
 
-class Transport:
+class OffloadCopies:
     """Parcels on their way; `poison` fills memory with NaN when it is given up."""
 
-    def __init__(self, mover: Mover, pool: HostPool, poison: bool) -> None:
+    def __init__(self, mover: CopyEngine, pool: HostPool, poison: bool) -> None:
         self.sent = self.sent_nbytes = 0
         self.brought_nbytes = self.on_demand = 0
         self.left: list[Remains] = []
@@ -51,37 +51,37 @@ class Transport:
         self._mover = mover
         self._pool = pool
         self._poison = poison
-        self._flights: list[Call] = []
+        self._flights: list[OffloadedCall] = []
         """Calls whose memory is leaving, oldest first."""
 
-    def send(self, parcel: Parcel) -> bool:
+    def send(self, parcel: OffloadedTensor) -> bool:
         """On its way out; false: the host has no memory left."""
         assert parcel.original is not None, "a parcel was sent that is away"
         host = self._pool.take(parcel.nbytes)
         if host is None:
             return False
         parcel.host = host
-        arrival = self._mover.copy(host, bytes_of(parcel.original), False, Lane.OUT)
+        arrival = self._mover.copy(host, bytes_of(parcel.original), False, CopyStream.OUT)
         parcel.call.sent(parcel, arrival)
         self.sent += 1
         self.sent_nbytes += parcel.nbytes
         return True
 
-    def bring(self, parcel: Parcel, foreseen: bool) -> None:
+    def bring(self, parcel: OffloadedTensor, foreseen: bool) -> None:
         """On its way back; `foreseen`: before anyone asked for it."""
         assert parcel.host is not None, "a parcel is away that was never sent"
         device = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._mover.device)
-        arrival = self._mover.copy(device, parcel.host, self._poison, Lane.BACK)
+        arrival = self._mover.copy(device, parcel.host, self._poison, CopyStream.BACK)
         parcel.brought(device, arrival, foreseen)
         self.on_demand += not foreseen
         self.brought_nbytes += parcel.nbytes
 
-    def depart(self, call: Call) -> None:
+    def depart(self, call: OffloadedCall) -> None:
         """A call is over; its memory is leaving."""
         if call.leaving:
             self._flights.append(call)
 
-    def land(self, but: Collection[Call] = ()) -> None:
+    def land(self, but: Collection[OffloadedCall] = ()) -> None:
         """Let device memory go, but for that of some calls."""
         for call in [call for call in self._flights if call not in but]:
             self._flights.remove(call)
@@ -101,16 +101,16 @@ class Transport:
                 nans = torch.full(
                     (len(host),), POISON, dtype=torch.uint8, device=self._mover.device
                 )
-                self._mover.copy(host, nans, False, Lane.OUT).wait(ahead=True)
+                self._mover.copy(host, nans, False, CopyStream.OUT).wait(ahead=True)
             self._pool.put_back(host)
 
     def waits(self) -> tuple[Waits, Waits]:
         """Out and back; waits for the device itself."""
-        return self._mover.waits(Lane.OUT), self._mover.waits(Lane.BACK)
+        return self._mover.waits(CopyStream.OUT), self._mover.waits(CopyStream.BACK)
 
     def lap(self) -> Lap:
         """Of the way back, from here on."""
-        return self._mover.lap(Lane.BACK)
+        return self._mover.lap(CopyStream.BACK)
 
     def close(self) -> None:
         """Wait for what is under way and give host memory up."""
@@ -132,7 +132,7 @@ class HostPool:
     more memory.
     """
 
-    def __init__(self, mover: Mover, slab_nbytes: int, room: Callable[[int], int]) -> None:
+    def __init__(self, mover: CopyEngine, slab_nbytes: int, room: Callable[[int], int]) -> None:
         self.nbytes = 0
         """In all slabs."""
         self._mover = mover

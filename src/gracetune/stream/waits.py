@@ -92,7 +92,7 @@ class _Wait(NamedTuple):
         return bool(self.resumed.query())  # type: ignore[no-untyped-call]
 
 
-class Stopwatch:
+class StallTimer:
     """How long computing stood still for one lane, by pairs of events."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Stopwatch:
 
 
 class _DeviceLap:
-    def __init__(self, stopwatch: Stopwatch) -> None:
+    def __init__(self, stopwatch: StallTimer) -> None:
         self.late = 0
         self.seconds = 0.0
         self.span_s = 0.0

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gracetune.events.types import Notice
-from gracetune.stream.growth import Growth
+from gracetune.stream.growth import RingAutosizer
 from gracetune.stream.movers import StreamError
-from gracetune.stream.schedule import Pass, Schedule
+from gracetune.stream.schedule import FetchSchedule, Pass
 from gracetune.stream.slab import bring_rest, fill, lay_out, put_back, seen
 from gracetune.stream.slots import Lease, Slots
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from gracetune.stream.movers import Mover
+    from gracetune.stream.movers import CopyEngine
     from gracetune.stream.slots import Slot
 
 LEAST_SLOTS = 2
@@ -80,7 +80,7 @@ class Reference(NamedTuple):
 def stream_weights(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    mover: Mover,
+    mover: CopyEngine,
     tell: Callable[[Notice], None],
     slots: int = DEFAULT_SLOTS,
     poison: bool = False,
@@ -97,7 +97,7 @@ def stream_weights(
             f"a ring of {slots} slot(s) was asked for; one holds the block in use and another what "
             f"comes next, so at least {LEAST_SLOTS} are needed. Ask for {DEFAULT_SLOTS}."
         )
-    schedule = Schedule(len(blocks), (0,) if parts is None else _starts(parts, blocks))
+    schedule = FetchSchedule(len(blocks), (0,) if parts is None else _starts(parts, blocks))
     return Ring(model, parts or [model], blocks, mover, tell, schedule, slots, poison)
 
 
@@ -125,9 +125,9 @@ class Ring:
         model: nn.Module,
         parts: Sequence[nn.Module],
         blocks: Sequence[nn.Module],
-        mover: Mover,
+        mover: CopyEngine,
         tell: Callable[[Notice], None],
-        schedule: Schedule,
+        schedule: FetchSchedule,
         slots: int,
         poison: bool,
     ) -> None:
@@ -144,7 +144,7 @@ class Ring:
         """As parameters must still be: whoever changes them means something that we do not do."""
         bring_rest(model, self._regions, mover.device)
         self._slots = Slots(mover, max(region.nbytes for region in self._regions), slots)
-        self._growth: Growth | None = None
+        self._growth: RingAutosizer | None = None
         self._schedule = schedule
         self._in_use: int | None = None
         """The block whose weights were asked for last."""
@@ -187,7 +187,7 @@ class Ring:
     def grow_within(self, nbytes: int) -> None:
         """Add slots while steps wait for weights, in so much more device memory."""
         useful = sum(bool(region.places) for region in self._regions)
-        self._growth = Growth(self._slots, self._mover, useful, nbytes, self._tell)
+        self._growth = RingAutosizer(self._slots, self._mover, useful, nbytes, self._tell)
 
     def give_back(self) -> bool:
         """Go on with the slots that were asked for; false where none was added to them."""

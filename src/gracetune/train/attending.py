@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event
-    from gracetune.models.attention_timing import Asked, Timing
-    from gracetune.train.feed import Feed
-    from gracetune.train.step import Trainee
+    from gracetune.models.attention_timing import Asked, BackendTiming
+    from gracetune.train.feed import DataPipeline
+    from gracetune.train.step import TrainState
 
     Tell = Callable[[Event], None]
     Calls = Sequence[tuple[Asked, int]]
@@ -52,7 +52,7 @@ LEVEL = 0.5
 
 
 def settle_attention(
-    t: Trainee, feed: Feed, held_out: Iterable[Batch], folder: Path, tell: Tell
+    t: TrainState, feed: DataPipeline, held_out: Iterable[Batch], folder: Path, tell: Tell
 ) -> None:
     """Pick the backend of this run by measuring, where the run file leaves it open on a GPU."""
     device = t.accelerator.device
@@ -74,14 +74,16 @@ def settle_attention(
     pick_attention(t, batches_of(t, feed, held_out), folder / CHOICE, here, choose, tell)
 
 
-def shapes_of(t: Trainee, feed: Feed) -> str:
+def shapes_of(t: TrainState, feed: DataPipeline) -> str:
     """What decides the calls of a run: another model, precision or bucket makes others."""
     sizes = [draw.size for draw in feed.order.of_each_size()]
     model, precision = t.family.name, t.accelerator.mixed_precision
     return f"{model} in {precision}, {t.run.train.batch_size} of each of {sizes}"
 
 
-def batches_of(t: Trainee, feed: Feed, held_out: Iterable[Batch] = ()) -> list[Callable[[], Batch]]:
+def batches_of(
+    t: TrainState, feed: DataPipeline, held_out: Iterable[Batch] = ()
+) -> list[Callable[[], Batch]]:
     """A full batch of each bucket, loaded when it is asked for, the largest first.
 
     A bucket may be held out as a whole: one batch of each shape that is follows.
@@ -93,7 +95,7 @@ def batches_of(t: Trainee, feed: Feed, held_out: Iterable[Batch] = ()) -> list[C
 
 
 def pick_attention(
-    t: Trainee,
+    t: TrainState,
     batches: Sequence[Callable[[], Batch]],
     kept: Path,
     here: dict[str, str],
@@ -117,7 +119,7 @@ def pick_attention(
 
 
 def _kept_or_chosen(
-    t: Trainee,
+    t: TrainState,
     batches: Sequence[Callable[[], Batch]],
     kept: Path,
     here: dict[str, str],
@@ -146,7 +148,7 @@ def read_choice(kept: Path, here: dict[str, str]) -> str:
 
 
 def watched(
-    t: Trainee, batches: Sequence[Callable[[], Batch]]
+    t: TrainState, batches: Sequence[Callable[[], Batch]]
 ) -> tuple[Calls, Callable[[], Sequence[Asked]]]:
     """The attention of a pass over the first batch, and a way to all else that is asked for."""
     watching = Watching()
@@ -162,7 +164,7 @@ def watched(
     return calls, others
 
 
-def watch(t: Trainee, batch: Batch, watching: Watching) -> None:
+def watch(t: TrainState, batch: Batch, watching: Watching) -> None:
     """One pass of the model; nothing is drawn and nothing is kept."""
     device = t.accelerator.device
     x0, given = t.family.parts(batch.latents)
@@ -180,7 +182,7 @@ def watch(t: Trainee, batch: Batch, watching: Watching) -> None:
         t.family.predict(transformer, x0, levels, {**batch.text, **given})
 
 
-def told(timings: Sequence[Timing], calls: Calls) -> str:
+def told(timings: Sequence[BackendTiming], calls: Calls) -> str:
     """The choice with the times that it was made by, and who could not be timed."""
     kinds = "; ".join(f"{count} times {asked}" for asked, count in calls)
     timed = ", ".join(f"{t.name} {t.seconds * 1e3:.2f} ms" for t in timings if isfinite(t.seconds))

@@ -31,29 +31,29 @@ from gracetune.models.quantize import demand_quantizable, quantize_blocks
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.footprint import nbytes_each
 from gracetune.optim.update import Update
-from gracetune.stream.movers import open_mover
+from gracetune.stream.movers import open_copy_engine
 from gracetune.train.attending import settle_attention
 from gracetune.train.demands import demand_data
 from gracetune.train.draws import Draws, seed_of
 from gracetune.train.ema import Ema
 from gracetune.train.experts import expected_mix, mix_of, plan_turns, tell_turns
 from gracetune.train.export import demand_exportable, export
-from gracetune.train.feed import build_feed
+from gracetune.train.feed import build_pipeline
 from gracetune.train.identity import demand_same, identity_of
 from gracetune.train.loop import Session
-from gracetune.train.mover import build_mover
+from gracetune.train.mover import build_batch_transfer
 from gracetune.train.objective import notes_on_weights
 from gracetune.train.order import build_validation, plan_order
 from gracetune.train.precision import prepared
 from gracetune.train.ramp import build_ramp
 from gracetune.train.state import (
-    Progress,
+    TrainProgress,
     restore_generators,
     restore_optimizer,
     restore_weights,
     seed_generators,
 )
-from gracetune.train.step import Trainee
+from gracetune.train.step import TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -66,13 +66,13 @@ if TYPE_CHECKING:
     from gracetune.events.requests import Requests
     from gracetune.events.types import Event
     from gracetune.models.family import Family
-    from gracetune.stream.movers import Mover as StreamMover
+    from gracetune.stream.movers import CopyEngine as StreamMover
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.experts import Turns
     from gracetune.train.export import Modules
-    from gracetune.train.feed import Feed
+    from gracetune.train.feed import DataPipeline
     from gracetune.train.interrupt import Interrupt
-    from gracetune.train.mover import Mover
+    from gracetune.train.mover import BatchTransfer
 
     Tell = Callable[[Event], None]
 
@@ -174,19 +174,19 @@ def build(
     optimizer = build_optimizer(parameters, run.optimizer, seed_of(run.seed, "rounding"))
     # All that a run file can have wrong is found above, before the data take their time.
     family.to(device)
-    mover = build_mover(run.gh200_optimizations, device, tell)
-    feed = build_feed(run, family, mover, folder, tell, _ranks(run, accelerator, folder))
+    mover = build_batch_transfer(run.gh200_optimizations, device, tell)
+    feed = build_pipeline(run, family, mover, folder, tell, _ranks(run, accelerator, folder))
     _tell_cut_captions(family, feed.trained, tell)
     turns = _weigh_turns(run, family, feed, tell)
     validation = build_validation(run, family, feed, shape, tell)
     family.release_text_encoder()
-    update = _make_update(run, optimizer, open_mover(device, mover.link), unplanned, tell)
+    update = _make_update(run, optimizer, open_copy_engine(device, mover.link), unplanned, tell)
     settled = None
     if not unplanned:
         from gracetune.train.planning import settle  # tracers take seconds to import
 
         settled = settle(run, family, feed, update, mover.link, device, tell)
-    trainee = Trainee(
+    trainee = TrainState(
         run=run,
         family=family,
         transformer=prepared(accelerator, family.transformer, is_planned=settled is not None),
@@ -224,10 +224,10 @@ def build(
     return Built(session, export=lambda: export(trainee, modules, weights, tell), close=close)
 
 
-def resume(session: Session, snapshot: Snapshot | None) -> Progress:
+def resume(session: Session, snapshot: Snapshot | None) -> TrainProgress:
     """Take up where a snapshot was made; none: begin."""
     if snapshot is None:
-        return Progress()
+        return TrainProgress()
     demand_same(snapshot.identity, session.identity)
     t = session.trainee
     ranks = sum(kind.startswith("generators-") for kind in snapshot.tensors)
@@ -262,7 +262,7 @@ def _make_update(
     return update
 
 
-def keep_books(t: Trainee, mover: Mover, slots_nbytes: Callable[[], int]) -> None:
+def keep_books(t: TrainState, mover: BatchTransfer, slots_nbytes: Callable[[], int]) -> None:
     """What holds memory for as long as the run: statistics name each by its role.
 
     Streamed weights live in host memory and pass through slots of the device.
@@ -297,7 +297,7 @@ def _ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
     )
 
 
-def _weigh_turns(run: RunFile, family: Family, feed: Feed, tell: Tell) -> Turns:
+def _weigh_turns(run: RunFile, family: Family, feed: DataPipeline, tell: Tell) -> Turns:
     """Who is trained when: the share of each expert may follow the sizes of what is drawn."""
     turns = plan_turns(run.train, family.boundary, mix_of(feed.order, family))
     text = tell_turns(turns, family.boundary)

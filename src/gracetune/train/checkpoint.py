@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from gracetune.durable import clear_staging, new_folder
 from gracetune.errors import CheckpointError
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ SPARE_BYTES = 1 << 20
 class Snapshot:
     """All that a checkpoint holds."""
 
-    progress: Progress
+    progress: TrainProgress
     identity: Mapping[str, object]
     tensors: Mapping[str, Mapping[str, Tensor]]
     """By kind: `weights`, `optimizer`, `ema`, `generators-0`, ..."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that is on disk."""
 
     path: Path
@@ -53,7 +53,7 @@ class Saved:
     seconds: float
 
 
-def save(folder: Path, snapshot: Snapshot, keep: int) -> Saved:
+def save(folder: Path, snapshot: Snapshot, keep: int) -> SavedCheckpoint:
     """Write a checkpoint, then drop all but the newest `keep`."""
     started = time.monotonic()
     path = folder / f"step-{snapshot.progress.step:06d}"
@@ -72,7 +72,7 @@ def save(folder: Path, snapshot: Snapshot, keep: int) -> Saved:
     for old in others[: max(0, len(others) - keep + 1)]:
         (old / MANIFEST).unlink()
         shutil.rmtree(old)
-    return Saved(path, nbytes, time.monotonic() - started)
+    return SavedCheckpoint(path, nbytes, time.monotonic() - started)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -96,7 +96,7 @@ def read(path: Path) -> Snapshot:
             name.removesuffix(".safetensors"): _read_file(path / name, digest)
             for name, digest in manifest["files"].items()
         }
-        return Snapshot(Progress(**manifest["progress"]), manifest["identity"], tensors)
+        return Snapshot(TrainProgress(**manifest["progress"]), manifest["identity"], tensors)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: {error}") from error
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gracetune.plan.choose import predict
-from gracetune.plan.step import Choice
+from gracetune.plan.step import PlanCandidate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.plan.cost import Model
+    from gracetune.plan.cost import CostModel
     from gracetune.plan.peak import Fixed
     from gracetune.plan.result import Plan
 
@@ -26,7 +26,7 @@ LEAST_LINK, MOST_LINK, HALVINGS = 0.25, 4.0, 12
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StepMeasurement:
     """A micro-batch of the first steps; none: not measured by samples that the plan is for."""
 
     seconds: float | None
@@ -35,12 +35,14 @@ class Measured:
     peak_nbytes: int | None
 
 
-def was_wrong(plan: Plan, measured: Measured) -> bool:
+def was_wrong(plan: Plan, measured: StepMeasurement) -> bool:
     """Whether the plan was clearly missed, either way, in memory or in time."""
     return _bytes_wrong(plan, measured) or _seconds_wrong(plan, measured)
 
 
-def learnt(model: Model, fixed: Fixed, plan: Plan, measured: Measured) -> tuple[Model, Fixed]:
+def learnt(
+    model: CostModel, fixed: Fixed, plan: Plan, measured: StepMeasurement
+) -> tuple[CostModel, Fixed]:
     """The model and what is fixed, such that this plan is predicted as it was measured."""
     if _bytes_wrong(plan, measured):
         assert measured.peak_nbytes is not None
@@ -52,24 +54,26 @@ def learnt(model: Model, fixed: Fixed, plan: Plan, measured: Measured) -> tuple[
     return model, fixed
 
 
-def choice_of(plan: Plan) -> Choice:
+def choice_of(plan: Plan) -> PlanCandidate:
     """What was decided, without what it was predicted to take."""
-    return Choice(
+    return PlanCandidate(
         plan.blocks, plan.batch, plan.accumulation, plan.slots, plan.compiled, plan.host_state
     )
 
 
-def _bytes_wrong(plan: Plan, measured: Measured) -> bool:
+def _bytes_wrong(plan: Plan, measured: StepMeasurement) -> bool:
     peak, planned = measured.peak_nbytes, plan.device.total
     return peak is not None and abs(peak - planned) > CLEAR_BYTES * planned
 
 
-def _seconds_wrong(plan: Plan, measured: Measured) -> bool:
+def _seconds_wrong(plan: Plan, measured: StepMeasurement) -> bool:
     seconds, planned = measured.seconds, plan.seconds.step
     return seconds is not None and abs(seconds - planned) > CLEAR_SECONDS * planned
 
 
-def _at_pace(model: Model, fixed: Fixed, plan: Plan, seconds: float, waited_s: float) -> Model:
+def _at_pace(
+    model: CostModel, fixed: Fixed, plan: Plan, seconds: float, waited_s: float
+) -> CostModel:
     """Computing first, by the time that nothing was waited for; the link by what is left."""
     predicted = plan.seconds
     waits = predicted.wait_weights + predicted.wait_activations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gracetune.adapters.targets import Setting
     from gracetune.config.schema import RunFile
     from gracetune.events.types import Event
-    from gracetune.train.step import Trainee
+    from gracetune.train.step import TrainState
 
     Tell = Callable[[Event], None]
     Modules = Mapping[str, Mapping[str, Setting]]
@@ -54,7 +54,7 @@ def demand_exportable(transformers: Mapping[str, nn.Module], modules: Modules, f
         )
 
 
-def export(t: Trainee, modules: Modules, base_weights: str, tell: Tell) -> Path:
+def export(t: TrainState, modules: Modules, base_weights: str, tell: Tell) -> Path:
     """Write the model or the adapter, with the averaged weights where there are any."""
     adapter, path = t.run.adapter, result_of(t.run)
     try:
@@ -75,19 +75,19 @@ def export(t: Trainee, modules: Modules, base_weights: str, tell: Tell) -> Path:
 
 
 def _export_adapter(
-    t: Trainee, modules: Modules, base_weights: str, folder: Path, tell: Tell
+    t: TrainState, modules: Modules, base_weights: str, folder: Path, tell: Tell
 ) -> None:
     """One file an expert, or one in all; each is loaded where others would load it, and counted."""
     # peft takes seconds to import
     from gracetune.adapters.check import check_file
-    from gracetune.adapters.files import FILE_NAME, About, interchange_form, write_adapter
+    from gracetune.adapters.files import FILE_NAME, AdapterMetadata, interchange_form, write_adapter
     from gracetune.adapters.layers import at_stage
     from gracetune.adapters.live import live_adapter
 
     whole = live_adapter(transformers_of(t.family.transformer), modules, t.family.name)
     form = interchange_form(whole)
     for stage in whole.stages:
-        about = About(
+        about = AdapterMetadata(
             base_model=f"{_model_name(t)} {base_weights}",
             stage=stage,
             boundary=t.family.boundary,
@@ -102,13 +102,13 @@ def _export_adapter(
         tell(Notice(text, level="info" if check.ok else "warning"))
 
 
-def _model_name(t: Trainee) -> str:
+def _model_name(t: TrainState) -> str:
     """What the model is called where it came from, without the machine's folders."""
     path = t.run.model.path
     return t.family.name if path is None else PurePath(path).name
 
 
-def run_digest(t: Trainee) -> str:
+def run_digest(t: TrainState) -> str:
     """A name for what shapes the weights: the same wherever the run's folder is."""
     settings = settings_of(t.run, t.accelerator.mixed_precision)
     text = json.dumps(settings, sort_keys=True, default=str)

@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gracetune.cache.ahead import FIRST_DEPTH, Ahead, Depth, Inline
+from gracetune.cache.ahead import FIRST_DEPTH, Depth, InlineBatches, PrefetchedBatches
 from gracetune.cache.fill import BATCH, fill_text
-from gracetune.cache.generations import (
-    Generations,
-    mode_of,
-)
+from gracetune.cache.generations import AugmentationEpochs, mode_of
 from gracetune.cache.keys import text_key
 from gracetune.cache.ranks import ALONE
-from gracetune.cache.serve import EntriesGoneError, Live, Recipes, Server
+from gracetune.cache.serve import BatchReader, EntriesGoneError, Live, Recipes
 from gracetune.cache.staging import HotTexts, keep_hot
 from gracetune.cache.tiling import choose_tiling, taking_turns
-from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.corruption import CorruptionLog
 from gracetune.data.decoders import choose_decoders
-from gracetune.data.loader import BatchOrder, Draw, Group
+from gracetune.data.loader import BatchOrder, BucketGroup, Draw
 from gracetune.data.prefetch import by_threads
 from gracetune.data.sample import Batch
 from gracetune.errors import DataError
@@ -53,7 +50,7 @@ if TYPE_CHECKING:
     from gracetune.data.source import Source
     from gracetune.events.types import Event
     from gracetune.models.family import Family
-    from gracetune.train.mover import Mover
+    from gracetune.train.mover import BatchTransfer
     from gracetune.train.stores import Stores
 
     Tell = Callable[[Event], None]
@@ -65,7 +62,7 @@ HOT_SHARE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class DataPipeline:
     """What the loop trains on and what it measures itself against."""
 
     order: BatchOrder
@@ -84,9 +81,14 @@ class Feed:
     again."""
 
 
-def build_feed(
-    run: RunFile, family: Family, mover: Mover, folder: Path, tell: Tell, ranks: Ranks = ALONE
-) -> Feed:
+def build_pipeline(
+    run: RunFile,
+    family: Family,
+    mover: BatchTransfer,
+    folder: Path,
+    tell: Tell,
+    ranks: Ranks = ALONE,
+) -> DataPipeline:
     """Prepare every data set; all that can be wrong with one is found here, before training."""
     with ExitStack() as stack:
         stores = stack.enter_context(open_stores(run, folder, tell, mover.host_memory, ranks))
@@ -98,13 +100,13 @@ def build_feed(
 def _build_feed(
     run: RunFile,
     family: Family,
-    mover: Mover,
+    mover: BatchTransfer,
     folder: Path,
     tell: Tell,
     ranks: Ranks,
     stores: Stores,
-) -> Feed:
-    ledger = CorruptionLedger(tell, folder / "corruption.json")
+) -> DataPipeline:
+    ledger = CorruptionLog(tell, folder / "corruption.json")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     tell(Notice(recipes.decoders.why))
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
@@ -134,7 +136,7 @@ def _build_feed(
     if lacks_after_warming(stores.text, text_keys, tell):
         fill(ALONE)
     generations = generations_of(preparation, trained, sources)
-    server = Server(
+    server = BatchReader(
         recipes,
         stores.latents,
         stores.text,
@@ -162,7 +164,7 @@ def _build_feed(
     if largest < batch:
         text = f"train.batch_size is {batch}; no size has more than {largest} samples in an epoch, "
         tell(Notice(f"{text}so no batch has more", level="warning"))
-    return Feed(
+    return DataPipeline(
         order=order,
         trained=tuple(sample for group in trained for sample in group.samples),
         held_out=tuple(_held_out_draws(held_out, batch)),
@@ -175,7 +177,7 @@ def _build_feed(
     )
 
 
-def _close(generations: Generations, stores: Stores) -> None:
+def _close(generations: AugmentationEpochs, stores: Stores) -> None:
     generations.close()
     stores.close()
 
@@ -185,7 +187,9 @@ def _live(section: DatasetSection, source: Source) -> Live:
     return Live(source, by_threads(workers, BATCH, section.timeout_s))
 
 
-def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group], list[Group]]:
+def split(
+    groups: Sequence[BucketGroup], share: float, seed: int
+) -> tuple[list[BucketGroup], list[BucketGroup]]:
     """Hold out a share of the samples, chosen by content: adding files moves few of the others."""
     every = sorted(
         (sample for group in groups for sample in group.samples),
@@ -201,9 +205,9 @@ def split(groups: Sequence[Group], share: float, seed: int) -> tuple[list[Group]
 def _hot(
     run: RunFile,
     name_of: Names,
-    trained: Sequence[Group],
+    trained: Sequence[BucketGroup],
     texts_of: Callable[[Sequence[str]], Sequence[Entry]],
-    mover: Mover,
+    mover: BatchTransfer,
     tell: Tell,
 ) -> HotTexts:
     """The captions that are used most, as far as the device's budget goes."""
@@ -225,7 +229,7 @@ def _hot(
     return hot
 
 
-def _held_out_draws(groups: Sequence[Group], batch_size: int) -> list[tuple[Draw, ...]]:
+def _held_out_draws(groups: Sequence[BucketGroup], batch_size: int) -> list[tuple[Draw, ...]]:
     """Fixed batches, each of one size."""
     draws = [Draw(s, s.caption, group.size) for group in groups for s in group.samples]
     batches: list[tuple[Draw, ...]] = []
@@ -236,7 +240,7 @@ def _held_out_draws(groups: Sequence[Group], batch_size: int) -> list[tuple[Draw
 
 
 def _loader_of(
-    family: Family, name_of: Names, server: Server, mover: Mover, hot: HotTexts
+    family: Family, name_of: Names, server: BatchReader, mover: BatchTransfer, hot: HotTexts
 ) -> Callable[[Sequence[Draw]], Batch]:
     """A function from draws to a batch on the device."""
 
@@ -255,25 +259,25 @@ def _loader_of(
 
 
 def _ahead_of(
-    run: RunFile, mover: Mover
+    run: RunFile, mover: BatchTransfer
 ) -> Callable[[Iterator[tuple[Batch, LoaderState]]], Batches]:
     """Where the device has no memory of its own, nothing is brought ahead."""
     section = run.cache_config
     if not mover.moves:
-        return Inline
+        return InlineBatches
 
     def ahead(batches: Iterator[tuple[Batch, LoaderState]]) -> Batches:
         if section.prefetch_depth == "auto":
             depth = Depth(FIRST_DEPTH, int(section.prefetch_budget_gb * GIB))
         else:
             depth = Depth(section.prefetch_depth, None)
-        return Ahead(batches, mover.lane(), depth)
+        return PrefetchedBatches(batches, mover.lane(), depth)
 
     return ahead
 
 
 def _counter_of(
-    stores: Stores, mover: Mover, hot: HotTexts
+    stores: Stores, mover: BatchTransfer, hot: HotTexts
 ) -> Callable[[int, Batches], BatchesFed]:
     return lambda step, batches: BatchesFed(
         step=step,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.models.experts import Expert
     from gracetune.models.family import Family
-    from gracetune.train.feed import Feed
+    from gracetune.train.feed import DataPipeline
 
     Tell = Callable[[Event], None]
 
@@ -38,7 +38,9 @@ SAMPLES, TOKENS = 64, 16384
 """That a model is shown at most; one sample in any case."""
 
 
-def freeze(run: RunFile, family: Family, feed: Feed, device: torch.device, tell: Tell) -> None:
+def freeze(
+    run: RunFile, family: Family, feed: DataPipeline, device: torch.device, tell: Tell
+) -> None:
     """Frozen products in fp8, as many as there are kernels for; call it before LoRAs are fused."""
     experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
     blocks = family.blocks()
@@ -73,7 +75,7 @@ def freeze(run: RunFile, family: Family, feed: Feed, device: torch.device, tell:
         tell(Notice(text, level="warning", fallback=True))
 
 
-def room_for(family: Family, feed: Feed) -> int:
+def room_for(family: Family, feed: DataPipeline) -> int:
     """How many of the first samples are shown."""
     one = feed.load(first_draws(feed.order, 1))
     x0, _ = family.parts(one.latents)

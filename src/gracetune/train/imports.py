@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.cache.fill import Picture, pixels_of
+from gracetune.cache.fill import EncodeItem, pixels_of
 from gracetune.cache.foreign import TEXT_FOLDER, read_foreign
 from gracetune.cache.foreign_text import captions_by_digest, digest_in, match_text, take_text
-from gracetune.cache.keys import Key, latent_key, text_key
+from gracetune.cache.keys import CacheKey, latent_key, text_key
 from gracetune.cache.serve import Recipes
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.tiling import choose_tiling
 from gracetune.data import buckets
-from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.corruption import CorruptionLog
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
 from gracetune.data.images import CENTRE
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family
 
     Tell = Callable[[Event], None]
-    Places = dict[str, list["_Place"]]
+    Places = dict[str, list["_ImportSample"]]
     """Pictures of the run by the stem of their file."""
 
 ALIKE = 0.98
@@ -51,7 +51,7 @@ ALIKE = 0.98
 
 
 @dataclass(slots=True)
-class Outcome:
+class ImportReport:
     """What was taken, and why the rest was not."""
 
     taken: list[str] = field(default_factory=list)
@@ -59,16 +59,16 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ImportSample:
     """A picture of the run, and the file it comes from."""
 
-    picture: Picture
+    picture: EncodeItem
     file: Path
 
 
 def import_foreign(
     run: RunFile, family: Family, folder: Path, tell: Tell, *, write: bool
-) -> Outcome:
+) -> ImportReport:
     """Take over what a folder has of the pictures and captions of the run."""
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".safetensors", ".pt")]
     if not files:
@@ -78,7 +78,7 @@ def import_foreign(
     for stem, place in _places(run, family, recipes, tell):
         places[stem].append(place)
     latents, texts = _Latents(family, recipes, places), _Texts(family, places)
-    outcome, root = Outcome(), cache_root(run)
+    outcome, root = ImportReport(), cache_root(run)
     with ShardStore(root / "latents", tell) as pictures, ShardStore(root / "text", tell) as words:
         for path in files:
             is_text = path.parent.name == TEXT_FOLDER or digest_in(path.stem) is not None
@@ -88,7 +88,7 @@ def import_foreign(
                 outcome.refused[str(path)] = str(error)
                 continue
             if write:
-                imported = Key(key, {**key.about, "imported from": path.name})
+                imported = CacheKey(key, {**key.about, "imported from": path.name})
                 (words if is_text else pictures).put(imported, entry)
             outcome.taken.append(key)
     return outcome
@@ -104,7 +104,7 @@ class _Latents:
         self._encoder = family.identity()["latents"]
         self._compared = False
 
-    def __call__(self, path: Path) -> tuple[Key, dict[str, Tensor]]:
+    def __call__(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
         entry = read_foreign(path)
         picture = _demand_ours(path, entry, self._places, self._family).picture
         if not self._compared:
@@ -127,7 +127,7 @@ class _Texts:
         self._captions = captions
         self._matches: dict[frozenset[str], dict[str, Match]] = {}
 
-    def __call__(self, path: Path) -> tuple[Key, dict[str, Tensor]]:
+    def __call__(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
         entry = read_foreign(path)
         caption = self._caption(path, entry)
         kind = frozenset(entry.tensors)
@@ -157,10 +157,10 @@ class _Texts:
 
 def _places(
     run: RunFile, family: Family, recipes: Recipes, tell: Tell
-) -> Iterator[tuple[str, _Place]]:
+) -> Iterator[tuple[str, _ImportSample]]:
     """By the stem of the file, as the other tools name their entries."""
     folder = Path(run.output_dir)
-    ledger = CorruptionLedger(tell, folder / "corruption.json")
+    ledger = CorruptionLog(tell, folder / "corruption.json")
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
     for index, section in enumerate(run.datasets):
         opened = open_dataset(section, index, tell, ledger)
@@ -168,12 +168,12 @@ def _places(
         for size, samples in plan.buckets.items():
             for sample in samples:
                 tiled = tiling.of(size, sample.kind)
-                picture = Picture(sample, size, opened.source, recipes(sample, 0), tiled)
+                picture = EncodeItem(sample, size, opened.source, recipes(sample, 0), tiled)
                 file = Path(section.instance_data_dir or "") / sample.key
-                yield Path(sample.key).stem, _Place(picture, file)
+                yield Path(sample.key).stem, _ImportSample(picture, file)
 
 
-def _place_of(stem: str, places: Places) -> _Place:
+def _place_of(stem: str, places: Places) -> _ImportSample:
     """Their names have no folder: pictures of one name in two folders cannot be told apart."""
     found = places.get(stem, [])
     if not found:
@@ -183,7 +183,7 @@ def _place_of(stem: str, places: Places) -> _Place:
     return found[-1]
 
 
-def _demand_ours(path: Path, entry: ForeignEntry, places: Places, family: Family) -> _Place:
+def _demand_ours(path: Path, entry: ForeignEntry, places: Places, family: Family) -> _ImportSample:
     place = _place_of(entry.stem, places)
     _demand_plain(place.picture)
     if not place.file.is_file() or place.file.stat().st_mtime > path.stat().st_mtime:
@@ -198,7 +198,7 @@ def _demand_ours(path: Path, entry: ForeignEntry, places: Places, family: Family
     return place
 
 
-def _demand_plain(picture: Picture) -> None:
+def _demand_plain(picture: EncodeItem) -> None:
     """Keys name the crop and the clip of the run; what theirs are is known of centre crops only."""
     recipe, name = picture.recipe, picture.sample.dataset
     if recipe.draw.steps:
@@ -232,7 +232,7 @@ def _demand_geometry(made_by: dict[str, object], size: Shape) -> None:
 
 
 def _demand_alike(
-    path: Path, entry: ForeignEntry, picture: Picture, family: Family, recipes: Recipes
+    path: Path, entry: ForeignEntry, picture: EncodeItem, family: Family, recipes: Recipes
 ) -> None:
     pixels = pixels_of(picture, recipes.decoders)
     if isinstance(pixels, str):

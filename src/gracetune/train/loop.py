@@ -16,7 +16,7 @@ from gracetune.events.types import CheckpointSaved, Notice, RampChanged
 from gracetune.memory.garbage import ASIDE
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
-from gracetune.train.record import Record, rates_of
+from gracetune.train.record import MetricsBuffer, rates_of
 from gracetune.train.state import (
     generator_tensors,
     optimizer_tensors,
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Batch
     from gracetune.events.requests import Requests
     from gracetune.events.types import BatchesFed, Event
-    from gracetune.train.feed import Feed
+    from gracetune.train.feed import DataPipeline
     from gracetune.train.interrupt import Interrupt
-    from gracetune.train.mover import Mover
-    from gracetune.train.ramp import Ramp
+    from gracetune.train.mover import BatchTransfer
+    from gracetune.train.ramp import AccumulationRamp
     from gracetune.train.settled import Settled
-    from gracetune.train.state import Progress
-    from gracetune.train.step import StepResult, Trainee
-    from gracetune.train.validate import Validation
+    from gracetune.train.state import TrainProgress
+    from gracetune.train.step import StepResult, TrainState
+    from gracetune.train.validate import ValidationSetup
 
 
 WARM, TIMED = 2, 3
@@ -60,13 +60,13 @@ MAKE_ROOM = "Lower validation.width, height or frames, or plan.device_memory."
 class Session:
     """A run, built and ready."""
 
-    trainee: Trainee
-    feed: Feed
-    ramp: Ramp
-    validation: Validation | None
+    trainee: TrainState
+    feed: DataPipeline
+    ramp: AccumulationRamp
+    validation: ValidationSetup | None
     checkpoints: Path
     identity: Mapping[str, object]
-    mover: Mover
+    mover: BatchTransfer
     requests: Requests
     interrupt: Interrupt
     tell: Callable[[Event], None]
@@ -77,7 +77,7 @@ class Session:
 class Stream:
     """The batches of one rank, and the state after the last one that was taken."""
 
-    def __init__(self, feed: Feed, rank: int, world_size: int, consumed: int) -> None:
+    def __init__(self, feed: DataPipeline, rank: int, world_size: int, consumed: int) -> None:
         self.state = LoaderState(consumed)
         self._feed = feed
         self._rank, self._world_size = rank, world_size
@@ -120,7 +120,7 @@ class Stream:
         return feed.ahead(iter(loader))
 
 
-def train_loop(s: Session, progress: Progress) -> Progress:
+def train_loop(s: Session, progress: TrainProgress) -> TrainProgress:
     """Train to the end, or until someone asks to stop."""
     accelerator = s.trainee.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
@@ -131,16 +131,16 @@ def train_loop(s: Session, progress: Progress) -> Progress:
             ASIDE.take_back()
 
 
-def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
+def _steps(s: Session, stream: Stream, progress: TrainProgress) -> TrainProgress:
     run = s.trainee.run
     total = run.train.max_train_steps
-    record = Record(s.tell, run.logging.every, s.mover.used, rates_of(s.trainee.optimizer))
+    record = MetricsBuffer(s.tell, run.logging.every, s.mover.used, rates_of(s.trainee.optimizer))
     accumulation = s.ramp.accumulation(progress.micro_batches)
     saved_at, saved_step = time.monotonic(), progress.step
 
     if _owed(s, progress.step, total):
         _validate(s, record, progress.step)
-    first, timing = progress.step, Timing(s, progress.step)
+    first, timing = progress.step, PlanTiming(s, progress.step)
     while progress.step < total:
         result = _step(s, stream, accumulation, progress, timing)
         progress = progress.after(accumulation, stream.state.consumed, result.expert)
@@ -174,7 +174,7 @@ def _steps(s: Session, stream: Stream, progress: Progress) -> Progress:
     return progress
 
 
-class Timing:
+class PlanTiming:
     """Holds a plan against a few steps with nothing between them."""
 
     def __init__(self, s: Session, first: int) -> None:
@@ -186,7 +186,7 @@ class Timing:
         self._began = 0.0
         self._steps = self._micro_batches = 0
 
-    def after(self, step: int, accumulation: int, record: Record) -> None:
+    def after(self, step: int, accumulation: int, record: MetricsBuffer) -> None:
         """Start the clock after the first steps, and again where it was disturbed."""
         if self._settled is None or step - self._first < WARM:
             return
@@ -216,7 +216,7 @@ class Timing:
 
 
 def _step(
-    s: Session, stream: Stream, length: int, progress: Progress, timing: Timing
+    s: Session, stream: Stream, length: int, progress: TrainProgress, timing: PlanTiming
 ) -> StepResult:
     """One step; where the device is too small for the plan, again with a smaller plan."""
     if s.settled is None:
@@ -255,7 +255,7 @@ def _due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
-def _next_accumulation(s: Session, progress: Progress, before: int) -> int:
+def _next_accumulation(s: Session, progress: TrainProgress, before: int) -> int:
     """Ask the ramp; here, between two optimizer steps, is the only place where it may change."""
     accumulation = s.ramp.accumulation(progress.micro_batches)
     if accumulation != before:
@@ -288,7 +288,7 @@ def _owed(s: Session, step: int, total: int) -> bool:
     return not gather_object([there])[0]
 
 
-def _validate(s: Session, record: Record, step: int) -> None:
+def _validate(s: Session, record: MetricsBuffer, step: int) -> None:
     """Where neither the device nor the disk has room for samples, training goes on without them."""
     if s.validation is None:
         return
@@ -302,7 +302,7 @@ def _validate(s: Session, record: Record, step: int) -> None:
     record.resume()
 
 
-def _try_to_validate(s: Session, validation: Validation, step: int) -> str:
+def _try_to_validate(s: Session, validation: ValidationSetup, step: int) -> str:
     """Gives what the device says where it is full."""
     try:
         s.tell(validate(s.trainee, validation, step))
@@ -325,7 +325,7 @@ def _tell_moved(s: Session, stream: Stream, step: int) -> None:
         s.tell(streamed)
 
 
-def _save(s: Session, record: Record, progress: Progress, reason: str) -> None:
+def _save(s: Session, record: MetricsBuffer, progress: TrainProgress, reason: str) -> None:
     """Only after the losses so far are known to be numbers."""
     record.flush()
     snapshot = snapshot_of(s, progress)
@@ -337,7 +337,7 @@ def _save(s: Session, record: Record, progress: Progress, reason: str) -> None:
     record.resume()
 
 
-def snapshot_of(s: Session, progress: Progress) -> Snapshot:
+def snapshot_of(s: Session, progress: TrainProgress) -> Snapshot:
     """Everything that going on from here needs."""
     t = s.trainee
     t.update.rest()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from gracetune.cache.ahead import CudaLane
+from gracetune.cache.ahead import CudaTransferStream
 from gracetune.cache.arena import pageable, pinned, whole_pages
 from gracetune.cache.staging import Staging, copied
 from gracetune.config.environment import environment_settings, process_environment
@@ -40,7 +40,7 @@ LATENTS = "latents of the batch"
 """No text is called so."""
 
 
-class Mover:
+class BatchTransfer:
     """Copies from pinned memory; into managed memory, with hints, where a run asks for that."""
 
     def __init__(self, session: MemorySession, device: torch.device, table: PlacementTable) -> None:
@@ -79,9 +79,9 @@ class Mover:
         """Memory that the device copies from at full speed."""
         return pinned(nbytes) if self.moves else whole_pages(nbytes)
 
-    def lane(self) -> CudaLane:
+    def lane(self) -> CudaTransferStream:
         """A way to the device beside the step's."""
-        return CudaLane(self.device)
+        return CudaTransferStream(self.device)
 
     def bring(
         self, latents: Filling, text: Mapping[str, Tensor]
@@ -133,9 +133,9 @@ class Mover:
             return torch.empty_like(like, device=self.device)
 
 
-def build_mover(
+def build_batch_transfer(
     section: Gh200Section, device: torch.device, tell: Callable[[Event], None]
-) -> Mover:
+) -> BatchTransfer:
     """Look at the machine once, and say what was found and decided."""
     session = MemorySession(
         lambda: open_machine(device.index or 0),
@@ -151,7 +151,7 @@ def build_mover(
         if not isinstance(pool, UnifiedPool):
             text = f"managed memory is wanted, but batches are not in it: {pool.reason}"
             tell(Notice(text, level="warning", fallback=True))
-    return Mover(session, device, placement_table({**MOVED_AHEAD, **section.placement}))
+    return BatchTransfer(session, device, placement_table({**MOVED_AHEAD, **section.placement}))
 
 
 def _mark_of_this_stream() -> torch.cuda.Event:

@@ -9,7 +9,7 @@ import torch
 
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
-from gracetune.plan.known_models import PUBLISHED, SHAPES, Picture
+from gracetune.plan.known_models import PUBLISHED, SHAPES, SampleShape
 from gracetune.plan.outlines import outline
 from gracetune.train.place import compute_faster
 from gracetune.units import GIB
@@ -49,7 +49,7 @@ def narrow(family: str, has_adapter: bool, is_roomy: bool = False) -> Outline:
         changes = {key: ROOMY.get(key, value) for key, value in changes.items()}
         edge, tokens = ROOMY_EDGE, ROOMY_TOKENS
     with torch.random.fork_rng(devices=[]):  # a run that is about to start draws as if it were not
-        shape = outline(ModelSection(family=name), Picture(edge, edge), changes, "cpu")
+        shape = outline(ModelSection(family=name), SampleShape(edge, edge), changes, "cpu")
         if has_adapter:
             prepare(shape, AdapterSection(rank=RANK))
     text = tokens, shape.encoded.text_shape[1]

@@ -10,10 +10,10 @@ from gracetune.data.recipe import PLAIN, render
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.models.samples import Order
+from gracetune.models.samples import SampleRequest
 from gracetune.train import media
 from gracetune.train.texts import EMPTY
-from gracetune.train.validate import Validation
+from gracetune.train.validate import ValidationSetup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Shape
     from gracetune.events.types import Event
     from gracetune.models.family import Family, Kind, Sound
-    from gracetune.train.feed import Feed
+    from gracetune.train.feed import DataPipeline
 
     Tell = Callable[[Event], None]
 
@@ -62,8 +62,8 @@ def plan_order(run: RunFile, family: Family) -> Shape:
 
 
 def build_validation(
-    run: RunFile, family: Family, feed: Feed, shape: Shape, tell: Tell
-) -> Validation | None:
+    run: RunFile, family: Family, feed: DataPipeline, shape: Shape, tell: Tell
+) -> ValidationSetup | None:
     """Encode what is sampled, once; the text encoder is not needed after."""
     if not validates(run):
         return None
@@ -75,10 +75,10 @@ def build_validation(
         tell(Notice("validation.prompts: none given; picturing " + "; ".join(map(repr, prompts))))
     images = [_read_image(path, (shape[0], shape[1])) for path in section.images or ()]
     texts, empties = _encoded(family, prompts, images)
-    return Validation(
+    return ValidationSetup(
         folder=Path(run.output_dir) / VALIDATION_FOLDER,
         prompts=prompts,
-        order=Order(
+        order=SampleRequest(
             texts=texts,
             empty=empties[0],
             shape=shape,

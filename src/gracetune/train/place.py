@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gracetune.plan.result import BlockPlan
     from gracetune.stream.activations import Offload
     from gracetune.stream.blocks import Keeping
-    from gracetune.stream.movers import Mover
+    from gracetune.stream.movers import CopyEngine
     from gracetune.stream.weights import Ring
 
     Tell = Callable[[Notice], None]
@@ -42,7 +42,7 @@ class Layout:
     """Device memory that is left: where backward waits, more activations come back ahead in it."""
 
 
-class Placed:
+class AppliedPlan:
     """A model that runs as planned; `close` leaves what was streamed in host memory."""
 
     def __init__(
@@ -87,10 +87,10 @@ def place(
     model: nn.Module,
     transformers: Mapping[nn.Module, Sequence[nn.Module]],
     layout: Layout,
-    mover: Mover,
+    mover: CopyEngine,
     tell: Tell,
     backend: str = "inductor",
-) -> Placed:
+) -> AppliedPlan:
     """Bring a model to the device as a plan says; each of its transformers comes with its blocks.
 
     Call it when it is settled what is trained: frozen weights stream, others never do.
@@ -112,7 +112,7 @@ def place(
         keeping = [_keeping(plan, layout.compiled) for plan in plans]
         running = run_blocks(blocks, keeping, compiler, ring)
         undo.callback(running.close)
-        return Placed(ring, offload, compiler, undo.pop_all())
+        return AppliedPlan(ring, offload, compiler, undo.pop_all())
 
 
 def _keeping(plan: BlockPlan, compiled: bool) -> Keeping:
@@ -128,7 +128,7 @@ def _stream(
     model: nn.Module,
     transformers: Mapping[nn.Module, Sequence[nn.Module]],
     layout: Layout,
-    mover: Mover,
+    mover: CopyEngine,
     tell: Tell,
 ) -> Ring | None:
     chosen = [i for i, plan in enumerate(layout.blocks) if plan.weights == "streamed"]
@@ -143,7 +143,7 @@ def _offload(
     plans: Sequence[BlockPlan],
     layout: Layout,
     ring: Ring | None,
-    mover: Mover,
+    mover: CopyEngine,
     tell: Tell,
 ) -> Offload | None:
     sends = [p.activations == "offload" or p.offload_input for p in plans]

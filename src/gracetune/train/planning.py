@@ -24,14 +24,14 @@ from gracetune.models.experts import transformers_of
 from gracetune.optim.footprint import nbytes_each
 from gracetune.optim.update import Travel
 from gracetune.plan.ask import settings_of, wishes_of
-from gracetune.plan.candidates import Budget, device_need
+from gracetune.plan.candidates import PlanBudget, device_need
 from gracetune.plan.choose import PlanError, choose
 from gracetune.plan.make import family_subject, traced
 from gracetune.plan.measure import measure
 from gracetune.plan.peak import Fixed
 from gracetune.plan.rates import FITTED
 from gracetune.plan.report import describe, speed
-from gracetune.stream.movers import open_mover
+from gracetune.stream.movers import open_copy_engine
 from gracetune.train.correcting import choice_of
 from gracetune.train.frozen import freeze
 from gracetune.train.measuring import free_nbytes, measure_gpu
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.models.family import Family
     from gracetune.optim.update import Update
-    from gracetune.plan.candidates import Wishes
-    from gracetune.plan.cost import Model
+    from gracetune.plan.candidates import Constraints
+    from gracetune.plan.cost import CostModel
     from gracetune.plan.rates import Basics
     from gracetune.plan.result import Plan
-    from gracetune.train.feed import Feed
-    from gracetune.train.place import Placed
+    from gracetune.train.feed import DataPipeline
+    from gracetune.train.place import AppliedPlan
     from gracetune.train.settled import Meter
 
     Tell = Callable[[Event], None]
@@ -65,7 +65,7 @@ CPU_EDGE, CPU_COPY = 512, 1 << 22
 def settle(
     run: RunFile,
     family: Family,
-    feed: Feed,
+    feed: DataPipeline,
     update: Update,
     link: Link,
     device: torch.device,
@@ -97,7 +97,7 @@ def settle(
         meter.clear()
     _fuse(family)
 
-    def placed(plan: Plan, spare_nbytes: int) -> Placed:
+    def placed(plan: Plan, spare_nbytes: int) -> AppliedPlan:
         update.place(plan.host_state)
         return apply(plan, family, link, device, tell, spare_nbytes)
 
@@ -105,17 +105,17 @@ def settle(
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanProblem:
     """What the planner is asked, and may be asked again with less memory."""
 
-    model: Model
+    model: CostModel
     fixed: Fixed
-    budget: Budget
-    wishes: Wishes
+    budget: PlanBudget
+    wishes: Constraints
     micro_batches: int
     """Of the whole run: compiling must pay for itself."""
 
-    def answer(self, budget: Budget) -> Plan:
+    def answer(self, budget: PlanBudget) -> Plan:
         """The plan with which the run is done first; compiling is part of the run."""
         plans = []
         for compiled in self.wishes.compile:
@@ -141,15 +141,15 @@ class Question:
 
 
 def question(
-    run: RunFile, family: Family, model: Model, device_nbytes: int, one_memory: bool = False
-) -> Question:
+    run: RunFile, family: Family, model: CostModel, device_nbytes: int, one_memory: bool = False
+) -> PlanProblem:
     """For the largest bucket of a run, in so much device memory and what the host has free."""
     transformers = transformers_of(family.transformer)
     parameters = [p for p in family.transformer.parameters() if p.requires_grad]
     counts = [p.numel() for p in parameters]
     trained, each = sum(counts), nbytes_each(run.optimizer, parameters)
     depth = run.cache_config.prefetch_depth
-    return Question(
+    return PlanProblem(
         model,
         Fixed(
             optimizer_nbytes=int(trained * each),
@@ -159,7 +159,9 @@ def question(
             state_slots_nbytes=Travel().slots_nbytes(counts, each),
             batches_ahead=FIRST_DEPTH if depth == "auto" else depth,
         ),
-        Budget(device_nbytes, _host_nbytes(run, family), FITTED["fragmentation"].value, one_memory),
+        PlanBudget(
+            device_nbytes, _host_nbytes(run, family), FITTED["fragmentation"].value, one_memory
+        ),
         replace(wishes_of(run), batches=(run.train.batch_size,)),
         run.train.max_train_steps * run.train.gradient_accumulation_steps,
     )
@@ -172,7 +174,7 @@ def apply(
     device: torch.device,
     tell: Tell,
     spare_nbytes: int = 0,
-) -> Placed:
+) -> AppliedPlan:
     """The transformer as planned; of two experts, both alike through one ring."""
     blocks = family.blocks()
     transformers = list(transformers_of(family.transformer).values())
@@ -182,7 +184,7 @@ def apply(
         for number, transformer in enumerate(transformers)
     }
     layout = Layout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
-    return place(family.transformer, parts, layout, open_mover(device, link), tell)
+    return place(family.transformer, parts, layout, open_copy_engine(device, link), tell)
 
 
 def _fuse(family: Family, undo: ExitStack | None = None) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gracetune.cache.arena import ArenaStore
-from gracetune.cache.fill import BATCH, Picture, fill_latents, find_unreadable
+from gracetune.cache.fill import BATCH, EncodeItem, fill_latents, find_unreadable
 from gracetune.cache.generations import (
+    AugmentationEpochs,
     FillingStopped,
     GenerationFolder,
-    Generations,
     demand_mode,
     mode_of,
 )
@@ -20,7 +20,7 @@ from gracetune.cache.masks import fill_masks, mask_keys
 from gracetune.cache.ranks import ALONE
 from gracetune.data import buckets
 from gracetune.data.dataset import open_dataset
-from gracetune.data.loader import Group
+from gracetune.data.loader import BucketGroup
 from gracetune.data.prefetch import by_threads
 from gracetune.data.recipe import demand_augmentable
 from gracetune.durable import write_text
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.keys import Key
+    from gracetune.cache.keys import CacheKey
     from gracetune.cache.masks import CellsOf
     from gracetune.cache.ranks import Ranks
     from gracetune.cache.serve import Recipes
     from gracetune.cache.store import Store
     from gracetune.cache.tiling import Tiling
     from gracetune.config.schema import RunFile
-    from gracetune.data.corruption import CorruptionLedger
+    from gracetune.data.corruption import CorruptionLog
     from gracetune.data.sample import Sample, Shape
     from gracetune.data.source import Source
     from gracetune.events.types import Event
@@ -66,7 +66,7 @@ class Preparation:
     recipes: Recipes
     tiling: Tiling
     encode: Callable[[Tensor], Tensor]
-    ledger: CorruptionLedger
+    ledger: CorruptionLog
     folder: Path
     ranks: Ranks
     tell: Tell
@@ -76,7 +76,7 @@ class Preparation:
 class Prepared:
     """A data set whose pictures are encoded, or known to be readable."""
 
-    groups: list[Group]
+    groups: list[BucketGroup]
     source: Source
 
 
@@ -92,7 +92,7 @@ def prepare(prep: Preparation, index: int) -> Prepared:
     found = len(opened.samples) + sum(entry.dataset == section.id for entry in prep.ledger.entries)
     plan = buckets.assign(opened.samples, section, step)
     groups = [
-        Group(samples, section.repeats, section.caption_dropout, size, section.weight)
+        BucketGroup(samples, section.repeats, section.caption_dropout, size, section.weight)
         for size, samples in plan.buckets.items()
     ]
     if mode_of(section) == "disable_cache":
@@ -121,11 +121,11 @@ def prepare(prep: Preparation, index: int) -> Prepared:
 
 
 def _pictures(
-    groups: Sequence[Group], source: Source, prep: Preparation, epoch: int
-) -> list[Picture]:
+    groups: Sequence[BucketGroup], source: Source, prep: Preparation, epoch: int
+) -> list[EncodeItem]:
     tiled, recipe = prep.tiling.of, prep.recipes
     return [
-        Picture(s, group.size, source, recipe(s, epoch), tiled(group.size, s.kind))
+        EncodeItem(s, group.size, source, recipe(s, epoch), tiled(group.size, s.kind))
         for group in groups
         for s in group.samples
     ]
@@ -135,7 +135,7 @@ def _encode(
     prep: Preparation,
     index: int,
     store: Store,
-    pictures: Sequence[Picture],
+    pictures: Sequence[EncodeItem],
     encode: Callable[[Tensor], Tensor],
     tell: Tell,
     what: str = "cache",
@@ -146,13 +146,13 @@ def _encode(
     ranks = replace(prep.ranks, reports=prep.ranks.reports / f"{what}-{index}")
     decoders, cells = prep.recipes.decoders, cells_of(prep.family)
 
-    def latents(some: Sequence[Picture], ranks: Ranks) -> list[tuple[Sample, str]]:
+    def latents(some: Sequence[EncodeItem], ranks: Ranks) -> list[tuple[Sample, str]]:
         return fill_latents(store, some, encode, encoder, tell, decoders, prefetch, ranks)
 
-    def masks(some: Sequence[Picture], ranks: Ranks) -> list[tuple[Sample, str]]:
+    def masks(some: Sequence[EncodeItem], ranks: Ranks) -> list[tuple[Sample, str]]:
         return fill_masks(store, some, cells, tell, decoders, prefetch, ranks)
 
-    def latent_keys(some: Sequence[Picture]) -> list[Key]:
+    def latent_keys(some: Sequence[EncodeItem]) -> list[CacheKey]:
         return [latent_key(p.sample, p.size, encoder, p.recipe, p.tiled) for p in some]
 
     bad = _filled(store, pictures, latents, latent_keys, ranks, tell)
@@ -164,9 +164,9 @@ def _encode(
 
 def _filled(
     store: Store,
-    pictures: Sequence[Picture],
-    fill: Callable[[Sequence[Picture], Ranks], list[tuple[Sample, str]]],
-    keys_of: Callable[[Sequence[Picture]], list[Key]],
+    pictures: Sequence[EncodeItem],
+    fill: Callable[[Sequence[EncodeItem], Ranks], list[tuple[Sample, str]]],
+    keys_of: Callable[[Sequence[EncodeItem]], list[CacheKey]],
     ranks: Ranks,
     tell: Tell,
 ) -> list[tuple[Sample, str]]:
@@ -183,7 +183,7 @@ def _filled(
     return bad
 
 
-def _without(pictures: Sequence[Picture], bad: Sequence[tuple[Sample, str]]) -> list[Picture]:
+def _without(pictures: Sequence[EncodeItem], bad: Sequence[tuple[Sample, str]]) -> list[EncodeItem]:
     lost = {sample for sample, _ in bad}
     return [picture for picture in pictures if picture.sample not in lost]
 
@@ -207,8 +207,8 @@ def lacks_after_warming(store: Store, keys: Sequence[str], tell: Tell) -> bool:
 
 
 def generations_of(
-    prep: Preparation, trained: Sequence[Group], sources: Mapping[str, Source]
-) -> Generations:
+    prep: Preparation, trained: Sequence[BucketGroup], sources: Mapping[str, Source]
+) -> AugmentationEpochs:
     """The refreshed data sets: where their generations are, and how one is made."""
     own = GenerationFolder(prep.folder / GENERATIONS, prep.ranks)
 
@@ -234,7 +234,7 @@ def generations_of(
                         f"began and is not now: {bad[0][1]}. Mend it, and start again to resume."
                     )
 
-    return Generations(
+    return AugmentationEpochs(
         first=prep.stores.latents,
         open_store=lambda number: prep.stores.latents_in(
             f"latents of generation {number}", own.path(number)
@@ -245,7 +245,7 @@ def generations_of(
     )
 
 
-def only(groups: Sequence[Group], keep: Callable[[Sample], bool]) -> list[Group]:
+def only(groups: Sequence[BucketGroup], keep: Callable[[Sample], bool]) -> list[BucketGroup]:
     """Groups with these samples alone; none that is empty."""
     chosen = [
         replace(group, samples=tuple(s for s in group.samples if keep(s))) for group in groups

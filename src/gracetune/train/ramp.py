@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Ramp:
+class AccumulationRamp:
     """How many micro-batches make an optimizer step, at any point of a run."""
 
     initial: int
@@ -43,12 +43,12 @@ class Ramp:
         return self.accumulation(0) == self.accumulation(self.length)
 
 
-def constant(accumulation: int) -> Ramp:
+def constant(accumulation: int) -> AccumulationRamp:
     """No ramp: the same number of micro-batches always."""
-    return Ramp(accumulation, accumulation, 1, "linear", 1)
+    return AccumulationRamp(accumulation, accumulation, 1, "linear", 1)
 
 
-def build_ramp(run: RunFile, world_size: int) -> tuple[Ramp, list[str]]:
+def build_ramp(run: RunFile, world_size: int) -> tuple[AccumulationRamp, list[str]]:
     """The run's ramp, and what the user should know about it."""
     section, batch = run.gh200_optimizations, run.train.batch_size
     plain = run.train.gradient_accumulation_steps
@@ -69,11 +69,13 @@ def build_ramp(run: RunFile, world_size: int) -> tuple[Ramp, list[str]]:
             f"gh200_optimizations.initial_effective_batch_size is {initial}, more than the target "
             f"{target}; a ramp grows. Lower it, or raise target_effective_batch_size."
         )
-    ramp = Ramp(initial, target, section.batch_rampup_steps, section.rampup_shape, per_micro_batch)
+    ramp = AccumulationRamp(
+        initial, target, section.batch_rampup_steps, section.rampup_shape, per_micro_batch
+    )
     return ramp, _notes(ramp, micro)
 
 
-def _notes(ramp: Ramp, micro: str) -> list[str]:
+def _notes(ramp: AccumulationRamp, micro: str) -> list[str]:
     size = ramp.samples_per_micro_batch
     first, last = (ramp.accumulation(at) * size for at in (0, ramp.length))
     notes = [

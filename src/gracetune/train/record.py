@@ -25,7 +25,7 @@ RATE_DECADES = (-9, 0)
 BINS_PER_DECADE = 4
 
 
-class Record:
+class MetricsBuffer:
     """Keeps results as tensors until a window is full, then reads them all at once."""
 
     def __init__(

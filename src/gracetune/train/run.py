@@ -12,7 +12,7 @@ from gracetune.config.render import resolved
 from gracetune.config.schema import Gh200Section, RunFile
 from gracetune.durable import write_text
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError
-from gracetune.events.fan import Fan
+from gracetune.events.fan import EventDispatcher
 from gracetune.events.log import JsonlLog
 from gracetune.events.requests import VERBS, Requests
 from gracetune.events.tensorboard import TensorBoardSink
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event, Sink
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.loop import Session
-    from gracetune.train.state import Progress
+    from gracetune.train.state import TrainProgress
 
 LOG = "events.jsonl"
 PRECISION_NAMES = {"no": "fp32", "bf16": "bf16"}
@@ -75,7 +75,7 @@ class Landmarks:
 class Ending:
     """Tells how a run ended, whatever ended it."""
 
-    def __init__(self, fan: Fan, landmarks: Landmarks, started: float) -> None:
+    def __init__(self, fan: EventDispatcher, landmarks: Landmarks, started: float) -> None:
         self._fan = fan
         self._landmarks = landmarks
         self._started = started
@@ -122,7 +122,10 @@ def run_training(
         landmarks = Landmarks(folder, 0 if snapshot is None else snapshot.progress.step)
         with Requests(folder).listening(_verbs(run), accelerator.is_main_process) as requests:
             told = _sinks(run, folder, landmarks.step, sinks) if accelerator.is_main_process else []
-            with Fan([landmarks, *told]) as fan, Ending(fan, landmarks, started) as ending:
+            with (
+                EventDispatcher([landmarks, *told]) as fan,
+                Ending(fan, landmarks, started) as ending,
+            ):
                 for text in notices:
                     fan.tell(Notice(text))
                 for text in warnings:
@@ -141,7 +144,7 @@ def run_training(
     return ending.ended
 
 
-def _take_over(run: RunFile, folder: Path, progress: Progress, fan: Fan) -> None:
+def _take_over(run: RunFile, folder: Path, progress: TrainProgress, fan: EventDispatcher) -> None:
     """The run goes on for certain: only now does its folder change. One rank does it."""
     path = folder / "run.json"
     if path.exists() and not _is_ours(path):
@@ -233,7 +236,7 @@ def _verbs(run: RunFile) -> list[str]:
     return [verb for verb in VERBS if verb != "validate" or validates(run)]
 
 
-def _started(session: Session, progress: Progress) -> RunStarted:
+def _started(session: Session, progress: TrainProgress) -> RunStarted:
     t = session.trainee
     return RunStarted(
         output_dir=t.run.output_dir,

@@ -16,7 +16,7 @@ from gracetune.memory.reclaim import hard_reclamation
 from gracetune.plan.choose import PlanError, predict
 from gracetune.plan.report import describe, speed
 from gracetune.stream.movers import StreamError
-from gracetune.train.correcting import Measured, choice_of, learnt, was_wrong
+from gracetune.train.correcting import StepMeasurement, choice_of, learnt, was_wrong
 from gracetune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.plan.result import Plan
     from gracetune.stream.weights import RingCounters
-    from gracetune.train.place import Placed
-    from gracetune.train.planning import Question
+    from gracetune.train.place import AppliedPlan
+    from gracetune.train.planning import PlanProblem
 
     Tell = Callable[[Event], None]
 
@@ -95,9 +95,9 @@ class Settled:
 
     def __init__(
         self,
-        ask: Question,
+        ask: PlanProblem,
         plan: Plan,
-        place_as: Callable[[Plan, int], Placed],
+        place_as: Callable[[Plan, int], AppliedPlan],
         meter: Meter,
         largest_numel: int,
         tell: Tell,
@@ -142,7 +142,7 @@ class Settled:
         peak = self._meter.peak_nbytes()
         self._tell(Notice(self._comparison(seconds, peak)))
         first, self._checked = not self._checked, True
-        measured = Measured(
+        measured = StepMeasurement(
             seconds=seconds if self._large == self._micro_batches else None,
             waited_s=waited,
             peak_nbytes=peak if self._large else None,
@@ -228,7 +228,7 @@ class Settled:
             text += f"; {compiler.graphs} graphs compiled in {format_seconds(compiler.seconds)}"
         return text
 
-    def _correct(self, measured: Measured, left: int) -> bool:
+    def _correct(self, measured: StepMeasurement, left: int) -> bool:
         """Plan once more with what was learnt; change where that is clearly better, or needed."""
         model, fixed = learnt(self._ask.model, self._ask.fixed, self.plan, measured)
         self._ask = replace(self._ask, model=model, fixed=fixed)

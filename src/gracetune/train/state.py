@@ -32,7 +32,7 @@ NUMBERS: dict[str, type[bool] | type[int] | type[float]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainProgress:
     """The counters of a run."""
 
     step: int = 0
@@ -45,9 +45,9 @@ class Progress:
     low_steps: int = 0
     """Of the optimizer steps, how many trained which expert; both 0 where there is none."""
 
-    def after(self, micro_batches: int, consumed: int, expert: str | None) -> Progress:
+    def after(self, micro_batches: int, consumed: int, expert: str | None) -> TrainProgress:
         """One optimizer step later."""
-        return Progress(
+        return TrainProgress(
             self.step + 1,
             self.micro_batches + micro_batches,
             consumed,

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from gracetune.train.draws import Draws
     from gracetune.train.ema import Ema
     from gracetune.train.experts import Turn, Turns
-    from gracetune.train.state import Progress
+    from gracetune.train.state import TrainProgress
 
 
 @dataclass(frozen=True, slots=True)
-class Trainee:
+class TrainState:
     """All that a step touches."""
 
     run: RunFile
@@ -68,7 +68,9 @@ class StepResult:
     """Who was trained; none: there is one transformer."""
 
 
-def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progress) -> StepResult:
+def train_step(
+    t: TrainState, window: Iterable[Batch], length: int, progress: TrainProgress
+) -> StepResult:
     """Accumulate over a window of micro-batches, then update.
 
     Each backward adds the *sum* of its samples' losses; the division by the samples really seen, on
@@ -101,7 +103,7 @@ def train_step(t: Trainee, window: Iterable[Batch], length: int, progress: Progr
     return StepResult(loss_sum / samples, grad_norm, lr, samples, length, turn.expert)
 
 
-def batch_losses(t: Trainee, batch: Batch, micro_batch: int, turn: Turn = ALONE) -> Tensor:
+def batch_losses(t: TrainState, batch: Batch, micro_batch: int, turn: Turn = ALONE) -> Tensor:
     """The loss of each sample of one micro-batch, as much as it counts."""
     generator = t.draws.at("train", micro_batch, t.accelerator.process_index)
     x0, _ = t.family.parts(batch.latents)
@@ -114,7 +116,7 @@ def batch_losses(t: Trainee, batch: Batch, micro_batch: int, turn: Turn = ALONE)
 
 
 def losses_at(
-    t: Trainee, batch: Batch, levels: Tensor, noise: Tensor, expert: Expert | None = None
+    t: TrainState, batch: Batch, levels: Tensor, noise: Tensor, expert: Expert | None = None
 ) -> Tensor:
     """The same for given levels and noise, all samples alike; the levels are this expert's."""
     kind = t.family.prediction

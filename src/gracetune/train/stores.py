@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 import psutil
 
-from gracetune.cache.arena import ArenaStore, Budget, Tally, whole_pages
+from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, whole_pages
 from gracetune.cache.ranks import ALONE
 from gracetune.cache.shard_store import ShardStore
 from gracetune.data.gather import MissingGather, find_gather
@@ -104,12 +104,12 @@ def open_stores(
     )
 
 
-def _budgets(section: CacheSection, num_ranks: int) -> dict[str, Budget]:
+def _budgets(section: CacheSection, num_ranks: int) -> dict[str, HostMemoryBudget]:
     """By kind; a kind on disk needs none. All ranks may be on this machine."""
     total = psutil.virtual_memory().available * 3 // 4 // num_ranks
     if section.host_budget_gb is not None:
         total = int(section.host_budget_gb * GIB)
     if "disk" in (section.vae_cache_type, section.text_cache_type):
-        return {"latents": Budget(total), "text": Budget(total)}
+        return {"latents": HostMemoryBudget(total), "text": HostMemoryBudget(total)}
     text = total // TEXT_SHARE
-    return {"latents": Budget(total - text), "text": Budget(text)}
+    return {"latents": HostMemoryBudget(total - text), "text": HostMemoryBudget(text)}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.cache.serve import Recipes
-    from gracetune.data.loader import Group
+    from gracetune.data.loader import BucketGroup
     from gracetune.data.sample import Companion, Sample, Shape
     from gracetune.data.source import Source
     from gracetune.models.family import Family
@@ -24,7 +24,7 @@ EMPTY = ""
 """The caption of dropped captions and of guidance."""
 
 
-class About(NamedTuple):
+class PromptContext(NamedTuple):
     """A caption with the sample whose control it is encoded with."""
 
     caption: str
@@ -64,18 +64,18 @@ class Texts:
     def __init__(
         self,
         family: Family,
-        groups: Iterable[Group],
+        groups: Iterable[BucketGroup],
         sources: Mapping[str, Source],
         recipes: Recipes,
     ) -> None:
         self._family, self._sources, self._recipes = family, sources, recipes
-        self._about: dict[str, About] = {}
+        self._about: dict[str, PromptContext] = {}
         name_of = Names(family, recipes)
         for group in groups:
             for sample in group.samples:
                 for caption, epoch in product((sample.caption, EMPTY), name_of.epochs(sample)):
                     name = name_of(caption, sample, group.size, epoch)
-                    self._about.setdefault(name, About(caption, sample, group.size, epoch))
+                    self._about.setdefault(name, PromptContext(caption, sample, group.size, epoch))
 
     @property
     def names(self) -> list[str]:
@@ -90,7 +90,7 @@ class Texts:
             return self._family.encode_text(captions)
         return self._family.encode_text(captions, [self._picture(one) for one in about])
 
-    def _picture(self, one: About) -> Tensor:
+    def _picture(self, one: PromptContext) -> Tensor:
         data = self._sources[one.sample.dataset].read(_control(one.sample).key)
         size = (one.size[0], one.size[1])
         recipe = self._recipes(one.sample, one.epoch)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gracetune.data.sample import Batch
-    from gracetune.models.samples import Order, Sampled
-    from gracetune.train.step import Trainee
+    from gracetune.models.samples import Sampled, SampleRequest
+    from gracetune.train.step import TrainState
 
 
 class SamplesError(CheckpointError):
@@ -32,12 +32,12 @@ class SamplesError(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
-class Validation:
+class ValidationSetup:
     """What is sampled and measured, the same at every step."""
 
     folder: Path
     prompts: tuple[str, ...]
-    order: Order
+    order: SampleRequest
     held_out: Sequence[Batch]
 
     def sheet(self, step: int) -> Path:
@@ -45,7 +45,7 @@ class Validation:
         return self.folder / f"step-{step:06d}.png"
 
 
-def validate(t: Trainee, validation: Validation, step: int) -> Validated:
+def validate(t: TrainState, validation: ValidationSetup, step: int) -> Validated:
     """Sample and measure, with the averaged weights where there are any."""
     started = time.monotonic()
     was_training = t.transformer.training
@@ -66,13 +66,13 @@ def validate(t: Trainee, validation: Validation, step: int) -> Validated:
     )
 
 
-def sample(t: Trainee, validation: Validation) -> list[Sampled]:
+def sample(t: TrainState, validation: ValidationSetup) -> list[Sampled]:
     """One a prompt, by the family's own pipeline with the weights as they are."""
     with t.accelerator.autocast():
         return t.family.sample(validation.order)
 
 
-def held_out_loss(t: Trainee, batches: Sequence[Batch]) -> dict[str, float]:
+def held_out_loss(t: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
     """The mean loss over evenly spread levels, with noise that never changes; by expert, too."""
     if not batches:
         return {}
@@ -95,7 +95,7 @@ def held_out_loss(t: Trainee, batches: Sequence[Batch]) -> dict[str, float]:
     return means
 
 
-def _write(validation: Validation, made: Sequence[Sampled], step: int) -> Path:
+def _write(validation: ValidationSetup, made: Sequence[Sampled], step: int) -> Path:
     """Each sample by itself, with the prompts beside them, and stills of all on one sheet."""
     sheet = validation.sheet(step)
     try:

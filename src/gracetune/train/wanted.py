@@ -11,7 +11,7 @@ from gracetune.cache.serve import Recipes
 from gracetune.cache.shard_store import is_cache
 from gracetune.cache.tiling import choose_tiling
 from gracetune.data import buckets
-from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.corruption import CorruptionLog
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
 from gracetune.data.sample import mask_of
@@ -24,7 +24,7 @@ from gracetune.train.texts import EMPTY, Names
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.cache.keys import Key
+    from gracetune.cache.keys import CacheKey
     from gracetune.config.schema import RunFile
     from gracetune.events.types import Event
     from gracetune.models.family import Family
@@ -47,14 +47,14 @@ def old_generations(run: RunFile) -> list[Path]:
     return [path for path in found if is_cache(path)]
 
 
-def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> set[Key]:
+def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> set[CacheKey]:
     """Every key that training would look up; a sample that cannot be read is an error here."""
     folder, identity = Path(run.output_dir), family.identity()
-    ledger = CorruptionLedger(tell, folder / "corruption.json")
+    ledger = CorruptionLog(tell, folder / "corruption.json")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
     cells, name_of = cells_of(family), Names(family, recipes)
-    wanted: set[Key] = set()
+    wanted: set[CacheKey] = set()
     for index, section in enumerate(run.datasets):
         opened = open_dataset(section, index, tell, ledger)
         plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from gracetune.adapters.canonical import canonical
 from gracetune.adapters.delta import delta, delta_shape, norm
 from gracetune.adapters.files import (
-    About,
+    AdapterMetadata,
     describe,
     interchange_form,
     read_adapter,
@@ -28,7 +28,7 @@ from gracetune.adapters.layers import (
     join_stages,
     split_stages,
 )
-from gracetune.adapters.names import TABLES, Place, table_named
+from gracetune.adapters.names import TABLES, LayerPath, table_named
 from gracetune.adapters.rows import join_fused
 from gracetune.adapters.spelling import lost_in
 from gracetune.adapters.tables.forms import ENDINGS
@@ -172,7 +172,7 @@ def test_an_integer_alpha_is_read(path):
 
 
 def test_the_header_says_what_a_file_is(path):
-    about = About("Wan-AI/Wan2.2-T2V-A14B", "high", 0.875, "ohwx", "abc123")
+    about = AdapterMetadata("Wan-AI/Wan2.2-T2V-A14B", "high", 0.875, "ohwx", "abc123")
     write_adapter(path, make_wan(alpha=2.0), "comfyui", about)
     _, header = read_tensors(path)
     assert header == {
@@ -191,7 +191,7 @@ def test_the_header_says_what_a_file_is(path):
 
 
 def test_a_header_is_kept_when_a_file_is_rewritten(path, tmp_path):
-    write_adapter(path, make_wan(), "comfyui", About(trigger="ohwx"))
+    write_adapter(path, make_wan(), "comfyui", AdapterMetadata(trigger="ohwx"))
     other = write_adapter(tmp_path / "b.safetensors", read_adapter(path), "kohya")
     _, header = read_tensors(other)
     assert header["gracetune.trigger"] == "ohwx"
@@ -229,7 +229,7 @@ def test_a_peft_folder_loads_in_peft(tmp_path):
 
     layer = make_lora(6, 5, torch.Generator().manual_seed(0), alpha=3.0)
     table = table_named("any")
-    adapter = Adapter(table, {Place(None, "x"): layer})
+    adapter = Adapter(table, {LayerPath(None, "x"): layer})
     write_adapter(tmp_path / "adapter_model.safetensors", adapter, "peft")
     model = nn.Sequential()
     model.add_module("x", nn.Linear(5, 6))
@@ -246,7 +246,7 @@ def test_the_config_of_a_fused_adapter_is_of_what_is_written(tmp_path):
     """The whole has the ranks of its parts added up, and so another alpha."""
     table = table_named("flux")
     parts = {
-        Place(None, f"transformer_blocks.0.attn.to_{name}"): make_lora(
+        LayerPath(None, f"transformer_blocks.0.attn.to_{name}"): make_lora(
             12, 12, torch.Generator().manual_seed(seed), 4, alpha=2.0
         )
         for seed, name in enumerate("qkv")
@@ -282,12 +282,12 @@ def test_a_folder_stands_for_the_file_in_it(tmp_path):
     with pytest.raises(AdapterError, match=r"one\.safetensors, two\.safetensors"):
         read_adapter(tmp_path)
     write_adapter(tmp_path / "pytorch_lora_weights.safetensors", make_wan("loha"), "comfyui")
-    assert read_adapter(tmp_path).layers[Place(None, "blocks.0.attn1.to_q")].algorithm == "loha"
+    assert read_adapter(tmp_path).layers[LayerPath(None, "blocks.0.attn1.to_q")].algorithm == "loha"
 
 
 def test_a_float16_that_cannot_hold_it_is_refused(path):
     layer = Layer("lora", {"down": torch.full((2, 4), 1e5), "up": torch.ones(4, 2)})
-    adapter = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): layer})
+    adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): layer})
     with pytest.raises(AdapterError, match=r"1e\+05.*float16.*bfloat16") as caught:
         write_adapter(path, adapter, "comfyui", dtype=torch.float16)
     assert caught.value.key == A
@@ -299,11 +299,11 @@ def test_a_float16_that_cannot_hold_it_is_refused(path):
 def test_folding_alpha_into_narrow_floats_does_not_round(path):
     generator = torch.Generator().manual_seed(0)
     layer = make_lora(HIDDEN, HIDDEN, generator, alpha=3.0, dtype=torch.bfloat16)
-    adapter = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): layer})
+    adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): layer})
     (back,) = read_adapter(write_adapter(path, adapter, "diffusers")).layers.values()
     torch.testing.assert_close(delta(back), delta(layer), rtol=1e-6, atol=1e-6)
     half = Layer("lora", layer.tensors, 2.0)
-    adapter = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): half})
+    adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): half})
     (back,) = read_adapter(write_adapter(path, adapter, "diffusers")).layers.values()
     assert back.tensors["up"].dtype == torch.bfloat16
     assert torch.equal(delta(back), delta(half))
@@ -312,14 +312,16 @@ def test_folding_alpha_into_narrow_floats_does_not_round(path):
 def test_who_says_the_stage(tmp_path):
     named = write_adapter(tmp_path / "run_low_noise.safetensors", make_wan(), "comfyui")
     assert stage_of(read_adapter(named), named) == ("low", "its name")
-    said = write_adapter(tmp_path / "x.safetensors", make_wan(), "comfyui", About(stage="high"))
+    said = write_adapter(
+        tmp_path / "x.safetensors", make_wan(), "comfyui", AdapterMetadata(stage="high")
+    )
     assert stage_of(read_adapter(said), said) == ("high", "its header")
     keyed = make_wan(stages=("low",))
     path = write_adapter(tmp_path / "y.safetensors", keyed, "ai-toolkit-combined")
     assert stage_of(read_adapter(path), path) == ("low", "its keys")
     plain = write_adapter(tmp_path / "z.safetensors", make_wan(), "comfyui")
     assert stage_of(read_adapter(plain), plain) == (None, "")
-    wrong = About(stage="high")
+    wrong = AdapterMetadata(stage="high")
     path = write_adapter(tmp_path / "w.safetensors", keyed, "ai-toolkit-combined", wrong)
     with pytest.raises(AdapterError, match=r"header .* says stage high, its keys say low"):
         stage_of(read_adapter(path), path)
@@ -343,7 +345,7 @@ def test_what_a_form_cannot_hold_is_refused_with_a_way_out(form, path):
             "mid": torch.ones(2, 2, 3, 3),
         },
     )
-    adapter = Adapter(WAN, {Place(None, "patch_embedding"): tucker})
+    adapter = Adapter(WAN, {LayerPath(None, "patch_embedding"): tucker})
     with pytest.raises(AdapterError, match="core tensor"):
         write_adapter(path, adapter, form)
     keys = read_tensors(write_adapter(path, adapter, "comfyui"))[0]
@@ -353,7 +355,7 @@ def test_what_a_form_cannot_hold_is_refused_with_a_way_out(form, path):
 
 def test_a_module_without_a_name_in_a_form_is_refused(path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
-    adapter = Adapter(WAN, {Place(None, "blocks.0.norm2"): layer})
+    adapter = Adapter(WAN, {LayerPath(None, "blocks.0.norm2"): layer})
     with pytest.raises(AdapterError, match="no name for this module"):
         write_adapter(path, adapter, "ai-toolkit-old-lokr")
 
@@ -361,7 +363,7 @@ def test_a_module_without_a_name_in_a_form_is_refused(path):
 def test_magnitudes_by_columns_have_no_place_in_peft(path):
     layer = make_lora(6, 4, torch.Generator().manual_seed(0))
     tensors = {**layer.tensors, "dora": torch.ones(1, 4)}
-    adapter = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): Layer("lora", tensors)})
+    adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): Layer("lora", tensors)})
     with pytest.raises(AdapterError, match="by rows alone"):
         write_adapter(path, adapter, "diffusers")
     assert same(read_adapter(write_adapter(path, adapter, "kohya")), adapter)
@@ -371,21 +373,26 @@ def test_the_form_that_most_tools_load():
     assert interchange_form(make_wan()).name == "comfyui"
     assert interchange_form(make_wan("lokr")).name == "comfyui"
     generator = torch.Generator().manual_seed(0)
-    place = Place(None, "transformer_blocks.0.attn.to_q")
+    place = LayerPath(None, "transformer_blocks.0.attn.to_q")
     for table in (TABLES["flux"], TABLES["qwen_image"], table_named("tiny")):
         for make, form in ((make_lora, "diffusers"), (make_lokr, "diffusers")):
             adapter = Adapter(table, {place: make(8, 8, generator)})
             assert interchange_form(adapter).name == form
         adapter = Adapter(table, {place: make_loha(8, 8, generator)})
         assert interchange_form(adapter).name == ("diffusers" if table.open else "lycoris")
-    dora = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): make_lora(4, 4, generator, dora=True)})
+    dora = Adapter(
+        WAN, {LayerPath(None, "blocks.0.attn1.to_q"): make_lora(4, 4, generator, dora=True)}
+    )
     assert interchange_form(dora).name == "diffusers"
 
 
 @pytest.mark.parametrize("make", [make_lora, make_loha, make_lokr, make_full])
 def test_a_family_without_a_table_has_a_form_for_every_algorithm(make, path):
     layer = make(8, 6, torch.Generator().manual_seed(0))
-    places = (Place(None, "context_embedder"), Place(None, "transformer_blocks.0.attn.to_q"))
+    places = (
+        LayerPath(None, "context_embedder"),
+        LayerPath(None, "transformer_blocks.0.attn.to_q"),
+    )
     adapter = Adapter(table_named("tiny"), dict.fromkeys(places, layer))
     form = interchange_form(adapter)
     assert lost_in(adapter, form) is None
@@ -397,7 +404,7 @@ def test_a_family_without_a_table_has_a_form_for_every_algorithm(make, path):
 
 def test_a_form_that_is_advised_holds_the_adapter(path):
     generator = torch.Generator().manual_seed(0)
-    place = Place(None, "context_embedder")
+    place = LayerPath(None, "context_embedder")
     adapter = Adapter(table_named("tiny"), {place: make_loha(8, 6, generator)})
     with pytest.raises(AdapterError, match=r"form comfyui: .* Write the form diffusers\.$"):
         write_adapter(path, adapter, "comfyui")
@@ -410,7 +417,7 @@ def test_a_form_that_is_advised_holds_the_adapter(path):
 @pytest.mark.parametrize("name", ["to-q", "0.attn", "attn.to q"])
 def test_a_name_that_could_not_be_read_back_is_not_written(name, path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
-    adapter = Adapter(table_named("tiny"), {Place(None, name): layer})
+    adapter = Adapter(table_named("tiny"), {LayerPath(None, name): layer})
     with pytest.raises(AdapterError, match=r"No form has one: leave the module out\.$"):
         write_adapter(path, adapter, "diffusers")
 

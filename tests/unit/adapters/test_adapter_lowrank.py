@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from gracetune.adapters.delta import delta
 from gracetune.adapters.layers import Adapter, Layer
 from gracetune.adapters.lowrank import as_lora, combine, factor
-from gracetune.adapters.names import TABLES, Place
+from gracetune.adapters.names import TABLES, LayerPath
 from gracetune.adapters.tables.flux import FLUX
 from gracetune.adapters.tables.wan import WAN
 from gracetune.errors import AdapterError
 
-PLACE = Place(None, "blocks.0.attn1.to_q")
+PLACE = LayerPath(None, "blocks.0.attn1.to_q")
 
 
 def generator(seed=0):
@@ -86,7 +86,7 @@ def test_whole_matrices_and_biases_add_up():
 
 
 def test_modules_of_one_file_alone_come_along():
-    other = Place(None, "blocks.0.attn1.to_k")
+    other = LayerPath(None, "blocks.0.attn1.to_k")
     pair = [
         (one(make_lora(6, 4, generator())), 1.0),
         (one(make_lora(6, 4, generator(1)), other), 2.0),
@@ -115,20 +115,20 @@ def test_a_fused_projection_and_its_parts_add_up(rank, order):
     names = [f"transformer_blocks.0.attn.to_{part}" for part in ("q", "k", "v")]
     whole = make_lora(36, 12, generator(), 4, 2.0)
     part = make_lora(12, 12, generator(1), 4)
-    fused = Adapter(FLUX, {Place(None, "transformer_blocks.0.attn.to_qkv"): whole})
-    split = Adapter(FLUX, {Place(None, names[1]): part})
+    fused = Adapter(FLUX, {LayerPath(None, "transformer_blocks.0.attn.to_qkv"): whole})
+    split = Adapter(FLUX, {LayerPath(None, names[1]): part})
     made, _ = combine([(fused, 1.0), (split, 0.5)][::order], rank, generator())
     assert {place.module for place in made.layers} == set(names)
     for name, rows in zip(names, delta(whole).split(12), strict=True):
         expected = rows + (0.5 * delta(part) if name == names[1] else 0)
-        found = delta(made.layers[Place(None, name)])
+        found = delta(made.layers[LayerPath(None, name)])
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_lokr_that_cannot_be_cut_is_added_to_parts_with_a_rank():
     whole = Layer("lokr", {"lokr_w1": torch.randn(2, 4), "lokr_w2": torch.randn(36, 6)})
-    fused = Adapter(FLUX, {Place(None, "transformer_blocks.0.attn.to_qkv"): whole})
-    place = Place(None, "transformer_blocks.0.attn.to_v")
+    fused = Adapter(FLUX, {LayerPath(None, "transformer_blocks.0.attn.to_qkv"): whole})
+    place = LayerPath(None, "transformer_blocks.0.attn.to_v")
     part = make_lora(24, 24, generator(), 4)
     pair = [(fused, 1.0), (Adapter(FLUX, {place: part}), 0.5)]
     made, _ = combine(pair, 24, generator())
@@ -140,8 +140,8 @@ def test_a_lokr_that_cannot_be_cut_is_added_to_parts_with_a_rank():
 
 
 def test_fused_projections_of_other_blocks_stay_whole():
-    place = Place(None, "transformer_blocks.1.attn.to_qkv")
-    part = Place(None, "transformer_blocks.0.attn.to_q")
+    place = LayerPath(None, "transformer_blocks.1.attn.to_qkv")
+    part = LayerPath(None, "transformer_blocks.0.attn.to_q")
     both = [
         (Adapter(FLUX, {place: make_lokr(36, 12, generator())}), 1.0),
         (Adapter(FLUX, {part: make_lora(12, 12, generator())}), 1.0),
@@ -151,14 +151,14 @@ def test_fused_projections_of_other_blocks_stay_whole():
 
 
 def test_fused_projections_alone_stay_whole():
-    place = Place(None, "transformer_blocks.0.attn.to_qkv")
+    place = LayerPath(None, "transformer_blocks.0.attn.to_qkv")
     pair = [(Adapter(FLUX, {place: make_loha(36, 12, generator(i))}), 1.0) for i in (1, 2)]
     made, _ = combine(pair, 8, generator())
     assert set(made.layers) == {place}
 
 
 def test_a_bare_parameter_is_added_up_and_never_made_a_lora():
-    place = Place(None, "blocks.0.scale_shift_table")
+    place = LayerPath(None, "blocks.0.scale_shift_table")
     pair = [(one(Layer("full", {"diff": torch.randn(6, 24)}), place), 1.0) for _ in range(2)]
     made, _ = combine(pair, 2, generator())
     total = sum(adapter.layers[place].tensors["diff"] for adapter, _ in pair)
@@ -187,7 +187,7 @@ def test_anything_becomes_a_lora_of_a_rank(kind):
 def test_small_loras_and_changes_without_a_rank_stay():
     small = make_lora(6, 4, generator(), rank=2)
     norm = Layer("full", {"diff": torch.ones(6)})
-    other = Place(None, "blocks.0.norm2")
+    other = LayerPath(None, "blocks.0.norm2")
     made, cut = as_lora(Adapter(WAN, {PLACE: small, other: norm}), 3, generator())
     assert made.layers[PLACE] is small
     assert made.layers[other] is norm

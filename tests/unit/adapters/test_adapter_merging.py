@@ -17,7 +17,7 @@ from gracetune.adapters.delta import delta, merged
 from gracetune.adapters.extracting import extract
 from gracetune.adapters.layers import Adapter, Layer
 from gracetune.adapters.merging import merge_into, merge_into_pipeline
-from gracetune.adapters.names import Index, Place
+from gracetune.adapters.names import KeyIndex, LayerPath
 from gracetune.adapters.tables.flux import FLUX
 from gracetune.adapters.tables.wan import WAN
 from gracetune.adapters.weights import open_model
@@ -30,7 +30,7 @@ def generator(seed=0):
 
 def wan_weights(naming="diffusers", prefix="", dtype=torch.float32, seed=7):
     """A tiny Wan's linear weights with biases, and a norm."""
-    index, g = Index(WAN), generator(seed)
+    index, g = KeyIndex(WAN), generator(seed)
     tensors = {}
     for name in wan_modules():
         spelled = prefix + index.spell(name, naming, ".")
@@ -41,7 +41,7 @@ def wan_weights(naming="diffusers", prefix="", dtype=torch.float32, seed=7):
 
 
 def key_of(module, naming, prefix=""):
-    return f"{prefix}{Index(WAN).spell(module, naming, '.')}.weight"
+    return f"{prefix}{KeyIndex(WAN).spell(module, naming, '.')}.weight"
 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "lokr-whole", "full"])
@@ -84,7 +84,7 @@ def test_two_adapters_in_one_merge_and_a_folder_of_shards(tmp_path):
     out = load_file(tmp_path / "out" / "a-1.safetensors") | load_file(
         tmp_path / "out" / "a-2.safetensors"
     )
-    place = Place(None, "blocks.1.attn2.to_v")
+    place = LayerPath(None, "blocks.1.attn2.to_v")
     key = key_of(place.module, "diffusers")
     expected = merged(second.layers[place], merged(first.layers[place], base[key].float()))
     assert torch.equal(out[key], expected.bfloat16())
@@ -135,7 +135,7 @@ def test_parts_go_into_the_rows_of_a_fused_weight(make, tmp_path):
     base["double_blocks.0.img_attn.qkv.bias"] = torch.zeros(36)
     save_file(base, tmp_path / "m.safetensors")
     layer = make(12, 12, generator())
-    adapter = Adapter(FLUX, {Place(None, "transformer_blocks.0.attn.to_k"): layer})
+    adapter = Adapter(FLUX, {LayerPath(None, "transformer_blocks.0.attn.to_k"): layer})
     merge_into(tmp_path / "m.safetensors", tmp_path / "o.safetensors", [(adapter, 1.0)], FLUX)
     out = load_file(tmp_path / "o.safetensors")["double_blocks.0.img_attn.qkv.weight"]
     qkv = base["double_blocks.0.img_attn.qkv.weight"]
@@ -149,8 +149,8 @@ def test_magnitudes_and_swapped_halves_in_a_fused_model(tmp_path):
     save_file(base, tmp_path / "m.safetensors")
     mlp, norm = make_lora(48, 12, generator(), dora=True), make_lora(24, 12, generator(1))
     layers = {
-        Place(None, "single_transformer_blocks.0.proj_mlp"): mlp,
-        Place(None, "norm_out.linear"): norm,
+        LayerPath(None, "single_transformer_blocks.0.proj_mlp"): mlp,
+        LayerPath(None, "norm_out.linear"): norm,
     }
     merge_into(
         tmp_path / "m.safetensors", tmp_path / "o.safetensors", [(Adapter(FLUX, layers), 1.0)], FLUX
@@ -167,13 +167,15 @@ def test_magnitudes_and_swapped_halves_in_a_fused_model(tmp_path):
 def test_what_does_not_fit_is_refused_by_name(tmp_path):
     model, out = tmp_path / "m.safetensors", tmp_path / "o.safetensors"
     save_file(wan_weights(), model)
-    missing = Adapter(WAN, {Place(None, "blocks.9.attn1.to_q"): make_lora(24, 24, generator())})
+    missing = Adapter(WAN, {LayerPath(None, "blocks.9.attn1.to_q"): make_lora(24, 24, generator())})
     with pytest.raises(AdapterError, match=r"no weight for blocks\.9\.attn1\.to_q"):
         merge_into(model, out, [(missing, 1.0)], WAN)
-    wide = Adapter(WAN, {Place(None, "blocks.0.attn1.to_q"): make_lora(32, 24, generator())})
+    wide = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): make_lora(32, 24, generator())})
     with pytest.raises(AdapterError, match="24x24 in the model and 32x24 in the adapter"):
         merge_into(model, out, [(wide, 1.0)], WAN)
-    bias = Adapter(WAN, {Place(None, "blocks.0.norm2"): Layer("full", {"diff_b": torch.ones(24)})})
+    bias = Adapter(
+        WAN, {LayerPath(None, "blocks.0.norm2"): Layer("full", {"diff_b": torch.ones(24)})}
+    )
     with pytest.raises(AdapterError, match="no bias"):
         merge_into(model, out, [(bias, 1.0)], WAN)
     assert not out.exists()
@@ -191,7 +193,7 @@ def test_several_adapters_are_rounded_once(tmp_path):
     out = load_file(tmp_path / "out.safetensors")
     for module in wan_modules():
         key = key_of(module, "diffusers")
-        changes = [s * delta(one.layers[Place(None, module)]) for one, s in adapters]
+        changes = [s * delta(one.layers[LayerPath(None, module)]) for one, s in adapters]
         exact = base[key].float() + torch.stack(changes).sum(0)
         assert (out[key].float() - exact).abs().max() <= exact.abs().max() / 256, key
         same = out[key] == exact.bfloat16()
@@ -260,7 +262,7 @@ def test_a_bare_parameter_is_among_the_rest(tmp_path):
     found = extract(base, tuned, WAN, 4, generator(), keep_rest=False)
     assert found.rest == tuple(table)
     kept = extract(base, tuned, WAN, 4, generator(), keep_rest=True)
-    layer = kept.adapter.layers[Place(None, "blocks.0.scale_shift_table")]
+    layer = kept.adapter.layers[LayerPath(None, "blocks.0.scale_shift_table")]
     assert torch.equal(layer.tensors["diff"], torch.ones(1, 6, 24))
 
 
@@ -294,11 +296,11 @@ def test_a_fused_model_gives_fused_layers_with_halves_in_our_order(tmp_path):
     base, tuned = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
     save_file(flux_original(), base)
     norm = make_lora(24, 12, generator(1))
-    adapter = Adapter(FLUX, {Place(None, "norm_out.linear"): norm})
+    adapter = Adapter(FLUX, {LayerPath(None, "norm_out.linear"): norm})
     merge_into(base, tuned, [(adapter, 1.0)], FLUX)
     found = extract(base, tuned, FLUX, 4, generator(), keep_rest=False)
     torch.testing.assert_close(
-        delta(found.adapter.layers[Place(None, "norm_out.linear")]),
+        delta(found.adapter.layers[LayerPath(None, "norm_out.linear")]),
         delta(norm),
         rtol=1e-3,
         atol=1e-3,

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from gracetune.adapters.names import (
     TABLES,
-    Index,
-    Place,
+    KeyIndex,
+    LayerPath,
     choose_table,
     detect_form,
     form_named,
@@ -21,7 +21,7 @@ from gracetune.adapters.tables.forms import ENDINGS, FORMS
 from gracetune.adapters.tables.types import open_table, table_of_modules
 from gracetune.errors import AdapterError
 
-WAN, FLUX, QWEN = (Index(TABLES[name]) for name in ("wan", "flux", "qwen_image"))
+WAN, FLUX, QWEN = (KeyIndex(TABLES[name]) for name in ("wan", "flux", "qwen_image"))
 
 
 def places(index, form):
@@ -31,7 +31,7 @@ def places(index, form):
     for template in sorted(names):
         for stage in stages:
             if index.spell(template.format(0), form.naming, form.joint) is not None:
-                yield Place(stage, template)
+                yield LayerPath(stage, template)
 
 
 INDEXES = (WAN, FLUX, QWEN)
@@ -44,12 +44,12 @@ SPELLABLE = [
 @settings(max_examples=2000, deadline=None)
 def test_a_written_key_is_read_as_what_it_was(spellable, number, data):
     index, form, place = spellable
-    place = Place(place.stage, place.module.format(number))
+    place = LayerPath(place.stage, place.module.format(number))
     role = data.draw(st.sampled_from(sorted(ENDINGS[form.style])))
     key = read_key(write_key(form, index, place, role), index)
     assert key is not None
     unsaid = form.name == "diffusers-both" and place.stage != "low"
-    assert key.place == (Place(None, place.module) if unsaid else place)
+    assert key.place == (LayerPath(None, place.module) if unsaid else place)
     assert key.role == role
     assert unsaid or form.name in key.forms
 
@@ -81,7 +81,7 @@ def test_no_two_modules_have_one_name(family):
 )
 def test_underscored_and_unusual_spellings_are_decoded_by_table(key, module, role):
     found = read_key(key, WAN)
-    assert (found.place, found.role) == (Place(None, module), role)
+    assert (found.place, found.role) == (LayerPath(None, module), role)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_underscored_and_unusual_spellings_are_decoded_by_table(key, module, rol
     ],
 )
 def test_flux_keys(key, module):
-    assert read_key(key, FLUX).place == Place(None, module)
+    assert read_key(key, FLUX).place == LayerPath(None, module)
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_families_go_by_our_own_names_too():
 
 
 def test_a_family_without_a_table_takes_dotted_names_as_they_are():
-    index = Index(open_table("tiny"))
+    index = KeyIndex(open_table("tiny"))
     key = read_key("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", index)
     assert key.place.module == "transformer_blocks.0.attn.to_q"
     assert read_key("lycoris_transformer_blocks_0_attn_to_q.lokr_w1", index) is None
-    known = Index(table_of_modules("tiny", ("transformer_blocks.0.attn.to_q",)))
+    known = KeyIndex(table_of_modules("tiny", ("transformer_blocks.0.attn.to_q",)))
     key = read_key("lycoris_transformer_blocks_0_attn_to_q.lokr_w1", known)
     assert key.place.module == "transformer_blocks.0.attn.to_q"
 
@@ -204,9 +204,9 @@ def test_a_family_without_a_table_takes_dotted_names_as_they_are():
 )
 @pytest.mark.parametrize(("number", "stage"), [("1", "high"), ("2", "low")])
 def test_experts_are_read_with_and_without_an_underscore(text, number, stage):
-    index = Index(table_named("wan"))
+    index = KeyIndex(table_named("wan"))
     usual, unparted = (read_key(text.format(part), index) for part in (f"_{number}", number))
-    assert usual.place == unparted.place == Place(stage, "blocks.0.attn1.to_q")
+    assert usual.place == unparted.place == LayerPath(stage, "blocks.0.attn1.to_q")
     assert usual.forms == unparted.forms
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gracetune.adapters.canonical import canonical
 from gracetune.adapters.delta import delta, merged
 from gracetune.adapters.layers import Adapter, Layer, scale_of
-from gracetune.adapters.names import Place, form_named
+from gracetune.adapters.names import LayerPath, form_named
 from gracetune.adapters.rows import join_fused, split_fused, swap_halves, take_rows
 from gracetune.adapters.spelling import spell
 from gracetune.adapters.tables.flux import FLUX
@@ -21,12 +21,12 @@ QKV = [f"transformer_blocks.0.attn.to_{x}" for x in "qkv"]
 SINGLE = [f"single_transformer_blocks.0.attn.to_{x}" for x in "qkv"] + [
     "single_transformer_blocks.0.proj_mlp"
 ]
-WHOLE = Place(None, "transformer_blocks.0.attn.to_qkv")
+WHOLE = LayerPath(None, "transformer_blocks.0.attn.to_qkv")
 HIDDEN = 12
 
 
 def adapter_of(layers):
-    return Adapter(FLUX, {Place(None, name): layer for name, layer in layers.items()})
+    return Adapter(FLUX, {LayerPath(None, name): layer for name, layer in layers.items()})
 
 
 def generator(seed=0):
@@ -70,7 +70,7 @@ def test_the_whole_is_its_parts_row_after_row(adapter):
     (fused,) = [one for one in FLUX.fused if one.whole.format(0) == place.module]
     rows = []
     for part, share in fused.parts:
-        found = adapter.layers.get(Place(None, part.format(0)))
+        found = adapter.layers.get(LayerPath(None, part.format(0)))
         rows.append(torch.zeros(12 * share, HIDDEN) if found is None else delta(found))
     torch.testing.assert_close(delta(layer), torch.cat(rows))
 
@@ -82,7 +82,7 @@ def test_a_lora_of_the_whole_is_split_with_its_down_in_every_part(rank):
     parts = split_fused(adapter)
     for i, name in enumerate(QKV):
         expected = delta(whole)[i * HIDDEN : (i + 1) * HIDDEN]
-        torch.testing.assert_close(delta(parts.layers[Place(None, name)]), expected)
+        torch.testing.assert_close(delta(parts.layers[LayerPath(None, name)]), expected)
     assert same(join_fused(parts), adapter)  # shared `down`: the rank does not grow
 
 
@@ -100,7 +100,7 @@ def test_loha_and_whole_matrices_go_by_rows(make):
     parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
     for i, name in enumerate(QKV):
         expected = delta(whole)[i * HIDDEN : (i + 1) * HIDDEN]
-        torch.testing.assert_close(delta(parts.layers[Place(None, name)]), expected)
+        torch.testing.assert_close(delta(parts.layers[LayerPath(None, name)]), expected)
     assert same_layer(join_fused(parts).layers[WHOLE], whole)
 
 
@@ -110,7 +110,7 @@ def test_a_lokr_is_split_where_its_blocks_end_at_the_cuts(kind):
     parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
     for i, name in enumerate(QKV):
         expected = delta(whole)[i * HIDDEN : (i + 1) * HIDDEN]
-        torch.testing.assert_close(delta(parts.layers[Place(None, name)]), expected)
+        torch.testing.assert_close(delta(parts.layers[LayerPath(None, name)]), expected)
     assert same_layer(join_fused(parts).layers[WHOLE], whole)
 
 
@@ -118,7 +118,7 @@ def test_a_lokr_of_one_block_is_split_inside_it():
     tensors = {"lokr_w1": torch.randn(1, 2), "lokr_w2": torch.randn(36, 6)}
     whole = Layer("lokr", tensors)
     parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
-    torch.testing.assert_close(delta(parts.layers[Place(None, QKV[1])]), delta(whole)[12:24])
+    torch.testing.assert_close(delta(parts.layers[LayerPath(None, QKV[1])]), delta(whole)[12:24])
 
 
 def test_a_lokr_whose_blocks_cross_the_cuts_is_refused_with_a_way_out():
@@ -136,7 +136,8 @@ def test_magnitudes_go_with_their_rows():
     whole = make_lora(36, HIDDEN, generator(), dora=True)
     parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
     rows = [
-        merged(parts.layers[Place(None, n)], base[i * 12 : i * 12 + 12]) for i, n in enumerate(QKV)
+        merged(parts.layers[LayerPath(None, n)], base[i * 12 : i * 12 + 12])
+        for i, n in enumerate(QKV)
     ]
     torch.testing.assert_close(torch.cat(rows), merged(whole, base))
     assert same_layer(join_fused(parts).layers[WHOLE], whole)
@@ -172,7 +173,7 @@ def test_a_projection_that_is_there_whole_and_in_part_is_refused(change):
 
 
 def test_scale_and_shift_change_places_between_the_namings():
-    name = Place(None, "norm_out.linear")
+    name = LayerPath(None, "norm_out.linear")
     layer = make_lora(8, HIDDEN, generator())
     adapter = Adapter(FLUX, {name: layer})
     swapped = swap_halves(adapter).layers[name]
@@ -196,9 +197,9 @@ def test_a_bias_beside_loras_on_a_diagonal_goes_along_too():
     bias = torch.arange(3.0 * HIDDEN)
     beside = replace(whole, tensors={**whole.tensors, "diff_b": bias})
     back = split_fused(Adapter(FLUX, {place: beside}))
-    found = [back.layers[Place(None, name)].tensors["diff_b"] for name in QKV]
+    found = [back.layers[LayerPath(None, name)].tensors["diff_b"] for name in QKV]
     assert torch.equal(torch.cat(found), bias)
-    changes = [delta(back.layers[Place(None, name)]) for name in QKV]
+    changes = [delta(back.layers[LayerPath(None, name)]) for name in QKV]
     torch.testing.assert_close(torch.cat(changes), delta(whole))
 
 

@@ -14,7 +14,7 @@ from gracetune.adapters import products
 from gracetune.adapters.directions import (
     MAX_ROWS,
     MOST,
-    Watch,
+    InputObserver,
     main_directions,
     num_directions,
 )
@@ -301,7 +301,7 @@ def test_blocks_that_nothing_can_be_rounded_in_are_refused_after_a_pass_too():
 
 def test_what_is_not_finite_is_not_known():
     seen, unseen = nn.Linear(16, 16), nn.Linear(16, 16)
-    watch = Watch([(seen, seen), (unseen, unseen)])
+    watch = InputObserver([(seen, seen), (unseen, unseen)])
     with torch.no_grad():
         seen(torch.full((2, 16), torch.inf))
     assert watch.directions(seen) is None
@@ -310,7 +310,7 @@ def test_what_is_not_finite_is_not_known():
 
 def test_of_many_rows_some_are_looked_at_from_everywhere_until_it_is_closed():
     layer = nn.Linear(16, 16)
-    watch = Watch([(layer, layer)])
+    watch = InputObserver([(layer, layer)])
     x = torch.zeros(2 * MAX_ROWS, 16)
     x[0, 3], x[-2, 5] = 1.0, 2.0
     layer(x)

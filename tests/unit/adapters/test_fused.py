@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from gracetune.adapters.fused import (
     Fp8Linear,
-    Fused,
+    FusedLora,
     InFp8,
     computes_in,
     demand_capability,
@@ -69,14 +69,14 @@ def test_what_was_fused_can_be_as_it_was_and_fused_again():
     expected = gradients(make(torch.bfloat16), x)
     with ExitStack() as undo:
         assert fuse_lora(model, undo) == 2
-        assert isinstance(model.inner.forward.__self__, Fused)
+        assert isinstance(model.inner.forward.__self__, FusedLora)
     assert not model._forward_pre_hooks
     assert model.inner.forward.__self__ is model.inner
     for mine, theirs in zip(gradients(model, x), expected, strict=True):
         assert torch.equal(mine, theirs)
     model.zero_grad()
     assert fuse_lora(model) == 2
-    assert isinstance(model.inner.forward.__self__, Fused)
+    assert isinstance(model.inner.forward.__self__, FusedLora)
 
 
 def test_a_model_computes_in_a_type_where_all_of_it_is_in_that_or_copied_to_it():

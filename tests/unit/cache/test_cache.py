@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gracetune.cache.fill import Picture, fill_latents, fill_text
+from gracetune.cache.fill import EncodeItem, fill_latents, fill_text
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.store import MemoryStore
@@ -29,7 +29,7 @@ class Pictures:
 
 def pictures(names, size=(8, 8), broken=()):
     source = Pictures(names, broken)
-    return [Picture(Sample("d", n, n, f"digest {n}", 8, 8), size, source) for n in names]
+    return [EncodeItem(Sample("d", n, n, f"digest {n}", 8, 8), size, source) for n in names]
 
 
 def encode(pixels):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.cache import arena
-from gracetune.cache.arena import ArenaStore, Budget, Slabs, Tally, pageable, whole_pages
+from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Slabs, Tally, pageable, whole_pages
 from gracetune.cache.store import MemoryStore
 from gracetune.errors import ConfigError
 
@@ -20,7 +20,7 @@ def entry(number, count=256):
 
 
 def store(told, budget=64 * KIB, behind=None):
-    return ArenaStore("latents", Budget(budget), behind, told, pageable, Tally())
+    return ArenaStore("latents", HostMemoryBudget(budget), behind, told, pageable, Tally())
 
 
 def test_entries_of_any_dtype_and_shape_come_back(told):
@@ -51,7 +51,7 @@ def test_an_entry_is_a_view_and_not_a_copy(told):
 
 def test_the_least_recently_used_leaves_and_is_read_from_behind(told):
     tally, behind = Tally(), MemoryStore()
-    kept = ArenaStore("latents", Budget(4 * KIB), behind, told, pageable, tally)
+    kept = ArenaStore("latents", HostMemoryBudget(4 * KIB), behind, told, pageable, tally)
     for number in range(4):
         kept.put(f"{number}", entry(number))
     assert told.events == []
@@ -74,7 +74,9 @@ def test_the_least_recently_used_leaves_and_is_read_from_behind(told):
 def test_what_leaves_is_what_was_used_longest_ago(batches):
     tally, behind = Tally(), MemoryStore()
     behind.put_many({f"{number}": entry(number) for number in range(8)})
-    kept = ArenaStore("latents", Budget(4 * KIB), behind, lambda event: None, pageable, tally)
+    kept = ArenaStore(
+        "latents", HostMemoryBudget(4 * KIB), behind, lambda event: None, pageable, tally
+    )
     used = {}
     for turn, batch in enumerate(batches):
         here, tally.hits = {*kept._entries}, 0
@@ -127,7 +129,7 @@ def test_warming_stops_at_the_budget_and_evicts_nothing(told):
     behind = MemoryStore()
     behind.put_many({f"{number}": entry(number) for number in range(500)})
     tally = Tally()
-    kept = ArenaStore("latents", Budget(256 * KIB), behind, told, pageable, tally)
+    kept = ArenaStore("latents", HostMemoryBudget(256 * KIB), behind, told, pageable, tally)
     kept.warm([f"{number}" for number in range(500)], num_workers=1)
     assert kept.nbytes == 256 * KIB
     kept.get_many([f"{number}" for number in range(256)])
@@ -136,7 +138,7 @@ def test_warming_stops_at_the_budget_and_evicts_nothing(told):
 
 
 def test_a_store_that_goes_gives_its_budget_back(told):
-    budget = Budget(8 * KIB)
+    budget = HostMemoryBudget(8 * KIB)
     first = ArenaStore("one", budget, None, told, pageable, Tally())
     first.put("a", entry(1))
     held = first.get("a")
@@ -152,7 +154,9 @@ def test_a_store_that_goes_gives_its_budget_back(told):
 def test_slabs_double_so_that_few_are_looked_through(monkeypatch):
     monkeypatch.setattr(arena, "SLAB_NBYTES", 4 * KIB)
     sizes = []
-    slabs = Slabs(Budget(1024 * KIB), lambda nbytes: sizes.append(nbytes) or pageable(nbytes))
+    slabs = Slabs(
+        HostMemoryBudget(1024 * KIB), lambda nbytes: sizes.append(nbytes) or pageable(nbytes)
+    )
     rooms = [slabs.take(KIB) for _ in range(1024)]
     assert None not in rooms
     assert slabs.take(KIB) is None

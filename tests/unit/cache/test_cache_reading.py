@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from gracetune.cache import reading, resident
-from gracetune.cache.arena import ArenaStore, Budget, Tally, pageable, whole_pages
+from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, pageable, whole_pages
 from gracetune.cache.collect import compact
 from gracetune.cache.packing import LARGE, PAGE
-from gracetune.cache.resident import Residency
+from gracetune.cache.resident import PageCacheResidency
 from gracetune.cache.shard_store import ShardStore
 
 WORDS = LARGE // 4 + PAGE // 4  # a float entry of whole pages
@@ -38,7 +38,7 @@ def own_cache(tmp_path):
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-        asked = Residency()
+        asked = PageCacheResidency()
         held = asked.holds(descriptor, 0, 4 * PAGE)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
@@ -311,7 +311,7 @@ def test_the_page_cache_is_asked_without_having_it_read(tmp_path):
     path.write_bytes(bytes(64 * PAGE))
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
-    asked = Residency()
+    asked = PageCacheResidency()
     assert asked.holds(descriptor, 0, 64 * PAGE)
     assert asked.holds(descriptor, 5, 0)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -329,7 +329,7 @@ def test_a_kernel_that_does_not_tell_is_asked_once(monkeypatch, code):
         calls.append(words)
         return -1
 
-    asked = Residency()
+    asked = PageCacheResidency()
     monkeypatch.setattr(asked, "_ask", refuse)
     monkeypatch.setattr(resident.ctypes, "get_errno", lambda: code)
     assert not asked.holds(0, 0, 1)
@@ -340,7 +340,7 @@ def test_a_kernel_that_does_not_tell_is_asked_once(monkeypatch, code):
 @pytest.mark.usefixtures("own_cache")
 def test_what_the_kernel_refuses_otherwise_is_an_error():
     with pytest.raises(resident.CacheError, match="Bad file descriptor"):
-        Residency().holds(10**6, 0, 1)
+        PageCacheResidency().holds(10**6, 0, 1)
 
 
 def test_an_arena_reads_straight_into_its_slabs(store, told):
@@ -348,7 +348,7 @@ def test_an_arena_reads_straight_into_its_slabs(store, told):
     store.put("small", {"x": torch.arange(3.0)})
     forget(store)
     tally = Tally()
-    arena = ArenaStore("latents", Budget(2**26), store, told, whole_pages, tally)
+    arena = ArenaStore("latents", HostMemoryBudget(2**26), store, told, whole_pages, tally)
     arena.will_need(["k0", "small"])
     arena.warm([f"k{n}" for n in range(3)], num_workers=2)
     batch = arena.gather(["k2", "k0", "k4"], "latents", pageable)

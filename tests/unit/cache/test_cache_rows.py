@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from gracetune.cache.arena import ArenaStore, Budget, Tally, pageable
+from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, pageable
 from gracetune.cache.store import MemoryStore
 from gracetune.data.gather import Gather, MissingGather, find_gather
 
@@ -28,7 +28,7 @@ def one_thread():
 
 def store(find, told, budget=64 * KIB, behind=None, tally=None):
     return ArenaStore(
-        "latents", Budget(budget), behind, told, pageable, tally or Tally(), find=find
+        "latents", HostMemoryBudget(budget), behind, told, pageable, tally or Tally(), find=find
     )
 
 

@@ -7,14 +7,14 @@ from PIL import Image
 from tired import tired_at_first
 
 from gracetune.cache import fill
-from gracetune.cache.fill import BATCH, Picture, fill_latents, fill_text, find_unreadable
+from gracetune.cache.fill import BATCH, EncodeItem, fill_latents, fill_text, find_unreadable
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.ranks import Ranks
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.store import MemoryStore
 from gracetune.data.decoders import PILLOW
 from gracetune.data.prefetch import Prefetch
-from gracetune.data.recipe import Recipe
+from gracetune.data.recipe import SampleTransform
 from gracetune.data.sample import Sample
 from gracetune.errors import RunFailedError
 from gracetune.events.types import Notice, StageProgress
@@ -38,7 +38,7 @@ class Files:
 
 
 def pictures(keys, source, size=(8, 8)):
-    return [Picture(Sample("d", k, "", f"digest {k}", 8, 8), size, source) for k in keys]
+    return [EncodeItem(Sample("d", k, "", f"digest {k}", 8, 8), size, source) for k in keys]
 
 
 class Encoder:
@@ -146,18 +146,18 @@ def test_batches_never_mix_sizes(told):
 
 def test_files_with_equal_bytes_are_encoded_once_and_lost_together(told):
     source, encode = Files(), Encoder()
-    twice = [Picture(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("1", "2")]
+    twice = [EncodeItem(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("1", "2")]
     fill_latents(MemoryStore(), twice, encode, "e", told)
     assert encode.sizes == [1]
-    bad = [Picture(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("bad", "bad too")]
+    bad = [EncodeItem(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("bad", "bad too")]
     lost = fill_latents(MemoryStore(), bad, encode, "e", told)
     assert [sample.key for sample, _ in lost] == ["bad", "bad too"]
 
 
 def test_a_variant_that_can_be_read_does_not_make_up_for_one_that_cannot(told):
     source, sample = tired_at_first(Files()), Sample("d", "1", "", "digest", 8, 8)
-    crops = [Recipe(crop=(share, 0.5)) for share in (0.0, 1.0)]
-    variants = [Picture(sample, (8, 8), source, crop) for crop in crops]
+    crops = [SampleTransform(crop=(share, 0.5)) for share in (0.0, 1.0)]
+    variants = [EncodeItem(sample, (8, 8), source, crop) for crop in crops]
     lost = fill_latents(MemoryStore(), variants, Encoder(), "e", told)
     assert lost == [(sample, "the disk is tired")]
 

@@ -4,9 +4,9 @@ import pytest
 
 from gracetune.cache.generations import (
     NO_EPOCH,
+    AugmentationEpochs,
     FillingStopped,
     GenerationFolder,
-    Generations,
     demand_mode,
     generation_of,
     left_over,
@@ -81,7 +81,9 @@ class Workshop:
         self.done.append(number)
 
     def generations(self, first):
-        return Generations(first, lambda _: MemoryStore(), self.fill, self.entered.append, unheard)
+        return AugmentationEpochs(
+            first, lambda _: MemoryStore(), self.fill, self.entered.append, unheard
+        )
 
 
 def test_the_next_generation_is_made_while_this_one_is_read():
@@ -150,7 +152,7 @@ def test_what_goes_wrong_in_the_background_is_raised_where_it_is_needed(error, r
     def fill(store, number, stopping):
         raise error
 
-    made = Generations(MemoryStore(), lambda _: MemoryStore(), fill, lambda _: None, told)
+    made = AugmentationEpochs(MemoryStore(), lambda _: MemoryStore(), fill, lambda _: None, told)
     made.at(0)
     with pytest.raises(raised, match=str(error)):
         made.at(1)
@@ -162,7 +164,7 @@ def test_what_goes_wrong_in_the_background_is_told_where_nobody_comes_to_need_it
     def fill(store, number, stopping):
         raise ValueError("odd")
 
-    made = Generations(MemoryStore(), lambda _: MemoryStore(), fill, lambda _: None, told)
+    made = AugmentationEpochs(MemoryStore(), lambda _: MemoryStore(), fill, lambda _: None, told)
     made.at(0)
     made.close()
     (text,) = told.texts()
@@ -208,7 +210,7 @@ def test_stores_that_are_left_are_closed_and_the_first_is_not_ours_to_close():
     def fill(store, number, stopping):
         store.put("k", {})
 
-    generations = Generations(first, open_store, fill, lambda number: None, unheard)
+    generations = AugmentationEpochs(first, open_store, fill, lambda number: None, unheard)
     assert generations.entered(0) is None
     generations.at(0)
     assert generations.entered(0) is first

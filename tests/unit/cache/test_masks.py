@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from tired import tired_at_first
 
-from gracetune.cache.fill import Picture
+from gracetune.cache.fill import EncodeItem
 from gracetune.cache.keys import mask_key
 from gracetune.cache.masks import NAME, fill_masks, mask_keys, weights
 from gracetune.cache.ranks import ALONE
@@ -17,7 +17,7 @@ from gracetune.cache.store import MemoryStore
 from gracetune.data.augment import AugmentationDraw, Step
 from gracetune.data.decoders import PILLOW
 from gracetune.data.prefetch import Prefetch
-from gracetune.data.recipe import PLAIN, Recipe
+from gracetune.data.recipe import PLAIN, SampleTransform
 from gracetune.data.sample import Companion, Sample
 from gracetune.events.types import Notice
 
@@ -54,7 +54,7 @@ class Files:
 def picture(source, key, recipe=PLAIN, digest=None, inverted=False):
     mask = Companion("mask", key, digest or f"digest of {key}", inverted)
     sample = Sample("d", f"{key}.png", "", f"picture {key}", 16, 8, companions=(mask,))
-    return Picture(sample, SIZE, source, recipe)
+    return EncodeItem(sample, SIZE, source, recipe)
 
 
 def fill(store, pictures, tell, cells=CELLS):
@@ -76,7 +76,7 @@ def test_a_cell_has_the_average_of_its_pixels(told):
 
 def test_a_mask_is_warped_as_its_sample_is(told):
     store, source = MemoryStore(), Files(half=stripe(0, 8))
-    flipped = picture(source, "half", Recipe(draw=AugmentationDraw((Step("flip", {}),))))
+    flipped = picture(source, "half", SampleTransform(draw=AugmentationDraw((Step("flip", {}),))))
     fill(store, [flipped], told)
     assert levels(store, flipped) == [[0, 0, 255, 255]] * 2
 
@@ -85,7 +85,9 @@ def test_an_inverted_mask_is_learnt_where_it_is_black_and_not_where_it_is_erased
     store, source = MemoryStore(), Files(half=stripe(0, 8))
     erase = Step("erase", {"left": 0.75, "top": 0.0, "width": 0.25, "height": 1.0})
     whole = picture(source, "half", inverted=True)
-    erased = picture(source, "half", Recipe(draw=AugmentationDraw((erase,))), inverted=True)
+    erased = picture(
+        source, "half", SampleTransform(draw=AugmentationDraw((erase,))), inverted=True
+    )
     fill(store, [whole, erased], told)
     assert levels(store, whole) == [[0, 0, 255, 255]] * 2
     assert levels(store, erased) == [[0, 0, 255, 0]] * 2
@@ -104,7 +106,7 @@ def test_what_is_there_is_not_rendered_again_and_other_bytes_are(told):
 
 def test_samples_without_a_mask_are_left_alone(told):
     store = MemoryStore()
-    bare = Picture(Sample("d", "x", "", "x", 16, 8), SIZE, Files())
+    bare = EncodeItem(Sample("d", "x", "", "x", 16, 8), SIZE, Files())
     assert fill(store, [bare], told) == []
     assert mask_keys([bare], lambda _: CELLS) == []
 
@@ -125,7 +127,7 @@ def test_masks_that_cannot_be_read_are_named_with_every_sample_of_theirs(told):
 
 def test_a_mask_that_could_be_read_the_second_time_is_named_all_the_same(told):
     source = tired_at_first(Files(half=stripe(0, 8)))
-    variants = [picture(source, "half", Recipe(crop=(share, 0.5))) for share in (0.0, 1.0)]
+    variants = [picture(source, "half", SampleTransform(crop=(share, 0.5))) for share in (0.0, 1.0)]
     ((sample, reason),) = fill(MemoryStore(), variants, told)
     assert sample.key == "half.png"
     assert reason == "its mask half: the disk is tired"
@@ -156,7 +158,7 @@ def test_the_key_names_bytes_geometry_and_cells():
         mask_key(replace(mask, inverted=True), SIZE, CELLS, PLAIN),
         mask_key(mask, (8, 16), CELLS, PLAIN),
         mask_key(mask, SIZE, (4, 8), PLAIN),
-        mask_key(mask, SIZE, CELLS, Recipe(crop=(0.5, 0.0))),
+        mask_key(mask, SIZE, CELLS, SampleTransform(crop=(0.5, 0.0))),
     ]
     assert len({base, *others}) == 6
     assert base == mask_key(replace(mask, key="of another name"), SIZE, CELLS, PLAIN)

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from gracetune.cache import packing, shards
-from gracetune.cache.index import FORMAT, Index
+from gracetune.cache.index import FORMAT, CacheIndex
 from gracetune.cache.keys import text_key
 from gracetune.cache.reading import Bits
 from gracetune.cache.shard_store import INDEX, MARKER, ShardStore, is_cache
@@ -308,7 +308,7 @@ def test_a_cache_is_marked_and_another_format_is_refused(tmp_path):
     assert not is_cache(tmp_path)
     ShardStore(tmp_path).close()
     assert (tmp_path / MARKER).is_file()
-    index = Index(tmp_path / INDEX)
+    index = CacheIndex(tmp_path / INDEX)
     index._db.execute(f"PRAGMA user_version={FORMAT + 1}")
     index.close()
     with pytest.raises(CacheError, match=f"has format {FORMAT + 1}; this version.* reads {FORMAT}"):

@@ -12,8 +12,8 @@ from PIL import Image
 
 from gracetune.config.schema import RunFile
 from gracetune.models.tiny import load
-from gracetune.train.feed import build_feed
-from gracetune.train.mover import build_mover
+from gracetune.train.feed import build_pipeline
+from gracetune.train.mover import build_batch_transfer
 
 COUNT = 6
 FLIP = [{"name": "flip", "probability": 1.0}]
@@ -69,8 +69,8 @@ class World:
             }
         )
         output.mkdir(exist_ok=True)
-        mover = build_mover(run.gh200_optimizations, torch.device("cpu"), told)
-        build_feed(run, Counting(), mover, output, told)
+        mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
+        build_pipeline(run, Counting(), mover, output, told)
         return encoded["pictures"], encoded["captions"]
 
 

@@ -8,14 +8,14 @@ from safetensors.torch import load_file, save_file
 
 from gracetune.adapters.delta import delta
 from gracetune.adapters.files import (
-    About,
+    AdapterMetadata,
     interchange_form,
     read_adapter,
     read_tensors,
     write_adapter,
 )
 from gracetune.adapters.layers import Adapter
-from gracetune.adapters.names import TABLES, Place
+from gracetune.adapters.names import TABLES, LayerPath
 from gracetune.adapters.tables.types import open_table
 from gracetune.cli.main import main
 
@@ -33,7 +33,7 @@ def told(capsys, *words, code=0):
 
 @pytest.fixture
 def lora(tmp_path):
-    about = About("base", "high", 0.875, "ohwx")
+    about = AdapterMetadata("base", "high", 0.875, "ohwx")
     return write_adapter(tmp_path / "lora.safetensors", make_wan(alpha=2.0), "comfyui", about)
 
 
@@ -144,7 +144,7 @@ def test_convert_of_two_files_that_say_no_stage_takes_them_in_order(capsys, tmp_
         Adapter(
             TABLES["wan"],
             {
-                Place(stage, p.module): layer
+                LayerPath(stage, p.module): layer
                 for stage, seed in (("high", 1), ("low", 2))
                 for p, layer in make_wan(seed=seed).layers.items()
             },
@@ -201,7 +201,9 @@ def test_merge_of_several_into_one(capsys, lora, tmp_path):
 
 def test_merge_of_both_stages_into_one_is_refused(capsys, tmp_path):
     files = [
-        write_adapter(tmp_path / f"{s}.safetensors", make_wan(), "comfyui", About(stage=s))
+        write_adapter(
+            tmp_path / f"{s}.safetensors", make_wan(), "comfyui", AdapterMetadata(stage=s)
+        )
         for s in STAGES
     ]
     out = tmp_path / "out.safetensors"
@@ -215,7 +217,7 @@ def test_merge_into_a_file_and_into_a_pipeline(capsys, lora, tmp_path):
     out = tmp_path / "out.safetensors"
     found = told(capsys, "merge", lora, "--into", model, "-o", out)
     assert found["parts"]["m.safetensors"]["changed"] == 20
-    layer = read_adapter(lora).layers[Place(None, "blocks.0.attn1.to_q")]
+    layer = read_adapter(lora).layers[LayerPath(None, "blocks.0.attn1.to_q")]
     key = "blocks.0.attn1.to_q.weight"
     torch.testing.assert_close(load_file(out)[key], load_file(model)[key] + delta(layer))
 
@@ -280,7 +282,7 @@ def test_a_fault_is_told_to_machines_too(capsys, lora, tmp_path):
 
 def test_a_form_whose_keys_could_not_be_read_again_is_refused(capsys, tmp_path):
     (layer, *_) = make_wan().layers.values()
-    layers = {Place(None, "context_embedder"): layer}
+    layers = {LayerPath(None, "context_embedder"): layer}
     path = tmp_path / "a.safetensors"
     write_adapter(path, Adapter(open_table("other"), layers), "diffusers")
     for form in ("bare", "diffusers-both"):
@@ -393,7 +395,7 @@ def test_check_of_other_families(capsys, family, make, tmp_path):
         module = template.format(0)
         shape = next((s for end, s in kinds.items() if module.endswith(end)), (12, 12))
         shape = (12, 60) if module.endswith("blocks.0.proj_out") else shape
-        layers[Place(None, module)] = make(*shape, generator)
+        layers[LayerPath(None, module)] = make(*shape, generator)
     adapter = Adapter(TABLES[family], layers)
     path = write_adapter(tmp_path / "a.safetensors", adapter, interchange_form(adapter))
     (found,) = told(capsys, "check", path, "--for", "diffusers", "--for", "comfyui")
@@ -405,7 +407,7 @@ def test_a_family_without_a_pipeline_is_told(capsys, tmp_path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
     from gracetune.adapters.tables.types import open_table
 
-    adapter = Adapter(open_table("tiny"), {Place(None, "a.b"): layer})
+    adapter = Adapter(open_table("tiny"), {LayerPath(None, "a.b"): layer})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
     assert "no pipeline is known" in run(capsys, "check", path)
     run(capsys, "check", path, "--for", "diffusers", code=1)

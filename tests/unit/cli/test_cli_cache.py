@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gracetune.cache.fill import Picture
+from gracetune.cache.fill import EncodeItem
 from gracetune.cache.keys import text_key
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cli.main import main
 from gracetune.config.schema import RunFile
 from gracetune.data.folder import FolderSource
-from gracetune.data.recipe import Recipe, render
+from gracetune.data.recipe import SampleTransform, render
 from gracetune.data.sample import Sample
 from gracetune.errors import CacheError
 from gracetune.models.family import load_family
@@ -267,7 +267,7 @@ def test_centre_crops_are_left_out_where_the_run_crops_elsewhere(
 
 def test_an_entry_of_a_video_does_not_say_which_frames_it_is_of(built):
     sample = Sample("clips", "a.mp4", "", "abc", 64, 48, "video")
-    picture = Picture(sample, (64, 48, 5), FolderSource(built), Recipe(rate=24.0))
+    picture = EncodeItem(sample, (64, 48, 5), FolderSource(built), SampleTransform(rate=24.0))
     with pytest.raises(CacheError, match=r"'clips'.*which frames"):
         _demand_plain(picture)
 

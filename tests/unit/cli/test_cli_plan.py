@@ -15,7 +15,7 @@ from gracetune.errors import ConfigError
 from gracetune.memory.machine import Machine
 from gracetune.models import tiny
 from gracetune.optim.footprint import state_nbytes_each
-from gracetune.plan.known_models import Picture
+from gracetune.plan.known_models import SampleShape
 from gracetune.plan.machines import MACHINES
 from gracetune.plan.outlines import outline
 from gracetune.plan.peak import Fixed
@@ -227,7 +227,7 @@ def test_an_optimizers_state_is_tried_out(name: str, nbytes: float) -> None:
 def test_training_all_keeps_state_for_all(dtype: str, each: tuple[int, int]) -> None:
     """Weights in fp32, or in bf16 with masters among the state."""
     run = RunFile.model_validate({"model": {"family": "wan22", "dtype": dtype}})
-    shape = outline(run.model, Picture(64, 64), {"num_layers": 1, "num_attention_heads": 2})
+    shape = outline(run.model, SampleShape(64, 64), {"num_layers": 1, "num_attention_heads": 2})
     trained = plan._trained(run, shape)
     count = sum(p.numel() for p in shape.model.parameters())
     assert all(p.requires_grad for p in shape.model.parameters())

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from gracetune.data import budget
-from gracetune.data.budget import Budget, host_room
+from gracetune.data.budget import StagingBudget, host_room
 from gracetune.errors import DataError
 from gracetune.units import GIB
 
 MACHINES = Path(__file__).parents[2] / "data" / "machines"
 
 
-def _budget(limit: float | None, room: int, raw: int = 100 * GIB) -> Budget:
-    return Budget(limit, raw, 1000, "datasets[1]", lambda: room)
+def _budget(limit: float | None, room: int, raw: int = 100 * GIB) -> StagingBudget:
+    return StagingBudget(limit, raw, 1000, "datasets[1]", lambda: room)
 
 
 def test_the_tighter_limit_counts() -> None:
@@ -37,7 +37,7 @@ def test_the_hosts_limit_is_named_where_it_is_tighter() -> None:
 
 
 def test_stored_bytes_count_to_the_byte() -> None:
-    spent = Budget(100 / GIB, 200, 2, "datasets[0]", lambda: GIB)
+    spent = StagingBudget(100 / GIB, 200, 2, "datasets[0]", lambda: GIB)
     spent.take(150, 100)
     with pytest.raises(DataError, match="would fit"):
         spent.take(1, 1)
@@ -52,7 +52,7 @@ def test_what_will_be_needed_is_foretold_from_what_was_read() -> None:
 
 def test_the_host_is_watched_while_others_take_memory() -> None:
     rooms = [10 * GIB, 5 * GIB, -1]
-    spent = Budget(None, GIB, 9, "datasets[0]", lambda: rooms.pop(0))
+    spent = StagingBudget(None, GIB, 9, "datasets[0]", lambda: rooms.pop(0))
     spent.take(1, 1)  # not worth a look
     assert len(rooms) == 2
     spent.take(budget.WATCH_NBYTES, budget.WATCH_NBYTES)

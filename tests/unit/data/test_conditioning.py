@@ -10,11 +10,11 @@ from PIL import Image
 from gracetune.config.schema import DatasetSection
 from gracetune.data.conditioning import JoinedSource, same_aspect
 from gracetune.data.contract import CHECKS, Check
-from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.corruption import CorruptionLog
 from gracetune.data.dataset import open_dataset
 from gracetune.data.folder import FolderSource
 from gracetune.data.recipe import recipe_of, render, render_control, render_mask
-from gracetune.data.source import Place
+from gracetune.data.source import FileRange
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _open(folders: Path, **settings: object) -> tuple[OpenDataset, list[Event]]:
         **settings,
     }
     section = DatasetSection.model_validate(values)
-    return open_dataset(section, 0, events.append, CorruptionLedger(events.append)), events
+    return open_dataset(section, 0, events.append, CorruptionLog(events.append)), events
 
 
 @pytest.mark.parametrize("kind", ["local", "in_memory"])
@@ -176,7 +176,7 @@ def test_a_joined_source_has_places_and_stamps_where_its_parts_do(folders: Path)
             return "made"
 
     joined = JoinedSource({"": FolderSource(folders / "pictures"), "(made) ": Made()})
-    assert joined.place("a.png") == Place(str(folders / "pictures/a.png"), 0, None)
+    assert joined.place("a.png") == FileRange(str(folders / "pictures/a.png"), 0, None)
     assert joined.place("(made) m") is None
     before = joined.stamp(["a.png", "(made) m"])
     assert joined.stamp(["a.png"]) == before

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.data.corruption import Corruption, CorruptionLedger
+from gracetune.data.corruption import Corruption, CorruptionLog
 from gracetune.errors import DataError
 from gracetune.events.types import Event, Notice
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _ledger(count: int) -> CorruptionLedger:
-    ledger = CorruptionLedger(lambda event: None)
+def _ledger(count: int) -> CorruptionLog:
+    ledger = CorruptionLog(lambda event: None)
     for number in range(count):
         ledger.record("cats", f"{number}.png", "truncated")
     return ledger
@@ -22,7 +22,7 @@ def _ledger(count: int) -> CorruptionLedger:
 
 def test_each_is_told_once_by_name() -> None:
     told: list[Event] = []
-    ledger = CorruptionLedger(told.append)
+    ledger = CorruptionLog(told.append)
     ledger.record("cats", "a.png", "truncated")
     ledger.record("cats", "a.png", "truncated, again")
     ledger.record("dogs", "a.png", "empty")
@@ -65,7 +65,7 @@ def test_the_error_names_the_first_files_and_the_ways_out() -> None:
 
 
 def test_the_report_has_them_all(tmp_path: Path) -> None:
-    ledger = CorruptionLedger(lambda event: None)
+    ledger = CorruptionLog(lambda event: None)
     ledger.record("cats", "ü.png", "empty")
     ledger.write(tmp_path / "corrupt.json")
     assert json.loads((tmp_path / "corrupt.json").read_text(encoding="utf-8")) == {
@@ -76,7 +76,7 @@ def test_the_report_has_them_all(tmp_path: Path) -> None:
 
 def test_a_run_that_stops_leaves_the_report_behind(tmp_path: Path) -> None:
     report = tmp_path / "corruption.json"
-    ledger = CorruptionLedger(lambda event: None, report)
+    ledger = CorruptionLog(lambda event: None, report)
     ledger.record("cats", "a.png", "truncated")
     ledger.check("cats", 100, 0.01)
     assert not report.exists()
@@ -87,7 +87,7 @@ def test_a_run_that_stops_leaves_the_report_behind(tmp_path: Path) -> None:
 
 def test_a_name_of_two_lines_is_told_on_one() -> None:
     told: list[Event] = []
-    ledger = CorruptionLedger(told.append)
+    ledger = CorruptionLog(told.append)
     ledger.record("cats", "two\nlines.png", "bad\nbytes")
     assert told == [
         Notice("data set 'cats': two\\nlines.png is left out: bad\\nbytes", level="warning")

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.index import LONGEST_NAME, PLAIN, Columns, Index, write_index
+from gracetune.data.index import LONGEST_NAME, PLAIN, Columns, StagingIndex, write_index
 from gracetune.memory.arena import ArenaWriter
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
-def _index(keys: list[str]) -> Index:
+def _index(keys: list[str]) -> StagingIndex:
     columns = Columns.empty(len(keys))
     columns.at[:] = np.arange(len(keys))
     columns.stored_nbytes[:] = 10
@@ -19,7 +19,7 @@ def _index(keys: list[str]) -> Index:
     columns.codec[:] = np.arange(len(keys)) % 4
     writer = ArenaWriter()
     write_index(writer, keys, columns, {"origin": "here"})
-    return Index(writer.seal())
+    return StagingIndex(writer.seal())
 
 
 @given(names=st.sets(NAMES, max_size=200), others=st.sets(NAMES, max_size=50))

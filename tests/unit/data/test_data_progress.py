@@ -2,14 +2,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from gracetune.data.progress import Progress
+from gracetune.data.progress import ProgressReporter
 from gracetune.events.types import Event, StageProgress
 
 
 def test_tells_ten_times_a_second_and_at_the_end() -> None:
     now = 0.0
     told: list[Event] = []
-    progress = Progress("staging", 1001, told.append, lambda: now)
+    progress = ProgressReporter("staging", 1001, told.append, lambda: now)
     for _ in range(1001):
         now += 0.001
         progress.advance()
@@ -22,7 +22,7 @@ def test_tells_ten_times_a_second_and_at_the_end() -> None:
 def test_a_slow_stage_tells_each_one() -> None:
     now = 0.0
     told: list[Event] = []
-    progress = Progress("reading", 3, told.append, lambda: now)
+    progress = ProgressReporter("reading", 3, told.append, lambda: now)
     for _ in range(3):
         now += 5
         progress.advance()
@@ -32,7 +32,7 @@ def test_a_slow_stage_tells_each_one() -> None:
 def test_bytes_and_seconds_are_told_where_bytes_are_foretold() -> None:
     now = 100.0
     told: list[Event] = []
-    progress = Progress("staging", 10, told.append, lambda: now, total_nbytes=1000)
+    progress = ProgressReporter("staging", 10, told.append, lambda: now, total_nbytes=1000)
     now += 2
     progress.advance(4, 500)
     now += 2

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.data.source import Place, check_name, is_hidden, printable, read_place, stamp_of
+from gracetune.data.source import FileRange, check_name, is_hidden, printable, read_place, stamp_of
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ def test_a_place_is_read_in_as_many_calls_as_it_takes(
     path.write_bytes(bytes(range(100)))
     whole = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, count, offset: whole(fd, min(count, 7), offset))
-    assert read_place(Place(str(path), 10, 50)) == bytes(range(10, 60))
-    assert read_place(Place(str(path), 90, 0)) == b""
-    assert read_place(Place(str(path), 0, None)) == bytes(range(100))
+    assert read_place(FileRange(str(path), 10, 50)) == bytes(range(10, 60))
+    assert read_place(FileRange(str(path), 90, 0)) == b""
+    assert read_place(FileRange(str(path), 0, None)) == bytes(range(100))
     with pytest.raises(OSError, match="ends 40 bytes too early"):
-        read_place(Place(str(path), 90, 50))
+        read_place(FileRange(str(path), 90, 50))
 
 
 @pytest.mark.parametrize("now", [b"", b"less", b"x" * 100, b"more" * 1000])
@@ -69,7 +69,7 @@ def test_a_whole_file_is_what_it_has_when_it_is_read(
         return whole(descriptor, count, offset)
 
     monkeypatch.setattr(os, "pread", after_a_change)
-    assert read_place(Place(str(path), 0, None)) == now
+    assert read_place(FileRange(str(path), 0, None)) == now
 
 
 def test_a_stamp_tells_a_change_that_keeps_length_and_date(tmp_path: Path) -> None:

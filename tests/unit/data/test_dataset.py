@@ -11,7 +11,7 @@ from blake3 import blake3
 from PIL import Image
 
 from gracetune.config.schema import DatasetSection, ShapesSection
-from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.corruption import CorruptionLog
 from gracetune.data.dataset import OpenDataset, open_dataset
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError
@@ -32,7 +32,7 @@ class Opened:
 
     def __init__(self, root: Path | None, **section: object) -> None:
         self.events: list[Event] = []
-        self.ledger = CorruptionLedger(self.events.append)
+        self.ledger = CorruptionLog(self.events.append)
         values = {"id": "cats", **section}
         if root is not None:
             values["instance_data_dir"] = str(root)

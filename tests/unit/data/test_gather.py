@@ -14,7 +14,7 @@ import pytest
 from forked import holds_in_a_fork
 
 from gracetune.data.gather import LIBRARY, ODD, SOURCE, Gather, MissingGather, find_gather
-from gracetune.data.source import Place
+from gracetune.data.source import FileRange
 from gracetune.memory.arena import Arena, ArenaFullError, ArenaWriter, Hand
 from gracetune.memory.shim import COMPILE_FLAGS, build_shim
 
@@ -34,7 +34,7 @@ def _made(folder: Path, lengths: list[int]) -> list[Path]:
 
 
 def _gathered(
-    gather: Gather, places: list[Place], sizes: list[int]
+    gather: Gather, places: list[FileRange], sizes: list[int]
 ) -> tuple[Arena, list[int], list[int]]:
     writer = ArenaWriter()
     with writer.hand() as hand:
@@ -51,7 +51,7 @@ def _gathered(
 )
 def test_every_byte_lies_where_it_says(tmp_path: Path, gather: Gather, lengths: list[int]) -> None:
     paths = _made(tmp_path, lengths)
-    places = [Place(str(path), 0, None) for path in paths]
+    places = [FileRange(str(path), 0, None) for path in paths]
     arena, starts, found = _gathered(gather, places, lengths)
     assert found == lengths
     for path, start, length in zip(paths, starts, found, strict=True):
@@ -70,7 +70,7 @@ def test_parts_of_files_lie_anywhere_in_them(tmp_path: Path, gather: Gather) -> 
     (shard,) = _made(tmp_path, [200_000])
     data = shard.read_bytes()
     cuts = [(0, 10), (4097, 100_000), (199_999, 1)]
-    places = [Place(str(shard), offset, nbytes) for offset, nbytes in cuts]
+    places = [FileRange(str(shard), offset, nbytes) for offset, nbytes in cuts]
     arena, starts, lengths = _gathered(gather, places, [nbytes for _, nbytes in cuts])
     for start, length, (offset, nbytes) in zip(starts, lengths, cuts, strict=True):
         assert bytes(arena.view(start, length)) == data[offset : offset + nbytes]
@@ -79,9 +79,9 @@ def test_parts_of_files_lie_anywhere_in_them(tmp_path: Path, gather: Gather) -> 
 def test_what_is_odd_is_left_to_others_and_the_rest_comes(tmp_path: Path, gather: Gather) -> None:
     first, longer, shorter, last = _made(tmp_path, [50_000] * 4)
     os.mkfifo(tmp_path / "fifo")  # would be waited for
-    places = [Place(str(p), 0, None) for p in (first, longer, shorter, tmp_path / "gone")]
-    places += [Place(str(tmp_path), 0, None), Place(str(tmp_path / "fifo"), 0, None)]
-    places += [Place(str(last), 40_000, 20_000), Place(str(last), 0, None)]
+    places = [FileRange(str(p), 0, None) for p in (first, longer, shorter, tmp_path / "gone")]
+    places += [FileRange(str(tmp_path), 0, None), FileRange(str(tmp_path / "fifo"), 0, None)]
+    places += [FileRange(str(last), 40_000, 20_000), FileRange(str(last), 0, None)]
     sizes = [50_000, 49_999, 50_001, 9, 4096, 1, 20_000, 50_000]
     arena, starts, lengths = _gathered(gather, places, sizes)
     assert lengths == [50_000, ODD, ODD, ODD, ODD, ODD, ODD, 50_000]
@@ -98,7 +98,7 @@ def test_a_file_that_ends_before_its_length_is_as_long_as_it_is(
     (beside,) = _made(tmp_path, [100])
     content = page.read_bytes()
     assert len(content) < page.stat().st_size
-    places = [Place(str(page), 0, None), Place(str(beside), 0, None)]
+    places = [FileRange(str(page), 0, None), FileRange(str(beside), 0, None)]
     arena, starts, lengths = _gathered(gather, places, [page.stat().st_size, 100])
     assert lengths == [len(content), 100]
     assert bytes(arena.view(starts[0], lengths[0])) == content
@@ -111,7 +111,7 @@ def test_a_target_that_takes_no_more_is_full(tmp_path: Path, gather: Gather, len
     hand = Hand(0)
     fcntl.fcntl(hand._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     with pytest.raises(ArenaFullError, match="Operation not permitted"):
-        gather(hand, [Place(str(path), 0, None)], [length])
+        gather(hand, [FileRange(str(path), 0, None)], [length])
 
 
 def test_without_descriptors_every_file_is_odd(tmp_path: Path, gather: Gather) -> None:
@@ -121,7 +121,7 @@ def test_without_descriptors_every_file_is_odd(tmp_path: Path, gather: Gather) -
         with ArenaWriter().hand() as hand:
             used = max(map(int, os.listdir("/proc/self/fd")))
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, used))
-            return gather(hand, [Place(str(path), 0, None)] * 2, [100] * 2)[1] == [ODD, ODD]
+            return gather(hand, [FileRange(str(path), 0, None)] * 2, [100] * 2)[1] == [ODD, ODD]
 
     assert holds_in_a_fork(all_odd)
 
@@ -129,13 +129,13 @@ def test_without_descriptors_every_file_is_odd(tmp_path: Path, gather: Gather) -
 def test_no_descriptor_is_left_open(tmp_path: Path, gather: Gather) -> None:
     paths = [*_made(tmp_path, [1000, 700_000]), tmp_path / "gone"]
     before = sorted(os.listdir("/proc/self/fd"))
-    _gathered(gather, [Place(str(path), 0, None) for path in paths], [1000, 700_001, 5])
+    _gathered(gather, [FileRange(str(path), 0, None) for path in paths], [1000, 700_001, 5])
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_path_with_a_nul_would_shift_all_others(tmp_path: Path, gather: Gather) -> None:
     with pytest.raises(AssertionError, match="NUL"):
-        _gathered(gather, [Place("a\0b", 0, None)], [1])
+        _gathered(gather, [FileRange("a\0b", 0, None)], [1])
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 65_535, 65_536, 70_001, 131_072])

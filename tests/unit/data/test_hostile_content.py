@@ -15,11 +15,11 @@ from PIL import Image
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data.buckets import assign
-from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.corruption import CorruptionLog
 from gracetune.data.dataset import open_dataset
 from gracetune.data.decoders import choose_decoders
 from gracetune.data.images import decode
-from gracetune.data.recipe import Recipe, render
+from gracetune.data.recipe import SampleTransform, render
 from gracetune.errors import DataError, RunFailedError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def test_each_bad_file_is_one_line_and_the_others_train(
         }
     )
     events: list[Event] = []
-    ledger = CorruptionLedger(events.append)
+    ledger = CorruptionLog(events.append)
     dataset = open_dataset(section, 0, events.append, ledger)
     assert [sample.key for sample in dataset.samples] == sorted(good)
     assert all(sample.kind == kind for sample in dataset.samples)
@@ -156,13 +156,13 @@ def test_each_bad_file_is_one_line_and_the_others_train(
             section.model_copy(update={"max_corruption_rate": 0.1}),
             0,
             events.append,
-            CorruptionLedger(events.append),
+            CorruptionLog(events.append),
         )
 
 
 def test_a_hundred_megapixels_are_read() -> None:
     decoders = choose_decoders()
-    recipe = Recipe(lanczos=decoders.lanczos)
+    recipe = SampleTransform(lanczos=decoders.lanczos)
     pixels = render(_hundred_megapixels(), recipe, (64, 64), decoders)
     assert tuple(pixels.shape) == (3, 64, 64)
     assert float(pixels.min()) == 1
@@ -198,4 +198,4 @@ def test_a_file_that_never_arrives_ends_the_run_by_its_name(
     monkeypatch.setattr("gracetune.registry.load", lambda *_: lambda *_: Stuck())
     section = DatasetSection(id="worst", caption_strategy="filename", timeout_s=0.5)
     with pytest.raises(RunFailedError, match=r"data set 'worst': stuck\.png: loading it keeps"):
-        open_dataset(section, 0, lambda _: None, CorruptionLedger(lambda _: None))
+        open_dataset(section, 0, lambda _: None, CorruptionLog(lambda _: None))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from gracetune.data.shapes import BACKGROUNDS, COLOURS, Figure, draw, drawn, held_out
+from gracetune.data.shapes import BACKGROUNDS, COLOURS, ShapeSpec, draw, drawn, held_out
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -130,7 +130,7 @@ def test_a_colour_without_a_name_is_none(judge: ModuleType) -> None:
     assert (verdict.colour, verdict.shape, verdict.background) == (None, None, "white")
 
 
-def _run_folder(root: Path, shown: list[Figure], prompts: list[str]) -> Path:
+def _run_folder(root: Path, shown: list[ShapeSpec], prompts: list[str]) -> Path:
     """A run whose newest pictures are `shown`; an older step shows nothing at all."""
     for step, pictures in ((100, None), (2000, shown)):
         folder = root / "validation" / f"step-{step:06d}"
@@ -174,7 +174,7 @@ def test_a_bad_run_fails_by_the_share_that_is_too_low(
 def test_json_for_machines(
     judge: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figure = Figure("orange", "cross", "brown")
+    figure = ShapeSpec("orange", "cross", "brown")
     run = _run_folder(tmp_path, [figure], [figure.caption])
     assert judge.main([str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
@@ -193,7 +193,9 @@ def test_json_for_machines(
 
 
 def test_a_right_shape_needs_no_right_colour(judge: ModuleType) -> None:
-    judged = judge.judge_prompt("a red circle", draw(Figure("blue", "circle", "black"), 24, 0, 0))
+    judged = judge.judge_prompt(
+        "a red circle", draw(ShapeSpec("blue", "circle", "black"), 24, 0, 0)
+    )
     assert (judged.colour_right, judged.shape_right) == (False, True)
 
 

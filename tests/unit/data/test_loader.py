@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from gracetune.data.loader import (
     ANNOUNCED,
     BatchOrder,
+    BucketGroup,
     Draw,
-    Group,
     Loader,
     LoaderState,
     name_of,
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 def _group(
     dataset: str, count: int, repeats: int = 1, dropout: float = 0.0, size: tuple[int, int] = (8, 8)
-) -> Group:
+) -> BucketGroup:
     samples = tuple(
         Sample(dataset, f"{size}/{number}.png", f"{dataset} {number}", "0", *size)
         for number in range(count)
     )
-    return Group(samples, repeats, dropout, size)
+    return BucketGroup(samples, repeats, dropout, size)
 
 
 def _load(draws: Sequence[Draw]) -> Batch:
@@ -70,7 +70,7 @@ seeds = st.integers(-(2**63), 2**63)
 
 @given(groups_strategy, batch_sizes, seeds, st.integers(0, 3))
 def test_an_epoch_shows_each_sample_as_often_as_asked(
-    groups: list[Group], batch_size: int, seed: int, number: int
+    groups: list[BucketGroup], batch_size: int, seed: int, number: int
 ) -> None:
     order = BatchOrder(groups, batch_size, seed)
     batches = _epoch(order, number)
@@ -85,7 +85,7 @@ def test_an_epoch_shows_each_sample_as_often_as_asked(
 
 @given(groups_strategy, batch_sizes, seeds)
 def test_batches_have_one_size_and_as_few_are_partial_as_can_be(
-    groups: list[Group], batch_size: int, seed: int
+    groups: list[BucketGroup], batch_size: int, seed: int
 ) -> None:
     batches = _epoch(BatchOrder(groups, batch_size, seed), 0)
     assert all(1 <= len(batch) <= batch_size for batch in batches)
@@ -97,7 +97,7 @@ def test_batches_have_one_size_and_as_few_are_partial_as_can_be(
 
 @given(groups_strategy, batch_sizes, seeds, st.integers(1, 4), st.integers(0, 30))
 def test_ranks_partition_the_stream(
-    groups: list[Group], batch_size: int, seed: int, world: int, consumed: int
+    groups: list[BucketGroup], batch_size: int, seed: int, world: int, consumed: int
 ) -> None:
     order = BatchOrder(groups, batch_size, seed)
     loaders = [
@@ -116,7 +116,7 @@ def test_ranks_partition_the_stream(
     groups_strategy, batch_sizes, seeds, st.integers(0, 12), st.integers(1, 3), st.integers(1, 3)
 )
 def test_resuming_anywhere_with_any_world_is_the_uninterrupted_stream(
-    groups: list[Group], batch_size: int, seed: int, steps: int, before: int, after: int
+    groups: list[BucketGroup], batch_size: int, seed: int, steps: int, before: int, after: int
 ) -> None:
     order = BatchOrder(groups, batch_size, seed)
     state = LoaderState(0)
@@ -166,7 +166,7 @@ def test_captions_drop_at_their_rate_and_anew_each_epoch() -> None:
 
 
 def test_dropout_of_a_sample_does_not_depend_on_the_others() -> None:
-    def dropped(groups: list[Group]) -> set[str]:
+    def dropped(groups: list[BucketGroup]) -> set[str]:
         batches = _epoch(BatchOrder(groups, 4, 0), 0)
         draws = [draw for batch in batches for draw in batch if draw.sample.dataset == "cats"]
         return {draw.sample.key for draw in draws if not draw.caption}

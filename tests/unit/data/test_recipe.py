@@ -14,7 +14,7 @@ from gracetune.data.decoders import PILLOW, choose_decoders
 from gracetune.data.images import decode, fit
 from gracetune.data.recipe import (
     PLAIN,
-    Recipe,
+    SampleTransform,
     demand_augmentable,
     recipe_of,
     render,
@@ -77,7 +77,7 @@ def test_random_crops_lie_anywhere_and_names_are_exact() -> None:
         assert max(values) > 0.97
         assert sum(values) / len(values) == pytest.approx(0.5, abs=0.05)
         assert all(0 <= value <= 1 and value * 1024 == int(value * 1024) for value in values)
-    assert Recipe(crop=(1 / 1024, 1.0)).name == "cover-lanczos-0.0009765625,1"
+    assert SampleTransform(crop=(1 / 1024, 1.0)).name == "cover-lanczos-0.0009765625,1"
 
 
 def test_crops_take_the_part_they_name() -> None:
@@ -86,7 +86,7 @@ def test_crops_take_the_part_they_name() -> None:
     top = render(data, recipe_of(_section(crop="top"), SAMPLE, 0), (64, 64))
     assert top.equal(fit(whole.crop((0, 0, 64, 64)), 64, 64))
     assert render(data, PLAIN, (64, 64)).equal(fit(whole.crop((0, 16, 64, 80)), 64, 64))
-    bottom = render(data, Recipe(crop=(0.5, 1.0)), (64, 64))
+    bottom = render(data, SampleTransform(crop=(0.5, 1.0)), (64, 64))
     assert bottom.equal(fit(whole.crop((0, 32, 64, 96)), 64, 64))
 
 
@@ -95,7 +95,7 @@ def test_fast_is_near_and_exact_is_exact(decoders: object) -> None:
     data = picture_bytes(photo(800, 600), "JPEG", quality=95)
     exact = render(data, PLAIN, (96, 64), decoders)
     assert exact.equal(render(data, PLAIN, (96, 64)))
-    fast = render(data, Recipe(fast=True), (96, 64), decoders)
+    fast = render(data, SampleTransform(fast=True), (96, 64), decoders)
     assert not fast.equal(exact)
     assert float((fast - exact).abs().mean()) < 0.05
 
@@ -125,7 +125,7 @@ def test_masks_and_controls_follow_either_lanczos() -> None:
     pixels = photo(150, 60)
     control, mask = picture_bytes(pixels), picture_bytes(pixels[..., 0])
     for who in ("torch", "pillow"):
-        recipe = Recipe(crop=(0.2, 0.5), lanczos=who)
+        recipe = SampleTransform(crop=(0.2, 0.5), lanczos=who)
         image = render(control, recipe, (32, 32))
         assert render_control(control, recipe, (32, 32)).equal(image)
         grey = render_mask(mask, recipe, (32, 32))

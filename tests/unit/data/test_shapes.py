@@ -15,7 +15,7 @@ from gracetune.data.shapes import (
     COLOURS,
     MARKER,
     SHAPES,
-    Figure,
+    ShapeSpec,
     ShapesSource,
     draw,
     drawn,
@@ -44,7 +44,7 @@ def test_a_third_is_held_out_with_every_word_in_it() -> None:
         assert {figure.colour for figure in part} == set(COLOURS)
         assert {figure.shape for figure in part} == set(SHAPES)
         assert {figure.background for figure in part} == set(BACKGROUNDS)
-    assert held_out()[0] == Figure("red", "circle", "black")
+    assert held_out()[0] == ShapeSpec("red", "circle", "black")
 
 
 def test_the_star_has_every_colour_and_background_and_a_held_out_third() -> None:
@@ -55,8 +55,8 @@ def test_the_star_has_every_colour_and_background_and_a_held_out_third() -> None
 
 
 def test_captions_are_english() -> None:
-    assert Figure("red", "circle", "white").caption == "a red circle on a white background"
-    assert Figure("orange", "star", "gray").caption == "an orange star on a gray background"
+    assert ShapeSpec("red", "circle", "white").caption == "a red circle on a white background"
+    assert ShapeSpec("orange", "star", "gray").caption == "an orange star on a gray background"
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "star"])
@@ -79,7 +79,7 @@ def test_stencils_differ() -> None:
 
 
 def test_a_picture_depends_on_seed_copy_and_words_alone() -> None:
-    figure = Figure("red", "circle", "white")
+    figure = ShapeSpec("red", "circle", "white")
     picture = np.asarray(draw(figure, 24, 0, 0))
     assert picture.shape == (24, 24, 3)
     assert np.array_equal(picture, np.asarray(draw(figure, 24, 0, 0)))
@@ -91,7 +91,7 @@ def test_a_picture_depends_on_seed_copy_and_words_alone() -> None:
 def test_pictures_have_their_colours_places_and_sizes() -> None:
     areas, centres = [], []
     for copy in range(40):
-        pixels = np.asarray(draw(Figure("blue", "circle", "black"), 24, copy, 0)).astype(int)
+        pixels = np.asarray(draw(ShapeSpec("blue", "circle", "black"), 24, copy, 0)).astype(int)
         assert np.abs(pixels[0, 0] - BACKGROUNDS["black"]).max() <= 1
         mask = pixels[..., 2] > 115
         rows, columns = np.nonzero(mask)

@@ -33,7 +33,7 @@ from gracetune.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.data.source import Place, Source
+    from gracetune.data.source import FileRange, Source
 
 BIG = bytes(range(256)) * 1000
 """Large enough to be copied inside the kernel."""
@@ -68,7 +68,7 @@ class Treacherous(FolderSource):
         self._victim = (root / key, key)
         self._change = change
 
-    def place(self, key: str) -> Place:
+    def place(self, key: str) -> FileRange:
         path, victim = self._victim
         if key == victim:
             change, self._change = self._change, "nothing"
@@ -122,7 +122,7 @@ def _only_a_is_readable(root: Path, find: Find) -> bool:
 
 def test_a_source_that_cannot_tell_a_place_is_read(tmp_path: Path, find: Find) -> None:
     class Lost(FolderSource):
-        def place(self, key: str) -> Place:
+        def place(self, key: str) -> FileRange:
             if key != "b":
                 return super().place(key)
             raise OSError("nobody knows")

@@ -9,7 +9,7 @@ import pytest
 from made_sources import FILES, write_tar
 
 from gracetune.config.schema import DatasetSection
-from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.corruption import CorruptionLog
 from gracetune.data.dataset import open_dataset
 from gracetune.data.tar import TarSource, open_tar
 from gracetune.errors import DataError
@@ -75,7 +75,7 @@ def test_pairs_are_pictures_and_captions(tmp_path: Path, png: bytes) -> None:
     write_tar(tmp_path / "x.tar", {"7.png": png, "7.txt": b"a pair", "8.png": png, "8.txt": b""})
     for kind in ("tar", "local", "in_memory"):
         section = DatasetSection(type=kind, instance_data_dir=str(tmp_path / "x.tar"))
-        opened = open_dataset(section, 0, lambda e: None, CorruptionLedger(lambda e: None))
+        opened = open_dataset(section, 0, lambda e: None, CorruptionLog(lambda e: None))
         assert [(s.key, s.caption) for s in opened.samples] == [("7.png", "a pair"), ("8.png", "")]
 
 

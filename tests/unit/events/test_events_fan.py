@@ -2,7 +2,7 @@ from threading import Thread
 
 import pytest
 
-from gracetune.events.fan import Fan
+from gracetune.events.fan import EventDispatcher
 from gracetune.events.types import Event, Notice
 
 
@@ -32,7 +32,7 @@ class Ear:
 def test_every_sink_hears_every_event_in_order() -> None:
     ears = [Ear(), Ear()]
     events = [Notice("a"), Notice("a"), Notice("b", "warning")]
-    with Fan(ears) as fan:
+    with EventDispatcher(ears) as fan:
         for event in events:
             fan.tell(event)
     assert [ear.heard for ear in ears] == [events, events]
@@ -41,7 +41,7 @@ def test_every_sink_hears_every_event_in_order() -> None:
 
 def test_a_fallback_is_told_once_and_counted() -> None:
     ear = Ear()
-    fan = Fan([ear])
+    fan = EventDispatcher([ear])
     for text in ("no cuda", "no lz4", "no cuda"):
         fan.tell(Notice(text, fallback=True))
     assert len(ear.heard) == 2
@@ -50,7 +50,7 @@ def test_a_fallback_is_told_once_and_counted() -> None:
 
 def test_threads_take_turns() -> None:
     ear = Ear()
-    fan = Fan([ear])
+    fan = EventDispatcher([ear])
     workers = [Thread(target=lambda: [fan.tell(Notice("x")) for _ in range(300)]) for _ in range(4)]
     for worker in workers:
         worker.start()
@@ -61,7 +61,7 @@ def test_threads_take_turns() -> None:
 
 def test_one_sink_that_fails_to_close_leaves_none_open() -> None:
     ears = [Ear(), Ear(fails_to_close=True), Ear()]
-    fan = Fan(ears)
+    fan = EventDispatcher(ears)
     with pytest.raises(OSError, match="disk full"):
         fan.close()
     fan.close()
@@ -69,7 +69,7 @@ def test_one_sink_that_fails_to_close_leaves_none_open() -> None:
 
 
 def test_nothing_is_told_after_the_end() -> None:
-    fan = Fan([])
+    fan = EventDispatcher([])
     fan.close()
     with pytest.raises(AssertionError, match="after the end"):
         fan.tell(Notice("late"))

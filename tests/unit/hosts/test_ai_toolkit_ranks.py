@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from gracetune.hosts.ai_toolkit.blocks import take_blocks
 from gracetune.hosts.ai_toolkit.enter import make_plugin
-from gracetune.hosts.ai_toolkit.plugin import Plugin
+from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
 from gracetune.hosts.node_memory import NodeMemory
 from gracetune.hosts.tensor_memory import TensorMemory
 from gracetune.memory.machine import open_machine
@@ -28,7 +28,7 @@ def ranks(meet_in, told, number=2, **cache):
     made = []
     for rank in range(number):
         environment = {"LOCAL_WORLD_SIZE": str(number), "LOCAL_RANK": str(rank)}
-        plugin = Plugin(environment, open_machine, told.append, meet_in)
+        plugin = AIToolkitPlugin(environment, open_machine, told.append, meet_in)
         plugin.take(process(**cache))
         made.append(plugin)
     return made

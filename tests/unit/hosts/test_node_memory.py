@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.hosts.node_log import Entry, Gone, Log, Opened, follow
+from gracetune.hosts.node_log import Gone, Log, Opened, SharedEntry, follow
 from gracetune.hosts.node_memory import NodeMemory
 from gracetune.hosts.tensor_layout import NoLayoutError, lay_out
 
@@ -262,7 +262,7 @@ def test_where_memory_of_others_is_not_to_be_seen_each_has_its_own(
     log = Log(memory._log.path.with_name(f"{os.getpid()}-0.log"))
     found = os.stat(paths[0])
     file = (found.st_ino, found.st_mtime_ns, found.st_size)
-    log.add(Entry(paths[0], file, 0, 0, 8, {"plain": None}))
+    log.add(SharedEntry(paths[0], file, 0, 0, 8, {"plain": None}))
     memory._opened[log.path, 0] = Refused(0, 1, 1, 1, 1)
     assert memory.get(paths[0], load)["loaded"][0] == 1
     assert load.paths == [paths[0]]
@@ -274,7 +274,7 @@ def test_where_memory_of_others_is_not_to_be_seen_each_has_its_own(
 def test_a_log_is_read_by_whole_lines(tmp_path):
     path = tmp_path / "1-1.log"
     log = Log(path)
-    notes = [Opened(0, 1, 2, 3, 4), Entry("a", (1, 2, 3), 0, 0, 8, {"plain": None}), Gone(0)]
+    notes = [Opened(0, 1, 2, 3, 4), SharedEntry("a", (1, 2, 3), 0, 0, 8, {"plain": None}), Gone(0)]
     log.add(notes[0])
     with path.open("ab") as file:
         file.write(b'["Gone", {"seg')

@@ -7,7 +7,7 @@ import pytest
 from gracetune.errors import PortError
 from gracetune.hosts.port.extract import extract, upstream_churn
 from gracetune.hosts.port.git import open_git
-from gracetune.hosts.port.patches import Validation, read_manifest, read_patch
+from gracetune.hosts.port.patches import ValidationCommands, read_manifest, read_patch
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_commands_written_by_hand_are_kept(grow, patches, module):
     text["validation"]["ours"] = ["true"]
     (patches / "manifest.json").write_text(json.dumps(text))
     assert extract(repo.git, "fork", "upstream", patches).validation.ours == ("true",)
-    new = Validation(upstream=("false",))
+    new = ValidationCommands(upstream=("false",))
     assert extract(repo.git, "fork", "upstream", patches, (), new).validation == new
 
 

@@ -8,7 +8,7 @@ from gracetune.errors import PortError
 from gracetune.hosts.port.apply import begin
 from gracetune.hosts.port.checklist import checklist
 from gracetune.hosts.port.extract import extract
-from gracetune.hosts.port.patches import GROUPS, Validation
+from gracetune.hosts.port.patches import GROUPS, ValidationCommands
 from gracetune.hosts.port.state import find_state, home_of
 from gracetune.hosts.port.validate import validate
 
@@ -25,7 +25,7 @@ def agree(question: str) -> None:
 def ported(grow, module):
     """A finished port whose manifest has these commands."""
 
-    def port(validation: Validation):
+    def port(validation: ValidationCommands):
         repo = grow({"pkg/one.py": module.replace("a = 1", "a = 10")}, {"up.txt": "up\n"})
         folder = repo.folder.parent / "patches"
         manifest = extract(repo.git, "fork", "upstream", folder, (), validation)
@@ -38,7 +38,7 @@ def ported(grow, module):
 def test_each_group_sees_what_it_is_about(ported):
     """Upstream's commands do not see the fork; the others do."""
     repo, manifest = ported(
-        Validation(
+        ValidationCommands(
             upstream=("grep -q 'a = 1$' pkg/one.py", "test -f up.txt"),
             ours=("grep -q 'a = 10' pkg/one.py",),
             combined=("test -f up.txt",),
@@ -60,7 +60,7 @@ def test_each_group_sees_what_it_is_about(ported):
 
 
 def test_a_failure_is_kept_and_the_rest_runs(ported):
-    repo, manifest = ported(Validation(ours=("false", "no-such-program", "true")))
+    repo, manifest = ported(ValidationCommands(ours=("false", "no-such-program", "true")))
     ran = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
     assert [one.exit_code for one in ran] == [1, 127, 0]
     log = home_of(repo.git) / "logs" / "ours-02.log"
@@ -70,13 +70,13 @@ def test_a_failure_is_kept_and_the_rest_runs(ported):
 
 
 def test_nothing_to_test_is_an_error(ported):
-    repo, manifest = ported(Validation(ours=("true",)))
+    repo, manifest = ported(ValidationCommands(ours=("true",)))
     with pytest.raises(PortError, match=r"validation\.upstream .* nothing would be tested"):
         validate(repo.git, manifest, "upstream", GROUPS, at_noon, lambda one: None)
 
 
 def test_what_a_killed_validation_left_is_cleared(ported):
-    repo, manifest = ported(Validation(upstream=("test -f up.txt",)))
+    repo, manifest = ported(ValidationCommands(upstream=("test -f up.txt",)))
     copy = home_of(repo.git) / "upstream"
     repo.run("worktree", "add", "--quiet", "--detach", str(copy), "main")
     [one] = validate(repo.git, manifest, "upstream", ["upstream"], at_noon, lambda one: None)
@@ -84,7 +84,7 @@ def test_what_a_killed_validation_left_is_cleared(ported):
 
 
 def test_the_checklist_ticks_what_is_proved(ported):
-    repo, manifest = ported(Validation(ours=("true", "false"), combined=("true",)))
+    repo, manifest = ported(ValidationCommands(ours=("true", "false"), combined=("true",)))
     validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
     state = find_state(repo.git)
     page = checklist(manifest, state, "no regression beyond 5 %")
@@ -100,7 +100,7 @@ def test_the_checklist_ticks_what_is_proved(ported):
 
 
 def test_a_proof_of_another_commit_is_no_proof(ported):
-    repo, manifest = ported(Validation(ours=("true",)))
+    repo, manifest = ported(ValidationCommands(ours=("true",)))
     validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
     state = find_state(repo.git).model_copy(update={"at": "f" * 40})
     assert "which is not the result" in checklist(manifest, state, None)
@@ -108,7 +108,7 @@ def test_a_proof_of_another_commit_is_no_proof(ported):
 
 
 def test_a_proof_of_uncommitted_changes_is_no_proof(ported):
-    repo, manifest = ported(Validation(ours=("true",)))
+    repo, manifest = ported(ValidationCommands(ours=("true",)))
     (repo.folder / "pkg/two.py").write_text("idea\n")
     [one] = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
     assert one.commit == f"{repo.git.commit('port')} with uncommitted changes"

@@ -12,7 +12,7 @@ from gracetune.hosts.probe import probe
 from gracetune.hosts.simpletuner import needs
 from gracetune.hosts.simpletuner.__main__ import make_plugin
 from gracetune.hosts.simpletuner.hooks import install
-from gracetune.hosts.simpletuner.plugin import Plugin
+from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 from gracetune.memory.machine import open_machine
 
 
@@ -79,7 +79,7 @@ def host():
         needs.TRAINER: SimpleNamespace(Trainer=type("Trainer", (Trainer,), {})),
         needs.TRACKER: SimpleNamespace(StateTracker=type("StateTracker", (), {})),
     }
-    plugin = Plugin({}, open_machine, torch.Tensor.contiguous)
+    plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
     install(plugin, made.__getitem__)
     return SimpleNamespace(plugin=plugin, **{k.rpartition(".")[2]: v for k, v in made.items()})
 
@@ -154,7 +154,7 @@ def test_what_is_hooked_is_what_is_needed(tmp_path):
         raise KeyError(name)
 
     with pytest.raises(KeyError):
-        install(Plugin({}, open_machine, torch.Tensor.contiguous), find)
+        install(SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous), find)
     assert {*asked} <= {need.module for need in needs.NEEDS}
     assert not any(found.fits for found in probe(tmp_path, needs.NEEDS))
 

@@ -16,11 +16,16 @@ from gracetune.errors import ConfigError, DataError
 from gracetune.hosts.node_memory import NodeMemory
 from gracetune.hosts.shelf import Served, stage
 from gracetune.hosts.simpletuner.blocks import take_blocks, take_staged
-from gracetune.hosts.simpletuner.plugin import Plugin, demand_own_accumulation
-from gracetune.hosts.simpletuner.ramp import Accumulation, Ramp, Schedule, build_schedule
+from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin, demand_own_accumulation
+from gracetune.hosts.simpletuner.ramp import (
+    Accumulation,
+    AccumulationSchedule,
+    SimpleTunerRamp,
+    build_schedule,
+)
 from gracetune.hosts.tensor_memory import TensorMemory
 from gracetune.memory.machine import open_machine
-from gracetune.train.ramp import Ramp as OwnRamp
+from gracetune.train.ramp import AccumulationRamp as OwnRamp
 from gracetune.units import GIB
 
 SEED = {
@@ -272,13 +277,13 @@ def test_what_is_not_there_fails_as_it_does_without_us(tmp_path):
 
 # Ramp
 
-SEEDS_RAMP = Schedule(4, 32, 400, "quadratic", 1)
+SEEDS_RAMP = AccumulationSchedule(4, 32, 400, "quadratic", 1)
 
 
 @pytest.mark.parametrize("shape", ["quadratic", "linear"])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_the_ramp_is_the_trainers_own(shape, size):
-    ours, own = Schedule(4, 32, 100, shape, size), OwnRamp(4, 32, 100, shape, size)
+    ours, own = AccumulationSchedule(4, 32, 100, shape, size), OwnRamp(4, 32, 100, shape, size)
     assert [ours.accumulation(i) for i in range(130)] == [own.accumulation(i) for i in range(130)]
 
 
@@ -291,7 +296,7 @@ def accelerator():
 
 def drive(accelerator, num_micro_batches, steps_done=0):
     """Run accelerate's own accumulation; the total loss weight of each optimizer step."""
-    ramp = Ramp(SEEDS_RAMP, accelerator, lambda: steps_done, lambda accumulation: None)
+    ramp = SimpleTunerRamp(SEEDS_RAMP, accelerator, lambda: steps_done, lambda accumulation: None)
     weights, now = [], 0.0
     model = torch.nn.Linear(1, 1)
     for _ in range(num_micro_batches):
@@ -326,7 +331,7 @@ def test_the_host_validates_and_uploads_where_a_step_ends(accelerator):
         ends_step = lambda: accelerator.sync_gradients  # noqa: E731
         config.gradient_accumulation_steps = Accumulation(accumulation, ends_step)
 
-    ramp = Ramp(SEEDS_RAMP, accelerator, lambda: 0, follow)
+    ramp = SimpleTunerRamp(SEEDS_RAMP, accelerator, lambda: 0, follow)
     due, ended = [], []
     for step in range(1, 701):
         with ramp.enter(accelerator.accumulate, torch.nn.Linear(1, 1)):
@@ -370,7 +375,7 @@ def test_engines_that_accumulate_themselves_are_refused_by_name():
 
 
 def plugin(**environment):
-    return Plugin(environment, open_machine, torch.Tensor.contiguous)
+    return SimpleTunerPlugin(environment, open_machine, torch.Tensor.contiguous)
 
 
 def test_a_configuration_sets_the_plug_in_up():
@@ -393,7 +398,7 @@ def test_a_configuration_sets_the_plug_in_up():
 def test_ranks_of_one_machine_hold_each_file_once(tmp_path):
     asked = {**SEED, "cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}}
     meet = (open_machine, torch.Tensor.contiguous, tmp_path)
-    alone, two = Plugin({}, *meet), Plugin({"LOCAL_WORLD_SIZE": "2"}, *meet)
+    alone, two = SimpleTunerPlugin({}, *meet), SimpleTunerPlugin({"LOCAL_WORLD_SIZE": "2"}, *meet)
     for plugin in (alone, two):
         plugin.take_config(asked)
     assert isinstance(alone.memory, TensorMemory)

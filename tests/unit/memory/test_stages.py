@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.errors import ConfigError
-from gracetune.memory.ledger import Ledger, Tier
+from gracetune.memory.ledger import MemoryAccounting, Tier
 from gracetune.memory.stages import (
     Action,
     Reading,
@@ -188,7 +188,7 @@ def test_a_long_random_trace_never_oscillates_in_the_band(policy: StagePolicy, s
 @given(st.integers(1, 50 * GIB), seeds)
 def test_a_long_random_trace_of_allocations_keeps_to_the_cap(cap: int, seed: int) -> None:
     random = Random(seed)
-    ledger = Ledger({Tier.MANAGED: cap})
+    ledger = MemoryAccounting({Tier.MANAGED: cap})
     out: list[tuple[Tier, str, int]] = []
     denied = 0
     for _ in range(TRACE):
@@ -217,7 +217,7 @@ def test_a_long_random_trace_of_allocations_keeps_to_the_cap(cap: int, seed: int
 
 
 def test_giving_back_more_than_was_taken_is_our_error() -> None:
-    ledger = Ledger()
+    ledger = MemoryAccounting()
     ledger.take(Tier.HOST, "latents", 10)
     with pytest.raises(AssertionError, match="gives back 11 of 10"):
         ledger.give_back(Tier.HOST, "latents", 11)

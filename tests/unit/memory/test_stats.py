@@ -12,7 +12,7 @@ from by_hand import machine
 
 from gracetune.memory.faults import COUNTED, FaultCounter, count_faults, import_cupti
 from gracetune.memory.hints import HintCounts
-from gracetune.memory.ledger import Ledger, Tier
+from gracetune.memory.ledger import MemoryAccounting, Tier
 from gracetune.memory.placement import place_batch
 from gracetune.memory.platform import NO_GPU, Link
 from gracetune.memory.reclaim import light_reclamation
@@ -34,7 +34,7 @@ def test_the_forks_keys_are_there_on_a_cpu() -> None:
         NO_GPU,
         HintCounts(),
         StageState(),
-        Ledger(),
+        MemoryAccounting(),
         "no CUPTI",
         "no pool",
     )
@@ -52,7 +52,7 @@ def test_everything_that_happened_is_in_it() -> None:
     hints = here.hints()
     place_batch({"latents": here.tensor(MIB), "text": here.tensor(2 * MIB)}, hints)
     hints.prefetch_to_device(torch.zeros(9))
-    ledger = Ledger({Tier.MANAGED: GIB})
+    ledger = MemoryAccounting({Tier.MANAGED: GIB})
     assert ledger.take(Tier.MANAGED, "latents", 600 * MIB)
     assert not ledger.take(Tier.MANAGED, "latents", 600 * MIB)
     assert ledger.take(Tier.HOST, "text", MIB)
@@ -174,7 +174,7 @@ def test_cuptis_records_are_added_up_by_cause() -> None:
         Record(77, 99),
         Record(Counters.BYTES_TRANSFER_HTOD, 3, 77),
     ]
-    stats = memory_stats({}, NO_GPU, HintCounts(), StageState(), Ledger(), counter, "")
+    stats = memory_stats({}, NO_GPU, HintCounts(), StageState(), MemoryAccounting(), counter, "")
     assert stats["uvm.gpu_page_faults"] == 7
     assert stats["uvm.cpu_page_faults"] == 2
     assert stats["uvm.faulted_bytes"] == 150

@@ -13,7 +13,7 @@ from gracetune.models.attention_timing import (
     OWN,
     TRIED,
     Asked,
-    Timing,
+    BackendTiming,
     Trial,
     Watching,
     fastest,
@@ -70,7 +70,7 @@ def test_what_is_installed_and_right_is_timed_and_the_rest_has_a_reason():
     by_name = {timing.name: timing for timing in timings}
     assert set(by_name) == set(TRIED)
     assert 0 < by_name[OWN].seconds < 1
-    assert by_name["flash_attn_2"] == Timing("flash_attn_2", inf, "not installed")
+    assert by_name["flash_attn_2"] == BackendTiming("flash_attn_2", inf, "not installed")
     assert not isfinite(by_name["cudnn"].seconds), "a CPU has none"
     assert by_name["cudnn"].reason
     assert [timing.seconds for timing in timings] == sorted(timing.seconds for timing in timings)
@@ -85,7 +85,7 @@ def test_calls_are_weighed_by_how_often_they_are_made():
 
 def test_another_is_taken_only_where_it_is_clearly_faster():
     def chosen(**seconds):
-        return fastest([Timing(name, value) for name, value in seconds.items()])
+        return fastest([BackendTiming(name, value) for name, value in seconds.items()])
 
     assert chosen(cudnn=0.98, sdpa=1.0, flash=2.0) == "sdpa"
     assert chosen(cudnn=0.9, sdpa=1.0, flash=0.95) == "cudnn"
@@ -145,7 +145,7 @@ def test_heads_may_share_keys():
 
 
 LONG = (1, 24, 2, 8)
-TIMED = [Timing("efficient", 0.5), Timing("math", 0.6), Timing(OWN, 1.0)]
+TIMED = [BackendTiming("efficient", 0.5), BackendTiming("math", 0.6), BackendTiming(OWN, 1.0)]
 
 
 def only_short(monkeypatch, weak):
@@ -183,7 +183,7 @@ def test_nobody_looks_for_other_calls_where_torch_chooses_anyway():
     def others():
         raise AssertionError("asked in vain")
 
-    slow = [Timing(OWN, 1.0), Timing("math", 2.0)]
+    slow = [BackendTiming(OWN, 1.0), BackendTiming("math", 2.0)]
     assert without_refusals(slow, others, CPU, stopwatch_of(CPU)) == slow
 
 

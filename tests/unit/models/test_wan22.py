@@ -15,7 +15,7 @@ from gracetune.models.captions import cleaned
 from gracetune.models.experts import routed, transformers_of
 from gracetune.models.family import load_family
 from gracetune.models.miniature import write_miniature
-from gracetune.models.samples import Order
+from gracetune.models.samples import SampleRequest
 
 ORIGINAL = (
     ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
@@ -276,7 +276,7 @@ def test_a_generation_encoded_in_the_middle_of_sampling_changes_neither(miniatur
     either direction forgets those of both when it begins."""
     family = load(miniature("wan22-t2v"))
     text, empty = family.encode_text(["one", ""])
-    order = Order([text], empty, (32, 32, 9), seed=0, steps=1, guidance=1.0)
+    order = SampleRequest([text], empty, (32, 32, 9), seed=0, steps=1, guidance=1.0)
     clip = torch.rand(1, 3, 9, 32, 32) * 2 - 1
     beside = []
     with torch.no_grad():
@@ -293,7 +293,7 @@ def test_a_generation_encoded_in_the_middle_of_sampling_changes_neither(miniatur
 
 def test_what_is_sampled_is_tiled_by_its_own_size(miniature):
     family = load(miniature("wan22-t2v"))
-    order = Order([], {}, (32, 32), seed=0, steps=1, guidance=1.0, tiled=True)
+    order = SampleRequest([], {}, (32, 32), seed=0, steps=1, guidance=1.0, tiled=True)
     family.tile(False)
     assert (family.vae_for(order).use_tiling, family.vae.use_tiling) == (True, False)
     family.tile(True)

@@ -2,11 +2,11 @@
 
 import torch
 
-from gracetune.stream.movers import Lane, SynchronousMover
+from gracetune.stream.movers import CopyStream, SynchronousCopyEngine
 from gracetune.stream.waits import Waits
 
 
-class LateMover(SynchronousMover):
+class LateMover(SynchronousCopyEngine):
     """Each lane is a queue; a copy is done when it is waited for, after all before it.
 
     What is read before it was waited for is poison, and what is overwritten before it was copied
@@ -17,8 +17,8 @@ class LateMover(SynchronousMover):
         super().__init__()
         self.dice = dice
         self.late = late
-        self.queues = {lane: [] for lane in Lane}
-        self.moved = dict.fromkeys(Lane, 0)
+        self.queues = {lane: [] for lane in CopyStream}
+        self.moved = dict.fromkeys(CopyStream, 0)
         self.lent = {}
 
     def host_memory(self, nbytes):
@@ -29,7 +29,7 @@ class LateMover(SynchronousMover):
     def let_go(self, memory):
         del self.lent[memory.data_ptr()]
 
-    def copy(self, target, source, poison, lane=Lane.WEIGHTS):
+    def copy(self, target, source, poison, lane=CopyStream.WEIGHTS):
         assert len(target) == len(source)
         if poison:
             target.fill_(0xFF)
@@ -40,7 +40,7 @@ class LateMover(SynchronousMover):
             ticket.wait(ahead=True)
         return ticket
 
-    def waits(self, lane=Lane.WEIGHTS):
+    def waits(self, lane=CopyStream.WEIGHTS):
         return Waits(0, 0.0)
 
 

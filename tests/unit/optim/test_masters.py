@@ -11,7 +11,7 @@ from gracetune.config.schema import OptimizerSection
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.footprint import nbytes_each, state_nbytes_each
-from gracetune.optim.masters import MASTER, Masters
+from gracetune.optim.masters import MASTER, MasterWeights
 from gracetune.optim.rates import set_rates
 from gracetune.optim.update import Travel, Update
 from gracetune.train.state import optimizer_tensors, restore_optimizer
@@ -111,7 +111,7 @@ def test_weights_that_are_wide_have_no_master():
 def test_stand_ins_take_no_memory():
     p = torch.nn.Parameter(torch.zeros(1000, 1000, dtype=torch.bfloat16))
     optimizer = build_optimizer({"p": p}, OptimizerSection())
-    assert isinstance(optimizer, Masters)
+    assert isinstance(optimizer, MasterWeights)
     (stand_in,) = optimizer._rule.param_groups[0]["params"]
     assert (stand_in.shape, stand_in.untyped_storage().nbytes()) == (p.shape, 4)
     p.grad = torch.ones_like(p)

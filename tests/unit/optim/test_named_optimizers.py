@@ -10,7 +10,7 @@ from gracetune.errors import ConfigError
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import OPTIMIZERS, build_optimizer, groups_of, highest_lr
 from gracetune.optim.rates import averaged, set_rates, used_rate
-from gracetune.optim.together import Together
+from gracetune.optim.together import MultiOptimizer
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 
 HERE = sorted(OPTIMIZERS)
@@ -98,7 +98,7 @@ def test_usual_rates_are_the_optimizers_own():
 
 def test_muon_has_the_matrices_and_adamw_the_rest():
     _, parameters, optimizer = made("muon", lr=0.1)
-    assert isinstance(optimizer, Together)
+    assert isinstance(optimizer, MultiOptimizer)
     matrices, vectors = optimizer.param_groups
     assert {p.ndim for p in matrices["params"]} == {2}
     assert {p.ndim for p in vectors["params"]} == {1}

@@ -13,7 +13,7 @@ from gracetune.config.schema import OptimizerSection
 from gracetune.errors import RunFailedError
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.update import Travel, Update
-from gracetune.stream.movers import Lane, SynchronousMover
+from gracetune.stream.movers import CopyStream, SynchronousCopyEngine
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 
 SHAPES = {"a": (16, 8), "b": (8,), "c": (4, 4), "d": (24, 8), "e": (40,), "f": (8, 8)}
@@ -73,9 +73,9 @@ def test_the_same_bits_as_on_the_device(name, share):
     here, there = Case(name), Case(name, share)
     for case in (here, there):
         case.train(range(7))
-    assert here.update.host_nbytes == 0 == here.mover.moved[Lane.STATE_IN]
+    assert here.update.host_nbytes == 0 == here.mover.moved[CopyStream.STATE_IN]
     if name != "adafactor":  # which keeps rows and columns: nothing that is large here
-        assert there.mover.moved[Lane.STATE_IN] > 0
+        assert there.mover.moved[CopyStream.STATE_IN] > 0
     assert_same(here.tensors(), there.tensors())
 
 
@@ -164,8 +164,8 @@ def test_what_is_still_in_a_slot_is_not_fetched_again():
     whole = case.update.host_nbytes
     moved = dict(case.mover.moved)
     case.train([2])
-    assert case.mover.moved[Lane.STATE_OUT] - moved[Lane.STATE_OUT] == whole
-    fetched = case.mover.moved[Lane.STATE_IN] - moved[Lane.STATE_IN]
+    assert case.mover.moved[CopyStream.STATE_OUT] - moved[CopyStream.STATE_OUT] == whole
+    fetched = case.mover.moved[CopyStream.STATE_IN] - moved[CopyStream.STATE_IN]
     first, *_, last = case.update._buckets
     assert len(case.update._buckets) == SMALL.slots + 1
     assert fetched in (first.nbytes, last.nbytes)
@@ -182,14 +182,14 @@ class Crowded(torch.optim.AdamW):
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_memory_that_ends_in_the_middle_of_an_update_ends_the_run(share):
     named = parameters()
-    update = Update(Crowded(named.items()), SynchronousMover(), 8.0, SMALL)
+    update = Update(Crowded(named.items()), SynchronousCopyEngine(), 8.0, SMALL)
     update.place(share)
     give(named, 0)
     with pytest.raises(RunFailedError, match=r"Tried to allocate 2 GiB.*others have not.*lower"):
         update.step()
 
 
-class Full(SynchronousMover):
+class Full(SynchronousCopyEngine):
     def device_memory(self, nbytes):
         raise torch.OutOfMemoryError("full")
 
@@ -209,7 +209,7 @@ def test_memory_that_ends_before_an_update_changes_nothing():
 def test_room_for_new_state_is_asked_for_before_the_update(monkeypatch):
     named = parameters()
     optimizer = torch.optim.AdamW(named.items())
-    update = Update(optimizer, SynchronousMover(), 8.0, SMALL)
+    update = Update(optimizer, SynchronousCopyEngine(), 8.0, SMALL)
     asked = []
     monkeypatch.setattr(torch, "empty_like", lambda p, **_: asked.append(p.numel()))
     give(named, 0)

@@ -15,12 +15,12 @@ def wan_shapes() -> ModelShapes:
 
     from gracetune.adapters.inject import add_adapter
     from gracetune.config.schema import AdapterSection, ModelSection
-    from gracetune.plan.known_models import Picture
+    from gracetune.plan.known_models import SampleShape
     from gracetune.plan.make import TRACED_BATCH
     from gracetune.plan.outlines import outline
     from gracetune.plan.trace import trace_model
 
-    shape = outline(ModelSection(family="wan22"), Picture(1024, 1024), {"num_layers": 1})
+    shape = outline(ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1})
     with torch.device("meta"):
         add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shape.targets, seed=0)
     for parameter in shape.model.parameters():
@@ -33,11 +33,11 @@ def fused_shapes() -> ModelShapes:
     """The same as a run trains it: LoRA in fp32, its products fused."""
     from gracetune.cli.plan import make_trainable
     from gracetune.config.schema import AdapterSection, ModelSection
-    from gracetune.plan.known_models import Picture
+    from gracetune.plan.known_models import SampleShape
     from gracetune.plan.make import TRACED_BATCH
     from gracetune.plan.outlines import outline
     from gracetune.plan.trace import trace_model
 
-    shape = outline(ModelSection(family="wan22"), Picture(1024, 1024), {"num_layers": 1})
+    shape = outline(ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1})
     make_trainable(shape, AdapterSection(rank=32))
     return trace_model(shape.subject(), TRACED_BATCH)

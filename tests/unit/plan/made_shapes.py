@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gracetune.plan.cost import Model
+from gracetune.plan.cost import CostModel
 from gracetune.plan.rates import Speeds
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace, Ways, checkpointed
-from gracetune.plan.step import Choice
+from gracetune.plan.step import PlanCandidate
 
 SPEEDS = Speeds(
     gemm=100.0,
@@ -48,7 +48,7 @@ def made_ways(saved: int) -> Ways:
     return Ways(keep, made_trace(40, again=0.1), checkpointed(keep, 10))
 
 
-def made_model(num_blocks: int = 8, frozen_nbytes: int = 100, speeds: Speeds = SPEEDS) -> Model:
+def made_model(num_blocks: int = 8, frozen_nbytes: int = 100, speeds: Speeds = SPEEDS) -> CostModel:
     """Blocks of 100 bytes that keep 80 bytes a sample, or 40 lean, or their input of 10."""
 
     block = BlockShapes(
@@ -61,11 +61,11 @@ def made_model(num_blocks: int = 8, frozen_nbytes: int = 100, speeds: Speeds = S
     outside = Trace((), (), 3, False, 6, 7)
     order = (0,) * num_blocks
     shapes = ModelShapes("made", 1, (block,), order, outside, 50, 0, batch_nbytes=4)
-    return Model(shapes, speeds)
+    return CostModel(shapes, speeds)
 
 
 def made_choice(
-    model: Model,
+    model: CostModel,
     activations: str = "keep",
     streamed: int = 0,
     *,
@@ -73,11 +73,11 @@ def made_choice(
     slots: int = 3,
     compiled: bool = True,
     accumulation: int = 1,
-) -> Choice:
+) -> PlanCandidate:
     """All blocks alike, the first ones streamed."""
     plan = BlockPlan("resident", activations)  # type: ignore[arg-type]
     blocks = tuple(
         replace(plan, weights="streamed") if index < streamed else plan
         for index in range(model.num_blocks)
     )
-    return Choice(blocks, batch, accumulation, slots if streamed else 0, compiled)
+    return PlanCandidate(blocks, batch, accumulation, slots if streamed else 0, compiled)

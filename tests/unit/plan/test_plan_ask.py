@@ -13,9 +13,9 @@ import torch
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 from gracetune.plan.ask import Trained, cache_nbytes, fixed_of, picture_of, settings_of, wishes_of
-from gracetune.plan.known_models import Picture
+from gracetune.plan.known_models import SampleShape
 from gracetune.plan.machines import MACHINES
-from gracetune.plan.measure import MOST_NBYTES, MOST_ROWS, REPEATS, Stopwatch, measure
+from gracetune.plan.measure import MOST_NBYTES, MOST_ROWS, REPEATS, KernelTimer, measure
 from gracetune.plan.outlines import outline
 from gracetune.plan.rates import FITTED, basics_of, speeds_of
 from gracetune.plan.replay import recipe_of
@@ -31,12 +31,12 @@ def run_file(**sections: Any) -> RunFile:
 
 def test_the_largest_sample_is_planned() -> None:
     video = {"dataset_type": "video", "resolution": 480, "frames": [33, 81]}
-    assert picture_of(run_file(datasets=[{"resolution": 512}, video])) == Picture(480, 480, 81)
-    assert picture_of(run_file()) == Picture(1024, 1024)
+    assert picture_of(run_file(datasets=[{"resolution": 512}, video])) == SampleShape(480, 480, 81)
+    assert picture_of(run_file()) == SampleShape(1024, 1024)
     wide = {"resolution": 512, "resolution_type": "edge", "max_aspect": 2.0}
-    assert picture_of(run_file(datasets=[wide])) == Picture(1024, 512)
+    assert picture_of(run_file(datasets=[wide])) == SampleShape(1024, 512)
     made = {"type": "shapes", "shapes": {"size": 24}}
-    assert picture_of(run_file(datasets=[made])) == Picture(24, 24)
+    assert picture_of(run_file(datasets=[made])) == SampleShape(24, 24)
 
 
 def test_without_data_nobody_knows_the_sample() -> None:
@@ -71,7 +71,7 @@ def test_auto_and_off_have_the_defaults() -> None:
 
 def test_what_is_fixed_counts_experts_caches_and_averages() -> None:
     shape = outline(
-        run_file(model={"family": "wan22"}).model, Picture(1024, 1024), {"num_layers": 1}
+        run_file(model={"family": "wan22"}).model, SampleShape(1024, 1024), {"num_layers": 1}
     )
     assert cache_nbytes(shape) == (MIB // 2, 4 * MIB)
     run = run_file(train={"ema_decay": 0.9}, cache_config={"device_budget_gb": 0.5})
@@ -90,7 +90,7 @@ def test_what_is_fixed_counts_experts_caches_and_averages() -> None:
 
 def test_caches_on_disk_and_budgets_take_less_of_the_host() -> None:
     shape = outline(
-        run_file(model={"family": "wan22"}).model, Picture(1024, 1024), {"num_layers": 1}
+        run_file(model={"family": "wan22"}).model, SampleShape(1024, 1024), {"num_layers": 1}
     )
     cache = {"vae_cache_type": "disk", "text_cache_type": "memory"}
     run = run_file(cache_config=cache)
@@ -138,7 +138,7 @@ def test_kernels_are_timed_once_for_each_extent() -> None:
         now[0] += 1.0
         return now[0]
 
-    watch = Stopwatch(torch.device("cpu"), lambda: work.append(1), tick)
+    watch = KernelTimer(torch.device("cpu"), lambda: work.append(1), tick)
     product = Op("gemm", 0.0, 0.0, extent=(8, 4, 4))
     one = watch.seconds(product, 1.0)
     assert one == 1 / REPEATS
@@ -157,7 +157,7 @@ def test_elementwise_kernels_are_timed_as_they_were_called(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ticks = iter([0.0, 5.0, 10.0, 11.0])
-    watch = Stopwatch(torch.device("cpu"), lambda: None, lambda: next(ticks))
+    watch = KernelTimer(torch.device("cpu"), lambda: None, lambda: next(ticks))
 
     def op(size: int, nbytes: float = 1.0) -> Op:
         args = torch.ones(2, 3), torch.ones(size)
@@ -191,8 +191,8 @@ def test_what_there_is_no_memory_to_time_goes_by_the_machines_rates(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no room for it")
 
-    monkeypatch.setattr(Stopwatch, "_numbers", full)
-    watch = Stopwatch(torch.device("cpu"), lambda: None, time.perf_counter)
+    monkeypatch.setattr(KernelTimer, "_numbers", full)
+    watch = KernelTimer(torch.device("cpu"), lambda: None, time.perf_counter)
     assert [watch.seconds(op, 1.0) for _ in range(2)] == [None, None]
     (said,) = caplog.messages
     assert "no room for it" in said

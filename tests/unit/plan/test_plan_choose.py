@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_shapes import SPEEDS, made_model
 
-from gracetune.plan.candidates import Budget, Wishes, candidates, leanest, spread
+from gracetune.plan.candidates import Constraints, PlanBudget, candidates, leanest, spread
 from gracetune.plan.choose import PlanError, choose, compared
 from gracetune.plan.peak import Fixed
 from gracetune.units import parse_bytes
@@ -20,7 +20,7 @@ MODEL = made_model(8)
 
 
 def planned(device: int, host: int = PLENTY, **wishes: object):
-    return choose(MODEL, FIXED, Budget(device, host), Wishes(**wishes), simulated=True)
+    return choose(MODEL, FIXED, PlanBudget(device, host), Constraints(**wishes), simulated=True)
 
 
 def test_with_plenty_of_memory_nothing_moves_and_nothing_is_done_twice() -> None:
@@ -32,8 +32,8 @@ def test_with_plenty_of_memory_nothing_moves_and_nothing_is_done_twice() -> None
 @settings(max_examples=15, deadline=None)
 @given(st.integers(300, 3000), st.integers(0, 2000), st.sampled_from([1, 2, 4]))
 def test_a_plan_never_exceeds_its_budget(device: int, host: int, samples: int) -> None:
-    budget = Budget(device, host, fragmentation=0.05)
-    wishes = Wishes(samples=samples)
+    budget = PlanBudget(device, host, fragmentation=0.05)
+    wishes = Constraints(samples=samples)
     if next(candidates(MODEL, FIXED, budget, wishes), None) is None:
         with pytest.raises(PlanError, match="too few"):
             choose(MODEL, FIXED, budget, wishes, simulated=True)
@@ -83,10 +83,10 @@ def test_the_least_that_is_named_works_as_it_is_printed(
     """Of the device, though text takes its part of whatever there is; and of the host."""
     model = made_model(4, frozen_nbytes=nbytes)
     fixed = Fixed(optimizer_nbytes=16, text_nbytes=10**9, text_part=part)
-    wishes = Wishes(samples=2, compile=(True,), slots=(2,))
+    wishes = Constraints(samples=2, compile=(True,), slots=(2,))
 
     def plan(device: int, host: int):
-        budget = Budget(device, host, fragmentation)
+        budget = PlanBudget(device, host, fragmentation)
         return choose(model, fixed.within(device), budget, wishes, simulated=True)
 
     with pytest.raises(PlanError, match="of device memory are too few") as caught:
@@ -102,13 +102,15 @@ def test_the_least_that_is_named_works_as_it_is_printed(
 def test_the_least_is_of_all_that_is_offered() -> None:
     """Two slots are more than one block, and gradients of several micro-batches are kept."""
     one = made_model(1, frozen_nbytes=1000)
-    budget = Budget(0, PLENTY)
-    assert not leanest(one, FIXED, budget, Wishes()).streamed
+    budget = PlanBudget(0, PLENTY)
+    assert not leanest(one, FIXED, budget, Constraints()).streamed
     with pytest.raises(PlanError, match=r"no weights streamed") as caught:
-        choose(one, FIXED, budget, Wishes(), simulated=True)
+        choose(one, FIXED, budget, Constraints(), simulated=True)
     least = parse_bytes(least_in(caught.value))
-    assert choose(one, FIXED, Budget(least, 0), Wishes(), simulated=True).best.host.total == 0
-    wishes = Wishes(samples=2, host_state=(0.0, 1.0))
+    assert (
+        choose(one, FIXED, PlanBudget(least, 0), Constraints(), simulated=True).best.host.total == 0
+    )
+    wishes = Constraints(samples=2, host_state=(0.0, 1.0))
     slots = replace(FIXED, state_slots_nbytes=100)
     assert leanest(MODEL, slots, budget, wishes).host_state == 0.0
     assert leanest(MODEL, FIXED, budget, wishes).host_state == 1.0
@@ -122,8 +124,8 @@ def test_a_batch_that_makes_no_step_is_refused() -> None:
 def test_where_host_and_device_are_one_memory_nothing_moves() -> None:
     """And what the host holds has to fit beside the rest."""
     caches = replace(FIXED, host_caches_nbytes=300)
-    wishes = Wishes(samples=2, host_state=(0.0, 1.0))
-    apart, one = Budget(700, PLENTY), Budget(1500, PLENTY, one_memory=True)
+    wishes = Constraints(samples=2, host_state=(0.0, 1.0))
+    apart, one = PlanBudget(700, PLENTY), PlanBudget(1500, PLENTY, one_memory=True)
     moved = choose(MODEL, caches, apart, wishes, simulated=True).best
     assert moved.host.total > 300
     found = choose(MODEL, caches, one, wishes, simulated=True)
@@ -141,7 +143,7 @@ def test_where_host_and_device_are_one_memory_nothing_moves() -> None:
 
 def test_the_batch_of_the_run_file_is_held_beside_another() -> None:
     def compare(device: int, batch: int):
-        budget, wishes = Budget(device, PLENTY), Wishes(samples=4, written=batch)
+        budget, wishes = PlanBudget(device, PLENTY), Constraints(samples=4, written=batch)
         found = choose(MODEL, FIXED, budget, wishes, simulated=True)
         return found, compared(found, MODEL, FIXED, budget, wishes)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from made_shapes import SPEEDS, made_choice, made_model
 
-from gracetune.plan.cost import Model
+from gracetune.plan.cost import CostModel
 from gracetune.plan.host import KEPT, PACKED, SENT, USED, VIEW, Host, operators
 from gracetune.plan.known_models import PUBLISHED
-from gracetune.plan.probe import REPEATS, WARM_UP, _Pass, probe_host
+from gracetune.plan.probe import REPEATS, WARM_UP, _ProbePass, probe_host
 from gracetune.plan.rates import FREE_HOST
 from gracetune.plan.shapes import Calls, Op, checkpointed, done_again
 from gracetune.plan.step import QUEUE, least_seconds, predict_seconds
@@ -34,7 +34,7 @@ HOST = Host(forward_s=1.0, backward_s=2.0, own_s=10.0, own_back_s=7.0, policed_s
 
 def queued(
     num_blocks: int, host: Host, forward: Calls, backward: Calls, num_trained: int = 0
-) -> Model:
+) -> CostModel:
     """Blocks of one second forward and two back that the host queues by so many calls."""
     shapes = made_model(num_blocks)._shapes
     (kind,) = shapes.kinds
@@ -42,10 +42,10 @@ def queued(
     lean = replace(kind.eager.lean, forward_calls=forward, backward_calls=backward)
     ways = replace(kind.eager, keep=keep, lean=lean, recompute=done_again(keep, (), 10))
     kind = replace(kind, eager=ways, num_trained=num_trained)
-    return Model(replace(shapes, kinds=(kind,)), replace(SPEEDS, host=host))
+    return CostModel(replace(shapes, kinds=(kind,)), replace(SPEEDS, host=host))
 
 
-def seconds_of(model: Model, *, batch: int = 1, activations: str = "keep", streamed: int = 0):
+def seconds_of(model: CostModel, *, batch: int = 1, activations: str = "keep", streamed: int = 0):
     choice = made_choice(model, activations, streamed, batch=batch, compiled=False)
     found = predict_seconds(model.at(batch), choice, model.speeds, 0)
     assert least_seconds(model.at(batch), choice, model.speeds) <= found.step * (1 + 1e-9)
@@ -139,7 +139,7 @@ def test_a_lead_from_the_step_before_is_not_lived_on() -> None:
     shapes = queued(12, host, Calls(kernels=100), Calls(kernels=100))._shapes
     (kind,) = shapes.kinds
     slow = replace(shapes, kinds=(replace(kind, frozen_nbytes=350),))  # 3.5 seconds on the link
-    found = seconds_of(Model(slow, replace(SPEEDS, host=host)), streamed=12)
+    found = seconds_of(CostModel(slow, replace(SPEEDS, host=host)), streamed=12)
     assert found.step == pytest.approx(12 * (3 + 3), rel=0.001)
     assert 0.7 < found.wait_host / found.wait_weights < 1.6  # in the second step there was no wait
 
@@ -216,7 +216,8 @@ def test_what_a_pass_takes_is_shared_out_among_its_calls() -> None:
     ticks = accumulate(cycle([look for parts in costs for look in (0.0, *parts)]))
     host = probed("wan22", lambda: next(ticks), [])
     (bare, bare_back), (there, back) = (
-        _Pass(partial(narrow, "wan22", has), torch.device("cpu")).count() for has in (False, True)
+        _ProbePass(partial(narrow, "wan22", has), torch.device("cpu")).count()
+        for has in (False, True)
     )
     assert host.forward_s * operators(bare) == pytest.approx(1.0)
     assert host.backward_s * operators(bare_back) == pytest.approx(2.0)
@@ -248,7 +249,9 @@ def test_a_probe_draws_nothing_that_a_run_would_have_drawn() -> None:
 def test_calls_are_counted_as_another_device_would_have_them() -> None:
     """CUDA has one kernel for what a CPU does in eight; nothing runs on the other device."""
     make = partial(narrow, "wan22", True)
-    (here, _), (there, back) = (_Pass(make, torch.device(name)).count() for name in ("cpu", "meta"))
+    (here, _), (there, back) = (
+        _ProbePass(make, torch.device(name)).count() for name in ("cpu", "meta")
+    )
     assert there.kernels < here.kernels
     assert here.own == there.own == 12 * 8  # those that share an input are one call
     assert back.own > there.own
@@ -256,15 +259,15 @@ def test_calls_are_counted_as_another_device_would_have_them() -> None:
 
 
 def test_a_plan_says_that_the_host_is_too_slow() -> None:
-    from gracetune.plan.candidates import Budget, Wishes
+    from gracetune.plan.candidates import Constraints, PlanBudget
     from gracetune.plan.choose import choose
     from gracetune.plan.peak import Fixed
     from gracetune.plan.report import reasons
 
     host = Host(forward_s=1.0, backward_s=1.0)
     model = queued(2, host, Calls(kernels=10), Calls(kernels=30))
-    budget = Budget(10**6, 10**6)
-    wishes = Wishes(samples=1, compile=(False,))
+    budget = PlanBudget(10**6, 10**6)
+    wishes = Constraints(samples=1, compile=(False,))
     planned = choose(model, Fixed(0), budget, wishes, simulated=True)
     assert any("host queues operators more slowly" in reason for reason in reasons(planned, budget))
     quick = choose(queued(2, FREE_HOST, Calls(), Calls()), Fixed(0), budget, wishes, simulated=True)

@@ -18,7 +18,7 @@ from gracetune.adapters.shared_input import lora_linears
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.models.fewer_passes import attend_in_fewer_passes
 from gracetune.plan.kernels import WeightStorages, is_product, ops_of, storage_of
-from gracetune.plan.known_models import Picture
+from gracetune.plan.known_models import SampleShape
 from gracetune.plan.outlines import outline
 from gracetune.plan.trace import trace_model
 from gracetune.stream.blocks import Compiler, run_blocks
@@ -108,7 +108,7 @@ def test_a_compiled_block_keeps_what_was_planned(how: str) -> None:
     """Held against what autograd is handed when torch cuts the graph itself."""
     changes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
     changes |= {"ffn_dim": 96, "text_dim": 16, "freq_dim": 16}
-    shape = outline(ModelSection(family="wan22"), Picture(192, 192), changes)
+    shape = outline(ModelSection(family="wan22"), SampleShape(192, 192), changes)
     model = type(shape.model)(**changes).to(torch.bfloat16)
     add_adapter({"": model}, AdapterSection(rank=4), shape.shape.targets, seed=0)
     fuse_lora(model)

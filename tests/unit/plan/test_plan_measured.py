@@ -14,15 +14,15 @@ from gracetune.config.schema import ModelSection, OptimizerSection
 from gracetune.optim.footprint import state_nbytes_each
 from gracetune.plan.ask import Trained
 from gracetune.plan.choose import predict
-from gracetune.plan.cost import Model
-from gracetune.plan.known_models import Picture
+from gracetune.plan.cost import CostModel
+from gracetune.plan.known_models import SampleShape
 from gracetune.plan.machines import MACHINES
 from gracetune.plan.outlines import outline
 from gracetune.plan.peak import Fixed
 from gracetune.plan.rates import FITTED, basics_of, speeds_of
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.shapes import checkpointed
-from gracetune.plan.step import Choice
+from gracetune.plan.step import PlanCandidate
 from gracetune.plan.table import memory_table
 from gracetune.units import GIB
 
@@ -53,7 +53,7 @@ def deviations(record: dict[str, Any], shapes: ModelShapes) -> tuple[float, floa
     num_blocks = record.get("config", {}).get("num_layers", 40)
     speeds = speeds_of(basics_of(MACHINES["h200-pcie"]))
     plain = record["checkpointing"] == "plain"
-    model = Model(deep(shapes, num_blocks), speeds, plain_checkpointing=plain)
+    model = CostModel(deep(shapes, num_blocks), speeds, plain_checkpointing=plain)
     every = NAMED[record["streamed"]]
     ways = record["activations"]
     ways = [ways] * num_blocks if isinstance(ways, str) else ways
@@ -61,7 +61,7 @@ def deviations(record: dict[str, Any], shapes: ModelShapes) -> tuple[float, floa
         BlockPlan("streamed" if every and index % every == 0 else "resident", way)
         for index, way in enumerate(ways)
     )
-    choice = Choice(blocks, record["batch"], 1, 3 if every else 0, record["compiled"])
+    choice = PlanCandidate(blocks, record["batch"], 1, 3 if every else 0, record["compiled"])
     # bf16 moments: two numbers of the adapter's own type
     fixed = Fixed(
         optimizer_nbytes=2 * model.trained_nbytes,
@@ -91,7 +91,7 @@ def test_the_planner_is_near_what_was_measured_later(
 ) -> None:
     speeds = speeds_of(basics_of(MACHINES["h200-pcie"]))
     rounded = record.get("frozen_compute", "bf16")
-    model = Model(deep(fused_shapes, 40), speeds, rounded)
+    model = CostModel(deep(fused_shapes, 40), speeds, rounded)
     inside = set(record["streamed"])
     blocks = tuple(
         BlockPlan("streamed" if index in inside else "resident", way, sent)
@@ -100,7 +100,7 @@ def test_the_planner_is_near_what_was_measured_later(
         )
     )
     slots = record["slots"] if inside else 0
-    choice = Choice(blocks, record["batch"], 1, slots, True, ahead=record["ahead"])
+    choice = PlanCandidate(blocks, record["batch"], 1, slots, True, ahead=record["ahead"])
     fixed = Fixed(
         optimizer_nbytes=2 * model.trained_nbytes,
         library_nbytes=int(FITTED["library_nbytes"].value),
@@ -125,7 +125,7 @@ def test_the_docs_say_how_near(wan_shapes: ModelShapes) -> None:
 def test_the_table_of_260_pictures_in_the_docs_is_what_the_code_says(
     fused_shapes: ModelShapes,
 ) -> None:
-    shape = outline(ModelSection(family="wan22"), Picture(1024, 1024), {"num_layers": 1})
+    shape = outline(ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1})
     shapes = deep(fused_shapes, 40)
     count = shapes.trained_nbytes // 4
     trained = Trained(shapes.trained_nbytes, int(count * state_nbytes_each(OptimizerSection())))

@@ -12,7 +12,7 @@ from gracetune.cli.plan import make_trainable
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.errors import ConfigError, ModelError
 from gracetune.models.family import load_family
-from gracetune.plan.known_models import Picture
+from gracetune.plan.known_models import SampleShape
 from gracetune.plan.make import family_subject
 from gracetune.plan.outlines import outline
 from gracetune.plan.trace import trace_model
@@ -20,7 +20,7 @@ from gracetune.plan.trace import trace_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-SQUARE = Picture(1024, 1024)
+SQUARE = SampleShape(1024, 1024)
 SMALL = {
     "wan22": {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64},
     "flux": {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2},
@@ -52,7 +52,7 @@ def test_published_shapes_have_their_published_size(
     ("family", "kinds"), [("wan22", (0,)), ("flux", (0, 1, 1)), ("qwen_image", (0, 0))]
 )
 def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) -> None:
-    shape = outline(ModelSection(family=family), Picture(64, 64), SMALL[family])
+    shape = outline(ModelSection(family=family), SampleShape(64, 64), SMALL[family])
     trained = make_trainable(shape, AdapterSection(rank=4))
     traced = trace_model(shape.subject(), 2)
     assert traced.order == kinds
@@ -65,7 +65,7 @@ def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) ->
 
 
 def test_frames_and_the_small_wan_have_their_own_latents() -> None:
-    clip = Picture(832, 480, 33)
+    clip = SampleShape(832, 480, 33)
     big = outline(ModelSection(family="wan22"), clip, {"num_layers": 1})
     assert big.encoded.latent_shape == (16, 9, 60, 104)
     changes = {"num_layers": 1, "in_channels": 48, "num_attention_heads": 2, "ffn_dim": 64}
@@ -114,7 +114,7 @@ def test_a_loaded_family_is_planned_as_its_configuration_is() -> None:
     family.transformer.requires_grad_(False)
     text = family.stack_text(family.encode_text(["a red ring"]))
     loaded = trace_model(family_subject(family, family.latent_shape(24, 24), text), 2)
-    published = trace_model(outline(ModelSection(family="tiny"), Picture(24, 24)).subject(), 2)
+    published = trace_model(outline(ModelSection(family="tiny"), SampleShape(24, 24)).subject(), 2)
     assert loaded.order == published.order
     assert loaded.frozen_nbytes == published.frozen_nbytes
     assert [k.eager for k in loaded.kinds] == [k.eager for k in published.kinds]

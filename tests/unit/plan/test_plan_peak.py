@@ -6,8 +6,8 @@ from math import ceil
 import pytest
 from made_shapes import made_choice, made_model
 
-from gracetune.plan.candidates import Budget, device_need
-from gracetune.plan.cost import Model
+from gracetune.plan.candidates import PlanBudget, device_need
+from gracetune.plan.cost import CostModel
 from gracetune.plan.peak import Fixed, device_bytes, host_bytes
 from gracetune.plan.result import Bytes
 
@@ -112,12 +112,12 @@ def test_two_experts_have_two_sets_of_weights_and_one_of_slots() -> None:
     assert host_bytes(model.at(1), choice, two).weights == 800
 
 
-def with_copies(copies_nbytes: int, trained_nbytes: int = 4) -> Model:
+def with_copies(copies_nbytes: int, trained_nbytes: int = 4) -> CostModel:
     """Blocks that train so many bytes each, which are copied for their products."""
     model = made_model(8)
     (kind,) = model._shapes.kinds
     kind = replace(kind, trained_nbytes=trained_nbytes, copies_nbytes=copies_nbytes)
-    return Model(replace(model._shapes, kinds=(kind,)), model.speeds)
+    return CostModel(replace(model._shapes, kinds=(kind,)), model.speeds)
 
 
 def test_copies_are_there_all_the_time_and_their_gradients_come_first() -> None:
@@ -141,7 +141,7 @@ def test_an_allocator_holds_more_than_is_used() -> None:
     model = made_model(8)
     choice = made_choice(model)
     held = device_bytes(model.at(1), choice, NOTHING)
-    budget = Budget(10**6, 10**6, fragmentation=0.5)
+    budget = PlanBudget(10**6, 10**6, fragmentation=0.5)
     assert device_need(model, choice, NOTHING, budget) == ceil(held.total * 1.5)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gracetune.plan.cuda_kernels import CudaKernels
-from gracetune.plan.eager import Watch
+from gracetune.plan.eager import KernelRecorder
 from gracetune.plan.replay import prepared, recipe_of
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def test_an_rms_norm_is_one_call_there_and_one_back_and_saves_its_input(
     with FakeTensorMode():
         source = torch.empty(2, 3, 8, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(8, dtype=torch.bfloat16, requires_grad=trains_weight)
-        watch = Watch([weight], [source])
+        watch = KernelRecorder([weight], [source])
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with watch, CudaKernels(), hooks:
             out = torch.nn.functional.rms_norm(source, (8,), weight)

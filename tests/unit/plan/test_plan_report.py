@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from made_shapes import made_model
 
-from gracetune.plan.candidates import Budget, Wishes
+from gracetune.plan.candidates import Constraints, PlanBudget
 from gracetune.plan.choose import AsWritten, Planned, choose, compared
 from gracetune.plan.peak import Fixed
 from gracetune.plan.report import Heading, as_json, describe, lines, reasons, speed
@@ -13,8 +13,8 @@ from gracetune.plan.result import ROLES
 
 
 def planned(device: int, **wishes: object) -> tuple[Planned, Heading]:
-    budget = Budget(device, 10**6, fragmentation=0.03)
-    found = choose(made_model(8), Fixed(16), budget, Wishes(**wishes), simulated=True)
+    budget = PlanBudget(device, 10**6, fragmentation=0.03)
+    found = choose(made_model(8), Fixed(16), budget, Constraints(**wishes), simulated=True)
     return found, Heading("made (by hand)", "8x8", "a machine", budget, ("a remark",))
 
 
@@ -45,7 +45,7 @@ def test_where_nothing_is_frozen_weights_are_called_trained() -> None:
 
 def test_a_plan_for_this_machine_is_not_called_simulated() -> None:
     found, heading = planned(10**6)
-    measured = choose(made_model(8), Fixed(16), heading.budget, Wishes(), simulated=False)
+    measured = choose(made_model(8), Fixed(16), heading.budget, Constraints(), simulated=False)
     assert "simulated" not in "\n".join(lines(measured, heading))
     assert "simulated" in "\n".join(lines(found, heading))
 
@@ -88,7 +88,7 @@ def test_other_batches_are_compared() -> None:
 
 def test_a_batch_that_training_would_not_use_is_told_with_what_to_set() -> None:
     found, heading = planned(1200, samples=4)
-    wishes = Wishes(samples=4, written=4)
+    wishes = Constraints(samples=4, written=4)
     told = compared(found, made_model(8), Fixed(16), heading.budget, wishes)
     written = told.as_written
     assert written is not None
@@ -120,9 +120,9 @@ def test_a_batch_that_training_would_not_use_is_told_with_what_to_set() -> None:
 
 
 def test_one_memory_is_told_as_one() -> None:
-    budget = Budget(1500, 10**6, one_memory=True)
+    budget = PlanBudget(1500, 10**6, one_memory=True)
     fixed = Fixed(16, host_caches_nbytes=300)
-    found = choose(made_model(8), fixed, budget, Wishes(), simulated=True)
+    found = choose(made_model(8), fixed, budget, Constraints(), simulated=True)
     heading = Heading("made (by hand)", "8x8", "a machine", budget)
     first, *_, last = reasons(found, budget)
     assert first.startswith("host and device are one memory, so there is nothing to move")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gracetune.plan.ring import fetches
-from gracetune.stream.movers import SynchronousMover
+from gracetune.stream.movers import SynchronousCopyEngine
 from gracetune.stream.weights import stream_weights
 
 
@@ -27,7 +27,9 @@ class Chain(nn.Module):
 @pytest.mark.parametrize(("count", "slots"), [(10, 3), (10, 2), (10, 4), (4, 3), (3, 3), (7, 5)])
 def test_as_many_fetches_a_step_as_the_ring_itself(count: int, slots: int) -> None:
     model = Chain(count)
-    ring = stream_weights(model, list(model.blocks), SynchronousMover(), lambda notice: None, slots)
+    ring = stream_weights(
+        model, list(model.blocks), SynchronousCopyEngine(), lambda notice: None, slots
+    )
     after_each = []
     for _ in range(4):
         model(torch.ones(2, 4)).sum().backward()

@@ -29,7 +29,7 @@ def traced_in_fp8(has_directions: bool) -> BlockShapes:
     from gracetune.adapters.fused import Fp8Linear, freeze_in_fp8
     from gracetune.adapters.inject import add_adapter
     from gracetune.config.schema import AdapterSection, ModelSection
-    from gracetune.plan.known_models import Picture
+    from gracetune.plan.known_models import SampleShape
     from gracetune.plan.make import TRACED_BATCH
     from gracetune.plan.outlines import outline
     from gracetune.plan.trace import trace_model
@@ -38,7 +38,7 @@ def traced_in_fp8(has_directions: bool) -> BlockShapes:
     def directions(width: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(DIRECTIONS, width, dtype=torch.bfloat16), False)
 
-    shape = outline(ModelSection(family="wan22"), Picture(1024, 1024), {"num_layers": 1})
+    shape = outline(ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1})
     with torch.device("meta"):
         add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shape.targets, seed=0)
         freeze_in_fp8(shape.model.blocks)

@@ -7,7 +7,7 @@ from made_shapes import SPEEDS, made_choice, made_model
 
 from gracetune.config.schema import RunFile
 from gracetune.plan.ask import STATE_SHARES, wishes_of
-from gracetune.plan.candidates import Budget, Wishes
+from gracetune.plan.candidates import Constraints, PlanBudget
 from gracetune.plan.choose import PlanError, choose
 from gracetune.plan.peak import Fixed, device_bytes, host_bytes
 from gracetune.plan.report import Heading, as_json, describe, lines, reasons
@@ -26,8 +26,8 @@ def chosen(device_nbytes, shares, host_nbytes=ROOMY, **wishes):
     return choose(
         made_model(),
         FIXED,
-        Budget(device_nbytes, host_nbytes),
-        Wishes(host_state=shares, **wishes),
+        PlanBudget(device_nbytes, host_nbytes),
+        Constraints(host_state=shares, **wishes),
         simulated=True,
     )
 
@@ -64,8 +64,8 @@ def test_a_step_of_two_experts_moves_the_state_of_one():
     plan = choose(
         made_model(),
         replace(FIXED, optimizer_nbytes=2 * STATE, experts=2),
-        Budget(ROOMY, ROOMY),
-        Wishes(host_state=(1.0,)),
+        PlanBudget(ROOMY, ROOMY),
+        Constraints(host_state=(1.0,)),
         simulated=True,
     ).best
     assert plan.host.optimizer == 2 * STATE
@@ -98,7 +98,7 @@ def test_where_the_host_has_no_room_either_the_least_is_named():
 def test_the_report_says_what_is_where_and_what_it_costs():
     planned = chosen(1300, (1.0,), stream=False, offload=False)
     assert "100% of the optimizer's state in host memory" in describe(planned.best)
-    budget = Budget(1300, ROOMY)
+    budget = PlanBudget(1300, ROOMY)
     (reason,) = [text for text in reasons(planned, budget) if "optimizer" in text]
     assert "go to the device and back in every update" in reason
     assert not any("offloading" in text for text in reasons(planned, budget))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from made_shapes import SPEEDS, made_choice, made_model
 
-from gracetune.plan.cost import Model
+from gracetune.plan.cost import CostModel
 from gracetune.plan.shapes import Op
 from gracetune.plan.step import least_seconds, predict_seconds
 
@@ -125,7 +125,7 @@ def test_a_single_streamed_block_stays_in_its_slot() -> None:
 
 def test_fp8_speeds_up_products_with_frozen_weights_alone() -> None:
     shapes = made_model(2)._shapes
-    plain, rounded = (Model(shapes, SPEEDS, how).at(1) for how in ("bf16", "fp8"))
+    plain, rounded = (CostModel(shapes, SPEEDS, how).at(1) for how in ("bf16", "fp8"))
     before, after = (costs.blocks[0].compiled.keep for costs in (plain, rounded))
     assert after.forward.gemm == pytest.approx(before.forward.gemm / 2)
     assert after.backward.attention == before.backward.attention
@@ -133,7 +133,7 @@ def test_fp8_speeds_up_products_with_frozen_weights_alone() -> None:
 
 
 def test_quantised_weights_take_less_of_slots_host_and_link() -> None:
-    model = Model(made_model(8)._shapes, SPEEDS, stored_share=0.5)
+    model = CostModel(made_model(8)._shapes, SPEEDS, stored_share=0.5)
     choice = made_choice(model, streamed=8)
     whole = predict_seconds(made_model(8).at(1), choice, SPEEDS, 0)
     half = predict_seconds(model.at(1), choice, SPEEDS, 0)
@@ -155,23 +155,23 @@ def test_what_the_machine_says_of_a_kernel_is_taken_as_it_is_in_a_step() -> None
     keep = replace(kind.compiled.keep, forward=forward)
     ways = replace(kind.compiled, keep=keep)
     shapes = replace(made_model(1)._shapes, kinds=(replace(kind, eager=ways, compiled=ways),))
-    block = Model(shapes, speeds).at(4).blocks[0]
+    block = CostModel(shapes, speeds).at(4).blocks[0]
     assert ("gemm", 4.0) in asked
     compiled, eager = block.compiled.keep.forward, block.eager.keep.forward
     assert compiled.gemm == 3.0 / 0.5 + 4 * 100.0 / 100.0  # of the other nothing is known
     assert eager.gemm == 3.0 + 4 * 100.0 / 100.0
     assert eager.elementwise == 3.0
     assert eager.gaps == 7.0  # what was timed was timed with its own
-    rounded = Model(shapes, speeds, "fp8").at(4).blocks[0].compiled.keep
+    rounded = CostModel(shapes, speeds, "fp8").at(4).blocks[0].compiled.keep
     assert rounded.forward.gemm == 4 * (100.0 / 200.0 + 100.0 / 100.0)  # fp8 has a rate of its own
 
 
-def unequal(first: int, last: int, small: int, large: int) -> Model:
+def unequal(first: int, last: int, small: int, large: int) -> CostModel:
     """So many blocks of two kinds, the ones in front with larger weights."""
     shapes = made_model(1)._shapes
     (kind,) = shapes.kinds
     kinds = tuple(replace(kind, frozen_nbytes=nbytes) for nbytes in (large, small))
-    return Model(replace(shapes, kinds=kinds, order=(0,) * first + (1,) * last), SPEEDS)
+    return CostModel(replace(shapes, kinds=kinds, order=(0,) * first + (1,) * last), SPEEDS)
 
 
 @pytest.mark.parametrize("link", [3.0, 30.0, 300.0])

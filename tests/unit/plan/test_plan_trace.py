@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gracetune.errors import ModelError
 from gracetune.plan.calls import Subject
-from gracetune.plan.cost import Model
+from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import MACHINES
 from gracetune.plan.rates import basics_of, speeds_of
 from gracetune.plan.trace import trace_model
@@ -254,7 +254,7 @@ def test_one_trace_tells_any_batch(trains_all: bool) -> None:
     subject = made_subject(model)
     two, five = (trace_model(subject, batch) for batch in (2, 5))
     speeds = speeds_of(basics_of(MACHINES["h200-pcie"]))
-    foretold, seen = Model(two, speeds).at(5), Model(five, speeds).at(5)
+    foretold, seen = CostModel(two, speeds).at(5), CostModel(five, speeds).at(5)
     (block,), (same,) = foretold.blocks, seen.blocks
     for guess, truth in (
         (block.eager.keep, same.eager.keep),

@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from gracetune.stream.activations import OffloadSettings, offload_activations
-from gracetune.stream.movers import POISON, Lane, SynchronousMover
+from gracetune.stream.movers import POISON, CopyStream, SynchronousCopyEngine
 from gracetune.stream.weights import stream_weights
 
 SMALL = 64
@@ -23,7 +23,7 @@ class Mixed:
     def __init__(self, model, ways, streamed, told, mover=None, **settings):
         self.model = copy.deepcopy(model)
         self.ways = ways
-        mover = mover or SynchronousMover()
+        mover = mover or SynchronousCopyEngine()
         blocks = list(self.model.blocks)
         self.ring = None
         if streamed:
@@ -78,7 +78,7 @@ def offloaded(model, told, which=None, mover=None, **settings):
     others = [block for block in blocks if block not in chosen]
     offload = offload_activations(
         chosen,
-        mover or SynchronousMover(),
+        mover or SynchronousCopyEngine(),
         None,
         told,
         SMALL,
@@ -88,7 +88,7 @@ def offloaded(model, told, which=None, mover=None, **settings):
     return twin, offload
 
 
-class Lanes(SynchronousMover):
+class Lanes(SynchronousCopyEngine):
     """A device whose copies are done as late as waits allow, or as early, by the dice.
 
     Each lane is a queue. A copy is done when computing waits for it, after all before it in its
@@ -100,13 +100,13 @@ class Lanes(SynchronousMover):
         super().__init__()
         self.dice = dice
         self.late = late
-        self.queues = {lane: [] for lane in Lane}
-        self.done = dict.fromkeys(Lane, 0)
+        self.queues = {lane: [] for lane in CopyStream}
+        self.done = dict.fromkeys(CopyStream, 0)
         self.faults = []
         self.overtaken = 0
         """Copies that were not done when the next was asked for: there must be some."""
 
-    def copy(self, target, source, poison, lane=Lane.WEIGHTS):
+    def copy(self, target, source, poison, lane=CopyStream.WEIGHTS):
         queue = self.queues[lane]
         self.overtaken += self.done[lane] < len(queue)
         if poison:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from gracetune.stream.movers import SynchronousMover
+from gracetune.stream.movers import SynchronousCopyEngine
 from gracetune.stream.weights import stream_weights
 
 WIDTH = 12
@@ -102,7 +102,7 @@ def streamed(model, told, which=None, slots=3, mover=None, poison=True):
     """A copy of the model and a ring under some of its blocks."""
     twin = copy.deepcopy(model)
     blocks = list(twin.blocks) if which is None else [twin.blocks[k] for k in which]
-    return twin, stream_weights(twin, blocks, mover or SynchronousMover(), told, slots, poison)
+    return twin, stream_weights(twin, blocks, mover or SynchronousCopyEngine(), told, slots, poison)
 
 
 def step(model, seed, order=None, micro_batches=1):

@@ -10,19 +10,19 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.stream.activations import offload_activations
-from gracetune.stream.movers import Lane, StreamError, SynchronousMover
+from gracetune.stream.movers import CopyStream, StreamError, SynchronousCopyEngine
 from gracetune.stream.transport import room_for
 
 KIB = 1024
 
 
-class Recording(SynchronousMover):
+class Recording(SynchronousCopyEngine):
     def __init__(self):
         super().__init__()
         self.sizes = []
 
-    def copy(self, target, source, poison, lane=Lane.WEIGHTS):
-        if lane is Lane.OUT:
+    def copy(self, target, source, poison, lane=CopyStream.WEIGHTS):
+        if lane is CopyStream.OUT:
             self.sizes.append(len(source))
         return super().copy(target, source, poison, lane)
 
@@ -279,13 +279,13 @@ def test_the_hosts_own_memory_is_the_limit_where_none_is_given(told):
     assert 0 < offload._pool.room() < 2**44
 
 
-class Late(SynchronousMover):
+class Late(SynchronousCopyEngine):
     """A link on which blocks are late, by less each pass."""
 
     laps = 0
 
     def lap(self, lane):
-        assert lane is Lane.BACK
+        assert lane is CopyStream.BACK
         self.laps += 1
         return SaidLap(0.8**self.laps, late=1)
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from streamed_model import assert_same, made, step
 
 from gracetune.stream.activations import OffloadSettings, offload_activations
-from gracetune.stream.movers import SynchronousMover
+from gracetune.stream.movers import SynchronousCopyEngine
 from gracetune.stream.weights import stream_weights
 
 KINDS = list(itertools.product(WAYS, [False, True]))
@@ -176,7 +176,7 @@ def test_compiled_blocks(streams, told):
         for each in (model, twin):
             for block in each.blocks:
                 block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
-        mover = SynchronousMover()
+        mover = SynchronousCopyEngine()
         ring = stream_weights(twin, list(twin.blocks), mover, told, 2, True) if streams else None
         offload = offload_activations(
             list(twin.blocks), mover, ring, told, SMALL, settings=OffloadSettings(poison=True)

@@ -8,7 +8,7 @@ import torch
 from streamed_model import SaidLap
 from torch import nn
 
-from gracetune.stream.movers import POISON, Lane, SynchronousMover
+from gracetune.stream.movers import POISON, CopyStream, SynchronousCopyEngine
 from gracetune.stream.parcels import WINDOW, Distance, Remains
 from gracetune.stream.storages import (
     SharedInputs,
@@ -18,11 +18,11 @@ from gracetune.stream.storages import (
     storages_in,
     weights_of,
 )
-from gracetune.stream.transport import ALIGNMENT, HostPool, Transport
+from gracetune.stream.transport import ALIGNMENT, HostPool, OffloadCopies
 from gracetune.stream.waits import Waits
 
 
-class Counting(SynchronousMover):
+class Counting(SynchronousCopyEngine):
     def __init__(self):
         super().__init__()
         self.slabs, self.gone = [], []
@@ -106,11 +106,11 @@ def test_a_closed_pool_gives_everything_up():
 @pytest.mark.parametrize("poison", [False, True])
 def test_memory_that_is_given_up_is_poisoned_unless_others_hold_it(poison):
     pool, mover = pool_of()
-    transport = Transport(mover, pool, poison)
+    transport = OffloadCopies(mover, pool, poison)
     host, device, held = pool.take(64), torch.zeros(16), torch.zeros(16)
     host.zero_()
     other = held.view(4, 4)
-    arrival = mover.copy(device.view(torch.uint8), host, False, Lane.BACK)
+    arrival = mover.copy(device.view(torch.uint8), host, False, CopyStream.BACK)
     transport.left += [Remains(host, device, arrival)]
     transport.clear_up()
     assert bool((host == POISON).all()) == poison
@@ -166,18 +166,18 @@ def test_the_distance_stays_where_nobody_waits_or_there_is_no_room():
 
 
 def test_lanes_have_stopwatches_of_their_own():
-    mover = SynchronousMover()
+    mover = SynchronousCopyEngine()
     one, other = mover.landing_memory(1 << 16), mover.host_memory(1 << 16)
-    mover.copy(one, other, True, Lane.OUT).wait(ahead=True)
-    assert mover.waits(Lane.OUT).seconds > 0
-    assert mover.waits(Lane.BACK) == mover.waits() == Waits(0, 0.0)
-    lap = mover.lap(Lane.OUT)
-    mover.copy(one, other, True, Lane.OUT).wait(ahead=True)
+    mover.copy(one, other, True, CopyStream.OUT).wait(ahead=True)
+    assert mover.waits(CopyStream.OUT).seconds > 0
+    assert mover.waits(CopyStream.BACK) == mover.waits() == Waits(0, 0.0)
+    lap = mover.lap(CopyStream.OUT)
+    mover.copy(one, other, True, CopyStream.OUT).wait(ahead=True)
     assert not lap.is_over()
-    after = mover.lap(Lane.OUT)
+    after = mover.lap(CopyStream.OUT)
     assert lap.is_over()
     assert 0 < lap.seconds < lap.span_s
-    mover.lap(Lane.OUT)
+    mover.lap(CopyStream.OUT)
     assert after.seconds == 0 < after.span_s
     mover.let_go(one)
     mover.release()

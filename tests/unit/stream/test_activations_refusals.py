@@ -10,7 +10,7 @@ from streamed_model import assert_same, made, step
 from torch import nn
 
 from gracetune.stream.activations import OffloadSettings, offload_activations
-from gracetune.stream.movers import StreamError, SynchronousMover
+from gracetune.stream.movers import StreamError, SynchronousCopyEngine
 from gracetune.stream.weights import stream_weights
 
 
@@ -47,7 +47,7 @@ def test_closing_inside_a_block_leaves_no_hooks_behind(told):
 def test_the_ring_goes_on_when_the_offload_is_closed(told):
     model = made()
     twin = copy.deepcopy(model)
-    mover = SynchronousMover()
+    mover = SynchronousCopyEngine()
     stream_weights(twin, list(twin.blocks), mover, told, 2, poison=True)
     offload = offload_activations(list(twin.blocks), mover, None, told, SMALL)
     assert_same(step(twin, 0), step(model, 0))
@@ -98,7 +98,12 @@ def test_a_block_that_calls_itself(told):
     model = nn.Sequential(SelfCaller(), SelfCaller())
     twin = copy.deepcopy(model)
     offload = offload_activations(
-        list(twin), SynchronousMover(), None, told, SMALL, settings=OffloadSettings(poison=True)
+        list(twin),
+        SynchronousCopyEngine(),
+        None,
+        told,
+        SMALL,
+        settings=OffloadSettings(poison=True),
     )
     x = torch.randn(8, 4)
     for each in (model, twin):
@@ -117,7 +122,7 @@ def test_bad_input(told):
             offload_activations(*args, **kwargs)
         return str(caught.value)
 
-    mover = SynchronousMover()
+    mover = SynchronousCopyEngine()
     assert "no blocks to offload" in refused([], mover, None, told)
     assert "given twice" in refused(blocks, mover, None, told, others=blocks[:1])
     assert "min_nbytes is 0" in refused(blocks, mover, None, told, 0)

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.stream.activations import IN_FLIGHT, offload_activations
 from gracetune.stream.blocks import run_blocks
-from gracetune.stream.movers import Lane, StreamError, SynchronousMover
-from gracetune.stream.parcels import Call, Parcel
-from gracetune.stream.transport import Transport
+from gracetune.stream.movers import CopyStream, StreamError, SynchronousCopyEngine
+from gracetune.stream.parcels import OffloadedCall, OffloadedTensor
+from gracetune.stream.transport import OffloadCopies
 
 
 @pytest.mark.parametrize("late", [0.0, 0.3, 0.8, 1.0])
@@ -69,8 +69,8 @@ def no_wait(arrival, ahead):
 
 
 BREAKAGES = {
-    "leaves without waiting": (Call, "land", "left"),
-    "reads without waiting": (Parcel, "read", "arrival"),
+    "leaves without waiting": (OffloadedCall, "land", "left"),
+    "reads without waiting": (OffloadedTensor, "read", "arrival"),
 }
 
 
@@ -94,7 +94,7 @@ def test_memory_that_is_given_up_too_early_would_be_seen(told, monkeypatch):
         while self.left:
             self._pool.put_back(self.left.pop().host)
 
-    monkeypatch.setattr(Transport, "clear_up", wrong)
+    monkeypatch.setattr(OffloadCopies, "clear_up", wrong)
     assert trouble(told) > 0
 
 
@@ -120,17 +120,17 @@ def test_the_same_steps_are_right_with_all_waits(told):
     assert trouble(told) == 0
 
 
-class Watching(SynchronousMover):
+class Watching(SynchronousCopyEngine):
     """Notes what is sent and brought, and which of it is still on the device."""
 
     def __init__(self):
         super().__init__()
         self.out, self.back = [], []
 
-    def copy(self, target, source, poison, lane=Lane.WEIGHTS):
-        if lane is Lane.OUT and source.storage_offset() == 0 and not (source == 0xFF).all():
+    def copy(self, target, source, poison, lane=CopyStream.WEIGHTS):
+        if lane is CopyStream.OUT and source.storage_offset() == 0 and not (source == 0xFF).all():
             self.out.append((StorageWeakRef(source.untyped_storage()), len(source)))
-        elif lane is Lane.BACK:
+        elif lane is CopyStream.BACK:
             self.back.append((StorageWeakRef(target.untyped_storage()), len(target)))
         return super().copy(target, source, poison, lane)
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from gracetune.errors import GracetuneError
 from gracetune.stream.blocks import Compiler, run_blocks
-from gracetune.stream.movers import SynchronousMover
+from gracetune.stream.movers import SynchronousCopyEngine
 from gracetune.stream.weights import stream_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -141,7 +141,7 @@ def test_streamed_blocks_equal_resident_ones_bit_for_bit(keeping, is_compiled, c
     expected = gradients(resident)
     model = make()
     streamed = [model.blocks[index] for index in (0, 1, 3, 4)]
-    ring = stream_weights(model, streamed, SynchronousMover(), print, slots=2, poison=True)
+    ring = stream_weights(model, streamed, SynchronousCopyEngine(), print, slots=2, poison=True)
     run_blocks(model.blocks, keeping, chosen, ring)
     for _ in range(3):
         assert same(gradients(model), expected)
@@ -191,7 +191,7 @@ def test_streamed_blocks_that_cannot_be_compiled_compute_with_weights_on_the_dev
     torch._dynamo.reset()
     compiler = Compiler(told.append, broken if why == "compiler" else BACKEND)
     model = make()
-    ring = stream_weights(model, list(model.blocks), SynchronousMover(), told.append, 2)
+    ring = stream_weights(model, list(model.blocks), SynchronousCopyEngine(), told.append, 2)
     run_blocks(model.blocks, [way] * 5, compiler, ring)
 
     def look(layer, _):

@@ -8,14 +8,14 @@ from streamed_model import SaidLap, assert_same, made, step, streamed
 from test_ring_safety import LastMinute
 
 from gracetune.stream import growth
-from gracetune.stream.growth import WINDOW, Growth
-from gracetune.stream.movers import SynchronousMover
+from gracetune.stream.growth import WINDOW, RingAutosizer
+from gracetune.stream.movers import SynchronousCopyEngine
 from gracetune.stream.slots import Slots
 
 NBYTES = 512
 
 
-class Waited(SynchronousMover):
+class Waited(SynchronousCopyEngine):
     """A link whose waits are said by hand; memory for so many slots more."""
 
     def __init__(self, room=100):
@@ -40,7 +40,7 @@ class Steps:
     def __init__(self, told, most_slots=8, limit_nbytes=10 * NBYTES, room=100):
         self.mover = Waited(room)
         self.slots = Slots(self.mover, NBYTES, 3)
-        self.growth = Growth(self.slots, self.mover, most_slots, limit_nbytes, told)
+        self.growth = RingAutosizer(self.slots, self.mover, most_slots, limit_nbytes, told)
         self.growth.observe()
 
     def window(self, share, behind=0):
@@ -127,7 +127,7 @@ def test_an_unasked_ring_has_nothing_to_give_back(told):
     assert not ring.give_back()
 
 
-@pytest.mark.parametrize("kind", [SynchronousMover, LastMinute])
+@pytest.mark.parametrize("kind", [SynchronousCopyEngine, LastMinute])
 def test_gradients_stay_the_same_while_slots_come_and_go(kind, told, monkeypatch):
     """Bit for bit, with memory of slots poisoned, whatever is decided between passes."""
 
@@ -157,7 +157,7 @@ def test_gradients_stay_the_same_while_slots_come_and_go(kind, told, monkeypatch
 
 
 def test_a_ring_with_room_for_all_fetches_no_more(told, monkeypatch):
-    class Better(SynchronousMover):
+    class Better(SynchronousCopyEngine):
         """A link that is waited for less and less."""
 
         laps = 0

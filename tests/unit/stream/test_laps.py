@@ -2,7 +2,7 @@
 
 from streamed_model import SaidLap
 
-from gracetune.stream.laps import Laps
+from gracetune.stream.laps import PassWindow
 
 
 def begun():
@@ -17,7 +17,7 @@ def begun():
 
 def test_a_window_ends_after_its_passes_and_the_next_begins_when_it_is_judged():
     laps, begin = begun()
-    windows = Laps(begin, 2)
+    windows = PassWindow(begin, 2)
     assert [windows.last() for _ in range(2)] == [None, None]
     assert len(laps) == 1, "one pass of two"
     assert windows.last() is None

@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from streamed_model import assert_same, made, step, streamed
 from torch import nn
 
-from gracetune.stream.movers import SynchronousMover
+from gracetune.stream.movers import SynchronousCopyEngine
 from gracetune.stream.weights import stream_weights
 
 WAYS = ["keep", "reentrant", "checkpoint", "pairs"]
@@ -210,7 +210,7 @@ def test_weights_keep_their_order_in_memory(told):
     with torch.no_grad():
         model.blocks[1].weight.set_(model.blocks[1].weight.expand(8, 8, 3, 3)[:, :, ::2])  # holes
     twin = copy.deepcopy(model)
-    ring = stream_weights(twin, list(twin.blocks), SynchronousMover(), told)
+    ring = stream_weights(twin, list(twin.blocks), SynchronousCopyEngine(), told)
     x = torch.randn(1, 8, 6, 6)
     assert torch.equal(twin(x), model(x))
     assert seen[:3][0] == seen[3:][0] == (72, 1, 24, 8)

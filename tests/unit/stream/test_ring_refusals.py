@@ -8,13 +8,13 @@ from streamed_model import assert_same, made, step, streamed
 from torch import nn
 
 from gracetune.memory.platform import Link
-from gracetune.stream.movers import StreamError, SynchronousMover, open_mover
+from gracetune.stream.movers import StreamError, SynchronousCopyEngine, open_copy_engine
 from gracetune.stream.weights import stream_weights
 
 
 def refused(model, blocks, told, **settings):
     with pytest.raises(StreamError) as caught:
-        stream_weights(model, blocks, SynchronousMover(), told, **settings)
+        stream_weights(model, blocks, SynchronousCopyEngine(), told, **settings)
     return str(caught.value)
 
 
@@ -234,13 +234,13 @@ def test_a_block_that_calls_itself(told):
     torch.manual_seed(0)
     model = nn.Sequential(SelfCaller(), SelfCaller())
     twin = copy.deepcopy(model)
-    stream_weights(twin, list(twin), SynchronousMover(), told)
+    stream_weights(twin, list(twin), SynchronousCopyEngine(), told)
     x = torch.randn(2, 4)
     assert torch.equal(twin(x), model(x))
 
 
 @pytest.mark.parametrize("link", list(Link))
 def test_a_cpu_has_the_plain_mover_whatever_the_link(link):
-    mover = open_mover(torch.device("cpu"), link)
-    assert isinstance(mover, SynchronousMover)
+    mover = open_copy_engine(torch.device("cpu"), link)
+    assert isinstance(mover, SynchronousCopyEngine)
     assert mover.device == torch.device("cpu")

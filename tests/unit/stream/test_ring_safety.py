@@ -8,11 +8,11 @@ import torch
 from streamed_model import assert_same, made, step, streamed
 from torch.utils import dlpack
 
-from gracetune.stream.movers import POISON, SynchronousMover
+from gracetune.stream.movers import POISON, SynchronousCopyEngine
 from gracetune.stream.slots import PRUNE_FROM, Lease, Slots
 
 
-class LastMinute(SynchronousMover):
+class LastMinute(SynchronousCopyEngine):
     """A link so slow that a copy is done only when it is waited for; until then all is NaN."""
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Pending:
             self.mover.unread -= 1
 
 
-@pytest.mark.parametrize("mover", [SynchronousMover, LastMinute])
+@pytest.mark.parametrize("mover", [SynchronousCopyEngine, LastMinute])
 @pytest.mark.parametrize("slots", [2, 3, 4, 5])
 def test_random_models_orders_and_subsets(mover, slots, told):
     """A copy as early as it may come, and one as late: both must give the resident step."""
@@ -92,13 +92,15 @@ def test_a_ring_that_takes_held_slots_would_be_seen(told, monkeypatch):
 
 
 def slots_of(count, nbytes=512):
-    return Slots(SynchronousMover(), nbytes, count)
+    return Slots(SynchronousCopyEngine(), nbytes, count)
 
 
 def put(slots, slot, block):
     slots.vacate(slot)
     slots.put(
-        slot, block, SynchronousMover().copy(slot.memory, torch.ones(4, dtype=torch.uint8), False)
+        slot,
+        block,
+        SynchronousCopyEngine().copy(slot.memory, torch.ones(4, dtype=torch.uint8), False),
     )
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gracetune.stream.movers import SynchronousMover
+from gracetune.stream.movers import SynchronousCopyEngine
 from gracetune.stream.slab import SMALL, bring_rest, fill, lay_out
 from gracetune.stream.weights import stream_weights
 
@@ -75,7 +75,7 @@ def test_what_is_too_small_to_matter_stays_where_it_is():
     assert names == [["0.0.weight"], ["1.0.weight"]]
     ways = [block(x) for block in model]
     biases = [block[0].bias.data_ptr() for block in model]
-    ring = stream_weights(model, list(model), SynchronousMover(), print)
+    ring = stream_weights(model, list(model), SynchronousCopyEngine(), print)
     assert [block[0].bias.data_ptr() for block in model] == biases
     assert ring.counters().slot_nbytes == model[0][0].weight.nbytes
     model.forward = lambda x: [block(x) for block in model]

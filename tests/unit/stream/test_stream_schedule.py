@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.stream.schedule import LONGEST_PASS, Pass, Schedule
+from gracetune.stream.schedule import LONGEST_PASS, FetchSchedule, Pass
 
 THERE_AND_BACK = [0, 1, 2, 3, 2, 1, 0]
 
@@ -13,7 +13,7 @@ def run(schedule, kind, uses):
 
 
 def test_the_first_pass_is_guessed_there_and_back():
-    schedule = Schedule(4)
+    schedule = FetchSchedule(4)
     schedule.begin(Pass.TRAIN)
     for block in THERE_AND_BACK:
         assert schedule.expected() == block
@@ -22,7 +22,7 @@ def test_the_first_pass_is_guessed_there_and_back():
 
 
 def test_sampling_is_guessed_as_forward_alone():
-    schedule = Schedule(3)
+    schedule = FetchSchedule(3)
     schedule.begin(Pass.SAMPLE)
     for block in range(3):
         assert schedule.expected() == block
@@ -31,7 +31,7 @@ def test_sampling_is_guessed_as_forward_alone():
 
 
 def test_what_comes_is_told_soonest_first_and_across_the_turn():
-    schedule = Schedule(4)
+    schedule = FetchSchedule(4)
     run(schedule, Pass.TRAIN, [0, 1, 2])
     assert schedule.ahead() == [3, 2, 1, 0]
     schedule.used(3)
@@ -41,7 +41,7 @@ def test_what_comes_is_told_soonest_first_and_across_the_turn():
 
 
 def test_an_order_is_learnt_from_the_first_pass_without_complaint():
-    schedule = Schedule(3)
+    schedule = FetchSchedule(3)
     odd = [2, 0, 2, 1, 0]
     assert all(run(schedule, Pass.TRAIN, odd))
     assert all(run(schedule, Pass.TRAIN, odd))
@@ -51,7 +51,7 @@ def test_an_order_is_learnt_from_the_first_pass_without_complaint():
 
 
 def test_a_skipped_block_is_one_surprise_and_the_rest_is_foreseen_again():
-    schedule = Schedule(5)
+    schedule = FetchSchedule(5)
     there_and_back = [0, 1, 2, 3, 4, 3, 2, 1, 0]
     run(schedule, Pass.TRAIN, there_and_back)
     verdicts = run(schedule, Pass.TRAIN, [0, 1, 3, 4, 3, 2, 1, 0])
@@ -60,7 +60,7 @@ def test_a_skipped_block_is_one_surprise_and_the_rest_is_foreseen_again():
 
 
 def test_a_repeated_block_does_not_send_us_to_the_end_of_backward():
-    schedule = Schedule(8)
+    schedule = FetchSchedule(8)
     order = [*range(8), *range(6, -1, -1)]
     run(schedule, Pass.TRAIN, order)
     run(schedule, Pass.TRAIN, [0, 1, 2])
@@ -69,21 +69,21 @@ def test_a_repeated_block_does_not_send_us_to_the_end_of_backward():
 
 
 def test_a_surprising_order_is_the_next_one_expected():
-    schedule = Schedule(3)
+    schedule = FetchSchedule(3)
     run(schedule, Pass.TRAIN, [0, 1, 2, 1, 0])
     run(schedule, Pass.TRAIN, [0, 2, 0])
     assert all(run(schedule, Pass.TRAIN, [0, 2, 0]))
 
 
 def test_a_pass_without_its_backward_teaches_nothing():
-    schedule = Schedule(4)
+    schedule = FetchSchedule(4)
     run(schedule, Pass.TRAIN, THERE_AND_BACK)
     assert all(run(schedule, Pass.TRAIN, [0, 1, 2, 3]))
     assert all(run(schedule, Pass.TRAIN, THERE_AND_BACK))
 
 
 def test_sampling_between_steps_leaves_the_steps_order_alone():
-    schedule = Schedule(4)
+    schedule = FetchSchedule(4)
     for _ in range(3):
         assert all(run(schedule, Pass.TRAIN, THERE_AND_BACK))
         assert all(run(schedule, Pass.SAMPLE, [0, 1, 2, 3]))
@@ -91,7 +91,7 @@ def test_sampling_between_steps_leaves_the_steps_order_alone():
 
 
 def test_two_forwards_before_one_backward_are_learnt():
-    schedule = Schedule(3)
+    schedule = FetchSchedule(3)
     both = [0, 1, 2, 1, 0, 2, 1, 0]
     for _ in range(2):
         run(schedule, Pass.TRAIN, [0, 1, 2])
@@ -103,7 +103,7 @@ def test_two_forwards_before_one_backward_are_learnt():
 
 
 def test_a_block_never_seen_is_a_surprise_and_nothing_more():
-    schedule = Schedule(3)
+    schedule = FetchSchedule(3)
     run(schedule, Pass.SAMPLE, [0, 1])
     run(schedule, Pass.SAMPLE, [1, 0])  # learnt: block 2 is not used
     run(schedule, Pass.SAMPLE, [])
@@ -112,7 +112,7 @@ def test_a_block_never_seen_is_a_surprise_and_nothing_more():
 
 
 def test_passes_that_nobody_announces_do_not_fill_memory():
-    schedule = Schedule(2)
+    schedule = FetchSchedule(2)
     schedule.begin(Pass.SAMPLE)
     for step in range(5 * LONGEST_PASS):
         schedule.used(step % 2)
@@ -123,7 +123,7 @@ def test_passes_that_nobody_announces_do_not_fill_memory():
 
 @pytest.mark.parametrize("kind", list(Pass))
 def test_one_block_alone(kind):
-    schedule = Schedule(1)
+    schedule = FetchSchedule(1)
     assert run(schedule, kind, [0]) == [True]
     assert schedule.ahead() == [0]
 
@@ -133,7 +133,7 @@ def test_one_block_alone(kind):
     st.lists(st.sampled_from(list(Pass)), min_size=4, max_size=4),
 )
 def test_any_order_is_foreseen_the_second_time(passes, kinds):
-    schedule = Schedule(6)
+    schedule = FetchSchedule(6)
     for uses, kind in zip(passes, kinds, strict=False):
         run(schedule, kind, uses)
     longest = [*passes[-1], *range(5, -1, -1), *range(6), 0]
@@ -148,7 +148,7 @@ def test_any_order_is_foreseen_the_second_time(passes, kinds):
 
 
 def test_of_two_models_each_keeps_its_own_order():
-    schedule = Schedule(5, starts=(0, 3))
+    schedule = FetchSchedule(5, starts=(0, 3))
     orders = [[0, 1, 2, 1, 0], [3, 4, 3]]
     for model in (0, 1, 1, 0):
         schedule.begin(Pass.TRAIN, model)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gracetune.stream.waits import HARVEST_EVERY, Stopwatch
+from gracetune.stream.waits import HARVEST_EVERY, StallTimer
 
 
 @dataclass
@@ -40,7 +40,7 @@ def note(now):
 
 
 def test_what_was_waited_is_known_as_far_as_the_device_has_got(now, note):
-    stopwatch = Stopwatch()
+    stopwatch = StallTimer()
     note(stopwatch, 1.0, 3.0)
     note(stopwatch, 4.0, 4.01)
     note(stopwatch, 5.0, 9.0, ahead=False)
@@ -53,7 +53,7 @@ def test_what_was_waited_is_known_as_far_as_the_device_has_got(now, note):
 
 
 def test_a_lap_has_its_own_waits_however_late_they_are_read(now, note):
-    stopwatch = Stopwatch()
+    stopwatch = StallTimer()
     note(stopwatch, 1.0, 2.0)
     first = stopwatch.begin_lap()
     note(stopwatch, 10.0, 14.0)
@@ -74,7 +74,7 @@ def test_a_lap_has_its_own_waits_however_late_they_are_read(now, note):
 
 
 def test_a_lap_without_a_use_is_over_when_it_has_ended():
-    stopwatch = Stopwatch()
+    stopwatch = StallTimer()
     lap = stopwatch.begin_lap()
     assert not lap.is_over()
     stopwatch.begin_lap()
@@ -83,7 +83,7 @@ def test_a_lap_without_a_use_is_over_when_it_has_ended():
 
 
 def test_waits_do_not_pile_up_where_nobody_reads_them(now, note):
-    stopwatch = Stopwatch()
+    stopwatch = StallTimer()
     now["ms"] = 1e9
     for number in range(3 * HARVEST_EVERY):
         note(stopwatch, number, number + 1)

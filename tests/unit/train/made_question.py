@@ -1,11 +1,11 @@
 """A question to the planner in round numbers, for tests that reckon by hand."""
 
-from gracetune.plan.candidates import Budget, Wishes
-from gracetune.plan.cost import Model
+from gracetune.plan.candidates import Constraints, PlanBudget
+from gracetune.plan.cost import CostModel
 from gracetune.plan.peak import Fixed
 from gracetune.plan.rates import Speeds
 from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace, Ways, checkpointed
-from gracetune.train.planning import Question
+from gracetune.train.planning import PlanProblem
 
 SPEEDS = Speeds(
     gemm=100.0,
@@ -42,14 +42,14 @@ def made_model(num_blocks=8, frozen_nbytes=100):
     )
     outside = Trace((), (), 3, False, 6, 7)
     shapes = ModelShapes("made", 1, (block,), (0,) * num_blocks, outside, 50, 0, batch_nbytes=4)
-    return Model(shapes, SPEEDS)
+    return CostModel(shapes, SPEEDS)
 
 
 def made_question(device_nbytes, micro_batches=1000, frozen_nbytes=100, compiled=(False,)):
-    return Question(
+    return PlanProblem(
         model=made_model(frozen_nbytes=frozen_nbytes),
         fixed=Fixed(optimizer_nbytes=16, batches_ahead=0),
-        budget=Budget(device_nbytes, 10**6),
-        wishes=Wishes(compile=compiled, offload=False),
+        budget=PlanBudget(device_nbytes, 10**6),
+        wishes=Constraints(compile=compiled, offload=False),
         micro_batches=micro_batches,
     )

@@ -10,7 +10,7 @@ from PIL import Image
 
 from gracetune.events.requests import Requests
 from gracetune.events.types import Notice
-from gracetune.models.attention_timing import Asked, Timing
+from gracetune.models.attention_timing import Asked, BackendTiming
 from gracetune.train.attending import (
     CHOICE,
     batches_of,
@@ -133,9 +133,9 @@ def test_a_choice_that_cannot_be_had_any_more_is_not_taken(tmp_path, name):
 def test_the_choice_is_told_with_its_times():
     asked = Asked((1, 9, 2, 8), (1, 5, 2, 8), torch.float32, None, None, False)
     timings = [
-        Timing("cudnn", 0.0012),
-        Timing("sdpa", 0.0015),
-        Timing("flash_attn_2", inf, "not installed"),
+        BackendTiming("cudnn", 0.0012),
+        BackendTiming("sdpa", 0.0015),
+        BackendTiming("flash_attn_2", inf, "not installed"),
     ]
     assert told(timings, [(asked, 4)]) == (
         "attention: cudnn, by measuring 4 times 9 queries on 5 keys in 2 heads of 8, forward and "

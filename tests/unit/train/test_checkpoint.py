@@ -8,12 +8,12 @@ import torch
 from gracetune.errors import CheckpointError
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 
 
 def snapshot(step=1, value=1.0, size=8):
     return Snapshot(
-        Progress(step, step * 2, step * 3),
+        TrainProgress(step, step * 2, step * 3),
         {"train.batch_size": 4},
         {"weights": {"w": torch.full((size,), value)}, "ema": {"w": torch.zeros(2)}},
     )
@@ -23,7 +23,7 @@ def test_what_is_read_is_what_was_saved(tmp_path):
     saved = checkpoint.save(tmp_path, snapshot(7, 3.5), keep=2)
     assert saved.path.name == "step-000007"
     back = checkpoint.read(saved.path)
-    assert back.progress == Progress(7, 14, 21)
+    assert back.progress == TrainProgress(7, 14, 21)
     assert back.identity == {"train.batch_size": 4}
     assert torch.equal(back.tensors["weights"]["w"], torch.full((8,), 3.5))
 

@@ -7,7 +7,7 @@ from made_question import made_question
 
 from gracetune.plan.choose import predict
 from gracetune.plan.peak import Fixed
-from gracetune.train.correcting import Measured, choice_of, learnt, was_wrong
+from gracetune.train.correcting import StepMeasurement, choice_of, learnt, was_wrong
 
 ROOMY, TIGHT = 2000, 500
 
@@ -25,7 +25,7 @@ def predicted_again(ask, plan, measured):
 def as_planned(plan, **differing):
     seconds = plan.seconds
     waits = seconds.wait_weights + seconds.wait_activations
-    return replace(Measured(seconds.step, waits, plan.device.total), **differing)
+    return replace(StepMeasurement(seconds.step, waits, plan.device.total), **differing)
 
 
 def test_a_plan_that_came_true_was_not_wrong():
@@ -33,7 +33,7 @@ def test_a_plan_that_came_true_was_not_wrong():
     assert not was_wrong(plan, as_planned(plan))
     assert not was_wrong(plan, as_planned(plan, seconds=1.09 * plan.seconds.step))
     assert not was_wrong(plan, as_planned(plan, peak_nbytes=int(0.98 * plan.device.total)))
-    assert not was_wrong(plan, Measured(None, 0.0, None))
+    assert not was_wrong(plan, StepMeasurement(None, 0.0, None))
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.2, 3.0])

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gracetune.config.schema import DatasetSection, RunFile, TrainSection
-from gracetune.data.loader import BatchOrder, Group
+from gracetune.data.loader import BatchOrder, BucketGroup
 from gracetune.errors import ConfigError
 from gracetune.train.experts import (
     ALONE,
@@ -16,7 +16,7 @@ from gracetune.train.experts import (
     plan_turns,
     tell_turns,
 )
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 from gracetune.train.timesteps import DISTRIBUTIONS, draw_levels, expert_windows, share_of
 
 SAMPLINGS = sorted(DISTRIBUTIONS)
@@ -141,7 +141,7 @@ def test_before_the_data_are_read_every_length_of_clip_is_expected():
 def test_what_a_run_draws_is_counted_by_tokens():
     def group(size, count, repeats=1):
         samples = tuple(object() for _ in range(count))
-        return Group(samples, repeats, 0.0, size)
+        return BucketGroup(samples, repeats, 0.0, size)
 
     order = BatchOrder([group((64, 64), 3), group((32, 128), 2), group((64, 64, 9), 1, 5)], 2, 0)
     assert mix_of(order, Sized()) == {16: 5, 48: 5}
@@ -183,7 +183,7 @@ def test_what_is_told():
 
 
 def test_progress_counts_the_steps_of_each():
-    progress = Progress()
+    progress = TrainProgress()
     for expert in ("high", "low", "low", None):
         progress = progress.after(2, 9, expert)
-    assert progress == Progress(4, 8, 9, high_steps=1, low_steps=2)
+    assert progress == TrainProgress(4, 8, 9, high_steps=1, low_steps=2)

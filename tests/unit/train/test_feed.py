@@ -9,12 +9,12 @@ from gracetune.cache.ranks import Ranks
 from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
 from gracetune.data.gather import MissingGather
-from gracetune.data.loader import Group
+from gracetune.data.loader import BucketGroup
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError, RunFailedError
 from gracetune.models.tiny import load
-from gracetune.train.feed import build_feed, split
-from gracetune.train.mover import build_mover
+from gracetune.train.feed import build_pipeline, split
+from gracetune.train.mover import build_batch_transfer
 from gracetune.train.stores import open_stores
 
 
@@ -30,8 +30,8 @@ def feed(tiny_run, told, tmp_path):
         run = tiny_run(**sections)
         folder = Path(run.output_dir)
         folder.mkdir(exist_ok=True)
-        mover = build_mover(run.gh200_optimizations, torch.device("cpu"), told)
-        return build_feed(run, load(run.model), mover, folder, told)
+        mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
+        return build_pipeline(run, load(run.model), mover, folder, told)
 
     return make
 
@@ -77,16 +77,16 @@ def test_a_holdout_of_everything_is_refused(feed):
 
 
 def test_adding_samples_moves_few_of_the_held_out():
-    groups = [Group(samples(200), 1, 0.0, (8, 8))]
-    more = [Group(samples(220), 1, 0.0, (8, 8))]
+    groups = [BucketGroup(samples(200), 1, 0.0, (8, 8))]
+    more = [BucketGroup(samples(220), 1, 0.0, (8, 8))]
     before, after = (set(split(g, 0.1, 0)[1][0].samples) for g in (groups, more))
     assert len(before) == 20
     assert len(before & after) >= 16
 
 
 def test_the_split_is_the_same_in_any_order():
-    forward = [Group(samples(50), 1, 0.0, (8, 8))]
-    backward = [Group(tuple(reversed(samples(50))), 1, 0.0, (8, 8))]
+    forward = [BucketGroup(samples(50), 1, 0.0, (8, 8))]
+    backward = [BucketGroup(tuple(reversed(samples(50))), 1, 0.0, (8, 8))]
     first, second = (set(split(g, 0.2, 3)[1][0].samples) for g in (forward, backward))
     assert first == second
 

@@ -11,9 +11,9 @@ from gracetune.cache.arena import pageable
 from gracetune.cache.staging import Staging
 from gracetune.errors import RunFailedError
 from gracetune.models.tiny import load
-from gracetune.train.feed import build_feed
+from gracetune.train.feed import build_pipeline
 from gracetune.train.loop import Stream
-from gracetune.train.mover import build_mover
+from gracetune.train.mover import build_batch_transfer
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def stream(tiny_run, told, tmp_path):
     def make(mover, **sections):
         run = tiny_run(output_dir=str(tmp_path / f"{len(told.events)}"), **sections)
         Path(run.output_dir).mkdir()
-        feed = build_feed(run, load(run.model), mover, Path(run.output_dir), told)
+        feed = build_pipeline(run, load(run.model), mover, Path(run.output_dir), told)
         return Stream(feed, 0, 1, 0)
 
     return make
@@ -79,7 +79,7 @@ def stream(tiny_run, told, tmp_path):
 def test_batches_brought_ahead_are_those_that_are_loaded_at_once(stream, tiny_run, told, depth):
     mover = Elsewhere()
     ahead = stream(mover, cache_config={"prefetch_depth": depth})
-    inline = stream(build_mover(tiny_run().gh200_optimizations, CPU, told))
+    inline = stream(build_batch_transfer(tiny_run().gh200_optimizations, CPU, told))
     for one, other in zip(ahead.take(20), inline.take(20), strict=True):
         assert torch.equal(one.latents, other.latents)
         assert all(torch.equal(one.text[name], other.text[name]) for name in other.text)

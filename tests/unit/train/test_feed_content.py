@@ -12,8 +12,8 @@ from gracetune.data.decoders import choose_decoders
 from gracetune.data.recipe import recipe_of, render
 from gracetune.errors import ConfigError
 from gracetune.models.tiny import load
-from gracetune.train.feed import build_feed
-from gracetune.train.mover import build_mover
+from gracetune.train.feed import build_pipeline
+from gracetune.train.mover import build_batch_transfer
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def made(folder, told, tmp_path):
         output.mkdir(exist_ok=True)
         run = RunFile.model_validate({"output_dir": str(output), "datasets": [dataset], "seed": 3})
         family = load(run.model)
-        mover = build_mover(run.gh200_optimizations, torch.device("cpu"), told)
-        return run, family, build_feed(run, family, mover, Path(output), told)
+        mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
+        return run, family, build_pipeline(run, family, mover, Path(output), told)
 
     return make
 

@@ -12,8 +12,8 @@ from gracetune.cache.ranks import Ranks
 from gracetune.cache.shards import ROOM
 from gracetune.events.types import Notice, StageProgress, StepDone
 from gracetune.models.tiny import load
-from gracetune.train.feed import build_feed
-from gracetune.train.mover import build_mover
+from gracetune.train.feed import build_pipeline
+from gracetune.train.mover import build_batch_transfer
 from gracetune.train.run import run_training
 
 
@@ -107,12 +107,12 @@ def test_a_text_that_stays_on_the_device_is_encoded_again(tiny_run, told, tmp_pa
     run = tiny_run(cache_config=section)
     Path(run.output_dir).mkdir()
     family = load(run.model)
-    whole = build_feed(run, family, Elsewhere(), Path(run.output_dir), told)
+    whole = build_pipeline(run, family, Elsewhere(), Path(run.output_dir), told)
     batch = whole.load(whole.order.at(0))
     whole.close()
     for shard in shards(tmp_path / "cache", "text"):
         flip(shard)
-    mended = build_feed(run, family, Elsewhere(), Path(run.output_dir), told)
+    mended = build_pipeline(run, family, Elsewhere(), Path(run.output_dir), told)
     again = mended.load(mended.order.at(0))
     mended.close()
     assert all(torch.equal(again.text[name], batch.text[name]) for name in batch.text)
@@ -123,8 +123,8 @@ def test_ranks_mend_each_for_itself(tiny_run, told, tmp_path):
     run = tiny_run(cache_config={"persistent_cache": True, "cache_dir": str(tmp_path / "cache")})
     folder, family = Path(run.output_dir), load(run.model)
     folder.mkdir()
-    mover = build_mover(run.gh200_optimizations, torch.device("cpu"), told)
-    whole = build_feed(run, family, mover, folder, told)
+    mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
+    whole = build_pipeline(run, family, mover, folder, told)
     batch = whole.load(whole.order.at(0))
     whole.close()
     (shard,) = shards(tmp_path / "cache", "latents")
@@ -135,7 +135,7 @@ def test_ranks_mend_each_for_itself(tiny_run, told, tmp_path):
         path = tmp_path / "reports" / f"{what}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    first, second = (build_feed(run, family, mover, folder, told, one) for one in ranks)
+    first, second = (build_pipeline(run, family, mover, folder, told, one) for one in ranks)
     for feed in (first, second):
         assert torch.equal(feed.load(feed.order.at(0)).latents, batch.latents)
         feed.close()

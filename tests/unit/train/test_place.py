@@ -11,7 +11,7 @@ from gracetune.models.experts import Experts
 from gracetune.plan.result import BlockPlan
 from gracetune.stream import growth
 from gracetune.stream.activations import OffloadSettings
-from gracetune.stream.movers import SynchronousMover
+from gracetune.stream.movers import SynchronousCopyEngine
 from gracetune.train.place import Layout, place
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -75,7 +75,7 @@ def test_every_way_at_once_gives_the_same_gradients(compiled):
     model, told = make(), []
     torch._dynamo.reset()
     layout = Layout(WAYS, compiled, slots=2, offload=OffloadSettings(poison=True), least_sent=1)
-    mover = SynchronousMover()
+    mover = SynchronousCopyEngine()
     placed = place(model, parts(model), layout, mover, told.append, "aot_eager_decomp_partition")
     for expert in ("high", "low", "low", "high", "high"):
         for ours, theirs in zip(gradients(model, expert), expected[expert], strict=True):
@@ -103,7 +103,7 @@ def test_what_is_spare_is_shared_by_slots_and_activations(ways, added, monkeypat
     monkeypatch.setattr(growth, "GAIN", 100.0)
     model, told = make(), []
     layout = Layout([BlockPlan("streamed", ways)] * len(WAYS), False, slots=2, least_sent=1)
-    placed = place(model, parts(model), layout, SynchronousMover(), told.append)
+    placed = place(model, parts(model), layout, SynchronousCopyEngine(), told.append)
     expected = gradients(make(), "low")
     assert not placed.give_back()
     placed.may_grow(3 * placed.ring.counters().slot_nbytes)
@@ -128,7 +128,7 @@ def test_a_plan_that_fails_half_way_leaves_nothing_behind(monkeypatch):
 
     monkeypatch.setattr("gracetune.train.place.run_blocks", full)
     with pytest.raises(torch.OutOfMemoryError):
-        place(model, parts(model), Layout(plans, False, 2), SynchronousMover(), print)
+        place(model, parts(model), Layout(plans, False, 2), SynchronousCopyEngine(), print)
     for ours, theirs in zip(gradients(model, "low"), gradients(make(), "low"), strict=True):
         assert torch.equal(ours, theirs)
     assert not model.low._forward_pre_hooks
@@ -137,7 +137,7 @@ def test_a_plan_that_fails_half_way_leaves_nothing_behind(monkeypatch):
 def test_nothing_is_wrapped_that_need_not_be():
     model = make()
     plans = [BlockPlan("resident", "keep")] * len(WAYS)
-    placed = place(model, parts(model), Layout(plans, False), SynchronousMover(), print)
+    placed = place(model, parts(model), Layout(plans, False), SynchronousCopyEngine(), print)
     assert placed.ring is None
     assert placed.offload is None
     assert placed.compiler is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 
-from gracetune.adapters.fused import Fp8Linear, Fused
+from gracetune.adapters.fused import Fp8Linear, FusedLora
 from gracetune.config.rules import check_trainable
 from gracetune.config.schema import PlanSection, RunFile
 from gracetune.errors import ConfigError, GracetuneError
@@ -198,7 +198,7 @@ def test_fp8_is_planned_for_as_it_will_run(tiny_run, told, monkeypatch):
 
     def fused_layers(model):
         loras = [layer for layer in model.modules() if isinstance(layer, LoraLinear)]
-        return [layer for layer in loras if isinstance(layer.forward.__self__, Fused)], loras
+        return [layer for layer in loras if isinstance(layer.forward.__self__, FusedLora)], loras
 
     def trace(subject, *given):
         looked_at.append(fused_layers(subject.model))

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
-from gracetune.train.ramp import Ramp, build_ramp, constant
+from gracetune.train.ramp import AccumulationRamp, build_ramp, constant
 
 
 def run_file(batch=4, **ramp):
@@ -24,7 +24,7 @@ def test_the_guides_example_goes_from_4_to_32_in_400_micro_batches():
 
 
 def test_linear_on_request():
-    ramp = Ramp(4, 32, 400, "linear", 4)
+    ramp = AccumulationRamp(4, 32, 400, "linear", 4)
     assert ramp.accumulation(200) == 5
 
 
@@ -80,7 +80,7 @@ def test_no_ramp_keeps_the_accumulation():
 )
 def test_a_ramp_only_grows_and_ends_at_its_target(initial, growth, length, shape, per_micro_batch):
     target = initial + growth
-    ramp = Ramp(initial, target, length, shape, per_micro_batch)
+    ramp = AccumulationRamp(initial, target, length, shape, per_micro_batch)
     values = [ramp.accumulation(m) for m in range(0, length + 1, max(1, length // 50))]
     assert values == sorted(values)
     assert values[0] == -(-initial // per_micro_batch)

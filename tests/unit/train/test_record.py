@@ -5,7 +5,7 @@ import torch
 
 from gracetune.errors import RunFailedError
 from gracetune.events.types import MemoryUsed, StepDone
-from gracetune.train.record import Record
+from gracetune.train.record import MetricsBuffer
 from gracetune.train.step import StepResult
 
 
@@ -14,7 +14,7 @@ def result(loss=1.0, samples=4, norm=2.0):
 
 
 def record_of(told, every):
-    return Record(told, every, lambda step: MemoryUsed(step, 1, 0, 0))
+    return MetricsBuffer(told, every, lambda step: MemoryUsed(step, 1, 0, 0))
 
 
 def test_nothing_is_read_before_the_window_is_full(told):

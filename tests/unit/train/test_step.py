@@ -9,7 +9,7 @@ import torch
 from gracetune.events.requests import Requests
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.interrupt import Interrupt
-from gracetune.train.state import Progress
+from gracetune.train.state import TrainProgress
 from gracetune.train.step import batch_losses, losses_at, scale_and_clip, train_step
 
 
@@ -53,7 +53,7 @@ def test_the_loss_is_the_mean_over_what_was_really_accumulated(session, sizes):
     s.trainee.optimizer.step = lambda: seen.update(
         {n: None if p.grad is None else p.grad.clone() for n, p in s.trainee.parameters.items()}
     )
-    result = train_step(s.trainee, window, len(window), Progress())
+    result = train_step(s.trainee, window, len(window), TrainProgress())
     torch.testing.assert_close(result.loss, mean.detach())
     assert result.samples.item() == sum(sizes)
     for gradient, wanted in zip(seen.values(), expected, strict=True):
@@ -75,7 +75,7 @@ def test_a_ramp_never_changes_the_weight_of_a_step(session):
     for step in range(5):
         length = s.ramp.accumulation(done)
         window = batches(s, [4] * length)
-        result = train_step(s.trainee, window, length, Progress(step, done))
+        result = train_step(s.trainee, window, length, TrainProgress(step, done))
         assert result.samples.item() == 4 * length
         done += length
 
@@ -84,10 +84,10 @@ def test_the_draws_depend_on_the_position_alone(session):
     s = session()
     window = batches(s, [4])
     before = weights(s)
-    first = train_step(s.trainee, window, 1, Progress(step=3, micro_batches=7)).loss
+    first = train_step(s.trainee, window, 1, TrainProgress(step=3, micro_batches=7)).loss
     for name, parameter in s.trainee.parameters.items():
         parameter.data.copy_(before[name])
-    again = train_step(s.trainee, window, 1, Progress(step=9, micro_batches=7)).loss
+    again = train_step(s.trainee, window, 1, TrainProgress(step=9, micro_batches=7)).loss
     assert torch.equal(first, again)
 
 
@@ -104,7 +104,7 @@ def test_gradients_are_scaled_and_then_clipped():
 
 def test_the_rate_of_the_schedule_is_the_one_that_is_used(session):
     s = session(optimizer={"lr": 0.5, "warmup_steps": 4})
-    result = train_step(s.trainee, batches(s, [2]), 1, Progress(step=1))
+    result = train_step(s.trainee, batches(s, [2]), 1, TrainProgress(step=1))
     assert result.lr == pytest.approx(0.5 * 2 / 5)
     assert s.trainee.optimizer.param_groups[0]["lr"] == result.lr
 
@@ -119,7 +119,7 @@ def test_checkpointed_gradients_equal_kept_ones(session):
         s.trainee.optimizer.step = lambda s=s, kept=kept: kept.update(
             {n: p.grad.clone() for n, p in s.trainee.parameters.items() if p.grad is not None}
         )
-        train_step(s.trainee, window, 1, Progress())
+        train_step(s.trainee, window, 1, TrainProgress())
         gradients.append(kept)
     assert gradients[0].keys() == gradients[1].keys()
     for name in gradients[0]:
@@ -135,7 +135,7 @@ def test_a_window_is_read_lazily(session):
             taken.append(len(batch))
             yield batch
 
-    train_step(s.trainee, window(), 2, replace(Progress(), step=0))
+    train_step(s.trainee, window(), 2, replace(TrainProgress(), step=0))
     assert taken == [2, 2]
 
 
@@ -143,7 +143,7 @@ def test_a_step_of_fewer_micro_batches_than_it_says_is_none(session):
     s = session()
     before = {name: p.detach().clone() for name, p in s.trainee.parameters.items()}
     with pytest.raises(AssertionError, match="1 micro-batches for a step of 2"):
-        train_step(s.trainee, batches(s, [4]), 2, Progress())
+        train_step(s.trainee, batches(s, [4]), 2, TrainProgress())
     assert all(torch.equal(p, before[name]) for name, p in s.trainee.parameters.items())
 
 
@@ -168,7 +168,7 @@ def test_the_run_files_window_reaches_the_step(session, monkeypatch):
         return predict(self, transformer, noisy, levels, text)
 
     monkeypatch.setattr(type(s.trainee.family), "predict", watched)
-    train_step(s.trainee, batches(s, [4, 4]), 2, Progress())
+    train_step(s.trainee, batches(s, [4, 4]), 2, TrainProgress())
     assert len(seen) == 8
     assert all(0.5 <= level < 0.6 for level in seen)
 

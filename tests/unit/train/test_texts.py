@@ -5,7 +5,7 @@ import pytest
 from gracetune.cache.serve import Recipes
 from gracetune.config.schema import DatasetSection
 from gracetune.data.decoders import PILLOW
-from gracetune.data.loader import Group
+from gracetune.data.loader import BucketGroup
 from gracetune.data.sample import Companion, Sample
 from gracetune.train.texts import EMPTY, Names, Texts
 
@@ -40,7 +40,7 @@ def test_a_control_that_is_fitted_otherwise_gives_another_text(other):
 
 
 def test_one_control_in_two_buckets_is_encoded_for_each():
-    groups = [Group((SAMPLE,), 1, 0.0, size) for size in ((64, 64), (32, 64))]
+    groups = [BucketGroup((SAMPLE,), 1, 0.0, size) for size in ((64, 64), (32, 64))]
     texts = Texts(family(True), groups, {}, recipes())
     assert len(texts.names) == 4  # with the caption and without, in both
     assert len(Texts(family(False), groups, {}, recipes()).names) == 2
@@ -49,7 +49,7 @@ def test_one_control_in_two_buckets_is_encoded_for_each():
 
 def test_a_control_is_encoded_for_each_variant_and_for_the_first_of_draws_without_end():
     flips = {"augmentations": [{"name": "flip"}]}
-    group = Group((SAMPLE,), 1, 0.0, (64, 64))
+    group = BucketGroup((SAMPLE,), 1, 0.0, (64, 64))
     drawn = recipes(variants=8, **flips)
     name_of, texts = Names(family(True), drawn), Texts(family(True), [group], {}, drawn)
     asked = {name_of("make it red", SAMPLE, (64, 64), epoch) for epoch in range(20)}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from gracetune.adapters.tables.types import Fused, NameTable
+from gracetune.adapters.tables.types import FusedProjection, NameTable
 
 DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
 FUSED = (
-    Fused(
+    FusedProjection(
         f"{DOUBLE}.attn.to_qkv",
         ((f"{DOUBLE}.attn.to_q", 1), (f"{DOUBLE}.attn.to_k", 1), (f"{DOUBLE}.attn.to_v", 1)),
     ),
-    Fused(
+    FusedProjection(
         f"{DOUBLE}.attn.to_added_qkv",
         (
             (f"{DOUBLE}.attn.add_q_proj", 1),
@@ -18,7 +18,7 @@ FUSED = (
             (f"{DOUBLE}.attn.add_v_proj", 1),
         ),
     ),
-    Fused(
+    FusedProjection(
         f"{SINGLE}.attn.to_qkv_mlp_proj",
         (
             (f"{SINGLE}.attn.to_q", 1),

@@ -72,7 +72,7 @@ ALSO_READ = {
 
 
 @dataclass(frozen=True)
-class Form:
+class KeyFormat:
     """One tool's keys."""
 
     name: str
@@ -96,8 +96,8 @@ STAGE_PREFIXES: tuple[tuple[Stage, str], ...] = (
     ("low", "transformer_2."),
 )
 
-FORMS: tuple[Form, ...] = (
-    Form(
+FORMS: tuple[KeyFormat, ...] = (
+    KeyFormat(
         "comfyui",
         "ComfyUI, ai-toolkit and diffusion-pipe; diffusers reads its LoRA",
         "diffusion_model.",
@@ -105,14 +105,14 @@ FORMS: tuple[Form, ...] = (
         "comfyui",
         alpha="if-needed",
     ),
-    Form(
+    KeyFormat(
         "lightning",
         "distilled LoRA such as Lightning; ComfyUI and diffusers read it",
         "diffusion_model.",
         "original",
         "kohya",
     ),
-    Form(
+    KeyFormat(
         "diffusers",
         "diffusers, SimpleTuner and peft's own names below a pipeline",
         "transformer.",
@@ -120,7 +120,7 @@ FORMS: tuple[Form, ...] = (
         "peft",
         alpha="folded",
     ),
-    Form(
+    KeyFormat(
         "peft",
         "PeftModel.save_pretrained",
         "base_model.model.",
@@ -128,7 +128,7 @@ FORMS: tuple[Form, ...] = (
         "peft",
         alpha="folded",
     ),
-    Form(
+    KeyFormat(
         "peft-live",
         "a PeftModel's own state dict",
         "base_model.model.",
@@ -136,7 +136,7 @@ FORMS: tuple[Form, ...] = (
         "peft-live",
         alpha="folded",
     ),
-    Form(
+    KeyFormat(
         "kohya",
         "musubi-tuner and sd-scripts; ComfyUI reads it, diffusers its LoRA",
         "lora_unet_",
@@ -144,7 +144,7 @@ FORMS: tuple[Form, ...] = (
         "kohya",
         "_",
     ),
-    Form(
+    KeyFormat(
         "wan-fun",
         "VideoX-Fun; ComfyUI reads it",
         "lora_unet__",
@@ -152,7 +152,7 @@ FORMS: tuple[Form, ...] = (
         "kohya",
         "_",
     ),
-    Form(
+    KeyFormat(
         "lycoris",
         "lycoris-lora on a diffusers model, SimpleTuner's LyCORIS",
         "lycoris_",
@@ -160,7 +160,7 @@ FORMS: tuple[Form, ...] = (
         "kohya",
         "_",
     ),
-    Form(
+    KeyFormat(
         "lycoris-combined",
         "lycoris-lora on a wrapper of two experts",
         "lycoris_",
@@ -170,7 +170,7 @@ FORMS: tuple[Form, ...] = (
         stages=DUAL,
         caution="no tool loads both stages from one such file",
     ),
-    Form(
+    KeyFormat(
         "lycoris-original",
         "LoKr of ai-toolkit's GH200 fork, one file a stage",
         "lycoris_",
@@ -179,7 +179,7 @@ FORMS: tuple[Form, ...] = (
         "_",
         caution="neither ComfyUI nor diffusers loads it for Wan",
     ),
-    Form(
+    KeyFormat(
         "ai-toolkit-combined",
         "ai-toolkit with split_multistage_loras: false",
         "diffusion_model.",
@@ -189,7 +189,7 @@ FORMS: tuple[Form, ...] = (
         stages=DUAL,
         caution="only ai-toolkit loads both stages from one file",
     ),
-    Form(
+    KeyFormat(
         "ai-toolkit-live",
         "ai-toolkit's LoRA in memory",
         "transformer$$",
@@ -199,7 +199,7 @@ FORMS: tuple[Form, ...] = (
         stages=DUAL,
         caution="no tool loads it from a file",
     ),
-    Form(
+    KeyFormat(
         "ai-toolkit-old-lokr",
         "ai-toolkit's LoKr before 2026, one file a stage",
         "lycoris_",
@@ -208,7 +208,7 @@ FORMS: tuple[Form, ...] = (
         "_",
         caution="neither ComfyUI nor diffusers loads it for Wan",
     ),
-    Form(
+    KeyFormat(
         "ai-toolkit-old-lokr-combined",
         "ai-toolkit's LoKr before 2026, as it was saved",
         "lycoris_",
@@ -218,7 +218,7 @@ FORMS: tuple[Form, ...] = (
         stages=DUAL,
         caution="neither ComfyUI nor diffusers loads it",
     ),
-    Form(
+    KeyFormat(
         "ai-toolkit-old-live",
         "ai-toolkit's old LoKr in memory",
         "lora_transformer_",
@@ -228,7 +228,7 @@ FORMS: tuple[Form, ...] = (
         stages=DUAL,
         caution="no tool loads it from a file",
     ),
-    Form(
+    KeyFormat(
         "onetrainer",
         "OneTrainer; ComfyUI reads it for Flux",
         "lora_transformer_",
@@ -236,7 +236,7 @@ FORMS: tuple[Form, ...] = (
         "kohya",
         "_",
     ),
-    Form(
+    KeyFormat(
         "simpletuner-comfyui",
         "SimpleTuner's export for ComfyUI",
         "diffusion_model.",
@@ -244,7 +244,7 @@ FORMS: tuple[Form, ...] = (
         "comfyui",
         caution="ComfyUI and diffusers refuse diffusers' names below diffusion_model. for Wan",
     ),
-    Form(
+    KeyFormat(
         "diffusers-both",
         "both experts of a pipeline in one file",
         "",
@@ -254,7 +254,7 @@ FORMS: tuple[Form, ...] = (
         stages=STAGE_PREFIXES,
         caution="diffusers loads nothing from transformer_2. and does not say so",
     ),
-    Form(
+    KeyFormat(
         "bare",
         "a transformer's own state dict",
         "",
@@ -263,7 +263,7 @@ FORMS: tuple[Form, ...] = (
         alpha="folded",
         caution="diffusers loads nothing from keys without a prefix and does not say so",
     ),
-    Form(
+    KeyFormat(
         "bare-original",
         "training scripts that save the original model's own state dict",
         "",
@@ -271,7 +271,7 @@ FORMS: tuple[Form, ...] = (
         "comfyui",
         caution="neither ComfyUI nor diffusers loads keys without a prefix for Wan",
     ),
-    Form(
+    KeyFormat(
         "diffsynth",
         "DiffSynth-Studio",
         "",

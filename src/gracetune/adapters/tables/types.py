@@ -12,7 +12,7 @@ Stage = Literal["high", "low"]
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedProjection:
     """A projection that the original keeps whole and diffusers keeps in parts, row after row."""
 
     whole: str
@@ -31,7 +31,7 @@ class NameTable:
     """What diffusers alone has: the parts of fused projections."""
     mixed: tuple[tuple[str, str], ...] = ()
     """Names that ai-toolkit's old LoKr made by replacing words in underscored text."""
-    fused: tuple[Fused, ...] = ()
+    fused: tuple[FusedProjection, ...] = ()
     swapped: frozenset[str] = frozenset()
     """Modules whose two halves of rows (scale, shift) stand in the other order in the original."""
     bare: frozenset[str] = frozenset()

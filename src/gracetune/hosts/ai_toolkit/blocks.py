@@ -53,7 +53,7 @@ class DatasetBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class AIToolkitBlocks:
     """What a process says to us."""
 
     gh200: Gh200Section = field(default_factory=Gh200Section)
@@ -96,7 +96,7 @@ def _refuse_near_miss(where: str, said: Mapping[str, object], names: tuple[str, 
 
 def take_blocks(
     process: Mapping[str, object], environment: Mapping[str, str]
-) -> tuple[dict[str, object], Blocks]:
+) -> tuple[dict[str, object], AIToolkitBlocks]:
     """What is left for ai-toolkit, and what is ours."""
     rest = copy.deepcopy(dict(process))
     block = rest.pop(BLOCK, None) or {}
@@ -109,7 +109,7 @@ def take_blocks(
             _refuse_unknown(f"{BLOCK}.{name}", section, known)
     loaded = _load({name: block[name] for name in SECTIONS if name in block}, BLOCK, environment)
     train = rest.get("train")
-    return rest, Blocks(
+    return rest, AIToolkitBlocks(
         gh200=loaded.run.gh200_optimizations,
         cache=loaded.run.cache_config if "cache_config" in block else None,
         datasets=tuple(

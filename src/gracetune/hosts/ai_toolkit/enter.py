@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from gracetune.hosts.ai_toolkit.plugin import Plugin
+    from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
 
 
 def extensions(shim: str) -> list[type]:
@@ -28,10 +28,10 @@ def extensions(shim: str) -> list[type]:
 
 
 def extension_class(
-    root: Path, find: Callable[[str], ModuleType], make: Callable[[], Plugin]
+    root: Path, find: Callable[[str], ModuleType], make: Callable[[], AIToolkitPlugin]
 ) -> type:
     """The extension; ai-toolkit asks it for its process right before it makes processes."""
-    entered: list[Plugin] = []
+    entered: list[AIToolkitPlugin] = []
 
     class GracetuneExtension(find(EXTENSION).Extension):  # type: ignore[misc]
         """The one place where ai-toolkit learns of us."""
@@ -59,10 +59,10 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def make_plugin() -> Plugin:
+def make_plugin() -> AIToolkitPlugin:
     """The plug-in of this process; ranks of one user on one machine share what they hold."""
-    from gracetune.hosts.ai_toolkit.plugin import Plugin
+    from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
     from gracetune.memory.machine import open_machine
 
     meet_in = Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"
-    return Plugin(process_environment(), lambda: open_machine(0), say, meet_in)
+    return AIToolkitPlugin(process_environment(), lambda: open_machine(0), say, meet_in)

@@ -46,7 +46,7 @@ class Dataset(Protocol):
     def cache_latents_all_latents(self) -> None: ...
 
 
-class Generations:
+class LatentGenerations:
     """How a data set's augmentations and cache go together; one for all copies of its settings."""
 
     def __init__(self, mode: str) -> None:
@@ -56,7 +56,7 @@ class Generations:
         self._preparing: int | None = None
         self._outdated: set[str] = set()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Generations:
+    def __deepcopy__(self, memo: dict[int, object]) -> LatentGenerations:
         """Files are copied with all their settings for every batch; this is what they share."""
         return self
 
@@ -85,10 +85,10 @@ class Generations:
         self._outdated = before
 
 
-def of_settings(settings: Settings) -> Generations | None:
+def of_settings(settings: Settings) -> LatentGenerations | None:
     """Ours, where a data set has it."""
     found = vars(settings).get(KEY)
-    return found if isinstance(found, Generations) else None
+    return found if isinstance(found, LatentGenerations) else None
 
 
 def describe(item: Item, info: Mapping[str, object]) -> dict[str, object]:

@@ -19,18 +19,18 @@ from gracetune.optim.named import automagic
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gracetune.hosts.ai_toolkit.plugin import Plugin
+    from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
 
     Find = Callable[[str], ModuleType]
     Call = Callable[..., Any]
 
 
-def enter_jobs(plugin: Plugin, find: Find, check: Callable[[], object]) -> None:
+def enter_jobs(plugin: AIToolkitPlugin, find: Find, check: Callable[[], object]) -> None:
     """Let a job make our processes where it has keys of ours; nothing else is touched by then."""
     _wrap(find(JOB).BaseJob, "load_processes", partial(_dressing, plugin, find, check))
 
 
-def install(plugin: Plugin, find: Find) -> None:
+def install(plugin: AIToolkitPlugin, find: Find) -> None:
     """Set every hook that ai-toolkit's classes do not invite."""
     mixins, items, prompts = find(MIXINS), find(ITEMS), find(PROMPTS)
     load_file = mixins.load_file
@@ -61,7 +61,9 @@ def _change(owner: ModuleType, name: str, **changes: Call) -> None:
     setattr(owner, name, changed)
 
 
-def _dressing(plugin: Plugin, find: Find, check: Callable[[], object], original: Call) -> Call:
+def _dressing(
+    plugin: AIToolkitPlugin, find: Find, check: Callable[[], object], original: Call
+) -> Call:
     done: list[bool] = []
 
     def load_processes(self: Any, process_dict: Mapping[str, object]) -> object:
@@ -80,7 +82,7 @@ def _dressing(plugin: Plugin, find: Find, check: Callable[[], object], original:
     return load_processes
 
 
-def _dressed(plugin: Plugin, find: Find, name: str, original: object) -> type:
+def _dressed(plugin: AIToolkitPlugin, find: Find, name: str, original: object) -> type:
     base = find(TRAINER).BaseSDTrainProcess
     if not (isinstance(original, type) and issubclass(original, base)):
         raise ConfigError(
@@ -90,7 +92,7 @@ def _dressed(plugin: Plugin, find: Find, name: str, original: object) -> type:
     return process_class(plugin, original)
 
 
-def _from_memory(plugin: Plugin, original: Call) -> Call:
+def _from_memory(plugin: AIToolkitPlugin, original: Call) -> Call:
     def load_file(filename: Any, device: Any = "cpu") -> object:
         if device != "cpu":
             return original(filename, device=device)
@@ -100,13 +102,15 @@ def _from_memory(plugin: Plugin, original: Call) -> Call:
 
 
 def _open_picture(
-    plugin: Plugin, original: Call, source: object, *args: Any, **options: Any
+    plugin: AIToolkitPlugin, original: Call, source: object, *args: Any, **options: Any
 ) -> Any:
     staged = plugin.staged_bytes(source)
     return original(source if staged is None else BytesIO(staged), *args, **options)
 
 
-def _open_video(plugin: Plugin, original: Call, source: object, *args: Any, **options: Any) -> Any:
+def _open_video(
+    plugin: AIToolkitPlugin, original: Call, source: object, *args: Any, **options: Any
+) -> Any:
     """Video decoders want a path: one that leads to memory, until it is open."""
     staged = plugin.staged_bytes(source)
     if staged is None:
@@ -117,7 +121,9 @@ def _open_video(plugin: Plugin, original: Call, source: object, *args: Any, **op
         return original(f"/proc/self/fd/{file.fileno()}", *args, **options)
 
 
-def _open_text(plugin: Plugin, path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+def _open_text(
+    plugin: AIToolkitPlugin, path: Any, mode: str = "r", *args: Any, **options: Any
+) -> Any:
     staged = plugin.opened(path, mode)
     return open(path, mode, *args, **options) if staged is None else staged
 
@@ -130,7 +136,7 @@ def _finding(original: Call) -> Call:
     return lambda item, recalculate=False: latent_path(item, original, recalculate)
 
 
-def _at_epochs(plugin: Plugin, load_file: Call, original: Call) -> Call:
+def _at_epochs(plugin: AIToolkitPlugin, load_file: Call, original: Call) -> Call:
     def setup_epoch(self: Any) -> None:
         is_first = self.epoch_num == 0
         original(self)

@@ -15,10 +15,10 @@ from gracetune.config.environment import environment_settings
 from gracetune.data.budget import host_room
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.hosts.ai_toolkit.blocks import Blocks, is_ours, take_blocks
-from gracetune.hosts.ai_toolkit.generations import KEY, Generations, Settings
+from gracetune.hosts.ai_toolkit.blocks import AIToolkitBlocks, is_ours, take_blocks
+from gracetune.hosts.ai_toolkit.generations import KEY, LatentGenerations, Settings
 from gracetune.hosts.node_memory import NodeMemory
-from gracetune.hosts.shelf import Served, Shelf, stage
+from gracetune.hosts.shelf import Served, StagedFiles, stage
 from gracetune.hosts.staged_set import StagedSet
 from gracetune.hosts.tensor_memory import TensorMemory
 from gracetune.memory.placement import place_batch, placement_table
@@ -43,7 +43,7 @@ _MEMORY_SHARE = 0.5
 """Of what the host can spare, for cache files, where nothing is said."""
 
 
-class Plugin:
+class AIToolkitPlugin:
     """One for each run of ai-toolkit; its loaders' workers are forks of it."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Plugin:
         self._process = os.getpid()
         self._held: frozenset[str] = frozenset()
         self._kept: set[str] = set()
-        self._shelves: dict[str, Shelf] = {}
+        self._shelves: dict[str, StagedFiles] = {}
         self._session = MemorySession(
             open_machine, lambda: environment_settings(environment), self._tell
         )
@@ -78,10 +78,10 @@ class Plugin:
         if isinstance(self.memory, TensorMemory):
             self.memory = None  # what ranks share stays: others may be reading it
 
-    def take(self, config: Mapping[str, object]) -> tuple[dict[str, object], Blocks]:
+    def take(self, config: Mapping[str, object]) -> tuple[dict[str, object], AIToolkitBlocks]:
         """What ai-toolkit may see of a process; what it says to us is told and prepared."""
         if not is_ours(config):
-            return dict(config), Blocks(stage_timesteps=False, check_saves=False)
+            return dict(config), AIToolkitBlocks(stage_timesteps=False, check_saves=False)
         rest, blocks = take_blocks(config, self.environment)
         for text in blocks.notices:
             self.say(text)
@@ -115,7 +115,7 @@ class Plugin:
         self.say(f"each of {self._ranks} ranks holds a share of them, for all of this machine")
         return NodeMemory(budget_nbytes, self._meet_in, self._tell)
 
-    def attach(self, blocks: Blocks, configs: Sequence[Settings]) -> None:
+    def attach(self, blocks: AIToolkitBlocks, configs: Sequence[Settings]) -> None:
         """Give ai-toolkit's data sets, one a resolution, what was kept from them at first."""
         if not blocks.datasets:
             return
@@ -125,7 +125,7 @@ class Plugin:
             if block.mode:
                 config.augments = list(block.augments)
                 config.augmentations = list(block.augmentations) or None
-                vars(config)[KEY] = Generations(block.mode)
+                vars(config)[KEY] = LatentGenerations(block.mode)
         if any(block.staged or block.mode for block in blocks.datasets) or self._held:
             workers = [vars(config)["num_workers"] for config in configs]
             demand_forks(max(workers, default=0), start_method())
@@ -197,7 +197,7 @@ class Plugin:
         """Whether files of this kind are to be in memory."""
         return CACHE_FOLDERS.get(Path(path).parent.name) in self._held
 
-    def place(self, blocks: Blocks, batch: Mapping[str, object]) -> None:
+    def place(self, blocks: AIToolkitBlocks, batch: Mapping[str, object]) -> None:
         """Hint where the tensors of a batch live."""
         if self._session.enabled:
             place_batch(batch, self._session.hints, placement_table(blocks.gh200.placement))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from gracetune.adapters.tables.types import Stage
-    from gracetune.hosts.ai_toolkit.plugin import Plugin
+    from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
 
     Say = Callable[[str], None]
 
@@ -29,7 +29,7 @@ PARTS: dict[Stage, str] = {"high": "_high_noise", "low": "_low_noise"}
 UNJUDGED = ("unknown-key", "ambiguous", "mixed-stages")
 
 
-def process_class(plugin: Plugin, original: type) -> type:
+def process_class(plugin: AIToolkitPlugin, original: type) -> type:
     """A trainer of ai-toolkit's with our parts; without keys of ours it is as it was."""
 
     class GracetuneProcess(original):  # type: ignore[misc]

@@ -39,7 +39,7 @@ KEPT = "gh200-kept"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ApplyOutcome:
     """Where an apply ended."""
 
     state: State
@@ -53,7 +53,7 @@ def begin(
     port_branch: str,
     stamp: str,
     confirm: Callable[[str], None],
-) -> Outcome:
+) -> ApplyOutcome:
     """Back up, branch off upstream, and apply until the end or a conflict."""
     state = find_state(git)
     if state is not None and not state.finished:
@@ -82,7 +82,7 @@ def begin(
     return _go_on(git, manifest, state)
 
 
-def resume(git: Git) -> Outcome:
+def resume(git: Git) -> ApplyOutcome:
     """Commit what was settled, and apply what is left."""
     state = read_state(git)
     if state.finished:
@@ -136,7 +136,7 @@ def branch_now(git: Git) -> str | None:
     return git.text("branch", "--show-current") or None
 
 
-def _go_on(git: Git, manifest: Manifest, state: State) -> Outcome:
+def _go_on(git: Git, manifest: Manifest, state: State) -> ApplyOutcome:
     ground = survey_ground(git, manifest, state.tip)
     for patch in manifest.patches[len(state.done) :]:
         changes = changes_of(git, manifest, patches_of(git), patch)
@@ -151,12 +151,12 @@ def _go_on(git: Git, manifest: Manifest, state: State) -> Outcome:
         done = Done(patch=patch.name, verdict=judge_files(files), commit=commit, notes=notes)
         state = _updated(git, state, at=commit or state.at, done=(*state.done, done))
     worktree.switch(git, state.port_branch, state.at)
-    return Outcome(_updated(git, state, finished=True))
+    return ApplyOutcome(_updated(git, state, finished=True))
 
 
 def _stop(
     git: Git, state: State, patch: Patch, files: Sequence[FileResult], notes: tuple[str, ...]
-) -> Outcome:
+) -> ApplyOutcome:
     """Lay the conflicts out, and only then say that they wait: they would count as settled."""
     worktree.demand_room(git, state.at, files)
     worktree.switch(git, state.port_branch, state.at)
@@ -168,7 +168,7 @@ def _stop(
         unmarked=tuple(file.path for file in conflicts if not file.conflicts),
         notes=notes,
     )
-    return Outcome(_updated(git, state, stopped=stopped), conflicts)
+    return ApplyOutcome(_updated(git, state, stopped=stopped), conflicts)
 
 
 def _settle(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> State:

@@ -18,7 +18,7 @@ from gracetune.hosts.port.patches import (
     Manifest,
     Patch,
     PatchFile,
-    Validation,
+    ValidationCommands,
     read_manifest,
     write_manifest,
 )
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from gracetune.hosts.port.git import Change, Git
+    from gracetune.hosts.port.git import FileChange, Git
     from gracetune.hosts.port.patches import Risk
 
 HIGH_COMMITS, HIGH_LINES = 10, 200
@@ -48,7 +48,7 @@ def extract(
     upstream: str,
     folder: Path,
     groups: Sequence[tuple[str, str]] = (),
-    validation: Validation | None = None,
+    validation: ValidationCommands | None = None,
 ) -> Manifest:
     """Write the patch set; what a manifest already there says of validation is kept."""
     kept = _validation_of(folder)
@@ -87,10 +87,10 @@ def extract(
     return manifest
 
 
-def _validation_of(folder: Path) -> Validation:
+def _validation_of(folder: Path) -> ValidationCommands:
     """A folder is replaced only if it is a patch set; its commands were written by hand."""
     if not folder.exists() or not any(folder.iterdir()):
-        return Validation()
+        return ValidationCommands()
     if not (folder / MANIFEST).exists():
         raise PortError(
             f"{folder} is there and is no patch set; name another folder with --patches."
@@ -98,7 +98,7 @@ def _validation_of(folder: Path) -> Validation:
     return read_manifest(folder).validation
 
 
-def _is_in(git: Git, folder: Path, change: Change) -> bool:
+def _is_in(git: Git, folder: Path, change: FileChange) -> bool:
     """The patch set itself is no part of the delta, even where it was committed."""
     root, inside = git.folder.resolve(), folder.resolve()
     if not inside.is_relative_to(root):
@@ -108,11 +108,11 @@ def _is_in(git: Git, folder: Path, change: Change) -> bool:
 
 
 def group_changes(
-    changes: Sequence[Change], groups: Sequence[tuple[str, str]]
-) -> dict[str, list[Change]]:
+    changes: Sequence[FileChange], groups: Sequence[tuple[str, str]]
+) -> dict[str, list[FileChange]]:
     """By the user's patterns first; else one patch a folder, those that change upstream first."""
-    named: dict[str, list[Change]] = {name: [] for name, _ in groups}
-    folders: dict[str, list[Change]] = defaultdict(list)
+    named: dict[str, list[FileChange]] = {name: [] for name, _ in groups}
+    folders: dict[str, list[FileChange]] = defaultdict(list)
     for change in changes:
         path = both_paths(change)[-1]
         for name, pattern in groups:
@@ -132,7 +132,7 @@ def group_changes(
     return named | {_title(f, folders[f]): folders[f] for f in order}
 
 
-def _title(folder: str, members: Sequence[Change]) -> str:
+def _title(folder: str, members: Sequence[FileChange]) -> str:
     """A lone file's name, or its folder's."""
     if len(members) == 1:
         return both_paths(members[0])[-1]
@@ -179,7 +179,7 @@ def _is_restless(file: PatchFile) -> bool:
     return file.churn >= HIGH_COMMITS or file.churn_lines >= HIGH_LINES
 
 
-def patch_text(git: Git, base: str, head: str, members: Sequence[Change]) -> bytes:
+def patch_text(git: Git, base: str, head: str, members: Sequence[FileChange]) -> bytes:
     """The patch of some files, binary ones too."""
     paths = [f":(literal,top){path}" for member in members for path in both_paths(member)]
     return git.run(
@@ -202,7 +202,7 @@ def _sizes(git: Git, base: str, head: str) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def _file(change: Change, sizes: dict[str, tuple[int, int]], churn: Churn) -> PatchFile:
+def _file(change: FileChange, sizes: dict[str, tuple[int, int]], churn: Churn) -> PatchFile:
     paths = both_paths(change)
     insertions, deletions = sizes[paths[-1]]
     return PatchFile(

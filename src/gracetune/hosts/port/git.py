@@ -24,7 +24,7 @@ _OF_ANOTHER_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PRE
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TreeEntry:
     """What a tree has at a path."""
 
     mode: str
@@ -32,15 +32,15 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FileChange:
     """One file between two trees; a path or an entry is none where the file is not there."""
 
     status: str
     """A added, D deleted, M modified, T another type, R renamed."""
     old_path: str | None
     new_path: str | None
-    old: Entry | None
-    new: Entry | None
+    old: TreeEntry | None
+    new: TreeEntry | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +120,16 @@ class Git:
             )
         return self.text("merge-base", one, other)
 
-    def tree(self, name: str) -> dict[str, Entry]:
+    def tree(self, name: str) -> dict[str, TreeEntry]:
         """Every file of a commit or tree, by path."""
         entries = {}
         for record in _records(self.run("ls-tree", "-r", "-z", "--full-tree", name)):
             head, _, path = record.partition("\t")
             mode, _, blob = head.split(" ")
-            entries[path] = Entry(mode, blob)
+            entries[path] = TreeEntry(mode, blob)
         return entries
 
-    def changes(self, old: str, new: str, *, renames: bool = True) -> list[Change]:
+    def changes(self, old: str, new: str, *, renames: bool = True) -> list[FileChange]:
         """What differs between two commits or trees."""
         follow = ("-M", "-l0") if renames else ("--no-renames",)
         raw = self.run("diff-tree", "-r", "-z", "--no-abbrev", *follow, old, new)
@@ -153,7 +153,7 @@ class Git:
         )
         return [_hunk(*match.groups()) for match in _HUNK.finditer(said)]
 
-    def tree_with(self, base: str, files: Mapping[str, Entry | None]) -> str:
+    def tree_with(self, base: str, files: Mapping[str, TreeEntry | None]) -> str:
         """A tree with some files replaced; none takes one away."""
         lines = b"".join(self.index_line(path, 0, entry) for path, entry in files.items())
         return self._in_index(base, lines, "update-index", "-z", "--index-info")
@@ -176,9 +176,9 @@ class Git:
         finally:
             index.unlink(missing_ok=True)
 
-    def index_line(self, path: str, stage: int, entry: Entry | None) -> bytes:
+    def index_line(self, path: str, stage: int, entry: TreeEntry | None) -> bytes:
         """What `update-index -z --index-info` reads; without an entry the path goes."""
-        kept = entry or Entry("0", self.nothing)
+        kept = entry or TreeEntry("0", self.nothing)
         head = f"{kept.mode} {kept.blob} {stage}\t"
         return head.encode() + path.encode(errors="surrogateescape") + b"\0"
 
@@ -200,7 +200,7 @@ def open_git(folder: Path, environment: Mapping[str, str]) -> Git:
     return Git(root, environment, "0" * digits)
 
 
-def parse_raw(records: Iterable[str]) -> list[Change]:
+def parse_raw(records: Iterable[str]) -> list[FileChange]:
     """Git's `--raw -z` records, submodules among them."""
     changes = []
     left = iter(records)
@@ -208,9 +208,11 @@ def parse_raw(records: Iterable[str]) -> list[Change]:
         old_mode, new_mode, old_blob, new_blob, status = head[1:].split(" ")
         first = next(left)
         second = next(left) if status[0] in "RC" else first
-        old = Entry(old_mode, old_blob) if status[0] != "A" else None
-        new = Entry(new_mode, new_blob) if status[0] != "D" else None
-        changes.append(Change(status[0], first if old else None, second if new else None, old, new))
+        old = TreeEntry(old_mode, old_blob) if status[0] != "A" else None
+        new = TreeEntry(new_mode, new_blob) if status[0] != "D" else None
+        changes.append(
+            FileChange(status[0], first if old else None, second if new else None, old, new)
+        )
     return changes
 
 

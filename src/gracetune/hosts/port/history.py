@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gracetune.hosts.port.git import Change, Hunk, parse_raw
+from gracetune.hosts.port.git import FileChange, Hunk, parse_raw
 from gracetune.hosts.port.library import both_paths, units_named
 from gracetune.hosts.port.moves import ALIKE
 from gracetune.hosts.port.symbols import by_name, innermost, is_touched, likeness, lines_of
@@ -49,10 +49,10 @@ class Touch:
 class _Step:
     commit: str
     subject: str
-    changes: tuple[Change, ...]
+    changes: tuple[FileChange, ...]
 
 
-def spots_of(library: Library, patch: str, changes: Sequence[Change]) -> list[Spot]:
+def spots_of(library: Library, patch: str, changes: Sequence[FileChange]) -> list[Spot]:
     """What a patch touches of the base: each function once, and ranges of other lines."""
     spots: dict[tuple[str, str, int], Spot] = {}
     for change in changes:
@@ -69,7 +69,7 @@ def spots_of(library: Library, patch: str, changes: Sequence[Change]) -> list[Sp
     return [*spots.values()]
 
 
-def _touched_ranges(library: Library, change: Change) -> list[tuple[int, int]]:
+def _touched_ranges(library: Library, change: FileChange) -> list[tuple[int, int]]:
     assert change.old is not None
     if change.new is not None and library.is_text(change.old) and library.is_text(change.new):
         hunks = library.git.hunks(change.old.blob, change.new.blob)
@@ -135,7 +135,7 @@ def _steps(git: Git, base: str, tip: str) -> Iterator[_Step]:
         yield _Step(commit, subject, tuple(parse_raw(records)))
 
 
-def _hunks(library: Library, change: Change) -> list[Hunk]:
+def _hunks(library: Library, change: FileChange) -> list[Hunk]:
     if change.old is None or change.new is None:
         return []
     if not (library.is_text(change.old) and library.is_text(change.new)):
@@ -146,9 +146,9 @@ def _hunks(library: Library, change: Change) -> list[Hunk]:
 def _follow_name(
     library: Library,
     spot: Spot,
-    change: Change,
+    change: FileChange,
     hunks: Sequence[Hunk],
-    changes: Sequence[Change],
+    changes: Sequence[FileChange],
 ) -> tuple[bool, bool]:
     """Whether a function was touched, and whether it is still to be found."""
     assert change.old is not None
@@ -173,7 +173,7 @@ def _follow_name(
 
 
 def _moved_to(
-    library: Library, unit: Unit, text: Sequence[bytes], changes: Sequence[Change]
+    library: Library, unit: Unit, text: Sequence[bytes], changes: Sequence[FileChange]
 ) -> tuple[str, str] | None:
     """Where the same commit put a function that it took away."""
     tree = {each.new_path: each.new for each in changes if each.new_path and each.new}
@@ -191,7 +191,7 @@ def _moved_to(
     return None if best is None else best[1:]
 
 
-def _follow_range(spot: Spot, change: Change, hunks: Sequence[Hunk]) -> tuple[bool, bool]:
+def _follow_range(spot: Spot, change: FileChange, hunks: Sequence[Hunk]) -> tuple[bool, bool]:
     """Whether lines were touched; the range then goes on where they are now."""
     if change.new_path is None:
         return True, False

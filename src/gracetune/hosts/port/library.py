@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from gracetune.hosts.port.git import GITLINK, SYMLINK
 from gracetune.hosts.port.symbols import by_name, units_of
-from gracetune.hosts.port.three_way import Labels, Merged, merge_lines, split_lines
+from gracetune.hosts.port.three_way import Labels, MergedText, merge_lines, split_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gracetune.hosts.port.git import Change, Entry, Git
+    from gracetune.hosts.port.git import FileChange, Git, TreeEntry
     from gracetune.hosts.port.symbols import Unit
 
 _BINARY_PROBE = 8000
@@ -29,13 +29,13 @@ class Library:
     _contents: dict[str, bytes] = field(default_factory=dict)
     _units: dict[tuple[str, str], tuple[Unit, ...]] = field(default_factory=dict)
 
-    def read(self, entry: Entry) -> bytes:
+    def read(self, entry: TreeEntry) -> bytes:
         """The bytes of a file."""
         if entry.blob not in self._contents:
             self._contents[entry.blob] = self.git.read(entry.blob)
         return self._contents[entry.blob]
 
-    def units(self, path: str, entry: Entry) -> tuple[Unit, ...]:
+    def units(self, path: str, entry: TreeEntry) -> tuple[Unit, ...]:
         """What a file defines; nothing for links, submodules and what is not Python."""
         if entry.mode in (GITLINK, SYMLINK):
             return ()
@@ -44,13 +44,13 @@ class Library:
             self._units[key] = units_of(path, self.read(entry))
         return self._units[key]
 
-    def is_text(self, entry: Entry) -> bool:
+    def is_text(self, entry: TreeEntry) -> bool:
         """Whether lines of it can be merged."""
         if entry.mode in (GITLINK, SYMLINK):
             return False
         return b"\0" not in self.read(entry)[:_BINARY_PROBE]
 
-    def merge(self, base: bytes, ours: bytes, theirs: bytes, labels: Labels) -> Merged:
+    def merge(self, base: bytes, ours: bytes, theirs: bytes, labels: Labels) -> MergedText:
         """Merge three texts."""
         ids = [self.git.write(content) for content in (base, ours, theirs)]
         sides = [
@@ -64,8 +64,8 @@ class Library:
 class Upstream:
     """Where upstream put what the base had."""
 
-    base: dict[str, Entry]
-    tip: dict[str, Entry]
+    base: dict[str, TreeEntry]
+    tip: dict[str, TreeEntry]
     renamed: dict[str, str]
     """Old path to new path."""
     rewritten: tuple[str, ...]
@@ -111,7 +111,7 @@ def survey(git: Git, base: str, tip: str) -> Upstream:
 
 
 def units_named(
-    library: Library, tree: dict[str, Entry], paths: tuple[str, ...], last_name: str
+    library: Library, tree: dict[str, TreeEntry], paths: tuple[str, ...], last_name: str
 ) -> Iterator[tuple[str, Unit]]:
     """Every unit of this name, whatever class or file it is in."""
     wanted = last_name.encode()
@@ -126,6 +126,6 @@ def units_named(
                 yield path, unit
 
 
-def both_paths(change: Change) -> tuple[str, ...]:
+def both_paths(change: FileChange) -> tuple[str, ...]:
     """The paths of a change, one or two."""
     return tuple(dict.fromkeys(path for path in (change.old_path, change.new_path) if path))

@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from gracetune.hosts.port.git import Entry
+from gracetune.hosts.port.git import TreeEntry
 from gracetune.hosts.port.moves import find_moves, merge_moved
 from gracetune.hosts.port.three_way import Conflict, find_conflicts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.hosts.port.git import Change
+    from gracetune.hosts.port.git import FileChange
     from gracetune.hosts.port.library import Library, Upstream
-    from gracetune.hosts.port.three_way import Labels, Merged
+    from gracetune.hosts.port.three_way import Labels, MergedText
 
-Stages = tuple[Entry | None, Entry | None, Entry | None]
+Stages = tuple[TreeEntry | None, TreeEntry | None, TreeEntry | None]
 """Base, ours and theirs, as an index keeps them for a conflict."""
 
 
@@ -28,7 +28,7 @@ class FileResult:
     """What becomes of one file."""
 
     path: str
-    entry: Entry | None
+    entry: TreeEntry | None
     """With markers where there are conflicts; none: the file goes."""
     conflicts: tuple[Conflict, ...] = ()
     why: str = ""
@@ -50,7 +50,7 @@ class Desk:
 
     library: Library
     upstream: Upstream
-    tree: dict[str, Entry]
+    tree: dict[str, TreeEntry]
     labels: Labels
     results: dict[str, FileResult] = field(default_factory=dict)
 
@@ -76,8 +76,8 @@ class Desk:
 def merge_patch(
     library: Library,
     upstream: Upstream,
-    tree: dict[str, Entry],
-    changes: Sequence[Change],
+    tree: dict[str, TreeEntry],
+    changes: Sequence[FileChange],
     labels: Labels,
 ) -> list[FileResult]:
     """Merge each change of a patch; gives the files that differ from `tree`, and conflicts."""
@@ -91,7 +91,7 @@ def merge_patch(
     ]
 
 
-def _merge_change(desk: Desk, change: Change) -> None:
+def _merge_change(desk: Desk, change: FileChange) -> None:
     if change.status == "A":
         _merge_added(desk, change)
     elif change.status == "D":
@@ -100,7 +100,7 @@ def _merge_change(desk: Desk, change: Change) -> None:
         _merge_modified(desk, change)
 
 
-def _merge_added(desk: Desk, change: Change) -> None:
+def _merge_added(desk: Desk, change: FileChange) -> None:
     assert change.new_path is not None
     assert change.new is not None
     path = desk.upstream.home_of_new(change.new_path)
@@ -112,7 +112,7 @@ def _merge_added(desk: Desk, change: Change) -> None:
         _merge_content(desk, path, (None, ours, change.new), notes)
 
 
-def _merge_deleted(desk: Desk, change: Change) -> None:
+def _merge_deleted(desk: Desk, change: FileChange) -> None:
     assert change.old_path is not None
     path = desk.upstream.home(change.old_path)
     ours = desk.tree.get(path)
@@ -133,7 +133,7 @@ def _merge_deleted(desk: Desk, change: Change) -> None:
     )
 
 
-def _merge_modified(desk: Desk, change: Change) -> None:
+def _merge_modified(desk: Desk, change: FileChange) -> None:
     """Changed lines, a changed mode, or a new name that the fork gave."""
     assert change.old_path is not None
     assert change.new_path is not None
@@ -159,7 +159,7 @@ def _merge_modified(desk: Desk, change: Change) -> None:
     _merge_content(desk, target, (change.old, ours, change.new), notes)
 
 
-def _conflict_of_names(desk: Desk, old_path: str, new_path: str, theirs: Entry | None) -> None:
+def _conflict_of_names(desk: Desk, old_path: str, new_path: str, theirs: TreeEntry | None) -> None:
     there = desk.tree[new_path]
     why = f"the fork renames {old_path} to this name, and upstream has another file here"
     desk.put(FileResult(new_path, there, why=why, stages=(None, there, theirs)))
@@ -172,9 +172,9 @@ def _merge_content(desk: Desk, path: str, sides: Stages, notes: tuple[str, ...])
     mode = theirs.mode if base is not None and theirs.mode != base.mode else ours.mode
     moved = bool(notes)
     if base is not None and ours.blob == base.blob:
-        desk.put(FileResult(path, Entry(mode, theirs.blob), notes=notes, moved=moved))
+        desk.put(FileResult(path, TreeEntry(mode, theirs.blob), notes=notes, moved=moved))
     elif theirs.blob == ours.blob or (base is not None and theirs.blob == base.blob):
-        desk.put(FileResult(path, Entry(mode, ours.blob), notes=notes, moved=moved))
+        desk.put(FileResult(path, TreeEntry(mode, ours.blob), notes=notes, moved=moved))
     elif not all(desk.library.is_text(entry) for entry in sides if entry is not None):
         why = "both sides changed it, and it has no lines to merge"
         desk.put(FileResult(path, ours, why=why, stages=sides, notes=notes, moved=moved))
@@ -202,7 +202,7 @@ def _merge_text(desk: Desk, path: str, sides: Stages, mode: str, notes: tuple[st
 def _put_text(
     desk: Desk,
     path: str,
-    merged: Merged,
+    merged: MergedText,
     sides: Stages | None,
     mode: str,
     notes: tuple[str, ...],
@@ -212,7 +212,9 @@ def _put_text(
         f"below {line!r} both sides changed neighbouring lines; both changes are kept"
         for line in merged.neighbours
     )
-    entry = Entry(mode if sides is not None or there is None else there.mode, _keep(desk, merged))
+    entry = TreeEntry(
+        mode if sides is not None or there is None else there.mode, _keep(desk, merged)
+    )
     desk.put(
         FileResult(
             path,
@@ -225,7 +227,7 @@ def _put_text(
     )
 
 
-def _merge_homeless(desk: Desk, change: Change, path: str) -> None:
+def _merge_homeless(desk: Desk, change: FileChange, path: str) -> None:
     """Upstream took the file away: its functions may live on elsewhere."""
     assert change.old is not None
     assert change.new is not None
@@ -245,7 +247,7 @@ def _merge_homeless(desk: Desk, change: Change, path: str) -> None:
     desk.put(FileResult(path, change.new, why=why, stages=sides))
 
 
-def _keep(desk: Desk, merged: Merged) -> str:
+def _keep(desk: Desk, merged: MergedText) -> str:
     return desk.library.git.write(merged.content)
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from gracetune.hosts.port.library import units_named
 from gracetune.hosts.port.symbols import by_name, displaced, likeness, lines_of, reindent
-from gracetune.hosts.port.three_way import Merged, joined, split_lines
+from gracetune.hosts.port.three_way import MergedText, joined, split_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.hosts.port.git import Entry
+    from gracetune.hosts.port.git import TreeEntry
     from gracetune.hosts.port.library import Library, Upstream
     from gracetune.hosts.port.symbols import Unit
     from gracetune.hosts.port.three_way import Conflict, Labels
@@ -42,9 +42,9 @@ class Move:
 def find_moves(
     library: Library,
     upstream: Upstream,
-    tree: dict[str, Entry],
+    tree: dict[str, TreeEntry],
     home: str,
-    sides: tuple[Entry | None, Entry | None, Entry | None],
+    sides: tuple[TreeEntry | None, TreeEntry | None, TreeEntry | None],
 ) -> list[Move]:
     """Units that base and fork have in a file, and that are elsewhere in `tree`."""
     base, ours, theirs = sides
@@ -66,7 +66,7 @@ def find_moves(
 class _Seeker:
     library: Library
     upstream: Upstream
-    tree: dict[str, Entry]
+    tree: dict[str, TreeEntry]
     home: str
     base_text: bytes
     theirs: dict[str, Unit]
@@ -114,30 +114,30 @@ class _Seeker:
 
 def merge_moved(
     library: Library,
-    tree: dict[str, Entry],
+    tree: dict[str, TreeEntry],
     home: str,
     texts: tuple[bytes, bytes],
     moves: Sequence[Move],
     labels: Labels,
-) -> dict[str, Merged]:
+) -> dict[str, MergedText]:
     """Merge each moved unit where it is now, and what is left of the file where that is."""
     base, theirs = texts
-    results: dict[str, Merged] = {}
+    results: dict[str, MergedText] = {}
     for path in dict.fromkeys(move.path for move in moves):
         there = [move for move in moves if move.path == path]
         results[path] = _merge_units(library, library.read(tree[path]), texts, there, labels)
     base_rest = _without(base, [move.base for move in moves])
     theirs_rest = _without(theirs, [move.theirs for move in moves])
     if home in tree:
-        before = results.get(home) or Merged(library.read(tree[home]))
+        before = results.get(home) or MergedText(library.read(tree[home]))
         rest = library.merge(base_rest, before.content, theirs_rest, labels)
-        results[home] = Merged(
+        results[home] = MergedText(
             rest.content,
             (*before.conflicts, *rest.conflicts),
             (*before.neighbours, *rest.neighbours),
         )
     elif base_rest.split() != theirs_rest.split():
-        results[home] = Merged(theirs_rest)  # the fork changed more, and that has no home
+        results[home] = MergedText(theirs_rest)  # the fork changed more, and that has no home
     return results
 
 
@@ -147,7 +147,7 @@ def _merge_units(
     texts: tuple[bytes, bytes],
     moves: Sequence[Move],
     labels: Labels,
-) -> Merged:
+) -> MergedText:
     """From the last to the first, so that line numbers above stay true."""
     lines = split_lines(content)
     conflicts: list[Conflict] = []
@@ -162,7 +162,7 @@ def _merge_units(
         lines[move.ours.start : move.ours.end] = split_lines(one.content)
         conflicts += one.conflicts
         neighbours += one.neighbours
-    return Merged(joined(lines), tuple(conflicts), tuple(neighbours))
+    return MergedText(joined(lines), tuple(conflicts), tuple(neighbours))
 
 
 def _without(content: bytes, units: Sequence[Unit]) -> bytes:

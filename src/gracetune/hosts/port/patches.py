@@ -20,13 +20,13 @@ Group = Literal["upstream", "ours", "combined"]
 GROUPS: tuple[Group, ...] = ("upstream", "ours", "combined")
 
 
-class _Part(BaseModel):
+class _ManifestPart(BaseModel):
     """A part of the manifest: frozen, and a key it does not know is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class PatchFile(_Part):
+class PatchFile(_ManifestPart):
     """One file that a patch changes."""
 
     path: str
@@ -39,7 +39,7 @@ class PatchFile(_Part):
     """Lines that they added and took away."""
 
 
-class Patch(_Part):
+class Patch(_ManifestPart):
     """One numbered patch."""
 
     name: str
@@ -57,7 +57,7 @@ class Patch(_Part):
         return f"{self.name}.patch"
 
 
-class Validation(_Part):
+class ValidationCommands(_ManifestPart):
     """Commands, each one line of words; nothing expands them but the program that they name."""
 
     upstream: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class Validation(_Part):
         return {"upstream": self.upstream, "ours": self.ours, "combined": self.combined}[group]
 
 
-class Manifest(_Part):
+class Manifest(_ManifestPart):
     """What was extracted, from where."""
 
     version: Literal[1] = 1
@@ -84,7 +84,7 @@ class Manifest(_Part):
     base: str
     """The commit that both have: patches apply to it exactly."""
     patches: tuple[Patch, ...]
-    validation: Validation = Validation()
+    validation: ValidationCommands = ValidationCommands()
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from gracetune.hosts.port.git import Change, Entry, Git
+    from gracetune.hosts.port.git import FileChange, Git, TreeEntry
     from gracetune.hosts.port.history import Touch
     from gracetune.hosts.port.library import Upstream
     from gracetune.hosts.port.merge import FileResult
@@ -52,14 +52,14 @@ def survey_ground(git: Git, manifest: Manifest, tip: str) -> Ground:
     return Ground(Library(git), survey(git, git.commit(manifest.base), tip), tip)
 
 
-def changes_of(git: Git, manifest: Manifest, folder: Path, patch: Patch) -> list[Change]:
+def changes_of(git: Git, manifest: Manifest, folder: Path, patch: Patch) -> list[FileChange]:
     """A patch as changes of the base's files."""
     content = read_patch(folder, patch)
     return git.changes(manifest.base, git.patched(manifest.base, content))
 
 
 def merge_one(
-    ground: Ground, tree: dict[str, Entry], patch: Patch, changes: Sequence[Change]
+    ground: Ground, tree: dict[str, TreeEntry], patch: Patch, changes: Sequence[FileChange]
 ) -> list[FileResult]:
     """Merge one patch onto a tree."""
     return merge_patch(ground.library, ground.upstream, tree, changes, ground.labels(patch))

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _FILE = "state.json"
 
 
-class _Part(BaseModel):
+class _StatePart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Done(_Part):
+class Done(_StatePart):
     """A patch that is behind us."""
 
     patch: str
@@ -35,7 +35,7 @@ class Done(_Part):
     notes: tuple[str, ...] = ()
 
 
-class Stopped(_Part):
+class Stopped(_StatePart):
     """The patch whose conflicts wait in the working tree."""
 
     patch: str
@@ -46,7 +46,7 @@ class Stopped(_Part):
     notes: tuple[str, ...] = ()
 
 
-class Ran(_Part):
+class Ran(_StatePart):
     """One command of a validation."""
 
     group: str
@@ -58,7 +58,7 @@ class Ran(_Part):
     log: str
 
 
-class State(_Part):
+class State(_StatePart):
     """A port, from its backup to its last validation."""
 
     version: Literal[1] = 1

@@ -31,7 +31,7 @@ class Conflict:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedText:
     """A merged text, with markers where there are conflicts."""
 
     content: bytes
@@ -75,7 +75,7 @@ def merge_lines(
     ours: tuple[Lines, Sequence[Hunk]],
     theirs: tuple[Lines, Sequence[Hunk]],
     labels: Labels,
-) -> Merged:
+) -> MergedText:
     """Take each side's changes; each side comes with its hunks against the base."""
     edits = sorted(
         [*_edits(*ours, of_ours=True), *_edits(*theirs, of_ours=False)],
@@ -102,7 +102,7 @@ def merge_lines(
         else:
             conflicts.append(_mark(out, base[start:end], left, right, labels))
         done, last = end, cluster[-1]
-    return Merged(joined(out + base[done:]), tuple(conflicts), tuple(neighbours))
+    return MergedText(joined(out + base[done:]), tuple(conflicts), tuple(neighbours))
 
 
 def find_conflicts(content: bytes, labels: Labels) -> tuple[Conflict, ...]:

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from gracetune.errors import PortError
-from gracetune.hosts.port.git import GITLINK, SYMLINK, Entry
+from gracetune.hosts.port.git import GITLINK, SYMLINK, TreeEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -161,16 +161,16 @@ def lay_out(git: Git, files: Sequence[FileResult]) -> None:
             _update_index(git, ((file.path, 0, None), *(each for each in stages if each[2])))
 
 
-def _update_index(git: Git, entries: Iterable[tuple[str, int, Entry | None]]) -> None:
+def _update_index(git: Git, entries: Iterable[tuple[str, int, TreeEntry | None]]) -> None:
     lines = b"".join(git.index_line(path, stage, entry) for path, stage, entry in entries)
     git.run("update-index", "-z", "--index-info", stdin=lines)
 
 
-def _entry_of(git: Git, path: str) -> Entry | None:
+def _entry_of(git: Git, path: str) -> TreeEntry | None:
     """A file on disk as an entry, its bytes kept; none where there is none."""
     full = git.folder / path
     if full.is_symlink():
-        return Entry(SYMLINK, git.write(_content(git, path)))
+        return TreeEntry(SYMLINK, git.write(_content(git, path)))
     if full.is_dir():
         raise PortError(
             f"{path} is a submodule with changes, or a folder in the place of a file; commit or "
@@ -179,7 +179,7 @@ def _entry_of(git: Git, path: str) -> Entry | None:
     if not full.exists():
         return None
     mode = "100755" if os.access(full, os.X_OK) else "100644"
-    return Entry(mode, git.write(_content(git, path)))
+    return TreeEntry(mode, git.write(_content(git, path)))
 
 
 def _content(git: Git, path: str) -> bytes:
@@ -187,7 +187,7 @@ def _content(git: Git, path: str) -> bytes:
     return os.fsencode(os.readlink(full)) if full.is_symlink() else full.read_bytes()
 
 
-def _write(path: Path, entry: Entry, content: bytes) -> None:
+def _write(path: Path, entry: TreeEntry, content: bytes) -> None:
     assert entry.mode != GITLINK, path
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() and not path.is_symlink():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gracetune.hosts.probe import Need
-    from gracetune.hosts.simpletuner.plugin import Plugin
+    from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 
 WAY_OUT = "Install both into one environment: pip install simpletuner gracetune."
 SAID = "--gracetune-config="
@@ -62,16 +62,16 @@ def enter(argv: Sequence[str]) -> None:
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def make_plugin() -> Plugin:
+def make_plugin() -> SimpleTunerPlugin:
     """The plug-in of this process; ranks of one user on one machine share staged data sets."""
     import torch
 
-    from gracetune.hosts.simpletuner.plugin import Plugin
+    from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
     from gracetune.memory.machine import open_machine
 
     pin = torch.Tensor.pin_memory if torch.cuda.is_available() else torch.Tensor.contiguous
     meet_in = Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"
-    return Plugin(process_environment(), lambda: open_machine(0), pin, meet_in)
+    return SimpleTunerPlugin(process_environment(), lambda: open_machine(0), pin, meet_in)
 
 
 if __name__ == "__main__":

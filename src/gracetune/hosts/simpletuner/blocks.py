@@ -43,7 +43,7 @@ UNUSED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class SimpleTunerBlocks:
     """What a configuration says to us."""
 
     gh200: Gh200Section = field(default_factory=Gh200Section)
@@ -58,7 +58,7 @@ class Blocks:
 
 def take_blocks(
     config: Mapping[str, object], environment: Mapping[str, str]
-) -> tuple[dict[str, object], Blocks]:
+) -> tuple[dict[str, object], SimpleTunerBlocks]:
     """What is left for SimpleTuner, and what is ours."""
     plain = {key.lstrip("-"): value for key, value in config.items()}
     if "datasets" in plain:
@@ -74,7 +74,7 @@ def take_blocks(
     run = {**mine, **({"train_batch_size": batch} if isinstance(batch, int) else {})}
     loaded = _load(run, "config.json", environment)
     used = loaded.run.use_gh200_trainer
-    return rest, Blocks(
+    return rest, SimpleTunerBlocks(
         gh200=loaded.run.gh200_optimizations if used else Gh200Section(enable_uvm_hints=False),
         cache=loaded.run.cache_config if used and "cache_config" in mine else None,
         raw=dict(config),

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType, SimpleNamespace
 
-    from gracetune.hosts.simpletuner.plugin import Plugin
+    from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
     from gracetune.hosts.tensor_memory import FilePath
 
     Loader = Callable[[object], object]
 
 
-def install(plugin: Plugin, find: Callable[[str], ModuleType]) -> None:
+def install(plugin: SimpleTunerPlugin, find: Callable[[str], ModuleType]) -> None:
     """Set every hook; `find` imports a module of SimpleTuner's."""
     for name in (JSON, TOML):
         wrap(find(name), "mapping_to_cli_args", partial(_taking_blocks, plugin))
@@ -53,7 +53,9 @@ def wrap(owner: object, name: str, hook: Callable[[Any], object]) -> None:
     setattr(owner, name, hook(getattr(owner, name)))
 
 
-def _taking_blocks(plugin: Plugin, original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def _taking_blocks(
+    plugin: SimpleTunerPlugin, original: Callable[..., list[str]]
+) -> Callable[..., list[str]]:
     @functools.wraps(original)
     def mapping_to_cli_args(mapping: dict[str, object], **options: object) -> list[str]:
         return original(plugin.take_config(mapping), **options)
@@ -62,7 +64,7 @@ def _taking_blocks(plugin: Plugin, original: Callable[..., list[str]]) -> Callab
 
 
 def _taking_datasets(
-    plugin: Plugin, original: Callable[[object], list[dict[str, object]]]
+    plugin: SimpleTunerPlugin, original: Callable[[object], list[dict[str, object]]]
 ) -> Callable[[object], list[dict[str, object]]]:
     @functools.wraps(original)
     def load_configuration(self: object) -> list[dict[str, object]]:
@@ -71,7 +73,7 @@ def _taking_datasets(
     return load_configuration
 
 
-def _attaching(plugin: Plugin, original: Callable[..., None]) -> Callable[..., None]:
+def _attaching(plugin: SimpleTunerPlugin, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: SimpleNamespace, *args: object, **options: object) -> None:  # noqa: N807
         original(self, *args, **options)
@@ -81,7 +83,7 @@ def _attaching(plugin: Plugin, original: Callable[..., None]) -> Callable[..., N
 
 
 def _placing(
-    plugin: Plugin, original: Callable[[object, object], object]
+    plugin: SimpleTunerPlugin, original: Callable[[object, object], object]
 ) -> Callable[[object, object], object]:
     @functools.wraps(original)
     def prepare_batch(self: object, batch: object) -> object:
@@ -92,7 +94,7 @@ def _placing(
     return prepare_batch
 
 
-def _from_memory(plugin: Plugin, original: Loader) -> Loader:
+def _from_memory(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
     """A decoder that takes a path takes the staged bytes of it instead, where there are any."""
 
     @functools.wraps(original)
@@ -110,7 +112,7 @@ def _from_memory(plugin: Plugin, original: Loader) -> Loader:
     return load
 
 
-def _video_from_memory(plugin: Plugin, original: Loader) -> Loader:
+def _video_from_memory(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
     """Video decoders want a path: one that leads to memory."""
 
     @functools.wraps(original)
@@ -126,7 +128,7 @@ def _video_from_memory(plugin: Plugin, original: Loader) -> Loader:
     return load
 
 
-def backend_class(plugin: Plugin, original: type) -> type:
+def backend_class(plugin: SimpleTunerPlugin, original: type) -> type:
     """SimpleTuner's own local backend, which asks us first; it stays `local` to everyone."""
 
     class GracetuneDataBackend(original):  # type: ignore[misc]

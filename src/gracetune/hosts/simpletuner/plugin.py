@@ -13,8 +13,8 @@ from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.hosts.node_memory import NodeMemory
 from gracetune.hosts.shelf import stage
-from gracetune.hosts.simpletuner.blocks import Blocks, take_blocks, take_staged
-from gracetune.hosts.simpletuner.ramp import Accumulation, Ramp, build_schedule
+from gracetune.hosts.simpletuner.blocks import SimpleTunerBlocks, take_blocks, take_staged
+from gracetune.hosts.simpletuner.ramp import Accumulation, SimpleTunerRamp, build_schedule
 from gracetune.hosts.tensor_memory import TensorMemory
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from gracetune.events.types import Event
-    from gracetune.hosts.shelf import Shelf
+    from gracetune.hosts.shelf import StagedFiles
     from gracetune.hosts.staged_set import StagedSet
     from gracetune.hosts.tensor_memory import Memory
     from gracetune.memory.machine import Machine
@@ -48,7 +48,7 @@ def tell(event: Event) -> None:
         log.log(logging.WARNING if event.level == "warning" else logging.INFO, "%s", event.text)
 
 
-class Plugin:
+class SimpleTunerPlugin:
     """One a process."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Plugin:
         pin: Callable[[torch.Tensor], torch.Tensor],
         meet_in: Path | None = None,
     ) -> None:
-        self.blocks = Blocks()
+        self.blocks = SimpleTunerBlocks()
         self.memory: Memory | None = None
         self.runtime: dict[str, object] = {}
         self._environment = environment
@@ -66,7 +66,7 @@ class Plugin:
         self._meet_in = meet_in
         self._sets: dict[str, StagedSet] = {}
         self._contents: dict[str, object] = {}
-        self._shelves: dict[str, Shelf] = {}
+        self._shelves: dict[str, StagedFiles] = {}
         self._session = MemorySession(open_machine, lambda: environment_settings(environment), tell)
 
     def take_config(self, config: Mapping[str, object]) -> dict[str, object]:
@@ -123,7 +123,7 @@ class Plugin:
         kept = cache.text_cache_type if texts else cache.vae_cache_type
         return self.memory if kept in IN_MEMORY else None
 
-    def shelf(self, dataset: str) -> Shelf | None:
+    def shelf(self, dataset: str) -> StagedFiles | None:
         """The files of a data set in memory, staged when its backend is made."""
         chosen = self._sets.get(dataset)
         if chosen is None:
@@ -167,7 +167,9 @@ class Plugin:
                 accumulation, lambda: bool(accelerator.sync_gradients)
             )
 
-        ramp = Ramp(schedule, accelerator, lambda: int(trainer.state["global_step"]), follow)
+        ramp = SimpleTunerRamp(
+            schedule, accelerator, lambda: int(trainer.state["global_step"]), follow
+        )
         accelerator.accumulate = partial(ramp.enter, accelerator.accumulate)
         first, last = schedule.accumulation(0), schedule.accumulation(schedule.length)
         self.runtime["gradient_accumulation_schedule"] = {

@@ -31,7 +31,7 @@ class Accelerator(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class AccumulationSchedule:
     """Micro-batches of an optimizer step, by the micro-batches before it: as the trainer's own."""
 
     initial: int
@@ -80,7 +80,7 @@ class Accumulation(int):
 
 def build_schedule(
     section: Gh200Section, batch_size: int, accumulation: int, world_size: int
-) -> Schedule | None:
+) -> AccumulationSchedule | None:
     """The ramp that a configuration asks for, if it does."""
     if not section.enable_batch_size_rampup:
         return None
@@ -93,14 +93,16 @@ def build_schedule(
             f"{target}; a ramp needs both, grows, and ends with at least one micro-batch "
             f"({batch_size} samples on each of {world_size} ranks)."
         )
-    return Schedule(initial, target, section.batch_rampup_steps, section.rampup_shape, size)
+    return AccumulationSchedule(
+        initial, target, section.batch_rampup_steps, section.rampup_shape, size
+    )
 
 
 @dataclass
-class Ramp:
+class SimpleTunerRamp:
     """A schedule on its way; `enter` goes where the loop opens `accelerator.accumulate`."""
 
-    schedule: Schedule
+    schedule: AccumulationSchedule
     accelerator: Accelerator
     steps_done: Callable[[], int]
     """Optimizer steps so far: asked once, when the loop begins."""
