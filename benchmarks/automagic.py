@@ -24,9 +24,9 @@ from curves import draw_curves
 
 from gracetune.config.load import load_run_file
 from gracetune.data.loader import Loader
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.interrupt import Interrupt
+from gracetune.train.run import Interrupt
 from gracetune.train.state import TrainProgress
 from gracetune.train.step import losses_at, train_step
 

@@ -19,14 +19,14 @@ import results
 import torch
 
 from gracetune.config.load import load_run_file
-from gracetune.events.fan import EventDispatcher
+from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
-from gracetune.events.requests import Requests
-from gracetune.events.tensorboard import TensorBoardSink
+from gracetune.events.run_control import Requests
+from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import StepDone
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
+from gracetune.train.run import Interrupt
 from gracetune.train.state import TrainProgress
 
 ROOT = Path(__file__).parent.parent

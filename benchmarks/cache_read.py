@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file, save_file
 
-from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, whole_pages
-from gracetune.cache.direct import DirectQueue, Wanted
+from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, whole_pages
+from gracetune.cache.shard_reader import DirectQueue, Wanted
 from gracetune.cache.shard_store import ShardStore
 from gracetune.units import GIB
 

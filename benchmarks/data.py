@@ -26,9 +26,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from gracetune.config.schema import InMemorySection
-from gracetune.data.folder import FolderSource
-from gracetune.data.parallel import default_workers
-from gracetune.data.staged import StagedSource
+from gracetune.data.prefetch import default_workers
+from gracetune.data.source import FolderSource
+from gracetune.data.staging import StagedSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -34,14 +34,12 @@ from PIL import Image, ImageOps
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data import buckets
-from gracetune.data.corruption import CorruptionLog
-from gracetune.data.dataset import open_dataset
-from gracetune.data.decoders import PILLOW, choose_decoders
-from gracetune.data.folder import FolderSource
-from gracetune.data.images import decode_pixels
+from gracetune.data.augment import SampleTransform, render
+from gracetune.data.dataset import CorruptionLog, open_dataset
+from gracetune.data.images import PILLOW, choose_decoders, decode_pixels
 from gracetune.data.loader import BatchOrder, BucketGroup, Loader
 from gracetune.data.prefetch import Prefetch, prefetched
-from gracetune.data.recipe import SampleTransform, render
+from gracetune.data.source import FolderSource
 from gracetune.data.video import decode_video
 
 if TYPE_CHECKING:

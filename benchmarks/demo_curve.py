@@ -20,9 +20,9 @@ from gracetune.config.load import load_run_file
 from gracetune.data.loader import Loader
 from gracetune.data.sample import Batch, Sample
 from gracetune.data.shapes import draw, drawn
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.interrupt import Interrupt
+from gracetune.train.run import Interrupt
 from gracetune.train.state import TrainProgress
 from gracetune.train.step import train_step
 from gracetune.train.validate import held_out_loss

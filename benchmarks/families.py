@@ -15,24 +15,22 @@ import torch
 
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
-from gracetune.models.dense_gradients import with_dense_gradients
+from gracetune.models.attention_processors import with_dense_gradients
 from gracetune.plan.cost import CostModel
-from gracetune.plan.known_models import PUBLISHED, SHAPES, SampleShape
-from gracetune.plan.make import TRACED_BATCH
-from gracetune.plan.outlines import outline
-from gracetune.plan.peak import Fixed
-from gracetune.plan.rates import FITTED, speeds_of
+from gracetune.plan.launch_probe import prepare
+from gracetune.plan.machines import FITTED, speeds_of
+from gracetune.plan.memory import Fixed
+from gracetune.plan.meta_models import PUBLISHED, SHAPES, SampleShape, outline
+from gracetune.plan.problem import TRACED_BATCH
 from gracetune.plan.trace import trace_model
-from gracetune.train.narrow import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor, nn
 
-    from gracetune.plan.known_models import Shape
-    from gracetune.plan.outlines import Outline
-    from gracetune.plan.rates import Basics
+    from gracetune.plan.machines import Basics
+    from gracetune.plan.meta_models import Outline, Shape
     from gracetune.plan.result import FrozenCompute
     from gracetune.plan.shapes import ModelShapes
 

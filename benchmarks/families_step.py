@@ -44,18 +44,16 @@ import torch
 from proof_ways import Asked
 from wan14b import in_a_row, let_go, step_of
 
-from gracetune.adapters.fused import freeze_in_fp8_for
-from gracetune.memory.machine import open_machine
-from gracetune.plan.candidates import Constraints, PlanBudget
-from gracetune.plan.choose import PlanError, choose, predict
-from gracetune.plan.measure import measure
-from gracetune.plan.probe import Probe
-from gracetune.plan.rates import FITTED, basics_of
+from gracetune.adapters.compute.fused_lora import freeze_in_fp8_for
+from gracetune.memory.platform import open_machine
+from gracetune.offload.copies import open_copy_engine
+from gracetune.plan.apply import Layout, compute_faster, place
+from gracetune.plan.controller import choice_of
+from gracetune.plan.device_benchmark import measure
+from gracetune.plan.launch_probe import Probe, narrow
+from gracetune.plan.machines import FITTED, basics_of
 from gracetune.plan.report import describe
-from gracetune.stream.movers import open_copy_engine
-from gracetune.train.correcting import choice_of
-from gracetune.train.narrow import narrow
-from gracetune.train.place import Layout, compute_faster, place
+from gracetune.plan.search import Constraints, PlanBudget, PlanError, choose, predict
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -68,11 +66,11 @@ if TYPE_CHECKING:
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
     from gracetune.plan.cost import CostModel
-    from gracetune.plan.peak import Fixed
-    from gracetune.plan.rates import Basics
+    from gracetune.plan.machines import Basics
+    from gracetune.plan.memory import Fixed
     from gracetune.plan.result import Plan
     from gracetune.plan.shapes import ModelShapes
-    from gracetune.plan.step import PlanCandidate
+    from gracetune.plan.simulate import PlanCandidate
 
 LEAST = 1.5
 BUDGET_NBYTES = int(96e9)

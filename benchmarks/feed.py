@@ -27,13 +27,13 @@ import results
 import torch
 from torch.nn import functional
 
-from gracetune.cache.ahead import FIRST_DEPTH, Depth, PrefetchedBatches
-from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, whole_pages
+from gracetune.cache.batch_transfer import build_batch_transfer
+from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, whole_pages
+from gracetune.cache.prefetch import FIRST_DEPTH, Depth, PrefetchedBatches
 from gracetune.config.schema import Gh200Section
 from gracetune.data.sample import Batch
-from gracetune.memory.bench import DeviceBytes
-from gracetune.memory.machine import open_machine
-from gracetune.train.mover import build_batch_transfer
+from gracetune.memory.diagnose import DeviceBytes
+from gracetune.memory.platform import open_machine
 from gracetune.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.train.mover import BatchTransfer
+    from gracetune.cache.batch_transfer import BatchTransfer
 
     Way = Callable[[], Iterator[Batch]]
 

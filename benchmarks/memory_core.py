@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import results
 import torch
 
-from gracetune.memory.bench import DeviceBytes
+from gracetune.memory.diagnose import DeviceBytes
 from gracetune.memory.hints import Hint, Hints, Span, Verdict, span_of, torch_stream
-from gracetune.memory.machine import open_machine
+from gracetune.memory.platform import open_machine
 from gracetune.memory.pool import CudaPools, PoolSettings, UnifiedPool, open_pool
 from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, build_shim, find_shim
 from gracetune.units import GIB, MIB, format_bytes

@@ -34,17 +34,17 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from gracetune.config.schema import OptimizerSection
-from gracetune.memory.machine import open_machine
+from gracetune.memory.platform import open_machine
+from gracetune.offload.copies import CopyStream, open_copy_engine
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.update import Travel, Update
-from gracetune.stream.movers import CopyStream, open_copy_engine
 from gracetune.train.step import scale_and_clip
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gracetune.stream.movers import CopyEngine
+    from gracetune.offload.copies import CopyEngine
 
 WARM_UP, STEPS = 2, 5
 NEEDED = 70 * GIB

@@ -42,16 +42,14 @@ from families import TRAINED_NBYTES, Case
 
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
-from gracetune.plan.choose import predict
 from gracetune.plan.cost import CostModel
-from gracetune.plan.known_models import SampleShape
-from gracetune.plan.machines import machine
-from gracetune.plan.make import traced
-from gracetune.plan.outlines import outline
-from gracetune.plan.peak import Fixed
-from gracetune.plan.rates import FITTED, basics_of, speeds_of
+from gracetune.plan.machines import FITTED, basics_of, machine, speeds_of
+from gracetune.plan.memory import Fixed
+from gracetune.plan.meta_models import SampleShape, outline
+from gracetune.plan.problem import traced
 from gracetune.plan.result import AHEAD, BlockPlan
-from gracetune.plan.step import PlanCandidate
+from gracetune.plan.search import predict
+from gracetune.plan.simulate import PlanCandidate
 from gracetune.units import GIB
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from gracetune.plan.candidates import Constraints
 from gracetune.plan.result import BlockPlan
-from gracetune.plan.step import PlanCandidate
+from gracetune.plan.search import Constraints
+from gracetune.plan.simulate import PlanCandidate
 
 if TYPE_CHECKING:
     from families import Case

@@ -34,11 +34,11 @@ import results
 import torch
 from wan14b import DEVICE, in_a_row, let_go, make_model, make_step
 
-from gracetune.memory.machine import open_machine
+from gracetune.memory.platform import open_machine
+from gracetune.offload.autosize import WINDOW, WORTH
+from gracetune.offload.copies import open_copy_engine
+from gracetune.plan.apply import Layout, compute_faster, place
 from gracetune.plan.result import BlockPlan
-from gracetune.stream.growth import WINDOW, WORTH
-from gracetune.stream.movers import open_copy_engine
-from gracetune.train.place import Layout, compute_faster, place
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
+    from gracetune.plan.apply import AppliedPlan
     from gracetune.plan.result import Activations
-    from gracetune.train.place import AppliedPlan
 
 LAYERS = 20
 TURNS = {1: 3, 2: 2, 4: 2}

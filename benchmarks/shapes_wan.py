@@ -16,18 +16,17 @@ import torch
 from diffusers import WanTransformer3DModel
 from peft.tuners.lora import Linear as LoraLinear
 
-from gracetune.adapters.fused import freeze_in_fp8_for
+from gracetune.adapters.compute.fused_lora import freeze_in_fp8_for
 from gracetune.adapters.inject import NAME, add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection, OptimizerSection, TrainSection
 from gracetune.data.shapes import draw, drawn
 from gracetune.models import tiny
 from gracetune.models.wan22 import TARGETS
+from gracetune.offload.checkpointing import run_blocks
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.rates import set_rates
-from gracetune.optim.schedule import rate_share
-from gracetune.stream.blocks import run_blocks
+from gracetune.optim.schedule import rate_share, set_rates
+from gracetune.plan.apply import compute_faster
 from gracetune.train import objective
-from gracetune.train.place import compute_faster
 from gracetune.train.step import scale_and_clip
 from gracetune.train.timesteps import draw_levels
 

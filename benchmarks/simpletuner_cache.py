@@ -18,10 +18,9 @@ from pathlib import Path
 import results
 import torch
 
-from gracetune.hosts.simpletuner.hooks import backend_class
-from gracetune.hosts.simpletuner.needs import LOCAL
+from gracetune.hosts.simpletuner.hooks import LOCAL, backend_class
 from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
-from gracetune.memory.machine import open_machine
+from gracetune.memory.platform import open_machine
 
 SHAPES = {
     "text_4_mib": {"prompt_embeds": (1, 512, 4096)},

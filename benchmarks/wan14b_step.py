@@ -27,12 +27,12 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from wan14b import DEVICE, LAYERS, ask, let_go, make_model, make_step, time_step
 
-from gracetune.adapters.fused import freeze_in_fp8_for
-from gracetune.memory.machine import open_machine
+from gracetune.adapters.compute.fused_lora import freeze_in_fp8_for
+from gracetune.memory.platform import open_machine
+from gracetune.offload.activations import OffloadSettings
+from gracetune.offload.copies import open_copy_engine
+from gracetune.plan.apply import Layout, compute_faster, place
 from gracetune.plan.result import BlockPlan
-from gracetune.stream.activations import OffloadSettings
-from gracetune.stream.movers import open_copy_engine
-from gracetune.train.place import Layout, compute_faster, place
 from gracetune.units import GIB
 
 if TYPE_CHECKING:

@@ -37,14 +37,14 @@ import wan_random
 from PIL import Image
 
 from gracetune.config.load import load_run_file
-from gracetune.events.fan import EventDispatcher
+from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 from gracetune.events.types import Notice, StageProgress, StepDone, Validated
 from gracetune.plan.report import describe
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
+from gracetune.train.run import Interrupt
 from gracetune.train.state import TrainProgress
 from gracetune.units import GIB
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import init_empty_weights
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from fakes.miniatures import write_miniature
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from gracetune.models.miniature import write_miniature
-from gracetune.models.parts import locate, read_index
+from gracetune.models.diffusers_family import locate, read_index
 from gracetune.models.wan22 import FOLDERS, with_transformers
 
 if TYPE_CHECKING:

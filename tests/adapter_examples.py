@@ -2,9 +2,9 @@
 
 import torch
 
-from gracetune.adapters.layers import Adapter, Layer
-from gracetune.adapters.names import LayerPath
-from gracetune.adapters.tables.wan import WAN
+from gracetune.adapters.files.keys import LayerPath
+from gracetune.adapters.files.layers import Adapter, Layer
+from gracetune.adapters.files.wan_keys import WAN
 
 HIDDEN, FFN, RANK = 24, 48, 4
 

@@ -7,24 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "gracetune"
-MAX_LINES = 400
+FORKPORT = SRC.parent / "forkport"
+MAX_LINES = 800
 
 GROUND = {"errors", "units", "durable"}
 DATA = GROUND | {"registry", "config", "events", "memory"}
-PARTS = GROUND | {"registry", "config", "memory", "stream"}
-TRAINED = DATA | {"stream", "plan", "data", "cache", "adapters", "models", "optim"}
+PARTS = GROUND | {"registry", "config", "memory", "offload"}
+TRAINED = DATA | {"offload", "plan", "data", "cache", "adapters", "models", "optim"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
     "durable": set(),
     "registry": GROUND,
-    "config": GROUND,
+    "config": GROUND | {"models", "optim"},
     "events": GROUND,
     "memory": GROUND | {"events"},
-    "stream": GROUND | {"events", "memory"},
-    "plan": GROUND | {"config", "memory", "models"},
-    "data": DATA,
+    "offload": GROUND | {"events", "memory"},
+    "plan": PARTS | {"events", "data", "models", "adapters", "optim"},
+    "data": DATA | {"cache", "models"},
     "cache": DATA | {"data"},
     "adapters": PARTS,
     "models": PARTS | {"adapters"},
@@ -37,10 +38,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": GROUND | TRAINED | {"train", "gh200"},
     "gh200": TRAINED | {"train", "hosts", "dashboard", "cli"},
 }
-"""Layer -> layers it may import, at any depth of its code. A layer may always import itself."""
+"""Package -> packages it may import, anywhere in its code. A package may always import itself."""
 
-ONLY = {("plan", "memory"): "gracetune.memory.platform"}
-"""Where a layer may use only one module of another."""
+ONLY_MODULE = {
+    ("config", "models"): {"gracetune.models.registry"},
+    ("config", "optim"): {"gracetune.optim.registry"},
+    ("plan", "data"): {"gracetune.data.sample"},
+}
+"""(importer, imported) -> the only modules of the imported package that may be used."""
+
+ONLY_IMPORTER = {
+    ("data", "cache"): {"gracetune.data.pipeline"},
+    ("data", "models"): {"gracetune.data.pipeline", "gracetune.data.requirements"},
+}
+"""(importer, imported) -> the only modules of the importer that may use the imported package."""
+
+NEVER = {("cache", "gracetune.data.pipeline")}
+"""(importer, module) pairs that are forbidden although the packages are allowed."""
 
 WITHOUT_TORCH = GROUND | {"registry", "config", "events", "dashboard", "__init__", "__main__"}
 """Layers that never import torch, in no function either."""
@@ -167,9 +181,14 @@ def forbidden_imports(modules: dict[str, Module]) -> list[str]:
             if found.target == "gracetune" or not found.target.startswith("gracetune."):
                 continue  # the face itself holds the version and imports nothing
             target = layer_of(found.target)
-            only = ONLY.get((module.layer, target), f"gracetune.{target}")
-            allowed = target in MAY_IMPORT.get(module.layer, set()) | {module.layer}
-            if not allowed or not f"{found.target}.".startswith(f"{only}."):
+            pair = (module.layer, target)
+            allowed = (
+                target in MAY_IMPORT.get(module.layer, set()) | {module.layer}
+                and found.target in ONLY_MODULE.get(pair, {found.target})
+                and module.name in ONLY_IMPORTER.get(pair, {module.name})
+                and (module.layer, found.target) not in NEVER
+            )
+            if not allowed:
                 wrong.append(f"{module.name}:{found.line} imports {found.target}")
     return wrong
 

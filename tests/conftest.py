@@ -80,7 +80,7 @@ def miniature(tmp_path_factory):
 
     def write(name):
         if name not in folders:
-            from gracetune.models.miniature import write_miniature
+            from fakes.miniatures import write_miniature
 
             folders[name] = write_miniature(name, tmp_path_factory.mktemp("models") / name)
         return folders[name]

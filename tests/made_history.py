@@ -5,7 +5,7 @@ import random
 import subprocess
 from pathlib import Path
 
-from gracetune.hosts.port.git import open_git
+from forkport.git import open_git
 
 IDENTITY = {
     "GIT_AUTHOR_NAME": "Maker",

@@ -16,8 +16,8 @@ from gracetune.config.environment import (
     environment_settings,
     process_environment,
 )
-from gracetune.memory.machine import open_machine
 from gracetune.memory.placement import DEFAULT_TABLE, BatchReport, PlacementTable, place_batch
+from gracetune.memory.platform import open_machine
 from gracetune.memory.session import MemorySession
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _CLASSES = {
     "GH200GradientRamp": ("gracetune.train.ramp", "AccumulationRamp"),
-    "GH200InMemoryBackend": ("gracetune.data.staged", "StagedSource"),
+    "GH200InMemoryBackend": ("gracetune.data.staging", "StagedSource"),
 }
 """The forks' classes, found when asked for: hints need no codecs."""
 

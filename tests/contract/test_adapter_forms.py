@@ -10,11 +10,10 @@ import torch
 from adapter_examples import RANK, same, shape_of
 from safetensors.torch import save_file
 
-from gracetune.adapters.delta import delta
-from gracetune.adapters.files import read_adapter, write_adapter, write_stages
-from gracetune.adapters.layers import at_stage
-from gracetune.adapters.names import LayerPath, form_named
-from gracetune.adapters.tables.forms import FORMS
+from gracetune.adapters.files.formats import FORMS
+from gracetune.adapters.files.io import read_adapter, write_adapter, write_stages
+from gracetune.adapters.files.keys import LayerPath, form_named
+from gracetune.adapters.files.layers import at_stage, delta
 from gracetune.errors import AdapterError
 
 MODULES = (
@@ -230,7 +229,7 @@ def test_keys_written_in_a_tools_own_form_are_its_own(row, file_of, tmp_path):
     form, _, _, _ = ROWS[row]
     original = tensors_of(row)
     path = write_adapter(tmp_path / "out.safetensors", read_adapter(file_of(row)), form)
-    from gracetune.adapters.files import read_tensors
+    from gracetune.adapters.files.io import read_tensors
 
     written = set(read_tensors(path)[0])
     alphas = {key for key in written if key.endswith(".alpha")}
@@ -260,7 +259,7 @@ def test_a_combined_file_is_split_and_joined_again(kind, tmp_path):
         "run_high_noise.safetensors",
         "run_low_noise.safetensors",
     ]
-    from gracetune.adapters.layers import join_stages
+    from gracetune.adapters.files.layers import join_stages
 
     high, low = (read_adapter(file) for file in files)
     assert high.stages == low.stages == (None,)
@@ -332,8 +331,8 @@ MODEL_ROWS = [
 @pytest.mark.parametrize("prefix", ["", "diffusion_model.", "model.diffusion_model."])
 @pytest.mark.parametrize(("ours", "theirs"), MODEL_ROWS)
 def test_a_models_own_names_are_known_in_both_namings(ours, theirs, prefix, tmp_path):
-    from gracetune.adapters.tables.wan import WAN
-    from gracetune.adapters.weights import open_model
+    from gracetune.adapters.files.merge import open_model
+    from gracetune.adapters.files.wan_keys import WAN
 
     found = []
     for key in (ours, prefix + theirs):

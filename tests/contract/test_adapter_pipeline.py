@@ -17,12 +17,11 @@ from adapter_examples import (
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import save_file
 
-from gracetune.adapters.check import check_file
-from gracetune.adapters.delta import delta, merged
-from gracetune.adapters.files import AdapterMetadata, read_adapter, read_tensors, write_adapter
-from gracetune.adapters.layers import Adapter, Layer
-from gracetune.adapters.names import LayerPath
-from gracetune.adapters.tables.wan import WAN
+from gracetune.adapters.files.check import check_file
+from gracetune.adapters.files.io import AdapterMetadata, read_adapter, read_tensors, write_adapter
+from gracetune.adapters.files.keys import LayerPath
+from gracetune.adapters.files.layers import Adapter, Layer, delta, merged
+from gracetune.adapters.files.wan_keys import WAN
 from gracetune.errors import AdapterError
 
 STAGES = ("high", "low")
@@ -292,7 +291,7 @@ def test_a_file_of_the_real_size_needs_no_model(tmp_path):
 
 def test_a_wrong_scale_would_be_noticed(tmp_path, monkeypatch):
     path = write_adapter(tmp_path / "a.safetensors", make_wan(alpha=2.0), "comfyui")
-    import gracetune.adapters.check as check
+    import gracetune.adapters.files.check as check
 
     honest = check._load
 
@@ -318,7 +317,7 @@ def test_the_known_change_is_the_files(tmp_path):
 def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path):
     from diffusers import SD3Transformer2DModel
 
-    from gracetune.adapters.tables.types import open_table
+    from gracetune.adapters.files.key_table import open_table
 
     config = {
         "sample_size": 8,

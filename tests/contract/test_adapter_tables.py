@@ -15,12 +15,11 @@ from diffusers.loaders.single_file_utils import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gracetune.adapters.check import check_file
-from gracetune.adapters.files import write_adapter
-from gracetune.adapters.layers import Adapter
-from gracetune.adapters.merging import merge_into
-from gracetune.adapters.names import TABLES, KeyIndex, LayerPath, template_of
-from gracetune.adapters.weights import open_model
+from gracetune.adapters.files.check import check_file
+from gracetune.adapters.files.io import write_adapter
+from gracetune.adapters.files.keys import TABLES, KeyIndex, LayerPath, template_of
+from gracetune.adapters.files.layers import Adapter
+from gracetune.adapters.files.merge import merge_into, open_model
 
 with torch.device("meta"):
     MODELS = {

@@ -2,9 +2,9 @@
 
 import pytest
 from driver_contract import CHECKS, Check
+from fakes.simulated_driver import SimulatedDriver
 
 from gracetune.memory.driver import Driver
-from gracetune.memory.simulated import SimulatedDriver
 from gracetune.plan.machines import MACHINES
 
 

@@ -5,11 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gracetune.adapters.targets import matches
+from gracetune.adapters.inject import matches
 from gracetune.config.schema import ModelSection
-from gracetune.models.experts import EXPERTS, Experts, routed, transformers_of
-from gracetune.models.family import FAMILIES, load_family
-from gracetune.models.samples import SampleRequest
+from gracetune.models.family import (
+    EXPERTS,
+    FAMILIES,
+    Experts,
+    SampleRequest,
+    load_family,
+    routed,
+    transformers_of,
+)
 
 MADE = {
     "flux": "flux",

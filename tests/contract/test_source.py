@@ -23,15 +23,13 @@ from gracetune.config.schema import (
     RemoteSection,
     ShapesSection,
 )
-from gracetune.data.contract import CHECKS, Check
-from gracetune.data.folder import FolderSource
-from gracetune.data.hf_datasets import open_hf
-from gracetune.data.parquet import open_parquet
 from gracetune.data.remote import RemoteSource
 from gracetune.data.shapes import ShapesSource
-from gracetune.data.shards import LocalShard
-from gracetune.data.staged import StagedSource
-from gracetune.data.tar import TarSource
+from gracetune.data.shards import LocalShard, TarSource
+from gracetune.data.source import FolderSource
+from gracetune.data.source_contract import CHECKS, Check
+from gracetune.data.staging import StagedSource
+from gracetune.data.tables import open_hf, open_parquet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

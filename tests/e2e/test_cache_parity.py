@@ -11,15 +11,14 @@ from PIL import Image
 
 from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
-from gracetune.data.decoders import choose_decoders
-from gracetune.data.recipe import recipe_of, render
+from gracetune.data.augment import recipe_of, render
+from gracetune.data.images import choose_decoders
 from gracetune.data.sample import Batch
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 from gracetune.events.types import BatchesFed, StepDone
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
-from gracetune.train.run import run_training
+from gracetune.train.run import Interrupt, run_training
 from gracetune.train.state import TrainProgress
 
 STEPS = 7  # three epochs of two batches, and one batch more

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gracetune.adapters.files import read_adapter
+from gracetune.adapters.files.io import read_adapter
 from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError
 from gracetune.train.run import run_training

@@ -9,22 +9,21 @@ import pytest
 import torch
 from PIL import Image
 
+from gracetune.cache.required_entries import wanted_keys
 from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
-from gracetune.data.decoders import choose_decoders
-from gracetune.data.recipe import recipe_of, render_mask
+from gracetune.data.augment import recipe_of, render_mask
+from gracetune.data.images import choose_decoders
+from gracetune.data.pipeline import cells_of
 from gracetune.errors import CheckpointError, ConfigError
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 from gracetune.events.types import StepDone, Validated
 from gracetune.models.tiny import load
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
-from gracetune.train.prepare import cells_of
-from gracetune.train.run import run_training
+from gracetune.train.run import Interrupt, run_training
 from gracetune.train.state import TrainProgress
 from gracetune.train.step import batch_losses
-from gracetune.train.wanted import wanted_keys
 
 STEPS = 5
 PICTURES = 8

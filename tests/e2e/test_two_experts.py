@@ -11,15 +11,14 @@ from diffusers import WanPipeline
 from PIL import Image
 from safetensors import safe_open
 
-from gracetune.adapters.delta import delta
-from gracetune.adapters.files import read_adapter, read_tensors
+from gracetune.adapters.files.io import read_adapter, read_tensors
+from gracetune.adapters.files.layers import delta
 from gracetune.config.load import load_run_file
-from gracetune.events.requests import Requests
-from gracetune.models.experts import transformers_of
+from gracetune.events.run_control import Requests
+from gracetune.models.family import transformers_of
 from gracetune.train import checkpoint
 from gracetune.train.build import build, resume, start_accelerator
-from gracetune.train.interrupt import Interrupt
-from gracetune.train.run import run_training
+from gracetune.train.run import Interrupt, run_training
 
 STEPS, HALF = 6, 3
 PROMPT, SEED, SIZE = "a red ring", 11, 32

@@ -5,7 +5,7 @@ from math import isfinite
 import pytest
 import torch
 
-from gracetune.models.attention_timing import (
+from gracetune.models.attention_backends import (
     Asked,
     BackendTiming,
     fastest,

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.cache.ahead import CudaTransferStream, Depth, PrefetchedBatches
-from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, pinned
+from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, pinned
+from gracetune.cache.prefetch import CudaTransferStream, Depth, PrefetchedBatches, Staging
 from gracetune.cache.shard_store import ShardStore
-from gracetune.cache.staging import Staging
 from gracetune.data.loader import LoaderState
 from gracetune.data.sample import Batch
 from gracetune.events.types import BatchesFed, StepDone

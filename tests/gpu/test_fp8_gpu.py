@@ -10,8 +10,7 @@ from test_ring_gpu import DEVICE, LAYERS, batch, difference, forward, step, wan
 from torch import nn
 from torch.nn import functional
 
-from gracetune.adapters.directions import main_directions
-from gracetune.adapters.fused import (
+from gracetune.adapters.compute.fused_lora import (
     Fp8Linear,
     InFp8,
     demand_fp8,
@@ -19,13 +18,14 @@ from gracetune.adapters.fused import (
     freeze_in_fp8_for,
     fuse_lora,
 )
-from gracetune.adapters.products import FrozenProductFp8, LoraProductFp8, round_rows
+from gracetune.adapters.compute.lora_matmul import FrozenProductFp8, LoraProductFp8, round_rows
+from gracetune.adapters.compute.outlier_subspace import main_directions
 from gracetune.events.types import Notice, StepDone
 from gracetune.memory.platform import Link
-from gracetune.stream.blocks import Compiler, run_blocks
-from gracetune.stream.movers import open_copy_engine
-from gracetune.stream.slab import bring_rest, lay_out
-from gracetune.stream.weights import stream_weights
+from gracetune.offload.checkpointing import Compiler, run_blocks
+from gracetune.offload.copies import open_copy_engine
+from gracetune.offload.host_weights import bring_rest, lay_out
+from gracetune.offload.ring import stream_weights
 from gracetune.train.run import run_training
 
 pytestmark = pytest.mark.gpu

@@ -15,11 +15,10 @@ import torch
 import gracetune
 from gracetune.memory.driver import HOST, PointerKind
 from gracetune.memory.hints import Hints, Verdict, torch_stream
-from gracetune.memory.machine import Machine, open_machine
 from gracetune.memory.placement import place_batch
-from gracetune.memory.platform import Link
-from gracetune.memory.reclaim import hard_reclamation, read_memory
+from gracetune.memory.platform import Link, Machine, open_machine
 from gracetune.memory.shim import LIBRARY, SOURCE, build_shim
+from gracetune.memory.stages import hard_reclamation, read_memory
 from gracetune.units import KIB, MIB
 
 if TYPE_CHECKING:

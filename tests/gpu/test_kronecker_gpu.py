@@ -12,9 +12,9 @@ from waiting import never_waiting
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection
 from gracetune.memory.platform import Link
+from gracetune.offload.copies import open_copy_engine
+from gracetune.plan.apply import Layout, place
 from gracetune.plan.result import BlockPlan
-from gracetune.stream.movers import open_copy_engine
-from gracetune.train.place import Layout, place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # compilers warn
 DEVICE = torch.device("cuda", 0)

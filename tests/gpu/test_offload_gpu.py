@@ -9,12 +9,11 @@ import torch
 from test_ring_gpu import DEVICE, LAYERS, batch, delay, difference, forward, step, wan
 from waiting import count_waits
 
-from gracetune.memory.cuda_driver import open_cuda_driver
-from gracetune.memory.driver import PointerKind
+from gracetune.memory.driver import PointerKind, open_cuda_driver
 from gracetune.memory.platform import Link
-from gracetune.stream.activations import OffloadSettings, offload_activations
-from gracetune.stream.movers import CopyStream, CudaCopyEngine, open_copy_engine
-from gracetune.stream.weights import stream_weights
+from gracetune.offload.activations import OffloadSettings, offload_activations
+from gracetune.offload.copies import CopyStream, CudaCopyEngine, open_copy_engine
+from gracetune.offload.ring import stream_weights
 
 pytestmark = pytest.mark.gpu
 SMALL = 64 * 1024

@@ -10,11 +10,10 @@ import torch
 from waiting import never_waiting
 
 from gracetune.config.schema import OptimizerSection
-from gracetune.optim.automagic import Automagic
+from gracetune.offload.copies import CopyStream, CudaCopyEngine
+from gracetune.optim.automagic import Automagic, round_into
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.rounding import round_into
 from gracetune.optim.update import Travel, Update
-from gracetune.stream.movers import CopyStream, CudaCopyEngine
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 
 pytestmark = pytest.mark.gpu

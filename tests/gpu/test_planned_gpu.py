@@ -9,12 +9,11 @@ import torch
 from diffusers import WanTransformer3DModel
 from waiting import assert_steps_never_wait
 
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 from gracetune.events.types import Notice, StepDone, WeightsStreamed
-from gracetune.models.attention_timing import Asked, fastest, stopwatch_of, time_attention
+from gracetune.models.attention_backends import Asked, fastest, stopwatch_of, time_attention
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.interrupt import Interrupt
-from gracetune.train.run import run_training
+from gracetune.train.run import Interrupt, run_training
 
 # Compilers warn of what they could do with other settings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

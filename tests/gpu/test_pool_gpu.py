@@ -8,10 +8,8 @@ import pytest
 import torch
 from driver_contract import CHECKS, Check
 
-from gracetune.memory.cuda_driver import CudaDriver, open_cuda_driver
-from gracetune.memory.driver import HOST, Code, PointerKind
-from gracetune.memory.machine import open_machine
-from gracetune.memory.platform import Platform
+from gracetune.memory.driver import HOST, Code, CudaDriver, PointerKind, open_cuda_driver
+from gracetune.memory.platform import Platform, open_machine
 from gracetune.memory.pool import (
     CudaPools,
     PoolError,

@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from gracetune.plan.probe import probe_host
-from gracetune.train.narrow import narrow
+from gracetune.plan.launch_probe import narrow, probe_host
 
 pytestmark = pytest.mark.gpu
 

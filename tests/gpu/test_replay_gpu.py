@@ -5,11 +5,10 @@ import time
 import pytest
 import torch
 
-from gracetune.plan.measure import KernelTimer
-from gracetune.plan.replay import recipe_of
-from gracetune.plan.shapes import Op
+from gracetune.plan.device_benchmark import KernelTimer
+from gracetune.plan.launch_probe import narrow
+from gracetune.plan.shapes import Op, recipe_of
 from gracetune.plan.trace import trace_model
-from gracetune.train.narrow import narrow
 
 pytestmark = pytest.mark.gpu
 aten = torch.ops.aten

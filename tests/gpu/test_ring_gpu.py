@@ -10,12 +10,11 @@ from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 from waiting import count_waits
 
-from gracetune.memory.cuda_driver import open_cuda_driver
-from gracetune.memory.driver import PointerKind
+from gracetune.memory.driver import PointerKind, open_cuda_driver
 from gracetune.memory.platform import Link
-from gracetune.stream import growth
-from gracetune.stream.movers import CudaCopyEngine, StreamError, open_copy_engine
-from gracetune.stream.weights import stream_weights
+from gracetune.offload import autosize
+from gracetune.offload.copies import CudaCopyEngine, StreamError, open_copy_engine
+from gracetune.offload.ring import stream_weights
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -188,7 +187,7 @@ def test_slots_come_and_go_between_passes(case, told, monkeypatch):
         def lap(self, lane):
             return SaidLap(self.dice.random() ** 4)
 
-    monkeypatch.setattr(growth, "WINDOW", 1)
+    monkeypatch.setattr(autosize, "WINDOW", 1)
     model = wan(recompute=case[0])
     ring = stream_weights(model, list(model.blocks), Moody(random.Random(3)), told, 2, poison=True)
     sizes = set()

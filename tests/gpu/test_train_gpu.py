@@ -7,11 +7,10 @@ import pytest
 import torch
 from waiting import assert_steps_never_wait
 
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 from gracetune.events.types import MemoryUsed, StepDone
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.interrupt import Interrupt
-from gracetune.train.run import run_training
+from gracetune.train.run import Interrupt, run_training
 
 pytestmark = pytest.mark.gpu
 

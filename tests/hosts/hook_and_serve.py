@@ -11,9 +11,7 @@ from types import SimpleNamespace
 import torch
 from PIL import Image
 
-from gracetune.hosts.simpletuner.fields import OPTIONS
-from gracetune.hosts.simpletuner.hooks import install
-from gracetune.hosts.simpletuner.needs import (
+from gracetune.hosts.simpletuner.hooks import (
     CONFIG_STORE,
     FACTORY,
     FIELD_REGISTRY,
@@ -21,10 +19,11 @@ from gracetune.hosts.simpletuner.needs import (
     KEEPER,
     TRACKER,
     TRAINER,
+    install,
 )
 from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
-from gracetune.hosts.simpletuner.webui import install_webui
-from gracetune.memory.machine import open_machine
+from gracetune.hosts.simpletuner.webui import OPTIONS, install_webui
+from gracetune.memory.platform import open_machine
 
 CONFIG = {"seed": 1, "cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}}
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(SRC))
 
 from upstream_modules import FORK, FRESH, TIMED_OUT, Ran, Runner, run_here, warm  # noqa: E402
 
-from gracetune.hosts.simpletuner import needs  # noqa: E402
+from gracetune.hosts.simpletuner import hooks as needs  # noqa: E402
 from gracetune.hosts.simpletuner.__main__ import make_plugin  # noqa: E402
 from gracetune.hosts.simpletuner.hooks import install  # noqa: E402
 from gracetune.hosts.simpletuner.webui import install_webui  # noqa: E402

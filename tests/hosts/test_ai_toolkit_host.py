@@ -20,11 +20,11 @@ pytest.importorskip("albumentations", reason="make test-ai-toolkit runs it in it
 
 import numpy as np
 import torch
+from fakes.miniatures import write_miniature
 from PIL import Image
 from safetensors.torch import load_file
 
 from gracetune.hosts.ai_toolkit.clone import check, install, uninstall
-from gracetune.models.miniature import write_miniature
 
 CLONE = Path(
     os.environ.get("AI_TOOLKIT", Path(__file__).parents[2] / ".hosts" / "ai-toolkit")

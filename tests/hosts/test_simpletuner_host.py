@@ -20,11 +20,9 @@ import torch
 from PIL import Image
 
 from gracetune.hosts.simpletuner.__main__ import check
-from gracetune.hosts.simpletuner.hooks import install
-from gracetune.hosts.simpletuner.needs import FACTORY, JSON, LOCAL, TRACKER, TRAINER
-from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
-from gracetune.hosts.simpletuner.ramp import Accumulation
-from gracetune.memory.machine import open_machine
+from gracetune.hosts.simpletuner.hooks import FACTORY, JSON, LOCAL, TRACKER, TRAINER, install
+from gracetune.hosts.simpletuner.plugin import Accumulation, SimpleTunerPlugin
+from gracetune.memory.platform import open_machine
 
 CONFIG = {
     "model_type": "lora",

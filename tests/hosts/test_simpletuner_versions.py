@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.hosts.probe import probe
-from gracetune.hosts.simpletuner.needs import NEEDS, WEBUI_NEEDS
-from gracetune.hosts.simpletuner.versions import KNOWN
+from gracetune.hosts.simpletuner.hooks import KNOWN, NEEDS, WEBUI_NEEDS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = sorted((ROOT / ".hosts/simpletuner-versions").glob("[0-9]*"))

@@ -20,7 +20,7 @@ pytest.importorskip("simpletuner.helpers", reason="make test-hosts runs it in th
 
 from made_pipeline import write_environment
 
-from gracetune.hosts.simpletuner.fields import OPTIONS
+from gracetune.hosts.simpletuner.webui import OPTIONS
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 pytestmark = pytest.mark.timeout(900)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from gracetune.data.recipe import PLAIN
+from gracetune.data.augment import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gracetune.data.recipe import SampleTransform
+    from gracetune.data.augment import SampleTransform
     from gracetune.data.sample import Companion, Sample, Shape
 
 SCHEMA_VERSION = 1

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from gracetune.cache.fill import BATCH, EncodeItem
+from gracetune.cache.encode import BATCH, EncodeItem
 from gracetune.cache.keys import mask_key
+from gracetune.data.augment import render_mask
 from gracetune.data.prefetch import prefetched
-from gracetune.data.progress import ProgressReporter
-from gracetune.data.recipe import render_mask
 from gracetune.data.sample import UnreadableSampleError, mask_of
+from gracetune.events.dispatcher import ProgressReporter
 from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.cache.encode import Ranks
     from gracetune.cache.keys import CacheKey
-    from gracetune.cache.ranks import Ranks
     from gracetune.cache.store import Store
-    from gracetune.data.decoders import Decoders
+    from gracetune.data.images import Decoders
     from gracetune.data.prefetch import Prefetch
-    from gracetune.data.progress import Tell
     from gracetune.data.sample import Sample, Shape
+    from gracetune.events.dispatcher import Tell
 
     Cells = tuple[int, int]
     """Rows and columns of a latent."""

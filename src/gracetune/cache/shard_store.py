@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from gracetune.cache.index import FORMAT, CacheIndex, unwritable
-from gracetune.cache.packing import LARGE, TORCH_DTYPES, checksum_at, room_for, unpack
-from gracetune.cache.reading import Bits, MappedShards, OpenShards
-from gracetune.cache.rebuild import IndexInUse, renew_index, restore_index
-from gracetune.cache.shards import length_of
+from gracetune.cache.index import FORMAT, CacheIndex, EntryRow, ShardRow, unwritable
+from gracetune.cache.keys import about
+from gracetune.cache.shard_format import (
+    ALIGN,
+    LARGE,
+    OPEN,
+    SEALED,
+    TORCH_DTYPES,
+    adopt_shard,
+    aligned,
+    checksum_at,
+    find_file,
+    find_record,
+    header_cost,
+    length_of,
+    map_file,
+    new_shard,
+    pack,
+    read_record,
+    room_for,
+    room_of,
+    unpack,
+)
+from gracetune.cache.shard_reader import Bits, MappedShards, OpenShards
 from gracetune.cache.store import stack_entries
-from gracetune.cache.writing import ShardWriter
 from gracetune.durable import write_text
+from gracetune.errors import CacheError
 from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
@@ -24,10 +44,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.index import EntryRow
-    from gracetune.cache.packing import Bytes
+    from gracetune.cache.shard_format import Bytes, ShardFile
     from gracetune.cache.store import Allocate, Entry, Room
     from gracetune.events.types import Event
+
 
 MARKER = "gracetune-cache.json"
 INDEX = "index.sqlite"
@@ -382,3 +402,217 @@ def mark_folder(folder: Path) -> None:
 def is_cache(folder: Path) -> bool:
     """Whether a folder is a cache of ours."""
     return (folder / MARKER).is_file()
+
+
+# ------------------------------------------------------------------------------------------
+# Appending entries: bytes first, then the disk's word, then the index.
+
+
+class ShardWriter:
+    """The one file that this process appends to, until it is full; one thread at a time."""
+
+    def __init__(self, shards: Path, index: Path) -> None:
+        self._folder = shards
+        # A connection of its own: readers do not wait while the disk is waited for.
+        self._index = CacheIndex(index)
+        self._file: ShardFile | None = None
+
+    def put(self, entries: Mapping[str, Entry]) -> None:
+        """Keep what is not there yet."""
+        known = self._index.which([*entries])
+        self._append([(_fresh(k, e), e) for k, e in entries.items() if k not in known], moved=False)
+
+    def move(self, rows: Sequence[EntryRow], entries: Sequence[Entry]) -> None:
+        """Write entries again, elsewhere; their rows follow."""
+        self._append([*zip(rows, entries, strict=True)], moved=True)
+
+    def finish(self) -> None:
+        """Seal the file; one without an entry is removed."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        rows = self._index.in_shard(file.row.name)
+        if rows:
+            file.seal(rows)
+        elif self._index.drop_shard(file.row.name):
+            file.remove()
+
+    def close(self) -> None:
+        """Seal, and let go of the index."""
+        self.finish()
+        self._index.close()
+
+    def release(self) -> None:
+        """Let go of the file as it is: the next writer cuts its torn tail off and goes on."""
+        if self._file is not None:
+            self._file.release()
+            self._file = None
+
+    def _append(self, entries: Sequence[tuple[EntryRow, Entry]], *, moved: bool) -> None:
+        """Into as many files as it takes; the rows of a file are committed together."""
+        rows: list[EntryRow] = []
+        try:
+            for before, entry in entries:
+                packed = pack(before.key, entry, before.about)
+                cost = header_cost(before.key, packed.places)
+                file = self._file
+                if file is None or not file.has_room(cost):
+                    self._commit(rows, moved)
+                    rows = []
+                    self.finish()
+                    file = adopt_shard(self._folder, self._index, cost)
+                    file = self._file = file or new_shard(self._folder, self._index, cost)
+                rows.append(
+                    before._replace(
+                        shard=file.row.name,
+                        begin=file.append(packed, cost),
+                        nbytes=packed.nbytes,
+                        tensors=packed.places,
+                        checksum=packed.checksum,
+                    )
+                )
+            self._commit(rows, moved)
+        except BaseException:
+            self.release()
+            raise
+
+    def _commit(self, rows: Sequence[EntryRow], moved: bool) -> None:
+        if rows:
+            assert self._file is not None, "rows without a file"
+            self._file.sync()
+            self._index.add(rows, self._file.row.name, self._file.end, moved)
+
+
+def _fresh(key: str, entry: Entry) -> EntryRow:
+    """A row that has no place yet."""
+    assert entry is not None, f"{key} has nothing to keep"
+    return EntryRow(0, str(key), "", 0, 0, (), b"", about(key))
+
+
+# ------------------------------------------------------------------------------------------
+# A lost or damaged index, made again from the records in the shards: nothing that is whole is
+# encoded twice.
+#
+# Entries that were deleted since, but whose bytes are still there, come back: a key says what its
+# entry was made of, so they are right, and `cache gc` takes them away again.
+
+
+_TOGETHER = 1024
+"""Rows committed at once."""
+
+
+class IndexInUse:
+    """Held as long as a process has the index open; waits while it is made anew."""
+
+    def __init__(self, shards: Path) -> None:
+        self._descriptor: int | None = _open_folder(shards)
+        with suppress(OSError):  # without locks, whoever makes it anew cannot know of us
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """The index may be made anew; a fork that closes its own changes nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    __del__ = close
+
+
+def renew_index(path: Path, shards: Path, marker: Path, tell: Callable[[Event], None]) -> None:
+    """Make a damaged index anew, unless it is in use: what is put through the old one is lost."""
+    descriptor = _open_folder(shards)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        restore_index(path, shards, marker, tell)
+    except BlockingIOError as error:
+        raise CacheError(
+            f"The index of {path.parent} is damaged, and another process has it open. End that, "
+            "then repair."
+        ) from error
+    except OSError as error:
+        raise unwritable(path.parent, error.strerror or error) from error
+    finally:
+        os.close(descriptor)
+
+
+def restore_index(
+    path: Path, shards: Path, marker: Path, tell: Callable[[Event], None]
+) -> int | None:
+    """Make the index anew where it is gone and files are left; how many entries it has then.
+
+    Whoever comes second waits for the first, by the marker's lock, and finds it there.
+    """
+    if path.exists() or not _files(shards):
+        return None
+    with _locked(marker):
+        if path.exists():
+            return None
+        # What SQLite logged for the file that is gone must not be taken for the new one's.
+        for ending in ("-wal", "-shm"):
+            path.with_name(path.name + ending).unlink(missing_ok=True)
+        made = path.with_name(f"{path.name}.new")
+        made.unlink(missing_ok=True)
+        index = CacheIndex(made)
+        try:
+            count = sum(_add_file(index, shards, name) for name in _files(shards))
+        finally:
+            index.close()
+        os.replace(made, path)
+    text = f"the index of {path.parent} was made again from its shards, {count} entries"
+    tell(Notice(text, level="warning", fallback=True))
+    return count
+
+
+def _files(shards: Path) -> list[str]:
+    """The names of files, whether they grow or are sealed."""
+    return sorted({path.stem for path in shards.iterdir() if path.suffix in (OPEN, SEALED)})
+
+
+def _add_file(index: CacheIndex, shards: Path, name: str) -> int:
+    descriptor = find_file(shards, name)
+    if descriptor is None:
+        return 0
+    try:
+        data = map_file(descriptor).numpy()
+    finally:
+        os.close(descriptor)
+    room = room_of(data)
+    index.add_shard(ShardRow(name, room, room))
+    rows, end = [*_rows(data, name, room)], room
+    for start in range(0, len(rows), _TOGETHER):
+        some = rows[start : start + _TOGETHER]
+        end = max(end, some[-1].end)
+        index.add(some, name, end)
+    return len(rows)
+
+
+def _rows(whole: Bytes, name: str, room: int) -> Iterator[EntryRow]:
+    """Entries that are whole; a broken record costs its own entry alone."""
+    at = find_record(whole, aligned(room))
+    while at is not None:
+        told = read_record(whole, at)
+        if told is None:
+            at = find_record(whole, at + ALIGN)
+            continue
+        row = EntryRow(
+            0, told.key, name, told.begin, told.nbytes, told.tensors, told.checksum, told.about
+        )
+        fits = row.end <= len(whole)
+        if fits and checksum_at(whole, row.begin, row.tensors) == row.checksum:
+            yield row
+        at = find_record(whole, aligned(row.end) if fits else row.begin)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

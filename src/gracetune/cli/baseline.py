@@ -25,17 +25,17 @@ from gracetune.events.baseline import (
     compare,
     comparison_lines,
     differences,
+    measure,
     read_baseline,
     report_lines,
 )
-from gracetune.events.measures import measure
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
 
     from gracetune.config.schema import RunFile
-    from gracetune.events.measures import RunMeasurement
+    from gracetune.events.baseline import RunMeasurement
 
 HELP = "Measure a run file, repeatedly, and tell whether a later measurement differs from it."
 SMI_LOG = "nvidia_smi.log"

@@ -84,7 +84,7 @@ def _build(args: argparse.Namespace, tell: Tell) -> int:
 
 
 def _verify(args: argparse.Namespace, tell: Tell) -> int:
-    from gracetune.cache.verify import repair, verify
+    from gracetune.cache.maintenance import repair, verify
 
     reports = []
     with ExitStack() as stack:
@@ -113,11 +113,10 @@ def _verify(args: argparse.Namespace, tell: Tell) -> int:
 
 
 def _collect(args: argparse.Namespace, tell: Tell) -> int:
-    from gracetune.cache.collect import compact, disk_nbytes, find_leftovers
-    from gracetune.cache.inspect import caches_in
+    from gracetune.cache.maintenance import caches_in, compact, disk_nbytes, find_leftovers
+    from gracetune.cache.required_entries import cache_root, old_generations, wanted_keys
     from gracetune.cache.shard_store import ShardStore
     from gracetune.models.family import load_family
-    from gracetune.train.wanted import cache_root, old_generations, wanted_keys
 
     runs = [load_run_file(path).run for path in args.run_files]
     wanted = {key for run in runs for key in wanted_keys(run, load_family(run.model), tell)}
@@ -156,7 +155,7 @@ def _collect(args: argparse.Namespace, tell: Tell) -> int:
 
 
 def _inspect(args: argparse.Namespace, tell: Tell) -> int:
-    from gracetune.cache.inspect import MEANING, explain, find
+    from gracetune.cache.maintenance import MEANING, explain, find
 
     with ExitStack() as stack:
         stores = _stores(args.where, stack, tell)
@@ -180,7 +179,7 @@ def _inspect(args: argparse.Namespace, tell: Tell) -> int:
 
 
 def _stats(args: argparse.Namespace, tell: Tell) -> int:
-    from gracetune.cache.inspect import stats
+    from gracetune.cache.maintenance import stats
 
     with ExitStack() as stack:
         told = [stats(store) for store in _stores(args.where, stack, tell)]
@@ -202,7 +201,7 @@ def _stats(args: argparse.Namespace, tell: Tell) -> int:
 
 
 def _import(args: argparse.Namespace, tell: Tell) -> int:
-    from gracetune.train.imports import import_foreign
+    from gracetune.cache.import_foreign import import_foreign
 
     run = _persistent(args.run_file)
     outcome = import_foreign(run, _family(run), args.folder, tell, write=args.yes)
@@ -231,8 +230,8 @@ def _persistent(run_file: str | Path) -> RunFile:
 
 def _fill(run: RunFile, tell: Tell) -> None:
     """Prepare as training does, and stop before the first step."""
-    from gracetune.train.feed import build_pipeline
-    from gracetune.train.mover import build_batch_transfer
+    from gracetune.cache.batch_transfer import build_batch_transfer
+    from gracetune.data.pipeline import build_pipeline
 
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,10 +254,10 @@ def _device() -> torch.device:
 
 
 def _stores(where: Path, stack: ExitStack, tell: Tell, *, repair: bool = False) -> list[ShardStore]:
-    from gracetune.cache.inspect import caches_in
+    from gracetune.cache.maintenance import caches_in
 
     if _is_run_file(where):
-        from gracetune.train.wanted import cache_root
+        from gracetune.cache.required_entries import cache_root
 
         where = cache_root(load_run_file(where).run)
     return [stack.enter_context(_store(path, tell, repair)) for path in caches_in(where)]
@@ -266,8 +265,7 @@ def _stores(where: Path, stack: ExitStack, tell: Tell, *, repair: bool = False) 
 
 def _store(folder: Path, tell: Tell, repair: bool) -> ShardStore:
     from gracetune.cache.index import DamagedIndexError
-    from gracetune.cache.rebuild import renew_index
-    from gracetune.cache.shard_store import ShardStore, places_in
+    from gracetune.cache.shard_store import ShardStore, places_in, renew_index
 
     try:
         return ShardStore(folder, tell)

@@ -17,25 +17,28 @@ from gracetune import __version__
 from gracetune.cli.env import describe_effects, our_variables
 from gracetune.config.environment import environment_settings, process_environment
 from gracetune.errors import ConfigError
-from gracetune.memory.diagnose import Finding, exit_code, fail, lines, report, skip
-from gracetune.memory.diagnose_device import (
+from gracetune.memory.diagnose import (
+    Finding,
     check_copies,
+    check_environment,
     check_faults,
     check_hints,
-    check_oversubscription,
-    check_pool,
-)
-from gracetune.memory.diagnose_host import (
-    check_environment,
     check_memory,
     check_numa,
+    check_oversubscription,
     check_pages,
     check_platform,
+    check_pool,
     check_torch_build,
     check_versions,
+    exit_code,
+    fail,
+    lines,
     read_kernel,
+    report,
+    skip,
 )
-from gracetune.memory.machine import Machine, open_machine
+from gracetune.memory.platform import Machine, open_machine
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gracetune.events.types import Notice
-    from gracetune.memory.bench import Bench, PoolTrial
+    from gracetune.memory.diagnose import Bench, PoolTrial
     from gracetune.memory.driver import Driver
     from gracetune.memory.platform import Platform
     from gracetune.memory.pool import Unsupported
@@ -240,13 +243,13 @@ def _no_device(torch: Torch, machine: Machine) -> str:
 
 
 def _open_bench(driver: Driver, platform: Platform, nbytes: int) -> Bench:
-    from gracetune.memory.bench import torch_bench
+    from gracetune.memory.diagnose import torch_bench
 
     return torch_bench(driver, platform, nbytes)
 
 
 def _try_pool(bench: Bench) -> PoolTrial | Unsupported:
-    from gracetune.memory.bench import try_pool
+    from gracetune.memory.diagnose import try_pool
     from gracetune.memory.pool import CudaPools, PoolSettings, Unsupported, open_pool
     from gracetune.memory.shim import find_shim
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     del args
     from gracetune.hosts.simpletuner.__main__ import check
-    from gracetune.hosts.simpletuner.needs import NEEDS, WEBUI_NEEDS
+    from gracetune.hosts.simpletuner.hooks import NEEDS, WEBUI_NEEDS
 
     try:
         print(*check((*NEEDS, *WEBUI_NEEDS)), sep="\n")

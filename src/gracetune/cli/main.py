@@ -21,6 +21,7 @@ from gracetune.errors import GracetuneError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+
 VERBS = {
     "train": ("gracetune.cli.train", "train a model as a run file says, or resume it"),
     "plan": ("gracetune.cli.plan", "say what a run will take before it starts, and how to run it"),
@@ -138,3 +139,20 @@ def _discard_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
+
+
+# ------------------------------------------------------------------------------------------
+# The words that name a run file and change it, the same for every verb that reads one.
+
+
+def add_run_file(parser: argparse.ArgumentParser) -> None:
+    """`RUN`, and `--set`."""
+    parser.add_argument("run_file", metavar="RUN", help="a run file: JSON, YAML or TOML")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        dest="overrides",
+        help="change one setting; may be given often",
+    )

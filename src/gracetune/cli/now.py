@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.events.requests import VERBS, ask
+from gracetune.events.run_control import VERBS, ask
 
 if TYPE_CHECKING:
     import argparse

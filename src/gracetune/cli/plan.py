@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cli.run_file import add_run_file
+from gracetune.cli.main import add_run_file
+from gracetune.config.checks import trains_in_bf16
 from gracetune.config.load import load_run_file
-from gracetune.config.rules import trains_in_bf16
 from gracetune.errors import ConfigError
 from gracetune.units import GIB, format_bytes, parse_bytes
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import AdapterSection, PlanSection, RunFile
     from gracetune.events.types import Notice
-    from gracetune.memory.machine import Machine
-    from gracetune.plan.ask import Trained
-    from gracetune.plan.candidates import PlanBudget
-    from gracetune.plan.outlines import Outline
-    from gracetune.plan.peak import Fixed
-    from gracetune.plan.rates import Basics
+    from gracetune.memory.platform import Machine
+    from gracetune.plan.machines import Basics
+    from gracetune.plan.memory import Fixed
+    from gracetune.plan.meta_models import Outline
+    from gracetune.plan.problem import Trained
+    from gracetune.plan.search import PlanBudget
 
 HELP = "memory and speed of a run before it is started, for this machine or a known one"
 CAPTION_SUFFIXES = {".txt", ".json", ".jsonl", ".csv", ".parquet", ".caption"}
@@ -70,7 +70,7 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Plan for this machine, or for a known one."""
-    from gracetune.memory.machine import open_machine
+    from gracetune.memory.platform import open_machine
 
     return plan(args, open_machine, _measured)
 
@@ -84,9 +84,15 @@ def plan(
     run_file = load_run_file(args.run_file, args.overrides).run
     where = _where(args, open_machine, measured, run_file.model.family)
 
-    from gracetune.plan.ask import STORED_SHARES, fixed_of, picture_of, settings_of, wishes_of
-    from gracetune.plan.make import make_plan
-    from gracetune.plan.outlines import outline
+    from gracetune.plan.meta_models import outline
+    from gracetune.plan.problem import (
+        STORED_SHARES,
+        fixed_of,
+        make_plan,
+        picture_of,
+        settings_of,
+        wishes_of,
+    )
     from gracetune.plan.report import Heading, as_json, lines
 
     picture = picture_of(run_file)
@@ -128,8 +134,8 @@ def _budget(
     args: argparse.Namespace, settings: PlanSection, where: Where
 ) -> tuple[PlanBudget, tuple[str, ...]]:
     """What a plan may take, never more than the machine has; with notes where that cuts it."""
-    from gracetune.plan.candidates import PlanBudget
-    from gracetune.plan.rates import FITTED
+    from gracetune.plan.machines import FITTED
+    from gracetune.plan.search import PlanBudget
 
     notes: list[str] = []
 
@@ -164,8 +170,7 @@ def _where(
     family: str,
 ) -> Where:
     from gracetune.memory.platform import Link
-    from gracetune.plan.machines import MACHINES, machine
-    from gracetune.plan.rates import basics_of
+    from gracetune.plan.machines import MACHINES, basics_of, machine
 
     if args.machine is not None:
         known = machine(args.machine)
@@ -199,7 +204,7 @@ def _where(
 def _measured(device: int, family: str) -> Basics:
     import torch
 
-    from gracetune.train.measuring import measure_gpu
+    from gracetune.plan.device_benchmark import measure_gpu
 
     return measure_gpu(torch.device("cuda", device), family, _tell)
 
@@ -211,9 +216,9 @@ def _tell(notice: Notice) -> None:
 
 def _trained(run_file: RunFile, shape: Outline) -> Trained:
     """What one expert trains, and what the optimizer keeps for it."""
-    from gracetune.optim.footprint import state_nbytes_each
+    from gracetune.optim.build import state_nbytes_each
     from gracetune.optim.update import Travel
-    from gracetune.plan.ask import MASTER_NBYTES, Trained
+    from gracetune.plan.problem import MASTER_NBYTES, Trained
 
     count = make_trainable(shape, run_file.adapter)
     trained = [p for p in shape.model.parameters() if p.requires_grad]
@@ -232,7 +237,7 @@ def make_trainable(shape: Outline, section: AdapterSection | None) -> int:
     if section is None:
         shape.model.requires_grad_(True)
     else:
-        from gracetune.train.narrow import prepare
+        from gracetune.plan.launch_probe import prepare
 
         prepare(shape, section)
     return sum(p.numel() for p in shape.model.parameters() if p.requires_grad)
@@ -258,7 +263,7 @@ def _with_staged(fixed: Fixed, run_file: RunFile) -> Fixed:
 
 def staged_nbytes(run_file: RunFile) -> int:
     """Files of local data sets that are staged, as large as they are on disk."""
-    from gracetune.config.data_schema import STAGED
+    from gracetune.config.schema import STAGED
 
     total = 0
     for section in run_file.datasets:

@@ -8,28 +8,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forkport.apply import PORT_BRANCH, begin, resume, roll_back
+from forkport.extract import extract
+from forkport.git import open_git
+from forkport.patches import GROUPS, MANIFEST, ValidationCommands, read_manifest
+from forkport.plan import CHECKLIST, checklist, conflict_lines, make_plan, plan_json, plan_lines
+from forkport.state import find_state, patches_of
+from forkport.validate import validate
+from forkport.worktree import uncommitted
 from gracetune.config.environment import process_environment
 from gracetune.errors import PortError
-from gracetune.hosts.port.apply import PORT_BRANCH, begin, resume
-from gracetune.hosts.port.checklist import CHECKLIST, checklist
-from gracetune.hosts.port.extract import extract
-from gracetune.hosts.port.git import open_git
-from gracetune.hosts.port.patches import GROUPS, MANIFEST, ValidationCommands, read_manifest
-from gracetune.hosts.port.plan import make_plan
-from gracetune.hosts.port.report import conflict_lines, plan_json, plan_lines
-from gracetune.hosts.port.rollback import roll_back
-from gracetune.hosts.port.state import find_state, patches_of
-from gracetune.hosts.port.validate import validate
-from gracetune.hosts.port.worktree import uncommitted
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from gracetune.hosts.port.apply import ApplyOutcome
-    from gracetune.hosts.port.git import Git
-    from gracetune.hosts.port.patches import Group, Manifest
-    from gracetune.hosts.port.state import Ran
+    from forkport.apply import ApplyOutcome
+    from forkport.git import Git
+    from forkport.patches import Group, Manifest
+    from forkport.state import Ran
 
 HELP = (
     "Keep a fork alive: take its delta out as patches, plan and put them onto a newer upstream, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gracetune.config.render import json_schema
+from gracetune.config.load import json_schema
 
 if TYPE_CHECKING:
     import argparse

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from gracetune.cli.run_file import add_run_file
+from gracetune.cli.main import add_run_file
+from gracetune.config.checks import check_trainable
 from gracetune.config.environment import prefer_growing_segments
 from gracetune.config.load import load_run_file
-from gracetune.config.rules import check_trainable
 
 if TYPE_CHECKING:
     import argparse

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gracetune.data.media import opened, reason_of
+from gracetune.data.pyav import opened, reason_of
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import ConfigError
 

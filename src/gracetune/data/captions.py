@@ -7,7 +7,7 @@ import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from gracetune.data.parallel import default_workers, ordered_map
+from gracetune.data.prefetch import default_workers, ordered_map
 from gracetune.data.source import printable
 from gracetune.errors import ConfigError, DataError
 
@@ -157,7 +157,7 @@ def _read_jsonl(data: bytes, where: str) -> Rows:
 
 def _read_parquet(data: bytes, where: str) -> Rows:
     # Here, because only who has such a table needs the package behind it.
-    from gracetune.data.parquet import read_caption_table
+    from gracetune.data.tables import read_caption_table
 
     for number, (name, caption) in enumerate(read_caption_table(data, where)):
         yield f"{where}, row {number}", name, caption

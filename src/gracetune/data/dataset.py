@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol, cast
 
 from blake3 import blake3
 
 from gracetune import registry
-from gracetune.config.data_schema import STAGED
+from gracetune.config.schema import STAGED
 from gracetune.data import audio, images, video
 from gracetune.data.captions import read_captions
 from gracetune.data.conditioning import find_companions, same_aspect
 from gracetune.data.prefetch import by_threads, prefetched
-from gracetune.data.progress import ProgressReporter
 from gracetune.data.sample import Companion, Sample, UnreadableSampleError
-from gracetune.data.staged import StagedSource
+from gracetune.data.source import data_dir, printable, walk
+from gracetune.data.staging import StagedSource
+from gracetune.durable import write_text
 from gracetune.errors import DataError
+from gracetune.events.dispatcher import ProgressReporter
 from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Sequence
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.conditioning import Role
-    from gracetune.data.corruption import CorruptionLog
-    from gracetune.data.progress import Tell
     from gracetune.data.source import Source
+    from gracetune.events.dispatcher import Tell
+
 
 SOURCES = {
-    "local": "gracetune.data.address:open_address",
-    "in_memory": "gracetune.data.address:open_address",
-    "tar": "gracetune.data.tar:open_tar",
-    "parquet": "gracetune.data.parquet:open_parquet",
-    "hf": "gracetune.data.hf_datasets:open_hf",
+    "local": "gracetune.data.dataset:open_address",
+    "in_memory": "gracetune.data.dataset:open_address",
+    "tar": "gracetune.data.shards:open_tar",
+    "parquet": "gracetune.data.tables:open_parquet",
+    "hf": "gracetune.data.tables:open_hf",
     "remote": "gracetune.data.remote:open_remote",
     "shapes": "gracetune.data.shapes:open_shapes",
 }
@@ -221,3 +224,139 @@ def _tell_empty(section: DatasetSection, captions: dict[str, str], tell: Tell) -
                 level="warning",
             )
         )
+
+
+# ------------------------------------------------------------------------------------------
+# What `instance_data_dir` names: a folder, shards, tables, a saved data set, or an address.
+
+
+OPENERS = {
+    "folder": "gracetune.data.source:open_folder",
+    "tar": "gracetune.data.shards:open_tar",
+    "parquet": "gracetune.data.tables:open_parquet",
+    "hf": "gracetune.data.tables:open_hf",
+    "remote": "gracetune.data.remote:open_remote",
+}
+SAVED_DATASET = ("dataset_dict.json", "state.json")
+"""What only a folder has that Hugging Face `datasets` saved."""
+SHARDS = (".tar", ".parquet")
+BESIDE = frozenset((".md", ".json", ".yaml", ".yml", ""))
+"""Endings of files that lie beside shards and tables and are not samples."""
+
+
+def open_address(section: DatasetSection, setting: str, tell: Tell) -> Source:
+    """The source of `local` and `in_memory`: whatever the address turns out to be."""
+    kind = kind_of_address(data_dir(section, setting))
+    source = _open(kind, section, setting, tell)
+    if kind == "remote":
+        held = _kind_of_files(source.keys())
+        return source if held == "folder" else _open(held, section, setting, tell)
+    return source
+
+
+def kind_of_address(address: str) -> str:
+    """By its scheme, its ending, or what the folder holds; a name in OPENERS."""
+    if "://" in address:
+        return _ending(address)[1:] if is_shard(address) else "remote"
+    root = os.path.expanduser(address)
+    if not os.path.isdir(root):
+        return _ending(root)[1:] if is_shard(root) else "folder"
+    if any(os.path.isfile(os.path.join(root, name)) for name in SAVED_DATASET):
+        return "hf"
+    try:
+        return _kind_of_files(walk(Path(root)))
+    except OSError:
+        return "folder"  # opening it says what is wrong
+
+
+def is_shard(address: str) -> bool:
+    """Whether it is the name of one file of many samples, or a pattern of such names."""
+    return _ending(address) in SHARDS
+
+
+def _open(kind: str, section: DatasetSection, setting: str, tell: Tell) -> Source:
+    opener = cast("Callable[..., Source]", registry.load("source", kind, OPENERS))
+    return opener(section, setting, tell)
+
+
+def _kind_of_files(keys: Iterable[str]) -> str:
+    """Nothing but shards, or nothing but tables; the first other file settles it."""
+    found = ""
+    for key in keys:
+        ending = _ending(key)
+        if ending in BESIDE:
+            continue
+        if ending not in SHARDS or found not in ("", ending):
+            return "folder"
+        found = ending
+    return found[1:] or "folder"
+
+
+def _ending(name: str) -> str:
+    """In small letters; what an address asks of its server is no part of the name."""
+    path = name.partition("?")[0] if name.startswith(("http://", "https://")) else name
+    return os.path.splitext(path)[1].lower()
+
+
+# ------------------------------------------------------------------------------------------
+# Which samples could not be read, and when that is too many to go on.
+
+
+NAMED = 5
+"""How many files an error names; the report has them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corruption:
+    """One sample that is left out."""
+
+    dataset: str
+    key: str
+    reason: str
+
+
+class CorruptionLog:
+    """Keeps every unreadable sample of a run, once each, and tells it by name."""
+
+    def __init__(self, tell: Tell, report: Path | None = None) -> None:
+        """`report` is written before a run stops for its broken files, which must be mended."""
+        self._tell = tell
+        self._report = report
+        self._entries: dict[tuple[str, str], Corruption] = {}
+
+    @property
+    def entries(self) -> tuple[Corruption, ...]:
+        """In the order in which they were found."""
+        return tuple(self._entries.values())
+
+    def record(self, dataset: str, key: str, reason: str) -> None:
+        """Leave a sample out; the second time the same one is recorded says nothing new."""
+        if (dataset, key) in self._entries:
+            return
+        self._entries[dataset, key] = Corruption(dataset, key, reason)
+        text = f"data set {dataset!r}: {printable(key)} is left out: {printable(reason)}"
+        self._tell(Notice(text, level="warning"))
+
+    def check(self, dataset: str, total: int, rate: float) -> None:
+        """Stop once more than `rate` of the `total` samples are unreadable."""
+        broken = [entry for entry in self.entries if entry.dataset == dataset]
+        if len(broken) / total <= rate:
+            return
+        named = "; ".join(f"{printable(e.key)} ({printable(e.reason)})" for e in broken[:NAMED])
+        more = f"; and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
+        if self._report is not None:
+            self.write(self._report)
+            more += f" (all of them in {self._report})"
+        raise DataError(
+            f"data set {dataset!r}: {len(broken)} of {total} samples cannot be read, more than "
+            f"max_corruption_rate {rate:g} allows: {named}{more}. Mend or remove these files, or "
+            "raise max_corruption_rate."
+        )
+
+    def write(self, path: Path) -> None:
+        """Leave a report for whoever mends the files."""
+        report = {
+            "unreadable": len(self._entries),
+            "samples": [asdict(entry) for entry in self.entries],
+        }
+        write_text(path, json.dumps(report, indent=2, ensure_ascii=False) + "\n")

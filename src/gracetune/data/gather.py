@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gracetune.data.source import FileRange
-    from gracetune.memory.arena import Hand
+    from gracetune.memory.shared_arena import Hand
 
 ABI = 2
 """Raised together with the one in gather.c whenever the two must change together."""

@@ -12,23 +12,153 @@ import threading
 import warnings
 import zlib
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
-from gracetune.data.decoders import MODES, PILLOW
-from gracetune.data.headers import PNG_EXIF, plain_header, png_chunks
 from gracetune.data.sample import UnreadableSampleError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
+
+    from gracetune.data.sample import Size
+
+    Pixels = NDArray[np.uint8]
+    Decode = Callable[[bytes, str, Size], Pixels | None]
+    """From a file, the Pillow mode of its header and the smallest size that will do."""
+    DecodePlain = Callable[[bytes], Pixels | None]
+    """From a file that `headers` has found to be plain: nothing is asked again."""
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-    from gracetune.data.decoders import Decoders, Pixels
-    from gracetune.data.sample import Size
+
+Lanczos = Literal["pillow", "torch"]
+MODES = ("L", "RGB", "RGBA")
+"""Eight bits a channel: in all others Pillow's reading is the definition."""
+
+_JPEG_COLOURS = {"L": "GRAY", "RGB": "RGB"}
+_PNG_DEPTH = 24
+_WEBP_CHUNK, _WEBP_FLAGS, _WEBP_ANIMATION = slice(12, 16), 20, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Decoders:
+    """What reads which format; where there is none, Pillow does."""
+
+    by_format: Mapping[str, Decode] = field(default_factory=dict)
+    lanczos: Lanczos = "pillow"
+    plain: Mapping[str, DecodePlain] = field(default_factory=dict)
+    """The same for plain files, by the fastest that there is."""
+    why: str = "pictures are decoded and resized by Pillow"
+
+
+PILLOW = Decoders()
+
+
+def choose_decoders() -> Decoders:
+    """Look once what is installed; nothing below asks again."""
+    found: dict[str, Decode] = {}
+    plain: dict[str, DecodePlain] = {}
+    names = []
+    for add in (_add_simplejpeg, _add_imagecodecs):
+        try:
+            names.append(add(found, plain))
+        except ImportError:
+            continue  # an extra that is not installed
+    lanczos: Lanczos = "torch" if _torch_has_lanczos() else "pillow"
+    who = f"pictures are decoded by {', '.join([*names, 'Pillow'])} and resized by {lanczos}"
+    more = "" if len(names) == 2 else "; `pip install gracetune[images]` makes it faster"
+    return Decoders(found, lanczos, plain, who + more)
+
+
+def _torch_has_lanczos() -> bool:
+    """Since torch 2.13, for eight bits on the CPU.
+
+    Asked with pixels that lie as pictures do: with few of them in planes torch fails by itself.
+    """
+    import torch
+
+    try:
+        pixels = torch.zeros((1, 8, 8, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+        torch.nn.functional.interpolate(pixels, size=(4, 4), mode="lanczos", antialias=True)
+    except (ValueError, NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _tried(decode: Callable[[bytes], Pixels], *refusals: type[Exception]) -> DecodePlain:
+    """The decoder, with none for what it refuses."""
+
+    def call(data: bytes) -> Pixels | None:
+        try:
+            return decode(data)
+        except refusals:
+            return None
+
+    return call
+
+
+def _add_simplejpeg(found: dict[str, Decode], plain: dict[str, DecodePlain]) -> str:
+    import simplejpeg
+
+    def jpeg(data: bytes, mode: str, least: Size) -> Pixels | None:
+        if mode not in _JPEG_COLOURS:
+            return None
+        try:
+            # strict: what libjpeg only warns about is for Pillow to judge
+            pixels: Pixels = simplejpeg.decode_jpeg(
+                data, _JPEG_COLOURS[mode], min_width=least[0], min_height=least[1], strict=True
+            )
+        except ValueError:
+            return None
+        return pixels[:, :, 0] if mode == "L" else pixels
+
+    found["JPEG"] = jpeg
+    plain["JPEG"] = _tried(simplejpeg.decode_jpeg, ValueError)  # strict, too, unless told otherwise
+    return "simplejpeg (JPEG)"
+
+
+def _add_imagecodecs(found: dict[str, Decode], plain: dict[str, DecodePlain]) -> str:
+    import imagecodecs
+
+    def png(data: bytes, mode: str, least: Size) -> Pixels | None:  # noqa: ARG001
+        if data[_PNG_DEPTH] != 8 or b"acTL" in png_chunks(data):
+            return None
+        try:
+            pixels: Pixels = imagecodecs.png_decode(data)
+        except (imagecodecs.PngError, ValueError):
+            return None
+        return pixels
+
+    def webp(data: bytes, mode: str, least: Size) -> Pixels | None:  # noqa: ARG001
+        if data[_WEBP_CHUNK] == b"VP8X" and data[_WEBP_FLAGS] & _WEBP_ANIMATION:
+            return None
+        try:
+            pixels: Pixels = imagecodecs.webp_decode(data, hasalpha=mode == "RGBA")
+        except (imagecodecs.WebpError, ValueError):
+            return None
+        return pixels
+
+    found |= {"PNG": png, "WEBP": webp}
+    opaque = partial(imagecodecs.webp_decode, hasalpha=False)
+    plain["PNG"] = _tried(imagecodecs.spng_decode, imagecodecs.SpngError, ValueError, MemoryError)
+    plain["WEBP"] = _tried(opaque, imagecodecs.WebpError, ValueError)
+    return "imagecodecs (PNG, WebP)"
+
+
+# ------------------------------------------------------------------------------------------
+# From the bytes of a picture file to pixels: upright, sRGB, opaque, eight bits.
+#
+# Sizes, orders and caches are others'. Whatever Pillow cannot read, or should not, is one error
+# here:
+# `UnreadableImageError`, with a reason for people.
+
 
 EXTENSIONS = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"))
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
@@ -318,3 +448,118 @@ def _over(colour: str, image: Image.Image) -> Image.Image:
     paper = Image.new("RGB", image.size, colour)
     paper.paste(image, mask=image.getchannel("A"))
     return paper
+
+
+# ------------------------------------------------------------------------------------------
+# What the first bytes of a picture say, where it is as plain as most are.
+#
+# Plain is eight bits of red, green and blue, upright, opaque, still, and of no colour profile.
+# Such a
+# file needs no more than its decoder. Of all others, and of what looks odd, nothing is said here:
+# Pillow opens them.
+
+
+_PNG_MARK = b"\x89PNG\r\n\x1a\n"
+_PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt")
+_PNG_HEAD = struct.Struct(">IIBB").unpack_from
+_PNG_CHUNK = struct.Struct(">I4s").unpack_from
+_PNG_RGB = [8, 2]
+PNG_EXIF = frozenset((b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp"))
+"""Where the orientation of a PNG picture can be."""
+_PNG_SPECIAL = PNG_EXIF | {b"tRNS", b"iCCP", b"acTL"}
+
+_JPEG_START = 0xD8
+_JPEG_SEGMENT = struct.Struct(">HH").unpack_from
+_JPEG_FRAME = struct.Struct(">BHHBBxxBxxB").unpack_from
+"""Depth, height, width, the number of components, and the name of each."""
+_JPEG_FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)
+"""Huffman-coded frames: baseline, extended and progressive."""
+_JPEG_SCAN = 0xFFDA
+_JPEG_PLAIN = frozenset((0xFFC4, 0xFFDB, 0xFFDD, 0xFFE0, 0xFFFE))
+"""Tables, restart interval, JFIF and comment: others can hold a turn, a profile, or colour."""
+_JPEG_COMPONENTS = (3, 1, 2, 3)
+"""How JFIF numbers them; other numbers can mean other colours."""
+
+_WEBP_SIZE = 0x3FFF
+_WEBP_LOSSY_MARK = b"\x9d\x01\x2a"
+_WEBP_LOSSLESS_MARK = 0x2F
+_WEBP_ALPHA = 1 << 28
+
+
+def plain_header(data: bytes) -> tuple[str, Size] | None:
+    """Format and size of a plain picture; none where Pillow has to look.
+
+    In few steps: a decoder fills the processor's caches with pixels, so whatever Python does
+    between two of them is fetched from memory again, and takes ten times as long.
+    """
+    try:
+        file_format, read = _READERS[data[0]]
+        size = read(data)
+    except (KeyError, IndexError, struct.error):
+        return None  # of another format, or it ends within its header
+    return None if size is None else (file_format, size)
+
+
+def png_chunks(data: bytes) -> set[bytes]:
+    """The names of a PNG file's chunks, and the keywords of its texts, without reading pixels."""
+    names, at, end = set(), 8, len(data) - 8
+    while at <= end:
+        length, name = _PNG_CHUNK(data, at)
+        if name != b"IDAT":  # most of them, and none of the others is looked for so often
+            names.add(name)
+            if name in _PNG_TEXTS:
+                names.add(data[at + 8 : at + 88].partition(b"\0")[0])
+        at += 12 + length
+    return names
+
+
+def _png(data: bytes) -> Size | None:
+    if not data.startswith(_PNG_MARK):
+        return None
+    width, height, *kind = _PNG_HEAD(data, 16)
+    if kind != _PNG_RGB or not _PNG_SPECIAL.isdisjoint(png_chunks(data)):
+        return None
+    return width, height
+
+
+def _jpeg(data: bytes) -> Size | None:
+    size, at = None, 2
+    if data[1] != _JPEG_START:
+        return None
+    while True:
+        marker, length = _JPEG_SEGMENT(data, at)
+        if marker in _JPEG_PLAIN:
+            at += 2 + length
+        elif marker == _JPEG_SCAN:
+            return size
+        elif marker in _JPEG_FRAMES and size is None:
+            frame = _JPEG_FRAME(data, at + 4)
+            if frame[0] != 8 or frame[3:] != _JPEG_COMPONENTS:
+                return None
+            size = frame[2], frame[1]
+            at += 2 + length
+        else:
+            return None
+
+
+def _webp(data: bytes) -> Size | None:
+    match data[:4] + data[8:16]:
+        case b"RIFFWEBPVP8 ":
+            if data[23:26] != _WEBP_LOSSY_MARK:
+                return None
+            width, height = struct.unpack_from("<HH", data, 26)
+            return width & _WEBP_SIZE, height & _WEBP_SIZE
+        case b"RIFFWEBPVP8L":
+            mark, bits = struct.unpack_from("<BI", data, 20)
+            if mark != _WEBP_LOSSLESS_MARK or bits & _WEBP_ALPHA:
+                return None
+            return (bits & _WEBP_SIZE) + 1, (bits >> 14 & _WEBP_SIZE) + 1
+    return None
+
+
+_READERS: dict[int, tuple[str, Callable[[bytes], Size | None]]] = {
+    0xFF: ("JPEG", _jpeg),
+    0x89: ("PNG", _png),
+    ord("R"): ("WEBP", _webp),
+}
+"""By the first byte of a file; each reader looks at the next ones itself."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gracetune.data.augment import permutation, uniform
 from gracetune.data.prefetch import Prefetch, prefetched
-from gracetune.data.randomness import permutation, uniform
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:

@@ -2,23 +2,262 @@
 
 from __future__ import annotations
 
+import io
 import time
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
+from urllib.parse import unquote
 
 from blake3 import blake3
 
-from gracetune.data.address import is_shard, open_address
-from gracetune.data.folder import data_dir
-from gracetune.data.remote_files import RANGE_NBYTES, RemoteFiles, mark_of
-from gracetune.data.source import check_name, is_hidden
+from gracetune.data.dataset import is_shard, open_address
+from gracetune.data.prefetch import ordered_map
+from gracetune.data.source import check_name, data_dir, is_hidden
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from _typeshed import WriteableBuffer
 
     from gracetune.config.schema import DatasetSection, RemoteSection
-    from gracetune.data.progress import Tell
     from gracetune.data.source import Source
+    from gracetune.events.dispatcher import Tell
+
+
+try:
+    import aiohttp
+    import fsspec
+    from botocore.exceptions import BotoCoreError
+    from fsspec.asyn import AsyncFileSystem, sync
+except ModuleNotFoundError as missing:
+    raise DataError(
+        f"addresses such as s3://... are read by a package that is not installed ({missing.name}). "
+        "Install it with: pip install 'gracetune[remote]'."
+    ) from missing
+
+Result = TypeVar("Result")
+
+RANGE_NBYTES = 8 * 1024**2
+"""What one request asks for: what a broken connection costs at most."""
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 10.0
+_TOO_BUSY = (408, 425, 429)
+_FAILURES = (OSError, aiohttp.ClientError, BotoCoreError)
+"""What file systems raise when a request fails; aiohttp's and botocore's are no OSErrors."""
+_AT_ONCE = 16
+"""Shards whose lengths are asked for at the same time."""
+_MARKS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime")
+"""What file systems call that which changes with a file."""
+
+
+class RemoteFiles:
+    """The file system behind an address, asked until it answers."""
+
+    def __init__(
+        self,
+        address: str,
+        section: RemoteSection,
+        setting: str,
+        range_nbytes: int = RANGE_NBYTES,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`setting` is the data set's place in the run file, for messages: `datasets[0]`."""
+        self.address = address
+        self._timeout_s = section.timeout_s
+        self._retries = section.retries
+        self._range = range_nbytes
+        self._pause = pause
+        self._setting = setting
+        with self._listing():
+            self._fs, self.root = fsspec.url_to_fs(address, **section.options)
+        self.over_http = "http" in self._fs.protocol
+
+    def find(self) -> Mapping[str, dict[str, Any]]:
+        """Every file below the address, with what its listing tells."""
+        # Left to itself, http skips the folders that it cannot list.
+        strictly = {"on_error": "raise"} if self.over_http else {}
+        with self._listing():
+            found: dict[str, dict[str, Any]] = self._fs.find(self.root, detail=True, **strictly)
+        return {path: about for path, about in found.items() if about["type"] == "file"}
+
+    def match(self) -> list[str]:
+        """Every path that the address, a pattern, stands for."""
+        with self._listing():
+            return sorted(self._fs.glob(self.root))
+
+    def shown(self, path: str) -> str:
+        """The name that people know it by."""
+        return unquote(path) if self.over_http else path
+
+    def info(self, path: str) -> dict[str, Any]:
+        """Length and marks of one file; OSError in the end."""
+        return self._insist(partial(self._ask, path))
+
+    def read(self, path: str, start: int, stop: int, size: int) -> bytes:
+        """Bytes `start` to `stop` of a file of `size`, each range asked for again where it fails.
+
+        All of the file comes where a server knows no ranges.
+        """
+        parts: list[bytes] = []
+        while start < stop:
+            end = min(start + self._range, stop)
+            data = self._insist(partial(self._cat, path, start, end, size))
+            if len(data) != end - start:
+                return data
+            parts.append(data)
+            start = end
+        return b"".join(parts) if len(parts) != 1 else parts[0]
+
+    def _cat(self, path: str, start: int, end: int, size: int) -> bytes:
+        if isinstance(self._fs, AsyncFileSystem):
+            ask = self._fs._cat_file
+            data: bytes = sync(
+                self._fs.loop, ask, path, start=start, end=end, timeout=self._timeout_s
+            )
+        else:
+            data = self._fs.cat_file(path, start=start, end=end)
+        if len(data) not in (end - start, size):
+            raise OSError(f"{len(data)} bytes came for bytes {start} to {end} of {size}")
+        return data
+
+    def _ask(self, path: str) -> dict[str, Any]:
+        if isinstance(self._fs, AsyncFileSystem):
+            found = sync(self._fs.loop, self._fs._info, path, timeout=self._timeout_s)
+        else:
+            found = self._fs.info(path)
+        if found["size"] is None:
+            raise OSError("the server does not say how long it is")
+        return cast("dict[str, Any]", found)
+
+    def _insist(self, ask: Callable[[], Result]) -> Result:
+        """Ask until there is an answer, a little later each time; OSError in the end."""
+        attempt = 0
+        while True:
+            try:
+                return ask()
+            except _FAILURES as error:
+                attempt += 1
+                if _is_final(error) or attempt > self._retries:
+                    raise OSError(f"{_reason(error)}, after {attempt} attempts") from error
+            self._pause(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)))
+
+    @contextmanager
+    def _listing(self) -> Iterator[None]:
+        try:
+            yield
+        except (*_FAILURES, ValueError, ImportError) as error:
+            raise DataError(
+                f"{self._setting}.instance_data_dir is {self.address!r}: it cannot be listed "
+                f"({_reason(error)}). Check the address, your credentials and "
+                f"{self._setting}.remote.options."
+            ) from error
+
+
+def mark_of(about: Mapping[str, Any]) -> str:
+    """What a listing tells of a file's version; empty where it tells nothing."""
+    return next((str(about[name]) for name in _MARKS if about.get(name) is not None), "")
+
+
+def find_remote_shards(
+    address: str, ending: str, section: RemoteSection, setting: str
+) -> list[RemoteShard]:
+    """One file, those below an address, or those that match a pattern."""
+    files = RemoteFiles(address, section, setting)
+    if "*" in files.root:
+        paths = files.match()
+    elif files.root.partition("?")[0].lower().endswith(ending):
+        paths = [files.root]
+    else:
+        paths = sorted(path for path in files.find() if path.lower().endswith(ending))
+    try:
+        return list(ordered_map(lambda path: RemoteShard(files, path), paths, _AT_ONCE))
+    except OSError as error:
+        raise DataError(
+            f"{setting}.instance_data_dir is {address!r}: a file of it cannot be read ({error}). "
+            f"Check the address, your credentials and {setting}.remote.options."
+        ) from error
+
+
+class RemoteShard:
+    """A file at an address, of which parts are read."""
+
+    folder = None
+
+    def __init__(self, files: RemoteFiles, path: str) -> None:
+        self._files = files
+        self._path = path
+        about = files.info(path)
+        self._size = int(about["size"])
+        self._mark = mark_of(about)
+        self.name = files.shown(path)
+
+    def open(self, ahead_nbytes: int) -> BinaryIO:
+        return cast("BinaryIO", io.BufferedReader(_Ranges(self, self._size), ahead_nbytes))
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        stop = offset + nbytes
+        if stop > self._size:
+            raise OSError(f"the file that it lies in ends {stop - self._size} bytes too early")
+        data = self._files.read(self._path, offset, stop, self._size)
+        if len(data) != nbytes:
+            raise OSError(
+                "the server sends whole files where a part is asked for; copy it to this machine"
+            )
+        return data
+
+    def place(self, offset: int, nbytes: int) -> None:  # noqa: ARG002
+        return None
+
+    def stamp(self) -> str:
+        return f"{self._size} {self._mark}"
+
+
+class _Ranges(io.RawIOBase):
+    """A shard as the unbuffered file that archives and tables are read from."""
+
+    def __init__(self, shard: RemoteShard, size: int) -> None:
+        self._shard = shard
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        into = memoryview(buffer).cast("B")
+        count = max(0, min(len(into), self._size - self._at))
+        into[:count] = self._shard.read(self._at, count)
+        self._at += count
+        return count
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether asking again cannot help."""
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return True
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.status < 500 and error.status not in _TOO_BUSY
+    return False
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+# ------------------------------------------------------------------------------------------
+# Anything that fsspec can address as a source: s3, http and the others, each file a sample.
 
 
 class RemoteSource:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 from PIL import Image, ImageDraw
 
-from gracetune.data.folder import FolderSource, data_dir
+from gracetune.data.source import FolderSource, data_dir
 from gracetune.errors import ConfigError, DataError
 from gracetune.events.types import Notice
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gracetune.config.schema import DatasetSection, ShapesSection
-    from gracetune.data.progress import Tell
+    from gracetune.events.dispatcher import Tell
 
 Colour = tuple[int, int, int]
 

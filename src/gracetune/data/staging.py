@@ -1,40 +1,295 @@
-"""Filling an arena from a source: every file is read once, by threads, and none is held twice.
+"""A source held in host memory: every file is read once, and none is opened again.
 
-A worker takes a run of files. Those that lie in plain files and stay as they are it copies inside
-the kernel: all by one call where the compiled helper is there, else the large ones one by one. The
-others are gathered, compressed where that helps, and written together.
+All bytes lie in one arena that the processes of a machine share; how they get there is `staging`'s.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import resource
+import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+from blake3 import blake3
 
-from gracetune.data.budget import StagingBudget
-from gracetune.data.codecs import CODECS, pack
-from gracetune.data.gather import ODD, MissingGather
-from gracetune.data.index import PLAIN, Columns, write_index
-from gracetune.data.packing import Packing, choose_packing
-from gracetune.data.parallel import chunks, default_workers, ordered_map
-from gracetune.data.progress import ProgressReporter
-from gracetune.data.source import EstimatingSource, FileSource, demand_whole
+from gracetune.data.codecs import CODECS, Packing, choose_packing, pack
+from gracetune.data.gather import ODD, MissingGather, find_gather
+from gracetune.data.prefetch import chunks, default_workers, ordered_map
+from gracetune.data.source import EstimatingSource, FileSource, StampedSource, demand_whole
+from gracetune.data.staging_index import PLAIN, Columns, StagedFile, StagingIndex, write_index
+from gracetune.errors import DataError
+from gracetune.events.dispatcher import ProgressReporter
 from gracetune.events.types import Notice
-from gracetune.memory.arena import ArenaFullError, ArenaWriter
-from gracetune.units import format_bytes
+from gracetune.memory.platform import read_host
+from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, share
+from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gracetune.config.schema import InMemorySection
     from gracetune.data.gather import Gather
-    from gracetune.data.progress import Tell
     from gracetune.data.source import FileRange, Source
-    from gracetune.memory.arena import Arena, Hand
+    from gracetune.events.dispatcher import Tell
+    from gracetune.memory.shared_arena import Hand, Ticket
+
+
+RESERVE_NBYTES = 4 * GIB
+RESERVE_SHARE = 0.1
+"""What staging leaves to everyone else: this much, or this share of a small machine."""
+WATCH_NBYTES = 256 * MIB
+"""Stored bytes between two looks at the host: others take memory while we read."""
+
+
+def host_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
+    """Bytes that could be staged now; negative where the reserve is gone already."""
+    host = read_host(proc, sys, os.sysconf("SC_PAGE_SIZE"))
+    return host.room_bytes() - min(RESERVE_NBYTES, int(RESERVE_SHARE * host.size_bytes()))
+
+
+class StagingBudget:
+    """The tighter of both limits, and the error that says what would fit."""
+
+    def __init__(
+        self,
+        limit_gib: float | None,
+        raw_nbytes: int,
+        num_files: int,
+        setting: str,
+        room: Callable[[], int],
+    ) -> None:
+        """`raw_nbytes` and `num_files` are the whole data set, as far as it can be foretold."""
+        self._limit_gib = limit_gib
+        self._raw_total = raw_nbytes
+        self._num_files = num_files
+        self._setting = setting
+        self._room = room
+        self._lock = threading.Lock()
+        self._raw = self._stored = self._watched = 0
+        room_now = room()
+        asked = None if limit_gib is None else int(limit_gib * GIB)
+        self._is_the_users = asked is not None and asked <= room_now
+        self.nbytes = asked if asked is not None and self._is_the_users else max(0, room_now)
+        """The most that may be stored."""
+
+    def check(self, least: int) -> None:
+        """Before reading: `least` bytes are sure to be stored."""
+        if least > self.nbytes:
+            raise self._exceeded(least)
+
+    def take(self, raw: int, stored: int) -> None:
+        """While reading, from any thread: one more file of `raw` bytes takes `stored` bytes."""
+        with self._lock:
+            self._raw += raw
+            self._stored += stored
+            if self._stored > self.nbytes:
+                raise self._exceeded(max(self._stored, self._stored * self._raw_total // self._raw))
+            if self._stored - self._watched < WATCH_NBYTES:
+                return
+            self._watched = self._stored
+        if self._room() < 0:
+            raise self.out_of_memory("others have taken what the host must keep free")
+
+    def out_of_memory(self, reason: str | None) -> DataError:
+        """The error where the host itself ends before the limit does."""
+        return DataError(
+            f"{self._setting}: the host ran out of memory after {format_bytes(self._stored)} of "
+            f"the data set were staged ({reason}). End what else runs on it, or read from disk "
+            "with type: local."
+        )
+
+    def no_room(self, error: ArenaFullError) -> DataError:
+        """The error where the kernel takes no more, for a reason that it gives."""
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno != errno.EFBIG:
+            return self.out_of_memory(str(error))
+        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = "" if most == resource.RLIM_INFINITY else f" of {format_bytes(most)}"
+        return DataError(
+            f"{self._setting}: a limit{limit} on the size of files (ulimit -f) ended staging after "
+            f"{format_bytes(self._stored)} of the data set; what is staged lies in files in memory "
+            f"({error}). Raise that limit, or read from disk with type: local."
+        )
+
+    def _exceeded(self, need: int) -> DataError:
+        fitting = min(self._num_files - 1, self._num_files * self.nbytes // need)
+        limit = (
+            f"{self._setting}.in_memory.memory_limit_gb is {self._limit_gib:g}"
+            if self._is_the_users
+            else f"{self._setting}: this machine has {format_bytes(self.nbytes)} to spare for data"
+        )
+        raise_it = "Raise the limit" if self._is_the_users else "Free memory on this machine"
+        return DataError(
+            f"{limit}; the data set needs about {need / GIB:.3g} GiB, so about {fitting:,} of its "
+            f"{self._num_files:,} files would fit. {raise_it}, set in_memory.compression: zstd "
+            "where the files are not compressed already, or read from disk with type: local."
+        )
+
+
+# ------------------------------------------------------------------------------------------
+# A source held in host memory: every file is read once, and none is opened again.
+#
+# All bytes lie in one arena that the processes of a machine share; how they get there is
+# `staging`'s.
+
+
+class StagedSource:
+    """The staged files. One that could not be read says why again whenever it is asked for."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._index = StagingIndex(arena)
+        # Functions, not methods: a source in a ring with itself would hold its memory for longer.
+        self._data = partial(_data, arena, self._index)
+        self.view = self._index.viewer(partial(_view, self._data))
+        """The bytes in place, without a copy, where they are stored as they are."""
+
+    @classmethod
+    def stage(
+        cls,
+        source: Source,
+        keys: Sequence[str],
+        section: InMemorySection,
+        tell: Tell,
+        setting: str = "datasets",
+        meet_in: Path | None = None,
+        room: Callable[[], int] = host_room,
+        find: Callable[[], Gather | MissingGather] = find_gather,
+    ) -> StagedSource:
+        """Read `keys` by threads into host memory, never past `memory_limit_gb` or the host's room.
+
+        Processes of one machine that name the same folder in `meet_in` end up with one copy: the
+        first stages, the others wait and map what it made. `find` looks for the compiled helper.
+        """
+        keys = sorted(set(keys))
+        gather = find()
+        sizes = sizes_of(source, keys, section.num_workers or default_workers(), gather)
+
+        def make() -> Arena:
+            if isinstance(gather, MissingGather):
+                tell(
+                    Notice(
+                        f"files are staged one by one, by Python: {gather.reason}", fallback=True
+                    )
+                )
+            return fill_arena(source, keys, sizes, section, tell, setting, room, gather)
+
+        if meet_in is None:
+            return cls(make())
+        what = source.describe()
+        shared = share(
+            meet_in,
+            _identity(source, keys, sizes, section),
+            make,
+            lambda: tell(Notice(f"waiting for another process that is staging {what}")),
+        )
+        if shared.refused is not None:
+            tell(
+                Notice(
+                    f"another process has {what} in memory, but it cannot be mapped "
+                    f"({shared.refused}); this one holds a copy of its own. Run both as one user",
+                    level="warning",
+                    fallback=True,
+                )
+            )
+        staged = cls(shared.arena)
+        if not shared.is_ours:
+            tell(Notice(f"sharing {what} with process {shared.made_by}, which staged it"))
+        return staged
+
+    @classmethod
+    def attach(cls, ticket: Ticket) -> StagedSource:
+        """Map what another process of this machine has staged; OSError where it is gone."""
+        return cls(Arena.attach(ticket))
+
+    @property
+    def ticket(self) -> Ticket:
+        """What `attach` needs: plain numbers, for a process that was not forked from this one."""
+        return self._arena.ticket
+
+    def __reduce__(self) -> tuple[Callable[[Ticket], StagedSource], tuple[Ticket]]:
+        """What a worker process is handed is the ticket: it maps the arena, nothing is copied."""
+        return StagedSource.attach, (self.ticket,)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """What the files take in memory, compressed as they are."""
+        return self._index.stored_nbytes
+
+    @property
+    def index_nbytes(self) -> int:
+        """What it takes to find them."""
+        return self._index.nbytes
+
+    @property
+    def resident_nbytes(self) -> int:
+        """What the machine spends on files and index, however many processes share them."""
+        return self._arena.resident_nbytes
+
+    def keys(self) -> Sequence[str]:
+        return self._index
+
+    def read(self, key: str) -> bytes:
+        data = self._data(key)
+        return data if isinstance(data, bytes) else bytes(data)
+
+    def nbytes(self, key: str) -> int:
+        return _find(self._index, key).nbytes
+
+    def describe(self) -> str:
+        return _describe(self._index)
+
+
+def _data(arena: Arena, index: StagingIndex, key: str) -> bytes | memoryview:
+    row = _find(index, key)
+    stored = arena.view(row.at, row.stored_nbytes)
+    name = CODEC_NAMES[row.codec]
+    return stored if name is None else CODECS[name].decompress(stored)
+
+
+def _view(data: Callable[[str], bytes | memoryview], key: str) -> memoryview:
+    return memoryview(data(key))
+
+
+def _find(index: StagingIndex, key: str) -> StagedFile:
+    row = index.find(key)
+    if row is None:
+        raise FileNotFoundError(f"{_describe(index)} has no {key!r}")
+    if row.codec == UNREADABLE:
+        raise OSError(cast("Mapping[str, str]", index.facts["unreadable"])[key])
+    return row
+
+
+def _describe(index: StagingIndex) -> str:
+    return f"{index.facts['origin']}, staged in memory"
+
+
+def _identity(
+    source: Source, keys: Sequence[str], sizes: Sequence[int], section: InMemorySection
+) -> str:
+    """What must be the same for two processes to share: where from, which files, how stored."""
+    stamp = source.stamp(keys) if isinstance(source, StampedSource) else ""
+    digest = blake3()
+    for part in (source.describe(), section.compression, list(keys), list(sizes), stamp):
+        digest.update(json.dumps(part).encode() + b"\n")
+    return digest.hexdigest(length=16)
+
+
+# ------------------------------------------------------------------------------------------
+# Filling an arena from a source: every file is read once, by threads, and none is held twice.
+#
+# A worker takes a run of files. Those that lie in plain files and stay as they are it copies inside
+# the kernel: all by one call where the compiled helper is there, else the large ones one by one.
+# The
+# others are gathered, compressed where that helps, and written together.
+
 
 UNREADABLE = 255
 CODEC_NAMES = (None, *sorted(CODECS))

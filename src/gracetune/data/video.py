@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from gracetune.data.images import CENTRE, fit, fit_pixels
-from gracetune.data.media import load_av, opened
+from gracetune.data.pyav import load_av, opened
 from gracetune.data.sample import UnreadableSampleError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
     from torch import Tensor
 
-    from gracetune.data.decoders import Lanczos
+    from gracetune.data.images import Lanczos
     from gracetune.data.sample import Size
 
 EXTENSIONS = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi"))

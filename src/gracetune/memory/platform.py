@@ -7,18 +7,21 @@ as arguments, so that a folder can stand in for a machine. What to do with the a
 
 from __future__ import annotations
 
+import os
+import re
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from gracetune.memory.host import HostFacts, NumaNode, read_host
-from gracetune.memory.nvml import NvmlFacts, import_nvml, read_nvml
+from gracetune.errors import ConfigError, RunFailedError
+from gracetune.memory.driver import Driver, NoDriverError, open_cuda_driver
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from gracetune.memory.driver import Driver
 
 __all__ = [
     "LINK_RULES",
@@ -308,3 +311,307 @@ def _host_bytes(host: HostFacts, device_node: int | None) -> tuple[int, str]:
         return nbytes, "MemAvailable"
     elsewhere = format_bytes(sum(node.available_bytes for node in nodes))
     return nbytes, f"MemAvailable, less {elsewhere} of it that is GPU memory"
+
+
+# ------------------------------------------------------------------------------------------
+# What NVML adds to the driver's attributes, where it is installed and willing to say.
+#
+# NVML is optional: `pynvml` may be missing, and on some machines (DGX Spark) most questions are
+# answered Not Supported. Neither is an error; each becomes a reason.
+
+
+ADDRESSING = {0: "none", 1: "hmm", 2: "ats"}
+"""NVML's addressing modes by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlFacts:
+    """One device as NVML sees it."""
+
+    c2c: bool | None
+    """Whether the NVLink-C2C link is up; none: not said."""
+    c2c_why: str
+    addressing: str | None
+    """`ats`, `hmm` or `none`; none: not said."""
+    addressing_why: str
+
+
+class C2cMode(Protocol):
+    """NVML's answer about NVLink-C2C."""
+
+    isC2cEnabled: int  # noqa: N815  NVML's spelling
+
+
+class Nvml(Protocol):
+    """The part of `pynvml` that is asked; a test hands in its own."""
+
+    NVMLError: type[Exception]
+
+    def nvmlInit(self) -> None: ...  # noqa: N802
+    def nvmlShutdown(self) -> None: ...  # noqa: N802
+    def nvmlDeviceGetHandleByPciBusId(self, bus: str, /) -> object: ...  # noqa: N802
+    def nvmlDeviceGetC2cModeInfoV(self, handle: object, /) -> C2cMode: ...  # noqa: N802
+    def nvmlDeviceGetAddressingMode(self, handle: object, /) -> int: ...  # noqa: N802
+
+
+def import_nvml() -> Nvml | None:
+    """The installed NVML bindings, or none: they only add certainty."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    module: Nvml = pynvml
+    return module
+
+
+def read_nvml(nvml: Nvml | None, driver: Driver, device: int) -> NvmlFacts:
+    """Ask NVML about the device that the driver calls `device`, matched by its place on the bus."""
+    if nvml is None:
+        return _nothing("pynvml is not installed (pip install nvidia-ml-py)")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return _nothing(f"NVML did not start: {error}")
+    try:
+        return _ask(nvml, bus_id(driver, device))
+    except nvml.NVMLError as error:
+        return _nothing(f"NVML does not know the device: {error}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def bus_id(driver: Driver, device: int) -> str:
+    """The device's PCI address; ordinals differ between CUDA and NVML, addresses do not."""
+    domain, bus, slot = (
+        driver.attribute(name, device) or 0
+        for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    )
+    return f"{domain:08x}:{bus:02x}:{slot:02x}.0"
+
+
+def _ask(nvml: Nvml, address: str) -> NvmlFacts:
+    handle = nvml.nvmlDeviceGetHandleByPciBusId(address)
+    c2c: bool | None = None
+    addressing: str | None = None
+    try:
+        c2c = bool(nvml.nvmlDeviceGetC2cModeInfoV(handle).isC2cEnabled)
+        c2c_why = f"NVML says NVLink-C2C is {'on' if c2c else 'off'}"
+    except (nvml.NVMLError, AttributeError) as error:  # older bindings lack the newer questions
+        c2c_why = f"NVML does not say whether there is a C2C link: {error}"
+    try:
+        mode = nvml.nvmlDeviceGetAddressingMode(handle)
+        addressing = ADDRESSING.get(mode)
+        addressing_why = f"NVML says addressing mode {addressing or mode}"
+    except (nvml.NVMLError, AttributeError) as error:
+        addressing_why = f"NVML does not say the addressing mode: {error}"
+    return NvmlFacts(c2c, c2c_why, addressing, addressing_why)
+
+
+def _nothing(reason: str) -> NvmlFacts:
+    return NvmlFacts(None, reason, None, reason)
+
+
+# ------------------------------------------------------------------------------------------
+# What the kernel says about host memory: sizes, nodes, pages, a container's limit.
+#
+# Read from files anyone may read, under roots that arrive as arguments.
+
+
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)", re.MULTILINE)
+_LINE = re.compile(r"^(?:Node \d+ )?([A-Za-z_()]+):\s+(\d+) kB", re.MULTILINE)
+_GIVEN_BY_NVIDIA = "System RAM (NVIDIA)"
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """One NUMA node that has memory."""
+
+    id: int
+    total_bytes: int
+    available_bytes: int
+    """Free, or page cache that could be dropped."""
+    has_cpus: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """Host memory as the kernel counts it, before any of it is known to be a GPU's."""
+
+    total_bytes: int
+    available_bytes: int
+    page_bytes: int
+    nodes: tuple[NumaNode, ...] = ()
+    limit_bytes: int | None = None
+    """What the cgroup leaves us; none: no limit."""
+    coherent_memory_mode: str = ""
+    """The NVIDIA module's parameter: `driver` is CDMM; empty: default, or no module."""
+
+    counts_gpus: bool = False
+    """Whether memory of GPUs is counted as the kernel's own."""
+
+    def gpu_nodes(self, known: int | None = None) -> tuple[NumaNode, ...]:
+        """Memory without CPUs is some GPU's where one GPU's is a node: by the driver, which may
+        have named one, or by the kernel's files."""
+        if known is None and not (self.counts_gpus and any(node.has_cpus for node in self.nodes)):
+            return ()
+        return tuple(node for node in self.nodes if not node.has_cpus or node.id == known)
+
+    def room_bytes(self, gpu_node: int | None = None) -> int:
+        """What a process could still take of the host's own memory."""
+        elsewhere = sum(node.available_bytes for node in self.gpu_nodes(gpu_node))
+        room = max(0, self.available_bytes - elsewhere)
+        return room if self.limit_bytes is None else min(room, self.limit_bytes)
+
+    def own_bytes(self, gpu_node: int | None = None) -> int:
+        """All of the host's own memory."""
+        return self.total_bytes - sum(node.total_bytes for node in self.gpu_nodes(gpu_node))
+
+    def size_bytes(self) -> int:
+        """As much of it as a process may take."""
+        own = self.own_bytes()
+        return own if self.limit_bytes is None else min(own, self.limit_bytes)
+
+
+def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
+    """Read the facts; `page_bytes` is `os.sysconf("SC_PAGE_SIZE")` on the machine itself."""
+    memory = _kilobytes(proc / "meminfo")
+    for name in ("MemTotal", "MemAvailable"):
+        if name not in memory:
+            raise RunFailedError(
+                f"{proc / 'meminfo'} has no {name}: host memory cannot be counted. "
+                "gracetune needs Linux 3.14 or newer with /proc mounted."
+            )
+    return HostFacts(
+        total_bytes=memory["MemTotal"],
+        available_bytes=memory["MemAvailable"],
+        page_bytes=page_bytes,
+        nodes=_nodes(sys / "devices/system/node"),
+        limit_bytes=_cgroup_leaves(proc, sys / "fs/cgroup"),
+        coherent_memory_mode=_coherent_mode(proc / "driver/nvidia/params"),
+        counts_gpus=_counts_gpus(proc),
+    )
+
+
+def private_nbytes(proc: Path, spans: Iterable[tuple[int, int]]) -> int:
+    """Of spans of this process, each an address and its bytes, those that no file backs.
+
+    Letting go of them makes room. Pages of a file that is mapped count as available anyway.
+    """
+    mapped = [
+        (int(match[1], 16), int(match[2], 16))
+        for match in _MAPPING.finditer(_text(proc / "self/maps"))
+        if match[3] != "0"
+    ]
+    starts = [start for start, _ in mapped]
+    total = 0
+    for address, nbytes in spans:
+        at = bisect_right(starts, address) - 1
+        if at < 0 or address >= mapped[at][1]:
+            total += nbytes
+    return total
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
+    """The `Name: 123 kB` lines of a meminfo file, in bytes; a missing file has none."""
+    return {name: int(value) * 1024 for name, value in _LINE.findall(_text(path))}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _nodes(folder: Path) -> tuple[NumaNode, ...]:
+    """Nodes with memory; a GPU announces empty ones too, one for each MIG slice it may become."""
+    nodes = []
+    for path in folder.glob("node[0-9]*"):
+        number = int(path.name.removeprefix("node"))
+        memory = _kilobytes(path / "meminfo")
+        if memory.get("MemTotal", 0) == 0:
+            continue
+        cached = memory.get("Active(file)", 0) + memory.get("Inactive(file)", 0)
+        nodes.append(
+            NumaNode(
+                id=number,
+                total_bytes=memory["MemTotal"],
+                available_bytes=memory.get("MemFree", 0) + cached,
+                has_cpus=_text(path / "cpulist").strip() != "",
+            )
+        )
+    return tuple(sorted(nodes, key=lambda node: node.id))
+
+
+def _counts_gpus(proc: Path) -> bool:
+    """The driver names what it gives to the kernel; where that is hidden, it may have given."""
+    regions = _text(proc / "iomem")
+    if regions:
+        return _GIVEN_BY_NVIDIA in regions
+    driver = proc / "driver/nvidia"
+    return driver.is_dir() and _coherent_mode(driver / "params") != "driver"
+
+
+def _cgroup_leaves(proc: Path, mount: Path) -> int | None:
+    """What the tightest cgroup (v2) from ours to the root leaves; its page cache can be dropped."""
+    match = re.search(r"^0::(/.*)$", _text(proc / "self/cgroup"), re.MULTILINE)
+    if match is None:
+        return None
+    parts = [part for part in match[1].split("/") if part]
+    leaves = []
+    for depth in range(len(parts), -1, -1):
+        folder = mount.joinpath(*parts[:depth])
+        limit = _text(folder / "memory.max").strip()
+        if not limit.isdecimal():
+            continue
+        used = int(_text(folder / "memory.current").strip() or 0)
+        cache = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+        leaves.append(max(0, int(limit) - used + (int(cache[1]) if cache else 0)))
+    return min(leaves, default=None)
+
+
+def _coherent_mode(params: Path) -> str:
+    match = re.search(r'^CoherentGPUMemoryMode:\s*"?(\w*)"?', _text(params), re.MULTILINE)
+    return match[1] if match else ""
+
+
+# ------------------------------------------------------------------------------------------
+# The machine this process runs on: its driver and its platform, opened together.
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A platform, and the driver under it."""
+
+    driver: Driver | None
+    """None exactly where the platform has no GPU."""
+    platform: Platform
+
+
+class CountedDriver(Driver, Protocol):
+    """A driver that knows how many devices it drives."""
+
+    device_count: int
+
+
+def read_this_host() -> HostFacts:
+    """Host memory as it is now."""
+    return read_host(Path("/proc"), Path("/sys"), os.sysconf("SC_PAGE_SIZE"))
+
+
+def open_machine(
+    device: int = 0, open_driver: Callable[[], CountedDriver] = open_cuda_driver
+) -> Machine:
+    """One device of this machine, or the machine without one and why."""
+    host = read_this_host()
+    try:
+        driver = open_driver()
+    except NoDriverError as error:
+        return Machine(None, without_gpu(host, str(error)))
+    if not 0 <= device < driver.device_count:
+        raise ConfigError(
+            f"device is {device}; this machine shows {driver.device_count} GPU(s), counted from 0. "
+            "CUDA_VISIBLE_DEVICES may hide others."
+        )
+    nvml = read_nvml(import_nvml(), driver, device)
+    return Machine(driver, detect(driver, device, host, nvml))

@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from gracetune.memory.faults import count_faults, import_cupti
-from gracetune.memory.garbage import ASIDE
 from gracetune.memory.hints import Hints, legacy_stream, torch_stream
-from gracetune.memory.ledger import MemoryAccounting, Tier
-from gracetune.memory.machine import read_this_host
-from gracetune.memory.platform import Link
+from gracetune.memory.platform import Link, read_this_host
 from gracetune.memory.pool import (
     CudaPools,
     PoolError,
@@ -25,19 +21,26 @@ from gracetune.memory.pool import (
     Unsupported,
     open_pool,
 )
-from gracetune.memory.reclaim import hard_reclamation, light_reclamation, read_memory
 from gracetune.memory.shim import AccessPattern, find_shim
-from gracetune.memory.stages import Stage, StagePolicy, Stages, managed_cap
-from gracetune.memory.stats import memory_stats
+from gracetune.memory.stages import (
+    ASIDE,
+    Stage,
+    StagePolicy,
+    Stages,
+    hard_reclamation,
+    light_reclamation,
+    managed_cap,
+    read_memory,
+)
+from gracetune.memory.stats import MemoryAccounting, Tier, count_faults, import_cupti, memory_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.events.types import Notice
-    from gracetune.memory.faults import FaultCounter
-    from gracetune.memory.machine import Machine
+    from gracetune.memory.platform import Machine
     from gracetune.memory.shim import ShimCounters
-    from gracetune.memory.stats import Stats
+    from gracetune.memory.stats import FaultCounter, Stats
 
 
 class MemorySettings(Protocol):

@@ -6,7 +6,11 @@ noise levels in [0, 1] with 1 being pure noise.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+
+from torch import nn
 
 from gracetune import registry
 
@@ -15,13 +19,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.samples import Sampled, SampleRequest
 
     Forward = Callable[..., Any]
     """A transformer, a wrapper around it, or one expert of a pair."""
+
 
 FAMILIES = {
     "flux": "gracetune.models.flux:load",
@@ -203,3 +207,74 @@ def load_family(section: ModelSection) -> Family:
     """Load the model that the run file names."""
     load = cast("LoadFamily", registry.load("family", section.family, FAMILIES))
     return load(section)
+
+
+# ------------------------------------------------------------------------------------------
+# What is asked of a family when it samples, and what comes back.
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample a prompt; sample i starts from the noise of seed + i, whatever the others are."""
+
+    texts: Sequence[Mapping[str, Tensor]]
+    """Of each prompt, as `encode_text` gives them."""
+    empty: Mapping[str, Tensor]
+    """Of no caption, for guidance."""
+    shape: tuple[int, ...]
+    """As buckets have them: width and height, with frames for videos; channels and samples."""
+    seed: int
+    steps: int
+    guidance: float
+    """1: none."""
+    images: Sequence[Tensor] = ()
+    """For families that start from a picture, one a prompt: CHW in [-1, 1], of the order's size."""
+    empties: Sequence[Mapping[str, Tensor]] = ()
+    """Where the text depends on the picture: `empty` with each of them."""
+    tiled: bool = False
+    """Whether to decode by tiles, for a family that has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One picture (CHW), clip (CFHW) in [-1, 1] or sound (CN), on the CPU."""
+
+    kind: Kind
+    data: Tensor
+    rate: float = 0.0
+    """Frames or samples a second."""
+
+
+# ------------------------------------------------------------------------------------------
+# Two transformers as one module: which of them a call reaches is said by name.
+#
+# Parameters are called `high.*` and `low.*`: optimizer groups, checkpoints and files tell them
+# apart
+# by that. Which expert a level belongs to is decided in `train/experts.py`, not here.
+
+
+Expert = Literal["high", "low"]
+EXPERTS: tuple[Expert, Expert] = ("high", "low")
+
+
+class Experts(nn.Module):
+    """The high-noise and the low-noise transformer."""
+
+    def __init__(self, high: nn.Module, low: nn.Module) -> None:
+        super().__init__()
+        self.high = high
+        self.low = low
+
+    def forward(self, *args: Any, expert: Expert, **kwargs: Any) -> Any:
+        """One expert's forward pass; through here, so that wrappers see every call."""
+        return (self.high if expert == "high" else self.low)(*args, **kwargs)
+
+
+def routed(transformer: Forward, expert: Expert | None) -> Forward:
+    """The transformer as a family calls it; none: there is only one."""
+    return transformer if expert is None else partial(transformer, expert=expert)
+
+
+def transformers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Each transformer by its expert's name; a single one by the empty name."""
+    return {"high": model.high, "low": model.low} if isinstance(model, Experts) else {"": model}

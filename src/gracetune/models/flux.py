@@ -12,28 +12,30 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from gracetune.models.captions import tokens_of, too_long
-from gracetune.models.dense_gradients import with_dense_gradients
-from gracetune.models.folder_family import FolderFamily
-from gracetune.models.parts import (
+from gracetune.models.attention_processors import with_dense_gradients
+from gracetune.models.diffusers_family import (
+    EDGE,
+    FolderFamily,
     demand_class,
     digest_of_folder,
     locate,
+    packed,
     read_index,
     read_part,
     read_scheduler,
     read_transformer,
+    tokens_of,
+    too_long,
+    unpacked,
 )
-from gracetune.models.patches import EDGE, packed, unpacked
-from gracetune.models.samples import Sampled
+from gracetune.models.family import Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction, Sound
-    from gracetune.models.samples import SampleRequest
+    from gracetune.models.family import Forward, Kind, Prediction, SampleRequest, Sound
 
 TEXT_LENGTH = 512
 """T5 is asked without a mask: what it makes of the padding is a part of the caption."""

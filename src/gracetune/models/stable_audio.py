@@ -17,27 +17,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gracetune.errors import ConfigError
-from gracetune.models.captions import mask_of, padded, tokens_of, too_long
-from gracetune.models.family import Sound
-from gracetune.models.folder_family import FolderFamily
-from gracetune.models.parts import (
+from gracetune.models.diffusers_family import (
+    FolderFamily,
     demand_class,
     digest_of_folder,
     locate,
+    mask_of,
+    padded,
     read_index,
     read_part,
     read_scheduler,
     read_transformer,
+    tokens_of,
+    too_long,
 )
-from gracetune.models.samples import Sampled
+from gracetune.models.family import Sampled, Sound
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction
-    from gracetune.models.samples import SampleRequest
+    from gracetune.models.family import Forward, Kind, Prediction, SampleRequest
 
 TARGETS = (
     "attn1.to_q",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,16 +21,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gracetune.errors import ModelError
-from gracetune.models.digest import digest_of_weights
-from gracetune.models.samples import Sampled
-from gracetune.models.sampling import euler
+from gracetune.models.diffusers_family import digest_of_weights
+from gracetune.models.family import Sampled
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction, Sound
-    from gracetune.models.samples import SampleRequest
+    from gracetune.models.family import Forward, Kind, Prediction, SampleRequest, Sound
+
+    Predict = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
+    Text = Mapping[str, Tensor]
+
 
 CELL = 4
 """Pixels along the edge of one latent cell."""
@@ -244,3 +247,25 @@ class Tiny:
             generator = torch.Generator().manual_seed(seed)
             self._words[word] = torch.randn(TEXT_WIDTH, generator=generator)
         return self._words[word]
+
+
+# ------------------------------------------------------------------------------------------
+# From noise to latents: Euler's method along the predicted velocity, with guidance.
+
+
+def euler(
+    predict: Predict, noise: Tensor, text: Text, empty: Text, *, steps: int, guidance: float
+) -> Tensor:
+    """Solve dx/ds = v from s = 1 to 0, v = v_empty + guidance * (v_text - v_empty)."""
+    x = noise
+    guided = guidance != 1.0
+    both = {key: torch.cat([text[key], empty[key]]) for key in text} if guided else text
+    levels = torch.linspace(1.0, 0.0, steps + 1).tolist()
+    for s, s_next in pairwise(levels):
+        x_in = torch.cat([x, x]) if guided else x
+        v = predict(x_in, torch.full((len(x_in),), s, device=x.device), both)
+        if guided:
+            v_text, v_empty = v.chunk(2)
+            v = v_empty + guidance * (v_text - v_empty)
+        x = x + (s_next - s) * v
+    return x

@@ -15,29 +15,30 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor, nn
 
 from gracetune.errors import ModelError
-from gracetune.models.captions import cleaned, padded, tokens_of, too_long
-from gracetune.models.digest import digest_of_weights
-from gracetune.models.experts import Experts, transformers_of
-from gracetune.models.folder_family import FolderFamily
-from gracetune.models.parts import (
+from gracetune.models.diffusers_family import (
+    FolderFamily,
+    cleaned,
     copy_rest,
     demand_class,
     digest_of_folder,
+    digest_of_weights,
     locate,
+    padded,
     read_index,
     read_part,
     read_scheduler,
     read_transformer,
+    tokens_of,
+    too_long,
 )
-from gracetune.models.samples import Sampled
+from gracetune.models.family import Experts, Sampled, transformers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction, Sound
-    from gracetune.models.samples import SampleRequest
+    from gracetune.models.family import Forward, Kind, Prediction, SampleRequest, Sound
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 TEXT_LENGTH = 512

@@ -33,17 +33,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from gracetune.errors import ConfigError
-from gracetune.optim.rounding import round_into
-from gracetune.optim.shards import local, over_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
     from torch.nn import Parameter
+
 
 START_LR = 1e-6
 MIN_LR = 1e-7
@@ -275,3 +275,63 @@ def sums_of(params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor]]) -> 
         for row in zip(*(zip(*pair, strict=True) for pair in pairs), strict=True)
     ]
     return over_shards(params, rows).unbind(1)
+
+
+# ------------------------------------------------------------------------------------------
+# Stochastic rounding: weights in bf16 take steps smaller than their last digit, on average.
+#
+# A value between two neighbours goes to the nearer one more often, so that the mean is the value.
+# bf16 is the upper half of an fp32 number: noise in the lower half, then cutting it off, does that.
+
+
+LOWER_BITS = 16
+
+
+def round_into(target: Tensor, source: Tensor, position: tuple[int, int, int]) -> None:
+    """Put fp32 values into a bf16 tensor; `position` (seed, place, step) fixes every draw.
+
+    Draws by position and not by history: resuming needs no state, and ranks that hold copies of a
+    weight round them alike. The same code runs on CPU and GPU.
+    """
+    assert (target.dtype, source.dtype) == (torch.bfloat16, torch.float32), target.dtype
+    seed, place, step = position
+    generator = torch.Generator(source.device)
+    generator.manual_seed((seed * 1_000_003 + place) * 1_000_003 + step & (2**63 - 1))
+    noise = torch.randint(
+        0,
+        1 << LOWER_BITS,
+        source.shape,
+        generator=generator,
+        device=source.device,
+        dtype=torch.int32,
+    )
+    bits = noise.add_(source.contiguous().view(torch.int32)).bitwise_and_(-1 << LOWER_BITS)
+    # NaN and infinity are not rounded: noise could turn one into the other.
+    target.copy_(torch.where(source.isfinite(), bits.view(torch.float32), source))
+
+
+# ------------------------------------------------------------------------------------------
+# What an optimizer needs to know of sharded parameters: its own part, and sums over all parts.
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing its memory; all of a tensor that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def over_shards(owners: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """One row of sums for each owner, over all of its shards; one exchange for each mesh."""
+    whole = list(rows)
+    meshes: dict[object, list[int]] = {}
+    for index, owner in enumerate(owners):
+        if isinstance(owner, DTensor):
+            meshes.setdefault((owner.device_mesh, owner.placements), []).append(index)
+    for indices in meshes.values():
+        owner = owners[indices[0]]
+        assert isinstance(owner, DTensor)
+        kinds = [Partial() if kind.is_shard() else Replicate() for kind in owner.placements]
+        mine = torch.stack([rows[index] for index in indices])
+        summed = DTensor.from_local(mine, owner.device_mesh, kinds, run_check=False).full_tensor()
+        for index, row in zip(indices, summed.unbind(), strict=True):
+            whole[index] = row
+    return torch.stack(whole)

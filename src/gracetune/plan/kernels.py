@@ -7,24 +7,26 @@ since its thin halves are bound by memory and the frozen product is not.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._library.custom_ops import OPDEFS
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gracetune.plan.replay import recipe_of
-from gracetune.plan.shapes import Op
+from gracetune.plan.shapes import Calls, Op, recipe_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from torch import Tensor
     from torch._ops import OpOverload
+
 
 aten = torch.ops.aten
 ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default}
@@ -180,3 +182,190 @@ def _attention_op(func: OpOverload, args: Sequence[Any], nbytes: float, written:
     if backward:
         flops *= BACKWARD_PRODUCTS
     return Op("attention", flops, nbytes, out_nbytes=written, backward=backward, extent=extent)
+
+
+# ------------------------------------------------------------------------------------------
+# What operations do when they run one by one: counted on fake tensors, nothing is computed.
+#
+# Fake tensors stand on the CPU, whatever the plan is for: a CPU build of torch has no other device
+# for them. Where CUDA's kernels save or allocate something else than the CPU's, `cuda_kernels` and
+# this file say so.
+
+
+class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every kernel, and every byte from its allocation to its end."""
+
+    def __init__(self, weights: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        kinds: dict[bool, set[int]] = {False: set(), True: set()}
+        for weight in weights:
+            kinds[weight.requires_grad].add(storage_of(weight))
+        self._weights = WeightStorages(frozenset(kinds[False]), frozenset(kinds[True]))
+        self._known = kinds[False] | kinds[True] | {storage_of(tensor) for tensor in inputs}
+        """Storages that were there before."""
+        self._alive: dict[int, tuple[int, int]] = {}
+        """Memory by its storage: a number that no other memory has, and bytes."""
+        self._births = 0
+        self._begun_nbytes = 0
+        """What was alive when `take` was last called."""
+        self._changes: list[tuple[int, int]] = []
+        """Since then: whose bytes came or went."""
+        self._ops: list[Op] = []
+        self._dispatched = self._own = self._views = 0
+        self.backward = False
+
+    def take(self, apart: Iterable[Tensor] = ()) -> tuple[tuple[Op, ...], int]:
+        """The kernels since the last time, and the most bytes alive meanwhile, some set apart."""
+        left_out = {self._alive[s][0] for s in map(storage_of, apart) if s in self._alive}
+        live = peak = self._begun_nbytes
+        for number, change in self._changes:
+            if number not in left_out:
+                live += change
+                peak = max(peak, live)
+        taken = tuple(self._ops), peak
+        self._ops, self._changes, self._begun_nbytes = [], [], self.live_nbytes
+        return taken
+
+    def take_calls(self, saved: int) -> Calls:
+        """What the host had to do since the last time; `saved` tensors went through autograd."""
+        taken = Calls(
+            dispatched=self._dispatched,
+            kernels=self.num_ops,
+            views=self._views,
+            own=self._own,
+            saved=saved,
+        )
+        self._dispatched = self._own = self._views = 0
+        return taken
+
+    @property
+    def live_nbytes(self) -> int:
+        """Allocated under this watch and still alive."""
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+    @property
+    def num_ops(self) -> int:
+        """Kernels since `take` was last called."""
+        return len(self._ops)
+
+    @property
+    def num_dispatched(self) -> int:
+        """Operators since `take_calls` was last called."""
+        return self._dispatched
+
+    def has(self, storage: int) -> bool:
+        """Whether memory was allocated under this watch and is still alive."""
+        return storage in self._alive
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let it run on fake tensors, then look at what came out."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        ops = ops_of(func, args, kwargs, out, self._weights, self.backward)
+        self._ops += ops
+        if func.namespace != "prim":  # what only fake tensors are asked for
+            self._dispatched += 1
+            self._own += is_own(func)
+            self._views += not ops
+        for tensor in tensors_of(out):
+            self._admit(tensor)
+        if func in ATTENTION_BACKWARD:
+            besides = attention_workspace(tensors_of(args)[1])
+            self._changes += [(-1, besides), (-1, -besides)]
+        return out
+
+    def _admit(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = int(storage._cdata)
+        if address in self._known or address in self._alive:
+            return
+        self._births += 1
+        self._alive[address] = self._births, int(storage.nbytes())
+        self._changes.append(self._alive[address])
+        weakref.finalize(storage, self._bury, address).atexit = False
+
+    def _bury(self, address: int) -> None:
+        number, nbytes = self._alive.pop(address)
+        self._changes.append((number, -nbytes))
+
+
+# ------------------------------------------------------------------------------------------
+# What CUDA has one kernel for and the CPU does in steps, put into a trace on the CPU.
+
+
+class CudaKernels(TorchFunctionMode):
+    """While it is entered, RMSNorm is one operator, and saves its input as it is."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """All else is as it was."""
+        if func in (torch.nn.functional.rms_norm, torch.rms_norm):
+            return _rms_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: object,  # noqa: ARG001
+    weight: Tensor | None = None,
+    eps: float | None = None,  # noqa: ARG001
+) -> Tensor:
+    apply: Callable[..., Tensor] = _RmsNorm.apply
+    return apply(input, weight)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, weight: Tensor | None) -> Tensor:
+        out: Tensor
+        out, scale = _there(source, weight)
+        ctx.save_for_backward(source, scale, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        source, scale, weight = ctx.saved_tensors
+        trains_weight = ctx.needs_input_grad[1]
+        of_source, of_weight = _back(gradients[0], source, scale, weight, trains_weight)
+        return of_source, of_weight if trains_weight else None
+
+
+# On CUDA these are what they stand for, and can be timed. Elsewhere they only allocate as much.
+@torch.library.custom_op("planned::rms_norm", mutates_args=(), device_types="cuda")
+def _there(source: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, scale = aten._fused_rms_norm(source, source.shape[-1:], weight, None)
+    return out, scale
+
+
+@_there.register_kernel("cpu")
+@_there.register_fake
+def _(source: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    scale = source.new_empty((*source.shape[:-1], 1), dtype=torch.float32)
+    return torch.empty_like(source), scale
+
+
+@torch.library.custom_op("planned::rms_norm_backward", mutates_args=(), device_types="cuda")
+def _back(
+    gradient: Tensor, source: Tensor, scale: Tensor, weight: Tensor | None, trains_weight: bool
+) -> tuple[Tensor, Tensor]:
+    of_source, of_weight = aten._fused_rms_norm_backward(
+        gradient, source, source.shape[-1:], scale, weight, [True, trains_weight]
+    )
+    return of_source, of_weight if trains_weight else source.new_empty(0)
+
+
+@_back.register_kernel("cpu")
+@_back.register_fake
+def _(
+    gradient: Tensor,  # noqa: ARG001
+    source: Tensor,
+    scale: Tensor,  # noqa: ARG001
+    weight: Tensor | None,
+    trains_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    if weight is None or not trains_weight:
+        return torch.empty_like(source), source.new_empty(0)
+    return torch.empty_like(source), torch.empty_like(weight)

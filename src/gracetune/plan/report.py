@@ -6,16 +6,15 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from gracetune.plan.choose import CLOSE
 from gracetune.plan.result import ROLES
+from gracetune.plan.search import CLOSE
 from gracetune.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gracetune.plan.candidates import PlanBudget
-    from gracetune.plan.choose import AsWritten, Planned
     from gracetune.plan.result import Plan
+    from gracetune.plan.search import AsWritten, PlanBudget, Planned
 
 WAYS = {
     ("keep", False): "kept",

@@ -5,46 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
+    AutocastKwargs,
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
 )
+from torch import Tensor
 
-from gracetune.cache.ranks import Ranks
+from gracetune.adapters.compute.fused_lora import computes_in
+from gracetune.cache.batch_transfer import build_batch_transfer
+from gracetune.cache.encode import Ranks
+from gracetune.config.checks import trains_in_bf16
 from gracetune.config.environment import engine_of, process_environment
-from gracetune.config.rules import trains_in_bf16
+from gracetune.data.pipeline import build_pipeline
+from gracetune.data.requirements import demand_data
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.memory.ledger import Tier
-from gracetune.models.attention import choose_attention
-from gracetune.models.experts import transformers_of
-from gracetune.models.family import load_family
+from gracetune.memory.stats import Tier
+from gracetune.models.attention_backends import choose_attention
+from gracetune.models.family import load_family, transformers_of
 from gracetune.models.quantize import demand_quantizable, quantize_blocks
-from gracetune.optim.build import build_optimizer
-from gracetune.optim.footprint import nbytes_each
+from gracetune.offload.copies import open_copy_engine
+from gracetune.optim.build import build_optimizer, nbytes_each
 from gracetune.optim.update import Update
-from gracetune.stream.movers import open_copy_engine
-from gracetune.train.attending import settle_attention
-from gracetune.train.demands import demand_data
-from gracetune.train.draws import Draws, seed_of
-from gracetune.train.ema import Ema
+from gracetune.plan.attention_autotune import settle_attention
 from gracetune.train.experts import expected_mix, mix_of, plan_turns, tell_turns
 from gracetune.train.export import demand_exportable, export
-from gracetune.train.feed import build_pipeline
 from gracetune.train.identity import demand_same, identity_of
 from gracetune.train.loop import Session
-from gracetune.train.mover import build_batch_transfer
 from gracetune.train.objective import notes_on_weights
-from gracetune.train.order import build_validation, plan_order
-from gracetune.train.precision import prepared
 from gracetune.train.ramp import build_ramp
 from gracetune.train.state import (
     TrainProgress,
@@ -53,28 +50,30 @@ from gracetune.train.state import (
     restore_weights,
     seed_generators,
 )
-from gracetune.train.step import TrainState
+from gracetune.train.step import Draws, Ema, TrainState, seed_of
+from gracetune.train.validate import build_validation, plan_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
+    from gracetune.cache.batch_transfer import BatchTransfer
     from gracetune.config.schema import RunFile
+    from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Sample
-    from gracetune.events.requests import Requests
+    from gracetune.events.run_control import Requests
     from gracetune.events.types import Event
     from gracetune.models.family import Family
-    from gracetune.stream.movers import CopyEngine as StreamMover
+    from gracetune.offload.copies import CopyEngine as StreamMover
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.experts import Turns
     from gracetune.train.export import Modules
-    from gracetune.train.feed import DataPipeline
-    from gracetune.train.interrupt import Interrupt
-    from gracetune.train.mover import BatchTransfer
+    from gracetune.train.run import Interrupt
 
     Tell = Callable[[Event], None]
+
 
 ENGINES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 CHECKPOINT_FOLDER = "checkpoints"
@@ -183,7 +182,7 @@ def build(
     update = _make_update(run, optimizer, open_copy_engine(device, mover.link), unplanned, tell)
     settled = None
     if not unplanned:
-        from gracetune.train.planning import settle  # tracers take seconds to import
+        from gracetune.plan.planner import settle  # tracers take seconds to import
 
         settled = settle(run, family, feed, update, mover.link, device, tell)
     trainee = TrainState(
@@ -387,3 +386,40 @@ def _checkpoint(family: Family, unplanned: str, tell: Tell) -> None:
         family.enable_gradient_checkpointing()
     else:
         tell(Notice("train.gradient_checkpointing: the plan says for each block what is kept"))
+
+
+# ------------------------------------------------------------------------------------------
+# In what a transformer computes: as its weights are, or as torch's autocast has it.
+#
+# Autocast is for weights in fp32. Where a transformer is in bf16 already, all it does is make
+# norms,
+# and what follows them, fp32, which takes time and memory that no plan has counted. Such a one runs
+# as diffusers' own pipelines run it.
+
+
+FLOWING = ("hidden_states", "encoder_hidden_states", "pooled_projections", "global_hidden_states")
+"""What a transformer multiplies of its arguments. Levels and places are for it to round."""
+
+
+def prepared(accelerator: Accelerator, transformer: nn.Module, *, is_planned: bool) -> nn.Module:
+    """The transformer for its ranks, in the run's precision."""
+    usual = accelerator.autocast_handler
+    in_bf16 = accelerator.mixed_precision == "bf16" and computes_in(transformer, torch.bfloat16)
+    if is_planned and in_bf16:
+        accelerator.autocast_handler = AutocastKwargs(enabled=False)
+        transformer.register_forward_pre_hook(_rounded, with_kwargs=True)
+    wrapped: nn.Module = accelerator.prepare_model(transformer, device_placement=not is_planned)
+    accelerator.autocast_handler = usual
+    return wrapped
+
+
+def _rounded(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    """A sampler goes on in fp32 from what it was given in it."""
+    return tuple(map(_in_bf16, args[:1])) + args[1:], {
+        name: _in_bf16(value) if name in FLOWING else value for name, value in named.items()
+    }
+
+
+def _in_bf16(value: Any) -> Any:
+    is_number = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(torch.bfloat16) if is_number else value

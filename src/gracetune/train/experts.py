@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.data.buckets import frame_counts
 from gracetune.errors import ConfigError
-from gracetune.models.experts import EXPERTS
+from gracetune.models.family import EXPERTS
 from gracetune.train.timesteps import WHOLE, Window, expert_windows, overlap, share_of
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile, TrainSection
     from gracetune.data.loader import BatchOrder
     from gracetune.data.sample import Shape
-    from gracetune.models.experts import Expert
-    from gracetune.models.family import Family
+    from gracetune.models.family import Expert, Family
 
     Mix = Mapping[int, int]
     """How many samples are drawn of each number of tokens."""

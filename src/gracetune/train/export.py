@@ -11,8 +11,8 @@ from blake3 import blake3
 from gracetune.durable import new_folder
 from gracetune.errors import CheckpointError, ConfigError
 from gracetune.events.types import Notice
-from gracetune.models.experts import transformers_of
-from gracetune.optim.rates import averaged
+from gracetune.models.family import transformers_of
+from gracetune.optim.schedule import averaged
 from gracetune.train.identity import settings_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gracetune.adapters.targets import Setting
+    from gracetune.adapters.inject import Setting
     from gracetune.config.schema import RunFile
     from gracetune.events.types import Event
     from gracetune.train.step import TrainState
@@ -39,9 +39,9 @@ def result_of(run: RunFile) -> Path:
 def demand_exportable(transformers: Mapping[str, nn.Module], modules: Modules, family: str) -> None:
     """Refuse an adapter that no file could hold: now, not when it is trained."""
     # peft takes seconds to import
-    from gracetune.adapters.files import interchange_form
-    from gracetune.adapters.live import live_adapter
-    from gracetune.adapters.spelling import lost_in
+    from gracetune.adapters.files.convert import lost_in
+    from gracetune.adapters.files.io import interchange_form
+    from gracetune.adapters.inject import live_adapter
 
     whole = live_adapter(transformers, modules, family)
     form = interchange_form(whole)
@@ -79,10 +79,15 @@ def _export_adapter(
 ) -> None:
     """One file an expert, or one in all; each is loaded where others would load it, and counted."""
     # peft takes seconds to import
-    from gracetune.adapters.check import check_file
-    from gracetune.adapters.files import FILE_NAME, AdapterMetadata, interchange_form, write_adapter
-    from gracetune.adapters.layers import at_stage
-    from gracetune.adapters.live import live_adapter
+    from gracetune.adapters.files.check import check_file
+    from gracetune.adapters.files.io import (
+        FILE_NAME,
+        AdapterMetadata,
+        interchange_form,
+        write_adapter,
+    )
+    from gracetune.adapters.files.layers import at_stage
+    from gracetune.adapters.inject import live_adapter
 
     whole = live_adapter(transformers_of(t.family.transformer), modules, t.family.name)
     form = interchange_form(whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from accelerate.utils import gather_object
 
 from gracetune.data.loader import Loader, LoaderState
 from gracetune.errors import InterruptedRunError, RunFailedError
-from gracetune.events.types import CheckpointSaved, Notice, RampChanged
-from gracetune.memory.garbage import ASIDE
+from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSpread, StepDone
+from gracetune.memory.stages import ASIDE
+from gracetune.optim.automagic import Automagic
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
-from gracetune.train.record import MetricsBuffer, rates_of
 from gracetune.train.state import (
     generator_tensors,
     optimizer_tensors,
@@ -32,16 +33,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+    from torch.optim import Optimizer
 
-    from gracetune.cache.ahead import Batches
+    from gracetune.cache.batch_transfer import BatchTransfer
+    from gracetune.cache.prefetch import Batches
+    from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Batch
-    from gracetune.events.requests import Requests
-    from gracetune.events.types import BatchesFed, Event
-    from gracetune.train.feed import DataPipeline
-    from gracetune.train.interrupt import Interrupt
-    from gracetune.train.mover import BatchTransfer
+    from gracetune.events.run_control import Requests
+    from gracetune.events.types import BatchesFed, Event, MemoryUsed
+    from gracetune.plan.controller import Settled
     from gracetune.train.ramp import AccumulationRamp
-    from gracetune.train.settled import Settled
+    from gracetune.train.run import Interrupt
     from gracetune.train.state import TrainProgress
     from gracetune.train.step import StepResult, TrainState
     from gracetune.train.validate import ValidationSetup
@@ -350,3 +352,94 @@ def snapshot_of(s: Session, progress: TrainProgress) -> Snapshot:
     for rank, states in enumerate(gather_object([generator_tensors()])):
         tensors[f"generators-{rank}"] = states
     return Snapshot(progress, s.identity, tensors)
+
+
+# ------------------------------------------------------------------------------------------
+# Losses on their way from the device to the log, a window at a time.
+
+
+RATE_DECADES = (-9, 0)
+"""The rates of histograms, as powers of ten."""
+BINS_PER_DECADE = 4
+
+
+class MetricsBuffer:
+    """Keeps results as tensors until a window is full, then reads them all at once."""
+
+    def __init__(
+        self,
+        tell: Callable[[Event], None],
+        every: int,
+        memory_used: Callable[[int], MemoryUsed],
+        rates: Callable[[int], list[RatesSpread]] = lambda _: [],
+    ) -> None:
+        self._tell = tell
+        self._memory_used = memory_used
+        self._rates = rates
+        self._every = every
+        self._pending: list[tuple[int, int, StepResult]] = []
+        self._since = time.monotonic()
+
+    def add(self, step: int, epoch: int, result: StepResult) -> None:
+        """Take one step's result."""
+        self._pending.append((step, epoch, result))
+        if step % self._every == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Tell what is pending. The first loss that is no number ends the run."""
+        if not self._pending:
+            return
+        numbers = torch.stack(
+            [torch.stack([r.loss, r.grad_norm, r.samples]) for _, _, r in self._pending]
+        ).tolist()
+        seconds = (time.monotonic() - self._since) / len(self._pending)
+        for (step, epoch, result), (loss, norm, samples) in zip(
+            self._pending, numbers, strict=True
+        ):
+            self._tell(
+                StepDone(
+                    step=step,
+                    loss=loss,
+                    lr=float(result.lr),
+                    grad_norm=norm,
+                    samples=int(samples),
+                    accumulation=result.micro_batches,
+                    epoch=epoch,
+                    seconds=seconds,
+                    expert=result.expert or "",
+                )
+            )
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise RunFailedError(
+                    f"at step {step} the loss is {loss} and the gradient's norm is {norm}. "
+                    "Checkpoints saved before are kept. Begin anew in another output_dir, with a "
+                    "lower optimizer.lr or train.max_grad_norm."
+                )
+        self._tell(self._memory_used(self._pending[-1][0]))
+        for spread in self._rates(self._pending[-1][0]):
+            self._tell(spread)
+        self._pending.clear()
+        self._since = time.monotonic()
+
+    def resume(self) -> None:
+        """Steps count again from now."""
+        self._since = time.monotonic()
+
+
+def rates_of(optimizer: Optimizer) -> Callable[[int], list[RatesSpread]]:
+    """How to tell the spread of learning rates, where every element has one; else nothing."""
+    if not isinstance(optimizer, Automagic):
+        return lambda _: []
+    low, high = RATE_DECADES
+    num_bins = (high - low) * BINS_PER_DECADE
+    limits = tuple(10 ** (low + index / BINS_PER_DECADE) for index in range(num_bins + 1))
+
+    def spread(step: int) -> list[RatesSpread]:
+        by_stage = optimizer.rate_counts(low, high, num_bins)
+        return [
+            RatesSpread(step, stage, limits, tuple(int(count) for count in counts.tolist()))
+            for stage, counts in by_stage.items()
+        ]
+
+    return spread

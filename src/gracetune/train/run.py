@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
 
-from gracetune.config.render import resolved
+from gracetune.config.load import resolved
 from gracetune.config.schema import Gh200Section, RunFile
 from gracetune.durable import write_text
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError
-from gracetune.events.fan import EventDispatcher
+from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
-from gracetune.events.requests import VERBS, Requests
-from gracetune.events.tensorboard import TensorBoardSink
+from gracetune.events.run_control import VERBS, Requests
+from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import (
     CheckpointSaved,
     Notice,
@@ -25,28 +28,27 @@ from gracetune.events.types import (
     Validated,
 )
 from gracetune.train import checkpoint
-from gracetune.train.build import (
-    CHECKPOINT_FOLDER,
-    build,
-    resume,
-    start_accelerator,
-)
+from gracetune.train.build import CHECKPOINT_FOLDER, build, resume, start_accelerator
 from gracetune.train.export import result_of
 from gracetune.train.identity import demand_same, settings_of
-from gracetune.train.interrupt import Interrupt
 from gracetune.train.loop import train_loop
-from gracetune.train.order import validates
+from gracetune.train.validate import validates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Literal
 
     Status = Literal["done", "interrupted", "failed"]
+    from collections.abc import Iterator
+    from types import FrameType, TracebackType
 
     from gracetune.events.types import Event, Sink
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.loop import Session
     from gracetune.train.state import TrainProgress
+
+    Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+
 
 LOG = "events.jsonl"
 PRECISION_NAMES = {"no": "fp32", "bf16": "bf16"}
@@ -248,3 +250,56 @@ def _started(session: Session, progress: TrainProgress) -> RunStarted:
         device=str(t.accelerator.device),
         precision=PRECISION_NAMES[t.accelerator.mixed_precision],
     )
+
+
+# ------------------------------------------------------------------------------------------
+# Ctrl-C and SIGTERM: between steps they stop a run well, before its first step at once.
+#
+# Inside `between_steps` the first signal is only noted: the loop finishes and saves. A second one
+# leaves at once. Outside there is nothing to save, and either is a KeyboardInterrupt.
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """While open, `asked` names the signal that came between steps, if any."""
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._waits = False
+        self._before: dict[signal.Signals, Handler] = {}
+
+    def __enter__(self) -> Self:
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Signals wait here until the loop looks."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        if self.asked is not None:
+            os._exit(130)
+        if not self._waits:
+            raise KeyboardInterrupt
+        self.asked = signal.Signals(number).name
+        sys.stderr.write(
+            f"\n{self.asked}: finishing the step and saving; once more leaves at once, unsaved\n"
+        )
+        sys.stderr.flush()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from blake3 import blake3
 from torch.nn.utils import get_total_norm
 
-from gracetune.models.experts import routed
-from gracetune.optim.rates import set_rates, used_rate
-from gracetune.optim.schedule import rate_share
+from gracetune.models.family import routed
+from gracetune.optim.schedule import rate_share, set_rates, used_rate
 from gracetune.train import objective
 from gracetune.train.experts import ALONE
 from gracetune.train.timesteps import draw_levels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
     from accelerate import Accelerator
     from torch import Tensor, nn
@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
-    from gracetune.models.experts import Expert
-    from gracetune.models.family import Family
+    from gracetune.models.family import Expert, Family
     from gracetune.optim.update import Update
-    from gracetune.train.draws import Draws
-    from gracetune.train.ema import Ema
     from gracetune.train.experts import Turn, Turns
     from gracetune.train.state import TrainProgress
 
@@ -138,3 +135,57 @@ def scale_and_clip(parameters: list[Parameter], scale: Tensor, max_norm: float) 
         scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, scale)
     return norm
+
+
+# ------------------------------------------------------------------------------------------
+# Random numbers by position, not by history.
+#
+# Each micro-batch of each rank has a generator of its own, seeded from where it stands in the
+# run. A
+# resumed run therefore draws what the uninterrupted one would have, and there is no state to lose.
+
+
+def seed_of(*parts: int | str) -> int:
+    """One 63-bit seed for a position."""
+    text = "\0".join(str(part) for part in parts)
+    return int.from_bytes(blake3(text.encode()).digest(length=8), "big") >> 1
+
+
+class Draws:
+    """The generator of any position of a run, on one device."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._generator = torch.Generator(device)
+
+    def at(self, purpose: str, *position: int | str) -> torch.Generator:
+        """A generator that is valid until the next call."""
+        return self._generator.manual_seed(seed_of(self._seed, purpose, *position))
+
+
+# ------------------------------------------------------------------------------------------
+# The moving average of the trained weights, which usually samples better than the weights do.
+
+
+class Ema:
+    """Averages beside the parameters they follow, in the same order."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self._decay = decay
+        self._live = [parameter.data for parameter in parameters.values()]
+        self.averages = {name: p.detach().clone() for name, p in parameters.items()}
+
+    def update(self, step: int) -> None:
+        """Follow; early steps count more, so that the first weights are soon forgotten."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.averages.values()), self._live, 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model hold the averages for a while."""
+        kept = [p.clone() for p in self._live]
+        torch._foreach_copy_(self._live, list(self.averages.values()))
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(self._live, kept)

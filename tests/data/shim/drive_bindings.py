@@ -9,8 +9,7 @@ import json
 import sys
 from types import ModuleType
 
-from gracetune.memory.cuda_driver import CudaDriver, NoDriverError, open_cuda_driver
-from gracetune.memory.driver import HOST, Advice
+from gracetune.memory.driver import HOST, Advice, CudaDriver, NoDriverError, open_cuda_driver
 
 MIB = 1024**2
 

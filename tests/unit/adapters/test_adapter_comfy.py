@@ -2,8 +2,8 @@
 
 import pytest
 
-from gracetune.adapters.comfy import blocks_of, key_map, simulate
-from gracetune.adapters.names import TABLES
+from gracetune.adapters.files.check import blocks_of, key_map, simulate
+from gracetune.adapters.files.keys import TABLES
 
 WAN = key_map(TABLES["wan"], {"blocks": 2})
 FLUX = key_map(TABLES["flux"], {"transformer_blocks": 1, "single_transformer_blocks": 1})

@@ -6,10 +6,17 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional
 
-from gracetune.adapters.canonical import canonical
-from gracetune.adapters.delta import delta, delta_shape, merged, norm
-from gracetune.adapters.layers import Layer, rank_of, scale_of
-from gracetune.adapters.tables.types import open_table
+from gracetune.adapters.files.convert import canonical
+from gracetune.adapters.files.key_table import open_table
+from gracetune.adapters.files.layers import (
+    Layer,
+    delta,
+    delta_shape,
+    merged,
+    norm,
+    rank_of,
+    scale_of,
+)
 
 lycoris = pytest.importorskip("lycoris.modules.lokr")
 from lycoris.modules.full import FullModule  # noqa: E402
@@ -205,7 +212,7 @@ def test_lycoris_scalar_is_multiplied_in():
     fill(module)
     state = {f"lycoris_x.{name}": p.detach() for name, p in module.named_parameters()}
     state["lycoris_x.alpha"] = torch.tensor(2.0)
-    from gracetune.adapters.tables.types import table_of_modules
+    from gracetune.adapters.files.key_table import table_of_modules
 
     (layer,) = canonical(state, {}, table_of_modules("any", ("x",))).layers.values()
     module.org_forward = base.forward

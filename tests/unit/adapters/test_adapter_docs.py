@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from gracetune.adapters.tables.forms import FORMS
+from gracetune.adapters.files.formats import FORMS
 from gracetune.cli.adapter import add_arguments
 
 TEXT = (Path(__file__).parents[3] / "docs" / "adapters.md").read_text(encoding="utf-8")

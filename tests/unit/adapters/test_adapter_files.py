@@ -9,9 +9,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from gracetune.adapters.canonical import canonical
-from gracetune.adapters.delta import delta, delta_shape, norm
-from gracetune.adapters.files import (
+from gracetune.adapters.files.convert import canonical, lost_in
+from gracetune.adapters.files.formats import ENDINGS
+from gracetune.adapters.files.fused_projections import join_fused
+from gracetune.adapters.files.io import (
     AdapterMetadata,
     describe,
     interchange_form,
@@ -20,19 +21,19 @@ from gracetune.adapters.files import (
     stage_of,
     write_adapter,
 )
-from gracetune.adapters.layers import (
+from gracetune.adapters.files.keys import TABLES, LayerPath, table_named
+from gracetune.adapters.files.layers import (
     SHAPES,
     Adapter,
     Layer,
     at_stage,
+    delta,
+    delta_shape,
     join_stages,
+    norm,
     split_stages,
 )
-from gracetune.adapters.names import TABLES, LayerPath, table_named
-from gracetune.adapters.rows import join_fused
-from gracetune.adapters.spelling import lost_in
-from gracetune.adapters.tables.forms import ENDINGS
-from gracetune.adapters.tables.wan import WAN
+from gracetune.adapters.files.wan_keys import WAN
 from gracetune.errors import AdapterError
 
 PREFIX = "diffusion_model.blocks.0.self_attn.q"

@@ -4,12 +4,11 @@ from adapter_examples import make_full, make_loha, make_lokr, make_lora, make_wa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.adapters.delta import delta
-from gracetune.adapters.layers import Adapter, Layer
-from gracetune.adapters.lowrank import as_lora, combine, factor
-from gracetune.adapters.names import TABLES, LayerPath
-from gracetune.adapters.tables.flux import FLUX
-from gracetune.adapters.tables.wan import WAN
+from gracetune.adapters.files.flux_keys import FLUX
+from gracetune.adapters.files.keys import TABLES, LayerPath
+from gracetune.adapters.files.layers import Adapter, Layer, delta
+from gracetune.adapters.files.lowrank import as_lora, combine, factor
+from gracetune.adapters.files.wan_keys import WAN
 from gracetune.errors import AdapterError
 
 PLACE = LayerPath(None, "blocks.0.attn1.to_q")

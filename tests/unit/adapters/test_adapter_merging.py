@@ -13,14 +13,12 @@ from adapter_examples import (
 )
 from safetensors.torch import load_file, save_file
 
-from gracetune.adapters.delta import delta, merged
-from gracetune.adapters.extracting import extract
-from gracetune.adapters.layers import Adapter, Layer
-from gracetune.adapters.merging import merge_into, merge_into_pipeline
-from gracetune.adapters.names import KeyIndex, LayerPath
-from gracetune.adapters.tables.flux import FLUX
-from gracetune.adapters.tables.wan import WAN
-from gracetune.adapters.weights import open_model
+from gracetune.adapters.files.flux_keys import FLUX
+from gracetune.adapters.files.keys import KeyIndex, LayerPath
+from gracetune.adapters.files.layers import Adapter, Layer, delta, merged
+from gracetune.adapters.files.lowrank import extract
+from gracetune.adapters.files.merge import merge_into, merge_into_pipeline, open_model
+from gracetune.adapters.files.wan_keys import WAN
 from gracetune.errors import AdapterError
 
 

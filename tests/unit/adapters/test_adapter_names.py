@@ -2,7 +2,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.adapters.names import (
+from gracetune.adapters.files.formats import ENDINGS, FORMS
+from gracetune.adapters.files.key_table import open_table, table_of_modules
+from gracetune.adapters.files.keys import (
     TABLES,
     KeyIndex,
     LayerPath,
@@ -17,8 +19,6 @@ from gracetune.adapters.names import (
     template_of,
     write_key,
 )
-from gracetune.adapters.tables.forms import ENDINGS, FORMS
-from gracetune.adapters.tables.types import open_table, table_of_modules
 from gracetune.errors import AdapterError
 
 WAN, FLUX, QWEN = (KeyIndex(TABLES[name]) for name in ("wan", "flux", "qwen_image"))

@@ -8,13 +8,16 @@ from adapter_examples import make_full, make_loha, make_lokr, make_lora, same, s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.adapters.canonical import canonical
-from gracetune.adapters.delta import delta, merged
-from gracetune.adapters.layers import Adapter, Layer, scale_of
-from gracetune.adapters.names import LayerPath, form_named
-from gracetune.adapters.rows import join_fused, split_fused, swap_halves, take_rows
-from gracetune.adapters.spelling import spell
-from gracetune.adapters.tables.flux import FLUX
+from gracetune.adapters.files.convert import canonical, spell
+from gracetune.adapters.files.flux_keys import FLUX
+from gracetune.adapters.files.fused_projections import (
+    join_fused,
+    split_fused,
+    swap_halves,
+    take_rows,
+)
+from gracetune.adapters.files.keys import LayerPath, form_named
+from gracetune.adapters.files.layers import Adapter, Layer, delta, merged, scale_of
 from gracetune.errors import AdapterError
 
 QKV = [f"transformer_blocks.0.attn.to_{x}" for x in "qkv"]

@@ -10,20 +10,20 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
-from gracetune.adapters import products
-from gracetune.adapters.directions import (
-    MAX_ROWS,
-    MOST,
-    InputObserver,
-    main_directions,
-    num_directions,
-)
-from gracetune.adapters.fused import (
+from gracetune.adapters.compute import lora_matmul
+from gracetune.adapters.compute.fused_lora import (
     Fp8Linear,
     InFp8,
     freeze_in_fp8,
     freeze_in_fp8_for,
     fuse_lora,
+)
+from gracetune.adapters.compute.outlier_subspace import (
+    MAX_ROWS,
+    MOST,
+    InputObserver,
+    main_directions,
+    num_directions,
 )
 from gracetune.errors import GracetuneError
 
@@ -235,8 +235,8 @@ def test_a_layer_that_its_adapter_never_calls_is_shown_its_input_too():
 def test_tracers_expect_what_comes_of_taking_an_input_apart(turned):
     x, along = alike(32, 64), main_directions(alike(100, 64))
     given = (x.t().contiguous().t() if turned else x, along)
-    torch.library.opcheck(products.apart, given)
-    main, rest = products.apart(*given)
+    torch.library.opcheck(lora_matmul.apart, given)
+    main, rest = lora_matmul.apart(*given)
     torch.testing.assert_close(main @ along + rest, x)
 
 

@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional
 
-from gracetune.adapters.fused import (
+from gracetune.adapters.compute.fused_lora import (
     Fp8Linear,
     FusedLora,
     InFp8,
@@ -18,7 +18,7 @@ from gracetune.adapters.fused import (
     freeze_in_fp8,
     fuse_lora,
 )
-from gracetune.adapters.products import FP8_MAX, round_rows
+from gracetune.adapters.compute.lora_matmul import FP8_MAX, round_rows
 from gracetune.errors import GracetuneError
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -2,12 +2,17 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.adapters.delta import delta, delta_bias
-from gracetune.adapters.inject import adapter_weights, add_adapter
-from gracetune.adapters.layers import scale_of
-from gracetune.adapters.live import live_adapter
-from gracetune.adapters.targets import choose, ending, matches, setting_of
-from gracetune.adapters.wrapped import Adapted
+from gracetune.adapters.compute.lycoris import Adapted
+from gracetune.adapters.files.layers import delta, delta_bias, scale_of
+from gracetune.adapters.inject import (
+    adapter_weights,
+    add_adapter,
+    choose,
+    ending,
+    live_adapter,
+    matches,
+    setting_of,
+)
 from gracetune.config.schema import AdapterSection
 from gracetune.errors import ConfigError
 

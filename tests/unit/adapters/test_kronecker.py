@@ -5,12 +5,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gracetune.adapters import kronecker
+from gracetune.adapters.compute import lycoris
+from gracetune.adapters.compute.lycoris import (
+    Adapted,
+    KroneckerAdapted,
+    kron_linear,
+    thin_kron_linear,
+)
 from gracetune.adapters.inject import add_adapter
-from gracetune.adapters.kronecker import kron_linear, thin_kron_linear
-from gracetune.adapters.wrapped import Adapted, KroneckerAdapted
 from gracetune.config.schema import AdapterSection
-from gracetune.stream.blocks import PRODUCTS
+from gracetune.offload.checkpointing import PRODUCTS
 
 
 def made(*shape, seed=0):
@@ -27,7 +31,7 @@ def test_a_row_is_multiplied_as_by_the_whole_matrix(rows, up, u, down, v):
 @pytest.mark.parametrize("most", [0, 256])
 @pytest.mark.parametrize("rows", [(), (2, 3)])
 def test_a_thin_one_is_the_same_joined_or_not(monkeypatch, rows, most):
-    monkeypatch.setattr(kronecker, "MOST_JOINED", most)
+    monkeypatch.setattr(lycoris, "MOST_JOINED", most)
     w1, a, b = made(4, 3), made(7, 2, seed=1), made(2, 5, seed=2)
     x = made(*rows, 15, seed=3)
     torch.testing.assert_close(thin_kron_linear(x, w1, a, b), x @ torch.kron(w1, a @ b).T)

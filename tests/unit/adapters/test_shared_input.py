@@ -5,8 +5,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from gracetune.adapters.fused import fuse_lora
-from gracetune.adapters.shared_input import share_input
+from gracetune.adapters.compute.fused_lora import fuse_lora, share_input
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """torch's tracer looks at what torch warns of looking at."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from gracetune.cache.ahead import Depth, InlineBatches, PrefetchedBatches, nbytes_of
+from gracetune.cache.prefetch import Depth, InlineBatches, PrefetchedBatches, nbytes_of
 from gracetune.data.loader import LoaderState
 from gracetune.data.sample import Batch
 from gracetune.errors import DataError

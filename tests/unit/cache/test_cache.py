@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gracetune.cache.fill import EncodeItem, fill_latents, fill_text
+from gracetune.cache.encode import EncodeItem, fill_latents, fill_text
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.store import MemoryStore

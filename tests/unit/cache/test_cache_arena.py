@@ -7,8 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.cache import arena
-from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Slabs, Tally, pageable, whole_pages
+from gracetune.cache import memory_tier
+from gracetune.cache.memory_tier import (
+    ArenaStore,
+    HostMemoryBudget,
+    Slabs,
+    Tally,
+    pageable,
+    whole_pages,
+)
 from gracetune.cache.store import MemoryStore
 from gracetune.errors import ConfigError
 
@@ -89,7 +96,7 @@ def test_what_leaves_is_what_was_used_longest_ago(batches):
 
 
 def test_uses_are_counted_in_bounded_memory(told, monkeypatch):
-    monkeypatch.setattr(arena, "REMEMBERED", 2)
+    monkeypatch.setattr(memory_tier, "REMEMBERED", 2)
     kept = store(told, 4 * KIB, MemoryStore())
     kept.put_many({f"{number}": entry(number) for number in range(4)})
     for key in "3210":
@@ -152,7 +159,7 @@ def test_a_store_that_goes_gives_its_budget_back(told):
 
 
 def test_slabs_double_so_that_few_are_looked_through(monkeypatch):
-    monkeypatch.setattr(arena, "SLAB_NBYTES", 4 * KIB)
+    monkeypatch.setattr(memory_tier, "SLAB_NBYTES", 4 * KIB)
     sizes = []
     slabs = Slabs(
         HostMemoryBudget(1024 * KIB), lambda nbytes: sizes.append(nbytes) or pageable(nbytes)

@@ -13,10 +13,9 @@ import time
 import pytest
 import torch
 
-from gracetune.cache import shards
-from gracetune.cache.collect import compact
+from gracetune.cache import shard_format
+from gracetune.cache.maintenance import compact, verify
 from gracetune.cache.shard_store import INDEX, ShardStore
-from gracetune.cache.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 MESSAGE = struct.Struct("<ci")
@@ -120,7 +119,9 @@ def survive(folder, rounds, seed, tell):
 
 
 def check(tmp_path, told, monkeypatch, rounds, seed):
-    monkeypatch.setattr(shards, "FULL", shards.ROOM + 8192)  # so that files are sealed all the time
+    monkeypatch.setattr(
+        shard_format, "FULL", shard_format.ROOM + 8192
+    )  # so that files are sealed all the time
     folder = tmp_path / "cache"
     there = survive(folder, rounds, seed, told)
     assert len(there) >= rounds // 2, "children lived too short to prove anything"

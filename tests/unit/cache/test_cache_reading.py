@@ -4,11 +4,11 @@ import os
 import pytest
 import torch
 
-from gracetune.cache import reading, resident
-from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, pageable, whole_pages
-from gracetune.cache.collect import compact
-from gracetune.cache.packing import LARGE, PAGE
-from gracetune.cache.resident import PageCacheResidency
+from gracetune.cache import shard_reader
+from gracetune.cache.maintenance import compact
+from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, pageable, whole_pages
+from gracetune.cache.shard_format import LARGE, PAGE
+from gracetune.cache.shard_reader import PageCacheResidency
 from gracetune.cache.shard_store import ShardStore
 
 WORDS = LARGE // 4 + PAGE // 4  # a float entry of whole pages
@@ -186,7 +186,7 @@ def test_loaded_entries_lie_in_the_memory_that_was_given(store):
 
 
 def test_few_files_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("gracetune.cache.shards.FULL", 1)
+    monkeypatch.setattr("gracetune.cache.shard_format.FULL", 1)
     with ShardStore(tmp_path, max_open=3) as store:
         fill(store, range(12), 5)
         before = len(os.listdir("/proc/self/fd"))
@@ -289,7 +289,7 @@ def test_what_cannot_be_opened_for_another_reason_is_an_error(store, monkeypatch
 def test_a_disk_is_asked_in_advance_where_it_is_slow_or_entries_are_small(tmp_path, seconds, asked):
     told = []
 
-    class Spied(reading.OpenShards):
+    class Spied(shard_reader.OpenShards):
         def ask_disk(self, rows):
             told.extend(row.key for row in rows)
             super().ask_disk(rows)
@@ -331,7 +331,7 @@ def test_a_kernel_that_does_not_tell_is_asked_once(monkeypatch, code):
 
     asked = PageCacheResidency()
     monkeypatch.setattr(asked, "_ask", refuse)
-    monkeypatch.setattr(resident.ctypes, "get_errno", lambda: code)
+    monkeypatch.setattr(shard_reader.ctypes, "get_errno", lambda: code)
     assert not asked.holds(0, 0, 1)
     assert not asked.holds(0, 0, 1)
     assert (len(calls), asked.is_known) == (1, False)
@@ -339,7 +339,7 @@ def test_a_kernel_that_does_not_tell_is_asked_once(monkeypatch, code):
 
 @pytest.mark.usefixtures("own_cache")
 def test_what_the_kernel_refuses_otherwise_is_an_error():
-    with pytest.raises(resident.CacheError, match="Bad file descriptor"):
+    with pytest.raises(shard_reader.CacheError, match="Bad file descriptor"):
         PageCacheResidency().holds(10**6, 0, 1)
 
 

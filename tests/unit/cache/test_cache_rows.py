@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from gracetune.cache.arena import ArenaStore, HostMemoryBudget, Tally, pageable
+from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, pageable
 from gracetune.cache.store import MemoryStore
 from gracetune.data.gather import Gather, MissingGather, find_gather
 

@@ -2,9 +2,9 @@ from functools import partial
 
 import torch
 
-from gracetune.cache.arena import pageable
-from gracetune.cache.packing import PAGE
-from gracetune.cache.staging import SLOTS, HotTexts, Staging, copied, keep_hot
+from gracetune.cache.memory_tier import pageable
+from gracetune.cache.prefetch import SLOTS, HotTexts, Staging, copied, keep_hot
+from gracetune.cache.shard_format import PAGE
 
 
 class Device:

@@ -6,12 +6,19 @@ import pytest
 import torch
 from blake3 import blake3
 
-from gracetune.cache import shards
-from gracetune.cache.collect import compact, find_leftovers
-from gracetune.cache.inspect import caches_in, explain, find, stats
+from gracetune.cache import shard_format
 from gracetune.cache.keys import latent_key, text_key
+from gracetune.cache.maintenance import (
+    caches_in,
+    compact,
+    explain,
+    find,
+    find_leftovers,
+    repair,
+    stats,
+    verify,
+)
 from gracetune.cache.shard_store import ShardStore
-from gracetune.cache.verify import repair, verify
 from gracetune.data.sample import Sample
 from gracetune.errors import CacheError
 
@@ -234,7 +241,7 @@ def test_stats_count_entries_bytes_and_gaps(store):
     assert (told["entries"], told["nbytes"], told["shards"]) == (3, 3 * 64, 1)
     assert told["kinds"] == [{"kind": "text", "encoder": "e", "entries": 3, "nbytes": 192}]
     assert told["written_nbytes"] >= 192
-    assert told["disk_nbytes"] < shards.ROOM
+    assert told["disk_nbytes"] < shard_format.ROOM
 
 
 def test_caches_are_found_by_their_marker(tmp_path):

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from gracetune.cache import direct
-from gracetune.cache.arena import whole_pages
-from gracetune.cache.direct import DEPTH, DirectQueue, Wanted
+from gracetune.cache import shard_reader
+from gracetune.cache.memory_tier import whole_pages
+from gracetune.cache.shard_reader import DEPTH, DirectQueue, Wanted
 
 PAGE = 4096
 PAGES = 3 * DEPTH
@@ -170,7 +170,7 @@ def test_a_queue_that_is_let_go_is_given_back_by_its_own_process(pages):
     (ticket,) = queue.begin(wanted(pages, [1]))
     queue.wait(ticket)
     context = queue._context.value
-    direct._destroy(lambda *words: calls.append(words), 1, context, os.getpid() + 1)
+    shard_reader._destroy(lambda *words: calls.append(words), 1, context, os.getpid() + 1)
     assert calls == []
     release = queue._release
     del queue

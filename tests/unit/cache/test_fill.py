@@ -6,15 +6,21 @@ import torch
 from PIL import Image
 from tired import tired_at_first
 
-from gracetune.cache import fill
-from gracetune.cache.fill import BATCH, EncodeItem, fill_latents, fill_text, find_unreadable
+from gracetune.cache import encode as fill
+from gracetune.cache.encode import (
+    BATCH,
+    EncodeItem,
+    Ranks,
+    fill_latents,
+    fill_text,
+    find_unreadable,
+)
 from gracetune.cache.keys import latent_key, text_key
-from gracetune.cache.ranks import Ranks
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.store import MemoryStore
-from gracetune.data.decoders import PILLOW
+from gracetune.data.augment import SampleTransform
+from gracetune.data.images import PILLOW
 from gracetune.data.prefetch import Prefetch
-from gracetune.data.recipe import SampleTransform
 from gracetune.data.sample import Sample
 from gracetune.errors import RunFailedError
 from gracetune.events.types import Notice, StageProgress

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gracetune.cache.foreign_text import captions_by_digest, digest_in, match_text, take_text
+from gracetune.cache.foreign import captions_by_digest, digest_in, match_text, take_text
 from gracetune.errors import CacheError
 
 OURS = {

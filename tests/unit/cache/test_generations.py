@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from gracetune.cache.generations import (
+from gracetune.cache.augmentation_epochs import (
     NO_EPOCH,
     AugmentationEpochs,
     FillingStopped,
@@ -13,7 +13,7 @@ from gracetune.cache.generations import (
     marks_in,
     mode_of,
 )
-from gracetune.cache.ranks import Ranks
+from gracetune.cache.encode import Ranks
 from gracetune.cache.store import MemoryStore
 from gracetune.config.schema import DatasetSection
 from gracetune.errors import ConfigError, DataError, RunFailedError

@@ -9,15 +9,13 @@ import torch
 from PIL import Image
 from tired import tired_at_first
 
-from gracetune.cache.fill import EncodeItem
+from gracetune.cache.encode import ALONE, EncodeItem
 from gracetune.cache.keys import mask_key
 from gracetune.cache.masks import NAME, fill_masks, mask_keys, weights
-from gracetune.cache.ranks import ALONE
 from gracetune.cache.store import MemoryStore
-from gracetune.data.augment import AugmentationDraw, Step
-from gracetune.data.decoders import PILLOW
+from gracetune.data.augment import PLAIN, AugmentationDraw, SampleTransform, Step
+from gracetune.data.images import PILLOW
 from gracetune.data.prefetch import Prefetch
-from gracetune.data.recipe import PLAIN, SampleTransform
 from gracetune.data.sample import Companion, Sample
 from gracetune.events.types import Notice
 

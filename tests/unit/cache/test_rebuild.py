@@ -6,11 +6,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gracetune.cache import packing, shards
+from gracetune.cache import shard_format
 from gracetune.cache.keys import text_key
-from gracetune.cache.packing import find_record, pack, read_record
+from gracetune.cache.maintenance import verify
+from gracetune.cache.shard_format import find_record, pack, read_record
 from gracetune.cache.shard_store import INDEX, ShardStore
-from gracetune.cache.verify import verify
 
 
 def entry(number, words=3):
@@ -33,7 +33,7 @@ def everything(store):
 
 @pytest.mark.parametrize("words", [3, 40_000])
 def test_a_lost_index_is_made_again_from_sealed_and_open_shards(tmp_path, told, monkeypatch, words):
-    monkeypatch.setattr(shards, "FULL", shards.ROOM + 400_000)
+    monkeypatch.setattr(shard_format, "FULL", shard_format.ROOM + 400_000)
     key = text_key("a cat", "encoder")
     with ShardStore(tmp_path) as store:
         fill(store, range(20), words)
@@ -103,7 +103,7 @@ def test_an_empty_folder_has_no_index_to_make_again(tmp_path, told):
 
 
 def test_the_room_of_a_header_is_told_by_the_file_or_is_the_usual(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "ROOM", 4096)
+    monkeypatch.setattr(shard_format, "ROOM", 4096)
     with ShardStore(tmp_path) as store:
         store.put("many", {f"part {n}": torch.ones(1) for n in range(60)})
         with store.index() as index:
@@ -111,11 +111,11 @@ def test_the_room_of_a_header_is_told_by_the_file_or_is_the_usual(tmp_path, monk
         assert shard.room > 4096
         (path,) = store.shards.iterdir()
         opened = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
-        assert shards.room_of(opened.numpy()) == shard.room
+        assert shard_format.room_of(opened.numpy()) == shard.room
     (path,) = store.shards.iterdir()
     sealed = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
-    assert shards.room_of(sealed.numpy()) == shard.room
-    assert shards.room_of(torch.zeros(100, dtype=torch.uint8).numpy()) == 4096
+    assert shard_format.room_of(sealed.numpy()) == shard.room
+    assert shard_format.room_of(torch.zeros(100, dtype=torch.uint8).numpy()) == 4096
 
 
 @given(
@@ -123,29 +123,29 @@ def test_the_room_of_a_header_is_told_by_the_file_or_is_the_usual(tmp_path, monk
     st.dictionaries(st.text(max_size=20), st.text(max_size=40), max_size=4),
     st.integers(0, 3000),
 )
-@example(before=packing.RECORD, about={}, words=0)
+@example(before=shard_format.RECORD, about={}, words=0)
 @settings(deadline=None, max_examples=60)
 def test_a_record_is_found_and_read_wherever_it_lies(before, about, words):
     """What has the mark of one and is none is passed over."""
     packed = pack("key \N{SNOWMAN}", {"x": torch.zeros(words)}, about)
-    at = packing.aligned(len(before))
+    at = shard_format.aligned(len(before))
     data = torch.frombuffer(
         bytearray(before.ljust(at, b"g") + packed.record), dtype=torch.uint8
     ).numpy()
     found = find_record(data, 0)
     while found < at:
-        assert before[found:].startswith(packing.RECORD)
+        assert before[found:].startswith(shard_format.RECORD)
         assert read_record(data, found) is None
-        found = find_record(data, found + packing.ALIGN)
+        found = find_record(data, found + shard_format.ALIGN)
     assert found == at
     told = read_record(data, at)
     assert (told.key, told.about, told.checksum) == ("key \N{SNOWMAN}", about, packed.checksum)
-    assert told.begin % packing.alignment(words * 4) == 0
+    assert told.begin % shard_format.alignment(words * 4) == 0
     assert read_record(data[:-1], at) is None
     assert read_record(data, at + 1) is None
-    assert find_record(data, at + packing.ALIGN) is None
+    assert find_record(data, at + shard_format.ALIGN) is None
 
 
 def test_a_record_with_a_mad_length_is_none():
-    data = bytearray(packing.RECORD + (2**60).to_bytes(8, "little") + bytes(48))
+    data = bytearray(shard_format.RECORD + (2**60).to_bytes(8, "little") + bytes(48))
     assert read_record(torch.frombuffer(data, dtype=torch.uint8).numpy(), 0) is None

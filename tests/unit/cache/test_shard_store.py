@@ -6,15 +6,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from gracetune.cache import packing, shards
+from gracetune.cache import shard_format
 from gracetune.cache.index import FORMAT, CacheIndex
 from gracetune.cache.keys import text_key
-from gracetune.cache.reading import Bits
+from gracetune.cache.shard_reader import Bits
 from gracetune.cache.shard_store import INDEX, MARKER, ShardStore, is_cache
 from gracetune.cache.store import MemoryStore
 from gracetune.errors import CacheError
 
-DTYPES = [*packing.DTYPES]
+DTYPES = [*shard_format.DTYPES]
 
 
 def entry(number, size=3):
@@ -46,7 +46,10 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(store, dtype):
     assert list(got) == list(put)
     for name, tensor in put.items():
         assert (got[name].dtype, got[name].shape) == (dtype, tensor.shape)
-        assert packing.tensor_bytes(got[name]).tobytes() == packing.tensor_bytes(tensor).tobytes()
+        assert (
+            shard_format.tensor_bytes(got[name]).tobytes()
+            == shard_format.tensor_bytes(tensor).tobytes()
+        )
         assert got[name].data_ptr() % tensor.element_size() == 0
 
 
@@ -83,7 +86,7 @@ def test_a_sealed_shard_is_a_safetensors_file_that_others_can_read(tmp_path):
         assert torch.equal(file.get_tensor("k7/latents"), entry(7)["latents"])
         assert file.get_tensor("odd/x").tolist() == [0, 1, 2]
         assert file.get_tensor("odd/empty").shape == (0,)
-    assert path.stat().st_blocks * 512 < shards.ROOM, "the room for the header is a hole"
+    assert path.stat().st_blocks * 512 < shard_format.ROOM, "the room for the header is a hole"
 
 
 def test_entries_are_views_of_the_file_and_writing_to_one_changes_no_file(tmp_path):
@@ -106,7 +109,7 @@ def test_the_next_writer_goes_on_with_a_small_shard(tmp_path):
 
 
 def test_full_shards_are_sealed_and_new_ones_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "FULL", shards.ROOM + 4096)
+    monkeypatch.setattr(shard_format, "FULL", shard_format.ROOM + 4096)
     with ShardStore(tmp_path) as store:
         fill(store, range(20), size=256)
         assert len(files(store)) == 10
@@ -119,7 +122,7 @@ def test_full_shards_are_sealed_and_new_ones_begun(tmp_path, monkeypatch):
 
 
 def test_a_shard_is_full_when_its_header_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "ROOM", 4096)
+    monkeypatch.setattr(shard_format, "ROOM", 4096)
     with ShardStore(tmp_path) as store:
         fill(store, range(30))
         many = {f"part {n}": torch.ones(1) for n in range(200)}

@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.config.schema import RunFile
+from gracetune.data.pipeline import build_pipeline
 from gracetune.models.tiny import load
-from gracetune.train.feed import build_pipeline
-from gracetune.train.mover import build_batch_transfer
 
 COUNT = 6
 FLIP = [{"name": "flip", "probability": 1.0}]

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from gracetune.cache.encode import LARGE_PIXELS, WHOLE, Tiling, choose_tiling, taking_turns
 from gracetune.cache.keys import latent_key
-from gracetune.cache.tiling import LARGE_PIXELS, WHOLE, Tiling, choose_tiling, taking_turns
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError
 

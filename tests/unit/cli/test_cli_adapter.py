@@ -6,17 +6,16 @@ from adapter_examples import make_lokr, make_lora, make_wan, same, shape_of, wan
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from gracetune.adapters.delta import delta
-from gracetune.adapters.files import (
+from gracetune.adapters.files.io import (
     AdapterMetadata,
     interchange_form,
     read_adapter,
     read_tensors,
     write_adapter,
 )
-from gracetune.adapters.layers import Adapter
-from gracetune.adapters.names import TABLES, LayerPath
-from gracetune.adapters.tables.types import open_table
+from gracetune.adapters.files.key_table import open_table
+from gracetune.adapters.files.keys import TABLES, LayerPath
+from gracetune.adapters.files.layers import Adapter, delta
 from gracetune.cli.main import main
 
 STAGES = ("high", "low")
@@ -405,7 +404,7 @@ def test_check_of_other_families(capsys, family, make, tmp_path):
 
 def test_a_family_without_a_pipeline_is_told(capsys, tmp_path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
-    from gracetune.adapters.tables.types import open_table
+    from gracetune.adapters.files.key_table import open_table
 
     adapter = Adapter(open_table("tiny"), {LayerPath(None, "a.b"): layer})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")

@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gracetune.cache.fill import EncodeItem
+from gracetune.cache.encode import EncodeItem
+from gracetune.cache.import_foreign import _demand_plain
 from gracetune.cache.keys import text_key
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cli.main import main
 from gracetune.config.schema import RunFile
-from gracetune.data.folder import FolderSource
-from gracetune.data.recipe import SampleTransform, render
+from gracetune.data.augment import SampleTransform, render
 from gracetune.data.sample import Sample
+from gracetune.data.source import FolderSource
 from gracetune.errors import CacheError
 from gracetune.models.family import load_family
-from gracetune.train.imports import _demand_plain
 
 NUM_PICTURES = 64
 
@@ -207,7 +207,7 @@ def foreign(root, built):
 
 
 def plain():
-    from gracetune.data.recipe import PLAIN
+    from gracetune.data.augment import PLAIN
 
     return PLAIN
 

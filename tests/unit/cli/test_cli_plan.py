@@ -12,14 +12,12 @@ from gracetune.cli import plan
 from gracetune.cli.main import main
 from gracetune.config.schema import OptimizerSection, PlanSection, RunFile
 from gracetune.errors import ConfigError
-from gracetune.memory.machine import Machine
+from gracetune.memory.platform import Machine
 from gracetune.models import tiny
-from gracetune.optim.footprint import state_nbytes_each
-from gracetune.plan.known_models import SampleShape
-from gracetune.plan.machines import MACHINES
-from gracetune.plan.outlines import outline
-from gracetune.plan.peak import Fixed
-from gracetune.plan.rates import basics_of
+from gracetune.optim.build import state_nbytes_each
+from gracetune.plan.machines import MACHINES, basics_of
+from gracetune.plan.memory import Fixed
+from gracetune.plan.meta_models import SampleShape, outline
 
 if TYPE_CHECKING:
     from pathlib import Path

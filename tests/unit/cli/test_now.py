@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.cli.main import main
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 
 
 def test_the_run_hears_and_the_user_is_told_who(

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.config.explain import known_keys, suggest
-from gracetune.config.load import load_run_file, load_run_text, parse_value
+from gracetune.config.load import known_keys, load_run_file, load_run_text, parse_value, suggest
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 

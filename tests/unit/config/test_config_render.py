@@ -1,7 +1,6 @@
 import json
 
-from gracetune.config.load import load_run_text
-from gracetune.config.render import json_schema, resolved
+from gracetune.config.load import json_schema, load_run_text, resolved
 from gracetune.config.schema import RunFile
 
 RUN = RunFile.model_validate(

@@ -1,7 +1,6 @@
 import pytest
 
-from gracetune.config.remarks import FAMILIES, FAMILY_SETTINGS, remarks
-from gracetune.config.rules import breaches, check_trainable
+from gracetune.config.checks import FAMILIES, FAMILY_SETTINGS, breaches, check_trainable, remarks
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 from gracetune.models import family as models

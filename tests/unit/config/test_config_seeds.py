@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.config.load import load_run_text
-from gracetune.config.render import resolved
+from gracetune.config.load import load_run_text, resolved
 
 SEEDS = Path(__file__).parents[2] / "data" / "seeds"
 BLOCK = re.compile(r"^ *```(json|yaml)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gracetune.config.checks import check_trainable
 from gracetune.config.load import load_run_file
-from gracetune.config.rules import check_trainable
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "config").rglob("*.json"))

@@ -1,9 +1,7 @@
 import pytest
 
-from gracetune.config.explain import known_keys
-from gracetune.config.load import load_run_text
-from gracetune.config.spellings import ALIASES, ELSEWHERE, REMARKS, VALUES
-from gracetune.config.translate import canonical
+from gracetune.config.aliases import ALIASES, ELSEWHERE, REMARKS, VALUES, canonical
+from gracetune.config.load import known_keys, load_run_text
 from gracetune.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from gracetune.cli.examples import first_comment
+from gracetune.config.checks import check_trainable
 from gracetune.config.load import load_run_file
-from gracetune.config.rules import check_trainable
 from gracetune.data.buckets import frame_counts, sound_lengths
 
 FILES = sorted((Path(__file__).parents[3] / "examples").glob("*.json"))

@@ -9,8 +9,7 @@ import numpy as np
 from made_media import grey_frames, m4a_bytes, photo, picture_bytes, sound_bytes, tone, video_bytes
 
 from gracetune.data.audio import decode_audio, probe_audio
-from gracetune.data.decoders import choose_decoders
-from gracetune.data.images import decode, probe
+from gracetune.data.images import choose_decoders, decode, probe
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.data.video import decode_video, probe_video
 

@@ -6,7 +6,7 @@ import pytest
 from made_sources import JPEG, image_table, save_to_disk, write_folder, write_parquet, write_tar
 
 from gracetune.config.schema import DatasetSection
-from gracetune.data.address import kind_of_address, open_address
+from gracetune.data.dataset import kind_of_address, open_address
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:

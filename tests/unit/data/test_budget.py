@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.data import budget
-from gracetune.data.budget import StagingBudget, host_room
+from gracetune.data import staging
+from gracetune.data.staging import StagingBudget, host_room
 from gracetune.errors import DataError
 from gracetune.units import GIB
 
@@ -55,9 +55,9 @@ def test_the_host_is_watched_while_others_take_memory() -> None:
     spent = StagingBudget(None, GIB, 9, "datasets[0]", lambda: rooms.pop(0))
     spent.take(1, 1)  # not worth a look
     assert len(rooms) == 2
-    spent.take(budget.WATCH_NBYTES, budget.WATCH_NBYTES)
+    spent.take(staging.WATCH_NBYTES, staging.WATCH_NBYTES)
     with pytest.raises(DataError, match=r"ran out of memory after 512\.0 MiB.*others have taken"):
-        spent.take(budget.WATCH_NBYTES, budget.WATCH_NBYTES)
+        spent.take(staging.WATCH_NBYTES, staging.WATCH_NBYTES)
 
 
 def test_the_room_is_what_is_available_less_a_reserve() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data.captions import read_captions
-from gracetune.data.folder import FolderSource
+from gracetune.data.source import FolderSource
 from gracetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -8,13 +8,11 @@ from made_media import photo, picture_bytes
 from PIL import Image
 
 from gracetune.config.schema import DatasetSection
+from gracetune.data.augment import recipe_of, render, render_control, render_mask
 from gracetune.data.conditioning import JoinedSource, same_aspect
-from gracetune.data.contract import CHECKS, Check
-from gracetune.data.corruption import CorruptionLog
-from gracetune.data.dataset import open_dataset
-from gracetune.data.folder import FolderSource
-from gracetune.data.recipe import recipe_of, render, render_control, render_mask
-from gracetune.data.source import FileRange
+from gracetune.data.dataset import CorruptionLog, open_dataset
+from gracetune.data.source import FileRange, FolderSource
+from gracetune.data.source_contract import CHECKS, Check
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:

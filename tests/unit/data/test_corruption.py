@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.data.corruption import Corruption, CorruptionLog
+from gracetune.data.dataset import Corruption, CorruptionLog
 from gracetune.errors import DataError
 from gracetune.events.types import Event, Notice
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.index import LONGEST_NAME, PLAIN, Columns, StagingIndex, write_index
-from gracetune.memory.arena import ArenaWriter
+from gracetune.data.staging_index import LONGEST_NAME, PLAIN, Columns, StagingIndex, write_index
+from gracetune.memory.shared_arena import ArenaWriter
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 

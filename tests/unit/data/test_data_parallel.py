@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.parallel import CHUNK_FILES, CHUNK_NBYTES, chunks, default_workers, ordered_map
+from gracetune.data.prefetch import CHUNK_FILES, CHUNK_NBYTES, chunks, default_workers, ordered_map
 
 
 def test_results_come_in_order_whoever_is_first() -> None:

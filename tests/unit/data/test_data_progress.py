@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from gracetune.data.progress import ProgressReporter
+from gracetune.events.dispatcher import ProgressReporter
 from gracetune.events.types import Event, StageProgress
 
 

@@ -11,8 +11,7 @@ from blake3 import blake3
 from PIL import Image
 
 from gracetune.config.schema import DatasetSection, ShapesSection
-from gracetune.data.corruption import CorruptionLog
-from gracetune.data.dataset import OpenDataset, open_dataset
+from gracetune.data.dataset import CorruptionLog, OpenDataset, open_dataset
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError
 from gracetune.events.types import Event, Notice, StageProgress

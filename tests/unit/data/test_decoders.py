@@ -10,8 +10,7 @@ import torch
 from made_media import photo, picture_bytes
 from PIL import Image
 
-from gracetune.data.decoders import PILLOW, Decoders, choose_decoders
-from gracetune.data.images import UnreadableImageError, decode
+from gracetune.data.images import PILLOW, Decoders, UnreadableImageError, choose_decoders, decode
 
 FAST = choose_decoders()
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gracetune.config.schema import DatasetSection
-from gracetune.data.folder import FolderSource, open_folder
+from gracetune.data.source import FolderSource, open_folder
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from forked import holds_in_a_fork
 
 from gracetune.data.gather import LIBRARY, ODD, SOURCE, Gather, MissingGather, find_gather
 from gracetune.data.source import FileRange
-from gracetune.memory.arena import Arena, ArenaFullError, ArenaWriter, Hand
+from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, Hand
 from gracetune.memory.shim import COMPILE_FLAGS, build_shim
 
 

@@ -12,9 +12,14 @@ from made_media import photo, picture_bytes
 from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
 
-from gracetune.data.decoders import choose_decoders
-from gracetune.data.headers import plain_header, png_chunks
-from gracetune.data.images import UnreadableImageError, decode, decode_pixels
+from gracetune.data.images import (
+    UnreadableImageError,
+    choose_decoders,
+    decode,
+    decode_pixels,
+    plain_header,
+    png_chunks,
+)
 
 FAST = choose_decoders()
 COLOURED = photo(61, 47)

@@ -14,12 +14,10 @@ from made_media import grey_frames, photo, picture_bytes, sound_bytes, tone, vid
 from PIL import Image
 
 from gracetune.config.schema import DatasetSection
+from gracetune.data.augment import SampleTransform, render
 from gracetune.data.buckets import assign
-from gracetune.data.corruption import CorruptionLog
-from gracetune.data.dataset import open_dataset
-from gracetune.data.decoders import choose_decoders
-from gracetune.data.images import decode
-from gracetune.data.recipe import SampleTransform, render
+from gracetune.data.dataset import CorruptionLog, open_dataset
+from gracetune.data.images import choose_decoders, decode
 from gracetune.errors import DataError, RunFailedError
 
 if TYPE_CHECKING:

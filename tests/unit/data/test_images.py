@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from gracetune.data.decoders import choose_decoders
 from gracetune.data.images import (
     UnreadableImageError,
+    choose_decoders,
     decode,
     decode_pixels,
     fit,

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.data import packing
-from gracetune.data.packing import choose_packing, kind_of
+from gracetune.data import codecs
+from gracetune.data.codecs import choose_packing, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Memory:
         return "a dict"
 
 
-def _choose(source: Memory, compression: str | None = "auto") -> packing.Packing:
+def _choose(source: Memory, compression: str | None = "auto") -> codecs.Packing:
     keys = source.keys()
     return choose_packing(source, keys, [source.nbytes(key) for key in keys], compression, 2)
 
@@ -65,14 +65,14 @@ def test_what_was_sampled_is_kept_and_what_is_broken_is_not() -> None:
 def test_rare_endings_are_one_kind() -> None:
     source = Memory({f"x.{n:04d}": WORDS for n in range(200)})
     chosen = _choose(source)
-    assert len(chosen.by_kind) == packing.KINDS + 1
+    assert len(chosen.by_kind) == codecs.KINDS + 1
     assert chosen.codec_of("x.0199") is not None
     assert chosen.codec_of("x.never-seen") is not None
-    assert len(source.reads) <= packing.SAMPLED_FILES * (packing.KINDS + 1)
+    assert len(source.reads) <= codecs.SAMPLED_FILES * (codecs.KINDS + 1)
 
 
 def test_samples_are_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "SAMPLED_NBYTES", 2 * len(NOISE))
+    monkeypatch.setattr(codecs, "SAMPLED_NBYTES", 2 * len(NOISE))
     source = Memory({f"{n}.jpg": NOISE for n in range(30)} | {"huge.mp4": NOISE * 100})
     _choose(source)
     assert sorted(source.reads)[-1] == "huge.mp4"  # the only one of its kind

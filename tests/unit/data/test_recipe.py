@@ -9,10 +9,7 @@ from made_media import grey_frames, photo, picture_bytes, sound_bytes, video_byt
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data.audio import probe_audio
-from gracetune.data.buckets import assign
-from gracetune.data.decoders import PILLOW, choose_decoders
-from gracetune.data.images import decode, fit
-from gracetune.data.recipe import (
+from gracetune.data.augment import (
     PLAIN,
     SampleTransform,
     demand_augmentable,
@@ -23,12 +20,14 @@ from gracetune.data.recipe import (
     render_sound,
     render_video,
 )
+from gracetune.data.buckets import assign
+from gracetune.data.images import PILLOW, choose_decoders, decode, fit
 from gracetune.data.sample import Sample
 from gracetune.data.video import probe_video
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gracetune.data.decoders import Decoders
+    from gracetune.data.images import Decoders
 
 SAMPLE = Sample("cats", "a.png", "a cat", "abc", 64, 48)
 OTHER = Sample("cats", "b.png", "a cat", "abd", 64, 48)

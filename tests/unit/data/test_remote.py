@@ -9,9 +9,9 @@ import pytest
 from served import FILES
 
 from gracetune.config.schema import DatasetSection, InMemorySection, RemoteSection
-from gracetune.data.contract import CHECKS, Check
 from gracetune.data.remote import RemoteSource, open_remote
-from gracetune.data.staged import StagedSource
+from gracetune.data.source_contract import CHECKS, Check
+from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:

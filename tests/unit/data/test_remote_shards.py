@@ -10,13 +10,12 @@ import pytest
 from made_sources import FILES, JPEG, image_table, write_parquet, write_tar
 
 from gracetune.config.schema import DatasetSection, InMemorySection, RemoteSection
-from gracetune.data.address import open_address
-from gracetune.data.contract import CHECKS, Check
-from gracetune.data.remote import RemoteSource, open_remote
-from gracetune.data.remote_files import RemoteFiles, RemoteShard
+from gracetune.data.dataset import open_address
+from gracetune.data.remote import RemoteFiles, RemoteShard, RemoteSource, open_remote
+from gracetune.data.shards import TarSource
 from gracetune.data.source import StampedSource
-from gracetune.data.staged import StagedSource
-from gracetune.data.tar import TarSource
+from gracetune.data.source_contract import CHECKS, Check
+from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gracetune.config.schema import InMemorySection
-from gracetune.data.folder import FolderSource
-from gracetune.data.staged import StagedSource
+from gracetune.data.source import FolderSource
+from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError
 from gracetune.events.types import Event, Notice, StageProgress
 from gracetune.units import GIB

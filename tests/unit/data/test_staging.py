@@ -20,14 +20,13 @@ from made_sources import FILES, write_folder, write_tar
 
 from gracetune.config.schema import InMemorySection
 from gracetune.data import staging
-from gracetune.data.folder import FolderSource
 from gracetune.data.gather import Gather, MissingGather, find_gather
-from gracetune.data.shards import LocalShard
-from gracetune.data.staged import StagedSource
-from gracetune.data.tar import TarSource
+from gracetune.data.shards import LocalShard, TarSource
+from gracetune.data.source import FolderSource
+from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError
 from gracetune.events.types import Event, Notice, StageProgress
-from gracetune.memory.arena import ArenaFullError, Hand
+from gracetune.memory.shared_arena import ArenaFullError, Hand
 from gracetune.units import GIB
 
 if TYPE_CHECKING:

@@ -12,15 +12,14 @@ import pytest
 from made_sources import JPEG, PNG, image_table, save_to_disk, write_parquet
 
 from gracetune.config.schema import ColumnsSection, DatasetSection, InMemorySection
-from gracetune.data.hf_datasets import open_hf
-from gracetune.data.parquet import open_parquet
-from gracetune.data.staged import StagedSource
+from gracetune.data.staging import StagedSource
+from gracetune.data.tables import open_hf, open_parquet
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gracetune.data.table import TableSource
+    from gracetune.data.tables import TableSource
 
 
 def _parquet(address: Path, **columns: str) -> TableSource:

@@ -9,9 +9,8 @@ import pytest
 from made_sources import FILES, write_tar
 
 from gracetune.config.schema import DatasetSection
-from gracetune.data.corruption import CorruptionLog
-from gracetune.data.dataset import open_dataset
-from gracetune.data.tar import TarSource, open_tar
+from gracetune.data.dataset import CorruptionLog, open_dataset
+from gracetune.data.shards import TarSource, open_tar
 from gracetune.errors import DataError
 from gracetune.events.types import Event, Notice
 

@@ -13,7 +13,7 @@ from gracetune.data.sample import UnreadableSampleError
 from gracetune.data.video import VideoFacts, decode_video, probe_video
 
 if TYPE_CHECKING:
-    from gracetune.data.decoders import Lanczos
+    from gracetune.data.images import Lanczos
 
 CLIP = video_bytes(grey_frames(60))
 MATROSKA = video_bytes(grey_frames(60), container="matroska")

@@ -13,11 +13,12 @@ from gracetune.events.baseline import (
     comparison_lines,
     differences,
     half_interval,
+    measure,
+    percentile,
     read_baseline,
     report_lines,
 )
 from gracetune.events.log import JsonlLog
-from gracetune.events.measures import measure, percentile
 from gracetune.events.types import BatchesFed, Event, MemoryUsed, RunStarted, StepDone
 
 

@@ -2,8 +2,7 @@ from io import StringIO
 
 import pytest
 
-from gracetune.events.console import LiveConsole, PlainConsole, console_sink
-from gracetune.events.lines import Pace
+from gracetune.events.console import LiveConsole, Pace, PlainConsole, console_sink
 from gracetune.events.types import (
     CheckpointSaved,
     Event,

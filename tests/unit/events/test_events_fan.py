@@ -2,7 +2,7 @@ from threading import Thread
 
 import pytest
 
-from gracetune.events.fan import EventDispatcher
+from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.types import Event, Notice
 
 

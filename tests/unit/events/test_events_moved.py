@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gracetune.events.console import console_sink
 from gracetune.events.log import JsonlLog
-from gracetune.events.tensorboard import TensorBoardSink
+from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import BatchesFed, RunEnded, WeightsStreamed
 
 FED = BatchesFed(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.errors import ConfigError, RunFailedError
-from gracetune.events.requests import Requests, ask
+from gracetune.events.run_control import Requests, ask
 
 
 def dead_listener(folder: Path) -> int:

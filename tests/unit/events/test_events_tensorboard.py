@@ -7,7 +7,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gracetune.errors import RunFailedError
-from gracetune.events.tensorboard import TensorBoardSink
+from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import MemoryUsed, Notice, RatesSpread, StepDone, Validated
 from gracetune.units import GIB
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gracetune.errors import ConfigError
-from gracetune.hosts.ai_toolkit.blocks import (
+from gracetune.hosts.ai_toolkit.config_blocks import (
     OPTIMIZER,
     is_ours,
     refuse_near_misses,

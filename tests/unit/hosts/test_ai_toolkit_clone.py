@@ -12,7 +12,7 @@ from made_clone import status, write_clone
 from gracetune.cli.main import main
 from gracetune.errors import HostError
 from gracetune.hosts.ai_toolkit.clone import check, find_clone, install, shim_path, uninstall
-from gracetune.hosts.ai_toolkit.needs import KNOWN, NEEDS
+from gracetune.hosts.ai_toolkit.hooks import KNOWN, NEEDS
 
 
 @pytest.fixture

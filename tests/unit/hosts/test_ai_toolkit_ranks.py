@@ -8,12 +8,12 @@ import torch
 from forked import holds_in_a_fork
 from safetensors.torch import load_file, save_file
 
-from gracetune.hosts.ai_toolkit.blocks import take_blocks
+from gracetune.hosts.ai_toolkit.config_blocks import take_blocks
 from gracetune.hosts.ai_toolkit.enter import make_plugin
 from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
-from gracetune.hosts.node_memory import NodeMemory
+from gracetune.hosts.shared_tensor_memory import NodeMemory
 from gracetune.hosts.tensor_memory import TensorMemory
-from gracetune.memory.machine import open_machine
+from gracetune.memory.platform import open_machine
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 

@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.hosts.node_log import Gone, Log, Opened, SharedEntry, follow
-from gracetune.hosts.node_memory import NodeMemory
-from gracetune.hosts.tensor_layout import NoLayoutError, lay_out
+from gracetune.hosts.shared_tensor_memory import (
+    Gone,
+    Log,
+    NodeMemory,
+    NoLayoutError,
+    Opened,
+    SharedEntry,
+    follow,
+    lay_out,
+)
 
 PAGE = os.sysconf("SC_PAGESIZE")
 VALUES = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gracetune.hosts.simpletuner.fields import OPTIONS, UNSET, fold, take_ours, unfold
+from gracetune.hosts.simpletuner.webui import OPTIONS, UNSET, fold, take_ours, unfold
 
 BLOCKS = {
     "seed": 1,

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from gracetune.hosts.probe import probe
-from gracetune.hosts.simpletuner import needs
+from gracetune.hosts.simpletuner import hooks
 from gracetune.hosts.simpletuner.__main__ import make_plugin
 from gracetune.hosts.simpletuner.hooks import install
 from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
-from gracetune.memory.machine import open_machine
+from gracetune.memory.platform import open_machine
 
 
 class LocalDataBackend:
@@ -71,13 +71,13 @@ def host():
     )
     registry = type("FactoryRegistry", (), {"load_configuration": lambda self: list(self.sets)})
     made = {
-        needs.JSON: SimpleNamespace(mapping_to_cli_args=lambda mapping, **_: sorted(mapping)),
-        needs.TOML: SimpleNamespace(mapping_to_cli_args=lambda mapping, **_: sorted(mapping)),
-        needs.LOCAL: local,
-        needs.FACTORY: SimpleNamespace(FactoryRegistry=registry, LocalDataBackend=LocalDataBackend),
-        needs.AUDIO: SimpleNamespace(load_audio=load_image),
-        needs.TRAINER: SimpleNamespace(Trainer=type("Trainer", (Trainer,), {})),
-        needs.TRACKER: SimpleNamespace(StateTracker=type("StateTracker", (), {})),
+        hooks.JSON: SimpleNamespace(mapping_to_cli_args=lambda mapping, **_: sorted(mapping)),
+        hooks.TOML: SimpleNamespace(mapping_to_cli_args=lambda mapping, **_: sorted(mapping)),
+        hooks.LOCAL: local,
+        hooks.FACTORY: SimpleNamespace(FactoryRegistry=registry, LocalDataBackend=LocalDataBackend),
+        hooks.AUDIO: SimpleNamespace(load_audio=load_image),
+        hooks.TRAINER: SimpleNamespace(Trainer=type("Trainer", (Trainer,), {})),
+        hooks.TRACKER: SimpleNamespace(StateTracker=type("StateTracker", (), {})),
     }
     plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
     install(plugin, made.__getitem__)
@@ -155,8 +155,8 @@ def test_what_is_hooked_is_what_is_needed(tmp_path):
 
     with pytest.raises(KeyError):
         install(SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous), find)
-    assert {*asked} <= {need.module for need in needs.NEEDS}
-    assert not any(found.fits for found in probe(tmp_path, needs.NEEDS))
+    assert {*asked} <= {need.module for need in hooks.NEEDS}
+    assert not any(found.fits for found in probe(tmp_path, hooks.NEEDS))
 
 
 def test_a_process_makes_its_own_plug_in():

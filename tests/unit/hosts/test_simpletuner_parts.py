@@ -13,18 +13,19 @@ from accelerate import Accelerator
 
 from gracetune.config.schema import Gh200Section
 from gracetune.errors import ConfigError, DataError
-from gracetune.hosts.node_memory import NodeMemory
-from gracetune.hosts.shelf import Served, stage
-from gracetune.hosts.simpletuner.blocks import take_blocks, take_staged
-from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin, demand_own_accumulation
-from gracetune.hosts.simpletuner.ramp import (
+from gracetune.hosts.shared_tensor_memory import NodeMemory
+from gracetune.hosts.simpletuner.config_blocks import take_blocks, take_staged
+from gracetune.hosts.simpletuner.plugin import (
     Accumulation,
     AccumulationSchedule,
+    SimpleTunerPlugin,
     SimpleTunerRamp,
     build_schedule,
+    demand_own_accumulation,
 )
+from gracetune.hosts.staged_files import Served, stage
 from gracetune.hosts.tensor_memory import TensorMemory
-from gracetune.memory.machine import open_machine
+from gracetune.memory.platform import open_machine
 from gracetune.train.ramp import AccumulationRamp as OwnRamp
 from gracetune.units import GIB
 

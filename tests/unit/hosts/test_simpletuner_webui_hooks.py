@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from gracetune.errors import HostError
-from gracetune.hosts.simpletuner import needs, webui
+from gracetune.hosts.simpletuner import hooks, webui
 from gracetune.hosts.simpletuner.__main__ import SAID
-from gracetune.hosts.simpletuner.fields import OPTIONS
-from gracetune.hosts.simpletuner.webui import entered, install_webui
+from gracetune.hosts.simpletuner.webui import OPTIONS, entered, install_webui
 
 
 class ConfigStore:
@@ -39,19 +38,19 @@ def host():
     fields, jobs = [], []
     kinds = Enum("FieldType", "SELECT TEXT")
     modules = {
-        needs.FIELD_TYPES: SimpleNamespace(
+        hooks.FIELD_TYPES: SimpleNamespace(
             ConfigField=SimpleNamespace,
             FieldType=kinds,
             ImportanceLevel=SimpleNamespace(IMPORTANT="important"),
         ),
-        needs.FIELD_REGISTRY: SimpleNamespace(
+        hooks.FIELD_REGISTRY: SimpleNamespace(
             field_registry=SimpleNamespace(_add_field=fields.append)
         ),
-        needs.CONFIG_STORE: SimpleNamespace(ConfigStore=type("ConfigStore", (ConfigStore,), {})),
-        needs.KEEPER: SimpleNamespace(submit_job=lambda *job: jobs.append(job)),
+        hooks.CONFIG_STORE: SimpleNamespace(ConfigStore=type("ConfigStore", (ConfigStore,), {})),
+        hooks.KEEPER: SimpleNamespace(submit_job=lambda *job: jobs.append(job)),
     }
     install_webui({}, modules.__getitem__)
-    keeper, made = modules[needs.KEEPER], modules[needs.CONFIG_STORE].ConfigStore
+    keeper, made = modules[hooks.KEEPER], modules[hooks.CONFIG_STORE].ConfigStore
     return SimpleNamespace(fields=fields, kinds=kinds, store=made, keeper=keeper, jobs=jobs)
 
 

@@ -6,10 +6,10 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
+from fakes.simulated_driver import SimulatedDriver
 
 from gracetune.memory.hints import Hints
 from gracetune.memory.platform import NO_GPU, DeviceSpec, HostFacts, Link, Platform, Rates, detect
-from gracetune.memory.simulated import SimulatedDriver
 from gracetune.units import GIB
 
 RATES = Rates(

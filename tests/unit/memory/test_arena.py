@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from forked import holds_in_a_fork
 
-from gracetune.memory.arena import Arena, ArenaFullError, ArenaWriter, Hand
+from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, Hand
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from gracetune.memory.cuda_driver import CudaDriver, NoDriverError, open_cuda_driver
+from gracetune.memory.driver import CudaDriver, NoDriverError, open_cuda_driver
 
 SCRIPT = Path(__file__).parents[2] / "data" / "shim" / "drive_bindings.py"
 NOTHING = "RangeState(preferred=None, last_prefetch=None, read_mostly=False, accessed_by=())"

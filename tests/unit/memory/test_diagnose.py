@@ -24,32 +24,37 @@ from gracetune.cli.diagnose import (
 )
 from gracetune.cli.env import VARIABLES
 from gracetune.errors import ConfigError
-from gracetune.memory.bench import Bench, PoolTrial
-from gracetune.memory.cuda_driver import NoDriverError
-from gracetune.memory.diagnose import MARKS, Status, exit_code, fail, lines, ok, report, skip, warn
-from gracetune.memory.diagnose_device import (
+from gracetune.memory.diagnose import (
+    MARKS,
     PIECE,
+    Bench,
+    Kernel,
+    PoolTrial,
+    Status,
     check_copies,
+    check_environment,
     check_faults,
     check_hints,
-    check_oversubscription,
-    check_pool,
-)
-from gracetune.memory.diagnose_host import (
-    Kernel,
-    check_environment,
     check_memory,
     check_numa,
+    check_oversubscription,
     check_pages,
     check_platform,
+    check_pool,
     check_torch_build,
     check_versions,
+    exit_code,
+    fail,
+    lines,
+    ok,
     read_kernel,
+    report,
+    skip,
+    warn,
 )
-from gracetune.memory.driver import PointerKind, RangeState
-from gracetune.memory.machine import Machine as OpenMachine
-from gracetune.memory.machine import open_machine
-from gracetune.memory.platform import Link
+from gracetune.memory.driver import NoDriverError, PointerKind, RangeState
+from gracetune.memory.platform import Link, open_machine
+from gracetune.memory.platform import Machine as OpenMachine
 from gracetune.memory.pool import Unsupported
 from gracetune.units import GIB, KIB, MIB
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gracetune.memory.garbage import Aside
+from gracetune.memory.stages import Aside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,12 +19,11 @@ from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.driver import HOST
 from gracetune.memory.hints import Verdict
-from gracetune.memory.ledger import Tier
-from gracetune.memory.machine import Machine
-from gracetune.memory.platform import Link
+from gracetune.memory.platform import Link, Machine
 from gracetune.memory.pool import Unsupported
 from gracetune.memory.session import MemorySession
 from gracetune.memory.stages import Stage
+from gracetune.memory.stats import Tier
 from gracetune.units import GIB, MIB
 
 if TYPE_CHECKING:

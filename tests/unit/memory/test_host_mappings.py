@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gracetune.memory.host import private_nbytes
+from gracetune.memory.platform import private_nbytes
 
 MAPS = """\
 1000-3000 r--p 00000000 08:01 17 /lib/some.so

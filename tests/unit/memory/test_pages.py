@@ -2,10 +2,9 @@
 
 from itertools import pairwise
 
+from fakes.simulated_driver import PageState, PageTable
 from hypothesis import given
 from hypothesis import strategies as st
-
-from gracetune.memory.pages import PageState, PageTable
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(-1, 2)), max_size=30))

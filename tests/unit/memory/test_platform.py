@@ -9,21 +9,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes.simulated_driver import SimulatedDriver
 
 from gracetune.errors import RunFailedError
-from gracetune.memory.host import HostFacts, NumaNode, read_host
-from gracetune.memory.nvml import bus_id, import_nvml, read_nvml
 from gracetune.memory.platform import (
     LINK_RULES,
     NO_GPU,
     DeviceSpec,
+    HostFacts,
     Link,
+    NumaNode,
     Platform,
     Rates,
+    bus_id,
     detect,
+    import_nvml,
+    read_host,
+    read_nvml,
     without_gpu,
 )
-from gracetune.memory.simulated import SimulatedDriver
 
 GIB = 1024**3
 MACHINES = Path(__file__).parents[2] / "data" / "machines"

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from forked import hidden_from_others, holds_in_a_fork
 
-from gracetune.memory.arena import Arena, ArenaWriter
-from gracetune.memory.rendezvous import share
+from gracetune.memory.shared_arena import Arena, ArenaWriter, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,11 +1,11 @@
 """Whatever a program does, used bytes are resident bytes, and they fit."""
 
+from fakes.simulated_driver import SimulatedDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.memory.driver import HOST, Advice, Code
 from gracetune.memory.platform import DeviceSpec
-from gracetune.memory.simulated import SimulatedDriver
 from gracetune.plan.machines import MACHINES
 
 PAGE = 4096

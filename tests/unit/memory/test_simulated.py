@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 import pytest
+from fakes.simulated_driver import SimulatedDriver
 
 from gracetune.errors import RunFailedError
 from gracetune.memory.driver import HOST, Advice, Code, PointerKind, RangeState
 from gracetune.memory.platform import DeviceSpec, Rates
-from gracetune.memory.simulated import SimulatedDriver
 
 PAGE = 4096
 MIB = 1024**2

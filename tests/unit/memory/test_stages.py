@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.errors import ConfigError
-from gracetune.memory.ledger import MemoryAccounting, Tier
 from gracetune.memory.stages import (
     Action,
     Reading,
@@ -21,6 +20,7 @@ from gracetune.memory.stages import (
     advance,
     managed_cap,
 )
+from gracetune.memory.stats import MemoryAccounting, Tier
 from gracetune.units import GIB
 
 TOTAL = 100 * GIB

@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 from by_hand import machine
 
-from gracetune.memory.faults import COUNTED, FaultCounter, count_faults, import_cupti
 from gracetune.memory.hints import HintCounts
-from gracetune.memory.ledger import MemoryAccounting, Tier
 from gracetune.memory.placement import place_batch
 from gracetune.memory.platform import NO_GPU, Link
-from gracetune.memory.reclaim import light_reclamation
 from gracetune.memory.shim import ShimCounters
-from gracetune.memory.stages import Stage, StageState
-from gracetune.memory.stats import memory_event, memory_stats
+from gracetune.memory.stages import Stage, StageState, light_reclamation
+from gracetune.memory.stats import (
+    COUNTED,
+    FaultCounter,
+    MemoryAccounting,
+    Tier,
+    count_faults,
+    import_cupti,
+    memory_event,
+    memory_stats,
+)
 from gracetune.units import GIB, MIB
 
 if TYPE_CHECKING:

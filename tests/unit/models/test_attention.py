@@ -3,7 +3,7 @@ from diffusers import WanTransformer3DModel
 
 from gracetune.config.schema import ModelSection
 from gracetune.errors import ConfigError
-from gracetune.models.attention import choose_attention
+from gracetune.models.attention_backends import choose_attention
 from gracetune.models.tiny import load
 
 

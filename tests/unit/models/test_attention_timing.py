@@ -8,8 +8,8 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from gracetune.models import attention_timing
-from gracetune.models.attention_timing import (
+from gracetune.models import attention_backends
+from gracetune.models.attention_backends import (
     OWN,
     TRIED,
     Asked,
@@ -104,13 +104,13 @@ def test_another_is_taken_only_where_it_is_clearly_faster():
 )
 def test_other_numbers_and_a_missing_backward_are_seen(monkeypatch, broken, reason):
     trial = Trial(asked(), CPU, stopwatch_of(CPU), 1.0)
-    assert trial.of(attention_timing.backend_of(OWN))[1] == ""
-    monkeypatch.setattr(attention_timing, "dispatch_attention_fn", broken)
+    assert trial.of(attention_backends.backend_of(OWN))[1] == ""
+    monkeypatch.setattr(attention_backends, "dispatch_attention_fn", broken)
     if reason is None:
         with pytest.raises(AttributeError):  # a fault of ours is not a reason
-            trial.of(attention_timing.backend_of(OWN))
+            trial.of(attention_backends.backend_of(OWN))
     else:
-        assert reason in trial.of(attention_timing.backend_of(OWN))[1]
+        assert reason in trial.of(attention_backends.backend_of(OWN))[1]
 
 
 def test_a_slow_backend_is_repeated_less():
@@ -120,28 +120,28 @@ def test_a_slow_backend_is_repeated_less():
         counts.append(repeats)
         return 0.4
 
-    Trial(asked(), CPU, stopwatch, 1.0).of(attention_timing.backend_of(OWN))
+    Trial(asked(), CPU, stopwatch, 1.0).of(attention_backends.backend_of(OWN))
     assert counts == [1, 2]
     counts.clear()
-    Trial(asked(), CPU, stopwatch, 0.1).of(attention_timing.backend_of(OWN))
+    Trial(asked(), CPU, stopwatch, 0.1).of(attention_backends.backend_of(OWN))
     assert counts == [1]
 
 
 def test_long_sequences_are_timed_with_fewer_heads_and_count_in_full(monkeypatch):
-    monkeypatch.setattr(attention_timing, "MOST_NUMEL", 1 * 12 * 8)
+    monkeypatch.setattr(attention_backends, "MOST_NUMEL", 1 * 12 * 8)
     trial = Trial(asked(query=(1, 12, 4, 8), key=(1, 12, 4, 8)), CPU, lambda *_: 1.0, 1.0)
     assert trial._leaves[0].shape == (1, 12, 1, 8)
-    assert trial.of(attention_timing.backend_of(OWN)) == (4.0, "")
+    assert trial.of(attention_backends.backend_of(OWN)) == (4.0, "")
     mask = torch.ones(1, 4, 12, 12, dtype=torch.bool)
     whole = Trial(asked(query=(1, 12, 4, 8), key=(1, 12, 4, 8), mask=mask), CPU, lambda *_: 1.0, 1)
     assert whole._leaves[0].shape == (1, 12, 4, 8)
-    assert whole.of(attention_timing.backend_of(OWN)) == (1.0, "")
+    assert whole.of(attention_backends.backend_of(OWN)) == (1.0, "")
 
 
 def test_heads_may_share_keys():
     trial = Trial(asked(query=(1, 12, 4, 8), key=(1, 12, 2, 8)), CPU, stopwatch_of(CPU), 1.0)
     assert trial._leaves[1].shape == (1, 12, 2, 8)
-    assert trial.of(attention_timing.backend_of(OWN))[1] == ""
+    assert trial.of(attention_backends.backend_of(OWN))[1] == ""
 
 
 LONG = (1, 24, 2, 8)
@@ -150,15 +150,15 @@ TIMED = [BackendTiming("efficient", 0.5), BackendTiming("math", 0.6), BackendTim
 
 def only_short(monkeypatch, weak):
     """Backends that fail for more tokens than there were when they were timed."""
-    real = attention_timing.dispatch_attention_fn
-    named = {attention_timing.backend_of(name) for name in weak}
+    real = attention_backends.dispatch_attention_fn
+    named = {attention_backends.backend_of(name) for name in weak}
 
     def call(query, *rest, backend, **given):
         if backend in named and query.shape[1] > SMALL[1]:
             raise RuntimeError("No available kernel.\nAborting.")
-        return real(query, *rest, backend=attention_timing.backend_of(OWN), **given)
+        return real(query, *rest, backend=attention_backends.backend_of(OWN), **given)
 
-    monkeypatch.setattr(attention_timing, "dispatch_attention_fn", call)
+    monkeypatch.setattr(attention_backends, "dispatch_attention_fn", call)
 
 
 def refused(others):

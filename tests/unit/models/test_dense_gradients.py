@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.models.dense_gradients import take_densely
-from gracetune.train.narrow import narrow
+from gracetune.models.attention_processors import take_densely
+from gracetune.plan.launch_probe import narrow
 
 
 class Double(nn.Module):

@@ -6,14 +6,14 @@ from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from peft import LoraConfig
 
-from gracetune.adapters.fused import fuse_lora
-from gracetune.models.fewer_passes import attend_in_fewer_passes
-from gracetune.models.joint_attention import (
+from gracetune.adapters.compute.fused_lora import fuse_lora
+from gracetune.models.attention_processors import (
     FluxRotating,
     QwenRotating,
     _tables,
+    attend_in_fewer_passes,
+    rotate,
 )
-from gracetune.models.wan_attention import rotate
 
 NARROW = {"num_attention_heads": 2, "attention_head_dim": 16, "joint_attention_dim": 16}
 NARROW |= {"axes_dims_rope": (4, 6, 6), "num_layers": 2}

@@ -5,15 +5,14 @@ import json
 import diffusers
 import pytest
 import torch
+from fakes.miniatures import write_miniature
 from safetensors.torch import load_file, save_file
 
 from gracetune.config.schema import ModelSection
 from gracetune.errors import ModelError
-from gracetune.models import qwen_text
+from gracetune.models import qwen_image
+from gracetune.models.diffusers_family import packed, unpacked, without_bars
 from gracetune.models.family import load_family
-from gracetune.models.miniature import write_miniature
-from gracetune.models.parts import without_bars
-from gracetune.models.patches import packed, unpacked
 
 PROMPT = "a red ring on the box"
 
@@ -65,8 +64,8 @@ def test_flux_places_patches_as_its_pipeline_does(miniature):
 def test_qwen_image_reads_captions_as_its_pipeline_does(miniature):
     folder = miniature("qwen-image")
     pipeline = diffusers.QwenImagePipeline.from_pretrained(folder, local_files_only=True)
-    assert pipeline.prompt_template_encode == qwen_text.TEMPLATE
-    assert pipeline.prompt_template_encode_start_idx == qwen_text.TEMPLATE_TOKENS
+    assert pipeline.prompt_template_encode == qwen_image.TEMPLATE
+    assert pipeline.prompt_template_encode_start_idx == qwen_image.TEMPLATE_TOKENS
     tokens, mask = pipeline.encode_prompt([PROMPT])
     assert mask is None
     family = load("qwen_image", folder)
@@ -92,8 +91,8 @@ def test_an_edit_is_asked_as_its_pipeline_asks():
         processor=None,
         transformer=None,
     )
-    assert pipeline.prompt_template_encode == qwen_text.EDIT_TEMPLATE
-    assert pipeline.prompt_template_encode_start_idx == qwen_text.EDIT_TEMPLATE_TOKENS
+    assert pipeline.prompt_template_encode == qwen_image.EDIT_TEMPLATE
+    assert pipeline.prompt_template_encode_start_idx == qwen_image.EDIT_TEMPLATE_TOKENS
 
 
 def test_the_text_of_an_edit_depends_on_its_picture(miniature):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gracetune.models.sampling import euler
+from gracetune.models.tiny import euler
 
 TEXT = {"tokens": torch.ones(2, 1)}
 EMPTY = {"tokens": torch.zeros(2, 1)}

@@ -7,15 +7,13 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
+from fakes.miniatures import write_miniature
 from safetensors.torch import load_file, save_file
 
 from gracetune.config.schema import ModelSection
 from gracetune.errors import ModelError
-from gracetune.models.captions import cleaned
-from gracetune.models.experts import routed, transformers_of
-from gracetune.models.family import load_family
-from gracetune.models.miniature import write_miniature
-from gracetune.models.samples import SampleRequest
+from gracetune.models.diffusers_family import cleaned
+from gracetune.models.family import SampleRequest, load_family, routed, transformers_of
 
 ORIGINAL = (
     ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),

@@ -5,9 +5,8 @@ import torch
 from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 
-from gracetune.adapters.fused import fuse_lora
-from gracetune.models.fewer_passes import attend_in_fewer_passes
-from gracetune.models.wan_attention import RotatingProcessor, rotate
+from gracetune.adapters.compute.fused_lora import fuse_lora
+from gracetune.models.attention_processors import RotatingProcessor, attend_in_fewer_passes, rotate
 
 SMALL = {
     "num_layers": 2,

@@ -2,8 +2,8 @@
 
 import torch
 
-from gracetune.stream.movers import CopyStream, SynchronousCopyEngine
-from gracetune.stream.waits import Waits
+from gracetune.offload.copies import CopyStream, SynchronousCopyEngine
+from gracetune.offload.stall_timer import Waits
 
 
 class LateMover(SynchronousCopyEngine):

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from gracetune.optim.automagic import Automagic
-from gracetune.optim.shards import local
+from gracetune.optim.automagic import Automagic, local
 
 
 def model():

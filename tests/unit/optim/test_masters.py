@@ -6,13 +6,12 @@ import pytest
 import torch
 from late_mover import LateMover
 
-from gracetune.config.rules import PARTED_OPTIMIZERS
+from gracetune.config.checks import PARTED_OPTIMIZERS
 from gracetune.config.schema import OptimizerSection
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.build import build_optimizer
-from gracetune.optim.footprint import nbytes_each, state_nbytes_each
-from gracetune.optim.masters import MASTER, MasterWeights
-from gracetune.optim.rates import set_rates
+from gracetune.optim.build import build_optimizer, nbytes_each, state_nbytes_each
+from gracetune.optim.master_weights import MASTER, MasterWeights
+from gracetune.optim.schedule import set_rates
 from gracetune.optim.update import Travel, Update
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 

@@ -8,9 +8,8 @@ import torch
 from gracetune.config.schema import OptimizerSection
 from gracetune.errors import ConfigError
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.build import OPTIMIZERS, build_optimizer, groups_of, highest_lr
-from gracetune.optim.rates import averaged, set_rates, used_rate
-from gracetune.optim.together import MultiOptimizer
+from gracetune.optim.build import OPTIMIZERS, MultiOptimizer, build_optimizer, groups_of, highest_lr
+from gracetune.optim.schedule import averaged, set_rates, used_rate
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 
 HERE = sorted(OPTIMIZERS)

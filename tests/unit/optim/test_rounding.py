@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gracetune.optim.rounding import round_into
+from gracetune.optim.automagic import round_into
 
 
 def rounded(source, position=(0, 0, 1)):

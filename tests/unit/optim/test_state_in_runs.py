@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gracetune.config.rules import check_trainable
+from gracetune.config.checks import check_trainable
 from gracetune.errors import ConfigError
 from gracetune.events.types import StepDone
 from gracetune.train.run import run_training

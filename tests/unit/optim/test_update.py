@@ -11,9 +11,9 @@ from late_mover import LateMover
 
 from gracetune.config.schema import OptimizerSection
 from gracetune.errors import RunFailedError
+from gracetune.offload.copies import CopyStream, SynchronousCopyEngine
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.update import Travel, Update
-from gracetune.stream.movers import CopyStream, SynchronousCopyEngine
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 
 SHAPES = {"a": (16, 8), "b": (8,), "c": (4, 4), "d": (24, 8), "e": (40,), "f": (8, 8)}

@@ -15,9 +15,8 @@ def wan_shapes() -> ModelShapes:
 
     from gracetune.adapters.inject import add_adapter
     from gracetune.config.schema import AdapterSection, ModelSection
-    from gracetune.plan.known_models import SampleShape
-    from gracetune.plan.make import TRACED_BATCH
-    from gracetune.plan.outlines import outline
+    from gracetune.plan.meta_models import SampleShape, outline
+    from gracetune.plan.problem import TRACED_BATCH
     from gracetune.plan.trace import trace_model
 
     shape = outline(ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1})
@@ -33,9 +32,8 @@ def fused_shapes() -> ModelShapes:
     """The same as a run trains it: LoRA in fp32, its products fused."""
     from gracetune.cli.plan import make_trainable
     from gracetune.config.schema import AdapterSection, ModelSection
-    from gracetune.plan.known_models import SampleShape
-    from gracetune.plan.make import TRACED_BATCH
-    from gracetune.plan.outlines import outline
+    from gracetune.plan.meta_models import SampleShape, outline
+    from gracetune.plan.problem import TRACED_BATCH
     from gracetune.plan.trace import trace_model
 
     shape = outline(ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1})

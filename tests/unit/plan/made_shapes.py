@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gracetune.plan.cost import CostModel
-from gracetune.plan.rates import Speeds
+from gracetune.plan.machines import Speeds
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace, Ways, checkpointed
-from gracetune.plan.step import PlanCandidate
+from gracetune.plan.simulate import PlanCandidate
 
 SPEEDS = Speeds(
     gemm=100.0,

@@ -3,12 +3,11 @@
 from dataclasses import fields
 
 import pytest
+from fakes.simulated_driver import SimulatedDriver
 
 from gracetune.errors import ConfigError
 from gracetune.memory.driver import HOST
-from gracetune.memory.host import HostFacts
-from gracetune.memory.platform import Link, Platform, Rates, detect
-from gracetune.memory.simulated import SimulatedDriver
+from gracetune.memory.platform import HostFacts, Link, Platform, Rates, detect
 from gracetune.plan.machines import MACHINES, machine
 from gracetune.units import GIB
 

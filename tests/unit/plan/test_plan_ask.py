@@ -12,14 +12,18 @@ import torch
 
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
-from gracetune.plan.ask import Trained, cache_nbytes, fixed_of, picture_of, settings_of, wishes_of
-from gracetune.plan.known_models import SampleShape
-from gracetune.plan.machines import MACHINES
-from gracetune.plan.measure import MOST_NBYTES, MOST_ROWS, REPEATS, KernelTimer, measure
-from gracetune.plan.outlines import outline
-from gracetune.plan.rates import FITTED, basics_of, speeds_of
-from gracetune.plan.replay import recipe_of
-from gracetune.plan.shapes import Op
+from gracetune.plan.device_benchmark import MOST_NBYTES, MOST_ROWS, REPEATS, KernelTimer, measure
+from gracetune.plan.machines import FITTED, MACHINES, basics_of, speeds_of
+from gracetune.plan.meta_models import SampleShape, outline
+from gracetune.plan.problem import (
+    Trained,
+    cache_nbytes,
+    fixed_of,
+    picture_of,
+    settings_of,
+    wishes_of,
+)
+from gracetune.plan.shapes import Op, recipe_of
 from gracetune.units import GIB, MIB
 
 LORA = {"rank": 8}

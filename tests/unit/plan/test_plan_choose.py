@@ -9,9 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_shapes import SPEEDS, made_model
 
-from gracetune.plan.candidates import Constraints, PlanBudget, candidates, leanest, spread
-from gracetune.plan.choose import PlanError, choose, compared
-from gracetune.plan.peak import Fixed
+from gracetune.plan.memory import Fixed
+from gracetune.plan.search import (
+    Constraints,
+    PlanBudget,
+    PlanError,
+    candidates,
+    choose,
+    compared,
+    leanest,
+    spread,
+)
 from gracetune.units import parse_bytes
 
 FIXED = Fixed(optimizer_nbytes=16, batches_ahead=0)

@@ -13,14 +13,25 @@ import torch
 from made_shapes import SPEEDS, made_choice, made_model
 
 from gracetune.plan.cost import CostModel
-from gracetune.plan.host import KEPT, PACKED, SENT, USED, VIEW, Host, operators
-from gracetune.plan.known_models import PUBLISHED
-from gracetune.plan.probe import REPEATS, WARM_UP, _ProbePass, probe_host
-from gracetune.plan.rates import FREE_HOST
+from gracetune.plan.launch_probe import (
+    KEPT,
+    PACKED,
+    REPEATS,
+    SENT,
+    USED,
+    VIEW,
+    WARM_UP,
+    Host,
+    _ProbePass,
+    narrow,
+    operators,
+    probe_host,
+)
+from gracetune.plan.machines import FREE_HOST
+from gracetune.plan.meta_models import PUBLISHED
 from gracetune.plan.shapes import Calls, Op, checkpointed, done_again
-from gracetune.plan.step import QUEUE, least_seconds, predict_seconds
+from gracetune.plan.simulate import QUEUE, least_seconds, predict_seconds
 from gracetune.plan.trace import trace_model
-from gracetune.train.narrow import narrow
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
@@ -259,10 +270,9 @@ def test_calls_are_counted_as_another_device_would_have_them() -> None:
 
 
 def test_a_plan_says_that_the_host_is_too_slow() -> None:
-    from gracetune.plan.candidates import Constraints, PlanBudget
-    from gracetune.plan.choose import choose
-    from gracetune.plan.peak import Fixed
+    from gracetune.plan.memory import Fixed
     from gracetune.plan.report import reasons
+    from gracetune.plan.search import Constraints, PlanBudget, choose
 
     host = Host(forward_s=1.0, backward_s=1.0)
     model = queued(2, host, Calls(kernels=10), Calls(kernels=30))

@@ -11,17 +11,15 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gracetune.adapters.fused import fuse_lora
+from gracetune.adapters.compute.fused_lora import fuse_lora, lora_linears
+from gracetune.adapters.compute.lora_matmul import lora_gradients, lora_input_gradient, lora_linear
 from gracetune.adapters.inject import add_adapter
-from gracetune.adapters.products import lora_gradients, lora_input_gradient, lora_linear
-from gracetune.adapters.shared_input import lora_linears
 from gracetune.config.schema import AdapterSection, ModelSection
-from gracetune.models.fewer_passes import attend_in_fewer_passes
+from gracetune.models.attention_processors import attend_in_fewer_passes
+from gracetune.offload.checkpointing import Compiler, run_blocks
 from gracetune.plan.kernels import WeightStorages, is_product, ops_of, storage_of
-from gracetune.plan.known_models import SampleShape
-from gracetune.plan.outlines import outline
+from gracetune.plan.meta_models import SampleShape, outline
 from gracetune.plan.trace import trace_model
-from gracetune.stream.blocks import Compiler, run_blocks
 
 ROWS, INNER, OUTER, RANK = 64, 32, 48, 4
 aten = torch.ops.aten

@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gracetune.config.schema import ModelSection, OptimizerSection
-from gracetune.optim.footprint import state_nbytes_each
-from gracetune.plan.ask import Trained
-from gracetune.plan.choose import predict
+from gracetune.optim.build import state_nbytes_each
 from gracetune.plan.cost import CostModel
-from gracetune.plan.known_models import SampleShape
-from gracetune.plan.machines import MACHINES
-from gracetune.plan.outlines import outline
-from gracetune.plan.peak import Fixed
-from gracetune.plan.rates import FITTED, basics_of, speeds_of
+from gracetune.plan.machines import FITTED, MACHINES, basics_of, speeds_of
+from gracetune.plan.memory import Fixed
+from gracetune.plan.meta_models import SampleShape, outline
+from gracetune.plan.problem import Trained, memory_table
 from gracetune.plan.result import BlockPlan
+from gracetune.plan.search import predict
 from gracetune.plan.shapes import checkpointed
-from gracetune.plan.step import PlanCandidate
-from gracetune.plan.table import memory_table
+from gracetune.plan.simulate import PlanCandidate
 from gracetune.units import GIB
 
 if TYPE_CHECKING:

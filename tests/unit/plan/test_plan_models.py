@@ -12,9 +12,8 @@ from gracetune.cli.plan import make_trainable
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.errors import ConfigError, ModelError
 from gracetune.models.family import load_family
-from gracetune.plan.known_models import SampleShape
-from gracetune.plan.make import family_subject
-from gracetune.plan.outlines import outline
+from gracetune.plan.meta_models import SampleShape, outline
+from gracetune.plan.problem import family_subject
 from gracetune.plan.trace import trace_model
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from math import ceil
 import pytest
 from made_shapes import made_choice, made_model
 
-from gracetune.plan.candidates import PlanBudget, device_need
 from gracetune.plan.cost import CostModel
-from gracetune.plan.peak import Fixed, device_bytes, host_bytes
+from gracetune.plan.memory import Fixed, device_bytes, host_bytes
 from gracetune.plan.result import Bytes
+from gracetune.plan.search import PlanBudget, device_need
 
 NOTHING = Fixed(optimizer_nbytes=0, batches_ahead=0)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.plan.make import _products
+from gracetune.plan.problem import _products
 
 
 def model(*frozen, trained=torch.float32):

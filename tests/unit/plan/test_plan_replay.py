@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gracetune.plan.cuda_kernels import CudaKernels
-from gracetune.plan.eager import KernelRecorder
-from gracetune.plan.replay import prepared, recipe_of
+from gracetune.plan.kernels import CudaKernels, KernelRecorder
+from gracetune.plan.shapes import prepared, recipe_of
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

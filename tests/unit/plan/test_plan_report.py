@@ -5,11 +5,10 @@ from dataclasses import replace
 
 from made_shapes import made_model
 
-from gracetune.plan.candidates import Constraints, PlanBudget
-from gracetune.plan.choose import AsWritten, Planned, choose, compared
-from gracetune.plan.peak import Fixed
+from gracetune.plan.memory import Fixed
 from gracetune.plan.report import Heading, as_json, describe, lines, reasons, speed
 from gracetune.plan.result import ROLES
+from gracetune.plan.search import AsWritten, Constraints, PlanBudget, Planned, choose, compared
 
 
 def planned(device: int, **wishes: object) -> tuple[Planned, Heading]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.plan.ring import fetches
-from gracetune.stream.movers import SynchronousCopyEngine
-from gracetune.stream.weights import stream_weights
+from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.ring import stream_weights
+from gracetune.plan.simulate import fetches
 
 
 class Chain(nn.Module):

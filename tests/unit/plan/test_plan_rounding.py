@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.plan.host import operators
-from gracetune.plan.rounding import DIRECTIONS, beside_nbytes, in_fp8
+from gracetune.plan.cost import DIRECTIONS, beside_nbytes, in_fp8
+from gracetune.plan.launch_probe import operators
 from gracetune.plan.shapes import Op, Ways
 
 if TYPE_CHECKING:
@@ -26,14 +26,13 @@ def traced_in_fp8(has_directions: bool) -> BlockShapes:
     import torch
     from torch import nn
 
-    from gracetune.adapters.fused import Fp8Linear, freeze_in_fp8
+    from gracetune.adapters.compute.fused_lora import Fp8Linear, freeze_in_fp8
     from gracetune.adapters.inject import add_adapter
     from gracetune.config.schema import AdapterSection, ModelSection
-    from gracetune.plan.known_models import SampleShape
-    from gracetune.plan.make import TRACED_BATCH
-    from gracetune.plan.outlines import outline
+    from gracetune.plan.apply import compute_faster
+    from gracetune.plan.meta_models import SampleShape, outline
+    from gracetune.plan.problem import TRACED_BATCH
     from gracetune.plan.trace import trace_model
-    from gracetune.train.place import compute_faster
 
     def directions(width: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(DIRECTIONS, width, dtype=torch.bfloat16), False)
@@ -71,14 +70,14 @@ def test_the_host_queues_what_a_rounded_block_calls(
     """With CUDA's one kernel for a product, which a CPU does in steps."""
     import torch
 
-    from gracetune.adapters import products
+    from gracetune.adapters.compute import lora_matmul
 
     def one_kernel(
         left: Tensor, right: Tensor, _: Tensor, __: Tensor, dtype: torch.dtype, ___: Tensor | None
     ) -> Tensor:
         return torch.empty(len(left), right.shape[1], dtype=dtype).neg()
 
-    monkeypatch.setattr(products, "_scaled", one_kernel)
+    monkeypatch.setattr(lora_matmul, "_scaled", one_kernel)
     truth = traced_in_fp8(has_directions=True)
     for compiled in (False, True):
         traced = fused_shapes.kinds[0].compiled if compiled else fused_shapes.kinds[0].eager
@@ -150,8 +149,8 @@ def test_a_layer_in_fp8_is_stored_with_its_directions(fused_shapes: ModelShapes)
     import torch
     from torch import nn
 
-    from gracetune.adapters.directions import MOST
-    from gracetune.adapters.fused import Fp8Linear
+    from gracetune.adapters.compute.fused_lora import Fp8Linear
+    from gracetune.adapters.compute.outlier_subspace import MOST
 
     along = nn.Parameter(torch.zeros(MOST, 256, dtype=torch.bfloat16), requires_grad=False)
     linear = nn.Linear(256, 512, bias=False, dtype=torch.bfloat16).requires_grad_(False)

@@ -6,12 +6,11 @@ import pytest
 from made_shapes import SPEEDS, made_choice, made_model
 
 from gracetune.config.schema import RunFile
-from gracetune.plan.ask import STATE_SHARES, wishes_of
-from gracetune.plan.candidates import Constraints, PlanBudget
-from gracetune.plan.choose import PlanError, choose
-from gracetune.plan.peak import Fixed, device_bytes, host_bytes
+from gracetune.plan.memory import Fixed, device_bytes, host_bytes
+from gracetune.plan.problem import STATE_SHARES, wishes_of
 from gracetune.plan.report import Heading, as_json, describe, lines, reasons
-from gracetune.plan.step import predict_seconds
+from gracetune.plan.search import Constraints, PlanBudget, PlanError, choose
+from gracetune.plan.simulate import predict_seconds
 
 STATE = 2000
 FIXED = Fixed(STATE, batches_ahead=0, state_slots_nbytes=60)

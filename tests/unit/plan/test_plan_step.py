@@ -7,7 +7,7 @@ from made_shapes import SPEEDS, made_choice, made_model
 
 from gracetune.plan.cost import CostModel
 from gracetune.plan.shapes import Op
-from gracetune.plan.step import least_seconds, predict_seconds
+from gracetune.plan.simulate import least_seconds, predict_seconds
 
 
 def test_a_resident_step_is_its_computing() -> None:

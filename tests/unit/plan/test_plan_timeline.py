@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.plan.timeline import LANES, Task, simulate
+from gracetune.plan.simulate import LANES, Task, simulate
 
 COMPUTE, WEIGHTS, IN, OUT, _ = range(len(LANES))
 

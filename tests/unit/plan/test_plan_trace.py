@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gracetune.errors import ModelError
-from gracetune.plan.calls import Subject
 from gracetune.plan.cost import CostModel
-from gracetune.plan.machines import MACHINES
-from gracetune.plan.rates import basics_of, speeds_of
-from gracetune.plan.trace import trace_model
+from gracetune.plan.machines import MACHINES, basics_of, speeds_of
+from gracetune.plan.trace import Subject, trace_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -187,7 +185,7 @@ def test_the_less_is_kept_the_more_is_done_again(traced: ModelShapes, compiled: 
 def test_what_selective_checkpointing_keeps_is_what_the_planner_counts(
     traced: ModelShapes,
 ) -> None:
-    from gracetune.stream.blocks import run_blocks
+    from gracetune.offload.checkpointing import run_blocks
 
     block = Attending()
     x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from gracetune.memory.ledger import Tier
+from gracetune.memory.stats import Tier
 from gracetune.train.build import keep_books
 
 ELSEWHERE = torch.device("meta")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gracetune.train.ema import Ema
+from gracetune.train.step import Ema
 
 
 def test_the_average_follows_and_forgets_its_start_soon():

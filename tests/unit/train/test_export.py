@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.adapters.files import read_adapter
+from gracetune.adapters.files.io import read_adapter
+from gracetune.adapters.files.key_table import table_of_modules
+from gracetune.adapters.files.keys import TABLES
 from gracetune.adapters.inject import add_adapter
-from gracetune.adapters.names import TABLES
-from gracetune.adapters.tables.types import table_of_modules
 from gracetune.config.schema import AdapterSection
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice, RunStarted, StepDone

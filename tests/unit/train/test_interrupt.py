@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gracetune.train.interrupt import Interrupt
+from gracetune.train.run import Interrupt
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from gracetune.models.samples import Sampled
-from gracetune.train.media import contact_sheet, demand_packages, spectrogram, write
+from gracetune.models.family import Sampled
+from gracetune.train.validate import contact_sheet, demand_packages, spectrogram, write
 
 
 def test_a_picture_is_written_as_it_is(tmp_path):

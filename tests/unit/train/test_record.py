@@ -5,7 +5,7 @@ import torch
 
 from gracetune.errors import RunFailedError
 from gracetune.events.types import MemoryUsed, StepDone
-from gracetune.train.record import MetricsBuffer
+from gracetune.train.loop import MetricsBuffer
 from gracetune.train.step import StepResult
 
 

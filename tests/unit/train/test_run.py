@@ -9,7 +9,7 @@ import torch
 
 from gracetune.config.schema import RunFile
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 from gracetune.events.types import (
     CheckpointSaved,
     Notice,
@@ -20,11 +20,12 @@ from gracetune.events.types import (
     Validated,
 )
 from gracetune.models.family import load_family
-from gracetune.train import checkpoint, media, validate
+from gracetune.plan.controller import Settled
+from gracetune.train import checkpoint, validate
+from gracetune.train import validate as media
 from gracetune.train.build import resolve_precision
 from gracetune.train.loop import MADE
 from gracetune.train.run import run_training
-from gracetune.train.settled import Settled
 
 
 def test_a_full_training_leaves_a_model_that_can_be_trained_on(tiny_run, told, tmp_path):

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.interrupt import Interrupt
+from gracetune.train.run import Interrupt
 from gracetune.train.state import TrainProgress
 from gracetune.train.step import batch_losses, losses_at, scale_and_clip, train_step
 

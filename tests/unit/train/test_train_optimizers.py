@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from gracetune.events.log import read_events
 from gracetune.events.types import RatesSpread, StepDone
 from gracetune.optim.automagic import Automagic
-from gracetune.train.record import rates_of
+from gracetune.train.loop import rates_of
 from gracetune.train.run import run_training
 
 

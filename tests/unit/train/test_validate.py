@@ -5,12 +5,11 @@ import pytest
 import torch
 from PIL import Image
 
-from gracetune.events.requests import Requests
+from gracetune.events.run_control import Requests
 from gracetune.train import validate as validating
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.grid import grid
-from gracetune.train.interrupt import Interrupt
-from gracetune.train.validate import SamplesError, held_out_loss, sample, validate
+from gracetune.train.run import Interrupt
+from gracetune.train.validate import SamplesError, grid, held_out_loss, sample, validate
 
 SECTION = {"every": 1, "sample_steps": 2, "holdout": 0.2}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.durable import write_text
 from gracetune.errors import HostError
-from gracetune.hosts.ai_toolkit.needs import KNOWN, NEEDS
+from gracetune.hosts.ai_toolkit.hooks import KNOWN, NEEDS
 from gracetune.hosts.probe import Installed, probe, probe_lines
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.config.environment import process_environment
-from gracetune.hosts.ai_toolkit.blocks import TYPE
 from gracetune.hosts.ai_toolkit.clone import check
-from gracetune.hosts.ai_toolkit.needs import EXTENSION, SD_TRAINER
+from gracetune.hosts.ai_toolkit.config_blocks import TYPE
+from gracetune.hosts.ai_toolkit.hooks import EXTENSION, SD_TRAINER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ def say(text: str) -> None:
 def make_plugin() -> AIToolkitPlugin:
     """The plug-in of this process; ranks of one user on one machine share what they hold."""
     from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
-    from gracetune.memory.machine import open_machine
+    from gracetune.memory.platform import open_machine
 
     meet_in = Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"
     return AIToolkitPlugin(process_environment(), lambda: open_machine(0), say, meet_in)

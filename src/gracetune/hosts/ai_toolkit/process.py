@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gracetune.errors import AdapterError, ConfigError
-from gracetune.hosts.ai_toolkit.timesteps import demand_stages, stage_boundaries
 from gracetune.optim.build import groups_of
 
 if TYPE_CHECKING:
@@ -17,10 +16,12 @@ if TYPE_CHECKING:
 
     from torch.nn import Parameter
 
-    from gracetune.adapters.tables.types import Stage
+    from gracetune.adapters.files.key_table import Stage
     from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
 
     Say = Callable[[str], None]
+    from torch import Tensor
+
 
 STAGES: dict[str, Stage] = {"transformer_1": "high", "transformer_2": "low"}
 """How names tell the expert, of two."""
@@ -160,7 +161,7 @@ def check_one(path: Path, stage: Stage | None, modules: list[str] | None, say: S
 
     A file with both experts is no fault of the run's: it was asked for, and no tool loads it.
     """
-    from gracetune.adapters.check import check_file
+    from gracetune.adapters.files.check import check_file
 
     try:
         found = check_file(path, stage=stage, modules=modules)
@@ -188,3 +189,51 @@ def modules_by_stage(network: Any, only: Stage | None) -> dict[Stage, list[str]]
         skipped = ("transformer", *STAGES)
         found.setdefault(stage, []).append(".".join(p for p in parts if p not in skipped))
     return found
+
+
+# ------------------------------------------------------------------------------------------
+# Windows of timesteps that keep to one expert.
+#
+# For the stage below a boundary, ai-toolkit's window begins at the last timestep *above* it: one
+# draw
+# in some hundreds goes to the other expert, which gets a gradient in the wrong stage, or has none
+# to
+# give where only one is trained. Its window follows from its boundaries, so a boundary is handed to
+# it from which the right window follows.
+
+
+OUTSIDE_STAGES = ("one_step", "two_step", "four_step", "eight_step", "next_sample")
+"""Ways of drawing that take no window at all."""
+SCALE = 1000
+
+
+def stage_boundaries(timesteps: Tensor, boundaries: Sequence[float], stage: int) -> list[float]:
+    """Boundaries to be handed to ai-toolkit while it draws for one stage.
+
+    `timesteps` fall from 1000; stage 0 ends above the first boundary, as the model itself decides.
+    """
+    found = [1.0, *boundaries]
+    above = int((timesteps > found[stage] * SCALE).sum()) if stage else 0
+    below = int((timesteps > found[stage + 1] * SCALE).sum())
+    if below <= above:
+        raise ConfigError(
+            f"train.timestep_type made no timestep between {found[stage] * SCALE:g} and "
+            f"{found[stage + 1] * SCALE:g}, which stage {stage} of the model trains on. Set "
+            "timestep_type: linear, or shift."
+        )
+    if stage == 0:
+        return list(boundaries)
+    # The window begins at the last timestep that is not below what it is handed.
+    changed = list(boundaries)
+    changed[stage - 1] = float(timesteps[above]) / SCALE
+    return changed
+
+
+def demand_stages(timestep_type: str) -> None:
+    """Some ways of drawing know no stages: with two experts they train the wrong one."""
+    if timestep_type in OUTSIDE_STAGES:
+        raise ConfigError(
+            f"train.timestep_type is {timestep_type}, which draws for both experts at once and "
+            "trains the one whose turn it is. Set timestep_type: shift, sigmoid or linear, or "
+            "gracetune.stage_timesteps: false."
+        )

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from gracetune.config.environment import claim_process_alloc_conf, process_environment
 from gracetune.errors import GracetuneError, HostError
 from gracetune.hosts.probe import find_installed, probe, probe_lines
-from gracetune.hosts.simpletuner.needs import NEEDS
-from gracetune.hosts.simpletuner.versions import KNOWN
+from gracetune.hosts.simpletuner.hooks import KNOWN, NEEDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +66,7 @@ def make_plugin() -> SimpleTunerPlugin:
     import torch
 
     from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
-    from gracetune.memory.machine import open_machine
+    from gracetune.memory.platform import open_machine
 
     pin = torch.Tensor.pin_memory if torch.cuda.is_available() else torch.Tensor.contiguous
     meet_in = Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"

@@ -4,17 +4,18 @@ memory, the ramp, and where batches are placed."""
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from gracetune.config.environment import environment_settings
-from gracetune.data.budget import host_room
+from gracetune.data.staging import host_room
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.hosts.node_memory import NodeMemory
-from gracetune.hosts.shelf import stage
-from gracetune.hosts.simpletuner.blocks import SimpleTunerBlocks, take_blocks, take_staged
-from gracetune.hosts.simpletuner.ramp import Accumulation, SimpleTunerRamp, build_schedule
+from gracetune.hosts.shared_tensor_memory import NodeMemory
+from gracetune.hosts.simpletuner.config_blocks import SimpleTunerBlocks, take_blocks, take_staged
+from gracetune.hosts.staged_files import stage
 from gracetune.hosts.tensor_memory import TensorMemory
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
@@ -22,16 +23,18 @@ from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import SimpleNamespace
 
     import torch
 
+    from gracetune.config.schema import Gh200Section
     from gracetune.events.types import Event
-    from gracetune.hosts.shelf import StagedFiles
-    from gracetune.hosts.staged_set import StagedSet
+    from gracetune.hosts.staged_files import StagedFiles, StagedSet
     from gracetune.hosts.tensor_memory import Memory
-    from gracetune.memory.machine import Machine
+    from gracetune.memory.platform import Machine
+
 
 log = logging.getLogger("gracetune")
 IN_MEMORY = ("memory", "unified_memory")
@@ -200,3 +203,123 @@ def demand_own_accumulation(engine: str, config: Mapping[str, object]) -> None:
             "gh200_optimizations.enable_batch_size_rampup is true and optimizer_release_gradients "
             "is set, which steps in every micro-batch. Set one of them to false."
         )
+
+
+# ------------------------------------------------------------------------------------------
+# The ramp on SimpleTuner's own loop: accumulation changes between optimizer steps only.
+#
+# Accelerate divides each loss by the accumulation of the moment and steps when its own count is a
+# multiple of it. Both are set here at once, right after a step, and the count begins anew: so every
+# optimizer step weighs 1. Where a ramp is after a number of optimizer steps follows from that
+# number,
+# so that resuming needs nothing saved.
+
+
+class Accelerator(Protocol):
+    """The part of accelerate's that is used."""
+
+    gradient_accumulation_steps: int
+    sync_gradients: bool
+    step: int
+    num_processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AccumulationSchedule:
+    """Micro-batches of an optimizer step, by the micro-batches before it: as the trainer's own."""
+
+    initial: int
+    target: int
+    length: int
+    shape: Literal["quadratic", "linear"]
+    samples_per_micro_batch: int
+
+    def accumulation(self, micro_batches: int) -> int:
+        """Micro-batches in the optimizer step that starts after this many."""
+        done = min(1.0, micro_batches / self.length)
+        share = done if self.shape == "linear" else done * done
+        effective = self.initial + (self.target - self.initial) * share
+        return math.ceil(round(effective, 6) / self.samples_per_micro_batch)
+
+    def position(self, optimizer_steps: int) -> int:
+        """Micro-batches that so many optimizer steps have taken."""
+        done = 0
+        for _ in range(optimizer_steps):
+            done += self.accumulation(done)
+        return done
+
+
+class Accumulation(int):
+    """Micro-batches of the optimizer step at work, as SimpleTuner's configuration holds them.
+
+    SimpleTuner validates, and uploads a checkpoint, where its count of micro-batches is a multiple
+    of this number. While the number grows, that is in the middle of a step, or never: so the
+    remainder answers what is asked by it, and is 0 where a step ends.
+    """
+
+    _ends_step: Callable[[], bool]
+
+    def __new__(cls, value: int, ends_step: Callable[[], bool]) -> Accumulation:
+        made = super().__new__(cls, value)
+        made._ends_step = ends_step
+        return made
+
+    def __rmod__(self, micro_batches: int) -> int:
+        return 0 if self._ends_step() else micro_batches % int(self) or 1
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """A copy, such as the one that trackers are given, is a plain number."""
+        return int, (int(self),)
+
+
+def build_schedule(
+    section: Gh200Section, batch_size: int, accumulation: int, world_size: int
+) -> AccumulationSchedule | None:
+    """The ramp that a configuration asks for, if it does."""
+    if not section.enable_batch_size_rampup:
+        return None
+    size = batch_size * world_size
+    initial = section.initial_effective_batch_size
+    target = section.target_effective_batch_size or size * accumulation
+    if initial is None or not initial <= target or target < size:
+        raise ConfigError(
+            f"gh200_optimizations.initial_effective_batch_size is {initial} and the target is "
+            f"{target}; a ramp needs both, grows, and ends with at least one micro-batch "
+            f"({batch_size} samples on each of {world_size} ranks)."
+        )
+    return AccumulationSchedule(
+        initial, target, section.batch_rampup_steps, section.rampup_shape, size
+    )
+
+
+@dataclass
+class SimpleTunerRamp:
+    """A schedule on its way; `enter` goes where the loop opens `accelerator.accumulate`."""
+
+    schedule: AccumulationSchedule
+    accelerator: Accelerator
+    steps_done: Callable[[], int]
+    """Optimizer steps so far: asked once, when the loop begins."""
+    tell: Callable[[int], None]
+    """Called with each new accumulation, which others must know too."""
+    _micro_batches: int | None = None
+
+    def enter(
+        self, accumulate: Callable[..., AbstractContextManager[object]], *models: object
+    ) -> AbstractContextManager[object]:
+        """Set what the step that begins now has, then let accelerate count."""
+        if self._micro_batches is None:
+            self._micro_batches = self.schedule.position(self.steps_done())
+            self._begin_step()
+        elif self.accelerator.sync_gradients:
+            self._begin_step()
+        self._micro_batches += 1
+        return accumulate(*models)
+
+    def _begin_step(self) -> None:
+        assert self._micro_batches is not None
+        wanted = self.schedule.accumulation(self._micro_batches)
+        self.accelerator.step = 0
+        if self.accelerator.gradient_accumulation_steps != wanted:
+            self.accelerator.gradient_accumulation_steps = wanted
+        self.tell(wanted)

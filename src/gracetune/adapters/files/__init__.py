@@ -1,0 +1,1 @@
+"""Adapter files: read, convert, merge, extract and check."""

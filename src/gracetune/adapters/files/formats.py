@@ -1,0 +1,292 @@
+"""How each tool spells a key: prefix, stage, module and tensor, as one row a form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from gracetune.adapters.files.key_table import Naming, Stage
+
+Style = Literal["peft", "peft-live", "kohya", "comfyui"]
+"""How a tensor's part of the key is spelled."""
+Alpha = Literal["folded", "if-needed", "always"]
+"""What becomes of alpha: multiplied into the weights, written where it is not the rank, written."""
+
+LYCORIS_ROLES = (
+    "hada_w1_a",
+    "hada_w1_b",
+    "hada_w2_a",
+    "hada_w2_b",
+    "hada_t1",
+    "hada_t2",
+    "lokr_w1",
+    "lokr_w1_a",
+    "lokr_w1_b",
+    "lokr_w2",
+    "lokr_w2_a",
+    "lokr_w2_b",
+    "lokr_t2",
+)
+ROLES = ("down", "up", "mid", *LYCORIS_ROLES, "diff", "diff_b", "dora", "alpha", "scalar")
+"""What a tensor is to its module, whatever a tool calls it."""
+
+PEFT = {role: f".{role}" for role in (*LYCORIS_ROLES, "alpha", "scalar")}
+PLAIN = PEFT | {"diff": ".diff", "diff_b": ".diff_b"}
+ENDINGS: dict[Style, dict[str, str]] = {
+    "peft": PEFT
+    | {
+        "down": ".lora_A.weight",
+        "up": ".lora_B.weight",
+        "dora": ".lora_magnitude_vector",
+        "diff_b": ".lora_B.bias",
+    },
+    "peft-live": {role: f".{role}.default" for role in LYCORIS_ROLES}
+    | {role: f".{role}" for role in ("alpha", "scalar")}
+    | {
+        "down": ".lora_A.default.weight",
+        "up": ".lora_B.default.weight",
+        "dora": ".lora_magnitude_vector.default.weight",
+        "diff_b": ".lora_B.default.bias",
+    },
+    "kohya": PLAIN
+    | {
+        "down": ".lora_down.weight",
+        "up": ".lora_up.weight",
+        "mid": ".lora_mid.weight",
+        "dora": ".dora_scale",
+    },
+    "comfyui": PLAIN | {"down": ".lora_A.weight", "up": ".lora_B.weight", "dora": ".dora_scale"},
+}
+"""How to write each role. What is not there cannot be written in that style."""
+ALSO_READ = {
+    ".lora_A": "down",
+    ".lora_B": "up",
+    ".lora.down.weight": "down",
+    ".lora.up.weight": "up",
+    ".lora_magnitude_vector.weight": "dora",
+    ".w_norm": "diff",
+    ".b_norm": "diff_b",
+}
+"""Spellings that are read and never written."""
+
+
+@dataclass(frozen=True)
+class KeyFormat:
+    """One tool's keys."""
+
+    name: str
+    tools: str
+    """Who writes it, and who reads it."""
+    prefix: str
+    naming: Naming
+    style: Style
+    joint: Literal[".", "_", "$$"] = "."
+    alpha: Alpha = "always"
+    stages: tuple[tuple[Stage, str], ...] = ()
+    """What stands for each expert, for forms that hold both in one file."""
+    caution: str = ""
+    """Why one would not want it."""
+
+
+DUAL: tuple[tuple[Stage, str], ...] = (("high", "transformer_1"), ("low", "transformer_2"))
+"""ai-toolkit's wrapper counts from one; diffusers' `transformer_2` is its second as well."""
+STAGE_PREFIXES: tuple[tuple[Stage, str], ...] = (
+    ("high", "transformer."),
+    ("low", "transformer_2."),
+)
+
+FORMS: tuple[KeyFormat, ...] = (
+    KeyFormat(
+        "comfyui",
+        "ComfyUI, ai-toolkit and diffusion-pipe; diffusers reads its LoRA",
+        "diffusion_model.",
+        "original",
+        "comfyui",
+        alpha="if-needed",
+    ),
+    KeyFormat(
+        "lightning",
+        "distilled LoRA such as Lightning; ComfyUI and diffusers read it",
+        "diffusion_model.",
+        "original",
+        "kohya",
+    ),
+    KeyFormat(
+        "diffusers",
+        "diffusers, SimpleTuner and peft's own names below a pipeline",
+        "transformer.",
+        "diffusers",
+        "peft",
+        alpha="folded",
+    ),
+    KeyFormat(
+        "peft",
+        "PeftModel.save_pretrained",
+        "base_model.model.",
+        "diffusers",
+        "peft",
+        alpha="folded",
+    ),
+    KeyFormat(
+        "peft-live",
+        "a PeftModel's own state dict",
+        "base_model.model.",
+        "diffusers",
+        "peft-live",
+        alpha="folded",
+    ),
+    KeyFormat(
+        "kohya",
+        "musubi-tuner and sd-scripts; ComfyUI reads it, diffusers its LoRA",
+        "lora_unet_",
+        "original",
+        "kohya",
+        "_",
+    ),
+    KeyFormat(
+        "wan-fun",
+        "VideoX-Fun; ComfyUI reads it",
+        "lora_unet__",
+        "original",
+        "kohya",
+        "_",
+    ),
+    KeyFormat(
+        "lycoris",
+        "lycoris-lora on a diffusers model, SimpleTuner's LyCORIS",
+        "lycoris_",
+        "diffusers",
+        "kohya",
+        "_",
+    ),
+    KeyFormat(
+        "lycoris-combined",
+        "lycoris-lora on a wrapper of two experts",
+        "lycoris_",
+        "diffusers",
+        "kohya",
+        "_",
+        stages=DUAL,
+        caution="no tool loads both stages from one such file",
+    ),
+    KeyFormat(
+        "lycoris-original",
+        "LoKr of ai-toolkit's GH200 fork, one file a stage",
+        "lycoris_",
+        "original",
+        "kohya",
+        "_",
+        caution="neither ComfyUI nor diffusers loads it for Wan",
+    ),
+    KeyFormat(
+        "ai-toolkit-combined",
+        "ai-toolkit with split_multistage_loras: false",
+        "diffusion_model.",
+        "original",
+        "comfyui",
+        alpha="if-needed",
+        stages=DUAL,
+        caution="only ai-toolkit loads both stages from one file",
+    ),
+    KeyFormat(
+        "ai-toolkit-live",
+        "ai-toolkit's LoRA in memory",
+        "transformer$$",
+        "diffusers",
+        "kohya",
+        "$$",
+        stages=DUAL,
+        caution="no tool loads it from a file",
+    ),
+    KeyFormat(
+        "ai-toolkit-old-lokr",
+        "ai-toolkit's LoKr before 2026, one file a stage",
+        "lycoris_",
+        "mixed",
+        "kohya",
+        "_",
+        caution="neither ComfyUI nor diffusers loads it for Wan",
+    ),
+    KeyFormat(
+        "ai-toolkit-old-lokr-combined",
+        "ai-toolkit's LoKr before 2026, as it was saved",
+        "lycoris_",
+        "mixed",
+        "kohya",
+        "_",
+        stages=DUAL,
+        caution="neither ComfyUI nor diffusers loads it",
+    ),
+    KeyFormat(
+        "ai-toolkit-old-live",
+        "ai-toolkit's old LoKr in memory",
+        "lora_transformer_",
+        "diffusers",
+        "kohya",
+        "_",
+        stages=DUAL,
+        caution="no tool loads it from a file",
+    ),
+    KeyFormat(
+        "onetrainer",
+        "OneTrainer; ComfyUI reads it for Flux",
+        "lora_transformer_",
+        "diffusers",
+        "kohya",
+        "_",
+    ),
+    KeyFormat(
+        "simpletuner-comfyui",
+        "SimpleTuner's export for ComfyUI",
+        "diffusion_model.",
+        "diffusers",
+        "comfyui",
+        caution="ComfyUI and diffusers refuse diffusers' names below diffusion_model. for Wan",
+    ),
+    KeyFormat(
+        "diffusers-both",
+        "both experts of a pipeline in one file",
+        "",
+        "diffusers",
+        "peft",
+        alpha="folded",
+        stages=STAGE_PREFIXES,
+        caution="diffusers loads nothing from transformer_2. and does not say so",
+    ),
+    KeyFormat(
+        "bare",
+        "a transformer's own state dict",
+        "",
+        "diffusers",
+        "peft",
+        alpha="folded",
+        caution="diffusers loads nothing from keys without a prefix and does not say so",
+    ),
+    KeyFormat(
+        "bare-original",
+        "training scripts that save the original model's own state dict",
+        "",
+        "original",
+        "comfyui",
+        caution="neither ComfyUI nor diffusers loads keys without a prefix for Wan",
+    ),
+    KeyFormat(
+        "diffsynth",
+        "DiffSynth-Studio",
+        "",
+        "original",
+        "peft-live",
+        alpha="folded",
+        caution="neither ComfyUI nor diffusers loads keys without a prefix for Wan",
+    ),
+)
+ALIASES = {
+    "musubi": "kohya",
+    "sd-scripts": "kohya",
+    "ai-toolkit": "comfyui",
+    "diffusion-pipe": "comfyui",
+    "simpletuner": "diffusers",
+    "simpletuner-lycoris": "lycoris",
+}
+"""Tools that write exactly what another form is."""

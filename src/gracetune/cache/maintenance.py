@@ -1,0 +1,303 @@
+"""Every entry against its checksum, the index against the files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+
+from gracetune.cache.index import DamagedIndexError
+from gracetune.cache.shard_format import OPEN, SEALED, checksum_at, find_file, hold_shard, map_file
+from gracetune.cache.shard_store import ShardStore, is_cache
+from gracetune.errors import CacheError
+from gracetune.events.types import StageProgress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from gracetune.cache.index import EntryRow
+    from gracetune.cache.store import Entry
+    from gracetune.events.types import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """An entry whose bytes are not what was put."""
+
+    row: EntryRow
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What verifying a cache found."""
+
+    num_entries: int
+    nbytes: int
+    damaged: tuple[Damage, ...]
+    headers: tuple[str, ...]
+    """Sealed files that other tools cannot read; their entries are judged on their own."""
+    index: tuple[str, ...]
+    """What SQLite finds wrong with its own file; the rest is then what it could still tell."""
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is wrong."""
+        return not (self.damaged or self.headers or self.index)
+
+
+def verify(store: ShardStore, tell: Callable[[Event], None]) -> Report:
+    """Read everything; changes nothing, and may run while others write."""
+    with store.index() as index:
+        problems = index.problems()
+    found = _Found()
+    try:
+        _look_through(store, found, tell)
+    except DamagedIndexError as error:
+        problems = problems or [str(error)]
+    return Report(
+        found.num_entries,
+        found.nbytes,
+        tuple(found.damaged),
+        tuple(found.headers),
+        tuple(problems),
+    )
+
+
+def repair(store: ShardStore, report: Report) -> None:
+    """Forget what is damaged, so that the next build encodes it again; write headers again.
+
+    A damaged index is made anew first: what it said of entries may be as wrong.
+    """
+    if report.index:
+        store.renew_index()
+        report = verify(store, lambda _: None)
+    store.delete([damage.row.key for damage in report.damaged])
+    for name in report.headers:
+        path = store.shards / f"{name}{SEALED}"
+        with store.index() as index:
+            shard = hold_shard(path, index)
+            rows = index.in_shard(name)
+            if shard is not None and rows:
+                shard.seal(rows)
+            elif shard is not None:
+                shard.release()
+    compact(store)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was found so far: an index may fail in the middle."""
+
+    num_entries: int = 0
+    nbytes: int = 0
+    damaged: list[Damage] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
+
+
+def _look_through(store: ShardStore, found: _Found, tell: Callable[[Event], None]) -> None:
+    with store.index() as index:
+        shards = [shard.name for shard in index.shards()]
+    for done, name in enumerate(shards, 1):
+        with store.index() as index:
+            rows = index.in_shard(name)
+        found.damaged += _check_shard(store, name, rows)
+        if rows and not _header_is_good(store, name):
+            found.headers.append(name)
+        found.num_entries += len(rows)
+        found.nbytes += sum(row.nbytes for row in rows)
+        tell(StageProgress("verifying", done, len(shards), "shards"))
+
+
+def _check_shard(store: ShardStore, name: str, rows: list[EntryRow]) -> list[Damage]:
+    suspects: list[Damage] = []
+    descriptor = find_file(store.shards, name)
+    if descriptor is None:
+        suspects = [Damage(row, f"shard {name} is gone") for row in rows]
+    else:
+        try:
+            data = map_file(descriptor)
+        finally:
+            os.close(descriptor)
+        for row in rows:
+            if row.end > len(data):
+                suspects.append(Damage(row, f"shard {name} ends before it"))
+            elif checksum_at(data.numpy(), row.begin, row.tensors) != row.checksum:
+                suspects.append(Damage(row, "its bytes differ from their checksum"))
+    # Another process may have moved or deleted an entry since the rows were read.
+    with store.index() as index:
+        now = index.find([damage.row.key for damage in suspects])
+    return [damage for damage in suspects if now.get(damage.row.key) == damage.row]
+
+
+def _header_is_good(store: ShardStore, name: str) -> bool:
+    """Only of a sealed file; one that grows has none yet."""
+    path = store.shards / f"{name}{SEALED}"
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except FileNotFoundError:
+        return True
+    except (SafetensorError, OSError):
+        return not path.exists()  # taken up by a writer while we looked
+
+
+# ------------------------------------------------------------------------------------------
+# Giving bytes back: entries that nobody needs, and files that hold more gaps than entries.
+
+
+WORTH_MOVING = 0.5
+"""A file is written again when less than this share of it is entries."""
+_TOGETHER = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """Entries that no named run needs."""
+
+    keys: tuple[str, ...]
+    nbytes: int
+    kinds: dict[str, int]
+    """How many, by what they are and which encoder made them."""
+
+
+def find_leftovers(store: ShardStore, wanted: Collection[str]) -> Leftovers:
+    """What may go; entries that come after this question are not among it."""
+    keys = tuple(key for key in store.keys() if key not in wanted)  # noqa: SIM118  not a mapping
+    nbytes, kinds = 0, dict[str, int]()
+    for start in range(0, len(keys), _TOGETHER):
+        with store.index() as index:
+            rows = index.find(keys[start : start + _TOGETHER]).values()
+        for row in rows:
+            name = f"{row.about.get('kind', 'unexplained')} by {row.about.get('encoder', '?')}"
+            kinds[name] = kinds.get(name, 0) + 1
+            nbytes += row.nbytes
+    return Leftovers(keys, nbytes, kinds)
+
+
+def compact(store: ShardStore) -> int:
+    """Move entries out of files that are mostly gaps, remove what is empty or unknown; bytes freed.
+
+    A file that another process writes is left alone. Readers find moved entries by asking again.
+    """
+    store.seal()
+    return sum(_compact_file(store, path) for path in sorted(store.shards.iterdir()))
+
+
+def _compact_file(store: ShardStore, path: Path) -> int:
+    if path.suffix not in (OPEN, SEALED) or not path.exists():
+        return 0
+    before = disk_nbytes(path)
+    with store.index() as index:
+        shard = hold_shard(path, index)
+        if shard is None:
+            return 0 if path.exists() else before
+        rows = index.in_shard(shard.row.name)
+    live = sum(row.nbytes for row in rows)
+    if live >= WORTH_MOVING * (shard.row.length - shard.row.room) and rows:
+        if path.suffix == OPEN:
+            shard.seal(rows)
+        else:
+            shard.release()
+        return 0
+    _move(store, rows)
+    with store.index() as index:
+        empty = index.drop_shard(shard.row.name)
+    if not empty:  # an entry came from nowhere: keep the file, the next call looks again
+        shard.release()
+        return 0
+    shard.remove()
+    return before - live
+
+
+def _move(store: ShardStore, rows: list[EntryRow]) -> None:
+    for start in range(0, len(rows), _TOGETHER):
+        some = rows[start : start + _TOGETHER]
+        entries = store.get_many([row.key for row in some])
+        whole: list[tuple[EntryRow, Entry]] = [
+            (row, entry) for row, entry in zip(some, entries, strict=True) if entry is not None
+        ]
+        store.move([row for row, _ in whole], [entry for _, entry in whole])
+    store.seal()
+
+
+def disk_nbytes(path: Path) -> int:
+    """What a file takes on the disk: the room for its header is mostly a hole."""
+    return path.stat().st_blocks * 512
+
+
+# ------------------------------------------------------------------------------------------
+# What an entry is and why it has the key it has; how much a cache holds.
+
+
+MEANING = {
+    "kind": "what was encoded",
+    "sample": "digest of the file's bytes: another one once the file is edited",
+    "caption": "the text itself",
+    "geometry": "resize, crop, augmentation and bucket",
+    "encoder": "digest of the encoder's weights, dtype and scaling",
+    "schema": "version of this rule",
+}
+"""What each part of a key stands for."""
+
+
+def caches_in(folder: Path) -> list[Path]:
+    """The caches of a folder: itself, or those right below it."""
+    found = [folder] if is_cache(folder) else []
+    if not found and folder.is_dir():
+        found = [path for path in sorted(folder.iterdir()) if is_cache(path)]
+    if not found:
+        raise CacheError(
+            f"{folder} is no cache of gracetune's, nor has it one: there is no marker file. "
+            "Name the cache_dir of a run, or a run file."
+        )
+    return found
+
+
+def find(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
+    """Entries by the beginning of their key, by a sample's file, or by a caption's."""
+    with store.index() as index:
+        if not file.is_file():
+            return index.beginning(what)
+        data = file.read_bytes()
+        rows = index.made_of("sample", blake3(data).hexdigest())
+        if file.suffix == ".txt":
+            rows += index.made_of("caption", data.decode(errors="replace").strip())
+        return rows
+
+
+def explain(row: EntryRow) -> dict[str, object]:
+    """An entry in words and numbers."""
+    return {
+        "key": row.key,
+        "made_of": dict(row.about),
+        "tensors": {p.name: {"dtype": p.dtype, "shape": list(p.shape)} for p in row.tensors},
+        "nbytes": row.nbytes,
+        "shard": row.shard,
+        "offset": row.begin,
+        "checksum": row.checksum.hex(),
+    }
+
+
+def stats(store: ShardStore) -> dict[str, object]:
+    """How much there is, of what, and how much of the disk is gaps."""
+    with store.index() as index:
+        kinds = [
+            {"kind": kind, "encoder": encoder, "entries": count, "nbytes": nbytes}
+            for kind, encoder, count, nbytes in index.totals()
+        ]
+        shards = index.shards()
+    files = [*store.shards.iterdir()]
+    return {
+        "folder": str(store.folder),
+        "entries": sum(int(str(kind["entries"])) for kind in kinds),
+        "nbytes": sum(int(str(kind["nbytes"])) for kind in kinds),
+        "disk_nbytes": sum(disk_nbytes(path) for path in files),
+        "written_nbytes": sum(shard.length - shard.room for shard in shards),
+        "shards": len(shards),
+        "kinds": kinds,
+    }

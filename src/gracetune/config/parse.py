@@ -1,0 +1,374 @@
+"""From the text of a run file to plain values, with the line of every key where it can be known.
+
+JSON, YAML (safe tags, YAML 1.2's plain words: `no` is text, `1e-6` a number) and TOML.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import yaml
+
+from gracetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+
+KeyPath = tuple[str | int, ...]
+
+MAX_DEPTH = 64
+_BLANK = re.compile(r"(?:[ \t\r\n]+|//[^\n]*)*")
+
+
+def parse_json(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
+    """The value, and the line of every key and list item in it."""
+    reader = _Reader(text, name)
+    return reader.document(), reader.lines
+
+
+class _Reader:
+    """One text on its way through; the position moves, the line numbers pile up."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self.text = text
+        self.name = name
+        self.at = 0
+        self.lines: dict[KeyPath, int] = {}
+        self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
+        self._scalars = json.JSONDecoder(parse_constant=self._refuse_constant)
+
+    def document(self) -> object:
+        self._skip_blank()
+        if self._here() == '"':
+            value: object = self._members((), end="")
+        else:
+            value = self._value(())
+        self._skip_blank()
+        if self.at < len(self.text):
+            self._fail("expected the end of the file", self.at)
+        return value
+
+    def _value(self, path: KeyPath) -> object:
+        if len(path) > MAX_DEPTH:
+            self._fail(f"nested more than {MAX_DEPTH} levels deep", self.at)
+        if self._here() == "{":
+            self.at += 1
+            return self._members(path, end="}")
+        if self._here() == "[":
+            self.at += 1
+            return self._items(path)
+        return self._scalar()
+
+    def _members(self, path: KeyPath, end: str) -> dict[str, object]:
+        members: dict[str, object] = {}
+        self._skip_blank()
+        while self._here() != end:
+            start = self.at
+            if self._here() != '"':
+                self._fail("expected a key in double quotes", start)
+            key = str(self._scalar())
+            here = (*path, key)
+            if key in members:
+                self._fail(f"the key {key!r} is already given in line {self.lines[here]}", start)
+            self.lines[here] = self._position(start)[0]
+            self._skip_blank()
+            self._take(":")
+            self._skip_blank()
+            members[key] = self._value(here)
+            self._separator(end)
+        self.at += len(end)
+        return members
+
+    def _items(self, path: KeyPath) -> list[object]:
+        items: list[object] = []
+        self._skip_blank()
+        while self._here() != "]":
+            here = (*path, len(items))
+            self.lines[here] = self._position(self.at)[0]
+            items.append(self._value(here))
+            self._separator("]")
+        self.at += 1
+        return items
+
+    def _separator(self, end: str) -> None:
+        """A comma with something after it, or the end of the object or list."""
+        self._skip_blank()
+        if self._here() == end:
+            return
+        comma = self.at
+        self._take(",")
+        self._skip_blank()
+        if self._here() == end:
+            self._fail("remove the comma, nothing follows it", comma)
+
+    def _scalar(self) -> object:
+        start = self.at
+        try:
+            value, self.at = self._scalars.raw_decode(self.text, start)
+        except json.JSONDecodeError as error:
+            at_start = error.msg == "Expecting value"
+            self._fail(
+                "expected a value" if at_start else error.msg.lower().removesuffix(" at"), error.pos
+            )
+        except ValueError as error:
+            self._fail(str(error).partition(";")[0], start)
+        return value
+
+    def _refuse_constant(self, word: str) -> NoReturn:
+        raise ValueError(f"{word} is not a number that a setting can have")
+
+    def _take(self, character: str) -> None:
+        if self._here() != character:
+            self._fail(f"expected {character!r}", self.at)
+        self.at += 1
+
+    def _here(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def _skip_blank(self) -> None:
+        match = _BLANK.match(self.text, self.at)
+        assert match is not None, "the pattern matches the empty string"
+        self.at = match.end()
+
+    def _position(self, at: int) -> tuple[int, int]:
+        line = bisect_right(self._line_starts, at)
+        return line, at - self._line_starts[line - 1] + 1
+
+    def _fail(self, what: str, at: int) -> NoReturn:
+        line, column = self._position(at)
+        found = repr(self.text[at]) if at < len(self.text) else "the end of the file"
+        raise ConfigError(f"{self.name}:{line}:{column}: {what} (at {found}).")
+
+
+# ------------------------------------------------------------------------------------------
+# From the text of a run file to plain values, with the line of every key where it can be known.
+#
+# JSON, YAML (safe tags, YAML 1.2's plain words: `no` is text, `1e-6` a number) and TOML.
+
+
+FORMATS = ("json", "yaml", "toml")
+MAX_YAML_NODES = 100_000
+_SHOWN_CHARACTERS = 60
+
+_TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+_TOML_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
+_TOML_KEY = re.compile(
+    r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*[A-Za-z0-9_-]+)*)\s*="""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedText:
+    """What a text says, before anyone asks what it means."""
+
+    tree: dict[str, object]
+    lines: Mapping[KeyPath, int]
+
+
+def parse_text(text: str, text_format: str, name: str) -> ParsedText:
+    """Read one of `FORMATS`; what is wrong is told with file, line and column."""
+    if text_format not in _PARSERS:
+        raise ConfigError(f"{name}: format {text_format!r} is not one of {', '.join(FORMATS)}.")
+    if not text.strip():
+        raise ConfigError(f"{name} is empty; a run file is an object with keys.")
+    try:
+        tree, lines = _PARSERS[text_format](text, name)
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply to be a run file.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name}: the top level is {describe(tree)}; it must be an object.")
+    for path, value in walk(tree):
+        where = place(name, lines, path)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where}: {dotted(path)} is {value}; it must be a finite number.")
+        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+            holder = dotted(path) or "the top level"
+            raise ConfigError(f"{where}: {holder} has a key that is not text; put it in quotes.")
+    return ParsedText(tree, lines)
+
+
+def walk(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    """Every value in the tree with its path, containers before what they hold."""
+    yield path, value
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from walk(child, (*path, key))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from walk(child, (*path, index))
+
+
+def dotted(path: KeyPath) -> str:
+    """A path as messages and overrides write it."""
+    return ".".join(str(step) or '""' for step in path)
+
+
+def place(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
+    """`file:line` of a key, of the nearest one around it, or the file alone."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in lines:
+            return f"{name}:{lines[path[:length]]}"
+    return name
+
+
+def shown(value: object) -> str:
+    """A value as JSON, cut where it is long."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def describe(value: object) -> str:
+    """The kind of a value, in words."""
+    for kind, words in _KINDS:
+        if isinstance(value, kind):
+            return words
+    return f"a {type(value).__name__}"
+
+
+_KINDS = (
+    (dict, "an object"),
+    (list, "a list"),
+    (str, "text"),
+    (bool, "true or false"),
+    (int, "a number"),
+    (float, "a number"),
+    (type(None), "null"),
+)
+
+
+def _parse_yaml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
+    lines: dict[KeyPath, int] = {}
+    try:
+        loader = _CoreLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, lines
+        _note_yaml_lines(node, name, lines)
+        return loader.construct_document(node), lines
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        raise ConfigError(f"{where}: {error.problem or error.context}.") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{name}:{line}: {error.reason}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{name}: {str(error).partition(';')[0]}.") from None
+
+
+def _note_yaml_lines(root: yaml.Node, name: str, lines: dict[KeyPath, int]) -> None:
+    """Note where each key stands; refuse equal keys, and aliases that grow without end."""
+    waiting: list[tuple[KeyPath, yaml.Node]] = [((), root)]
+    visited = 0
+    while waiting:
+        path, node = waiting.pop()
+        visited += 1
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(f"{name} is nested more than {MAX_DEPTH} levels deep.")
+        if visited > MAX_YAML_NODES:
+            raise ConfigError(
+                f"{name} has more than {MAX_YAML_NODES} values once aliases are read."
+            )
+        children: list[tuple[str | int, yaml.Node, yaml.Node]] = []
+        if isinstance(node, yaml.MappingNode):
+            children = [(str(key.value), key, value) for key, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            children = [(index, item, item) for index, item in enumerate(node.value)]
+        seen: dict[str | int, int] = {}
+        for step, marked, child in children:
+            line = marked.start_mark.line + 1
+            if step in seen:
+                where = f"{name}:{line}:{marked.start_mark.column + 1}"
+                raise ConfigError(
+                    f"{where}: the key {step!r} is already given in line {seen[step]}."
+                )
+            seen[step] = line
+            lines[(*path, step)] = line
+            waiting.append(((*path, step), child))
+
+
+_CORE_WORDS = (
+    ("null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+    ("merge", r"<<", "<"),
+)
+
+
+def _core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """The table that pyyaml looks plain words up in, by their first character."""
+    table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, first_characters in _CORE_WORDS:
+        entry = (f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"))
+        for character in first_characters:
+            table.setdefault(character, []).append(entry)
+    return table
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """Safe tags with YAML 1.2's core words, so that `no`, `1:30` and dates stay text."""
+
+    yaml_implicit_resolvers = _core_resolvers()
+
+
+def _parse_toml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
+    try:
+        return tomllib.loads(text), dict(_toml_lines(text))
+    except ValueError as error:
+        match = _TOML_PLACE.search(str(error))
+        message = _TOML_PLACE.sub("", str(error))
+        message = message[:1].lower() + message[1:]
+        if match is None:
+            raise ConfigError(f"{name}: {message}.") from None
+        last = text.count("\n") + 1, len(text) - text.rfind("\n")
+        line, column = (match[1], match[2]) if match[1] else last
+        raise ConfigError(f"{name}:{line}:{column}: {message}.") from None
+
+
+def _toml_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
+    """Lines of headers and of keys that begin a line; tomllib itself tells none.
+
+    A line inside a text of several lines may look like a key: it then names a path that the tree
+    does not have, or one whose own line comes later and wins.
+    """
+    table: KeyPath = ()
+    counts: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = _TOML_HEADER.match(line)
+        if header is not None:
+            table = _toml_path(header[2])
+            if header[1] == "[[":
+                index = counts.get(header[2], 0)
+                counts[header[2]] = index + 1
+                table = (*table, index)
+            elif table and str(table[0]) in counts:
+                table = (table[0], counts[str(table[0])] - 1, *table[1:])
+            yield table, number
+            continue
+        key = _TOML_KEY.match(line)
+        if key is not None:
+            yield (*table, *_toml_path(key[1])), number
+
+
+def _toml_path(text: str) -> KeyPath:
+    return tuple(step.strip().strip("\"'") for step in text.split("."))
+
+
+_PARSERS: Mapping[str, Callable[[str, str], tuple[object, dict[KeyPath, int]]]] = {
+    "json": parse_json,
+    "yaml": _parse_yaml,
+    "toml": _parse_toml,
+}

@@ -1,0 +1,443 @@
+"""Tables of samples as a source: rows of parquet and arrow files look like pictures and captions.
+
+A row is `row-000000.jpg` and `row-000000.txt`, so that captions beside pictures work as ever. What
+differs between the two file formats, how a group of rows is read, arrives as `Group`s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gracetune.data import audio, images, video
+from gracetune.data.shards import find_shards, stems
+from gracetune.data.source import data_dir, stamp_of
+from gracetune.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gracetune.config.schema import DatasetSection
+    from gracetune.data.shards import Shard
+    from gracetune.events.dispatcher import Tell
+
+
+IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "picture", "video", "mp4", "audio")
+CAPTION_NAMES = ("text", "caption", "captions", "prompt", "txt", "description")
+_ENDINGS = (
+    (0, b"\xff\xd8\xff", ".jpg"),
+    (0, b"\x89PNG", ".png"),
+    (8, b"WEBP", ".webp"),
+    (8, b"WAVE", ".wav"),
+    (0, b"GIF8", ".gif"),
+    (0, b"BM", ".bmp"),
+    (0, b"II*\x00", ".tiff"),
+    (0, b"MM\x00*", ".tiff"),
+    (4, b"ftypavif", ".avif"),
+    (4, b"ftyp", ".mp4"),
+    (0, b"\x1aE\xdf\xa3", ".mkv"),
+    (0, b"fLaC", ".flac"),
+    (0, b"OggS", ".ogg"),
+    (0, b"ID3", ".mp3"),
+)
+"""Where a format writes its name, and the ending that goes with it."""
+_KNOWN = images.EXTENSIONS | video.EXTENSIONS | audio.EXTENSIONS
+"""Any other ending of a path says nothing: `x.jpg?width=512`, or the 2 of `scan v1.2`."""
+
+
+class TableChunk(Protocol):
+    """Rows that can only be read together."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes the samples of the group have."""
+        ...
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """One column of the group."""
+        ...
+
+
+class TableFile(NamedTuple):
+    """One file of a table."""
+
+    name: str
+    """For keys, and for messages."""
+    folder: Path | None
+    """Where paths that it names start; none where they cannot be followed."""
+    schema: pa.Schema
+    groups: Sequence[TableChunk]
+    stamp: str
+    """Of the file when it was opened."""
+
+
+class _RowLocation(NamedTuple):
+    part: int
+    group: int
+    row: int
+    is_text: bool
+
+
+class TableSource:
+    """Every row of a table with an image column, and a text column where there is one."""
+
+    def __init__(
+        self,
+        parts: Sequence[TableFile],
+        origin: str,
+        setting: str,
+        image: str | None = None,
+        caption: str | None = None,
+    ) -> None:
+        """`image` and `caption` name columns; none: found by their types and usual names."""
+        self._parts = parts
+        self._origin = origin
+        schema = parts[0].schema
+        self._image = image_column(schema, image, f"{setting}.columns.image", origin)
+        self._caption = caption_column(schema, caption, f"{setting}.columns.caption", origin)
+        _demand_distinct(parts, origin, f"{setting}.instance_data_dir")
+        self._places: dict[str, _RowLocation] = {}
+        for number, part in enumerate(parts):
+            self._list(number, part)
+        if not self._places:
+            raise DataError(f"{setting}.instance_data_dir: {origin} has no rows. Name another.")
+        self._keys = tuple(sorted(self._places))
+        self._last = _Last()
+
+    def keys(self) -> Sequence[str]:
+        return self._keys
+
+    def read(self, key: str) -> bytes:
+        place = self._place(key)
+        value = self._value(place)
+        if place.is_text:
+            return str(value or "").encode()
+        data, path = _data_and_path(value)
+        if data is not None:
+            return bytes(data)
+        if path is not None:
+            return self._beside(place, path).read_bytes()
+        raise OSError("the row has neither bytes nor a path")
+
+    def nbytes(self, key: str) -> int:
+        place = self._place(key)
+        value = self._value(place)
+        data, path = (None, None) if place.is_text else _data_and_path(value)
+        if path is not None and data is None:
+            return self._beside(place, path).stat().st_size
+        return len(self.read(key))
+
+    def stamp(self, keys: Sequence[str]) -> str:  # noqa: ARG002  one text for all of the table
+        return " ".join(part.stamp for part in self._parts)
+
+    def estimate(self) -> int:
+        return sum(group.nbytes for part in self._parts for group in part.groups)
+
+    def describe(self) -> str:
+        return self._origin
+
+    def _beside(self, place: _RowLocation, path: str) -> Path:
+        folder = self._parts[place.part].folder
+        if folder is None:
+            raise OSError(f"the row has no bytes but the path {path!r}, and its table is far away")
+        return folder / path
+
+    def _list(self, number: int, part: TableFile) -> None:
+        prefix = f"{part.name}/" if len(self._parts) > 1 else ""
+        width = max(6, len(str(sum(group.num_rows for group in part.groups) - 1)))
+        row = 0
+        usual: str | None = None
+        for place, group in enumerate(part.groups):
+            endings = _endings_by_path(group, part.schema, self._image)
+            for within in range(group.num_rows):
+                ending = endings[within] if endings is not None else ""
+                if not ending:
+                    usual = usual or _usual_ending(group.column(self._image))
+                    ending = usual
+                stem = f"{prefix}row-{row:0{width}d}"
+                self._places[stem + ending] = _RowLocation(number, place, within, is_text=False)
+                if self._caption is not None:
+                    self._places[stem + ".txt"] = _RowLocation(number, place, within, is_text=True)
+                row += 1
+
+    def _place(self, key: str) -> _RowLocation:
+        if key not in self._places:
+            raise FileNotFoundError(f"{self.describe()} has no {key!r}")
+        return self._places[key]
+
+    def _value(self, place: _RowLocation) -> object:
+        """Read its group, unless it is the one that this thread read last: rows come in order."""
+        name = self._caption if place.is_text else self._image
+        assert name is not None, "a caption without a caption column"
+        wanted = (place.part, place.group, name)
+        if self._last.what != wanted:
+            group = self._parts[place.part].groups[place.group]
+            try:
+                self._last.column = group.column(name)
+            except (pa.ArrowException, OSError) as error:
+                why = " ".join(str(error).split())  # arrow writes several lines
+                raise OSError(f"its row group cannot be read: {why}") from error
+            self._last.what = wanted
+        return self._last.column[place.row].as_py()
+
+
+class _Last(threading.local):
+    """The column that a thread read last: whoever goes through the rows decodes each once."""
+
+    what: tuple[int, int, str] | None = None
+    column: pa.ChunkedArray = None
+
+
+def _demand_distinct(parts: Sequence[TableFile], origin: str, setting: str) -> None:
+    """Keys begin with the names of parts: with one name twice, rows would take others' places."""
+    seen: set[str] = set()
+    for part in parts:
+        if part.name in seen:
+            raise DataError(
+                f"{setting}: {origin} have two files that are called {part.name!r} but for their "
+                "ending. Rename one of them."
+            )
+        seen.add(part.name)
+
+
+def image_column(schema: pa.Schema, asked: str | None, setting: str, origin: str) -> str:
+    """The column of bytes: the one asked for, else by its type and the usual names."""
+    fitting = [field.name for field in schema if _holds_bytes(field.type)]
+    if asked is not None and asked in fitting:
+        return asked
+    if asked is None:
+        by_name = [name for name in IMAGE_NAMES if name in fitting]
+        if by_name or len(fitting) == 1:
+            return (by_name or fitting)[0]
+    have = ", ".join(f"{field.name} ({field.type})" for field in schema)
+    raise DataError(
+        f"{setting} is {asked!r}: {origin} has {'no such' if asked else 'no one obvious'} column "
+        f"of bytes. It has: {have}. Name the one with the files' bytes."
+    )
+
+
+def caption_column(schema: pa.Schema, asked: str | None, setting: str, origin: str) -> str | None:
+    """The column of captions; none where no column has a usual name."""
+    fitting = [field.name for field in schema if _holds_text(field.type)]
+    if asked is not None and asked not in fitting:
+        raise DataError(
+            f"{setting} is {asked!r}: {origin} has no such column of text. It has: "
+            f"{', '.join(fitting) or 'none'}. Name one of them, or leave it out."
+        )
+    return asked or next((name for name in CAPTION_NAMES if name in fitting), None)
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _data_and_path(value: object) -> tuple[bytes | None, str | None]:
+    if isinstance(value, dict):
+        return value["bytes"], value.get("path")
+    return (value, None) if isinstance(value, bytes) else (None, None)
+
+
+def _endings_by_path(group: TableChunk, schema: pa.Schema, name: str) -> list[str] | None:
+    """The known endings of the paths that rows keep beside their bytes, where they do."""
+    kind = schema.field(name).type
+    if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
+        return None
+    paths = group.column(f"{name}.path").to_pylist()
+    endings = (PurePosixPath(path or "").suffix.lower() for path in paths)
+    return [ending if ending in _KNOWN else "" for ending in endings]
+
+
+def _usual_ending(column: pa.ChunkedArray) -> str:
+    """What the first sample is, by its first bytes; decoders look at the bytes anyway."""
+    for value in column:
+        data, _ = _data_and_path(value.as_py())
+        if data:
+            for offset, mark, ending in _ENDINGS:
+                if data[offset : offset + len(mark)] == mark:
+                    return ending
+            break
+    return ".bin"
+
+
+def flatten(column: pa.ChunkedArray, inner: str) -> pa.ChunkedArray:
+    """One field of a column of structs."""
+    return pc.struct_field(column, inner)
+
+
+# ------------------------------------------------------------------------------------------
+# Parquet files as a source, and tables of captions in parquet.
+
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ModuleNotFoundError as missing:
+    raise DataError(
+        f"parquet files are read by a package that is not installed ({missing.name}). "
+        "Install it with: pip install 'gracetune[parquet]'."
+    ) from missing
+
+
+_AHEAD_NBYTES = 64 * 1024
+"""From an address: more than most footers have, and less than a column."""
+
+
+class RowGroup:
+    """One row group of a file, which is opened when it is read."""
+
+    def __init__(self, shard: Shard, footer: pq.FileMetaData, number: int) -> None:
+        self._shard = shard
+        self._footer = footer
+        self._number = number
+        about = footer.row_group(number)
+        self.num_rows: int = about.num_rows
+        self.nbytes: int = about.total_byte_size
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """One column, or `column.field`; only its own bytes are read."""
+        outer, _, inner = name.partition(".")
+        with (
+            self._shard.open(_AHEAD_NBYTES) as opened,
+            pq.ParquetFile(opened, metadata=self._footer) as file,
+        ):
+            column = file.read_row_group(self._number, [name], use_threads=False).column(outer)
+        return flatten(column, inner) if inner else column
+
+
+def open_parquet(section: DatasetSection, setting: str, tell: Tell) -> TableSource:  # noqa: ARG001
+    """The source of `parquet`: one file, a folder of them, or a pattern."""
+    address = data_dir(section, setting)
+    shards = find_shards(address, ".parquet", section.remote, setting)
+    name = f"{setting}.instance_data_dir"
+    parts = [_part(shard, stem, name) for shard, stem in zip(shards, stems(shards), strict=True)]
+    origin = f"the parquet files of {address}"
+    return TableSource(parts, origin, setting, section.columns.image, section.columns.caption)
+
+
+def read_caption_table(data: bytes, where: str) -> Sequence[tuple[str, str]]:
+    """File names and captions of a parquet table beside the samples."""
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+    except pa.ArrowException as error:
+        raise DataError(f"{where} is no parquet file ({error}). Make it anew.") from error
+    names = [name for name in ("file_name", "filename", "key") if name in table.column_names]
+    texts = [name for name in ("text", "caption", "prompt") if name in table.column_names]
+    if not names or not texts:
+        raise DataError(
+            f"{where} must have the columns file_name and text (or caption); it has "
+            f"{', '.join(table.column_names)}."
+        )
+    columns = (table.column(name).to_pylist() for name in (names[0], texts[0]))
+    return [(str(name), text or "") for name, text in zip(*columns, strict=True)]
+
+
+def _part(shard: Shard, name: str, setting: str) -> TableFile:
+    try:
+        with shard.open(_AHEAD_NBYTES) as opened, pq.ParquetFile(opened) as file:
+            footer, schema = file.metadata, file.schema_arrow
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{setting}: {shard.name} cannot be read as parquet ({error}). Copy it anew or remove "
+            "it."
+        ) from error
+    groups = [RowGroup(shard, footer, number) for number in range(footer.num_row_groups)]
+    return TableFile(name, shard.folder, schema, groups, shard.stamp())
+
+
+# ------------------------------------------------------------------------------------------
+# Folders that Hugging Face `datasets` saved to disk, read as the arrow files they are.
+
+
+try:
+    import pyarrow as pa
+except ModuleNotFoundError as missing:
+    raise DataError(
+        f"data sets on disk are read by a package that is not installed ({missing.name}). "
+        "Install it with: pip install 'gracetune[parquet]'."
+    ) from missing
+
+STATE = "state.json"
+SPLITS = "dataset_dict.json"
+
+
+class RecordBatchGroup:
+    """One record batch, which lies in a mapped file: nothing is read until a row is."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self._batch = batch
+        self.num_rows = batch.num_rows
+        self.nbytes = batch.nbytes
+
+    def column(self, name: str) -> pa.ChunkedArray:
+        """One column, or `column.field`."""
+        outer, _, inner = name.partition(".")
+        column = pa.chunked_array([self._batch.column(outer)])
+        return flatten(column, inner) if inner else column
+
+
+def open_hf(section: DatasetSection, setting: str, tell: Tell) -> TableSource:  # noqa: ARG001
+    """The source of `hf`: what `save_to_disk` wrote, with or without splits."""
+    address = data_dir(section, setting)
+    root = Path(os.path.expanduser(address))
+    name = f"{setting}.instance_data_dir"
+    folders = {"": root}
+    if (root / SPLITS).is_file():
+        folders = {f"{split}/": root / split for split in _listed(root / SPLITS, "splits", name)}
+    parts = [
+        TableFile(f"{prefix}{path.stem}", folder, *_read(path, name), stamp_of([str(path)]))
+        for prefix, folder in folders.items()
+        for path in _arrow_files(folder, name)
+    ]
+    origin = f"the data set on disk {address}"
+    return TableSource(parts, origin, setting, section.columns.image, section.columns.caption)
+
+
+def _arrow_files(folder: Path, setting: str) -> list[Path]:
+    """As the state says, which leaves out what an earlier save left behind."""
+    if not (folder / STATE).is_file():
+        raise DataError(
+            f"{setting}: {folder} has no {STATE}, so `save_to_disk` did not make it, or not to the "
+            "end. Name the folder that was given to save_to_disk."
+        )
+    entries = _listed(folder / STATE, "_data_files", setting)
+    return [folder / entry["filename"] for entry in entries]
+
+
+def _listed(path: Path, name: str, setting: str) -> list[Any]:
+    """One list out of the JSON that describes the data set."""
+    try:
+        return list(json.loads(path.read_text(encoding="utf-8"))[name])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{setting}: {path} cannot be read ({error}). Save it anew.") from error
+
+
+def _read(path: Path, setting: str) -> tuple[pa.Schema, list[RecordBatchGroup]]:
+    """The batches of one file, in either of arrow's two file forms."""
+    try:
+        mapped = pa.memory_map(str(path))
+        try:
+            stream = pa.ipc.open_stream(mapped)
+            return stream.schema, [RecordBatchGroup(batch) for batch in stream]
+        except pa.ArrowInvalid:
+            file = pa.ipc.open_file(mapped)
+            batches = [file.get_batch(number) for number in range(file.num_record_batches)]
+            return file.schema, [RecordBatchGroup(batch) for batch in batches]
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{setting}: {path} cannot be read as an arrow file ({error}). Save it anew."
+        ) from error

@@ -1,0 +1,1 @@
+"""Experiment trackers: each turns run events into one tool's format."""

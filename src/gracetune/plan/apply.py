@@ -1,0 +1,161 @@
+"""A plan applied to a model: what streams, what is kept, what waits in host memory."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gracetune.adapters.compute.fused_lora import fuse_lora
+from gracetune.models.attention_processors import attend_in_fewer_passes
+from gracetune.offload.activations import OffloadSettings, offload_activations
+from gracetune.offload.checkpointing import Compiler, run_blocks
+from gracetune.offload.ring import DEFAULT_SLOTS, stream_weights
+from gracetune.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from gracetune.events.types import Notice
+    from gracetune.offload.activations import Offload
+    from gracetune.offload.checkpointing import Keeping
+    from gracetune.offload.copies import CopyEngine
+    from gracetune.offload.ring import Ring
+    from gracetune.plan.result import BlockPlan
+
+    Tell = Callable[[Notice], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How every transformer of a model runs; two experts run alike."""
+
+    blocks: Sequence[BlockPlan]
+    compiled: bool
+    slots: int = DEFAULT_SLOTS
+    offload: OffloadSettings | None = None
+    least_sent: int = MIB
+    """Activations smaller than this stay on the device."""
+    spare_nbytes: int = 0
+    """Device memory that is left: where backward waits, more activations come back ahead in it."""
+
+
+class AppliedPlan:
+    """A model that runs as planned; `close` leaves what was streamed in host memory."""
+
+    def __init__(
+        self,
+        ring: Ring | None,
+        offload: Offload | None,
+        compiler: Compiler | None,
+        undo: ExitStack,
+    ) -> None:
+        self.ring = ring
+        self.offload = offload
+        self.compiler = compiler
+        self._undo = undo
+
+    def may_grow(self, nbytes: int) -> None:
+        """Let the ring add slots in so much device memory, where steps wait for weights."""
+        if self.ring is not None:  # the other half is for activations, where any are sent
+            self.ring.grow_within(nbytes if self.offload is None else nbytes // 2)
+
+    def give_back(self) -> bool:
+        """Take back what was added to the ring; false where nothing was."""
+        return self.ring is not None and self.ring.give_back()
+
+    def waited_s(self) -> float:
+        """How long computing has stood still for copies so far; waits for the device."""
+        ring = 0.0 if self.ring is None else self.ring.counters().waited_s
+        return ring + (0.0 if self.offload is None else self.offload.counters().waited_s)
+
+    def close(self) -> None:
+        """The last that was put on goes first; nothing that was put on is left to be asked."""
+        self._undo.close()
+        self.ring = self.offload = self.compiler = None
+
+
+def compute_faster(transformer: nn.Module, undo: ExitStack | None = None) -> None:
+    """The same numbers by fewer passes; what would leave it as it was is put on `undo`."""
+    fuse_lora(transformer, undo)
+    attend_in_fewer_passes(transformer, undo)
+
+
+def place(
+    model: nn.Module,
+    transformers: Mapping[nn.Module, Sequence[nn.Module]],
+    layout: Layout,
+    mover: CopyEngine,
+    tell: Tell,
+    backend: str = "inductor",
+) -> AppliedPlan:
+    """Bring a model to the device as a plan says; each of its transformers comes with its blocks.
+
+    Call it when it is settled what is trained: frozen weights stream, others never do.
+    """
+    blocks = [block for part in transformers.values() for block in part]
+    plans = [plan for _ in transformers for plan in layout.blocks]
+    with ExitStack() as undo:  # what does not fit after all leaves nothing behind
+        ring = _stream(model, transformers, layout, mover, tell)
+        if ring is None:
+            model.to(mover.device)
+        else:
+            undo.callback(ring.close, bring=False)
+        offload = _offload(blocks, plans, layout, ring, mover, tell)
+        if offload is not None:
+            undo.callback(offload.close)
+        compiler = Compiler(tell, backend) if layout.compiled else None
+        if compiler is not None:
+            undo.callback(compiler.close)
+        keeping = [_keeping(plan, layout.compiled) for plan in plans]
+        running = run_blocks(blocks, keeping, compiler, ring)
+        undo.callback(running.close)
+        return AppliedPlan(ring, offload, compiler, undo.pop_all())
+
+
+def _keeping(plan: BlockPlan, compiled: bool) -> Keeping:
+    """What a block does not compute again. An offloaded one keeps it elsewhere: compiled, the lean
+    set; eager, all that autograd saves, since a policy's own savings cannot be sent.
+    """
+    if plan.activations == "offload":
+        return "lean" if compiled else "keep"
+    return plan.activations
+
+
+def _stream(
+    model: nn.Module,
+    transformers: Mapping[nn.Module, Sequence[nn.Module]],
+    layout: Layout,
+    mover: CopyEngine,
+    tell: Tell,
+) -> Ring | None:
+    chosen = [i for i, plan in enumerate(layout.blocks) if plan.weights == "streamed"]
+    if not chosen:
+        return None
+    streamed = [part[index] for part in transformers.values() for index in chosen]
+    return stream_weights(model, streamed, mover, tell, layout.slots, parts=list(transformers))
+
+
+def _offload(
+    blocks: Sequence[nn.Module],
+    plans: Sequence[BlockPlan],
+    layout: Layout,
+    ring: Ring | None,
+    mover: CopyEngine,
+    tell: Tell,
+) -> Offload | None:
+    sends = [p.activations == "offload" or p.offload_input for p in plans]
+    if not any(sends):
+        return None
+    spare = layout.spare_nbytes if ring is None else layout.spare_nbytes // 2
+    return offload_activations(
+        [block for block, sent in zip(blocks, sends, strict=True) if sent],
+        mover,
+        ring,
+        tell,
+        layout.least_sent,
+        others=[block for block, sent in zip(blocks, sends, strict=True) if not sent],
+        settings=layout.offload or OffloadSettings(ahead_nbytes=spare),
+    )

@@ -1,0 +1,1 @@
+"""Test doubles: a simulated CUDA driver and miniature models."""

@@ -1,0 +1,343 @@
+"""Whole pipelines small enough for a test: the published classes, few layers, weights from a seed.
+
+What is written is a folder that diffusers and `model.path` both read, tokenizer and all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.errors import ConfigError
+from gracetune.models.diffusers_family import without_bars
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WORDS = ("a", "an", "the", "of", "on", "in", "red", "green", "blue", "ring", "box", "star", "sound")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Where pictures stand in a text; their ids follow those of three others."""
+VOCABULARY = 128
+TEXT_WIDTH = 32
+
+
+def write_miniature(name: str, folder: Path, seed: int = 0) -> Path:
+    """Write the miniature of this name (`wan22-t2v`, ...) and give its folder."""
+    if name not in MINIATURES:
+        raise ConfigError(f"there is no miniature {name!r}. There are: {', '.join(MINIATURES)}.")
+    with torch.random.fork_rng(devices=[]), without_bars():
+        torch.manual_seed(seed)
+        MINIATURES[name](folder)
+    return folder
+
+
+def _tokenizer(length: int = 512) -> object:
+    """A word a token; what it does not know is one of a hundred others, by its bytes."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "</s>", "<unk>", *VISION]
+    pieces = [*special, *WORDS, *(chr(code) for code in range(33, 127))]
+    vocabulary = {piece: place for place, piece in enumerate(dict.fromkeys(pieces))}
+    inner = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>", continuing_subword_prefix=""))
+    inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=list(VISION),
+        model_max_length=length,
+    )
+
+
+def _t5(width: int = TEXT_WIDTH) -> object:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(vocab_size=VOCABULARY, d_model=width, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
+    ).eval()
+
+
+def _clip() -> object:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=TEXT_WIDTH,
+            intermediate_size=37,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            projection_dim=TEXT_WIDTH,
+            eos_token_id=1,
+            bos_token_id=0,
+            pad_token_id=0,
+        )
+    ).eval()
+
+
+def _flux(folder: Path) -> None:
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        FluxPipeline,
+        FluxTransformer2DModel,
+    )
+
+    channels = 4
+    FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            shift=3.0,
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=1.15,
+            base_image_seq_len=256,
+            max_image_seq_len=4096,
+        ),
+        vae=AutoencoderKL(
+            in_channels=3,
+            out_channels=3,
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(4, 4),
+            layers_per_block=1,
+            norm_num_groups=1,
+            latent_channels=channels,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            shift_factor=0.1159,
+            scaling_factor=0.3611,
+        ),
+        text_encoder=_clip(),
+        tokenizer=_tokenizer(length=77),
+        text_encoder_2=_t5(),
+        tokenizer_2=_tokenizer(),
+        transformer=FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=4 * channels,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            pooled_projection_dim=TEXT_WIDTH,
+            axes_dims_rope=(4, 4, 8),
+            guidance_embeds=True,
+        ),
+    ).save_pretrained(folder)
+
+
+def _qwen_image_edit(folder: Path) -> None:
+    """The same parts and what looks at a picture, in the words of the pipeline that edits."""
+    import json
+
+    from transformers import Qwen2VLImageProcessorPil
+
+    _qwen_image(folder)
+    edge = 28
+    Qwen2VLImageProcessorPil(min_pixels=edge**2, max_pixels=4 * edge**2).save_pretrained(
+        folder / "processor"
+    )
+    index = folder / "model_index.json"
+    said = json.loads(index.read_text()) | {"_class_name": "QwenImageEditPipeline"}
+    said["processor"] = ["transformers", "Qwen2VLProcessor"]
+    index.write_text(json.dumps(said, indent=2))
+
+
+def _qwen_image(folder: Path) -> None:
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+
+    channels = 4
+    QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192
+        ),
+        vae=AutoencoderKLQwenImage(
+            base_dim=4,
+            z_dim=channels,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            latents_mean=[0.1] * channels,
+            latents_std=[1.5] * channels,
+        ),
+        text_encoder=_qwen_vl(),
+        tokenizer=_tokenizer(length=2048),
+        transformer=QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=4 * channels,
+            out_channels=channels,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            axes_dims_rope=(4, 4, 8),
+        ),
+    ).save_pretrained(folder)
+
+
+def _qwen_vl() -> object:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": VOCABULARY,
+                "hidden_size": TEXT_WIDTH,
+                "intermediate_size": 37,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "mrope_section": [2, 3, 3],
+                    "rope_theta": 1000000.0,
+                },
+            },
+            vision_config={
+                "depth": 2,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "out_hidden_size": TEXT_WIDTH,
+            },
+            vision_start_token_id=3,
+            vision_end_token_id=4,
+            image_token_id=5,
+            video_token_id=6,
+        )
+    ).eval()
+
+
+def _stable_audio(folder: Path) -> None:
+    from diffusers import (
+        AutoencoderOobleck,
+        CosineDPMSolverMultistepScheduler,
+        StableAudioDiTModel,
+        StableAudioPipeline,
+        StableAudioProjectionModel,
+    )
+
+    channels = 4
+    StableAudioPipeline(
+        vae=AutoencoderOobleck(
+            encoder_hidden_size=2 * channels,
+            downsampling_ratios=[4, 8],
+            decoder_channels=3,
+            decoder_input_channels=channels,
+            audio_channels=2,
+            channel_multiples=[1, 2],
+            sampling_rate=16000,
+        ),
+        text_encoder=_t5(),
+        projection_model=StableAudioProjectionModel(
+            text_encoder_dim=TEXT_WIDTH,
+            conditioning_dim=TEXT_WIDTH,
+            min_value=0,
+            max_value=32,
+        ),
+        tokenizer=_tokenizer(length=16),
+        transformer=StableAudioDiTModel(
+            sample_size=160,
+            in_channels=channels,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            num_key_value_attention_heads=2,
+            out_channels=channels,
+            cross_attention_dim=TEXT_WIDTH,
+            cross_attention_input_dim=TEXT_WIDTH,
+            global_states_input_dim=2 * TEXT_WIDTH,
+            time_proj_dim=8,
+        ),
+        scheduler=CosineDPMSolverMultistepScheduler(
+            sigma_min=0.3, sigma_max=500, prediction_type="v_prediction", sigma_data=1.0
+        ),
+    ).save_pretrained(folder)
+
+
+def _umt5() -> object:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(
+        UMT5Config(
+            vocab_size=VOCABULARY,
+            d_model=TEXT_WIDTH,
+            d_kv=8,
+            d_ff=37,
+            num_layers=2,
+            num_heads=4,
+            relative_attention_num_buckets=8,
+        )
+    ).eval()
+
+
+def _wan(folder: Path, *, task: str, experts: int, five: bool) -> None:
+    from diffusers import (
+        AutoencoderKLWan,
+        FlowMatchEulerDiscreteScheduler,
+        WanImageToVideoPipeline,
+        WanPipeline,
+        WanTransformer3DModel,
+    )
+
+    channels = 16
+    vae = AutoencoderKLWan(
+        base_dim=4,
+        z_dim=channels,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    )
+
+    def transformer() -> WanTransformer3DModel:
+        return WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=2 * channels + 4 if task == "image" and not five else channels,
+            out_channels=channels,
+            text_dim=TEXT_WIDTH,
+            freq_dim=32,
+            ffn_dim=32,
+            num_layers=2,
+            cross_attn_norm=True,
+            qk_norm="rms_norm_across_heads",
+            rope_max_seq_len=32,
+        )
+
+    boundary = {"text": 0.875, "image": 0.9}[task]
+    cls = WanImageToVideoPipeline if task == "image" and not five else WanPipeline
+    cls(
+        tokenizer=_tokenizer(),
+        text_encoder=_umt5(),
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        transformer=transformer(),
+        transformer_2=transformer() if experts == 2 else None,
+        boundary_ratio=boundary if experts == 2 else None,
+        expand_timesteps=five,
+    ).save_pretrained(folder)
+
+
+MINIATURES: dict[str, Callable[[Path], None]] = {
+    "flux": _flux,
+    "qwen-image": _qwen_image,
+    "qwen-image-edit": _qwen_image_edit,
+    "stable-audio": _stable_audio,
+    "wan22-t2v": lambda folder: _wan(folder, task="text", experts=2, five=False),
+    "wan22-i2v": lambda folder: _wan(folder, task="image", experts=2, five=False),
+    "wan22-5b": lambda folder: _wan(folder, task="text", experts=1, five=True),
+}

@@ -1,0 +1,156 @@
+"""A cache that is damaged when a run starts: the same start encodes again what is lost."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from test_feed_ahead import Elsewhere
+
+from gracetune.cache.batch_transfer import build_batch_transfer
+from gracetune.cache.encode import Ranks
+from gracetune.cache.shard_format import ROOM
+from gracetune.data.pipeline import build_pipeline
+from gracetune.events.types import Notice, StageProgress, StepDone
+from gracetune.models.tiny import load
+from gracetune.train.run import run_training
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[ROOM:] = bytes(byte ^ 0x5A for byte in data[ROOM:])
+    path.write_bytes(data)
+
+
+HARMS = {"flipped": flip, "short": lambda path: os.truncate(path, ROOM + 64), "gone": os.unlink}
+
+
+def shards(cache, kind):
+    return list((cache / kind / "shards").iterdir())
+
+
+def fallbacks(told):
+    return [event.text for event in told.of(Notice) if event.fallback]
+
+
+def encoded(told, what):
+    return sum(e.total for e in told.of(StageProgress) if e.stage == what and e.done == e.total)
+
+
+@pytest.fixture
+def losses(tiny_run, told, tmp_path):
+    """Of a run of its own that has this cache; what was told before is forgotten."""
+
+    def of(name, **cache):
+        told.events.clear()
+        section = {"persistent_cache": True, "cache_dir": str(tmp_path / "cache"), **cache}
+        run = tiny_run(output_dir=str(tmp_path / name), cache_config=section)
+        assert run_training(run, sinks=[told]).status == "done"
+        return [event.loss for event in told.of(StepDone)]
+
+    return of
+
+
+@pytest.mark.parametrize("kind", ["latents", "text"])
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def test_damage_before_the_first_step_is_mended_by_the_same_start(
+    losses, told, tmp_path, kind, harm
+):
+    intact = losses("first")
+    (shard,) = shards(tmp_path / "cache", kind)
+    harm(shard)
+    assert losses("again") == intact
+    (said,) = fallbacks(told)
+    assert f"cache/{kind} is damaged" in said
+    assert encoded(told, "encoding pictures") == (64 if kind == "latents" else 0)
+    assert (encoded(told, "encoding captions") > 0) == (kind == "text")
+    assert losses("third") == intact
+    assert fallbacks(told) == []
+    assert encoded(told, "encoding pictures") == encoded(told, "encoding captions") == 0
+
+
+def test_a_shard_that_is_gone_is_found_before_the_first_step_of_a_cache_on_disk(
+    losses, told, tmp_path
+):
+    intact = losses("first", vae_cache_type="disk", text_cache_type="disk")
+    for kind in ("latents", "text"):
+        for shard in shards(tmp_path / "cache", kind):
+            shard.unlink()
+    assert losses("again", vae_cache_type="disk", text_cache_type="disk") == intact
+    assert len(fallbacks(told)) == 2
+
+
+def test_a_damaged_mask_is_rendered_again(tiny_run, told, tmp_path):
+    folder = tmp_path / "masked"
+    _masked_pictures(folder)
+    section = {"persistent_cache": True, "cache_dir": str(tmp_path / "cache")}
+    dataset = {"type": "local", "instance_data_dir": str(folder / "pictures"), "resolution": 24}
+    dataset |= {"mask_data_dir": str(folder / "masks")}
+
+    def run(name):
+        told.events.clear()
+        made = tiny_run(output_dir=str(tmp_path / name), cache_config=section, datasets=[dataset])
+        run_training(made, sinks=[told])
+        return [event.loss for event in told.of(StepDone)]
+
+    intact = run("first")
+    for shard in shards(tmp_path / "cache", "latents"):
+        flip(shard)
+    assert run("again") == intact
+    assert len(fallbacks(told)) == 1
+    assert encoded(told, "rendering masks") == 8
+
+
+def test_a_text_that_stays_on_the_device_is_encoded_again(tiny_run, told, tmp_path):
+    section = {"text_cache_type": "disk", "cache_dir": str(tmp_path / "cache")}
+    run = tiny_run(cache_config=section)
+    Path(run.output_dir).mkdir()
+    family = load(run.model)
+    whole = build_pipeline(run, family, Elsewhere(), Path(run.output_dir), told)
+    batch = whole.load(whole.order.at(0))
+    whole.close()
+    for shard in shards(tmp_path / "cache", "text"):
+        flip(shard)
+    mended = build_pipeline(run, family, Elsewhere(), Path(run.output_dir), told)
+    again = mended.load(mended.order.at(0))
+    mended.close()
+    assert all(torch.equal(again.text[name], batch.text[name]) for name in batch.text)
+    assert len([text for text in fallbacks(told) if "is damaged" in text]) == 1
+
+
+def test_ranks_mend_each_for_itself(tiny_run, told, tmp_path):
+    run = tiny_run(cache_config={"persistent_cache": True, "cache_dir": str(tmp_path / "cache")})
+    folder, family = Path(run.output_dir), load(run.model)
+    folder.mkdir()
+    mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
+    whole = build_pipeline(run, family, mover, folder, told)
+    batch = whole.load(whole.order.at(0))
+    whole.close()
+    (shard,) = shards(tmp_path / "cache", "latents")
+    flip(shard)
+    ranks = [Ranks(rank, 2, tmp_path / "reports", timeout_s=5) for rank in range(2)]
+    # Rank 1 has nothing to encode at first, which is all that rank 0 waits for.
+    for what in ("cache-0/encoding-pictures-1", "encoding-captions-1"):
+        path = tmp_path / "reports" / f"{what}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    first, second = (build_pipeline(run, family, mover, folder, told, one) for one in ranks)
+    for feed in (first, second):
+        assert torch.equal(feed.load(feed.order.at(0)).latents, batch.latents)
+        feed.close()
+    assert encoded(told, "encoding pictures") == 2 * 64
+
+
+def _masked_pictures(folder):
+    for name in ("pictures", "masks"):
+        (folder / name).mkdir(parents=True)
+    for number in range(8):
+        shade = 20 * number
+        Image.new("RGB", (24, 24), (shade, 99, 255 - shade)).save(
+            folder / "pictures" / f"{number}.png"
+        )
+        (folder / "pictures" / f"{number}.txt").write_text(f"shade {number}")
+        mask = Image.new("L", (24, 24), 255)
+        mask.paste(shade, (0, 0, 12, 24))
+        mask.save(folder / "masks" / f"{number}.png")

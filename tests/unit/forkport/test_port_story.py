@@ -1,0 +1,151 @@
+"""The whole of `port` on a made upstream of 200 commits against a fork of 12 files."""
+
+import re
+
+import pytest
+from made_history import Repo, Story
+
+from forkport.apply import begin, resume, roll_back
+from forkport.extract import extract
+from forkport.plan import make_plan
+from forkport.three_way import Labels, find_conflicts
+
+MARKED = re.compile(r"<<<<<<< (.*)\n(?:.*\n)*?>>>>>>> (.*)\n")
+
+
+def agree(question: str) -> None:
+    """Yes to everything."""
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def story(request) -> Story:
+    return Story(seed=request.param, num_commits=200)
+
+
+@pytest.fixture
+def repo(story, tmp_path) -> Repo:
+    return story.build(tmp_path / "clone")
+
+
+def settle(repo: Repo, conflicts) -> None:
+    """Keep both sides, as a person might."""
+    for file in conflicts:
+        path = repo.folder / file.path
+        lines = path.read_text().splitlines(keepends=True)
+        base = False
+        kept = []
+        for line in lines:
+            if line.startswith("||||||| "):
+                base = True
+            elif line.startswith(("=======", "<<<<<<< ", ">>>>>>> ")):
+                base = False
+            elif not base:
+                kept.append(line)
+        path.write_text("".join(kept))
+
+
+def test_two_hundred_commits_against_twelve_files(story, repo):
+    assert len(story.fork_files) == 12
+    assert story.lines_of_both(), "the story must have something to decide"
+    folder = repo.folder / "patches"
+    manifest = extract(repo.git, "fork", "upstream", folder)
+    assert sum(len(patch.files) for patch in manifest.patches) == 12
+    (repo.folder / "notes.txt").write_bytes(b"never added\r\n")
+    (repo.folder / "pkg/part06.py").write_bytes(b"# half an idea\r\nx = 1")
+    before = repo.files()
+
+    outcome = begin(repo.git, folder, None, "port", "1", agree)
+    seen = []
+    while outcome.state.stopped is not None:
+        for file in outcome.conflicts:
+            assert not file.why, file
+            seen += file.conflicts
+        settle(repo, outcome.conflicts)
+        outcome = resume(repo.git)
+
+    conflicting = [{line.strip() for line in c.base.decode().splitlines()} for c in seen]
+    both = story.lines_of_both()
+    for lines in conflicting:
+        assert lines & both, f"{lines}: only one side changed these"
+    assert {line for lines in conflicting for line in lines} >= both
+    check_result(story, repo)
+
+    (repo.folder / "pkg/part07.py").write_bytes(b"work after the port\r\n")
+    done = roll_back(repo.git, "2", agree)
+    assert repo.files() == before
+    assert repo.run("branch", "--show-current") == "fork\n"
+    assert repo.run("status", "--porcelain", "--untracked-files=no") == " M pkg/part06.py\n"
+    assert repo.show(done.kept, "pkg/part07.py") == "work after the port\r\n"
+
+
+def check_result(story, repo) -> None:
+    """Every line that either side changed is there once, in the function it belongs to."""
+    assert repo.run("branch", "--show-current") == "port\n"
+    assert repo.run("status", "--porcelain", "--untracked-files=no") == ""
+    texts = {path: data.decode() for path, data in repo.files().items() if path.endswith(".py")}
+    everything = "".join(texts.values())
+    for line in story.changed_upstream:
+        assert everything.count(f"{line}  # upstream") == 1, line
+    for line in story.changed_fork:
+        assert everything.count(f"{line}  # the fork's") == 1, line
+    for path, functions in story.upstream.files.items():
+        for name in functions:
+            assert f"def {name}():" in texts[path], (path, name)
+    assert texts["pkg/extra/new3.py"] == "ANSWER = 3\n"
+
+
+def test_the_plan_foretells_what_apply_does(story, repo):
+    folder = repo.folder / "patches"
+    manifest = extract(repo.git, "fork", "upstream", folder)
+    status = repo.run("status", "--porcelain")
+    plans = make_plan(repo.git, manifest, folder, "upstream")
+    assert repo.run("status", "--porcelain") == status, "a plan changes nothing"
+    verdicts = {plan.patch.name: plan.verdict for plan in plans}
+    assert verdicts == {"01-pkg": "conflicts", "02-extra": "applies"}
+    told = [note for plan in plans for file in plan.files for note in file.notes]
+    for old, new in story.renamed.items():
+        assert f"{old} is {new} upstream" in told
+    outcome = begin(repo.git, folder, None, "port", "1", agree)
+    assert {f.path: f.conflicts for f in outcome.conflicts} == {
+        f.path: f.conflicts for plan in plans for f in plan.files if f.is_conflict
+    }
+
+
+def test_the_plan_names_the_commits_that_touched_the_same_functions(story, repo):
+    folder = repo.folder / "patches"
+    manifest = extract(repo.git, "fork", "upstream", folder)
+    plans = make_plan(repo.git, manifest, folder, "upstream")
+    named = {touch.subject: set(touch.labels) for plan in plans for touch in plan.commits}
+    expected: dict[str, set[str]] = {}
+    for path, text in story.fork_files.items():
+        if path in story.base.files:
+            for name in story.fork.files[path]:
+                assert f"def {name}" in text
+                for line in story.base.files[path][name]:
+                    if line.strip() in story.changed_upstream:
+                        subject = subject_of(story, line.strip())
+                        expected.setdefault(subject, set()).add(f"{path}: {name}")
+    for subject, labels in expected.items():
+        assert named.pop(subject) == labels
+    assert set(named) <= {"move 60", "move 61", "dissolve 120", "reorder 140"}
+    assert named["move 60"] == {"pkg/part02.py: work_2_1"}
+
+
+def subject_of(story, line: str) -> str:
+    for functions in story.upstream.files.values():
+        for body in functions.values():
+            for text in body:
+                if text.strip().startswith(f"{line}  # upstream "):
+                    return f"edit {text.rpartition(' ')[2]}"
+    raise AssertionError(line)
+
+
+def test_markers_read_back():
+    text = b"a\n<<<<<<< u\nx\n||||||| before both\ny\n=======\nz\n>>>>>>> f\nb\n"
+    [conflict] = find_conflicts(text, Labels("u", "f"))
+    assert (conflict.line, conflict.ours, conflict.base, conflict.theirs) == (
+        2,
+        b"x\n",
+        b"y\n",
+        b"z\n",
+    )

@@ -1,0 +1,137 @@
+"""Commands that prove a port, and the page that shows what was proved."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from forkport.apply import begin
+from forkport.extract import extract
+from forkport.patches import GROUPS, ValidationCommands
+from forkport.plan import checklist
+from forkport.state import find_state, home_of
+from forkport.validate import validate
+from gracetune.errors import PortError
+
+
+def at_noon() -> datetime:
+    return datetime(2030, 1, 1, 12, tzinfo=UTC)
+
+
+def agree(question: str) -> None:
+    """Yes to everything."""
+
+
+@pytest.fixture
+def ported(grow, module):
+    """A finished port whose manifest has these commands."""
+
+    def port(validation: ValidationCommands):
+        repo = grow({"pkg/one.py": module.replace("a = 1", "a = 10")}, {"up.txt": "up\n"})
+        folder = repo.folder.parent / "patches"
+        manifest = extract(repo.git, "fork", "upstream", folder, (), validation)
+        begin(repo.git, folder, None, "port", "1", agree)
+        return repo, manifest
+
+    return port
+
+
+def test_each_group_sees_what_it_is_about(ported):
+    """Upstream's commands do not see the fork; the others do."""
+    repo, manifest = ported(
+        ValidationCommands(
+            upstream=("grep -q 'a = 1$' pkg/one.py", "test -f up.txt"),
+            ours=("grep -q 'a = 10' pkg/one.py",),
+            combined=("test -f up.txt",),
+        )
+    )
+    told = []
+    ran = validate(repo.git, manifest, "upstream", GROUPS, at_noon, told.append)
+    assert [(one.group, one.exit_code) for one in ran] == [
+        ("upstream", 0),
+        ("upstream", 0),
+        ("ours", 0),
+        ("combined", 0),
+    ]
+    assert told == ran
+    assert ran[0].commit == repo.git.commit("upstream")
+    assert ran[2].commit == repo.git.commit("port")
+    assert not (home_of(repo.git) / "upstream").exists()
+    assert repo.run("worktree", "list").count("\n") == 1
+
+
+def test_a_failure_is_kept_and_the_rest_runs(ported):
+    repo, manifest = ported(ValidationCommands(ours=("false", "no-such-program", "true")))
+    ran = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
+    assert [one.exit_code for one in ran] == [1, 127, 0]
+    log = home_of(repo.git) / "logs" / "ours-02.log"
+    assert "no-such-program: No such file" in log.read_text()
+    again = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
+    assert find_state(repo.git).ran == tuple(again), "the newest run of each command counts"
+
+
+def test_nothing_to_test_is_an_error(ported):
+    repo, manifest = ported(ValidationCommands(ours=("true",)))
+    with pytest.raises(PortError, match=r"validation\.upstream .* nothing would be tested"):
+        validate(repo.git, manifest, "upstream", GROUPS, at_noon, lambda one: None)
+
+
+def test_what_a_killed_validation_left_is_cleared(ported):
+    repo, manifest = ported(ValidationCommands(upstream=("test -f up.txt",)))
+    copy = home_of(repo.git) / "upstream"
+    repo.run("worktree", "add", "--quiet", "--detach", str(copy), "main")
+    [one] = validate(repo.git, manifest, "upstream", ["upstream"], at_noon, lambda one: None)
+    assert one.exit_code == 0
+
+
+def test_the_checklist_ticks_what_is_proved(ported):
+    repo, manifest = ported(ValidationCommands(ours=("true", "false"), combined=("true",)))
+    validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
+    state = find_state(repo.git)
+    page = checklist(manifest, state, "no regression beyond 5 %")
+    assert "- [x] 1 patches extracted" in page
+    assert "- [x] backup branch `gh200-backup-1`" in page
+    assert f"- [x] 01-one (1 files, 2 lines, risk low): applies, commit {state.at[:10]}" in page
+    assert "- [x] `true`: passed" in page
+    assert "- [ ] `false`: **failed, exit 1**" in page
+    assert "- [ ] `true`: not run" in page
+    assert "- [ ] no command in the manifest: nothing is tested" in page
+    assert "- [x] baseline compared: no regression beyond 5 %" in page
+    assert "- [ ] result accepted" in page
+
+
+def test_a_proof_of_another_commit_is_no_proof(ported):
+    repo, manifest = ported(ValidationCommands(ours=("true",)))
+    validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
+    state = find_state(repo.git).model_copy(update={"at": "f" * 40})
+    assert "which is not the result" in checklist(manifest, state, None)
+    assert "- [ ] `true`: passed" in checklist(manifest, state, None)
+
+
+def test_a_proof_of_uncommitted_changes_is_no_proof(ported):
+    repo, manifest = ported(ValidationCommands(ours=("true",)))
+    (repo.folder / "pkg/two.py").write_text("idea\n")
+    [one] = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
+    assert one.commit == f"{repo.git.commit('port')} with uncommitted changes"
+    page = checklist(manifest, find_state(repo.git), None)
+    short = repo.git.commit("port")[:10]
+    assert f", on {short} with uncommitted changes, which is not the result" in page
+    assert "- [ ] `true`: passed" in page
+
+
+def test_the_checklist_before_and_in_the_middle(grow, module):
+    repo = grow(
+        {"pkg/one.py": module.replace("a = 1", "a = 10")},
+        {"pkg/one.py": module.replace("a = 1", "a = 100")},
+    )
+    (repo.folder / "pkg/two.py").write_text("idea\n")
+    folder = repo.folder.parent / "patches"
+    manifest = extract(repo.git, "fork", "upstream", folder)
+    before = checklist(manifest, None, None)
+    assert "- [ ] backup branch" in before
+    assert "risk medium): to do" in before
+    assert "- [ ] baseline compared: not yet" in before
+    state = begin(repo.git, folder, None, "port", "1", agree).state
+    page = checklist(manifest, state, "regression beyond 5 %: throughput")
+    assert "**stopped at a conflict**" in page
+    assert "uncommitted work kept in `gh200-kept-1`" in page
+    assert "- [ ] baseline compared: regression" in page

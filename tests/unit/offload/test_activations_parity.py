@@ -1,0 +1,205 @@
+"""An offloaded step is the resident step, bit for bit: loss and every gradient, in every mix."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from offloaded_model import SMALL, WAYS, Mixed, offloaded
+from peft import LoraConfig, inject_adapter_in_model
+from streamed_model import assert_same, made, step
+
+from gracetune.offload.activations import OffloadSettings, offload_activations
+from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.ring import stream_weights
+
+KINDS = list(itertools.product(WAYS, [False, True]))
+"""What becomes of a block's activations, and whether its weights are streamed."""
+
+
+def mixed(model, kinds, told, **settings):
+    streamed = [k for k, (_, streams) in enumerate(kinds) if streams]
+    return Mixed(model, [way for way, _ in kinds], streamed, told, **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{'ring' * kind[1]}")
+def test_every_way_beside_every_other(kind, told):
+    model = made(num_blocks=3)
+    references = [step(model, seed, micro_batches=2) for seed in range(2)]
+    for other in KINDS:
+        twin = mixed(model, [kind, other, kind], told).model
+        for seed, reference in enumerate(references):
+            assert_same(step(twin, seed, micro_batches=2), reference)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_mixes_orders_and_distances(seed, told):
+    dice = random.Random(seed)
+    for trial in range(4):
+        count = dice.randint(1, 7)
+        model = made(count, seed=trial)
+        kinds = [dice.choice(KINDS) for _ in range(count)]
+        twin = mixed(model, kinds, told, ahead=dice.randint(1, 4)).model
+        for repetition in range(4):
+            order = [dice.randrange(count) for _ in range(dice.randint(1, 9))]
+            order = dice.choice([None, order])
+            times = dice.randint(1, 2)
+            assert_same(step(twin, repetition, order, times), step(model, repetition, order, times))
+
+
+@pytest.mark.parametrize("how", ["keep", "reentrant", "checkpoint", "pairs"])
+@pytest.mark.parametrize("which", [None, [0, 2, 4], [1, 2, 5]])
+def test_inside_of_checkpoints_that_others_make(how, which, told):
+    """A checkpoint around an offloaded block has nothing left to recompute, and does no harm."""
+    model = made(how=how)
+    twin, offload = offloaded(model, told, which)
+    for seed in range(3):
+        assert_same(step(twin, seed, micro_batches=2), step(model, seed, micro_batches=2))
+    assert (offload.counters().sent == 0) == (how == "reentrant"), "that runs without gradients"
+
+
+def test_a_graph_that_is_used_twice(told):
+    model = made()
+    twin, offload = offloaded(model, told)
+    results = []
+    for each in (model, twin):
+        each.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        x, y = torch.randn(2, 2, 5, 4)
+        loss = each(x).square().mean() + each(y).abs().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append(([loss.detach()], {n: p.grad for n, p in each.named_parameters()}))
+    assert_same(*results)
+    counters = offload.counters()
+    assert counters.brought_nbytes > counters.sent_nbytes, "it came back twice"
+
+
+def test_gradients_of_gradients(told):
+    model = made(num_blocks=3)
+    twin, offload = offloaded(model, told)
+    results = []
+    for each in (model, twin):
+        torch.manual_seed(0)
+        loss = each(torch.randn(2, 5, 4)).square().mean()
+        trained = [p for p in each.parameters() if p.requires_grad]
+        first = torch.autograd.grad(loss, trained, create_graph=True)
+        sum(one.square().sum() for one in first).backward()
+        results.append(([loss.detach()], {n: p.grad for n, p in each.named_parameters()}))
+    assert_same(*results)
+    assert offload.counters().brought_nbytes > 0
+
+
+def test_only_some_gradients_are_asked_for(told):
+    model = made()
+    twin, _ = offloaded(model, told)
+    for seed in range(2):
+        grads = []
+        for each in (model, twin):
+            torch.manual_seed(seed)
+            loss = each(torch.randn(2, 5, 4)).square().mean()
+            grads.append(torch.autograd.grad(loss, [each.blocks[4].a, each.blocks[5].b]))
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert_same(step(twin, 2), step(model, 2))
+
+
+def test_samples_at_any_moment_send_nothing(told):
+    model = made()
+    twin, offload = offloaded(model, told)
+    x = torch.randn(1, 5, 4)
+    for seed in range(2):
+        assert_same(step(twin, seed), step(model, seed))
+        sent = offload.counters().sent
+        with torch.no_grad():
+            assert torch.equal(twin(x), model(x))
+        with torch.inference_mode():
+            assert torch.equal(twin(x), model(x))
+        assert offload.counters().sent == sent
+    results = []
+    for each in (model, twin):
+        each.zero_grad(set_to_none=True)
+        loss = each(torch.ones(2, 5, 4)).square().mean()
+        with torch.no_grad():
+            each(x)
+        loss.backward()
+        results.append(([loss.detach()], {n: p.grad for n, p in each.named_parameters()}))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_peft_and_dropout(streams, dtype, told):
+    model = made()
+    model.requires_grad_(False)
+    targets = ["up", "down", "tied"]
+    inject_adapter_in_model(
+        LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_dropout=0.1), model
+    )
+    if dtype is torch.bfloat16:
+        model.to(dtype)
+    twin = mixed(model, [("offload", streams)] * 6, told).model
+    for seed in range(2):
+        results = []
+        for each in (twin, model):
+            torch.manual_seed(seed)
+            each.zero_grad(set_to_none=True)
+            loss = each(torch.randn(2, 5, 4, dtype=dtype)).float().square().mean()
+            loss.backward()
+            grads = {n: p.grad for n, p in each.named_parameters() if p.requires_grad}
+            results.append(([loss.detach()], grads))
+        assert_same(*results)
+
+
+def test_under_autocast(told):
+    model = made()
+    twin, _ = offloaded(model, told)
+    for seed in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_same(step(twin, seed), step(model, seed))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+@pytest.mark.parametrize("streams", [False, True])
+def test_compiled_blocks(streams, told):
+    """One compilation for all blocks and passes: hooks are nothing that graphs depend on."""
+    model = made(num_blocks=3)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    try:
+        twin = copy.deepcopy(model)
+        for each in (model, twin):
+            for block in each.blocks:
+                block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
+        mover = SynchronousCopyEngine()
+        ring = stream_weights(twin, list(twin.blocks), mover, told, 2, True) if streams else None
+        offload = offload_activations(
+            list(twin.blocks), mover, ring, told, SMALL, settings=OffloadSettings(poison=True)
+        )
+        for seed in range(3):
+            assert_same(step(twin, seed), step(model, seed))
+        assert offload.counters().sent_nbytes > 0
+        compiled = len(graphs)
+        for seed in range(3):
+            step(twin, seed)
+        assert len(graphs) == compiled
+    finally:
+        torch._dynamo.reset()
+
+
+def test_training_goes_the_same_way(told):
+    model = made()
+    twin, offload = offloaded(model, told)
+    for each in (model, twin):
+        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
+        for seed in range(5):
+            step(each, seed)
+            optimizer.step()
+    offload.close()
+    for name, value in model.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], value), name

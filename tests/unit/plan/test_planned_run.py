@@ -1,0 +1,221 @@
+"""A run in little device memory, rehearsed on the CPU: planned, streamed, offloaded, as good."""
+
+import pytest
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+
+from gracetune.adapters.compute.fused_lora import Fp8Linear, FusedLora
+from gracetune.config.checks import check_trainable
+from gracetune.config.schema import PlanSection, RunFile
+from gracetune.errors import ConfigError, GracetuneError
+from gracetune.events.run_control import Requests
+from gracetune.events.types import StepDone, WeightsStreamed
+from gracetune.plan import planner
+from gracetune.train.build import build, start_accelerator, why_unplanned
+from gracetune.train.run import Interrupt, run_training
+from gracetune.units import MIB
+
+LITTLE = {"device_memory": "63MB", "compile": "never"}
+"""Less than the tiny model needs as it is."""
+CPU = torch.device("cpu")
+
+
+def test_a_run_that_must_stream_trains_as_one_that_need_not(tiny_run, tmp_path, told):
+    def losses(name, plan):
+        told.events.clear()
+        folder = str(tmp_path / name)
+        settings = {"max_train_steps": 4, "batch_size": 2, "gradient_checkpointing": True}
+        run = tiny_run(output_dir=folder, adapter={"rank": 4}, train=settings, plan=plan)
+        run_training(run, sinks=[told])
+        return [event.loss for event in told.of(StepDone)]
+
+    plain = losses("plain", "off")
+    planned = losses("planned", LITTLE)
+    texts = "\n".join(told.texts())
+    assert "blocks streamed" in texts
+    assert "predicted:" in texts
+    assert "the plan says for each block what is kept" in texts
+    assert planned == pytest.approx(plain, rel=1e-4)
+
+
+def test_a_plan_is_corrected_between_steps_and_no_number_changes(
+    tiny_run, tmp_path, told, monkeypatch
+):
+    """The device turns out to hold more than was thought, which a meter says in a rehearsal."""
+
+    class Generous(planner.NoMeter):
+        def peak_nbytes(self):
+            return 30 * MIB
+
+    def losses(name, memory):
+        told.events.clear()
+        run = tiny_run(
+            output_dir=str(tmp_path / name),
+            adapter={"rank": 4},
+            train={"max_train_steps": 11, "batch_size": 8},
+            plan={"device_memory": memory, "compile": "never", "offload": False},
+        )
+        run_training(run, sinks=[told])
+        return [event.loss for event in told.of(StepDone)]
+
+    plenty = losses("plenty", "1GB")
+    assert not any("corrected once" in text for text in told.texts())
+    monkeypatch.setattr(planner, "NoMeter", Generous)
+    assert losses("corrected", "68MB") == plenty, "bit for bit"
+    texts = told.texts()
+    assert "recomputed" in next(text for text in texts if text.startswith("plan:"))
+    (corrected,) = [text for text in texts if text.startswith("corrected once")]
+    assert "as it was:" in corrected
+    measured = [text for text in texts if text.startswith("measured:")]
+    assert len(measured) == 2, "before and after"
+    assert texts.index(measured[0]) < texts.index(corrected) < texts.index(measured[1])
+
+
+def test_a_plan_enters_no_epoch(tiny_run, tmp_path, told):
+    """A run that goes on in its fifth epoch would lose that one's encoded pictures to the first."""
+    run = tiny_run(
+        adapter={"rank": 4},
+        cache_config={"vae_cache_type": "disk"},
+        plan={"device_memory": "1GB", "compile": "never"},
+    )
+    fresh = {"augmentations_cache_mode": "refresh_each_epoch", "crop": "random"}
+    data = run.datasets[0].model_copy(update=fresh)
+    run = run.model_copy(update={"datasets": (data,)})
+    (tmp_path / "run").mkdir()
+    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
+    built.session.feed.close()
+    built.close()
+    assert any(text.startswith("plan:") for text in told.texts())
+    assert not (tmp_path / "run" / "generations").exists()
+
+
+def test_streaming_is_told_with_its_cost(tiny_run, told):
+    settings = {"max_train_steps": 3, "batch_size": 2, "checkpoint_every": 3}
+    run_training(tiny_run(adapter={"rank": 4}, train=settings, plan=LITTLE), sinks=[told])
+    (event,) = told.of(WeightsStreamed)
+    assert event.step == 3
+    assert event.slots >= 2
+    assert event.fetches > 0
+    assert event.nbytes > event.fetches
+    assert event.waited_s > 0, "a CPU waits for every copy"
+
+
+def test_too_little_memory_is_named_with_the_least_that_would_do(tiny_run):
+    run = tiny_run(adapter={"rank": 4}, plan=LITTLE | {"device_memory": "1MB"})
+    with pytest.raises(GracetuneError, match=r"too few for tiny: the least is"):
+        run_training(run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "reason"),
+    [
+        ({"plan": "off"}, 1, "off"),
+        ({"model": {"quantize": "int8"}, "plan": LITTLE}, 1, "quantize"),
+        ({"plan": LITTLE}, 2, "2 ranks"),
+        ({}, 1, "no GPU"),
+        ({"plan": PlanSection()}, 1, "no GPU"),
+    ],
+)
+def test_where_no_plan_is_made_there_is_a_reason(settings, ranks, reason):
+    assert reason in why_unplanned(RunFile(**settings), CPU, ranks)
+
+
+def test_a_gpu_alone_is_planned_for():
+    assert why_unplanned(RunFile(), torch.device("cuda", 0), 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "optimizer", "experts"),
+    [
+        ("wan22-t2v", {"rank": 2, "dropout": 0.1}, {}, "low"),
+        (
+            "wan22-t2v",
+            {"kind": "lokr", "rank": 2, "dropout": 0.1},
+            {"name": "automagic", "high_noise_lr_bump": 1e-6, "low_noise_max_lr": 1e-3},
+            "both",
+        ),
+        ("qwen-image", {"rank": 2}, {}, None),
+        ("flux", {"rank": 2}, {}, None),
+    ],
+)
+def test_models_adapters_and_optimizers_are_planned_as_they_train(
+    tiny_run, miniature, told, tmp_path, family, adapter, optimizer, experts
+):
+    def losses(name, plan):
+        told.events.clear()
+        train = {"max_train_steps": 2, "batch_size": 1}
+        if experts is not None:
+            train |= {"experts": experts, "timestep_shift": 5.0}
+        run = tiny_run(
+            output_dir=str(tmp_path / name),
+            model={
+                "family": family.split("-t2v")[0].replace("-", "_"),
+                "path": str(miniature(family)),
+            },
+            adapter=adapter,
+            optimizer=optimizer,
+            train=train,
+            plan=plan,
+        )
+        data = run.datasets[0].model_copy(update={"resolution": 32})
+        run_training(run.model_copy(update={"datasets": (data,)}), sinks=[told])
+        return [event.loss for event in told.of(StepDone)]
+
+    planned = losses("planned", {"device_memory": "1GB", "compile": "never"})
+    texts = [text for text in told.texts() if text.startswith("plan:")]
+    assert len(texts) == 1
+    if not adapter.get("dropout"):
+        assert planned == pytest.approx(losses("plain", "off"), rel=1e-3)
+
+
+def test_full_training_of_narrow_weights_is_done_in_fp32(tiny_run, miniature, told):
+    model = {"family": "wan22", "path": str(miniature("wan22-t2v")), "dtype": "bfloat16"}
+    run = tiny_run(model=model, train={"max_train_steps": 2, "batch_size": 1, "experts": "high"})
+    data = run.datasets[0].model_copy(update={"resolution": 32})
+    run_training(run.model_copy(update={"datasets": (data,)}), sinks=[told])
+    assert any("trained weights are kept in fp32" in text for text in told.texts())
+
+
+def test_fp8_is_refused_where_it_could_not_be_had():
+    with pytest.raises(ConfigError, match="none is frozen"):
+        check_trainable(RunFile(model={"frozen_compute": "fp8"}))
+    with pytest.raises(ConfigError, match="dora measures"):
+        check_trainable(
+            RunFile(model={"frozen_compute": "fp8"}, adapter={"kind": "dora", "rank": 2})
+        )
+
+
+def test_fp8_without_a_plan_is_refused(tiny_run):
+    run = tiny_run(model={"frozen_compute": "fp8"}, adapter={"rank": 2}, plan="off")
+    with pytest.raises(ConfigError, match="which a plan brings about, but plan is off"):
+        run_training(run)
+
+
+def test_fp8_is_planned_for_as_it_will_run(tiny_run, told, monkeypatch):
+    """By fused products, which are undone while layers are shown their inputs, and then made."""
+    looked_at = []
+
+    def fused_layers(model):
+        loras = [layer for layer in model.modules() if isinstance(layer, LoraLinear)]
+        return [layer for layer in loras if isinstance(layer.forward.__self__, FusedLora)], loras
+
+    def trace(subject, *given):
+        looked_at.append(fused_layers(subject.model))
+        return traced(subject, *given)
+
+    def look(run, family, *given):
+        looked_at.append(fused_layers(family.transformer))
+        freeze(run, family, *given)
+
+    traced, freeze = planner.traced, planner.freeze
+    monkeypatch.setattr(planner, "demand_fp8", lambda _device: None)
+    monkeypatch.setattr(planner, "traced", trace)
+    monkeypatch.setattr(planner, "freeze", look)
+    plan = {"device_memory": "1GB", "compile": "never"}
+    run = tiny_run(model={"frozen_compute": "fp8"}, adapter={"rank": 2}, plan=plan)
+    assert run_training(run, sinks=[told]).status == "done"
+    (while_traced, loras), (while_shown, _) = looked_at
+    assert while_traced == loras != []
+    assert while_shown == []
+    bases = [layer.forward.__self__.base for layer in loras]
+    assert sum(isinstance(base, Fp8Linear) for base in bases) > len(bases) // 2, "those of blocks"
