@@ -24,7 +24,7 @@ from gracetune.events.types import Notice, StepDone
 from gracetune.memory.platform import Link
 from gracetune.offload.checkpointing import Compiler, run_blocks
 from gracetune.offload.copies import open_copy_engine
-from gracetune.offload.host_weights import bring_rest, lay_out
+from gracetune.offload.host_weights import load_resident_weights, lay_out
 from gracetune.offload.ring import stream_weights
 from gracetune.train.run import run_training
 
@@ -197,7 +197,7 @@ def test_blocks_come_to_the_device_for_their_turn_and_go_home():
     resident, waiting = wan(), wan()
     for block in waiting.blocks:
         block.to("cpu")
-    bring_rest(waiting, lay_out(waiting, list(waiting.blocks)), DEVICE)
+    load_resident_weights(waiting, lay_out(waiting, list(waiting.blocks)), DEVICE)
     assert next(waiting.blocks[0].parameters()).is_cuda
     for model in (resident, waiting):
         freeze_shown(model)

@@ -31,7 +31,7 @@ from torch.utils import dlpack
 from gracetune.events.types import Notice
 from gracetune.offload.autosize import RingAutosizer
 from gracetune.offload.copies import StreamError
-from gracetune.offload.host_weights import bring_rest, fill, lay_out, put_back, seen
+from gracetune.offload.host_weights import load_resident_weights, fill, lay_out, put_back, seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -144,7 +144,7 @@ class Ring:
             for place in region.places
         }
         """As parameters must still be: whoever changes them means something that we do not do."""
-        bring_rest(model, self._regions, mover.device)
+        load_resident_weights(model, self._regions, mover.device)
         self._slots = Slots(mover, max(region.nbytes for region in self._regions), slots)
         self._growth: RingAutosizer | None = None
         self._schedule = schedule

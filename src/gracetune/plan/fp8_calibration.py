@@ -16,7 +16,7 @@ from gracetune.adapters.compute.fused_lora import freeze_in_fp8_for
 from gracetune.data.loader import NO_EPOCH
 from gracetune.events.types import Notice
 from gracetune.models.family import EXPERTS, Experts, routed
-from gracetune.offload.host_weights import bring_rest, lay_out
+from gracetune.offload.host_weights import load_resident_weights, lay_out
 from gracetune.train import objective
 from gracetune.train.step import Draws
 from gracetune.train.timesteps import WHOLE, draw_levels, expert_windows
@@ -43,7 +43,7 @@ def freeze(
     """Frozen products in fp8, as many as there are kernels for; call it before LoRAs are fused."""
     experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
     blocks = family.blocks()
-    bring_rest(family.transformer, lay_out(family.transformer, blocks), device)
+    load_resident_weights(family.transformer, lay_out(family.transformer, blocks), device)
     shown: list[int] = []
 
     def show_all() -> None:

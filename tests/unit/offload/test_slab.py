@@ -5,7 +5,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.offload.copies import SynchronousCopyEngine
-from gracetune.offload.host_weights import SMALL, bring_rest, fill, lay_out
+from gracetune.offload.host_weights import SMALL, load_resident_weights, fill, lay_out
 from gracetune.offload.ring import stream_weights
 
 BLOCKS = 4
@@ -95,7 +95,7 @@ def test_a_buffer_of_two_names_is_brought_once_for_both():
     shared = torch.zeros(3)
     for module, name in ((model[0], "a"), (model[0], "b"), (model[1], "c")):
         module.register_buffer(name, shared)
-    bring_rest(model, [], torch.device("meta"))
+    load_resident_weights(model, [], torch.device("meta"))
     assert model[0].a.device.type == "meta"
     assert model[0].a is model[0].b
     assert model[0].a is model[1].c
