@@ -280,7 +280,7 @@ def _media_digest(file: Path) -> str:
 
 
 def _write_model(name: str, folder: Path) -> None:
-    from gracetune.models.miniature import write_miniature
+    from fakes.miniatures import write_miniature
 
     write_miniature(name, folder / name)
 
