@@ -91,7 +91,7 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
     seconds = Seconds()
     sinks = [seconds, JsonlLog(folder / "events.jsonl"), TensorBoardSink(folder / "tb", 1)]
     with EventDispatcher(sinks) as fan:
-        built = build(run, start_accelerator(run), fan.tell, Requests(folder), Interrupt())
+        built = build(run, start_accelerator(run), fan.emit, Requests(folder), Interrupt())
         session = built.session
         batches = [session.feed.load(session.feed.order.at(i)) for i in range(steps)]
         pairs = [(batch.latents, batch.text) for batch in batches]

@@ -49,7 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     told: list[str] = []
 
-    def tell(event: Event) -> None:
+    def emit(event: Event) -> None:
         told.append(str(event))
 
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +67,7 @@ def main() -> None:
             environment={},
         ).run
         requests = Requests(Path(folder))
-        built = build(run, start_accelerator(run), tell, requests, Interrupt())
+        built = build(run, start_accelerator(run), emit, requests, Interrupt())
         curve = follow(built.session, arguments.steps)
         built.close()
     rounded = [line for line in told if "fp8" in line]

@@ -119,7 +119,7 @@ class Bench:
         self, settings: PoolSettings, measure: Callable[[UnifiedPool], dict[str, float]]
     ) -> dict[str, float]:
         """Measure something whose tensors are gone when it returns; then give everything back."""
-        pool = open_pool(self.platform, self.shim, settings, CudaPools(), tell=show)
+        pool = open_pool(self.platform, self.shim, settings, CudaPools(), emit=show)
         assert isinstance(pool, UnifiedPool), pool.reason
         figures = measure(pool)
         gc.collect()

@@ -256,7 +256,7 @@ def train(path: Path, arguments: argparse.Namespace, clock: Clock) -> dict[str, 
     output.mkdir()
     with EventDispatcher([watcher, JsonlLog(output / "events.jsonl")]) as fan:
         accelerator = start_accelerator(run)
-        with closing(build(run, accelerator, fan.tell, Requests(output), Interrupt())) as built:
+        with closing(build(run, accelerator, fan.emit, Requests(output), Interrupt())) as built:
             clock.lap("build")
             planned = plan_of(built)
             train_loop(built.session, TrainProgress())

@@ -63,7 +63,7 @@ def begin(
             f"a port onto {state.upstream} is under way in {git.folder}. Go on with "
             "`gracetune port apply --continue`, or undo it with `gracetune port rollback`."
         )
-    worktree.demand_nothing_under_way(git)
+    worktree.check_nothing_under_way(git)
     manifest = read_manifest(folder)
     name = upstream or manifest.upstream
     tip = git.commit(name)
@@ -95,13 +95,13 @@ def resume(git: Git) -> ApplyOutcome:
     if state.stopped is not None:
         state = _settle(git, manifest, state, state.stopped)
     else:
-        _demand_untouched(git, state)
+        _check_untouched(git, state)
     return _go_on(git, manifest, state)
 
 
-def _demand_untouched(git: Git, state: State) -> None:
+def _check_untouched(git: Git, state: State) -> None:
     """Where no patch waits for a person, what a person has changed is not the port's to take."""
-    worktree.demand_contained(git, state.port_branch, state.at)
+    worktree.check_contained(git, state.port_branch, state.at)
     if dirty := worktree.uncommitted(git):
         raise PortError(
             f"{', '.join(dirty)}: uncommitted, and going on would write over it. Put it away with "
@@ -160,7 +160,7 @@ def _stop(
     git: Git, state: State, patch: Patch, files: Sequence[FileResult], notes: tuple[str, ...]
 ) -> ApplyOutcome:
     """Lay the conflicts out, and only then say that they wait: they would count as settled."""
-    worktree.demand_room(git, state.at, files)
+    worktree.check_room(git, state.at, files)
     worktree.switch(git, state.port_branch, state.at)
     worktree.lay_out(git, files)
     conflicts = tuple(file for file in files if file.is_conflict)
@@ -192,7 +192,7 @@ def _settle(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> Sta
             )
         commit: str | None = head
     else:
-        _demand_settled(git, manifest, state, stopped)
+        _check_settled(git, manifest, state, stopped)
         git.run("add", "--update", ":/")
         tree = git.text("write-tree")
         commit = None
@@ -210,7 +210,7 @@ def _settle(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> Sta
     return _updated(git, state, at=commit or state.at, stopped=None, done=(*state.done, done))
 
 
-def _demand_settled(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> None:
+def _check_settled(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> None:
     ground = survey_ground(git, manifest, state.tip)
     patch = next(each for each in manifest.patches if each.name == stopped.patch)
     labels = ground.labels(patch)

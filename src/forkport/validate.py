@@ -31,7 +31,7 @@ def validate(
     upstream: str,
     groups: Sequence[Group],
     now: Callable[[], datetime],
-    tell: Callable[[Ran], None],
+    emit: Callable[[Ran], None],
 ) -> list[Ran]:
     """Run every command, all of them even if one fails; a group without any is an error."""
     empty = [group for group in groups if not manifest.validation.of(group)]
@@ -48,7 +48,7 @@ def validate(
                 log = home_of(git) / "logs" / f"{group}-{number:02d}.log"
                 one = _run(git, folder, log, (group, command, commit), now)
                 ran.append(one)
-                tell(one)
+                emit(one)
                 _remember(git, one)
     return ran
 

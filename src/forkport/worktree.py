@@ -45,7 +45,7 @@ def unmerged(git: Git) -> set[str]:
     return {record.partition("\t")[2] for record in raw.split("\0")[:-1]}
 
 
-def demand_nothing_under_way(git: Git) -> None:
+def check_nothing_under_way(git: Git) -> None:
     """A merge or rebase of the user's own comes first."""
     for name in _UNDER_WAY:
         if (git.folder / git.text("rev-parse", "--git-path", name)).exists():
@@ -118,13 +118,13 @@ def discard(git: Git, kept: Iterable[str]) -> None:
 
 def switch(git: Git, branch: str, commit: str) -> None:
     """Stand on a branch at a commit; git refuses where that would overwrite something."""
-    demand_contained(git, branch, commit)
+    check_contained(git, branch, commit)
     git.run("checkout", "--quiet", "--no-overwrite-ignore", "--detach", commit, "--")
     git.run("update-ref", f"refs/heads/{branch}", commit)
     git.run("symbolic-ref", "HEAD", f"refs/heads/{branch}")
 
 
-def demand_contained(git: Git, branch: str, commit: str) -> None:
+def check_contained(git: Git, branch: str, commit: str) -> None:
     """No commit of a user's is dropped: a branch that is there moves only to what grew from it."""
     ref = f"refs/heads/{branch}"
     if not git.succeeds("rev-parse", "--verify", "--quiet", ref):
@@ -137,7 +137,7 @@ def demand_contained(git: Git, branch: str, commit: str) -> None:
         )
 
 
-def demand_room(git: Git, commit: str, files: Sequence[FileResult]) -> None:
+def check_room(git: Git, commit: str, files: Sequence[FileResult]) -> None:
     """What is not tracked stays: a patch on a commit is laid out only where nothing is."""
     tree = git.tree_with(commit, {file.path: file.entry for file in files})
     if blocked := in_the_way(git, [tree]):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from gracetune.adapters.compute.fused_lora import (
     Fp8Linear,
     InFp8,
-    demand_fp8,
+    check_fp8,
     freeze_in_fp8,
     freeze_in_fp8_for,
     fuse_lora,
@@ -24,7 +24,7 @@ from gracetune.events.types import Notice, StepDone
 from gracetune.memory.platform import Link
 from gracetune.offload.checkpointing import Compiler, run_blocks
 from gracetune.offload.copies import open_copy_engine
-from gracetune.offload.host_weights import load_resident_weights, lay_out
+from gracetune.offload.host_weights import lay_out, load_resident_weights
 from gracetune.offload.ring import stream_weights
 from gracetune.train.run import run_training
 
@@ -218,7 +218,7 @@ def test_layers_whose_sides_fit_no_kernel_compute_as_before():
 
 
 def test_this_device_has_fp8_products():
-    demand_fp8(DEVICE)
+    check_fp8(DEVICE)
 
 
 def test_a_run_in_fp8_trains_as_one_in_bf16(tiny_run, told, tmp_path):

@@ -52,7 +52,7 @@ def opened(platform: Platform, shim: Shim) -> Iterator[Opener]:
         no_split: bool = False,
     ) -> UnifiedPool:
         settings = PoolSettings(cap_mib * MIB, pattern, no_split)
-        pool = open_pool(platform, shim, settings, CudaPools(), tell=lambda _: None)
+        pool = open_pool(platform, shim, settings, CudaPools(), emit=lambda _: None)
         assert isinstance(pool, UnifiedPool), pool.reason
         pools.append(pool)
         return pool

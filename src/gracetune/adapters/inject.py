@@ -143,13 +143,13 @@ def choose(
         for expert, modules in names.items()
     }
     for target in targets:
-        _demand_matches(target, "adapter.targets", fitting, names)
+        _check_matches(target, "adapter.targets", fitting, names)
     chosen = {
         expert: [name for name in found if any(matches(name, t, expert) for t in targets)]
         for expert, found in fitting.items()
     }
     for pattern in section.overrides:
-        _demand_matches(pattern, "adapter.overrides", chosen, names)
+        _check_matches(pattern, "adapter.overrides", chosen, names)
     return {
         expert: {name: setting_of(section, name, expert) for name in found}
         for expert, found in chosen.items()
@@ -180,14 +180,14 @@ def matches(name: str, target: str, expert: str = "") -> bool:
     return full == target or full.endswith(f".{target}")
 
 
-def _demand_matches(
+def _check_matches(
     target: str,
     setting: str,
     fitting: Mapping[str, Sequence[str]],
     names: Mapping[str, Mapping[str, nn.Module]],
 ) -> None:
     """In every transformer, unless the target names one of them."""
-    _demand_expression(target, setting)
+    _check_expression(target, setting)
     found = {e: [n for n in known if matches(n, target, e)] for e, known in fitting.items()}
     empty = [expert for expert, matched in found.items() if not matched]
     if not empty or (len(empty) < len(found) and _names_one(target, found)):
@@ -210,7 +210,7 @@ def _names_one(target: str, experts: Iterable[str]) -> bool:
     return any(expert in re.split(r"[.\\(|)]", target) for expert in experts if expert)
 
 
-def _demand_expression(target: str, setting: str) -> None:
+def _check_expression(target: str, setting: str) -> None:
     if target.startswith(EXPRESSION):
         try:
             re.compile(target.removeprefix(EXPRESSION))

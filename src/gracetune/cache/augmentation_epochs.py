@@ -50,7 +50,7 @@ def generation_of(section: DatasetSection, epoch: int) -> int:
     return epoch % section.variants if mode_of(section) == "static" else epoch
 
 
-def demand_mode(section: DatasetSection, index: int) -> None:
+def check_mode(section: DatasetSection, index: int) -> None:
     """Variants are a way of `static`, and need something to vary."""
     if section.variants == 1:
         return
@@ -80,7 +80,7 @@ class AugmentationEpochs:
         open_store: Callable[[int], Store],
         fill: Callable[[Store, int, threading.Event], None],
         entered: Callable[[int], None],
-        tell: Callable[[Notice], None],
+        emit: Callable[[Notice], None],
     ) -> None:
         """`first` has generation 0 and is not ours. `entered` may delete what lies behind.
 
@@ -90,7 +90,7 @@ class AugmentationEpochs:
         self._open_store = open_store
         self._fill = fill
         self._entered = entered
-        self._tell = tell
+        self._emit = emit
         self._number = NO_EPOCH
         self._current = first
         self._next: _Filling | None = None
@@ -131,7 +131,7 @@ class AugmentationEpochs:
         unheard = self._next.stop()
         self._next = None
         if unheard:
-            self._tell(Notice(f"{unheard} It was not needed yet.", level="warning"))
+            self._emit(Notice(f"{unheard} It was not needed yet.", level="warning"))
 
     def _begun(self, number: int) -> _Filling:
         store = self._open_store(number)

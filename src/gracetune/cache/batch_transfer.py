@@ -132,23 +132,23 @@ class BatchTransfer:
 
 
 def build_batch_transfer(
-    section: Gh200Section, device: torch.device, tell: Callable[[Event], None]
+    section: Gh200Section, device: torch.device, emit: Callable[[Event], None]
 ) -> BatchTransfer:
     """Look at the machine once, and say what was found and decided."""
     session = MemorySession(
         lambda: open_machine(device.index or 0),
         lambda: environment_settings(process_environment()),
-        tell,
+        emit,
     )
     session.override = section.enable_uvm_hints
     platform = session.machine.platform
     hints = "on" if session.enabled else "off"
-    tell(Notice(f"memory link: {platform.link.value} ({platform.why['link']}); hints {hints}"))
+    emit(Notice(f"memory link: {platform.link.value} ({platform.why['link']}); hints {hints}"))
     if session.pooled:
         pool = session.pool()
         if not isinstance(pool, UnifiedPool):
             text = f"managed memory is wanted, but batches are not in it: {pool.reason}"
-            tell(Notice(text, level="warning", fallback=True))
+            emit(Notice(text, level="warning", fallback=True))
     return BatchTransfer(session, device, placement_table({**MOVED_AHEAD, **section.placement}))
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from gracetune.data.source import Source
     from gracetune.events.types import Event
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
     from gracetune.data.sample import Kind
 
 
@@ -143,7 +143,7 @@ def fill_latents(
     pictures: Sequence[EncodeItem],
     encode: Callable[[Tensor], Tensor],
     encoder: str,
-    tell: Tell,
+    emit: Emit,
     decoders: Decoders = PILLOW,
     prefetch: Prefetch | None = None,
     ranks: Ranks = ALONE,
@@ -156,9 +156,9 @@ def fill_latents(
     missing = sorted(_missing(store, keyed), key=lambda key: (keyed[key].size, key))
     mine = ranks.share(missing)
     pixels = rendered([keyed[key] for key in mine], decoders, prefetch)
-    pace = _Pace("encoding pictures", len(mine), "pictures", tell)
+    pace = _Pace("encoding pictures", len(mine), "pictures", emit)
     fitting: _Fitting[tuple[CacheKey, Tensor], Tensor] = _Fitting(
-        lambda part: encode(torch.stack([x for _, x in part])), "pictures", tell
+        lambda part: encode(torch.stack([x for _, x in part])), "pictures", emit
     )
     bad: dict[str, str] = {}
     for size, alike in groupby(mine, key=lambda key: keyed[key].size):
@@ -183,16 +183,16 @@ def fill_text(
     captions: Iterable[str],
     encode: Callable[[Sequence[str]], Sequence[Entry]],
     encoder: str,
-    tell: Tell,
+    emit: Emit,
     ranks: Ranks = ALONE,
 ) -> None:
     """Encode each distinct caption that is missing."""
     keyed = {text_key(caption, encoder): caption for caption in sorted(set(captions))}
     missing = _missing(store, keyed)
     mine = ranks.share(missing)
-    pace = _Pace("encoding captions", len(mine), "captions", tell)
+    pace = _Pace("encoding captions", len(mine), "captions", emit)
     fitting: _Fitting[CacheKey, Sequence[Entry]] = _Fitting(
-        lambda part: encode([keyed[key] for key in part]), "captions", tell
+        lambda part: encode([keyed[key] for key in part]), "captions", emit
     )
     for chunk in _chunks(mine):
         for part, entries in fitting(chunk):
@@ -207,10 +207,10 @@ def fill_text(
 
 
 def find_unreadable(
-    pictures: Sequence[EncodeItem], tell: Tell, decoders: Decoders, prefetch: Prefetch
+    pictures: Sequence[EncodeItem], emit: Emit, decoders: Decoders, prefetch: Prefetch
 ) -> list[tuple[Sample, str]]:
     """Decode every picture once and keep none: for runs that encode while they train."""
-    pace = _Pace("reading pictures", len(pictures), "pictures", tell)
+    pace = _Pace("reading pictures", len(pictures), "pictures", emit)
     bad = []
     for picture, pixels in zip(pictures, rendered(pictures, decoders, prefetch), strict=True):
         if isinstance(pixels, str):
@@ -250,10 +250,10 @@ def _decoded(picture: EncodeItem, decoders: Decoders) -> Tensor:
 class _Fitting(Generic[Item, Result]):
     """An encoder whose batch is halved when memory runs out, and stays so."""
 
-    def __init__(self, encode: Callable[[Sequence[Item]], Result], unit: str, tell: Tell) -> None:
+    def __init__(self, encode: Callable[[Sequence[Item]], Result], unit: str, emit: Emit) -> None:
         self._encode = encode
         self._unit = unit
-        self._tell = tell
+        self._emit = emit
         self._most = BATCH
 
     def __call__(self, items: Sequence[Item]) -> Iterator[tuple[Sequence[Item], Result]]:
@@ -281,7 +281,7 @@ class _Fitting(Generic[Item, Result]):
             ) from error
         self._most = tried // 2
         text = f"encoding {tried} {self._unit} at once ran out of memory; going on by {self._most}"
-        self._tell(Notice(text, level="warning", fallback=True))
+        self._emit(Notice(text, level="warning", fallback=True))
 
 
 def _is_full(error: RuntimeError) -> bool:
@@ -294,8 +294,8 @@ def _is_full(error: RuntimeError) -> bool:
 class _Pace:
     """Tells how far a stage is and since when; sinks make pictures a second and an ETA of it."""
 
-    def __init__(self, stage: str, total: int, unit: str, tell: Tell) -> None:
-        self._stage, self._total, self._unit, self._tell = stage, total, unit, tell
+    def __init__(self, stage: str, total: int, unit: str, emit: Emit) -> None:
+        self._stage, self._total, self._unit, self._emit = stage, total, unit, emit
         self._done = 0
         self._began_at = time.monotonic()
 
@@ -304,7 +304,7 @@ class _Pace:
         passed = self._done // BATCH > (self._done - count) // BATCH
         if passed or self._done == self._total:
             seconds = time.monotonic() - self._began_at
-            self._tell(
+            self._emit(
                 StageProgress(self._stage, self._done, self._total, self._unit, seconds=seconds)
             )
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.models.family import Family
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
     Places = dict[str, list["_ImportSample"]]
     """Pictures of the run by the stem of their file."""
 
@@ -69,7 +69,7 @@ class _ImportSample:
 
 
 def import_foreign(
-    run: RunFile, family: Family, folder: Path, tell: Tell, *, write: bool
+    run: RunFile, family: Family, folder: Path, emit: Emit, *, write: bool
 ) -> ImportReport:
     """Take over what a folder has of the pictures and captions of the run."""
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".safetensors", ".pt")]
@@ -77,11 +77,11 @@ def import_foreign(
         raise CacheError(f"{folder} has no .safetensors or .pt file: nothing to import.")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     places: Places = defaultdict(list)
-    for stem, place in _places(run, family, recipes, tell):
+    for stem, place in _places(run, family, recipes, emit):
         places[stem].append(place)
     latents, texts = _Latents(family, recipes, places), _Texts(family, places)
     outcome, root = ImportReport(), cache_root(run)
-    with ShardStore(root / "latents", tell) as pictures, ShardStore(root / "text", tell) as words:
+    with ShardStore(root / "latents", emit) as pictures, ShardStore(root / "text", emit) as words:
         for path in files:
             is_text = path.parent.name == TEXT_FOLDER or digest_in(path.stem) is not None
             try:
@@ -108,9 +108,9 @@ class _Latents:
 
     def __call__(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
         entry = read_foreign(path)
-        picture = _demand_ours(path, entry, self._places, self._family).picture
+        picture = _check_ours(path, entry, self._places, self._family).picture
         if not self._compared:
-            _demand_alike(path, entry, picture, self._family, self._recipes)
+            _check_alike(path, entry, picture, self._family, self._recipes)
             self._compared = True
         key = latent_key(picture.sample, picture.size, self._encoder, picture.recipe, picture.tiled)
         return key, {"latents": entry.tensors["latents"]}
@@ -158,14 +158,14 @@ class _Texts:
 
 
 def _places(
-    run: RunFile, family: Family, recipes: Recipes, tell: Tell
+    run: RunFile, family: Family, recipes: Recipes, emit: Emit
 ) -> Iterator[tuple[str, _ImportSample]]:
     """By the stem of the file, as the other tools name their entries."""
     folder = Path(run.output_dir)
-    ledger = CorruptionLog(tell, folder / "corruption.json")
+    ledger = CorruptionLog(emit, folder / "corruption.json")
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
     for index, section in enumerate(run.datasets):
-        opened = open_dataset(section, index, tell, ledger)
+        opened = open_dataset(section, index, emit, ledger)
         plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
         for size, samples in plan.buckets.items():
             for sample in samples:
@@ -185,9 +185,9 @@ def _place_of(stem: str, places: Places) -> _ImportSample:
     return found[-1]
 
 
-def _demand_ours(path: Path, entry: ForeignEntry, places: Places, family: Family) -> _ImportSample:
+def _check_ours(path: Path, entry: ForeignEntry, places: Places, family: Family) -> _ImportSample:
     place = _place_of(entry.stem, places)
-    _demand_plain(place.picture)
+    _check_plain(place.picture)
     if not place.file.is_file() or place.file.stat().st_mtime > path.stat().st_mtime:
         raise CacheError("the picture is newer than the entry, or is not a file here")
     if "latents" not in entry.tensors:
@@ -196,11 +196,11 @@ def _demand_ours(path: Path, entry: ForeignEntry, places: Places, family: Family
     expected = tuple(family.latent_shape(*place.picture.size))
     if shape != expected:
         raise CacheError(f"its latents are {shape}; {family.name} makes {expected} here")
-    _demand_geometry(entry.made_by, place.picture.size)
+    _check_geometry(entry.made_by, place.picture.size)
     return place
 
 
-def _demand_plain(picture: EncodeItem) -> None:
+def _check_plain(picture: EncodeItem) -> None:
     """Keys name the crop and the clip of the run; what theirs are is known of centre crops only."""
     recipe, name = picture.recipe, picture.sample.dataset
     if recipe.draw.steps:
@@ -217,7 +217,7 @@ def _demand_plain(picture: EncodeItem) -> None:
         )
 
 
-def _demand_geometry(made_by: dict[str, object], size: Shape) -> None:
+def _check_geometry(made_by: dict[str, object], size: Shape) -> None:
     """What ai-toolkit says of the crop; SimpleTuner says nothing."""
     if made_by.get("flip_x") or made_by.get("flip_y"):
         raise CacheError("it was flipped")
@@ -233,7 +233,7 @@ def _demand_geometry(made_by: dict[str, object], size: Shape) -> None:
             raise CacheError(f"its crop is not the centre at {size[0]}x{size[1]}")
 
 
-def _demand_alike(
+def _check_alike(
     path: Path, entry: ForeignEntry, picture: EncodeItem, family: Family, recipes: Recipes
 ) -> None:
     pixels = pixels_of(picture, recipes.decoders)

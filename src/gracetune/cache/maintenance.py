@@ -50,13 +50,13 @@ class Report:
         return not (self.damaged or self.headers or self.index)
 
 
-def verify(store: ShardStore, tell: Callable[[Event], None]) -> Report:
+def verify(store: ShardStore, emit: Callable[[Event], None]) -> Report:
     """Read everything; changes nothing, and may run while others write."""
     with store.index() as index:
         problems = index.problems()
     found = _Found()
     try:
-        _look_through(store, found, tell)
+        _look_through(store, found, emit)
     except DamagedIndexError as error:
         problems = problems or [str(error)]
     return Report(
@@ -99,7 +99,7 @@ class _Found:
     headers: list[str] = field(default_factory=list)
 
 
-def _look_through(store: ShardStore, found: _Found, tell: Callable[[Event], None]) -> None:
+def _look_through(store: ShardStore, found: _Found, emit: Callable[[Event], None]) -> None:
     with store.index() as index:
         shards = [shard.name for shard in index.shards()]
     for done, name in enumerate(shards, 1):
@@ -110,7 +110,7 @@ def _look_through(store: ShardStore, found: _Found, tell: Callable[[Event], None
             found.headers.append(name)
         found.num_entries += len(rows)
         found.nbytes += sum(row.nbytes for row in rows)
-        tell(StageProgress("verifying", done, len(shards), "shards"))
+        emit(StageProgress("verifying", done, len(shards), "shards"))
 
 
 def _check_shard(store: ShardStore, name: str, rows: list[EntryRow]) -> list[Damage]:

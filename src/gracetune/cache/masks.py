@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gracetune.data.images import Decoders
     from gracetune.data.prefetch import Prefetch
     from gracetune.data.sample import Sample, Shape
-    from gracetune.events.dispatcher import Tell
+    from gracetune.events.dispatcher import Emit
 
     Cells = tuple[int, int]
     """Rows and columns of a latent."""
@@ -47,7 +47,7 @@ def fill_masks(
     store: Store,
     pictures: Sequence[EncodeItem],
     cells_of: CellsOf,
-    tell: Tell,
+    emit: Emit,
     decoders: Decoders,
     prefetch: Prefetch,
     ranks: Ranks,
@@ -58,7 +58,7 @@ def fill_masks(
     keys = list(keyed)
     missing = [key for key, there in zip(keys, store.has(keys), strict=True) if not there]
     mine = ranks.share(missing)
-    progress = ProgressReporter("rendering masks", len(mine), tell)
+    progress = ProgressReporter("rendering masks", len(mine), emit)
     bad: dict[str, str] = {}
     black: list[str] = []
     made = levels_by(prefetch, [keyed[key] for key in mine], cells_of, decoders)
@@ -69,7 +69,7 @@ def fill_masks(
         store.put_many({key: {NAME: levels} for key, levels in good.items()})
         black += [keyed[key].sample.key for key, levels in good.items() if not levels.any()]
         progress.advance(len(chunk))
-    _tell_black(black, len(mine), tell)
+    _report_black(black, len(mine), emit)
     found = ranks.exchange("rendering masks", bad, lambda: sum(store.has(missing)))
     if not found:
         return []
@@ -125,9 +125,9 @@ def _key(picture: EncodeItem, cells_of: CellsOf) -> CacheKey:
     return mask_key(mask, picture.size, cells_of(picture.size), picture.recipe)
 
 
-def _tell_black(black: Sequence[str], count: int, tell: Tell) -> None:
+def _report_black(black: Sequence[str], count: int, emit: Emit) -> None:
     if black:
-        tell(
+        emit(
             Notice(
                 f"{len(black)} of {count} masks are black in all that their samples show "
                 f"({black[0]} the first): unless mask_background says otherwise, nothing of these "

@@ -84,7 +84,7 @@ class ArenaStore:
         what: str,
         budget: HostMemoryBudget,
         behind: Store | None,
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         allocate: Callable[[int], Tensor],
         tally: Tally,
         find: Callable[[], Gather | MissingGather] = find_gather,
@@ -93,7 +93,7 @@ class ArenaStore:
         the helper that copies batches."""
         self._what = what
         self._behind = behind
-        self._tell = tell
+        self._emit = emit
         self._slabs = Slabs(budget, allocate)
         self._budget = budget
         self._entries: OrderedDict[str, Entry] = OrderedDict()
@@ -211,7 +211,7 @@ class ArenaStore:
         def allocate(nbytes: int) -> Tensor | None:
             room = self._room(nbytes, evict=evict)
             if room is None:
-                self._tell_once()
+                self._emit_once()
             else:
                 rooms.add(room.data_ptr())
             return room
@@ -236,7 +236,7 @@ class ArenaStore:
         places, nbytes = _layout(entry)
         room = self._room(nbytes, evict=evict and self._behind is not None)
         if room is None:
-            self._tell_once()
+            self._emit_once()
             return None
         kept = {}
         for name, (start, tensor) in places.items():
@@ -256,7 +256,7 @@ class ArenaStore:
             if room is None and evict:
                 self._count_uses()
             while room is None and evict and self._entries:
-                self._tell_once()
+                self._emit_once()
                 self._rows.forget(self._entries.popitem(last=False)[0])
                 room = self._slabs.take(nbytes)
             return room
@@ -269,14 +269,14 @@ class ArenaStore:
                 self._entries.move_to_end(key)
         self._used.clear()
 
-    def _tell_once(self) -> None:
+    def _emit_once(self) -> None:
         if not self._told and self._behind is not None:
             self._told = True
             text = (
                 f"{self._what} do not fit {format_bytes(self._budget.nbytes)} of host memory "
                 "(cache_config.host_budget_gb): the least recently used are read from files"
             )
-            self._tell(Notice(text, level="warning", fallback=True))
+            self._emit(Notice(text, level="warning", fallback=True))
 
 
 class Slabs:

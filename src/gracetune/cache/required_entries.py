@@ -46,16 +46,16 @@ def old_generations(run: RunFile) -> list[Path]:
     return [path for path in found if is_cache(path)]
 
 
-def wanted_keys(run: RunFile, family: Family, tell: Callable[[Event], None]) -> set[CacheKey]:
+def wanted_keys(run: RunFile, family: Family, emit: Callable[[Event], None]) -> set[CacheKey]:
     """Every key that training would look up; a sample that cannot be read is an error here."""
     folder, identity = Path(run.output_dir), family.identity()
-    ledger = CorruptionLog(tell, folder / "corruption.json")
+    ledger = CorruptionLog(emit, folder / "corruption.json")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
     cells, name_of = cells_of(family), Names(family, recipes)
     wanted: set[CacheKey] = set()
     for index, section in enumerate(run.datasets):
-        opened = open_dataset(section, index, tell, ledger)
+        opened = open_dataset(section, index, emit, ledger)
         plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
         wanted |= {
             text_key(name_of(caption, sample, size, epoch), identity["text"])

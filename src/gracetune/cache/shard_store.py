@@ -78,7 +78,7 @@ class ShardStore:
     def __init__(
         self,
         folder: Path,
-        tell: Callable[[Event], None] = _nobody,
+        emit: Callable[[Event], None] = _nobody,
         *,
         check: bool = True,
         max_maps: int = 1024,
@@ -90,7 +90,7 @@ class ShardStore:
         (about 1 kB each)."""
         self.folder = folder
         _, self.shards, _ = places_in(folder)
-        self._tell = tell
+        self._emit = emit
         self._told = False
         self._lossy: set[str] = set()
         """Files whose damage was told."""
@@ -102,7 +102,7 @@ class ShardStore:
         try:
             mark_folder(folder)
             self.shards.mkdir(exist_ok=True)
-            restore_index(*places_in(folder), tell)
+            restore_index(*places_in(folder), emit)
         except OSError as error:
             raise unwritable(folder, error.strerror or error) from error
         self._begin()
@@ -209,7 +209,7 @@ class ShardStore:
             if self._writer is not None:
                 self._writer.release()  # sealing would ask the old one
             self.close()
-            renew_index(*places_in(self.folder), self._tell)
+            renew_index(*places_in(self.folder), self._emit)
 
     def will_need(self, keys: Sequence[str]) -> None:
         """Have the disk read ahead what is worth it; returns at once.
@@ -324,7 +324,7 @@ class ShardStore:
     def _read(self, rows: Sequence[EntryRow], rooms: Sequence[Bytes]) -> list[bool | None]:
         """Whether each is there and what was put; none where it could not be read."""
         read = self._files.read(rows, rooms, lambda row, room: self._is_whole(row, room, 0))
-        self._tell_refusal()
+        self._report_refusal()
         return read
 
     def _is_whole(self, row: EntryRow, data: Bytes, begin: int) -> bool:
@@ -366,14 +366,14 @@ class ShardStore:
         if not told:
             text = f"cache entry {row.key} in {self.folder} is damaged ({why}): forgotten, like all"
             text += " that is found damaged in the same shard"
-            self._tell(Notice(text, level="warning", fallback=True))
+            self._emit(Notice(text, level="warning", fallback=True))
 
-    def _tell_refusal(self) -> None:
+    def _report_refusal(self) -> None:
         """Said once; the files are read through the page cache, which keeps a second copy."""
         if self._files.no_direct and not self._told:
             self._told = True
             text = f"{self._files.no_direct}: entries pass through the page cache"
-            self._tell(Notice(text, level="warning", fallback=True))
+            self._emit(Notice(text, level="warning", fallback=True))
 
     def _forget(self, key: str) -> None:
         with self._lock:
@@ -518,13 +518,13 @@ class IndexInUse:
     __del__ = close
 
 
-def renew_index(path: Path, shards: Path, marker: Path, tell: Callable[[Event], None]) -> None:
+def renew_index(path: Path, shards: Path, marker: Path, emit: Callable[[Event], None]) -> None:
     """Make a damaged index anew, unless it is in use: what is put through the old one is lost."""
     descriptor = _open_folder(shards)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
-        restore_index(path, shards, marker, tell)
+        restore_index(path, shards, marker, emit)
     except BlockingIOError as error:
         raise CacheError(
             f"The index of {path.parent} is damaged, and another process has it open. End that, "
@@ -537,7 +537,7 @@ def renew_index(path: Path, shards: Path, marker: Path, tell: Callable[[Event], 
 
 
 def restore_index(
-    path: Path, shards: Path, marker: Path, tell: Callable[[Event], None]
+    path: Path, shards: Path, marker: Path, emit: Callable[[Event], None]
 ) -> int | None:
     """Make the index anew where it is gone and files are left; how many entries it has then.
 
@@ -560,7 +560,7 @@ def restore_index(
             index.close()
         os.replace(made, path)
     text = f"the index of {path.parent} was made again from its shards, {count} entries"
-    tell(Notice(text, level="warning", fallback=True))
+    emit(Notice(text, level="warning", fallback=True))
     return count
 
 

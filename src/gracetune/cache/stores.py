@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gracetune.data.gather import Gather
     from gracetune.events.types import Event
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
 
 TEXT_SHARE = 4
 """One part in so many of the host budget is for text, where both kinds are in memory."""
@@ -59,7 +59,7 @@ class Stores:
 def open_stores(
     run: RunFile,
     folder: Path,
-    tell: Tell,
+    emit: Emit,
     device_reads: Callable[[int], Tensor] = whole_pages,
     ranks: Ranks = ALONE,
     find: Callable[[], Gather | MissingGather] = find_gather,
@@ -71,30 +71,30 @@ def open_stores(
     persistent = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
     if ranks.world > 1 and not persistent:
         persistent = True
-        tell(Notice(f"{ranks.world} ranks share what they encode: the cache is kept in {root}"))
+        emit(Notice(f"{ranks.world} ranks share what they encode: the cache is kept in {root}"))
     kinds = {"latents": section.vae_cache_type, "text": section.text_cache_type}
     if section.cache_dir and not persistent and "disk" not in kinds.values():
         text = f"cache_config.cache_dir {section.cache_dir} is not used: the cache is in memory"
-        tell(Notice(f"{text}, and not kept. Set cache_config.persistent_cache: true to keep it."))
+        emit(Notice(f"{text}, and not kept. Set cache_config.persistent_cache: true to keep it."))
     budgets = _budgets(section, ranks.world)
     tally = Tally()
     gather = find()
 
     def open_one(kind: str, name: str, at: Path) -> Store:
-        files = ShardStore(at, tell) if persistent or kinds[kind] == "disk" else None
+        files = ShardStore(at, emit) if persistent or kinds[kind] == "disk" else None
         if files is not None and kinds[kind] == "disk":
             return files
         memory = device_reads if kinds[kind] == "unified_memory" else whole_pages
-        return ArenaStore(name, budgets[kind], files, tell, memory, tally, lambda: gather)
+        return ArenaStore(name, budgets[kind], files, emit, memory, tally, lambda: gather)
 
     for kind, where in kinds.items():
         if where == "unified_memory":
             limit = format_bytes(budgets[kind].nbytes)
             text = f"cache type unified_memory: {kind} live in host memory, up to {limit}, and are"
-            tell(Notice(f"{text} moved before use"))
+            emit(Notice(f"{text} moved before use"))
     if isinstance(gather, MissingGather) and kinds["latents"] != "disk":
         text = f"batches of latents are put together by torch alone: {gather.reason}"
-        tell(Notice(text, fallback=True))
+        emit(Notice(text, fallback=True))
     return Stores(
         latents=open_one("latents", "latents", root / "latents"),
         text=open_one("text", "texts", root / "text"),

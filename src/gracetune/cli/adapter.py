@@ -154,7 +154,7 @@ def _convert(args: argparse.Namespace) -> int:
 
     form = form_named(args.to)
     out = args.out or args.files[0].with_name(f"{args.files[0].stem}-{form.name}.safetensors")
-    demand_file(out)
+    require_file(out)
     adapter = _one_or_two(args)
     cut = None
     if args.lora_rank is not None:
@@ -403,9 +403,9 @@ def merge(args: argparse.Namespace) -> int:
         )
     if args.into is not None:
         return _merge_into(args, strengths)
-    demand_file(args.out)
+    require_file(args.out)
     given = [read(path, args) for path in args.files]
-    demand_one_stage([stage for _, stage in given])
+    require_one_stage([stage for _, stage in given])
     rank = None if args.rank is None else positive("--rank", args.rank)
     pairs = [(adapter, s) for (adapter, _), s in zip(given, strengths, strict=True)]
     adapter, cut = combine(pairs, rank, generator())
@@ -427,9 +427,9 @@ def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
     from gracetune.adapters.files.merge import holds_transformers, merge_into, merge_into_pipeline
 
     if args.into.is_dir():
-        demand_new_folder(args.out, args.into)
+        require_new_folder(args.out, args.into)
     else:
-        demand_file(args.out)
+        require_file(args.out)
     by_stage: dict[Stage | None, list[tuple[Adapter, float]]] = {}
     for path, strength in zip(args.files, strengths, strict=True):
         adapter, stage = read(path, args)
@@ -446,7 +446,7 @@ def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
             )
         done = merge_into_pipeline(args.into, args.out, by_stage, table)
     else:
-        demand_one_stage(list(by_stage))
+        require_one_stage(list(by_stage))
         (adapters,) = by_stage.values()
         done = {args.into.name: merge_into(args.into, args.out, adapters, table)}
     lines = [f"{name}: {one.changed} modules changed" for name, one in done.items()]
@@ -466,7 +466,7 @@ def extract(args: argparse.Namespace) -> int:
     table = table_of(args)
     assert table is not None
     rank = positive("--rank", args.rank)
-    demand_file(args.out)
+    require_file(args.out)
     found = lowrank.extract(args.base, args.tuned, table, rank, generator(), args.keep_rest)
     form = form_named(args.to) if args.to else interchange_form(found.adapter)
     about = about_of(args, found.adapter)
@@ -508,7 +508,7 @@ def read(path: Path, args: argparse.Namespace) -> tuple[Adapter, Stage | None]:
     return adapter, args.stage or stage
 
 
-def demand_one_stage(stages: Sequence[Stage | None]) -> None:
+def require_one_stage(stages: Sequence[Stage | None]) -> None:
     """One transformer takes adapters of one stage."""
     if len(set(stages) - {None}) > 1:
         raise AdapterError(
@@ -565,7 +565,7 @@ def finite(name: str, values: Sequence[float]) -> Sequence[float]:
     return values
 
 
-def demand_file(out: Path | None) -> None:
+def require_file(out: Path | None) -> None:
     """A file can be written there, and replaces none."""
     if out is not None and out.is_dir():
         raise AdapterError(f"--out {out} is a folder. Name a file in it, ending in .safetensors.")
@@ -586,11 +586,11 @@ def write_new(
     from gracetune.adapters.files.io import stage_files, write_stages
 
     for file in stage_files(out, adapter, form).values():
-        demand_file(file)
+        require_file(file)
     return write_stages(out, adapter, form, about_of(args, adapter, stage), dtype_of(args))
 
 
-def demand_new_folder(out: Path, model: Path) -> None:
+def require_new_folder(out: Path, model: Path) -> None:
     """What is in a folder is never replaced by a model, least of all the model itself."""
     if out.resolve().is_relative_to(model.resolve()):
         raise AdapterError(

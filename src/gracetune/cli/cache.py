@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.models.family import Family
 
-    Tell = Callable[[Event], None]
-    Action = Callable[[argparse.Namespace, Tell], int]
+    Emit = Callable[[Event], None]
+    Action = Callable[[argparse.Namespace, Emit], int]
 
 HELP = (
     "Look after caches of encoded pictures and captions. A cache is named by its folder, or by a "
@@ -78,24 +78,24 @@ def run(args: argparse.Namespace) -> int:
     return act(args, console_sink(sys.stderr, is_terminal=False).handle)
 
 
-def _build(args: argparse.Namespace, tell: Tell) -> int:
-    _fill(_persistent(args.run_file), tell)
+def _build(args: argparse.Namespace, emit: Emit) -> int:
+    _fill(_persistent(args.run_file), emit)
     return 0
 
 
-def _verify(args: argparse.Namespace, tell: Tell) -> int:
+def _verify(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.maintenance import repair, verify
 
     reports = []
     with ExitStack() as stack:
-        for store in _stores(args.where, stack, tell, repair=args.repair):
-            report = verify(store, tell)
+        for store in _stores(args.where, stack, emit, repair=args.repair):
+            report = verify(store, emit)
             reports.append((store, report))
             if args.repair and not report.clean:
                 repair(store, report)
     clean = all(report.clean for _, report in reports)
     if args.repair and not clean and _is_run_file(args.where):
-        _fill(_persistent(args.where), tell)
+        _fill(_persistent(args.where), emit)
     lines, told = [], []
     for store, report in reports:
         damage = {f"entry {one.row.key}": one.why for one in report.damaged}
@@ -112,17 +112,17 @@ def _verify(args: argparse.Namespace, tell: Tell) -> int:
     return 0 if clean or args.repair else 1
 
 
-def _collect(args: argparse.Namespace, tell: Tell) -> int:
+def _collect(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.maintenance import caches_in, compact, disk_nbytes, find_leftovers
     from gracetune.cache.required_entries import cache_root, old_generations, wanted_keys
     from gracetune.cache.shard_store import ShardStore
     from gracetune.models.family import load_family
 
     runs = [load_run_file(path).run for path in args.run_files]
-    wanted = {key for run in runs for key in wanted_keys(run, load_family(run.model), tell)}
+    wanted = {key for run in runs for key in wanted_keys(run, load_family(run.model), emit)}
     lines, told = [], []
     for folder in (cache for root in _distinct(map(cache_root, runs)) for cache in caches_in(root)):
-        with ShardStore(folder, tell) as store:
+        with ShardStore(folder, emit) as store:
             left = find_leftovers(store, wanted)
             freed = 0
             if args.yes:
@@ -154,11 +154,11 @@ def _collect(args: argparse.Namespace, tell: Tell) -> int:
     return 0
 
 
-def _inspect(args: argparse.Namespace, tell: Tell) -> int:
+def _inspect(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.maintenance import MEANING, explain, find
 
     with ExitStack() as stack:
-        stores = _stores(args.where, stack, tell)
+        stores = _stores(args.where, stack, emit)
         found = [row for store in stores for row in find(store, args.what, Path(args.what))]
     if not found:
         there = Path(args.what).exists()
@@ -178,11 +178,11 @@ def _inspect(args: argparse.Namespace, tell: Tell) -> int:
     return 0
 
 
-def _stats(args: argparse.Namespace, tell: Tell) -> int:
+def _stats(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.maintenance import stats
 
     with ExitStack() as stack:
-        told = [stats(store) for store in _stores(args.where, stack, tell)]
+        told = [stats(store) for store in _stores(args.where, stack, emit)]
     lines = []
     for one in told:
         size, disk = (format_bytes(int(str(one[name]))) for name in ("nbytes", "disk_nbytes"))
@@ -200,11 +200,11 @@ def _stats(args: argparse.Namespace, tell: Tell) -> int:
     return 0
 
 
-def _import(args: argparse.Namespace, tell: Tell) -> int:
+def _import(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.import_foreign import import_foreign
 
     run = _persistent(args.run_file)
-    outcome = import_foreign(run, _family(run), args.folder, tell, write=args.yes)
+    outcome = import_foreign(run, _family(run), args.folder, emit, write=args.yes)
     verb = "imported" if args.yes else "would import"
     lines = [f"{verb} {len(outcome.taken)} entries from {args.folder}"]
     lines += [f"  left out {path}: {why}" for path, why in outcome.refused.items()]
@@ -228,15 +228,15 @@ def _persistent(run_file: str | Path) -> RunFile:
     return run.model_copy(update={"cache_config": disk})
 
 
-def _fill(run: RunFile, tell: Tell) -> None:
+def _fill(run: RunFile, emit: Emit) -> None:
     """Prepare as training does, and stop before the first step."""
     from gracetune.cache.batch_transfer import build_batch_transfer
     from gracetune.data.pipeline import build_pipeline
 
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    mover = build_batch_transfer(run.gh200_optimizations, _device(), tell)
-    build_pipeline(run, _family(run), mover, folder, tell).close()
+    mover = build_batch_transfer(run.gh200_optimizations, _device(), emit)
+    build_pipeline(run, _family(run), mover, folder, emit).close()
 
 
 def _family(run: RunFile) -> Family:
@@ -253,27 +253,27 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _stores(where: Path, stack: ExitStack, tell: Tell, *, repair: bool = False) -> list[ShardStore]:
+def _stores(where: Path, stack: ExitStack, emit: Emit, *, repair: bool = False) -> list[ShardStore]:
     from gracetune.cache.maintenance import caches_in
 
     if _is_run_file(where):
         from gracetune.cache.required_entries import cache_root
 
         where = cache_root(load_run_file(where).run)
-    return [stack.enter_context(_store(path, tell, repair)) for path in caches_in(where)]
+    return [stack.enter_context(_store(path, emit, repair)) for path in caches_in(where)]
 
 
-def _store(folder: Path, tell: Tell, repair: bool) -> ShardStore:
+def _store(folder: Path, emit: Emit, repair: bool) -> ShardStore:
     from gracetune.cache.index import DamagedIndexError
     from gracetune.cache.shard_store import ShardStore, places_in, renew_index
 
     try:
-        return ShardStore(folder, tell)
+        return ShardStore(folder, emit)
     except DamagedIndexError:
         if not repair:
             raise
-        renew_index(*places_in(folder), tell)
-        return ShardStore(folder, tell)
+        renew_index(*places_in(folder), emit)
+        return ShardStore(folder, emit)
 
 
 def _is_run_file(where: Path) -> bool:

@@ -206,10 +206,10 @@ def _measured(device: int, family: str) -> Basics:
 
     from gracetune.plan.device_benchmark import measure_gpu
 
-    return measure_gpu(torch.device("cuda", device), family, _tell)
+    return measure_gpu(torch.device("cuda", device), family, _emit)
 
 
-def _tell(notice: Notice) -> None:
+def _emit(notice: Notice) -> None:
     """Beside the plan, which may be JSON."""
     print(notice.text, file=sys.stderr)
 

@@ -143,14 +143,14 @@ def _plan(args: argparse.Namespace, git: Git, folder: Path) -> int:
 
 def _apply(args: argparse.Namespace, git: Git, folder: Path) -> int:
     if args.go_on:
-        return _tell_outcome(resume(git))
+        return _report_outcome(resume(git))
     stamp = _stamp()
-    return _tell_outcome(
+    return _report_outcome(
         begin(git, folder, args.upstream, args.branch, stamp, _confirm(args.yes, "--yes"))
     )
 
 
-def _tell_outcome(outcome: ApplyOutcome) -> int:
+def _report_outcome(outcome: ApplyOutcome) -> int:
     state = outcome.state
     for done in state.done:
         where = done.commit[:10] if done.commit else "nothing to commit"
@@ -182,13 +182,13 @@ def _validate(args: argparse.Namespace, git: Git, folder: Path) -> int:
     state = find_state(git)
     manifest = _manifest(git, folder)
     upstream = manifest.upstream if state is None else state.tip
-    ran = validate(git, manifest, upstream, groups, _now, _tell_ran)
+    ran = validate(git, manifest, upstream, groups, _now, _report_ran)
     failed = [one for one in ran if one.exit_code]
     print(f"{len(ran) - len(failed)} of {len(ran)} commands passed.")
     return 1 if failed else 0
 
 
-def _tell_ran(one: Ran) -> None:
+def _report_ran(one: Ran) -> None:
     verdict = "passed" if one.exit_code == 0 else f"FAILED, exit {one.exit_code}"
     print(f"{one.group}: {one.command}: {verdict} in {one.seconds:.1f} s ({one.log})", flush=True)
     if one.exit_code:

@@ -49,7 +49,7 @@ class AudioFacts(NamedTuple):
     channels: int
 
 
-def demand_packages() -> None:
+def require_packages() -> None:
     """Say now which extra is missing, not at the first file."""
     _load("soundfile")
     _load("soxr")

@@ -279,7 +279,7 @@ class SampleTransform:
 PLAIN = SampleTransform()
 
 
-def demand_augmentable(section: DatasetSection, index: int) -> None:
+def check_augmentable(section: DatasetSection, index: int) -> None:
     """Warps and colours are changes of pictures."""
     if section.augmentations and section.dataset_type != "image":
         raise ConfigError(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import DatasetSection
     from gracetune.data.conditioning import Role
     from gracetune.data.source import Source
-    from gracetune.events.dispatcher import Tell
+    from gracetune.events.dispatcher import Emit
 
 
 SOURCES = {
@@ -49,8 +49,8 @@ EXTENSIONS = {
 }
 PACKAGES: dict[str, Callable[[], None]] = {
     "image": lambda: None,
-    "video": video.demand_packages,
-    "audio": audio.demand_packages,
+    "video": video.require_packages,
+    "audio": audio.require_packages,
 }
 """What a kind cannot do without is asked for before any file is."""
 AHEAD = 256
@@ -61,7 +61,7 @@ NOUNS = {"image": "picture", "video": "video", "audio": "sound"}
 class Opener(Protocol):
     """What a name in SOURCES, or an entry point of `gracetune.source`, stands for."""
 
-    def __call__(self, section: DatasetSection, setting: str, tell: Tell) -> Source:
+    def __call__(self, section: DatasetSection, setting: str, emit: Emit) -> Source:
         """Open the source; `setting` is the section's place in the run file, for messages."""
         ...
 
@@ -89,7 +89,7 @@ class _Seen:
 def open_dataset(
     section: DatasetSection,
     index: int,
-    tell: Tell,
+    emit: Emit,
     ledger: CorruptionLog,
     meet_in: Path | None = None,
 ) -> OpenDataset:
@@ -100,20 +100,20 @@ def open_dataset(
     setting = f"datasets[{index}]"
     PACKAGES[section.dataset_type]()
     opener = cast("Opener", registry.load("source", section.type, SOURCES))
-    source = opener(section, setting, tell)
+    source = opener(section, setting, emit)
     keys = _sample_keys(source, section, setting)
     captions = read_captions(source, keys, section, setting)
-    _tell_empty(section, captions, tell)
+    _report_empty(section, captions, emit)
     beside = find_companions(
-        section, setting, source, keys, lambda folder, of: _open_beside(section, folder, of, tell)
+        section, setting, source, keys, lambda folder, of: _open_beside(section, folder, of, emit)
     )
     source = beside.source
     if section.type in STAGED:
         needed = [*keys, *(key for pairs in beside.keys.values() for _, key in pairs)]
-        source = StagedSource.stage(source, needed, section.in_memory, tell, setting, meet_in)
+        source = StagedSource.stage(source, needed, section.in_memory, emit, setting, meet_in)
 
     samples = []
-    progress = ProgressReporter("reading", len(keys), tell)
+    progress = ProgressReporter("reading", len(keys), emit)
     looks = prefetched(
         keys,
         lambda key: _look(source, key, section, beside.keys.get(key, ())),
@@ -150,11 +150,11 @@ def open_dataset(
     return OpenDataset(section, source, tuple(samples))
 
 
-def _open_beside(section: DatasetSection, folder: str, setting: str, tell: Tell) -> Source:
+def _open_beside(section: DatasetSection, folder: str, setting: str, emit: Emit) -> Source:
     """A folder of companions is read as the samples are; made samples have theirs in a folder."""
     kind = "local" if section.type == "shapes" else section.type
     opener = cast("Opener", registry.load("source", kind, SOURCES))
-    return opener(section.model_copy(update={"instance_data_dir": folder}), setting, tell)
+    return opener(section.model_copy(update={"instance_data_dir": folder}), setting, emit)
 
 
 def _sample_keys(source: Source, section: DatasetSection, setting: str) -> Sequence[str]:
@@ -214,10 +214,10 @@ def _companion(
     return Companion(role, key, blake3(data).hexdigest(), inverts and role == "mask")
 
 
-def _tell_empty(section: DatasetSection, captions: dict[str, str], tell: Tell) -> None:
+def _report_empty(section: DatasetSection, captions: dict[str, str], emit: Emit) -> None:
     empty = [key for key, caption in captions.items() if not caption]
     if empty:
-        tell(
+        emit(
             Notice(
                 f"data set {section.id!r}: {len(empty)} of {len(captions)} captions are empty "
                 f"({empty[0]} the first); these pictures train without a caption",
@@ -244,13 +244,13 @@ BESIDE = frozenset((".md", ".json", ".yaml", ".yml", ""))
 """Endings of files that lie beside shards and tables and are not samples."""
 
 
-def open_address(section: DatasetSection, setting: str, tell: Tell) -> Source:
+def open_address(section: DatasetSection, setting: str, emit: Emit) -> Source:
     """The source of `local` and `in_memory`: whatever the address turns out to be."""
     kind = kind_of_address(data_dir(section, setting))
-    source = _open(kind, section, setting, tell)
+    source = _open(kind, section, setting, emit)
     if kind == "remote":
         held = _kind_of_files(source.keys())
-        return source if held == "folder" else _open(held, section, setting, tell)
+        return source if held == "folder" else _open(held, section, setting, emit)
     return source
 
 
@@ -274,9 +274,9 @@ def is_shard(address: str) -> bool:
     return _ending(address) in SHARDS
 
 
-def _open(kind: str, section: DatasetSection, setting: str, tell: Tell) -> Source:
+def _open(kind: str, section: DatasetSection, setting: str, emit: Emit) -> Source:
     opener = cast("Callable[..., Source]", registry.load("source", kind, OPENERS))
-    return opener(section, setting, tell)
+    return opener(section, setting, emit)
 
 
 def _kind_of_files(keys: Iterable[str]) -> str:
@@ -318,9 +318,9 @@ class Corruption:
 class CorruptionLog:
     """Keeps every unreadable sample of a run, once each, and tells it by name."""
 
-    def __init__(self, tell: Tell, report: Path | None = None) -> None:
+    def __init__(self, emit: Emit, report: Path | None = None) -> None:
         """`report` is written before a run stops for its broken files, which must be mended."""
-        self._tell = tell
+        self._emit = emit
         self._report = report
         self._entries: dict[tuple[str, str], Corruption] = {}
 
@@ -335,7 +335,7 @@ class CorruptionLog:
             return
         self._entries[dataset, key] = Corruption(dataset, key, reason)
         text = f"data set {dataset!r}: {printable(key)} is left out: {printable(reason)}"
-        self._tell(Notice(text, level="warning"))
+        self._emit(Notice(text, level="warning"))
 
     def check(self, dataset: str, total: int, rate: float) -> None:
         """Stop once more than `rate` of the `total` samples are unreadable."""

@@ -13,7 +13,7 @@ from gracetune.cache.augmentation_epochs import (
     AugmentationEpochs,
     FillingStopped,
     GenerationFolder,
-    demand_mode,
+    check_mode,
     mode_of,
 )
 from gracetune.cache.batch_reader import BatchReader, EntriesGoneError, Live, Recipes
@@ -41,12 +41,12 @@ from gracetune.cache.prefetch import (
 from gracetune.cache.prompt_keys import EMPTY, Names, Texts
 from gracetune.cache.stores import open_stores
 from gracetune.data import buckets
-from gracetune.data.augment import demand_augmentable
+from gracetune.data.augment import check_augmentable
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.images import choose_decoders
 from gracetune.data.loader import BatchOrder, BucketGroup, Draw
 from gracetune.data.prefetch import by_threads
-from gracetune.data.requirements import demand_fit, demand_kind
+from gracetune.data.requirements import check_fit, check_kind
 from gracetune.data.sample import Batch
 from gracetune.durable import write_text
 from gracetune.errors import DataError, RunFailedError
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.models.family import Family
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
     import threading
     from collections.abc import Mapping
 
@@ -113,13 +113,13 @@ def build_pipeline(
     family: Family,
     mover: BatchTransfer,
     folder: Path,
-    tell: Tell,
+    emit: Emit,
     ranks: Ranks = ALONE,
 ) -> DataPipeline:
     """Prepare every data set; all that can be wrong with one is found here, before training."""
     with ExitStack() as stack:
-        stores = stack.enter_context(open_stores(run, folder, tell, mover.host_memory, ranks))
-        feed = _build_feed(run, family, mover, folder, tell, ranks, stores)
+        stores = stack.enter_context(open_stores(run, folder, emit, mover.host_memory, ranks))
+        feed = _build_feed(run, family, mover, folder, emit, ranks, stores)
         stack.pop_all()
     return feed
 
@@ -129,17 +129,17 @@ def _build_feed(
     family: Family,
     mover: BatchTransfer,
     folder: Path,
-    tell: Tell,
+    emit: Emit,
     ranks: Ranks,
     stores: Stores,
 ) -> DataPipeline:
-    ledger = CorruptionLog(tell, folder / "corruption.json")
+    ledger = CorruptionLog(emit, folder / "corruption.json")
     recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
-    tell(Notice(recipes.decoders.why))
+    emit(Notice(recipes.decoders.why))
     tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
     encode = taking_turns(family.encode, family.tile, tiling)
     preparation = Preparation(
-        run, family, stores, recipes, tiling, encode, ledger, folder, ranks, tell
+        run, family, stores, recipes, tiling, encode, ledger, folder, ranks, emit
     )
     prepared = [prepare(preparation, index) for index in range(len(run.datasets))]
     groups = [group for one in prepared for group in one.groups]
@@ -156,11 +156,11 @@ def _build_feed(
     texts = Texts(family, groups, sources, recipes)
     if family.takes_control and any(mode_of(d) != "static" for d in run.datasets):
         text = "texts of edits show each control as the first epoch draws it, in every epoch"
-        tell(Notice(f"{text}; augmentations_cache_mode: static draws both alike", level="warning"))
-    fill = partial(fill_text, stores.text, texts.names, texts.encode, identity["text"], tell)
+        emit(Notice(f"{text}; augmentations_cache_mode: static draws both alike", level="warning"))
+    fill = partial(fill_text, stores.text, texts.names, texts.encode, identity["text"], emit)
     fill(ranks)
     text_keys = [text_key(name, identity["text"]) for name in sorted(texts.names)]
-    if lacks_after_warming(stores.text, text_keys, tell):
+    if lacks_after_warming(stores.text, text_keys, emit):
         fill(ALONE)
     generations = generations_of(preparation, trained, sources)
     server = BatchReader(
@@ -184,13 +184,13 @@ def _build_feed(
             return server.texts_of(names)
 
     name_of = Names(family, recipes)
-    hot = _hot(run, name_of, trained, found, mover, tell)
+    hot = _hot(run, name_of, trained, found, mover, emit)
     batch = run.train.batch_size
     order = BatchOrder(trained, batch, run.seed)
     largest = max(order.draws_by_size().values())
     if largest < batch:
         text = f"train.batch_size is {batch}; no size has more than {largest} samples in an epoch, "
-        tell(Notice(f"{text}so no batch has more", level="warning"))
+        emit(Notice(f"{text}so no batch has more", level="warning"))
     return DataPipeline(
         order=order,
         trained=tuple(sample for group in trained for sample in group.samples),
@@ -235,7 +235,7 @@ def _hot(
     trained: Sequence[BucketGroup],
     texts_of: Callable[[Sequence[str]], Sequence[Entry]],
     mover: BatchTransfer,
-    tell: Tell,
+    emit: Emit,
 ) -> HotTexts:
     """The captions that are used most, as far as the device's budget goes."""
     if not mover.moves:
@@ -252,7 +252,7 @@ def _hot(
     budget = mover.device_nbytes // HOT_SHARE if asked is None else int(asked * GIB)
     hot = keep_hot(row if budget else (), texts_of, mover.device, budget)
     limit = format_bytes(budget)
-    tell(Notice(f"{len(hot)} of {len(row)} texts stay on the device, within {limit}"))
+    emit(Notice(f"{len(hot)} of {len(row)} texts stay on the device, within {limit}"))
     return hot
 
 
@@ -341,7 +341,7 @@ class Preparation:
     ledger: CorruptionLog
     folder: Path
     ranks: Ranks
-    tell: Tell
+    emit: Emit
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,12 +355,12 @@ class Prepared:
 def prepare(prep: Preparation, index: int) -> Prepared:
     """One data set: open, bucket, encode, and leave out what turned out to be unreadable."""
     section = prep.run.datasets[index]
-    demand_kind(section, index, prep.family)
-    demand_augmentable(section, index)
-    demand_mode(section, index)
+    check_kind(section, index, prep.family)
+    check_augmentable(section, index)
+    check_mode(section, index)
     step = section.bucket_step or prep.family.pixel_step
-    demand_fit(section, index, step, prep.family)
-    opened = open_dataset(section, index, prep.tell, prep.ledger, prep.folder / "staged")
+    check_fit(section, index, step, prep.family)
+    opened = open_dataset(section, index, prep.emit, prep.ledger, prep.folder / "staged")
     found = len(opened.samples) + sum(entry.dataset == section.id for entry in prep.ledger.entries)
     plan = buckets.assign(opened.samples, section, step)
     groups = [
@@ -370,19 +370,19 @@ def prepare(prep: Preparation, index: int) -> Prepared:
     if mode_of(section) == "disable_cache":
         prefetch = by_threads(section.in_memory.num_workers, BATCH, section.timeout_s)
         pictures = _pictures(groups, opened.source, prep, 0)
-        unreadable = find_unreadable(pictures, prep.tell, prep.recipes.decoders, prefetch)
+        unreadable = find_unreadable(pictures, prep.emit, prep.recipes.decoders, prefetch)
     else:
         pictures = [
             picture
             for epoch in range(section.variants)
             for picture in _pictures(groups, opened.source, prep, epoch)
         ]
-        unreadable = _encode(prep, index, prep.stores.latents, pictures, prep.encode, prep.tell)
+        unreadable = _encode(prep, index, prep.stores.latents, pictures, prep.encode, prep.emit)
     for sample, reason in unreadable:
         prep.ledger.record(section.id, sample.key, reason)
     prep.ledger.check(section.id, found, section.max_corruption_rate)
     lost = {sample for sample, _ in unreadable}
-    prep.tell(Notice(f"data set {section.id!r}:\n{buckets.report(plan)}"))
+    prep.emit(Notice(f"data set {section.id!r}:\n{buckets.report(plan)}"))
     write_text(prep.folder / f"buckets-{index}.json", json.dumps(buckets.as_json(plan), indent=2))
     kept = only(groups, lambda sample: sample not in lost)
     if not kept:
@@ -409,7 +409,7 @@ def _encode(
     store: Store,
     pictures: Sequence[EncodeItem],
     encode: Callable[[Tensor], Tensor],
-    tell: Tell,
+    emit: Emit,
     what: str = "cache",
 ) -> list[tuple[Sample, str]]:
     """Fill a store, then have its entries in memory; the samples that cannot be read."""
@@ -419,18 +419,18 @@ def _encode(
     decoders, cells = prep.recipes.decoders, cells_of(prep.family)
 
     def latents(some: Sequence[EncodeItem], ranks: Ranks) -> list[tuple[Sample, str]]:
-        return fill_latents(store, some, encode, encoder, tell, decoders, prefetch, ranks)
+        return fill_latents(store, some, encode, encoder, emit, decoders, prefetch, ranks)
 
     def masks(some: Sequence[EncodeItem], ranks: Ranks) -> list[tuple[Sample, str]]:
-        return fill_masks(store, some, cells, tell, decoders, prefetch, ranks)
+        return fill_masks(store, some, cells, emit, decoders, prefetch, ranks)
 
     def latent_keys(some: Sequence[EncodeItem]) -> list[CacheKey]:
         return [latent_key(p.sample, p.size, encoder, p.recipe, p.tiled) for p in some]
 
-    bad = _filled(store, pictures, latents, latent_keys, ranks, tell)
+    bad = _filled(store, pictures, latents, latent_keys, ranks, emit)
     if section.mask_data_dir is not None:
         left = _without(pictures, bad)
-        bad += _filled(store, left, masks, lambda some: mask_keys(some, cells), ranks, tell)
+        bad += _filled(store, left, masks, lambda some: mask_keys(some, cells), ranks, emit)
     return bad
 
 
@@ -440,7 +440,7 @@ def _filled(
     fill: Callable[[Sequence[EncodeItem], Ranks], list[tuple[Sample, str]]],
     keys_of: Callable[[Sequence[EncodeItem]], list[CacheKey]],
     ranks: Ranks,
-    tell: Tell,
+    emit: Emit,
 ) -> list[tuple[Sample, str]]:
     """Make what is missing, and again what turns out to be damaged; the samples left out.
 
@@ -449,7 +449,7 @@ def _filled(
     """
     bad = fill(pictures, ranks)
     left = _without(pictures, bad)
-    if lacks_after_warming(store, keys_of(left), tell):
+    if lacks_after_warming(store, keys_of(left), emit):
         again = fill(left, ALONE)
         bad += again if ranks.world == 1 else []
     return bad
@@ -470,11 +470,11 @@ def cells_of(family: Family) -> CellsOf:
     return cells
 
 
-def lacks_after_warming(store: Store, keys: Sequence[str], tell: Tell) -> bool:
+def lacks_after_warming(store: Store, keys: Sequence[str], emit: Emit) -> bool:
     """Have entries in memory, where the store keeps them there; whether some were damaged."""
     lost = store.warm(keys) if isinstance(store, ArenaStore) else []
     if lost:
-        tell(Notice(f"{len(lost)} entries of the cache were damaged or gone: encoding them again"))
+        emit(Notice(f"{len(lost)} entries of the cache were damaged or gone: encoding them again"))
     return bool(lost)
 
 
@@ -490,16 +490,16 @@ def generations_of(
                 raise FillingStopped
             return prep.encode(pixels)
 
-        def tell(event: Event) -> None:
+        def emit(event: Event) -> None:
             if isinstance(event, StageProgress):
                 event = replace(event, stage=f"encoding generation {number}")
-            prep.tell(event)
+            prep.emit(event)
 
         for index, section in enumerate(prep.run.datasets):
             if mode_of(section) == "refresh_each_epoch":
                 groups = [group for group in trained if group.samples[0].dataset == section.id]
                 pictures = _pictures(groups, sources[section.id], prep, number)
-                bad = _encode(prep, index, store, pictures, encode, tell, f"generation-{number}")
+                bad = _encode(prep, index, store, pictures, encode, emit, f"generation-{number}")
                 if bad:
                     raise RunFailedError(
                         f"data set {section.id!r}: {bad[0][0].key} was readable when the run "
@@ -513,7 +513,7 @@ def generations_of(
         ),
         fill=fill,
         entered=own.entered if prep.stores.in_files else lambda _: None,
-        tell=prep.tell,
+        emit=prep.emit,
     )
 
 

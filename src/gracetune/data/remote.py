@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import DatasetSection, RemoteSection
     from gracetune.data.source import Source
-    from gracetune.events.dispatcher import Tell
+    from gracetune.events.dispatcher import Emit
 
 
 try:
@@ -232,7 +232,7 @@ class _Ranges(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
-    def tell(self) -> int:
+    def emit(self) -> int:
         return self._at
 
     def readinto(self, buffer: WriteableBuffer) -> int:
@@ -315,9 +315,9 @@ class RemoteSource:
         return f"the files below {self._address}"
 
 
-def open_remote(section: DatasetSection, setting: str, tell: Tell) -> Source:
+def open_remote(section: DatasetSection, setting: str, emit: Emit) -> Source:
     """The source of `remote`, and of any address with a scheme that does not say more."""
     address = data_dir(section, setting)
     if "://" in address and is_shard(address):
-        return open_address(section, setting, tell)
+        return open_address(section, setting, emit)
     return RemoteSource(address, section.remote, setting)

@@ -17,14 +17,14 @@ MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
 NOUNS = {"image": "images", "video": "videos", "audio": "sounds"}
 
 
-def demand_data(run: RunFile, family: Family) -> None:
+def check_data(run: RunFile, family: Family) -> None:
     """Every data set of a run, before anything is read."""
     for index, section in enumerate(run.datasets):
-        demand_kind(section, index, family)
-        demand_fit(section, index, section.bucket_step or family.pixel_step, family)
+        check_kind(section, index, family)
+        check_fit(section, index, section.bucket_step or family.pixel_step, family)
 
 
-def demand_kind(section: DatasetSection, index: int, family: Family) -> None:
+def check_kind(section: DatasetSection, index: int, family: Family) -> None:
     """What the family would not use is not read either."""
     if section.dataset_type not in family.kinds:
         raise ConfigError(
@@ -32,7 +32,7 @@ def demand_kind(section: DatasetSection, index: int, family: Family) -> None:
             f"{' and '.join(NOUNS[kind] for kind in family.kinds)} alone. Set dataset_type: "
             f"{family.kinds[0]}, or choose another model.family."
         )
-    _demand_mask(section, index)
+    _check_mask(section, index)
     if not family.takes_control and section.conditioning_data_dir is not None:
         raise ConfigError(
             f"datasets[{index}].conditioning_data_dir is {section.conditioning_data_dir!r}; "
@@ -46,7 +46,7 @@ def demand_kind(section: DatasetSection, index: int, family: Family) -> None:
         )
 
 
-def _demand_mask(section: DatasetSection, index: int) -> None:
+def _check_mask(section: DatasetSection, index: int) -> None:
     """A mask lies over a picture or over every frame of a clip."""
     folder = section.mask_data_dir
     if folder is not None and section.dataset_type == "audio":
@@ -67,10 +67,10 @@ def _demand_mask(section: DatasetSection, index: int) -> None:
             )
 
 
-def demand_fit(section: DatasetSection, index: int, step: int, family: Family) -> None:
+def check_fit(section: DatasetSection, index: int, step: int, family: Family) -> None:
     """Bucket edges that the model can place, or sounds as it hears them."""
     if family.sound is not None:
-        _demand_sound(section, index, family.name, family.sound)
+        _check_sound(section, index, family.name, family.sound)
         return
     if step % family.pixel_step:
         raise ConfigError(
@@ -89,7 +89,7 @@ def demand_fit(section: DatasetSection, index: int, step: int, family: Family) -
         )
 
 
-def _demand_sound(section: DatasetSection, index: int, name: str, sound: Sound) -> None:
+def _check_sound(section: DatasetSection, index: int, name: str, sound: Sound) -> None:
     for key, value, wanted in (
         ("sample_rate", section.sample_rate, sound.sample_rate),
         ("channels", section.channels, sound.channels),

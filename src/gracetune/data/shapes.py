@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gracetune.config.schema import DatasetSection, ShapesSection
-    from gracetune.events.dispatcher import Tell
+    from gracetune.events.dispatcher import Emit
 
 Colour = tuple[int, int, int]
 
@@ -125,7 +125,7 @@ class ShapesSource:
     """The folder of drawn shapes, made when it is not there."""
 
     def __init__(
-        self, path: str | Path, section: ShapesSection, tell: Tell, setting: str = "datasets"
+        self, path: str | Path, section: ShapesSection, emit: Emit, setting: str = "datasets"
     ) -> None:
         if section.concept is not None and section.concept not in CONCEPTS:
             raise ConfigError(
@@ -133,7 +133,7 @@ class ShapesSource:
             )
         root = Path(path).expanduser().resolve()
         try:
-            _make(root, section, tell, f"{setting}.instance_data_dir")
+            _make(root, section, emit, f"{setting}.instance_data_dir")
         except OSError as error:
             raise DataError(
                 f"{setting}.instance_data_dir is {str(path)!r}: the shapes cannot be made there "
@@ -154,9 +154,9 @@ class ShapesSource:
         return f"the made shapes in {self._folder.describe()}"
 
 
-def open_shapes(section: DatasetSection, setting: str, tell: Tell) -> ShapesSource:
+def open_shapes(section: DatasetSection, setting: str, emit: Emit) -> ShapesSource:
     """The source of `shapes`."""
-    return ShapesSource(data_dir(section, setting), section.shapes, tell, setting)
+    return ShapesSource(data_dir(section, setting), section.shapes, emit, setting)
 
 
 def _figures(concept: str | None) -> list[tuple[ShapeSpec, bool]]:
@@ -176,7 +176,7 @@ def _uniforms(what: str) -> tuple[float, float, float]:
     return (parts[0] / 2**53, parts[1] / 2**53, parts[2] / 2**53)
 
 
-def _make(root: Path, section: ShapesSection, tell: Tell, setting: str) -> None:
+def _make(root: Path, section: ShapesSection, emit: Emit, setting: str) -> None:
     """Have the folder hold what is asked: nothing to do, made, or made anew if it is all ours."""
     settings = {"drawing": _DRAWING, **section.model_dump()}
     if root.is_dir() and any(root.iterdir()):
@@ -184,7 +184,7 @@ def _make(root: Path, section: ShapesSection, tell: Tell, setting: str) -> None:
         if made["settings"] == settings:
             return
         _refuse_foreign(root, made["files"], setting)
-        tell(Notice(f"{setting}: the shapes in {root} are made anew, for their settings changed"))
+        emit(Notice(f"{setting}: the shapes in {root} are made anew, for their settings changed"))
     root.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent))
     try:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gracetune.config.schema import DatasetSection, RemoteSection
-    from gracetune.events.dispatcher import Tell
+    from gracetune.events.dispatcher import Emit
 
 
 class Shard(Protocol):
@@ -153,7 +153,7 @@ class _Members(NamedTuple):
 class TarSource:
     """The files in uncompressed tar archives, listed once when it is opened."""
 
-    def __init__(self, shards: Sequence[Shard], tell: Tell, setting: str = "datasets") -> None:
+    def __init__(self, shards: Sequence[Shard], emit: Emit, setting: str = "datasets") -> None:
         """`shards` in the order of their names; `setting` is for messages: `datasets[0]`."""
         name = f"{setting}.instance_data_dir"
         self._shards = tuple(shards)
@@ -168,7 +168,7 @@ class TarSource:
         if not found:
             raise DataError(f"{name}: there are no files in {self.describe()}. Name other shards.")
         if left_out:
-            tell(
+            emit(
                 Notice(
                     f"{self.describe()}: {left_out} members are links, sparse or hidden files and "
                     "are left out",
@@ -208,10 +208,10 @@ class TarSource:
         return number, offset, nbytes
 
 
-def open_tar(section: DatasetSection, setting: str, tell: Tell) -> TarSource:
+def open_tar(section: DatasetSection, setting: str, emit: Emit) -> TarSource:
     """The source of `tar`: one archive, a folder of them, or a pattern such as `data/*.tar`."""
     address = data_dir(section, setting)
-    return TarSource(find_shards(address, ".tar", section.remote, setting), tell, setting)
+    return TarSource(find_shards(address, ".tar", section.remote, setting), emit, setting)
 
 
 def _list(shard: Shard, setting: str) -> _Members:

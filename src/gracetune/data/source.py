@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from gracetune.config.schema import DatasetSection
-    from gracetune.events.dispatcher import Tell
+    from gracetune.events.dispatcher import Emit
 
 
 _PIECE_NBYTES = 1024**2
@@ -83,7 +83,7 @@ def read_place(place: FileRange) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         has = os.fstat(descriptor).st_size
-        demand_whole(place, has)
+        check_whole(place, has)
         likely = has if nbytes is None else nbytes
         parts = [os.pread(descriptor, likely + (nbytes is None), offset)]
         done = len(parts[0])
@@ -96,7 +96,7 @@ def read_place(place: FileRange) -> bytes:
     return b"".join(parts) if len(parts) > 1 else parts[0]
 
 
-def demand_whole(place: FileRange, has: int) -> None:
+def check_whole(place: FileRange, has: int) -> None:
     """OSError where a file of `has` bytes ends before the place does."""
     missing = place.offset + (place.nbytes or 0) - has
     if missing > 0:
@@ -203,7 +203,7 @@ class FolderSource:
         return self._prefix + key
 
 
-def open_folder(section: DatasetSection, setting: str, tell: Tell) -> FolderSource:  # noqa: ARG001
+def open_folder(section: DatasetSection, setting: str, emit: Emit) -> FolderSource:  # noqa: ARG001
     """The source of `local` and `in_memory`."""
     return FolderSource(data_dir(section, setting), setting)
 

@@ -22,7 +22,7 @@ from blake3 import blake3
 from gracetune.data.codecs import CODECS, Packing, choose_packing, pack
 from gracetune.data.gather import ODD, MissingGather, find_gather
 from gracetune.data.prefetch import chunks, default_workers, ordered_map
-from gracetune.data.source import EstimatingSource, FileSource, StampedSource, demand_whole
+from gracetune.data.source import EstimatingSource, FileSource, StampedSource, check_whole
 from gracetune.data.staging_index import PLAIN, Columns, StagedFile, StagingIndex, write_index
 from gracetune.errors import DataError
 from gracetune.events.dispatcher import ProgressReporter
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import InMemorySection
     from gracetune.data.gather import Gather
     from gracetune.data.source import FileRange, Source
-    from gracetune.events.dispatcher import Tell
+    from gracetune.events.dispatcher import Emit
     from gracetune.memory.shared_arena import Hand, Ticket
 
 
@@ -157,7 +157,7 @@ class StagedSource:
         source: Source,
         keys: Sequence[str],
         section: InMemorySection,
-        tell: Tell,
+        emit: Emit,
         setting: str = "datasets",
         meet_in: Path | None = None,
         room: Callable[[], int] = host_room,
@@ -174,12 +174,12 @@ class StagedSource:
 
         def make() -> Arena:
             if isinstance(gather, MissingGather):
-                tell(
+                emit(
                     Notice(
                         f"files are staged one by one, by Python: {gather.reason}", fallback=True
                     )
                 )
-            return fill_arena(source, keys, sizes, section, tell, setting, room, gather)
+            return fill_arena(source, keys, sizes, section, emit, setting, room, gather)
 
         if meet_in is None:
             return cls(make())
@@ -188,10 +188,10 @@ class StagedSource:
             meet_in,
             _identity(source, keys, sizes, section),
             make,
-            lambda: tell(Notice(f"waiting for another process that is staging {what}")),
+            lambda: emit(Notice(f"waiting for another process that is staging {what}")),
         )
         if shared.refused is not None:
-            tell(
+            emit(
                 Notice(
                     f"another process has {what} in memory, but it cannot be mapped "
                     f"({shared.refused}); this one holds a copy of its own. Run both as one user",
@@ -201,7 +201,7 @@ class StagedSource:
             )
         staged = cls(shared.arena)
         if not shared.is_ours:
-            tell(Notice(f"sharing {what} with process {shared.made_by}, which staged it"))
+            emit(Notice(f"sharing {what} with process {shared.made_by}, which staged it"))
         return staged
 
     @classmethod
@@ -338,7 +338,7 @@ def fill_arena(
     keys: Sequence[str],
     sizes: Sequence[int],
     section: InMemorySection,
-    tell: Tell,
+    emit: Emit,
     setting: str,
     room: Callable[[], int],
     gather: Gather | MissingGather,
@@ -352,7 +352,7 @@ def fill_arena(
     writer = ArenaWriter()
     columns = Columns.empty(len(keys))
     unreadable: dict[str, str] = {}
-    progress = ProgressReporter("staging", len(keys), tell, total_nbytes=sum(sizes))
+    progress = ProgressReporter("staging", len(keys), emit, total_nbytes=sum(sizes))
     filler = _Filler(source, keys, sizes, packing, writer, budget, gather)
     raw = 0
     try:
@@ -367,7 +367,7 @@ def fill_arena(
     except ArenaFullError as error:
         raise budget.no_room(error) from error
     stored = int(columns.stored_nbytes.sum())
-    tell(Notice(_summary(source, columns, packing, raw, stored)))
+    emit(Notice(_summary(source, columns, packing, raw, stored)))
     return writer.seal()
 
 
@@ -513,7 +513,7 @@ class _Filler:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if nbytes is not None:
-                demand_whole(place, os.fstat(descriptor).st_size)
+                check_whole(place, os.fstat(descriptor).st_size)
             self._budget.take(size, size)
             # One byte more than it had: a file that has not changed comes by one call, unasked.
             at, done = hand.copy_from(descriptor, offset, size + (nbytes is None), likely=size)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.shards import Shard
-    from gracetune.events.dispatcher import Tell
+    from gracetune.events.dispatcher import Emit
 
 
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "picture", "video", "mp4", "audio")
@@ -104,7 +104,7 @@ class TableSource:
         schema = parts[0].schema
         self._image = image_column(schema, image, f"{setting}.columns.image", origin)
         self._caption = caption_column(schema, caption, f"{setting}.columns.caption", origin)
-        _demand_distinct(parts, origin, f"{setting}.instance_data_dir")
+        _check_distinct(parts, origin, f"{setting}.instance_data_dir")
         self._places: dict[str, _RowLocation] = {}
         for number, part in enumerate(parts):
             self._list(number, part)
@@ -197,7 +197,7 @@ class _Last(threading.local):
     column: pa.ChunkedArray = None
 
 
-def _demand_distinct(parts: Sequence[TableFile], origin: str, setting: str) -> None:
+def _check_distinct(parts: Sequence[TableFile], origin: str, setting: str) -> None:
     """Keys begin with the names of parts: with one name twice, rows would take others' places."""
     seen: set[str] = set()
     for part in parts:
@@ -319,7 +319,7 @@ class RowGroup:
         return flatten(column, inner) if inner else column
 
 
-def open_parquet(section: DatasetSection, setting: str, tell: Tell) -> TableSource:  # noqa: ARG001
+def open_parquet(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  # noqa: ARG001
     """The source of `parquet`: one file, a folder of them, or a pattern."""
     address = data_dir(section, setting)
     shards = find_shards(address, ".parquet", section.remote, setting)
@@ -390,7 +390,7 @@ class RecordBatchGroup:
         return flatten(column, inner) if inner else column
 
 
-def open_hf(section: DatasetSection, setting: str, tell: Tell) -> TableSource:  # noqa: ARG001
+def open_hf(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  # noqa: ARG001
     """The source of `hf`: what `save_to_disk` wrote, with or without splits."""
     address = data_dir(section, setting)
     root = Path(os.path.expanduser(address))

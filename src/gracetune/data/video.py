@@ -65,7 +65,7 @@ class _Timed(NamedTuple):
     frame: VideoFrame
 
 
-def demand_packages() -> None:
+def require_packages() -> None:
     """Say now which extra is missing, not at the first file."""
     load_av("video")
 

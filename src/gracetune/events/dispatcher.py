@@ -30,7 +30,7 @@ class EventDispatcher:
         self._fallbacks: dict[str, None] = {}
         self._closed = False
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Give the event to all sinks, in the order they were named."""
         with self._lock:
             assert not self._closed, f"told after the end of the run: {event}"
@@ -73,7 +73,7 @@ class EventDispatcher:
 # How a long pass over files tells where it is, without drowning whoever listens.
 
 
-Tell = Callable[[Event], None]
+Emit = Callable[[Event], None]
 """Where events go; called from one thread."""
 
 INTERVAL_S = 0.1
@@ -86,14 +86,14 @@ class ProgressReporter:
         self,
         stage: str,
         total: int,
-        tell: Tell,
+        emit: Emit,
         clock: Callable[[], float] = time.monotonic,
         total_nbytes: int | None = None,
     ) -> None:
         """With `total_nbytes`, an estimate, the pace in bytes is told too."""
         self._stage = stage
         self._total = total
-        self._tell = tell
+        self._emit = emit
         self._clock = clock
         self._total_nbytes = total_nbytes
         self._done = 0
@@ -107,7 +107,7 @@ class ProgressReporter:
         now = self._clock()
         if self._done == self._total or now - self._told_at >= INTERVAL_S:
             self._told_at = now
-            self._tell(self._event(now))
+            self._emit(self._event(now))
 
     def _event(self, now: float) -> StageProgress:
         if self._total_nbytes is None:

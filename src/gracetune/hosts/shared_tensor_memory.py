@@ -33,7 +33,7 @@ from gracetune.memory.shared_arena import who_can_meet
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gracetune.events.dispatcher import Tell
+    from gracetune.events.dispatcher import Emit
     from gracetune.hosts.tensor_memory import FilePath, Identity
 
     Layout = dict[str, object]
@@ -63,13 +63,13 @@ class NodeMemory:
     """
 
     def __init__(
-        self, budget_nbytes: int, folder: Path, tell: Tell, proc: Path = Path("/proc")
+        self, budget_nbytes: int, folder: Path, emit: Emit, proc: Path = Path("/proc")
     ) -> None:
         self.budget_nbytes = budget_nbytes
         self.hits = 0
         self.misses = 0
         self.nbytes = 0
-        self._tell = tell
+        self._emit = emit
         self._told: set[str] = set()
         self._proc = proc
         self._place = folder / f"tensors-{who_can_meet(proc)}"
@@ -143,7 +143,7 @@ class NodeMemory:
         try:
             layout, parts, nbytes = lay_out(value)
         except NoLayoutError as error:
-            self._tell_once(f"cache files with {error} in them are not kept: ranks cannot share it")
+            self._emit_once(f"cache files with {error} in them are not kept: ranks cannot share it")
             return value
         size = -(-nbytes // _PAGE) * _PAGE
         if size > self.budget_nbytes:
@@ -159,7 +159,7 @@ class NodeMemory:
                 entry = SharedEntry(path, file, segment.number, segment.end, nbytes, layout)
                 self._log.add(entry)
             except OSError as error:
-                self._tell_once(f"the machine has no memory for more cache files ({error})")
+                self._emit_once(f"the machine has no memory for more cache files ({error})")
                 return value
             segment.end += size
             segment.paths.append(path)
@@ -214,7 +214,7 @@ class NodeMemory:
         try:
             descriptor = opened.open(self._proc)
         except PermissionError as error:
-            self._tell_once(f"another rank's memory cannot be mapped ({error}): each has its own")
+            self._emit_once(f"another rank's memory cannot be mapped ({error}): each has its own")
             return None
         except OSError:
             return None  # its holder has ended
@@ -255,10 +255,10 @@ class NodeMemory:
             if not (self._proc / pid).exists():
                 log.unlink(missing_ok=True)
 
-    def _tell_once(self, text: str) -> None:
+    def _emit_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
-            self._tell(Notice(text, level="warning", fallback=True))
+            self._emit(Notice(text, level="warning", fallback=True))
 
 
 def _write(fd: int, data: memoryview, offset: int) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.config.schema import InMemorySection
-    from gracetune.events.dispatcher import Tell
+    from gracetune.events.dispatcher import Emit
     from gracetune.hosts.tensor_memory import FilePath, Memory
 
 
@@ -63,7 +63,7 @@ class StagedFiles:
         return text[len(self._prefix) :].replace(os.sep, "/")
 
 
-def stage(chosen: StagedSet, tell: Tell, meet_in: Path | None) -> StagedFiles:
+def stage(chosen: StagedSet, emit: Emit, meet_in: Path | None) -> StagedFiles:
     """Read a data set once; processes that meet in a folder share one copy."""
     setting = f"data set {chosen.id!r}"
     source = FolderSource(os.path.abspath(chosen.folder), setting)
@@ -75,7 +75,7 @@ def stage(chosen: StagedSet, tell: Tell, meet_in: Path | None) -> StagedFiles:
             f"{', '.join(sorted(wanted))}. Name another folder, or in_memory.file_extensions."
         )
     return StagedFiles(
-        chosen.folder, StagedSource.stage(source, keys, chosen.section, tell, setting, meet_in)
+        chosen.folder, StagedSource.stage(source, keys, chosen.section, emit, setting, meet_in)
     )
 
 

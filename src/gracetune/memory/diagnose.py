@@ -369,14 +369,14 @@ class DriverRefusedError(Exception):
 @contextmanager
 def _managed(driver: Driver, nbytes: int) -> Iterator[int]:
     code, pointer = driver.allocate_managed(nbytes)
-    _demand(code, f"allocating {format_bytes(nbytes)} of managed memory")
+    _check(code, f"allocating {format_bytes(nbytes)} of managed memory")
     try:
         yield pointer
     finally:
         driver.free(pointer)
 
 
-def _demand(code: int, doing: str) -> None:
+def _check(code: int, doing: str) -> None:
     if code != 0:
         raise DriverRefusedError(f"{doing} failed with code {code}")
 
@@ -416,13 +416,11 @@ def check_faults(bench: Bench, nbytes: int) -> Finding:
             faulting_s = bench.seconds(lambda: bench.touch(pointer, nbytes, device))
             bench.touch(pointer, nbytes, HOST)
             prefetch_s = bench.seconds(
-                lambda: _demand(
-                    driver.prefetch(pointer, nbytes, device, bench.stream), "a prefetch"
-                )
+                lambda: _check(driver.prefetch(pointer, nbytes, device, bench.stream), "a prefetch")
             )
             touched_s = bench.seconds(lambda: bench.touch(pointer, nbytes, device))
             back_s = bench.seconds(
-                lambda: _demand(driver.prefetch(pointer, nbytes, HOST, bench.stream), "a prefetch")
+                lambda: _check(driver.prefetch(pointer, nbytes, HOST, bench.stream), "a prefetch")
             )
     except DriverRefusedError as error:
         return fail(name, str(error), "Managed memory does not work: check the driver's log.")
@@ -454,9 +452,9 @@ def check_hints(bench: Bench, nbytes: int) -> Finding:
     try:
         with _managed(driver, nbytes) as pointer:
             kind = driver.pointer_kind(pointer)
-            _demand(driver.advise(pointer, nbytes, Advice.SET_PREFERRED_LOCATION, HOST), "advice")
-            _demand(driver.advise(pointer, nbytes, Advice.SET_ACCESSED_BY, device), "advice")
-            _demand(driver.prefetch(pointer, nbytes, device, bench.stream), "a prefetch")
+            _check(driver.advise(pointer, nbytes, Advice.SET_PREFERRED_LOCATION, HOST), "advice")
+            _check(driver.advise(pointer, nbytes, Advice.SET_ACCESSED_BY, device), "advice")
+            _check(driver.prefetch(pointer, nbytes, device, bench.stream), "a prefetch")
             bench.synchronize()
             state = driver.range_state(pointer, nbytes)
     except DriverRefusedError as error:
@@ -542,7 +540,7 @@ def _sweep(bench: Bench, pointer: int, nbytes: int) -> None:
     device = bench.platform.device
     for offset in range(0, nbytes, PIECE):
         code = bench.driver.prefetch(pointer + offset, PIECE, device, bench.stream)
-        _demand(code, f"the prefetch at {format_bytes(offset)}")
+        _check(code, f"the prefetch at {format_bytes(offset)}")
         bench.touch(pointer + offset, PIECE, device)
 
 

@@ -132,7 +132,7 @@ class Hints:
         *,
         enabled: bool = True,
         current_stream: Callable[[int], int] = legacy_stream,
-        tell: Callable[[Notice], None] = say_nothing,
+        emit: Callable[[Notice], None] = say_nothing,
     ) -> None:
         """`driver` is none exactly where there is no GPU; `tell` hears each refusal once."""
         assert (driver is None) == (platform.link is Link.NONE), platform.link
@@ -141,7 +141,7 @@ class Hints:
         self._driver = driver
         self._refusal = _refusal(platform)
         self._current_stream = current_stream
-        self._tell = tell
+        self._emit = emit
         self._lock = threading.Lock()
         self._counts = HintCounts()
         self._applied: dict[tuple[str, int], Hint] = {}  # equal hints are one object: made once
@@ -303,7 +303,7 @@ class Hints:
                 return
             self._told.add((hint.verb, reason))
         text = f"{hint.verb} is {hint.verdict}: {reason}"
-        self._tell(Notice(text, level="warning", fallback=True))
+        self._emit(Notice(text, level="warning", fallback=True))
 
 
 def _refusal(platform: Platform) -> str:

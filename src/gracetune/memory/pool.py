@@ -147,7 +147,7 @@ def open_pool(
     shim: Shim | MissingShim,
     settings: PoolSettings,
     torch_pools: TorchPools,
-    tell: Callable[[Notice], None],
+    emit: Callable[[Notice], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> UnifiedPool | Unsupported:
     """A managed pool on the platform's device, or why it cannot have one."""
@@ -168,7 +168,7 @@ def open_pool(
         return Unsupported(str(error))
     with ExitStack() as undo:  # torch may refuse; the slot must not stay taken
         undo.callback(shim.close, slot)
-        pool = UnifiedPool(shim, slot, platform.device, settings, torch_pools, tell, clock)
+        pool = UnifiedPool(shim, slot, platform.device, settings, torch_pools, emit, clock)
         undo.pop_all()
     return pool
 
@@ -183,7 +183,7 @@ class UnifiedPool:
         device: int,
         settings: PoolSettings,
         torch_pools: TorchPools,
-        tell: Callable[[Notice], None],
+        emit: Callable[[Notice], None],
         clock: Callable[[], float],
     ) -> None:
         self.device = device
@@ -191,7 +191,7 @@ class UnifiedPool:
         self._shim = shim
         self._slot: int | None = slot
         self._torch = torch_pools
-        self._tell = tell
+        self._emit = emit
         self._clock = clock
         self._told_long = False
         self._lock = threading.RLock()  # a finaliser may ask for counters while we close
@@ -258,7 +258,7 @@ class UnifiedPool:
         if seconds <= LONGEST_OPEN_S or self._told_long:
             return
         self._told_long = True
-        self._tell(
+        self._emit(
             Notice(
                 f"a managed pool stayed open for {format_seconds(seconds)}: meanwhile torch frees "
                 "less and gives up on memory sooner. Open it around allocations, not a loop.",

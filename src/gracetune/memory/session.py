@@ -67,12 +67,12 @@ class MemorySession:
         self,
         open_machine: Callable[[], Machine],
         read_settings: Callable[[], MemorySettings],
-        tell: Callable[[Notice], None],
+        emit: Callable[[Notice], None],
     ) -> None:
         self.override: bool | None = None
         self._open_machine = open_machine
         self._read_settings = read_settings
-        self._tell = tell
+        self._emit = emit
         self._pool: UnifiedPool | Unsupported | None = None
         self.trimmers: list[Callable[[], int]] = [self._collect_garbage]
 
@@ -112,7 +112,7 @@ class MemorySession:
             self.machine.driver,
             self.machine.platform,
             current_stream=torch_stream if torch.cuda.is_available() else legacy_stream,
-            tell=self._tell,
+            emit=self._emit,
         )
 
     @cached_property
@@ -143,7 +143,7 @@ class MemorySession:
         """The stage machine; what owners of refillable memory add to `trimmers` is trimmed too."""
         device = self.machine.platform.device
         light = light_reclamation(self.trimmers)
-        return Stages(self.policy, light, hard_reclamation(device), self._tell)
+        return Stages(self.policy, light, hard_reclamation(device), self._emit)
 
     @cached_property
     def faults(self) -> FaultCounter | str:
@@ -164,7 +164,7 @@ class MemorySession:
                 return self._pool
             pattern = AccessPattern(self.settings.access_pattern or AccessPattern.GPU_FIRST.value)
             self._pool = open_pool(
-                platform, find_shim(), PoolSettings(self.cap, pattern), CudaPools(), self._tell
+                platform, find_shim(), PoolSettings(self.cap, pattern), CudaPools(), self._emit
             )
         return self._pool
 

@@ -182,7 +182,7 @@ class Stages:
         policy: StagePolicy,
         light: Callable[[], int],
         hard: Callable[[], int],
-        tell: Callable[[Notice], None],
+        emit: Callable[[Notice], None],
     ) -> None:
         """`light` and `hard` reclaim and return the bytes they freed."""
         self.policy = policy
@@ -190,7 +190,7 @@ class Stages:
         self.reclaimed_bytes = 0
         self._light = light
         self._hard = hard
-        self._tell = tell
+        self._emit = emit
 
     def look(self, reading: Reading) -> Stage:
         """Take one reading and reclaim nothing: for who only wants to know."""
@@ -211,7 +211,7 @@ class Stages:
 
     def _enter(self, state: StageState, reading: Reading) -> Stage:
         if state.stage is not self.state.stage:
-            self._tell(Notice(_describe(state.stage, reading)))
+            self._emit(Notice(_describe(state.stage, reading)))
         self.state = state
         return state.stage
 

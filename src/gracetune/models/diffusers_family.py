@@ -123,7 +123,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def demand_class(folder: Path, index: Mapping[str, Any], known: Sequence[str], family: str) -> None:
+def check_class(folder: Path, index: Mapping[str, Any], known: Sequence[str], family: str) -> None:
     """Another model's folder is refused before gigabytes of it are read."""
     if index.get("_class_name") not in known:
         raise ModelError(

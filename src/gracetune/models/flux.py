@@ -16,7 +16,7 @@ from gracetune.models.attention_processors import with_dense_gradients
 from gracetune.models.diffusers_family import (
     EDGE,
     FolderFamily,
-    demand_class,
+    check_class,
     digest_of_folder,
     locate,
     packed,
@@ -66,7 +66,7 @@ def load(section: ModelSection) -> Flux:
 
     folder = locate(section)
     index = read_index(folder)
-    demand_class(folder, index, ("FluxPipeline",), "flux")
+    check_class(folder, index, ("FluxPipeline",), "flux")
 
     def encoder(name: str, cls: Any) -> nn.Module:
         read: nn.Module = read_part(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PACKAGES = {"fp8": "torchao", "int8": "torchao", "nf4": "bitsandbytes"}
 
 
-def demand_quantizable(kind: Kind, adapter: AdapterSection | None) -> None:
+def check_quantizable(kind: Kind, adapter: AdapterSection | None) -> None:
     """Only what is frozen can be kept so, and DoRA needs the weights themselves."""
     if adapter is None:
         raise ConfigError(

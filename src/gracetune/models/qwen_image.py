@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gracetune.models.diffusers_family import (
     EDGE,
     FolderFamily,
-    demand_class,
+    check_class,
     digest_of_folder,
     locate,
     mask_of,
@@ -69,7 +69,7 @@ def load(section: ModelSection) -> QwenImage:
 
     folder = locate(section)
     index = read_index(folder)
-    demand_class(folder, index, PIPELINES, "qwen_image")
+    check_class(folder, index, PIPELINES, "qwen_image")
     edits = index["_class_name"] == "QwenImageEditPipeline"
     looker = None
     if edits:

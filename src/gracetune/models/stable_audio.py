@@ -19,7 +19,7 @@ from torch.nn import functional
 from gracetune.errors import ConfigError
 from gracetune.models.diffusers_family import (
     FolderFamily,
-    demand_class,
+    check_class,
     digest_of_folder,
     locate,
     mask_of,
@@ -59,7 +59,7 @@ def load(section: ModelSection) -> StableAudio:
     from transformers import AutoTokenizer, T5EncoderModel
 
     folder = locate(section)
-    demand_class(folder, read_index(folder), ("StableAudioPipeline",), "stable_audio")
+    check_class(folder, read_index(folder), ("StableAudioPipeline",), "stable_audio")
     vae = read_part(
         folder,
         "vae",

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import (
     FolderFamily,
+    check_class,
     cleaned,
     copy_rest,
-    demand_class,
     digest_of_folder,
     digest_of_weights,
     locate,
@@ -61,7 +61,7 @@ def load(section: ModelSection) -> Wan22:
     """Read every part of the folder `model.path`."""
     folder = locate(section)
     index = read_index(folder)
-    demand_class(folder, index, PIPELINES, "wan22")
+    check_class(folder, index, PIPELINES, "wan22")
     high = read_transformer(
         WanTransformer3DModel, section, folder, "transformer", section.transformer_file
     )

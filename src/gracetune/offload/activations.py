@@ -98,7 +98,7 @@ def offload_activations(
     blocks: Sequence[nn.Module],
     mover: CopyEngine,
     ring: Ring | None,
-    tell: Callable[[Notice], None],
+    emit: Callable[[Notice], None],
     min_nbytes: int = MIB,
     inputs_of: Sequence[nn.Module] = (),
     others: Sequence[nn.Module] = (),
@@ -131,7 +131,7 @@ def offload_activations(
             f"min_nbytes is {min_nbytes} and ahead is {settings.ahead}; both must be at least 1. "
             f"{MIB} and 1 are good for most."
         )
-    return Offload(blocks, mover, ring, tell, min_nbytes, inputs_of, others, settings)
+    return Offload(blocks, mover, ring, emit, min_nbytes, inputs_of, others, settings)
 
 
 class Offload:
@@ -142,14 +142,14 @@ class Offload:
         blocks: Sequence[nn.Module],
         mover: CopyEngine,
         ring: Ring | None,
-        tell: Callable[[Notice], None],
+        emit: Callable[[Notice], None],
         min_nbytes: int,
         inputs_of: Sequence[nn.Module],
         others: Sequence[nn.Module],
         settings: OffloadSettings,
     ) -> None:
         self._ring = ring
-        self._tell = tell
+        self._emit = emit
         self._min_nbytes = min_nbytes
         self._whole = frozenset(blocks)
         self._inputs_of = frozenset(inputs_of)
@@ -283,7 +283,7 @@ class Offload:
         self._shared_inputs.begin()
         change = self._distance.observe(self._packer.block_nbytes)
         if change:
-            self._tell(Notice(f"blocks whose activations are brought back ahead: {change}."))
+            self._emit(Notice(f"blocks whose activations are brought back ahead: {change}."))
 
     def _unpack(self, packed: Tensor | Reference | SavedTensor) -> Tensor:
         if isinstance(packed, Tensor):
@@ -322,7 +322,7 @@ class Offload:
             grew = "" if self._told_nbytes == 0 else f" (before: {format_bytes(self._told_nbytes)})"
             self._told_nbytes = self._pool.nbytes
             size = format_bytes(self._pool.nbytes)
-            self._tell(Notice(f"offloaded activations take {size} of host memory{grew}."))
+            self._emit(Notice(f"offloaded activations take {size} of host memory{grew}."))
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

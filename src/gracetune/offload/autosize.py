@@ -49,12 +49,12 @@ class RingAutosizer:
         mover: CopyEngine,
         most_slots: int,
         limit_nbytes: int,
-        tell: Callable[[Notice], None],
+        emit: Callable[[Notice], None],
     ) -> None:
         self._slots = slots
         self._least = slots.count
         self._most = min(most_slots, slots.count + limit_nbytes // slots.nbytes)
-        self._tell = tell
+        self._emit = emit
         self._laps = PassWindow(partial(mover.lap, CopyStream.WEIGHTS), WINDOW)
         self._before: Tried | None = None
         """The number before slots were last added; none: none were, or nothing waits any more."""
@@ -97,7 +97,7 @@ class RingAutosizer:
             return
         self._before = before
         why = f"steps waited {share:.1%} of their time for weights"
-        self._tell(Notice(f"slots of the ring: {self._slots.count} of {size}; {why}"))
+        self._emit(Notice(f"slots of the ring: {self._slots.count} of {size}; {why}"))
 
     def _missing(self, waited_s: float) -> int:
         """As many as would end the waiting if each were worth what the last ones were."""
@@ -110,7 +110,7 @@ class RingAutosizer:
         self._settled = True
         self._before = None
         self._slots.resize(count)
-        self._tell(Notice(f"slots of the ring: {count}; {why}"))
+        self._emit(Notice(f"slots of the ring: {count}; {why}"))
 
 
 # ------------------------------------------------------------------------------------------

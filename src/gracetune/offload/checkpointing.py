@@ -76,14 +76,14 @@ class Compiler:
 
     def __init__(
         self,
-        tell: Callable[[Notice], None],
+        emit: Callable[[Notice], None],
         backend: str = "inductor",
         max_graphs: int = DEFAULT_GRAPHS,
     ) -> None:
         self.graphs = 0
         self.seconds = 0.0
         """What compiling has taken so far."""
-        self._tell = tell
+        self._emit = emit
         self._backend = backend
         self._gave_up = False
         self._began = 0.0
@@ -130,7 +130,7 @@ class Compiler:
             f"{_said(str(why))}. Compilations so far: {self.graphs}. "
             "Fewer buckets need fewer of them; plan.compile: never says that none is wanted."
         )
-        self._tell(Notice(text, level="warning", fallback=True))
+        self._emit(Notice(text, level="warning", fallback=True))
 
     def _starts(self, *_: object) -> None:
         self._began = time.perf_counter()
@@ -141,7 +141,7 @@ class Compiler:
         for why in set(counters["graph_break"]) - self._breaks:
             self._breaks.add(why)
             text = f"blocks are compiled in parts, which costs speed: {_said(why)}."
-            self._tell(Notice(text, level="warning", fallback=True))
+            self._emit(Notice(text, level="warning", fallback=True))
 
 
 def _said(why: str) -> str:

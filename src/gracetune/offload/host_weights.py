@@ -98,7 +98,9 @@ def seen(parameter: Tensor) -> tuple[int, int]:
     return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
-def load_resident_weights(model: nn.Module, regions: Iterable[Region], device: torch.device) -> None:
+def load_resident_weights(
+    model: nn.Module, regions: Iterable[Region], device: torch.device
+) -> None:
     """What is not streamed must be on the device: adapters, buffers, the rest of the model."""
     streamed = {place.parameter for region in regions for place in region.places}
     for parameter in model.parameters():

@@ -31,7 +31,7 @@ from torch.utils import dlpack
 from gracetune.events.types import Notice
 from gracetune.offload.autosize import RingAutosizer
 from gracetune.offload.copies import StreamError
-from gracetune.offload.host_weights import load_resident_weights, fill, lay_out, put_back, seen
+from gracetune.offload.host_weights import fill, lay_out, load_resident_weights, put_back, seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,7 +83,7 @@ def stream_weights(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     mover: CopyEngine,
-    tell: Callable[[Notice], None],
+    emit: Callable[[Notice], None],
     slots: int = DEFAULT_SLOTS,
     poison: bool = False,
     parts: Sequence[nn.Module] | None = None,
@@ -100,7 +100,7 @@ def stream_weights(
             f"comes next, so at least {LEAST_SLOTS} are needed. Ask for {DEFAULT_SLOTS}."
         )
     schedule = FetchSchedule(len(blocks), (0,) if parts is None else _starts(parts, blocks))
-    return Ring(model, parts or [model], blocks, mover, tell, schedule, slots, poison)
+    return Ring(model, parts or [model], blocks, mover, emit, schedule, slots, poison)
 
 
 def _starts(parts: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[int]:
@@ -128,14 +128,14 @@ class Ring:
         parts: Sequence[nn.Module],
         blocks: Sequence[nn.Module],
         mover: CopyEngine,
-        tell: Callable[[Notice], None],
+        emit: Callable[[Notice], None],
         schedule: FetchSchedule,
         slots: int,
         poison: bool,
     ) -> None:
         self._regions = lay_out(model, blocks)
         self._mover = mover
-        self._tell = tell
+        self._emit = emit
         self._poison = poison
         self._host = fill(self._regions, mover.host_memory)
         self._seen = {
@@ -189,7 +189,7 @@ class Ring:
     def grow_within(self, nbytes: int) -> None:
         """Add slots while steps wait for weights, in so much more device memory."""
         useful = sum(bool(region.places) for region in self._regions)
-        self._growth = RingAutosizer(self._slots, self._mover, useful, nbytes, self._tell)
+        self._growth = RingAutosizer(self._slots, self._mover, useful, nbytes, self._emit)
 
     def give_back(self) -> bool:
         """Go on with the slots that were asked for; false where none was added to them."""
@@ -397,7 +397,7 @@ class Ring:
         return self._slots.grow()
 
     def _warn(self, text: str) -> None:
-        self._tell(Notice(text, level="warning", fallback=True))
+        self._emit(Notice(text, level="warning", fallback=True))
 
 
 # ------------------------------------------------------------------------------------------

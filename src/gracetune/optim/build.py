@@ -166,7 +166,7 @@ def muon(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
 def prodigy(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
     """Adam that estimates how far it has to go (Mishchenko and Defazio 2023); `lr` is a factor."""
     package = _package("prodigyopt", "prodigy", "prodigyopt")
-    _demand_one_group(groups, "prodigy", "finds one scale for all parameters")
+    _check_one_group(groups, "prodigy", "finds one scale for all parameters")
     with redirect_stdout(StringIO()):  # it prints that weight decay is decoupled
         return _made(package.Prodigy(groups, **_adam(section), safeguard_warmup=True))
 
@@ -174,7 +174,7 @@ def prodigy(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
 def schedule_free(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
     """AdamW whose average needs no schedule (Defazio et al. 2024)."""
     package = _package("schedulefree", "schedule_free", "schedulefree")
-    _demand_one_group(groups, "schedule_free", "counts the steps of all parameters together")
+    _check_one_group(groups, "schedule_free", "counts the steps of all parameters together")
     if section.schedule != "constant":
         raise ConfigError(
             f"optimizer.schedule is {section.schedule!r}, but schedule_free averages instead of "
@@ -185,7 +185,7 @@ def schedule_free(groups: Groups, section: OptimizerSection, _: int) -> Optimize
     return _made(optimizer)
 
 
-def _demand_one_group(groups: Groups, name: str, why: str) -> None:
+def _check_one_group(groups: Groups, name: str, why: str) -> None:
     if len(groups) > 1:
         raise ConfigError(
             f"optimizer.name is {name}, which {why}, but two experts are trained in turns. Train "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gracetune.offload.ring import Ring
     from gracetune.plan.result import BlockPlan
 
-    Tell = Callable[[Notice], None]
+    Emit = Callable[[Notice], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def place(
     transformers: Mapping[nn.Module, Sequence[nn.Module]],
     layout: Layout,
     mover: CopyEngine,
-    tell: Tell,
+    emit: Emit,
     backend: str = "inductor",
 ) -> AppliedPlan:
     """Bring a model to the device as a plan says; each of its transformers comes with its blocks.
@@ -98,15 +98,15 @@ def place(
     blocks = [block for part in transformers.values() for block in part]
     plans = [plan for _ in transformers for plan in layout.blocks]
     with ExitStack() as undo:  # what does not fit after all leaves nothing behind
-        ring = _stream(model, transformers, layout, mover, tell)
+        ring = _stream(model, transformers, layout, mover, emit)
         if ring is None:
             model.to(mover.device)
         else:
             undo.callback(ring.close, bring=False)
-        offload = _offload(blocks, plans, layout, ring, mover, tell)
+        offload = _offload(blocks, plans, layout, ring, mover, emit)
         if offload is not None:
             undo.callback(offload.close)
-        compiler = Compiler(tell, backend) if layout.compiled else None
+        compiler = Compiler(emit, backend) if layout.compiled else None
         if compiler is not None:
             undo.callback(compiler.close)
         keeping = [_keeping(plan, layout.compiled) for plan in plans]
@@ -129,13 +129,13 @@ def _stream(
     transformers: Mapping[nn.Module, Sequence[nn.Module]],
     layout: Layout,
     mover: CopyEngine,
-    tell: Tell,
+    emit: Emit,
 ) -> Ring | None:
     chosen = [i for i, plan in enumerate(layout.blocks) if plan.weights == "streamed"]
     if not chosen:
         return None
     streamed = [part[index] for part in transformers.values() for index in chosen]
-    return stream_weights(model, streamed, mover, tell, layout.slots, parts=list(transformers))
+    return stream_weights(model, streamed, mover, emit, layout.slots, parts=list(transformers))
 
 
 def _offload(
@@ -144,7 +144,7 @@ def _offload(
     layout: Layout,
     ring: Ring | None,
     mover: CopyEngine,
-    tell: Tell,
+    emit: Emit,
 ) -> Offload | None:
     sends = [p.activations == "offload" or p.offload_input for p in plans]
     if not any(sends):
@@ -154,7 +154,7 @@ def _offload(
         [block for block, sent in zip(blocks, sends, strict=True) if sent],
         mover,
         ring,
-        tell,
+        emit,
         layout.least_sent,
         others=[block for block, sent in zip(blocks, sends, strict=True) if not sent],
         settings=layout.offload or OffloadSettings(ahead_nbytes=spare),

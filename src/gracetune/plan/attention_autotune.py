@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from gracetune.models.attention_backends import Asked, BackendTiming
     from gracetune.train.step import TrainState
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
     Calls = Sequence[tuple[Asked, int]]
     """Kinds of calls, and how often a pass makes each."""
     Choose = Callable[[Calls, Callable[[], Sequence[Asked]]], tuple[str, str]]
@@ -55,7 +55,7 @@ LEVEL = 0.5
 
 
 def settle_attention(
-    t: TrainState, feed: DataPipeline, held_out: Iterable[Batch], folder: Path, tell: Tell
+    t: TrainState, feed: DataPipeline, held_out: Iterable[Batch], folder: Path, emit: Emit
 ) -> None:
     """Pick the backend of this run by measuring, where the run file leaves it open on a GPU."""
     device = t.accelerator.device
@@ -74,7 +74,7 @@ def settle_attention(
         timings = without_refusals(timings, others, device, stopwatch)
         return fastest(timings), told(timings, calls)
 
-    pick_attention(t, batches_of(t, feed, held_out), folder / CHOICE, here, choose, tell)
+    pick_attention(t, batches_of(t, feed, held_out), folder / CHOICE, here, choose, emit)
 
 
 def shapes_of(t: TrainState, feed: DataPipeline) -> str:
@@ -103,7 +103,7 @@ def pick_attention(
     kept: Path,
     here: dict[str, str],
     choose: Choose,
-    tell: Tell,
+    emit: Emit,
 ) -> None:
     """As the run did before, or as is chosen now; every rank does as the first one.
 
@@ -115,7 +115,7 @@ def pick_attention(
     name = ""
     if t.accelerator.is_main_process:
         name, notice = _kept_or_chosen(t, batches, kept, here, choose)
-        tell(notice)
+        emit(notice)
     (name,) = broadcast_object_list([name])
     for transformer in transformers:
         switch_attention(transformer, backend_of(name))

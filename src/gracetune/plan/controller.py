@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gracetune.plan.planner import PlanProblem
     from gracetune.plan.result import Plan
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
     from gracetune.plan.cost import CostModel
     from gracetune.plan.memory import Fixed
 
@@ -103,7 +103,7 @@ class Settled:
         place_as: Callable[[Plan, int], AppliedPlan],
         meter: Meter,
         largest_numel: int,
-        tell: Tell,
+        emit: Emit,
     ) -> None:
         """`place_as`: a plan, and the bytes that it leaves free. `largest_numel`: of one sample's
         latents in the bucket that the plan is for."""
@@ -112,7 +112,7 @@ class Settled:
         self._place_as = place_as
         self._meter = meter
         self._largest_numel = largest_numel
-        self._tell = tell
+        self._emit = emit
         self._checked = False
         self._ended_rings: list[RingCounters] = []
         self._placed = place_as(plan, ask.spare(plan))
@@ -143,7 +143,7 @@ class Settled:
         """
         waited = (self._placed.waited_s() - self._waited_before) / max(self._micro_batches, 1)
         peak = self._meter.peak_nbytes()
-        self._tell(Notice(self._comparison(seconds, peak)))
+        self._emit(Notice(self._comparison(seconds, peak)))
         first, self._checked = not self._checked, True
         measured = StepMeasurement(
             seconds=seconds if self._large == self._micro_batches else None,
@@ -161,7 +161,7 @@ class Settled:
             return True
         while (smaller := self._smaller()) is not None:
             text = f"{reason} Going on with less: {describe(smaller)}; {speed(smaller)}"
-            self._tell(Notice(text, level="warning", fallback=True))
+            self._emit(Notice(text, level="warning", fallback=True))
             self._checked = True  # the device has said how much there is
             room = int(smaller.device.total * (1 + self._ask.budget.fragmentation))
             self._ask = replace(self._ask, budget=replace(self._ask.budget, device_nbytes=room))
@@ -175,7 +175,7 @@ class Settled:
         given = self._placed.give_back()
         if given:
             text = f"{reason} Going on without the slots that were added."
-            self._tell(Notice(text, level="warning", fallback=True))
+            self._emit(Notice(text, level="warning", fallback=True))
         return given
 
     @property
@@ -245,11 +245,11 @@ class Settled:
             f"corrected once, since the first steps were not as predicted: {describe(other)}. "
             f"Predicted from what was measured: {speed(other)}; as it was: {speed(now)}"
         )
-        self._tell(Notice(text))
+        self._emit(Notice(text))
         full = self._try_to_change_to(other)
         if full:
             text = f"{full} The plan stays as it was."
-            self._tell(Notice(text, level="warning", fallback=True))
+            self._emit(Notice(text, level="warning", fallback=True))
             self._change_to(now)
         return True
 

@@ -246,7 +246,7 @@ LEAST_NBYTES = MIB
 BF16_NBYTES = 2
 
 
-def measure_gpu(device: torch.device, family: str, tell: Callable[[Notice], None]) -> Basics:
+def measure_gpu(device: torch.device, family: str, emit: Callable[[Notice], None]) -> Basics:
     """For a few seconds, before a model is there; all memory is given back."""
     free = free_nbytes(device)
     room = free // MEASURED_SHARE
@@ -257,19 +257,19 @@ def measure_gpu(device: torch.device, family: str, tell: Callable[[Notice], None
         )
     edge = min(EDGE, 1 << int(math.log2(room / BF16_NBYTES) / 2))
     copied = min(COPIED_NBYTES, room)
-    probed = probed_by(family, free, tell)
+    probed = probed_by(family, free, emit)
     basics = measure(device, torch.cuda.synchronize, edge, copied, narrow=probed)
     ASIDE.collect()  # models that were probed hold on to themselves
     return basics
 
 
-def probed_by(family: str, free: int, tell: Callable[[Notice], None]) -> Narrow:
+def probed_by(family: str, free: int, emit: Callable[[Notice], None]) -> Narrow:
     """What makes the models that the host is measured by; told where they are not the best."""
     if family not in PUBLISHED:
-        tell(Notice(f"how fast this host queues a step is measured by {STAND_IN} for {family}"))
+        emit(Notice(f"how fast this host queues a step is measured by {STAND_IN} for {family}"))
     if free >= ROOMY_NBYTES:
         return partial(narrow, family)
-    tell(
+    emit(
         Notice(
             f"only {format_bytes(free)} of device memory are free, so how fast this host queues a "
             "step is measured with small tensors: its part may be said too short"

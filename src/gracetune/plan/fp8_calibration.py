@@ -16,7 +16,7 @@ from gracetune.adapters.compute.fused_lora import freeze_in_fp8_for
 from gracetune.data.loader import NO_EPOCH
 from gracetune.events.types import Notice
 from gracetune.models.family import EXPERTS, Experts, routed
-from gracetune.offload.host_weights import load_resident_weights, lay_out
+from gracetune.offload.host_weights import lay_out, load_resident_weights
 from gracetune.train import objective
 from gracetune.train.step import Draws
 from gracetune.train.timesteps import WHOLE, draw_levels, expert_windows
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.models.family import Expert, Family
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
 
 SAMPLES, TOKENS = 64, 16384
 """That a model is shown at most; one sample in any case."""
 
 
 def freeze(
-    run: RunFile, family: Family, feed: DataPipeline, device: torch.device, tell: Tell
+    run: RunFile, family: Family, feed: DataPipeline, device: torch.device, emit: Emit
 ) -> None:
     """Frozen products in fp8, as many as there are kernels for; call it before LoRAs are fused."""
     experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
@@ -55,12 +55,12 @@ def freeze(
                     show(run, family, batch, expert, device)
             except torch.OutOfMemoryError:  # blocks that had their turn keep what they have seen
                 text = f"the device has no room to show the model {len(batch)} samples at once"
-                tell(Notice(text, level="warning", fallback=True))
+                emit(Notice(text, level="warning", fallback=True))
                 continue
             return
 
     frozen = freeze_in_fp8_for(show_all, blocks, device)
-    tell(
+    emit(
         Notice(
             f"{frozen.count} frozen products are computed in fp8; {frozen.count - frozen.blind} of "
             f"them along main directions in bf16, found in {' or '.join(map(str, shown))} samples"
@@ -68,10 +68,10 @@ def freeze(
     )
     if frozen.blind:
         text = f"{frozen.blind} frozen products have no main directions: none were found"
-        tell(Notice(text, level="warning", fallback=True))
+        emit(Notice(text, level="warning", fallback=True))
     if frozen.left:
         text = f"{frozen.left} frozen products are not in fp8: their sides fit no kernel"
-        tell(Notice(text, level="warning", fallback=True))
+        emit(Notice(text, level="warning", fallback=True))
 
 
 def room_for(family: Family, feed: DataPipeline) -> int:

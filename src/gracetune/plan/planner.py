@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.adapters.compute.fused_lora import demand_fp8
+from gracetune.adapters.compute.fused_lora import check_fp8
 from gracetune.cache.prefetch import FIRST_DEPTH
 from gracetune.events.types import Notice
 from gracetune.memory.platform import Link, private_nbytes, read_this_host
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from gracetune.plan.result import Plan
     from gracetune.plan.search import Constraints
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
 
 HOST_RESERVE_SHARE = 0.05
 """Of host memory that is free now, left to others."""
@@ -63,18 +63,18 @@ def settle(
     update: Update,
     link: Link,
     device: torch.device,
-    tell: Tell,
+    emit: Emit,
 ) -> Settled:
     """Plan for what is free now, tell it, and bring the transformer where it belongs."""
     # Before anything is measured: libraries keep work space from then on, which the plan counts.
     meter: Meter = CudaMeter(device) if device.type == "cuda" else NoMeter()
     one_memory = link is Link.INTEGRATED
     if one_memory:
-        tell(Notice("host and device are one memory: nothing is streamed or offloaded"))
+        emit(Notice("host and device are one memory: nothing is streamed or offloaded"))
     device_nbytes = _device_nbytes(run, family, device, one_memory)
     largest = feed.load(feed.order.largest())
     shape, text = largest.latents.shape[1:], largest.text
-    rates = _rates(device, run.model.family, tell)
+    rates = _rates(device, run.model.family, emit)
     with ExitStack() as undo:
         _fuse(family, undo)  # the planner looks at what will run
         family.to(torch.device("cpu"))  # where the tracer's stand-ins are
@@ -83,19 +83,19 @@ def settle(
     del largest, text
     ask = question(run, family, model, device_nbytes, one_memory=one_memory)
     plan = ask.answer(ask.budget)
-    tell(Notice(f"plan: {describe(plan)}"))
-    tell(Notice(f"predicted: {speed(plan)}"))
+    emit(Notice(f"plan: {describe(plan)}"))
+    emit(Notice(f"predicted: {speed(plan)}"))
     if run.model.frozen_compute == "fp8":
-        demand_fp8(device)
-        freeze(run, family, feed, device, tell)  # after the plan: it knows what rounding gives
+        check_fp8(device)
+        freeze(run, family, feed, device, emit)  # after the plan: it knows what rounding gives
         meter.clear()
     _fuse(family)
 
     def placed(plan: Plan, spare_nbytes: int) -> AppliedPlan:
         update.place(plan.host_state)
-        return apply(plan, family, link, device, tell, spare_nbytes)
+        return apply(plan, family, link, device, emit, spare_nbytes)
 
-    return Settled(ask, plan, placed, meter, shape.numel(), tell)
+    return Settled(ask, plan, placed, meter, shape.numel(), emit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def apply(
     family: Family,
     link: Link,
     device: torch.device,
-    tell: Tell,
+    emit: Emit,
     spare_nbytes: int = 0,
 ) -> AppliedPlan:
     """The transformer as planned; of two experts, both alike through one ring."""
@@ -178,7 +178,7 @@ def apply(
         for number, transformer in enumerate(transformers)
     }
     layout = Layout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
-    return place(family.transformer, parts, layout, open_copy_engine(device, link), tell)
+    return place(family.transformer, parts, layout, open_copy_engine(device, link), emit)
 
 
 def _fuse(family: Family, undo: ExitStack | None = None) -> None:
@@ -186,9 +186,9 @@ def _fuse(family: Family, undo: ExitStack | None = None) -> None:
         compute_faster(transformer, undo)
 
 
-def _rates(device: torch.device, family: str, tell: Tell) -> Basics:
+def _rates(device: torch.device, family: str, emit: Emit) -> Basics:
     if device.type == "cuda":
-        return measure_gpu(device, family, tell)
+        return measure_gpu(device, family, emit)
     return measure(device, lambda: None, CPU_EDGE, CPU_COPY)  # nobody waits for it to queue
 
 

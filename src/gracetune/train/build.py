@@ -26,20 +26,20 @@ from gracetune.cache.encode import Ranks
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.environment import engine_of, process_environment
 from gracetune.data.pipeline import build_pipeline
-from gracetune.data.requirements import demand_data
+from gracetune.data.requirements import check_data
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.stats import Tier
 from gracetune.models.attention_backends import choose_attention
 from gracetune.models.family import load_family, transformers_of
-from gracetune.models.quantize import demand_quantizable, quantize_blocks
+from gracetune.models.quantize import check_quantizable, quantize_blocks
 from gracetune.offload.copies import open_copy_engine
 from gracetune.optim.build import build_optimizer, nbytes_each
 from gracetune.optim.update import Update
 from gracetune.plan.attention_autotune import settle_attention
-from gracetune.train.experts import expected_mix, mix_of, plan_turns, tell_turns
-from gracetune.train.export import demand_exportable, export
-from gracetune.train.identity import demand_same, identity_of
+from gracetune.train.experts import expected_mix, mix_of, plan_turns, report_turns
+from gracetune.train.export import check_exportable, export
+from gracetune.train.identity import check_same, identity_of
 from gracetune.train.loop import Session
 from gracetune.train.objective import notes_on_weights
 from gracetune.train.ramp import build_ramp
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from gracetune.train.export import Modules
     from gracetune.train.run import Interrupt
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
 
 
 ENGINES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -137,7 +137,7 @@ def resolve_precision(run: RunFile) -> str:
 def build(
     run: RunFile,
     accelerator: Accelerator,
-    tell: Tell,
+    emit: Emit,
     requests: Requests,
     interrupt: Interrupt,
 ) -> Built:
@@ -145,21 +145,21 @@ def build(
     folder, device = Path(run.output_dir), _numbered(accelerator.device)
     ramp, notes = build_ramp(run, accelerator.num_processes)
     for note in notes:
-        tell(Notice(note))
+        emit(Notice(note))
     family = load_family(run.model)
     weights = family.weights_digest()
     for note in notes_on_weights(run.train, family.prediction):
-        tell(Notice(note))
+        emit(Notice(note))
     turns = plan_turns(run.train, family.boundary, expected_mix(run, family))
     if len(turns.windows) > 1 and accelerator.ddp_handler is not None:
         accelerator.ddp_handler.find_unused_parameters = True  # one expert rests in every step
-    demand_data(run, family)
+    check_data(run, family)
     shape = plan_order(run, family)
-    _quantize(run, family, tell)
-    modules = _make_trainable(run, family, turns, tell)
+    _quantize(run, family, emit)
+    modules = _make_trainable(run, family, turns, emit)
     unplanned = why_unplanned(run, device, accelerator.num_processes)
     if run.train.gradient_checkpointing:
-        _checkpoint(family, unplanned, tell)
+        _checkpoint(family, unplanned, emit)
     if unplanned:
         if run.model.frozen_compute == "fp8":
             raise ConfigError(
@@ -173,18 +173,18 @@ def build(
     optimizer = build_optimizer(parameters, run.optimizer, seed_of(run.seed, "rounding"))
     # All that a run file can have wrong is found above, before the data take their time.
     family.to(device)
-    mover = build_batch_transfer(run.gh200_optimizations, device, tell)
-    feed = build_pipeline(run, family, mover, folder, tell, _ranks(run, accelerator, folder))
-    _tell_cut_captions(family, feed.trained, tell)
-    turns = _weigh_turns(run, family, feed, tell)
-    validation = build_validation(run, family, feed, shape, tell)
+    mover = build_batch_transfer(run.gh200_optimizations, device, emit)
+    feed = build_pipeline(run, family, mover, folder, emit, _ranks(run, accelerator, folder))
+    _report_cut_captions(family, feed.trained, emit)
+    turns = _weigh_turns(run, family, feed, emit)
+    validation = build_validation(run, family, feed, shape, emit)
     family.release_text_encoder()
-    update = _make_update(run, optimizer, open_copy_engine(device, mover.link), unplanned, tell)
+    update = _make_update(run, optimizer, open_copy_engine(device, mover.link), unplanned, emit)
     settled = None
     if not unplanned:
         from gracetune.plan.planner import settle  # tracers take seconds to import
 
-        settled = settle(run, family, feed, update, mover.link, device, tell)
+        settled = settle(run, family, feed, update, mover.link, device, emit)
     trainee = TrainState(
         run=run,
         family=family,
@@ -200,7 +200,7 @@ def build(
     trainee.transformer.train()
     keep_books(trainee, mover, lambda: 0 if settled is None else settled.slots_nbytes)
     held_out = () if validation is None else validation.held_out
-    settle_attention(trainee, feed, held_out, folder, tell)
+    settle_attention(trainee, feed, held_out, folder, emit)
     session = Session(
         trainee=trainee,
         feed=feed,
@@ -211,7 +211,7 @@ def build(
         mover=mover,
         requests=requests,
         interrupt=interrupt,
-        tell=tell,
+        emit=emit,
         settled=settled,
     )
 
@@ -220,14 +220,14 @@ def build(
         if settled is not None:
             settled.close()
 
-    return Built(session, export=lambda: export(trainee, modules, weights, tell), close=close)
+    return Built(session, export=lambda: export(trainee, modules, weights, emit), close=close)
 
 
 def resume(session: Session, snapshot: Snapshot | None) -> TrainProgress:
     """Take up where a snapshot was made; none: begin."""
     if snapshot is None:
         return TrainProgress()
-    demand_same(snapshot.identity, session.identity)
+    check_same(snapshot.identity, session.identity)
     t = session.trainee
     ranks = sum(kind.startswith("generators-") for kind in snapshot.tensors)
     if ranks != t.accelerator.num_processes:
@@ -235,7 +235,7 @@ def resume(session: Session, snapshot: Snapshot | None) -> TrainProgress:
             f"{ranks} ranks until here, {t.accelerator.num_processes} from now on: an optimizer "
             "step averages over another number of samples, unless a ramp sets it"
         )
-        session.tell(Notice(text, level="warning"))
+        session.emit(Notice(text, level="warning"))
     restore_weights(t.parameters, snapshot.tensors["weights"])
     restore_optimizer(t.optimizer, t.parameters, snapshot.tensors["optimizer"], t.update.load)
     if t.ema is not None:
@@ -245,19 +245,19 @@ def resume(session: Session, snapshot: Snapshot | None) -> TrainProgress:
         restore_generators(generators)
     else:
         text = "more ranks than the checkpoint was made with: theirs draw dropout from fresh seeds"
-        session.tell(Notice(text, level="warning", fallback=True))
+        session.emit(Notice(text, level="warning", fallback=True))
     return snapshot.progress
 
 
 def _make_update(
-    run: RunFile, optimizer: Optimizer, mover: StreamMover, unplanned: str, tell: Tell
+    run: RunFile, optimizer: Optimizer, mover: StreamMover, unplanned: str, emit: Emit
 ) -> Update:
     """A plan says where state lives, and may try again in less memory; without one, it is said."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     update = Update(optimizer, mover, 0.0 if unplanned else nbytes_each(run.optimizer, parameters))
     if unplanned and run.optimizer.state == "host":
         update.place(1.0)
-        tell(Notice("the optimizer's state lives in host memory"))
+        emit(Notice("the optimizer's state lives in host memory"))
     return update
 
 
@@ -296,33 +296,33 @@ def _ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
     )
 
 
-def _weigh_turns(run: RunFile, family: Family, feed: DataPipeline, tell: Tell) -> Turns:
+def _weigh_turns(run: RunFile, family: Family, feed: DataPipeline, emit: Emit) -> Turns:
     """Who is trained when: the share of each expert may follow the sizes of what is drawn."""
     turns = plan_turns(run.train, family.boundary, mix_of(feed.order, family))
-    text = tell_turns(turns, family.boundary)
+    text = report_turns(turns, family.boundary)
     if text is not None:
-        tell(Notice(text))
+        emit(Notice(text))
     return turns
 
 
-def _tell_cut_captions(family: Family, samples: Sequence[Sample], tell: Tell) -> None:
+def _report_cut_captions(family: Family, samples: Sequence[Sample], emit: Emit) -> None:
     captions = list(dict.fromkeys(sample.caption for sample in samples))
     cut = family.cut_captions(captions)
     if cut:
         text = f"{len(cut)} of {len(captions)} captions are longer than {family.name} reads, and "
-        tell(Notice(f"{text}their ends have no effect; first: {cut[0][:80]!r}", level="warning"))
+        emit(Notice(f"{text}their ends have no effect; first: {cut[0][:80]!r}", level="warning"))
 
 
-def _quantize(run: RunFile, family: Family, tell: Tell) -> None:
+def _quantize(run: RunFile, family: Family, emit: Emit) -> None:
     kind = run.model.quantize
     if kind == "none":
         return
-    demand_quantizable(kind, run.adapter)
+    check_quantizable(kind, run.adapter)
     count = quantize_blocks(family.blocks(), kind)
-    tell(Notice(f"{count} linear layers of the frozen model are kept in {kind}"))
+    emit(Notice(f"{count} linear layers of the frozen model are kept in {kind}"))
 
 
-def _make_trainable(run: RunFile, family: Family, turns: Turns, tell: Tell) -> Modules:
+def _make_trainable(run: RunFile, family: Family, turns: Turns, emit: Emit) -> Modules:
     """All weights of the experts that are trained, or an adapter's; gives the adapted modules."""
     every = transformers_of(family.transformer)
     trained = {name: model for name, model in every.items() if not name or name in turns.windows}
@@ -335,30 +335,30 @@ def _make_trainable(run: RunFile, family: Family, turns: Turns, tell: Tell) -> M
 
         seed = seed_of(run.seed, "adapter") % 2**31
         modules = add_adapter(trained, run.adapter, family.adapter_targets, seed)
-        demand_exportable(trained, modules, family.name)
+        check_exportable(trained, modules, family.name)
         count = sum(map(len, modules.values()))
         rank = "" if run.adapter.kind == "full" else f" of rank {run.adapter.rank}"
-        tell(Notice(f"{NAMES[run.adapter.kind]}{rank} on {count} modules"))
+        emit(Notice(f"{NAMES[run.adapter.kind]}{rank} on {count} modules"))
     else:
         for transformer in trained.values():
             transformer.requires_grad_(True)
-        _widen(run, trained.values(), tell)
+        _widen(run, trained.values(), emit)
     return modules
 
 
-def _widen(run: RunFile, transformers: Iterable[nn.Module], tell: Tell) -> None:
+def _widen(run: RunFile, transformers: Iterable[nn.Module], emit: Emit) -> None:
     """Updates are far smaller than the steps of bf16: in bf16 alone most would change nothing."""
     narrow = [p for t in transformers for p in t.parameters() if p.itemsize < FP32_NBYTES]
     if not narrow:
         return
     if trains_in_bf16(run):
         text = f"{len(narrow)} trained weights stay in bf16, and so do sums of their gradients"
-        tell(Notice(f"{text}; the optimizer has fp32 of each weight"))
+        emit(Notice(f"{text}; the optimizer has fp32 of each weight"))
         return
     for parameter in narrow:
         parameter.data = parameter.data.float()
     text = f"{len(narrow)} trained weights are kept in fp32, which bf16 updates need"
-    tell(Notice(f"{text}; model.dtype: bfloat16 with adamw and no ema_decay takes half of that"))
+    emit(Notice(f"{text}; model.dtype: bfloat16 with adamw and no ema_decay takes half of that"))
 
 
 def _numbered(device: torch.device) -> torch.device:
@@ -381,11 +381,11 @@ def why_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
     return ""
 
 
-def _checkpoint(family: Family, unplanned: str, tell: Tell) -> None:
+def _checkpoint(family: Family, unplanned: str, emit: Emit) -> None:
     if unplanned:
         family.enable_gradient_checkpointing()
     else:
-        tell(Notice("train.gradient_checkpointing: the plan says for each block what is kept"))
+        emit(Notice("train.gradient_checkpointing: the plan says for each block what is kept"))
 
 
 # ------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def save(folder: Path, snapshot: Snapshot, keep: int) -> SavedCheckpoint:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clear_staging(folder)
-        _demand_space(folder, nbytes)
+        _check_space(folder, nbytes)
         with new_folder(path) as staging:
             _write(staging, snapshot)
     except (OSError, SafetensorError) as error:
@@ -165,7 +165,7 @@ def _digest(file: Path) -> str:
     return blake3().update_mmap(file).hexdigest()
 
 
-def _demand_space(folder: Path, nbytes: int) -> None:
+def _check_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes + SPARE_BYTES:
         raise OSError(

@@ -128,7 +128,7 @@ def _mix(family: Family, draws: Mapping[Shape, int]) -> Mix:
     return mix
 
 
-def tell_turns(turns: Turns, boundary: float | None) -> str | None:
+def report_turns(turns: Turns, boundary: float | None) -> str | None:
     """One line for the log, where there is something to tell."""
     if not turns.windows:
         return None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.train.step import TrainState
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
     Modules = Mapping[str, Mapping[str, Setting]]
 
 STAGE_FILES = {"high": "high_noise.safetensors", "low": "low_noise.safetensors"}
@@ -36,7 +36,7 @@ def result_of(run: RunFile) -> Path:
     return Path(run.output_dir) / ("model" if run.adapter is None else "adapter")
 
 
-def demand_exportable(transformers: Mapping[str, nn.Module], modules: Modules, family: str) -> None:
+def check_exportable(transformers: Mapping[str, nn.Module], modules: Modules, family: str) -> None:
     """Refuse an adapter that no file could hold: now, not when it is trained."""
     # peft takes seconds to import
     from gracetune.adapters.files.convert import lost_in
@@ -54,7 +54,7 @@ def demand_exportable(transformers: Mapping[str, nn.Module], modules: Modules, f
         )
 
 
-def export(t: TrainState, modules: Modules, base_weights: str, tell: Tell) -> Path:
+def export(t: TrainState, modules: Modules, base_weights: str, emit: Emit) -> Path:
     """Write the model or the adapter, with the averaged weights where there are any."""
     adapter, path = t.run.adapter, result_of(t.run)
     try:
@@ -65,7 +65,7 @@ def export(t: TrainState, modules: Modules, base_weights: str, tell: Tell) -> Pa
             if adapter is None:
                 t.family.export(staging)
             else:
-                _export_adapter(t, modules, base_weights, staging, tell)
+                _export_adapter(t, modules, base_weights, staging, emit)
     except OSError as error:
         raise CheckpointError(
             f"the result {path} cannot be written: {error}. The last checkpoint holds the same "
@@ -75,7 +75,7 @@ def export(t: TrainState, modules: Modules, base_weights: str, tell: Tell) -> Pa
 
 
 def _export_adapter(
-    t: TrainState, modules: Modules, base_weights: str, folder: Path, tell: Tell
+    t: TrainState, modules: Modules, base_weights: str, folder: Path, emit: Emit
 ) -> None:
     """One file an expert, or one in all; each is loaded where others would load it, and counted."""
     # peft takes seconds to import
@@ -104,7 +104,7 @@ def _export_adapter(
         path = write_adapter(folder / name, part, form, about)
         check = check_file(path, table=whole.table, stage=stage, modules=modules[stage or ""])
         text = f"{name} is of the form {form.name}. " + " ".join(check.lines())
-        tell(Notice(text, level="info" if check.ok else "warning"))
+        emit(Notice(text, level="info" if check.ok else "warning"))
 
 
 def _model_name(t: TrainState) -> str:

@@ -83,7 +83,7 @@ def digest_of_samples(samples: Iterable[Sample]) -> str:
     return hasher.hexdigest(length=16)
 
 
-def demand_same(
+def check_same(
     saved: Mapping[str, object], now: Mapping[str, object], *, contents: bool = True
 ) -> None:
     """Refuse to go on with another run's checkpoint; without `contents`, by settings alone."""

@@ -71,7 +71,7 @@ class Session:
     mover: BatchTransfer
     requests: Requests
     interrupt: Interrupt
-    tell: Callable[[Event], None]
+    emit: Callable[[Event], None]
     settled: Settled | None = None
     """The plan at work; none: the transformer is simply on the device."""
 
@@ -136,7 +136,7 @@ def train_loop(s: Session, progress: TrainProgress) -> TrainProgress:
 def _steps(s: Session, stream: Stream, progress: TrainProgress) -> TrainProgress:
     run = s.trainee.run
     total = run.train.max_train_steps
-    record = MetricsBuffer(s.tell, run.logging.every, s.mover.used, rates_of(s.trainee.optimizer))
+    record = MetricsBuffer(s.emit, run.logging.every, s.mover.used, rates_of(s.trainee.optimizer))
     accumulation = s.ramp.accumulation(progress.micro_batches)
     saved_at, saved_step = time.monotonic(), progress.step
 
@@ -158,7 +158,7 @@ def _steps(s: Session, stream: Stream, progress: TrainProgress) -> TrainProgress
         stop = "stop" in asked and progress.step < total
         if _due(progress.step, run.train.checkpoint_every, total) or asked & SAVING.keys():
             _save(s, record, progress, _reason(asked, progress.step, total))
-            _tell_moved(s, stream, progress.step)
+            _report_moved(s, stream, progress.step)
             saved_at, saved_step = time.monotonic(), progress.step
             timing.disturbed = True
         scheduled = run.validation.every > 0 and _due(progress.step, run.validation.every, total)
@@ -261,7 +261,7 @@ def _next_accumulation(s: Session, progress: TrainProgress, before: int) -> int:
     """Ask the ramp; here, between two optimizer steps, is the only place where it may change."""
     accumulation = s.ramp.accumulation(progress.micro_batches)
     if accumulation != before:
-        s.tell(RampChanged(progress.step, progress.micro_batches, accumulation))
+        s.emit(RampChanged(progress.step, progress.micro_batches, accumulation))
     return accumulation
 
 
@@ -300,18 +300,18 @@ def _validate(s: Session, record: MetricsBuffer, step: int) -> None:
         full = _try_to_validate(s, s.validation, step)
     if full:
         text = f"{full} There are no samples of step {step}; training goes on. {MAKE_ROOM}"
-        s.tell(Notice(text, level="warning", fallback=True))
+        s.emit(Notice(text, level="warning", fallback=True))
     record.resume()
 
 
 def _try_to_validate(s: Session, validation: ValidationSetup, step: int) -> str:
     """Gives what the device says where it is full."""
     try:
-        s.tell(validate(s.trainee, validation, step))
+        s.emit(validate(s.trainee, validation, step))
     except SamplesError as error:
         if step == 0:  # no step is lost with it, and no later samples could be kept either
             raise
-        s.tell(Notice(f"{error} Training goes on.", level="warning", fallback=True))
+        s.emit(Notice(f"{error} Training goes on.", level="warning", fallback=True))
     except torch.OutOfMemoryError as error:
         if s.trainee.accelerator.num_processes > 1:  # the others wait for this one
             raise
@@ -319,12 +319,12 @@ def _try_to_validate(s: Session, validation: ValidationSetup, step: int) -> str:
     return ""
 
 
-def _tell_moved(s: Session, stream: Stream, step: int) -> None:
+def _report_moved(s: Session, stream: Stream, step: int) -> None:
     """What batches and streamed weights have cost by now."""
-    s.tell(stream.fed(step))
+    s.emit(stream.fed(step))
     streamed = None if s.settled is None else s.settled.streamed(step)
     if streamed is not None:
-        s.tell(streamed)
+        s.emit(streamed)
 
 
 def _save(s: Session, record: MetricsBuffer, progress: TrainProgress, reason: str) -> None:
@@ -334,7 +334,7 @@ def _save(s: Session, record: MetricsBuffer, progress: TrainProgress, reason: st
     accelerator = s.trainee.accelerator
     if accelerator.is_main_process:
         saved = checkpoint.save(s.checkpoints, snapshot, s.trainee.run.train.keep_checkpoints)
-        s.tell(CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason))
+        s.emit(CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason))
     accelerator.wait_for_everyone()
     record.resume()
 
@@ -368,12 +368,12 @@ class MetricsBuffer:
 
     def __init__(
         self,
-        tell: Callable[[Event], None],
+        emit: Callable[[Event], None],
         every: int,
         memory_used: Callable[[int], MemoryUsed],
         rates: Callable[[int], list[RatesSpread]] = lambda _: [],
     ) -> None:
-        self._tell = tell
+        self._emit = emit
         self._memory_used = memory_used
         self._rates = rates
         self._every = every
@@ -397,7 +397,7 @@ class MetricsBuffer:
         for (step, epoch, result), (loss, norm, samples) in zip(
             self._pending, numbers, strict=True
         ):
-            self._tell(
+            self._emit(
                 StepDone(
                     step=step,
                     loss=loss,
@@ -416,9 +416,9 @@ class MetricsBuffer:
                     "Checkpoints saved before are kept. Begin anew in another output_dir, with a "
                     "lower optimizer.lr or train.max_grad_norm."
                 )
-        self._tell(self._memory_used(self._pending[-1][0]))
+        self._emit(self._memory_used(self._pending[-1][0]))
         for spread in self._rates(self._pending[-1][0]):
-            self._tell(spread)
+            self._emit(spread)
         self._pending.clear()
         self._since = time.monotonic()
 

@@ -30,7 +30,7 @@ from gracetune.events.types import (
 from gracetune.train import checkpoint
 from gracetune.train.build import CHECKPOINT_FOLDER, build, resume, start_accelerator
 from gracetune.train.export import result_of
-from gracetune.train.identity import demand_same, settings_of
+from gracetune.train.identity import check_same, settings_of
 from gracetune.train.loop import train_loop
 from gracetune.train.validate import validates
 
@@ -99,7 +99,7 @@ class Ending:
             self._landmarks.outputs,
             "" if error is None else str(error) or type(error).__name__,
         )
-        self._fan.tell(self.ended)
+        self._fan.emit(self.ended)
 
 
 def run_training(
@@ -113,14 +113,14 @@ def run_training(
     with Interrupt() as interrupt:
         accelerator = start_accelerator(run)
         folder = Path(run.output_dir)
-        demand_apart(run)
-        demand_writable(folder)
+        check_apart(run)
+        check_writable(folder)
         warnings: list[str] = []
         snapshot = find_snapshot(folder, resume_from, warnings.append)
         if snapshot is None:
-            demand_room(result_of(run))
+            check_room(result_of(run))
         else:
-            demand_continuable(run, snapshot, accelerator.mixed_precision)
+            check_continuable(run, snapshot, accelerator.mixed_precision)
         landmarks = Landmarks(folder, 0 if snapshot is None else snapshot.progress.step)
         with Requests(folder).listening(_verbs(run), accelerator.is_main_process) as requests:
             told = _sinks(run, folder, landmarks.step, sinks) if accelerator.is_main_process else []
@@ -129,14 +129,14 @@ def run_training(
                 Ending(fan, landmarks, started) as ending,
             ):
                 for text in notices:
-                    fan.tell(Notice(text))
+                    fan.emit(Notice(text))
                 for text in warnings:
-                    fan.tell(Notice(text, level="warning", fallback=True))
-                with closing(build(run, accelerator, fan.tell, requests, interrupt)) as built:
+                    fan.emit(Notice(text, level="warning", fallback=True))
+                with closing(build(run, accelerator, fan.emit, requests, interrupt)) as built:
                     progress = resume(built.session, snapshot)
                     if accelerator.is_main_process:
                         _take_over(run, folder, progress, fan)
-                    fan.tell(_started(built.session, progress))
+                    fan.emit(_started(built.session, progress))
                     with interrupt.between_steps():
                         train_loop(built.session, progress)
                         if accelerator.is_main_process:
@@ -151,11 +151,11 @@ def _take_over(run: RunFile, folder: Path, progress: TrainProgress, fan: EventDi
     path = folder / "run.json"
     if path.exists() and not _is_ours(path):
         there, path = path, folder / "run.resolved.json"
-        fan.tell(Notice(f"{there} is not as a run writes it, and stays: {path.name} is this run's"))
+        fan.emit(Notice(f"{there} is not as a run writes it, and stays: {path.name} is this run's"))
     write_text(path, resolved(run))
     for later in checkpoint.set_aside(folder / CHECKPOINT_FOLDER, progress.step):
         text = f"resuming before a checkpoint that exists; that one is kept as {later}"
-        fan.tell(Notice(text, level="warning"))
+        fan.emit(Notice(text, level="warning"))
 
 
 def _is_ours(path: Path) -> bool:
@@ -167,7 +167,7 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def demand_apart(run: RunFile) -> None:
+def check_apart(run: RunFile) -> None:
     """A run that writes among its samples would train on its own pictures."""
     folder = Path(run.output_dir).resolve()
     for index, dataset in enumerate(run.datasets):
@@ -182,7 +182,7 @@ def demand_apart(run: RunFile) -> None:
             )
 
 
-def demand_room(result: Path) -> None:
+def check_room(result: Path) -> None:
     """A new run replaces nobody's folder with its result."""
     if result.exists():
         raise ConfigError(
@@ -191,9 +191,9 @@ def demand_room(result: Path) -> None:
         )
 
 
-def demand_continuable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
+def check_continuable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
     """What can be refused now is not refused after an hour of encoding."""
-    demand_same(snapshot.identity, settings_of(run, precision), contents=False)
+    check_same(snapshot.identity, settings_of(run, precision), contents=False)
     done, total = snapshot.progress.step, run.train.max_train_steps
     if done > total:
         raise CheckpointError(
@@ -202,7 +202,7 @@ def demand_continuable(run: RunFile, snapshot: Snapshot, precision: str) -> None
         )
 
 
-def demand_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Find out now, not when the first checkpoint is due."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family, Kind, Sampled, Sound
     from gracetune.train.step import TrainState
 
-    Tell = Callable[[Event], None]
+    Emit = Callable[[Event], None]
     from numpy.typing import NDArray
 
 
@@ -148,22 +148,22 @@ def plan_order(run: RunFile, family: Family) -> Shape:
         raise ConfigError(
             f"validation.frames is {shape[2]}; {family.name} makes no videos. Leave it out."
         )
-    demand_packages(kind)
+    require_packages(kind)
     if family.sound is not None:
-        _demand_length(shape, family.name, family.sound)
+        _check_length(shape, family.name, family.sound)
     else:
-        _demand_edges(shape, family)
+        _check_edges(shape, family)
     if kind == "video" and shape[2] % FRAME_STEP != 1:
         raise ConfigError(
             f"validation.frames is {shape[2]}; a video has {FRAME_STEP}n + 1 frames. Set 1, 5, 9, "
             "..., 81."
         )
-    _demand_images(run, family)
+    _check_images(run, family)
     return shape
 
 
 def build_validation(
-    run: RunFile, family: Family, feed: DataPipeline, shape: Shape, tell: Tell
+    run: RunFile, family: Family, feed: DataPipeline, shape: Shape, emit: Emit
 ) -> ValidationSetup | None:
     """Encode what is sampled, once; the text encoder is not needed after."""
     if not validates(run):
@@ -173,7 +173,7 @@ def build_validation(
     if not prompts:
         captions = dict.fromkeys(sample.caption for sample in feed.trained)
         prompts = tuple(captions)[: section.num_prompts]
-        tell(Notice("validation.prompts: none given; picturing " + "; ".join(map(repr, prompts))))
+        emit(Notice("validation.prompts: none given; picturing " + "; ".join(map(repr, prompts))))
     images = [_read_image(path, (shape[0], shape[1])) for path in section.images or ()]
     texts, empties = _encoded(family, prompts, images)
     return ValidationSetup(
@@ -221,7 +221,7 @@ def _shape(run: RunFile) -> tuple[Kind, Shape]:
     return ("image", size) if frames == 1 else ("video", (*size, frames))
 
 
-def _demand_edges(shape: Shape, family: Family) -> None:
+def _check_edges(shape: Shape, family: Family) -> None:
     if any(edge % family.pixel_step or edge > family.max_edge for edge in shape[:2]):
         raise ConfigError(
             f"validation pictures of {shape[0]}x{shape[1]} do not suit {family.name}: edges are "
@@ -230,7 +230,7 @@ def _demand_edges(shape: Shape, family: Family) -> None:
         )
 
 
-def _demand_length(shape: Shape, name: str, sound: Sound) -> None:
+def _check_length(shape: Shape, name: str, sound: Sound) -> None:
     if shape[-1] > sound.max_length:
         raise ConfigError(
             f"validation.seconds asks for {shape[-1]} samples; {name} makes at most "
@@ -238,7 +238,7 @@ def _demand_length(shape: Shape, name: str, sound: Sound) -> None:
         )
 
 
-def _demand_images(run: RunFile, family: Family) -> None:
+def _check_images(run: RunFile, family: Family) -> None:
     prompts, images = run.validation.prompts, run.validation.images
     needed = family.starts_from == "image" or family.takes_control
     if not needed and images is not None:
@@ -280,7 +280,7 @@ INKS = np.array([(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 2
 """From silent to loud."""
 
 
-def demand_packages(kind: Kind) -> None:
+def require_packages(kind: Kind) -> None:
     """Say now which extra is missing, not at the first validation."""
     if kind == "video":
         load_av("video")

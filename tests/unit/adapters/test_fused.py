@@ -12,9 +12,9 @@ from gracetune.adapters.compute.fused_lora import (
     Fp8Linear,
     FusedLora,
     InFp8,
+    check_capability,
+    check_fp8,
     computes_in,
-    demand_capability,
-    demand_fp8,
     freeze_in_fp8,
     fuse_lora,
 )
@@ -207,13 +207,13 @@ def test_fp8_weights_take_half_the_bytes_and_trained_ones_stay():
 
 def test_fp8_is_refused_by_name_where_there_is_none():
     with pytest.raises(GracetuneError, match=r"frozen_compute.*cpu has none"):
-        demand_fp8(torch.device("cpu"))
+        check_fp8(torch.device("cpu"))
 
 
 def test_a_gpu_that_is_too_old_is_refused_by_its_name():
-    demand_capability("NVIDIA L4", (8, 9))
+    check_capability("NVIDIA L4", (8, 9))
     with pytest.raises(GracetuneError, match=r"capability 8\.9 or more\); NVIDIA A100 has none"):
-        demand_capability("NVIDIA A100", (8, 0))
+        check_capability("NVIDIA A100", (8, 0))
 
 
 @pytest.mark.parametrize("has_lora", [True, False])

@@ -90,7 +90,7 @@ def killed(work, folder, begin, words, delay_s):
     return [*MESSAGE.iter_unpack(bytes(told))]
 
 
-def survive(folder, rounds, seed, tell):
+def survive(folder, rounds, seed, emit):
     """Kill one child after the other; judge the cache after each."""
     draw = random.Random(seed)
     there, maybe = set(), set()
@@ -105,8 +105,8 @@ def survive(folder, rounds, seed, tell):
                 maybe.add(which)
             else:
                 maybe.discard(which)
-        with ShardStore(folder, tell) as store:
-            report = verify(store, tell)
+        with ShardStore(folder, emit) as store:
+            report = verify(store, emit)
             assert report.clean, (number, work.__name__, report)
             for which in there:
                 for key, entry in batch(which).items():
@@ -114,7 +114,7 @@ def survive(folder, rounds, seed, tell):
                     assert got is not None, (number, work.__name__, key)
                     assert all(torch.equal(got[name], t) for name, t in entry.items())
             compact(store)
-            assert verify(store, tell).clean
+            assert verify(store, emit).clean
     return there
 
 

@@ -7,7 +7,7 @@ from gracetune.cache.augmentation_epochs import (
     AugmentationEpochs,
     FillingStopped,
     GenerationFolder,
-    demand_mode,
+    check_mode,
     generation_of,
     left_over,
     marks_in,
@@ -47,13 +47,13 @@ def test_each_mode_has_its_own_row_of_generations(settings):
 
 
 def test_variants_that_vary_nothing_are_refused_by_name():
-    demand_mode(section(**FLIP, variants=2), 0)
-    demand_mode(section(), 0)
+    check_mode(section(**FLIP, variants=2), 0)
+    check_mode(section(), 0)
     with pytest.raises(ConfigError, match=r"datasets\[1\]\.variants is 2, but nothing"):
-        demand_mode(section(variants=2), 1)
+        check_mode(section(variants=2), 1)
     mode = "refresh_each_epoch"
     with pytest.raises(ConfigError, match=f"datasets.0..variants is 4; with .*{mode}"):
-        demand_mode(section(**FLIP, variants=4, augmentations_cache_mode=mode), 0)
+        check_mode(section(**FLIP, variants=4, augmentations_cache_mode=mode), 0)
 
 
 def unheard(notice):

@@ -55,8 +55,8 @@ def picture(source, key, recipe=PLAIN, digest=None, inverted=False):
     return EncodeItem(sample, SIZE, source, recipe)
 
 
-def fill(store, pictures, tell, cells=CELLS):
-    return fill_masks(store, pictures, lambda _: cells, tell, PILLOW, NOW, ALONE)
+def fill(store, pictures, emit, cells=CELLS):
+    return fill_masks(store, pictures, lambda _: cells, emit, PILLOW, NOW, ALONE)
 
 
 def levels(store, picture):

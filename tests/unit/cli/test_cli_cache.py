@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from gracetune.cache.encode import EncodeItem
-from gracetune.cache.import_foreign import _demand_plain
+from gracetune.cache.import_foreign import _check_plain
 from gracetune.cache.keys import text_key
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cli.main import main
@@ -269,7 +269,7 @@ def test_an_entry_of_a_video_does_not_say_which_frames_it_is_of(built):
     sample = Sample("clips", "a.mp4", "", "abc", 64, 48, "video")
     picture = EncodeItem(sample, (64, 48, 5), FolderSource(built), SampleTransform(rate=24.0))
     with pytest.raises(CacheError, match=r"'clips'.*which frames"):
-        _demand_plain(picture)
+        _check_plain(picture)
 
 
 def test_an_entry_that_two_pictures_could_be_meant_by_is_left_out(root, foreign, built, capsys):

@@ -12,7 +12,7 @@ from gracetune.data.audio import probe_audio
 from gracetune.data.augment import (
     PLAIN,
     SampleTransform,
-    demand_augmentable,
+    check_augmentable,
     recipe_of,
     render,
     render_control,
@@ -184,4 +184,4 @@ def test_only_pictures_are_augmented(kind: str) -> None:
         dataset_type=kind, augmentations=[{"name": "flip"}], augmentations_cache_mode="static"
     )
     with pytest.raises(ConfigError, match=rf"dataset_type '{kind}' cannot be augmented"):
-        demand_augmentable(section, 0)
+        check_augmentable(section, 0)

@@ -405,8 +405,8 @@ def _says_it_holds_a_copy(folder: Path, meet_in: Path) -> bool:
 
 def _meet(folder: Path, meet_in: Path, told: list[Event] | None = None) -> StagedSource:
     source = FolderSource(folder)
-    tell = ([] if told is None else told).append
-    return StagedSource.stage(source, source.keys(), InMemorySection(), tell, meet_in=meet_in)
+    emit = ([] if told is None else told).append
+    return StagedSource.stage(source, source.keys(), InMemorySection(), emit, meet_in=meet_in)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def _open(address: Path | str, told: list[Event] | None = None) -> TarSource:
-    tell = ([] if told is None else told).append
-    return open_tar(DatasetSection(instance_data_dir=str(address)), "datasets[2]", tell)
+    emit = ([] if told is None else told).append
+    return open_tar(DatasetSection(instance_data_dir=str(address)), "datasets[2]", emit)
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

@@ -36,7 +36,7 @@ class Plain:
         self._stream = StringIO()
         self._sink = console_sink(self._stream, is_terminal=False, clock=lambda: self.now)
 
-    def tell(self, *events: Event) -> list[str]:
+    def emit(self, *events: Event) -> list[str]:
         """The lines that these events add."""
         before = len(self._stream.getvalue())
         for event in events:
@@ -64,7 +64,7 @@ def test_the_stream_decides_which() -> None:
 
 
 def test_the_forks_lines_appear_as_they_were() -> None:
-    lines = Plain().tell(
+    lines = Plain().emit(
         Notice("GH200 gradient accumulation ramp enabled"), RampChanged(3, 17, accumulation=4)
     )
     assert lines == [
@@ -74,7 +74,7 @@ def test_the_forks_lines_appear_as_they_were() -> None:
 
 
 def test_notices_are_marked_by_kind() -> None:
-    assert Plain().tell(
+    assert Plain().emit(
         Notice("a"),
         Notice("b", "warning"),
         Notice("c", fallback=True),
@@ -83,44 +83,44 @@ def test_notices_are_marked_by_kind() -> None:
 
 
 def test_the_start_says_what_is_trained() -> None:
-    (line,) = Plain().tell(started())
+    (line,) = Plain().emit(started())
     assert line == (
         "starting: tiny, 12,345 trainable parameters, 640 samples, 100 steps, cpu, fp32 -> runs/x"
     )
-    (line,) = Plain().tell(started(start_step=40))
+    (line,) = Plain().emit(started(start_step=40))
     assert line.startswith("resuming at step 40: ")
 
 
 def test_steps_are_shown_first_last_and_now_and_then() -> None:
     plain = Plain()
-    plain.tell(started(100))
+    plain.emit(started(100))
     shown = []
     for step in range(1, 101):
         plain.now = step * 0.5
-        shown += [line.split()[1] for line in plain.tell(step_done(step))]
+        shown += [line.split()[1] for line in plain.emit(step_done(step))]
     assert shown == [f"{step}/100" for step in (*range(1, 100, 10), 100)]
     assert plain.close() == []
 
 
 def test_a_landmark_brings_the_step_that_led_to_it() -> None:
     plain = Plain()
-    plain.tell(started(), step_done(1))
-    assert plain.tell(step_done(2), step_done(3)) == []
-    lines = plain.tell(Validated(3, "grid.png", (), {"holdout": 0.25}, 1.5))
+    plain.emit(started(), step_done(1))
+    assert plain.emit(step_done(2), step_done(3)) == []
+    lines = plain.emit(Validated(3, "grid.png", (), {"holdout": 0.25}, 1.5))
     assert lines[0].startswith("step 3/100")
     assert lines[1] == "validated at step 3 in 1.5s: holdout 0.2500, grid.png"
-    (line,) = plain.tell(CheckpointSaved(3, "checkpoints/3", 3 * GIB, 0.25, "every 3 steps"))
+    (line,) = plain.emit(CheckpointSaved(3, "checkpoints/3", 3 * GIB, 0.25, "every 3 steps"))
     assert line == "checkpoint at step 3 (every 3 steps): checkpoints/3, 3.0 GiB in 250ms"
 
 
 def test_a_step_held_back_is_not_lost_where_the_run_dies() -> None:
     plain = Plain()
-    plain.tell(started(), step_done(1), step_done(2))
+    plain.emit(started(), step_done(1), step_done(2))
     assert [line.split()[1] for line in plain.close()] == ["2/100"]
 
 
 def test_a_validation_of_nothing_says_so() -> None:
-    (line,) = Plain().tell(Validated(0, None, ()))
+    (line,) = Plain().emit(Validated(0, None, ()))
     assert line == "validated at step 0 in 0ms: nothing to measure or picture"
 
 
@@ -129,9 +129,9 @@ def test_stages_are_shown_first_last_and_now_and_then() -> None:
     shown = []
     for done in range(1, 21):
         plain.now = done * 1.0
-        shown += plain.tell(StageProgress("staging", done, 20))
+        shown += plain.emit(StageProgress("staging", done, 20))
     assert shown == [f"staging: {done} of 20 files" for done in (1, 6, 11, 16, 20)]
-    assert plain.tell(StageProgress("encoding", 1, 4, "texts")) == ["encoding: 1 of 4 texts"]
+    assert plain.emit(StageProgress("encoding", 1, 4, "texts")) == ["encoding: 1 of 4 texts"]
 
 
 def test_a_stage_that_counts_bytes_shows_its_pace() -> None:
@@ -139,7 +139,7 @@ def test_a_stage_that_counts_bytes_shows_its_pace() -> None:
     whole = StageProgress("staging", 9, 9, nbytes=10**9, total_nbytes=10**9, seconds=2.0)
     files = StageProgress("reading", 1, 4, seconds=2.0)
     empty = StageProgress("staging", 1, 2, nbytes=0, total_nbytes=0, seconds=0.5)
-    assert [line for event in (half, whole, files, empty) for line in Plain().tell(event)] == [
+    assert [line for event in (half, whole, files, empty) for line in Plain().emit(event)] == [
         "staging: 500 of 1,000 files, 250 files/s, 0.50 GB/s, eta 6.0s",
         "staging: 9 of 9 files, 4 files/s, 0.50 GB/s",
         "reading: 1 of 4 files, 0 files/s, eta 6.0s",
@@ -149,12 +149,12 @@ def test_a_stage_that_counts_bytes_shows_its_pace() -> None:
 
 def test_the_numbers_of_a_step() -> None:
     plain = Plain()
-    plain.tell(started(61), MemoryUsed(0, 2 * GIB, 0, 0))
-    (line,) = plain.tell(step_done(1, samples=8, seconds=0.5))
+    plain.emit(started(61), MemoryUsed(0, 2 * GIB, 0, 0))
+    (line,) = plain.emit(step_done(1, samples=8, seconds=0.5))
     assert line == "step 1/61  loss 0.5000  lr 1.00e-04  16.0 samples/s  eta 30.0s  host 2.0 GiB"
     plain.now = 10
-    plain.tell(MemoryUsed(1, 2 * GIB, GIB, 3 * GIB))
-    (line,) = plain.tell(step_done(61))
+    plain.emit(MemoryUsed(1, 2 * GIB, GIB, 3 * GIB))
+    (line,) = plain.emit(step_done(61))
     assert line.endswith("16.0 samples/s  device 1.0 GiB (peak 3.0 GiB)  host 2.0 GiB")
 
 
@@ -176,9 +176,9 @@ def test_the_pace_forgets_the_warm_up_and_smooths_the_rest() -> None:
 )
 def test_the_end_names_what_to_look_at_and_counts_fallbacks(fallbacks: int, said: str) -> None:
     plain = Plain()
-    plain.tell(*(Notice(f"lesser {n}", fallback=True) for n in range(fallbacks)), Notice("other"))
+    plain.emit(*(Notice(f"lesser {n}", fallback=True) for n in range(fallbacks)), Notice("other"))
     outputs = {"result": "runs/x/result.json", "grid": "runs/x/grid.png"}
-    assert plain.tell(RunEnded(100, "interrupted", 75.0, outputs, "state saved")) == [
+    assert plain.emit(RunEnded(100, "interrupted", 75.0, outputs, "state saved")) == [
         "interrupted at step 100 after 1m15s",
         "  result  runs/x/result.json",
         "  grid    runs/x/grid.png",

@@ -34,7 +34,7 @@ def test_every_sink_hears_every_event_in_order() -> None:
     events = [Notice("a"), Notice("a"), Notice("b", "warning")]
     with EventDispatcher(ears) as fan:
         for event in events:
-            fan.tell(event)
+            fan.emit(event)
     assert [ear.heard for ear in ears] == [events, events]
     assert [ear.closed for ear in ears] == [1, 1]
 
@@ -43,7 +43,7 @@ def test_a_fallback_is_told_once_and_counted() -> None:
     ear = Ear()
     fan = EventDispatcher([ear])
     for text in ("no cuda", "no lz4", "no cuda"):
-        fan.tell(Notice(text, fallback=True))
+        fan.emit(Notice(text, fallback=True))
     assert len(ear.heard) == 2
     assert fan.fallbacks == ("no cuda", "no lz4")
 
@@ -51,7 +51,7 @@ def test_a_fallback_is_told_once_and_counted() -> None:
 def test_threads_take_turns() -> None:
     ear = Ear()
     fan = EventDispatcher([ear])
-    workers = [Thread(target=lambda: [fan.tell(Notice("x")) for _ in range(300)]) for _ in range(4)]
+    workers = [Thread(target=lambda: [fan.emit(Notice("x")) for _ in range(300)]) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -72,4 +72,4 @@ def test_nothing_is_told_after_the_end() -> None:
     fan = EventDispatcher([])
     fan.close()
     with pytest.raises(AssertionError, match="after the end"):
-        fan.tell(Notice("late"))
+        fan.emit(Notice("late"))

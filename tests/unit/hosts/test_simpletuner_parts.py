@@ -21,7 +21,7 @@ from gracetune.hosts.simpletuner.plugin import (
     SimpleTunerPlugin,
     SimpleTunerRamp,
     build_schedule,
-    demand_own_accumulation,
+    check_own_accumulation,
 )
 from gracetune.hosts.staged_files import Served, stage
 from gracetune.hosts.tensor_memory import TensorMemory
@@ -366,10 +366,10 @@ def test_ramps_that_are_asked_for():
 
 def test_engines_that_accumulate_themselves_are_refused_by_name():
     with pytest.raises(ConfigError, match="DeepSpeed"):
-        demand_own_accumulation("DEEPSPEED", {})
+        check_own_accumulation("DEEPSPEED", {})
     with pytest.raises(ConfigError, match="optimizer_release_gradients"):
-        demand_own_accumulation("NO", {"optimizer_release_gradients": True})
-    demand_own_accumulation("FSDP", {})
+        check_own_accumulation("NO", {"optimizer_release_gradients": True})
+    check_own_accumulation("FSDP", {})
 
 
 # The plug-in itself

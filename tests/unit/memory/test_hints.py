@@ -156,7 +156,7 @@ def test_the_stream_is_the_callers_or_the_current_one() -> None:
 def test_hints_that_are_off_touch_nothing_but_answer() -> None:
     here = machine(Link.COHERENT, failing={"advise": 1, "prefetch": 1, "discard": 1})
     notices = []
-    hints = here.hints(enabled=False, tell=notices.append)
+    hints = here.hints(enabled=False, emit=notices.append)
     tensor = here.tensor(MIB)
     for verb in VERBS:
         hint = getattr(hints, verb)(tensor)
@@ -168,7 +168,7 @@ def test_hints_that_are_off_touch_nothing_but_answer() -> None:
 
 def test_a_refusal_is_told_once_and_counted_always() -> None:
     notices = []
-    hints = Hints(None, NO_GPU, tell=notices.append)
+    hints = Hints(None, NO_GPU, emit=notices.append)
     for _ in range(5):
         hints.prefetch_to_device(torch.zeros(MIB))
         hints.discard(torch.zeros(MIB))

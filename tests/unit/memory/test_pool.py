@@ -135,7 +135,7 @@ def platform(link: Link) -> Platform:
 
 
 def opened(shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch) -> UnifiedPool:
-    pool = open_pool(platform(Link.MANAGED), shim, settings, torch, tell=lambda _: None)
+    pool = open_pool(platform(Link.MANAGED), shim, settings, torch, emit=lambda _: None)
     assert isinstance(pool, UnifiedPool)
     return pool
 
@@ -294,7 +294,7 @@ def test_threads_open_the_same_pool_at_once(
 def test_a_platform_without_use_for_a_pool_says_why(
     shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch, link: Link
 ) -> None:
-    refused = open_pool(platform(link), shim, settings, torch, tell=lambda _: None)
+    refused = open_pool(platform(link), shim, settings, torch, emit=lambda _: None)
     assert isinstance(refused, Unsupported)
     assert f"a test of {link.value}" in refused.reason
     assert torch.made == []
@@ -304,7 +304,7 @@ def test_a_missing_shim_makes_pools_unsupported(
     settings: PoolSettings, torch: FewLinesOfTorch
 ) -> None:
     missing = MissingShim("no compiler")
-    refused = open_pool(platform(Link.MANAGED), missing, settings, torch, tell=lambda _: None)
+    refused = open_pool(platform(Link.MANAGED), missing, settings, torch, emit=lambda _: None)
     assert refused == Unsupported("no compiler")
 
 
@@ -312,7 +312,7 @@ def test_a_driver_that_cannot_be_opened_makes_pools_unsupported(
     shim: Shim, torch: FewLinesOfTorch
 ) -> None:
     settings = PoolSettings(cap_bytes=1, driver_library="libnowhere.so.1")
-    refused = open_pool(platform(Link.MANAGED), shim, settings, torch, tell=lambda _: None)
+    refused = open_pool(platform(Link.MANAGED), shim, settings, torch, emit=lambda _: None)
     assert isinstance(refused, Unsupported)
     assert "libnowhere.so.1" in refused.reason
 

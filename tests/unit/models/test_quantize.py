@@ -6,7 +6,7 @@ from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection
 from gracetune.errors import ConfigError
 from gracetune.models import quantize
-from gracetune.models.quantize import demand_quantizable, quantize_blocks
+from gracetune.models.quantize import check_quantizable, quantize_blocks
 
 KINDS = ("fp8", "int8", "nf4")
 
@@ -74,10 +74,10 @@ def test_adapters_learn_beside_quantised_weights(model, kind, adapter):
 
 def test_what_cannot_be_quantised_is_refused():
     with pytest.raises(ConfigError, match="without an adapter every weight is trained"):
-        demand_quantizable("int8", None)
+        check_quantizable("int8", None)
     with pytest.raises(ConfigError, match=r"adapter\.kind is 'dora'"):
-        demand_quantizable("int8", AdapterSection(kind="dora"))
-    demand_quantizable("nf4", AdapterSection(kind="lokr"))
+        check_quantizable("int8", AdapterSection(kind="dora"))
+    check_quantizable("nf4", AdapterSection(kind="lokr"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.offload.copies import SynchronousCopyEngine
-from gracetune.offload.host_weights import SMALL, load_resident_weights, fill, lay_out
+from gracetune.offload.host_weights import SMALL, fill, lay_out, load_resident_weights
 from gracetune.offload.ring import stream_weights
 
 BLOCKS = 4

@@ -13,8 +13,8 @@ def integrated(monkeypatch):
     """The platform says so; everything else is as it is here."""
     settle = planner.settle
 
-    def settle_there(run, family, feed, update, link, device, tell):
-        return settle(run, family, feed, update, Link.INTEGRATED, device, tell)
+    def settle_there(run, family, feed, update, link, device, emit):
+        return settle(run, family, feed, update, Link.INTEGRATED, device, emit)
 
     monkeypatch.setattr(planner, "settle", settle_there)
 

@@ -14,7 +14,7 @@ from gracetune.train.experts import (
     expected_mix,
     mix_of,
     plan_turns,
-    tell_turns,
+    report_turns,
 )
 from gracetune.train.state import TrainProgress
 from gracetune.train.timesteps import DISTRIBUTIONS, draw_levels, expert_windows, share_of
@@ -160,7 +160,7 @@ def test_one_transformer_has_no_turns_and_refuses_experts_by_name():
     plan = plan_turns(TrainSection(), None)
     assert plan.at(17) == ALONE
     assert plan.all() == [ALONE]
-    assert tell_turns(plan, None) is None
+    assert report_turns(plan, None) is None
     with pytest.raises(ConfigError, match=r"train\.experts is 'low', but the model has one"):
         plan_turns(TrainSection(experts="low"), None)
 
@@ -173,11 +173,11 @@ def test_a_window_without_levels_of_an_expert_is_refused():
 
 
 def test_what_is_told():
-    both = tell_turns(plan_turns(TrainSection(switch_every=3), 0.875), 0.875)
+    both = report_turns(plan_turns(TrainSection(switch_every=3), 0.875), 0.875)
     assert both is not None
     assert "high noise from level 0.875 on" in both
     assert "3 steps a turn, 50.0%" in both
-    one = tell_turns(plan_turns(TrainSection(experts="high"), 0.9), 0.9)
+    one = report_turns(plan_turns(TrainSection(experts="high"), 0.9), 0.9)
     assert one is not None
     assert "only the high-noise one is trained" in one
 

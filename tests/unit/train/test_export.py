@@ -14,7 +14,7 @@ from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice, RunStarted, StepDone
-from gracetune.train.export import demand_exportable
+from gracetune.train.export import check_exportable
 from gracetune.train.run import run_training
 
 EVERYTHING = ["re:.*"]
@@ -98,4 +98,4 @@ def test_a_kind_that_a_form_cannot_hold_is_refused_with_another(monkeypatch):
     model = nn.ModuleDict({"x": nn.Linear(4, 4)})
     modules = add_adapter({"": model}, AdapterSection(kind="full"), ("x",), seed=0)
     with pytest.raises(ConfigError, match=r"a full matrix.*or choose another adapter\.kind"):
-        demand_exportable({"": model}, modules, "tiny")
+        check_exportable({"": model}, modules, "tiny")

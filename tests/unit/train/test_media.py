@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from gracetune.models.family import Sampled
-from gracetune.train.validate import contact_sheet, demand_packages, spectrogram, write
+from gracetune.train.validate import contact_sheet, require_packages, spectrogram, write
 
 
 def test_a_picture_is_written_as_it_is(tmp_path):
@@ -74,4 +74,4 @@ def test_a_spectrogram_is_bright_where_the_tone_is_and_dark_elsewhere():
 
 def test_what_a_kind_needs_is_asked_for_early():
     for kind in ("image", "video", "audio"):
-        demand_packages(kind)
+        require_packages(kind)

@@ -88,16 +88,16 @@ class InFp8:
     """Of those, without main directions: nothing was seen of what comes into them."""
 
 
-def demand_fp8(device: torch.device) -> None:
+def check_fp8(device: torch.device) -> None:
     """Refuse fp8 products by name where the hardware has none."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        demand_capability(torch.cuda.get_device_name(device), capability)
+        check_capability(torch.cuda.get_device_name(device), capability)
     else:
-        demand_capability(str(device), (0, 0))
+        check_capability(str(device), (0, 0))
 
 
-def demand_capability(name: str, capability: tuple[int, int]) -> None:
+def check_capability(name: str, capability: tuple[int, int]) -> None:
     """The same for a device by its name and compute capability."""
     if capability >= LEAST_FP8:
         return
@@ -109,7 +109,7 @@ def demand_capability(name: str, capability: tuple[int, int]) -> None:
 
 def freeze_in_fp8(blocks: Iterable[nn.Module]) -> InFp8:
     """Store every frozen linear weight of the blocks in fp8, where a kernel takes its sides."""
-    return _demand_any([_freeze(block, None) for block in blocks])
+    return _check_any([_freeze(block, None) for block in blocks])
 
 
 def freeze_in_fp8_for(
@@ -127,7 +127,7 @@ def freeze_in_fp8_for(
     finally:
         for turn in watched.values():
             turn.close()
-    return _demand_any([turn.frozen or _freeze(block, None) for block, turn in watched.items()])
+    return _check_any([turn.frozen or _freeze(block, None) for block, turn in watched.items()])
 
 
 @torch.no_grad()
@@ -203,7 +203,7 @@ def _frozen_linears(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linea
                 yield module, name, child
 
 
-def _demand_any(parts: Sequence[InFp8]) -> InFp8:
+def _check_any(parts: Sequence[InFp8]) -> InFp8:
     """All of them together."""
     count, left, blind = (sum(each) for each in zip(*map(astuple, parts), strict=True))
     if not count:

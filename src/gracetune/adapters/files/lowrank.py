@@ -272,7 +272,7 @@ def extract(
             "one naming.",
             kind="other-model",
         )
-    _demand_same_weights(before, after)
+    _check_same_weights(before, after)
     layers: dict[LayerPath, Layer] = {}
     losses: dict[LayerPath, float] = {}
     rest = []
@@ -295,7 +295,7 @@ def extract(
     return Extracted(adapter, summary(losses), () if keep_rest else tuple(rest))
 
 
-def _demand_same_weights(before: ModelWeights, after: ModelWeights) -> None:
+def _check_same_weights(before: ModelWeights, after: ModelWeights) -> None:
     """What one of them lacks, as a single shard of a folder would, cannot be compared."""
     odd = sorted(before.keys.keys() ^ after.keys.keys())
     if odd:

@@ -158,7 +158,7 @@ def _rewrite(file: Path, out: Path, changes: Mapping[str, Sequence[WeightUpdate]
         metadata = source.metadata()
         tensors = {key: source.get_tensor(key) for key in source.keys()}  # noqa: SIM118
     for key, parts in changes.items():
-        _demand_wide(key, tensors[key])
+        _check_wide(key, tensors[key])
         weight = tensors[key].float()
         for change in parts:
             weight = _changed(key, weight, change)
@@ -166,7 +166,7 @@ def _rewrite(file: Path, out: Path, changes: Mapping[str, Sequence[WeightUpdate]
     save_file(tensors, out, metadata=metadata)
 
 
-def _demand_wide(key: str, weight: Tensor) -> None:
+def _check_wide(key: str, weight: Tensor) -> None:
     if weight.element_size() < 2:
         raise AdapterError(
             f"{key!r} is {str(weight.dtype).removeprefix('torch.')}: merging into a quantised "

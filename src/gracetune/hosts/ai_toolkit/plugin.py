@@ -67,7 +67,7 @@ class AIToolkitPlugin:
         self._kept: set[str] = set()
         self._shelves: dict[str, StagedFiles] = {}
         self._session = MemorySession(
-            open_machine, lambda: environment_settings(environment), self._tell
+            open_machine, lambda: environment_settings(environment), self._emit
         )
 
     def begin_job(self) -> None:
@@ -90,7 +90,7 @@ class AIToolkitPlugin:
             self._hold_caches(blocks.cache)
         return rest, blocks
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         """Progress is ai-toolkit's to show."""
         if isinstance(event, Notice):
             self.say(f"warning: {event.text}" if event.level == "warning" else event.text)
@@ -113,7 +113,7 @@ class AIToolkitPlugin:
             # Not pinned: memory that the driver pins is not there in forks, which workers are.
             return TensorMemory(budget_nbytes, torch.Tensor.contiguous)
         self.say(f"each of {self._ranks} ranks holds a share of them, for all of this machine")
-        return NodeMemory(budget_nbytes, self._meet_in, self._tell)
+        return NodeMemory(budget_nbytes, self._meet_in, self._emit)
 
     def attach(self, blocks: AIToolkitBlocks, configs: Sequence[Settings]) -> None:
         """Give ai-toolkit's data sets, one a resolution, what was kept from them at first."""
@@ -128,7 +128,7 @@ class AIToolkitPlugin:
                 vars(config)[KEY] = LatentGenerations(block.mode)
         if any(block.staged or block.mode for block in blocks.datasets) or self._held:
             workers = [vars(config)["num_workers"] for config in configs]
-            demand_forks(max(workers, default=0), start_method())
+            check_forks(max(workers, default=0), start_method())
 
     def stage(self, blocks: Sequence[DatasetBlock]) -> None:
         """Read the data sets that are to be held in memory, each folder once."""
@@ -136,7 +136,7 @@ class AIToolkitPlugin:
             folder = os.path.abspath(block.folder)
             if block.staged is not None and folder not in self._shelves:
                 chosen = StagedSet(folder, folder, block.staged, ())
-                self._shelves[folder] = stage(chosen, self._tell, self._meet_in)
+                self._shelves[folder] = stage(chosen, self._emit, self._meet_in)
 
     def staged_bytes(self, path: object) -> bytes | None:
         """The bytes of a staged file; none: ask the disk."""
@@ -209,7 +209,7 @@ def start_method() -> str:
     return chosen or multiprocessing.get_all_start_methods()[0]
 
 
-def demand_forks(num_workers: int, method: str) -> None:
+def check_forks(num_workers: int, method: str) -> None:
     """Workers that are started anew would know nothing of what is held here."""
     if num_workers > 0 and method != "fork":
         raise ConfigError(

@@ -108,7 +108,7 @@ def keep_to_stages(process: Any) -> None:
     model = process.sd
     if not (process.gracetune_blocks.stage_timesteps and model.is_multistage):
         return
-    demand_stages(process.train_config.timestep_type)
+    check_stages(process.train_config.timestep_type)
     scheduler, boundaries = model.noise_scheduler, list(model.multistage_boundaries)
 
     def set_train_timesteps(original: Any, *args: object, **options: object) -> object:
@@ -229,7 +229,7 @@ def stage_boundaries(timesteps: Tensor, boundaries: Sequence[float], stage: int)
     return changed
 
 
-def demand_stages(timestep_type: str) -> None:
+def check_stages(timestep_type: str) -> None:
     """Some ways of drawing know no stages: with two experts they train the wrong one."""
     if timestep_type in OUTSIDE_STAGES:
         raise ConfigError(

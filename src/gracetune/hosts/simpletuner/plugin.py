@@ -45,7 +45,7 @@ _MEMORY_SHARE = 0.5
 """Of what the host can spare, for tensors of caches, where nothing is said."""
 
 
-def tell(event: Event) -> None:
+def emit(event: Event) -> None:
     """Notices go to the log of the run; progress is SimpleTuner's to show."""
     if isinstance(event, Notice):
         log.log(logging.WARNING if event.level == "warning" else logging.INFO, "%s", event.text)
@@ -70,7 +70,7 @@ class SimpleTunerPlugin:
         self._sets: dict[str, StagedSet] = {}
         self._contents: dict[str, object] = {}
         self._shelves: dict[str, StagedFiles] = {}
-        self._session = MemorySession(open_machine, lambda: environment_settings(environment), tell)
+        self._session = MemorySession(open_machine, lambda: environment_settings(environment), emit)
 
     def take_config(self, config: Mapping[str, object]) -> dict[str, object]:
         """What SimpleTuner may see of its configuration."""
@@ -99,7 +99,7 @@ class SimpleTunerPlugin:
         if ranks == 1 or self._meet_in is None:
             return TensorMemory(budget, self._pin)
         log.info("each of %s ranks holds a share of them, for all of this machine", ranks)
-        return NodeMemory(budget, self._meet_in, tell)
+        return NodeMemory(budget, self._meet_in, emit)
 
     def take_datasets(self, entries: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         """What SimpleTuner may see of its data sets."""
@@ -132,7 +132,7 @@ class SimpleTunerPlugin:
         if chosen is None:
             return None
         if dataset not in self._shelves:
-            self._shelves[dataset] = stage(chosen, tell, self._meet_in)
+            self._shelves[dataset] = stage(chosen, emit, self._meet_in)
         return self._shelves[dataset]
 
     def staged_bytes(self, path: str) -> bytes | None:
@@ -161,7 +161,7 @@ class SimpleTunerPlugin:
             accelerator.num_processes,
         )
         assert schedule is not None
-        demand_own_accumulation(accelerator.distributed_type.name, vars(config))
+        check_own_accumulation(accelerator.distributed_type.name, vars(config))
 
         def follow(accumulation: int) -> None:
             if config.gradient_accumulation_steps != accumulation:
@@ -191,7 +191,7 @@ class SimpleTunerPlugin:
         )
 
 
-def demand_own_accumulation(engine: str, config: Mapping[str, object]) -> None:
+def check_own_accumulation(engine: str, config: Mapping[str, object]) -> None:
     """Where another engine accumulates gradients, a ramp would be wrong or do nothing."""
     if engine == "DEEPSPEED":
         raise ConfigError(
@@ -300,7 +300,7 @@ class SimpleTunerRamp:
     accelerator: Accelerator
     steps_done: Callable[[], int]
     """Optimizer steps so far: asked once, when the loop begins."""
-    tell: Callable[[int], None]
+    emit: Callable[[int], None]
     """Called with each new accumulation, which others must know too."""
     _micro_batches: int | None = None
 
@@ -322,4 +322,4 @@ class SimpleTunerRamp:
         self.accelerator.step = 0
         if self.accelerator.gradient_accumulation_steps != wanted:
             self.accelerator.gradient_accumulation_steps = wanted
-        self.tell(wanted)
+        self.emit(wanted)
