@@ -11,27 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gracetune.config.schema import STAGED, InMemorySection
 from gracetune.errors import ConfigError
+from gracetune.optim.registry import OPTIMIZERS, optimizer_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gracetune.config.schema import RunFile, Section
-
-
-AUTOMAGIC_KEYS = tuple(
-    f"{stage}{key}"
-    for stage in ("", "high_noise_", "low_noise_")
-    for key in ("lr_bump", "min_lr", "max_lr")
-)
-
-PARTED_OPTIMIZERS = ("adafactor", "adamw", "lion", "muon")
-"""Those that update each parameter by itself: their state can be brought piece by piece."""
-WHOLE_OPTIMIZERS = {
-    "adamw_8bit": "keeps its state in a form of its own, small already",
-    "automagic": "looks at the rates and updates of all parameters at once",
-    "prodigy": "finds one scale for all parameters",
-    "schedule_free": "counts the steps of all parameters together",
-}
 
 
 class Breach(NamedTuple):
@@ -103,13 +88,13 @@ def _timesteps(run: RunFile) -> Iterator[Breach]:
 
 def _automagic(run: RunFile) -> Iterator[Breach]:
     settings = run.optimizer.model_dump()
-    if run.optimizer.name != "automagic":
-        for key in AUTOMAGIC_KEYS:
+    for owner, info in OPTIMIZERS.items():
+        for key in info.settings if run.optimizer.name != owner else ():
             if settings[key] is not None:
                 yield Breach(
                     f"optimizer.{key}",
-                    f"is {settings[key]:g}; only automagic has it, and optimizer.name is "
-                    f"{run.optimizer.name}. Remove it, or set optimizer.name: automagic.",
+                    f"is {settings[key]:g}; only {owner} has this setting, and optimizer.name is "
+                    f"{run.optimizer.name}. Remove it, or set optimizer.name: {owner}.",
                 )
     for stage in ("", "high_noise_", "low_noise_"):
         low_key = f"{stage}min_lr" if settings[f"{stage}min_lr"] is not None else "min_lr"
@@ -124,30 +109,25 @@ def _automagic(run: RunFile) -> Iterator[Breach]:
             )
 
 
-def why_whole(name: str) -> str:
-    """Why an optimizer's state cannot live in host memory; empty: it can."""
-    if name in PARTED_OPTIMIZERS:
-        return ""
-    return WHOLE_OPTIMIZERS.get(name, "may look at all parameters at once, for all that is known")
-
-
 def trains_in_bf16(run: RunFile) -> bool:
     """Whether full training leaves weights in bf16, with fp32 of each in the optimizer's state."""
     return (
         run.adapter is None
         and run.model.dtype == "bfloat16"
-        and not why_whole(run.optimizer.name)
-        and not run.train.ema_decay  # averages in bf16 would stand still
+        and optimizer_info(run.optimizer.name).state_can_be_split
+        and not run.train.ema_decay  # a bf16 average is too coarse to move
     )
 
 
 def _state(run: RunFile) -> Iterator[Breach]:
-    why = why_whole(run.optimizer.name)
-    if run.optimizer.state == "host" and why:
+    name = run.optimizer.name
+    reason = optimizer_info(name).whole_state_reason
+    if run.optimizer.state == "host" and reason:
+        able = ", ".join(each for each, info in OPTIMIZERS.items() if info.state_can_be_split)
         yield Breach(
             "optimizer.state",
-            f"is host, which brings state to the device piece by piece, but {run.optimizer.name} "
-            f"{why}. Set it to device, or name one of {', '.join(PARTED_OPTIMIZERS)}.",
+            f"is host, which copies the state to the device piece by piece, but {name} {reason}. "
+            f"Set optimizer.state: device, or use one of {able}.",
         )
 
 
@@ -397,25 +377,10 @@ def _differs(section: Section, key: str) -> bool:
     return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
-IDLE_SETTINGS = {
-    "adafactor": ("betas", "eps"),
-    "automagic": ("eps",),
-    "lion": ("eps",),
-}
-"""Settings that some optimizers do not have."""
-
-
 def _idle_optimizer(run: RunFile) -> Iterator[str]:
-    section = run.optimizer
-    for key in IDLE_SETTINGS.get(section.name, ()):
-        if key in section.model_fields_set:
-            yield f"optimizer.{key} has no effect: {section.name} has no such setting."
-    if section.name == "muon":
-        for key in sorted({"betas", "eps"} & section.model_fields_set):
-            yield (
-                f"optimizer.{key} is AdamW's, to which muon leaves what is no matrix: of matrices, "
-                "and so of most adapters, it changes nothing."
-            )
+    for key, note in optimizer_info(run.optimizer.name).setting_notes.items():
+        if key in run.optimizer.model_fields_set:
+            yield f"optimizer.{key} {note}"
 
 
 REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gracetune import registry
-from gracetune.config.checks import PARTED_OPTIMIZERS
 from gracetune.errors import ConfigError
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.master_weights import MasterWeights, stand_ins
+from gracetune.optim.registry import OPTIMIZERS, optimizer_info
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,25 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-OPTIMIZERS = {
-    "adafactor": "gracetune.optim.build:adafactor",
-    "adamw": "gracetune.optim.build:adamw",
-    "adamw_8bit": "gracetune.optim.build:adamw_8bit",
-    "automagic": "gracetune.optim.build:automagic",
-    "lion": "gracetune.optim.build:lion",
-    "muon": "gracetune.optim.build:muon",
-    "prodigy": "gracetune.optim.build:prodigy",
-    "schedule_free": "gracetune.optim.build:schedule_free",
-}
-DEFAULT_LR = {
-    "adafactor": 1e-2,
-    "automagic": 1.0,
-    "lion": 1e-5,
-    "prodigy": 1.0,
-    "schedule_free": 2.5e-3,
-}
-"""Where `optimizer.lr` is not given and 1e-4 is not it: the packages' own, and for Lion a tenth of
-AdamW's, as its paper says. Automagic has rates of its own, which the schedule only scales."""
 FP32_NBYTES = 4
 STAGES = ("high", "low")
 """Parameters whose names begin so belong to one of two experts, and get a group of their own."""
@@ -70,9 +51,10 @@ def build_optimizer(
 
     Parameters narrower than fp32 get masters; Automagic rounds such weights in its own way.
     """
-    build = cast("BuildOptimizer", registry.load("optimizer", section.name, OPTIMIZERS))
+    builders = {name: info.builder for name, info in OPTIMIZERS.items()}
+    build = cast("BuildOptimizer", registry.load("optimizer", section.name, builders))
     narrow = any(p.itemsize < FP32_NBYTES for p in parameters.values())
-    if narrow and section.name in PARTED_OPTIMIZERS:
+    if narrow and optimizer_info(section.name).state_can_be_split:
         stood_for = stand_ins(parameters.values())
         named = dict(zip(parameters, stood_for, strict=True))
         optimizer: Optimizer = MasterWeights(
@@ -87,9 +69,8 @@ def build_optimizer(
 
 def highest_lr(section: OptimizerSection) -> float:
     """What the schedule's share is of."""
-    if section.lr is None or section.name == "automagic":
-        return DEFAULT_LR.get(section.name, 1e-4)
-    return section.lr
+    info = optimizer_info(section.name)
+    return info.default_lr if section.lr is None or info.manages_lr else section.lr
 
 
 def groups_of(parameters: Mapping[str, Parameter], section: OptimizerSection) -> Groups:
@@ -111,7 +92,7 @@ def _refuse_stage_settings(section: OptimizerSection) -> None:
             if value is not None:
                 raise ConfigError(
                     f"optimizer.{stage}_noise_{key} is {value:g}, but the model has one "
-                    f"transformer for all noise levels. Call it optimizer.{key}."
+                    f"transformer for all noise levels. Set optimizer.{key} instead."
                 )
 
 
@@ -166,7 +147,7 @@ def muon(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
 def prodigy(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
     """Adam that estimates how far it has to go (Mishchenko and Defazio 2023); `lr` is a factor."""
     package = _package("prodigyopt", "prodigy", "prodigyopt")
-    _check_one_group(groups, "prodigy", "finds one scale for all parameters")
+    _check_one_group(groups, "prodigy")
     with redirect_stdout(StringIO()):  # it prints that weight decay is decoupled
         return _made(package.Prodigy(groups, **_adam(section), safeguard_warmup=True))
 
@@ -174,7 +155,7 @@ def prodigy(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
 def schedule_free(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
     """AdamW whose average needs no schedule (Defazio et al. 2024)."""
     package = _package("schedulefree", "schedule_free", "schedulefree")
-    _check_one_group(groups, "schedule_free", "counts the steps of all parameters together")
+    _check_one_group(groups, "schedule_free")
     if section.schedule != "constant":
         raise ConfigError(
             f"optimizer.schedule is {section.schedule!r}, but schedule_free averages instead of "
@@ -185,11 +166,12 @@ def schedule_free(groups: Groups, section: OptimizerSection, _: int) -> Optimize
     return _made(optimizer)
 
 
-def _check_one_group(groups: Groups, name: str, why: str) -> None:
+def _check_one_group(groups: Groups, name: str) -> None:
     if len(groups) > 1:
         raise ConfigError(
-            f"optimizer.name is {name}, which {why}, but two experts are trained in turns. Train "
-            "them one after the other (train.experts: high, then low), or set another optimizer."
+            f"optimizer.name is {name}, which {OPTIMIZERS[name].whole_state_reason}, but two "
+            "experts are trained in turns. Train them one after the other (train.experts: high, "
+            "then low), or set another optimizer."
         )
 
 

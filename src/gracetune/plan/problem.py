@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gracetune.config.checks import why_whole
 from gracetune.config.schema import PlanSection
 from gracetune.errors import ConfigError
 from gracetune.models.family import transformers_of
+from gracetune.optim.registry import optimizer_info
 from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import FITTED, speeds_of
 from gracetune.plan.memory import Fixed
@@ -179,7 +179,7 @@ def _host_state(run: RunFile) -> tuple[float, ...]:
     if run.optimizer.state == "host":
         return (1.0,)
     whole = run.adapter is None or run.adapter.kind == "full"
-    if run.optimizer.state == "auto" and whole and not why_whole(run.optimizer.name):
+    if run.optimizer.state == "auto" and whole and optimizer_info(run.optimizer.name).state_can_be_split:
         return STATE_SHARES
     return (0.0,)
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from late_mover import LateMover
 
-from gracetune.config.checks import PARTED_OPTIMIZERS
 from gracetune.config.schema import OptimizerSection
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import build_optimizer, nbytes_each, state_nbytes_each
 from gracetune.optim.master_weights import MASTER, MasterWeights
+from gracetune.optim.registry import OPTIMIZERS
 from gracetune.optim.schedule import set_rates
 from gracetune.optim.update import Travel, Update
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 
 SHAPES = {"high.a": (16, 8), "high.b": (8,), "low.a": (24, 8), "low.b": (40,)}
-NAMES = sorted(PARTED_OPTIMIZERS)
+NAMES = sorted(name for name, info in OPTIMIZERS.items() if info.state_can_be_split)
 
 
 def parameters(dtype, wide=()):

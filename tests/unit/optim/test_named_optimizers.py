@@ -8,7 +8,8 @@ import torch
 from gracetune.config.schema import OptimizerSection
 from gracetune.errors import ConfigError
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.build import OPTIMIZERS, MultiOptimizer, build_optimizer, groups_of, highest_lr
+from gracetune.optim.build import MultiOptimizer, build_optimizer, groups_of, highest_lr
+from gracetune.optim.registry import OPTIMIZERS
 from gracetune.optim.schedule import averaged, set_rates, used_rate
 from gracetune.train.state import optimizer_tensors, restore_optimizer
 
@@ -227,10 +228,10 @@ def test_a_setting_for_both_holds_where_an_expert_has_none():
 
 def test_settings_for_experts_that_do_not_exist_are_refused():
     section = OptimizerSection(name="automagic", high_noise_max_lr=1e-3)
-    with pytest.raises(ConfigError, match=r"high_noise_max_lr is 0.001.*Call it optimizer.max_lr"):
+    with pytest.raises(ConfigError, match=r"high_noise_max_lr is 0.001.*Set optimizer.max_lr instead"):
         build_optimizer({"a": torch.nn.Parameter(torch.zeros(1))}, section)
 
 
 def test_prodigy_is_refused_for_two_experts():
-    with pytest.raises(ConfigError, match="one scale for all parameters"):
+    with pytest.raises(ConfigError, match="estimates one step size for all parameters"):
         build_optimizer(experts(), OptimizerSection(name="prodigy"))

@@ -115,5 +115,5 @@ def test_a_plan_says_so_and_does_so(bf16_run, told):
 @pytest.mark.parametrize("name", ["prodigy", "schedule_free", "automagic", "adamw_8bit", "theirs"])
 def test_optimizers_that_look_at_all_parameters_are_refused_by_name(tiny_run, name):
     run = tiny_run(optimizer={"name": name, "state": "host"})
-    with pytest.raises(ConfigError, match=rf"optimizer.state is host.*but {name} .*Set it to dev"):
+    with pytest.raises(ConfigError, match=rf"optimizer.state is host.*but {name} .*state: device"):
         check_trainable(run)
