@@ -7,8 +7,11 @@ with an entry point of the group `gracetune.optimizer`; nothing is known about t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEFAULT_LR = 1e-4
 _UNUSED = "has no effect: {} does not use it."
@@ -53,7 +56,7 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
     "adafactor": OptimizerInfo(
         "gracetune.optim.build:adafactor",
         default_lr=1e-2,
-        setting_notes={key: _UNUSED.format("adafactor") for key in ("betas", "eps")},
+        setting_notes=dict.fromkeys(("betas", "eps"), _UNUSED.format("adafactor")),
     ),
     "adamw": OptimizerInfo("gracetune.optim.build:adamw"),
     "adamw_8bit": OptimizerInfo(
@@ -79,11 +82,11 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
     ),
     "muon": OptimizerInfo(
         "gracetune.optim.build:muon",
-        setting_notes={
-            key: "affects only parameters that are not matrices, which muon leaves to AdamW. "
-            "Most adapters have none."
-            for key in ("betas", "eps")
-        },
+        setting_notes=dict.fromkeys(
+            ("betas", "eps"),
+            "affects only parameters that are not matrices, which muon leaves to AdamW. "
+            "Most adapters have none.",
+        ),
     ),
     "prodigy": OptimizerInfo(
         "gracetune.optim.build:prodigy",

@@ -179,7 +179,8 @@ def _host_state(run: RunFile) -> tuple[float, ...]:
     if run.optimizer.state == "host":
         return (1.0,)
     whole = run.adapter is None or run.adapter.kind == "full"
-    if run.optimizer.state == "auto" and whole and optimizer_info(run.optimizer.name).state_can_be_split:
+    can_split = optimizer_info(run.optimizer.name).state_can_be_split
+    if run.optimizer.state == "auto" and whole and can_split:
         return STATE_SHARES
     return (0.0,)
 

@@ -48,7 +48,7 @@ def test_the_default_run_breaks_no_rule():
             "optimizer.warmup_steps",
             "must be below train.max_train_steps (10)",
         ),
-        ({"optimizer": {"lr_bump": 1e-6}}, "optimizer.lr_bump", "is 1e-06; only automagic has this setting"),
+        ({"optimizer": {"lr_bump": 1e-6}}, "optimizer.lr_bump", "is 1e-06; only automagic has"),
         ({"optimizer": {"low_noise_max_lr": 1.0}}, "optimizer.low_noise_max_lr", "only automagic"),
         (
             {"optimizer": {"name": "automagic", "min_lr": 2.0, "max_lr": 1.0}},

@@ -228,7 +228,7 @@ def test_a_setting_for_both_holds_where_an_expert_has_none():
 
 def test_settings_for_experts_that_do_not_exist_are_refused():
     section = OptimizerSection(name="automagic", high_noise_max_lr=1e-3)
-    with pytest.raises(ConfigError, match=r"high_noise_max_lr is 0.001.*Set optimizer.max_lr instead"):
+    with pytest.raises(ConfigError, match=r"high_noise_max_lr is 0.001.*Set optimizer.max_lr inst"):
         build_optimizer({"a": torch.nn.Parameter(torch.zeros(1))}, section)
 
 
