@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from gracetune.offload.copies import StreamError
 from gracetune.offload.host_weights import fill, lay_out, load_resident_weights, put_back, seen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
@@ -341,7 +341,7 @@ class Ring:
         slot = self._slots.holding(index)
         foreseen = slot is not None
         if slot is None:
-            slot = self._slots.least_needed(self._ranks(), index, -1) or self._one_more_slot()
+            slot = slot_to_refill(self._slots, self._ranks(), index) or self._one_more_slot()
             self._fetch(index, slot)
         self._foreseen += foreseen
         self._on_demand += not foreseen
@@ -352,14 +352,7 @@ class Ring:
         return self._lease
 
     def _fetch_ahead(self) -> None:
-        """Fill slots with what comes soonest, never at the price of what comes sooner."""
-        ranks = self._ranks()
-        for block, rank in ranks.items():
-            if self._slots.holding(block) is not None or not self._regions[block].places:
-                continue
-            slot = self._slots.least_needed(ranks, self._in_use, rank)
-            if slot is None:
-                return
+        for block, slot in prefetches(self._slots, self._ranks(), self._in_use):
             self._fetch(block, slot)
 
     def _fetch(self, index: int, slot: Slot) -> None:
@@ -370,8 +363,9 @@ class Ring:
         self._fetched_nbytes += len(source)
 
     def _ranks(self) -> dict[int, int]:
-        """How soon each block comes."""
-        return {block: rank for rank, block in enumerate(self._schedule.ahead())}
+        """Return the streamed blocks still to come, each with its rank: 0 is needed next."""
+        upcoming = (block for block in self._schedule.ahead() if self._regions[block].places)
+        return {block: rank for rank, block in enumerate(upcoming)}
 
     def _take_note(self, index: int) -> None:
         expected = self._schedule.expected()
@@ -475,6 +469,9 @@ class Slots:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
     def holding(self, block: int) -> Slot | None:
         """The slot that a block is in, or on its way to."""
         return self._by_block.get(block)
@@ -499,23 +496,6 @@ class Slots:
         slot.block = block
         slot.arrival = arrival
         self._by_block[block] = slot
-
-    def least_needed(
-        self, ranks: Mapping[int, int], in_use: int | None, sooner_than: int
-    ) -> Slot | None:
-        """Of the slots that nobody holds, the one whose block comes last, after `sooner_than`.
-
-        `ranks` tells how soon blocks come. The block in use may be between two of its kernels,
-        with no lease alive: its slot is never taken.
-        """
-        best, best_rank = None, sooner_than
-        for slot in self._slots:
-            if slot.block is None:
-                return slot
-            rank = ranks.get(slot.block, len(ranks))
-            if rank > best_rank and slot.block != in_use and not slot.held():
-                best, best_rank = slot, rank
-        return best
 
     def grow(self) -> Slot:
         """One slot more, empty."""
@@ -547,6 +527,65 @@ class Slots:
         self._slots.clear()
         self._by_address.clear()
         self._by_block.clear()
+
+
+# Fetch policy: which block goes into which slot, decided over block numbers alone. The planner's
+# simulator (plan/simulate.py) calls the same two functions, so its fetches are the ring's.
+#
+# `ranks` maps each upcoming block to its position in the order of use (0 is needed next), soonest
+# first. A block without a rank is not needed any more.
+
+
+class SlotState(Protocol):
+    """The part of a slot that the fetch policy reads."""
+
+    block: int | None
+    """The block that the slot holds; None: it is empty."""
+
+    def held(self) -> bool:
+        """Return True while a live tensor aliases the slot, which forbids overwriting it."""
+        ...
+
+
+SlotT = TypeVar("SlotT", bound=SlotState)
+
+
+def slot_to_refill(
+    slots: Iterable[SlotT], ranks: Mapping[int, int], in_use: int | None, rank: int = -1
+) -> SlotT | None:
+    """Return the slot that a block of this rank may overwrite, or None.
+
+    An empty slot comes first, then the free slot whose block is needed last. A block that is needed
+    sooner than `rank` is never evicted, nor is the block in use: it may be between two of its
+    kernels, with no live tensor that aliases its slot.
+    """
+    best, best_rank = None, rank
+    for slot in slots:
+        if slot.block is None:
+            return slot
+        slot_rank = ranks.get(slot.block, len(ranks))
+        if slot_rank > best_rank and slot.block != in_use and not slot.held():
+            best, best_rank = slot, slot_rank
+    return best
+
+
+def prefetches(
+    slots: Collection[SlotT], ranks: Mapping[int, int], in_use: int | None
+) -> Iterator[tuple[int, SlotT]]:
+    """Yield (block, slot) for each block to fetch now, soonest needed first.
+
+    The caller assigns each block to its slot before it asks for the next pair.
+    """
+    present = {slot.block for slot in slots}
+    for block, rank in ranks.items():
+        if block in present:
+            continue
+        slot = slot_to_refill(slots, ranks, in_use, rank)
+        if slot is None:
+            return
+        present.discard(slot.block)
+        present.add(block)
+        yield block, slot
 
 
 # ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
+from gracetune.offload.ring import prefetches, slot_to_refill
 from gracetune.plan.result import AHEAD, IN_FLIGHT, Seconds
 
 if TYPE_CHECKING:
@@ -418,51 +419,37 @@ class _Script:
         return len(self.tasks) - 1
 
 
-# ------------------------------------------------------------------------------------------
-# When the ring fetches what: its policy over block numbers, without bytes or clocks.
-#
-# The same policy as the ring's own: at each use, slots are filled with what comes soonest, never at
-# the price of what comes sooner, and never from under the block in use.
+@dataclass(slots=True)
+class _SimulatedSlot:
+    """A slot of the ring without memory, for the ring's fetch policy."""
 
+    block: int | None = None
 
-def fetches(uses: Sequence[int], slots: int) -> list[list[int]]:
-    """For each use, the blocks whose fetch is asked for just before it."""
-    upcoming = _upcoming(uses)
-    held: set[int] = set()
-    asked: list[list[int]] = []
-    for place, block in enumerate(uses):
-        now: list[int] = []
-        ranks = upcoming[place]
-        if block not in held:
-            _make_room(held, slots, ranks, block, -1)
-            held.add(block)
-            now.append(block)
-        for other, rank in ranks.items():
-            if other in held:
-                continue
-            if not _make_room(held, slots, ranks, block, rank):
-                break
-            held.add(other)
-            now.append(other)
-        asked.append(now)
-    return asked
-
-
-def _make_room(
-    held: set[int], slots: int, ranks: dict[int, int], in_use: int, sooner_than: int
-) -> bool:
-    """Let the block go that is needed last, if that is later than what shall come."""
-    if len(held) < slots:
-        return True
-    last = max((b for b in held if b != in_use), key=lambda b: ranks.get(b, len(ranks)))
-    if ranks.get(last, len(ranks)) <= sooner_than:
+    def held(self) -> bool:
+        """Return False: in a simulated step no tensor outlives its block."""
         return False
-    held.remove(last)
-    return True
+
+
+def fetches(uses: Sequence[int], num_slots: int) -> list[list[int]]:
+    """Return, for each use of a block, the blocks whose fetch the ring queues just before it."""
+    slots = [_SimulatedSlot() for _ in range(num_slots)]
+    queued: list[list[int]] = []
+    for block, ranks in zip(uses, _upcoming(uses), strict=True):
+        now: list[int] = []
+        if all(slot.block != block for slot in slots):
+            slot = slot_to_refill(slots, ranks, block)
+            assert slot is not None, f"{num_slots} slots leave no room for block {block}"
+            slot.block = block
+            now.append(block)
+        for other, slot in prefetches(slots, ranks, block):
+            slot.block = other
+            now.append(other)
+        queued.append(now)
+    return queued
 
 
 def _upcoming(uses: Sequence[int]) -> list[dict[int, int]]:
-    """For each use, how soon every block comes after it, soonest first."""
+    """Return, for each use, the blocks used after it with their ranks, soonest first."""
     found: list[dict[int, int]] = []
     order: list[int] = []
     for block in reversed(uses):

@@ -9,7 +9,7 @@ from streamed_model import assert_same, made, step, streamed
 from torch.utils import dlpack
 
 from gracetune.offload.copies import POISON, SynchronousCopyEngine
-from gracetune.offload.ring import PRUNE_FROM, Lease, Slots
+from gracetune.offload.ring import PRUNE_FROM, Lease, Slots, slot_to_refill
 
 
 class LastMinute(SynchronousCopyEngine):
@@ -106,7 +106,7 @@ def put(slots, slot, block):
 
 def test_a_lease_ends_with_the_last_tensor_made_of_it():
     slots = slots_of(2)
-    slot = slots.least_needed({}, None, -1)
+    slot = slot_to_refill(slots, {}, None, -1)
     put(slots, slot, 7)
     lease = slot.lend()
     weight = lease.view(torch.float32).as_strided((2, 3), (3, 1), 5)
@@ -126,7 +126,7 @@ def test_a_lease_ends_with_the_last_tensor_made_of_it():
 
 def test_a_lease_shows_its_slot_in_any_type_and_holds_it_as_long_as_it_lives():
     slots = slots_of(1)
-    slot = slots.least_needed({}, None, -1)
+    slot = slot_to_refill(slots, {}, None, -1)
     put(slots, slot, 7)
     lease = Lease(slot)
     for dtype in (torch.bfloat16, torch.int8, torch.bfloat16):
@@ -140,10 +140,10 @@ def test_a_lease_shows_its_slot_in_any_type_and_holds_it_as_long_as_it_lives():
 def test_a_held_slot_is_neither_chosen_nor_vacated():
     slots = slots_of(2)
     for block in (0, 1):
-        put(slots, slots.least_needed({}, None, -1), block)
+        put(slots, slot_to_refill(slots, {}, None, -1), block)
     held = slots.holding(0).lend()
-    assert slots.least_needed({1: 0}, None, -1) is slots.holding(1)
-    assert slots.least_needed({}, 1, -1) is None, "one is held, the other in use"
+    assert slot_to_refill(slots, {1: 0}, None, -1) is slots.holding(1)
+    assert slot_to_refill(slots, {}, 1, -1) is None, "one is held, the other in use"
     with pytest.raises(AssertionError, match="block 0 is still in use"):
         slots.vacate(slots.holding(0))
     del held
@@ -154,15 +154,15 @@ def test_a_held_slot_is_neither_chosen_nor_vacated():
 def test_the_block_needed_last_makes_room_and_never_for_a_later_one():
     slots = slots_of(3)
     for block in (0, 1, 2):
-        put(slots, slots.least_needed({}, None, -1), block)
+        put(slots, slot_to_refill(slots, {}, None, -1), block)
     ranks = {1: 0, 2: 1, 3: 2, 0: 3}
-    assert slots.least_needed(ranks, 1, 2) is slots.holding(0)
-    assert slots.least_needed(ranks, 0, 2) is None
-    assert slots.least_needed({1: 0, 2: 1}, None, -1) is slots.holding(0), "never needed again"
+    assert slot_to_refill(slots, ranks, 1, 2) is slots.holding(0)
+    assert slot_to_refill(slots, ranks, 0, 2) is None
+    assert slot_to_refill(slots, {1: 0, 2: 1}, None, -1) is slots.holding(0), "never needed again"
 
 
 def test_ended_leases_are_forgotten_even_if_nobody_asks():
-    slot = slots_of(1).least_needed({}, None, -1)
+    slot = slot_to_refill(slots_of(1), {}, None, -1)
     for _ in range(10 * PRUNE_FROM):
         slot.lend()
     assert len(slot._leases) <= PRUNE_FROM
