@@ -58,14 +58,14 @@ import torch
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data.audio import decode_audio
-from gracetune.data.corruption import CorruptionLedger
+from gracetune.data.dataset import CorruptionLog
 from gracetune.data.dataset import open_dataset
 from gracetune.gh200 import optimize_batch_for_gh200, set_uvm_hint_override, unified_pool
 from gracetune.memory.pool import UnifiedPool
 
 section = DatasetSection(type="in_memory", dataset_type="audio", instance_data_dir=sys.argv[1])
 told = []
-opened = open_dataset(section, 0, told.append, CorruptionLedger(told.append))
+opened = open_dataset(section, 0, told.append, CorruptionLog(told.append))
 assert len(opened.samples) == 2, opened.samples
 clips = [
     decode_audio(opened.source.read(sample.key), 2, 44100, 44100) for sample in opened.samples

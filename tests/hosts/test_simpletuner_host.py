@@ -152,10 +152,10 @@ from importlib import import_module
 from pathlib import Path
 import torch
 from gracetune.hosts.simpletuner.hooks import install
-from gracetune.hosts.simpletuner.needs import FACTORY
+from gracetune.hosts.simpletuner.hooks import FACTORY
 from gracetune.hosts.simpletuner.plugin import Plugin
-from gracetune.hosts.simpletuner.ramp import Accumulation
-from gracetune.memory.machine import open_machine
+from gracetune.hosts.simpletuner.plugin import Accumulation
+from gracetune.memory.platform import open_machine
 plugin = Plugin({"LOCAL_WORLD_SIZE": "2"}, open_machine, torch.Tensor.contiguous, Path(sys.argv[1]))
 install(plugin, import_module)
 plugin.take_config({"cache_config": {"vae_cache_type": "memory"}})

@@ -125,7 +125,7 @@ def test_the_form_refuses_what_a_job_would_die_of(webui):
 JOB = """
 import json, os, sys, time
 from importlib import import_module
-from gracetune.hosts.simpletuner.needs import KEEPER, TRAINER
+from gracetune.hosts.simpletuner.hooks import KEEPER, TRAINER
 from gracetune.hosts.simpletuner.webui import install_webui
 install_webui(os.environ, import_module)
 keeper = import_module(KEEPER)

@@ -56,7 +56,7 @@ def test_torch_resizes_where_it_can() -> None:
 def test_without_the_extras_pillow_decodes_and_the_extra_is_named() -> None:
     program = (
         "import sys; sys.modules['simplejpeg'] = None; sys.modules['imagecodecs'] = None\n"
-        "from gracetune.data.decoders import choose_decoders\n"
+        "from gracetune.data.images import choose_decoders\n"
         "chosen = choose_decoders(); print(len(chosen.by_format), chosen.why)"
     )
     run = subprocess.run(

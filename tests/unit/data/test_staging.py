@@ -26,7 +26,7 @@ from gracetune.data.source import FolderSource
 from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError
 from gracetune.events.types import Event, Notice, StageProgress
-from gracetune.memory.shared_arena import ArenaFullError, Hand
+from gracetune.memory.shared_arena import ArenaFullError, SegmentWriter
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -198,10 +198,10 @@ def test_a_host_without_room_stages_nothing(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Hand, data: bytes) -> int:
+    def full(self: SegmentWriter, data: bytes) -> int:
         raise ArenaFullError("No space left on device")
 
-    monkeypatch.setattr(Hand, "write", full)
+    monkeypatch.setattr(SegmentWriter, "write", full)
     source = FolderSource(write_folder(tmp_path, {"a": b"x"}))
     with pytest.raises(DataError, match=r"datasets\[0\].*ran out of memory.*No space left"):
         _stage(source)
@@ -266,8 +266,8 @@ def test_no_file_is_opened_once_it_is_staged(tmp_path: Path) -> None:
     program = f"""
 import sys
 from gracetune.config.schema import InMemorySection
-from gracetune.data.folder import FolderSource
-from gracetune.data.staged import StagedSource
+from gracetune.data.source import FolderSource
+from gracetune.data.staging import StagedSource
 source = FolderSource({str(tmp_path)!r})
 opened = []
 sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" else None)
@@ -288,8 +288,8 @@ RANK = """
 import os, re, signal, sys
 from pathlib import Path
 from gracetune.config.schema import InMemorySection
-from gracetune.data.folder import FolderSource
-from gracetune.data.staged import StagedSource
+from gracetune.data.source import FolderSource
+from gracetune.data.staging import StagedSource
 
 def private():
     found = re.search(r"^RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text(), re.M)

@@ -14,7 +14,7 @@ def dead_listener(folder: Path) -> int:
     """Leave behind what a killed run leaves behind."""
     script = (
         "import os, sys; from pathlib import Path\n"
-        "from gracetune.events.requests import Requests\n"
+        "from gracetune.events.run_control import Requests\n"
         "Requests(Path(sys.argv[1])).open(os.getpid()); print(os.getpid())\n"
     )
     done = subprocess.run(
@@ -81,7 +81,7 @@ def test_another_process_with_the_same_number_is_not_the_run(tmp_path: Path) -> 
 def test_a_zombie_is_gone(tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path\n"
-        "from gracetune.events.requests import Requests\n"
+        "from gracetune.events.run_control import Requests\n"
         "Requests(Path(sys.argv[1])).open(os.getpid())\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, tmp_path]) as child:

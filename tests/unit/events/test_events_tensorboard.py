@@ -113,7 +113,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_it_needs_neither_torch_nor_tensorflow_and_warns_of_nothing(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "from gracetune.events.tensorboard import TensorBoardSink\n"
+        "from gracetune.events.trackers.tensorboard import TensorBoardSink\n"
         "TensorBoardSink(Path(sys.argv[1]), None).close()\n"
         "sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))\n"
     )

@@ -33,7 +33,7 @@ OTHER = """
 import json, sys
 from pathlib import Path
 import torch
-from gracetune.hosts.node_memory import NodeMemory
+from gracetune.hosts.shared_tensor_memory import NodeMemory
 folder, paths = Path(sys.argv[1]), json.loads(sys.argv[2])
 loads = []
 def load(path):

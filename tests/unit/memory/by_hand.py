@@ -9,7 +9,7 @@ import torch
 from fakes.simulated_driver import SimulatedDriver
 
 from gracetune.memory.hints import Hints
-from gracetune.memory.platform import NO_GPU, DeviceSpec, HostFacts, Link, Platform, Rates, detect
+from gracetune.memory.platform import NO_GPU, DeviceSpec, HostFacts, Link, Platform, Rates, detect_platform
 from gracetune.units import GIB
 
 RATES = Rates(
@@ -72,6 +72,6 @@ def machine(link: Link, page_bytes: int = 4096, failing: dict[str, int] | None =
         return Machine(NO_GPU, None)
     spec = DeviceSpec(nbytes=8 * GIB, attributes=ATTRIBUTES[link], rates=RATES)
     driver = SimulatedDriver([spec], 32 * GIB, page_bytes, failing)
-    platform = detect(driver, 0, HostFacts(64 * GIB, 32 * GIB, page_bytes), rates=RATES)
+    platform = detect_platform(driver, 0, HostFacts(64 * GIB, 32 * GIB, page_bytes), rates=RATES)
     assert platform.link is link
     return Machine(platform, driver)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from forked import holds_in_a_fork
 
-from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, Hand
+from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, SegmentWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ MIB = 1024**2
 
 def _filled(*pieces: bytes) -> tuple[Arena, list[int]]:
     writer = ArenaWriter()
-    with writer.hand() as hand:
+    with writer.segment_writer() as hand:
         places = [hand.write(piece) for piece in pieces]
     return writer.seal(), places
 
@@ -65,7 +65,7 @@ def test_threads_fill_segments_of_their_own() -> None:
     together = threading.Barrier(4)
 
     def fill(number: int) -> None:
-        with writer.hand() as hand:
+        with writer.segment_writer() as hand:
             together.wait(10)
             found[number] = [hand.write(bytes([number]) * 1000) for _ in range(50)]
 
@@ -74,7 +74,7 @@ def test_threads_fill_segments_of_their_own() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    with writer.hand() as hand:  # one of the four again
+    with writer.segment_writer() as hand:  # one of the four again
         again = hand.write(b"again")
     arena = writer.seal()
     assert len(arena.segments) == 4
@@ -87,7 +87,7 @@ def test_files_are_copied_from_any_offset(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 5000)
     writer = ArenaWriter()
-    with path.open("rb") as file, writer.hand() as hand:
+    with path.open("rb") as file, writer.segment_writer() as hand:
         hand.write(b"before")
         place, done = hand.copy_from(file.fileno(), 100, 1_000_000)
         after = hand.write(b"after")
@@ -100,7 +100,7 @@ def test_files_are_copied_from_any_offset(tmp_path: Path) -> None:
 def test_a_file_that_ends_early_gives_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"short")
     writer = ArenaWriter()
-    with (tmp_path / "file").open("rb") as file, writer.hand() as hand:
+    with (tmp_path / "file").open("rb") as file, writer.segment_writer() as hand:
         place, done = hand.copy_from(file.fileno(), 2, 1000)
         after = hand.write(b"after")
     arena = writer.seal()
@@ -117,14 +117,14 @@ def test_what_has_its_likely_length_is_not_asked_for_more(
     send = os.sendfile
     monkeypatch.setattr(os, "sendfile", lambda *all_of: asked.append(all_of) or send(*all_of))
     writer = ArenaWriter()
-    with (tmp_path / "file").open("rb") as file, writer.hand() as hand:
+    with (tmp_path / "file").open("rb") as file, writer.segment_writer() as hand:
         place, done = hand.copy_from(file.fileno(), 0, 6, likely)
     assert (writer.seal().view(place, done), len(asked)) == (b"whole", calls)
 
 
 def test_what_the_kernel_cannot_send_goes_through_a_buffer() -> None:
     writer = ArenaWriter()
-    with open("/proc/self/cmdline", "rb") as file, writer.hand() as hand:
+    with open("/proc/self/cmdline", "rb") as file, writer.segment_writer() as hand:
         with pytest.raises(OSError, match="Invalid argument"):
             os.sendfile(hand._fd, file.fileno(), 0, 10)
         hand.write(b"before")
@@ -140,7 +140,7 @@ def test_what_the_kernel_cannot_send_goes_through_a_buffer() -> None:
 def test_a_file_that_cannot_be_read_is_an_os_error(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
-        with ArenaWriter().hand() as hand, pytest.raises(OSError, match="directory"):
+        with ArenaWriter().segment_writer() as hand, pytest.raises(OSError, match="directory"):
             hand.copy_from(descriptor, 0, 10)
     finally:
         os.close(descriptor)
@@ -150,7 +150,7 @@ def test_no_memory_left_has_its_own_error(tmp_path: Path) -> None:
     """A file size limit stands in for a full machine; it ends the writes in the same way."""
     program = """
 import resource, signal, sys
-from gracetune.memory.arena import ArenaFullError, ArenaWriter
+from gracetune.memory.shared_arena import ArenaFullError, ArenaWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 with ArenaWriter().hand() as hand:
@@ -192,7 +192,7 @@ def test_descriptors_and_memory_are_given_back() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         arena, _ = _filled(b"x" * MIB)
-        with ArenaWriter().hand() as hand:
+        with ArenaWriter().segment_writer() as hand:
             hand.write(b"abandoned")
         del arena, hand
     gc.collect()
@@ -206,7 +206,7 @@ def test_pages_are_counted_once() -> None:
 
 ATTACH = """
 import sys
-from gracetune.memory.arena import Arena, Ticket
+from gracetune.memory.shared_arena import Arena, Ticket
 ticket = Ticket(int(sys.argv[1]), ((int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])),))
 view = Arena.attach(ticket).segments[0]
 print(bytes(view[:5]), len(view), view.readonly)
@@ -215,7 +215,7 @@ print(bytes(view[:5]), len(view), view.readonly)
 
 def test_another_process_maps_it_by_ticket() -> None:
     arena, _ = _filled(b"hello" * 1000)
-    numbers = [arena.ticket.pid, *arena.ticket.segments[0]]
+    numbers = [arena.handle.pid, *arena.handle.segments[0]]
     done = subprocess.run(
         [sys.executable, "-c", ATTACH, *map(str, numbers)],
         capture_output=True,
@@ -233,7 +233,7 @@ def test_a_fork_inherits_it() -> None:
 def test_a_ticket_whose_number_leads_elsewhere_is_refused() -> None:
     arena, _ = _filled(b"one")
     other, _ = _filled(b"other")
-    ticket = arena.ticket
+    ticket = arena.handle
     mixed = replace(ticket, segments=((other._fds[0], *ticket.segments[0][1:]),))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError, match="no longer the arena"):
@@ -247,7 +247,7 @@ def test_a_ticket_whose_number_leads_elsewhere_is_refused() -> None:
 def test_nothing_is_left_after_kill_9() -> None:
     program = f"""
 import os, signal
-from gracetune.memory.arena import ArenaWriter
+from gracetune.memory.shared_arena import ArenaWriter
 writer = ArenaWriter()
 with writer.hand() as hand:
     hand.write(bytes({256 * MIB}))
@@ -278,4 +278,4 @@ def test_a_hand_says_when_the_machine_is_full(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(os, "sendfile", full)
     with pytest.raises(ArenaFullError, match="No space left"):
-        Hand(0).copy_from(0, 0, 10)
+        SegmentWriter(0).copy_from(0, 0, 10)

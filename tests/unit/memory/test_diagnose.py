@@ -25,10 +25,10 @@ from gracetune.cli.diagnose import (
 from gracetune.cli.env import VARIABLES
 from gracetune.errors import ConfigError
 from gracetune.memory.diagnose import (
-    MARKS,
-    PIECE,
-    Bench,
-    Kernel,
+    STATUS_MARKS,
+    SWEEP_CHUNK_BYTES,
+    DeviceBench,
+    KernelInfo,
     PoolTrial,
     Status,
     check_copies,
@@ -45,27 +45,27 @@ from gracetune.memory.diagnose import (
     check_versions,
     exit_code,
     fail,
-    lines,
+    format_findings,
     ok,
     read_kernel,
-    report,
+    build_report,
     skip,
     warn,
 )
 from gracetune.memory.driver import NoDriverError, PointerKind, RangeState
 from gracetune.memory.platform import Link, open_machine
 from gracetune.memory.platform import Machine as OpenMachine
-from gracetune.memory.pool import Unsupported
+from gracetune.memory.pool import PoolUnavailable
 from gracetune.units import GIB, KIB, MIB
 
 ROOT = Path(__file__).parents[3]
-KERNEL = Kernel("6.1", "x86_64", "0", "madvise", {0: frozenset({0, 1}), 1: frozenset({2, 3})})
+KERNEL = KernelInfo("6.1", "x86_64", "0", "madvise", {0: frozenset({0, 1}), 1: frozenset({2, 3})})
 GOOD_TRIAL = PoolTrial(PointerKind.MANAGED, True, 20 * MIB, 0)
 MANAGED_LINKS = (Link.MANAGED, Link.COHERENT)
 
 
-def bench(here: Machine) -> Bench:
-    return Bench(
+def bench(here: Machine) -> DeviceBench:
+    return DeviceBench(
         driver=here.gpu,
         platform=here.platform,
         clock=lambda: here.gpu.time.now_s,
@@ -158,7 +158,7 @@ class TestDevice:
         assert finding.advice == "Lower --oversubscription-scale."
 
     def test_a_scale_too_small_to_try(self) -> None:
-        scale = PIECE / (16 * GIB)
+        scale = SWEEP_CHUNK_BYTES / (16 * GIB)
         finding = check_oversubscription(bench(machine(Link.COHERENT)), scale, force=False)
         assert finding.status is Status.SKIP
 
@@ -169,10 +169,10 @@ class TestDevice:
             (PoolTrial(PointerKind.DEVICE, True, 0, 0), Status.FAIL),
             (PoolTrial(PointerKind.MANAGED, False, 20 * MIB, 0), Status.FAIL),
             (PoolTrial(PointerKind.MANAGED, True, 20 * MIB, 20 * MIB), Status.WARN),
-            (Unsupported("no compiler"), Status.SKIP),
+            (PoolUnavailable("no compiler"), Status.SKIP),
         ],
     )
-    def test_the_pools_round_trip(self, trial: PoolTrial | Unsupported, status: Status) -> None:
+    def test_the_pools_round_trip(self, trial: PoolTrial | PoolUnavailable, status: Status) -> None:
         finding = check_pool(trial)
         assert finding.status is status
         assert finding.advice or status in (Status.OK, Status.SKIP)
@@ -263,9 +263,9 @@ class TestHost:
             (tmp_path / name).write_text(text)
         kernel = read_kernel(tmp_path / "proc", tmp_path / "sys", "6.1", "aarch64")
         nodes = {0: frozenset({0, 1, 2, 8}), 2: frozenset()}
-        assert kernel == Kernel("6.1", "aarch64", "1", "madvise", nodes, "580.95.05")
+        assert kernel == KernelInfo("6.1", "aarch64", "1", "madvise", nodes, "580.95.05")
         empty = read_kernel(tmp_path / "no", tmp_path / "no", "6.1", "aarch64")
-        assert empty == Kernel("6.1", "aarch64", "", "", {})
+        assert empty == KernelInfo("6.1", "aarch64", "", "", {})
 
 
 class TestReport:
@@ -274,22 +274,22 @@ class TestReport:
     findings = (ok("a", "fine", x=1), warn("bb", "slow", "hurry"), skip("c", "no GPU"))
 
     def test_lines(self) -> None:
-        assert list(lines(self.findings)) == [
+        assert list(format_findings(self.findings)) == [
             " 1 OK   a   fine",
             " 2 WARN bb  slow",
             "            -> hurry",
             " 3 SKIP c   no GPU",
         ]
-        assert list(lines([])) == []
+        assert list(format_findings([])) == []
 
     def test_report(self) -> None:
-        document = report(self.findings, 0, "2026-01-02", "1.0")
+        document = build_report(self.findings, 0, "2026-01-02", "1.0")
         assert document["summary"] == {"ok": 1, "warn": 1, "fail": 0, "skip": 1}
         checks = document["checks"]
         assert [check["number"] for check in checks] == [1, 2, 3]
         assert checks[0]["mark"] == "✅"
         assert checks[0]["figures"] == {"x": 1}
-        assert set(MARKS) == set(Status)
+        assert set(STATUS_MARKS) == set(Status)
 
     @pytest.mark.parametrize(
         ("failed", "has_gpu", "allow_cpu", "code"),
@@ -311,7 +311,7 @@ def arguments(folder: Path, *words: str) -> argparse.Namespace:
     return parser.parse_args(["--output", str(folder / "report.json"), *words])
 
 
-def simulated(here: Machine, trial: PoolTrial | Unsupported = GOOD_TRIAL) -> Tools:
+def simulated(here: Machine, trial: PoolTrial | PoolUnavailable = GOOD_TRIAL) -> Tools:
     return Tools(
         find_torch=lambda: Torch("2.13.0", "13.0", ""),
         open_machine=lambda device: OpenMachine(here.driver, here.platform),
@@ -355,7 +355,7 @@ class TestWholeDiagnosis:
             assert check["advice"] or check["status"] in ("OK", "SKIP")
 
     def test_an_error_of_cuda_is_a_failed_check_not_the_end(self, tmp_path: Path) -> None:
-        def broken(bench: Bench) -> PoolTrial:
+        def broken(bench: DeviceBench) -> PoolTrial:
             raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
         tools = simulated(machine(Link.COHERENT))._replace(try_pool=broken)
@@ -427,7 +427,7 @@ def test_opening_a_machine() -> None:
 
     without = open_machine(0, absent)
     assert (without.driver, without.platform.link) == (None, Link.NONE)
-    assert without.platform.why["link"] == "the driver is gone"
+    assert without.platform.reasons["link"] == "the driver is gone"
 
 
 class TestVerb:

@@ -20,7 +20,7 @@ from gracetune.events.types import Notice
 from gracetune.memory.driver import HOST
 from gracetune.memory.hints import Verdict
 from gracetune.memory.platform import Link, Machine
-from gracetune.memory.pool import Unsupported
+from gracetune.memory.pool import PoolUnavailable
 from gracetune.memory.session import MemorySession
 from gracetune.memory.stages import Stage
 from gracetune.memory.stats import Tier
@@ -49,7 +49,7 @@ def process(link: Link, environment: dict[str, str] | None = None) -> MemorySess
 
 @pytest.mark.parametrize("link", list(Link))
 def test_the_hardware_decides_where_nobody_else_does(link: Link) -> None:
-    assert process(link).enabled is (link is Link.COHERENT)
+    assert process(link).hints_enabled is (link is Link.COHERENT)
 
 
 @pytest.mark.parametrize(
@@ -58,20 +58,20 @@ def test_the_hardware_decides_where_nobody_else_does(link: Link) -> None:
 def test_the_environment_beats_the_hardware_and_the_override_both(name: str) -> None:
     environment = {name: "0"}
     memory = process(Link.COHERENT, environment)
-    assert memory.enabled is False
-    memory.override = True
-    assert memory.enabled is True
-    memory.override = None
-    assert memory.enabled is False
+    assert memory.hints_enabled is False
+    memory.hints_override = True
+    assert memory.hints_enabled is True
+    memory.hints_override = None
+    assert memory.hints_enabled is False
     environment[name] = "1"
-    assert memory.enabled is True
-    memory.override = False
-    assert memory.enabled is False
+    assert memory.hints_enabled is True
+    memory.hints_override = False
+    assert memory.hints_enabled is False
 
 
 def test_a_flag_that_is_no_flag_is_an_error() -> None:
     with pytest.raises(ConfigError, match="AITK_GH200_ENABLE_UVM_HINTS"):
-        _ = process(Link.NONE, {"AITK_GH200_ENABLE_UVM_HINTS": "maybe"}).enabled
+        _ = process(Link.NONE, {"AITK_GH200_ENABLE_UVM_HINTS": "maybe"}).hints_enabled
 
 
 def test_switching_reaches_the_hints_at_once() -> None:
@@ -83,7 +83,7 @@ def test_switching_reaches_the_hints_at_once() -> None:
     )
     tensor = here.tensor(MIB)
     assert memory.hints.prefer_cpu_residency(tensor).verdict is Verdict.UNSUPPORTED
-    memory.override = True
+    memory.hints_override = True
     assert memory.hints.prefer_cpu_residency(tensor)
     assert memory.hints.residency(tensor).place == HOST
 
@@ -99,12 +99,12 @@ def test_the_environments_settings_are_applied() -> None:
     assert memory.policy.threshold == 0.15
     assert memory.policy.min_free_bytes == GIB
     assert memory.policy.oversubscription_ratio == 2.0
-    assert memory.ledger.caps[Tier.MANAGED] == 16 * GIB
+    assert memory.accounting.caps[Tier.MANAGED] == 16 * GIB
 
 
 def test_the_cap_never_passes_what_the_host_has() -> None:
     memory = process(Link.COHERENT, {"GH200_UVM_OVERSUBSCRIPTION_RATIO": "50"})
-    assert memory.cap == 32 * GIB - memory.policy.host_reserve_bytes
+    assert memory.managed_cap == 32 * GIB - memory.policy.host_reserve_bytes
 
 
 def test_statistics_of_a_simulated_machine() -> None:
@@ -127,14 +127,14 @@ def test_statistics_of_a_simulated_machine() -> None:
 def test_a_pool_that_cannot_be_says_why(link: Link) -> None:
     memory = process(link)
     pool = memory.pool()
-    assert isinstance(pool, Unsupported)
+    assert isinstance(pool, PoolUnavailable)
     assert pool.reason
     assert memory.pool() is pool
     assert memory.stats()["uvm.pool_unavailable"] == pool.reason
 
 
 def test_without_cuda_the_stage_stays_resident() -> None:
-    assert process(Link.NONE).observe(act=True) is Stage.RESIDENT
+    assert process(Link.NONE).observe(reclaim=True) is Stage.RESIDENT
 
 
 def test_notices_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import torch
 from by_hand import machine, tensor_at
 
 from gracetune.memory.driver import HOST, PointerKind
-from gracetune.memory.hints import Hint, Hints, Verdict, dense_nbytes, span_of
+from gracetune.memory.hints import Hint, Hints, Verdict, dense_nbytes, page_span
 from gracetune.memory.platform import NO_GPU, Link
 from gracetune.units import KIB, MIB
 
@@ -204,9 +204,9 @@ class TestSpans:
     @pytest.mark.parametrize("page", [4 * KIB, 64 * KIB])
     def test_inwards_to_pages(self, page: int) -> None:
         base = 1 << 44
-        span = span_of(tensor_at(base + 100, 4 * page), page)
+        span = page_span(tensor_at(base + 100, 4 * page), page)
         assert (span.pointer, span.nbytes) == (base + page, 3 * page)
-        exact = span_of(tensor_at(base, 4 * page), page)
+        exact = page_span(tensor_at(base, 4 * page), page)
         assert (exact.pointer, exact.nbytes) == (base, 4 * page)
 
     def test_a_view_is_not_its_storage(self) -> None:
@@ -260,12 +260,12 @@ class TestSpans:
     def test_a_tensor_without_memory_of_its_own(self) -> None:
         sharded = torch.zeros(4096)
         sharded.untyped_storage().resize_(0)
-        assert "no memory of its own" in span_of(sharded, PAGE)
+        assert "no memory of its own" in page_span(sharded, PAGE)
 
         seen = []
 
         def inside(row: torch.Tensor) -> torch.Tensor:
-            seen.append(span_of(row, PAGE))
+            seen.append(page_span(row, PAGE))
             return row
 
         torch.vmap(inside)(torch.zeros(2, 8192))

@@ -13,7 +13,7 @@ from gracetune.errors import ConfigError
 from gracetune.memory.driver import HOST
 from gracetune.memory.placement import (
     DEFAULT_TABLE,
-    Home,
+    Placement,
     PlacementTable,
     place_batch,
     placement_table,
@@ -82,7 +82,7 @@ def test_nested_things_are_walked_and_named(here: Machine) -> None:
         ("pair.latents[0]", "latents"),
         ("pair.latents[1]", "latents"),
     ]
-    assert report.unnamed == ("pixels",)
+    assert report.unknown == ("pixels",)
     assert preferred(here, tensors[0]) == HOST
     assert preferred(here, tensors[2]) == 0
     assert preferred(here, tensors[4]) is None
@@ -111,7 +111,7 @@ def test_depth_is_no_limit(here: Machine) -> None:
 
 def test_a_bare_tensor_has_no_name(here: Machine) -> None:
     report = place_batch(here.tensor(MIB), here.hints())
-    assert (report.placed, report.unnamed) == ((), ("batch",))
+    assert (report.placed, report.unknown) == ((), ("batch",))
     assert not report
 
 
@@ -134,9 +134,9 @@ def test_a_run_file_changes_a_role(here: Machine, home: str, state: tuple[object
 
 def test_a_run_file_changes_one_name_and_leaves_its_role() -> None:
     table = placement_table({"waveform": "device"})
-    assert table.homes[table.roles["waveform"]] is Home.DEVICE
-    assert table.homes[table.roles["audio_latents"]] is Home.HOST
-    assert DEFAULT_TABLE.homes["audio"] is Home.HOST
+    assert table.placements[table.roles["waveform"]] is Placement.DEVICE
+    assert table.placements[table.roles["audio_latents"]] is Placement.HOST
+    assert DEFAULT_TABLE.placements["audio"] is Placement.HOST
 
 
 def test_a_slip_in_the_table_is_an_error_with_the_way_out() -> None:
@@ -149,7 +149,7 @@ def test_a_slip_in_the_table_is_an_error_with_the_way_out() -> None:
 
 
 def test_a_table_of_ones_own(here: Machine) -> None:
-    table = PlacementTable({"pixels": "pictures"}, {"pictures": Home.DEVICE})
+    table = PlacementTable({"pixels": "pictures"}, {"pictures": Placement.DEVICE})
     pixels = here.tensor(MIB)
     assert place_batch({"pixels": pixels}, here.hints(), table)
     assert preferred(here, pixels) == 0

@@ -21,12 +21,12 @@ from gracetune.memory.platform import (
     NumaNode,
     Platform,
     Rates,
-    bus_id,
-    detect,
+    pci_bus_id,
+    detect_platform,
     import_nvml,
     read_host,
     read_nvml,
-    without_gpu,
+    platform_without_gpu,
 )
 
 GIB = 1024**3
@@ -88,7 +88,7 @@ def detected(name: str) -> tuple[Platform, dict[str, object]]:
     if facts["nvml"] is not None:
         bus = f"00000000:{facts['attributes'].get('pci_bus_id', 0):02x}:00.0"
         nvml = read_nvml(FakeNvml(facts["nvml"], bus), asked, 0)
-    return detect(asked, 0, host, nvml), facts
+    return detect_platform(asked, 0, host, nvml), facts
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,8 +111,8 @@ def test_each_machine_is_what_it_is(name: str) -> None:
 def test_each_conclusion_has_its_reason(name: str) -> None:
     platform, _ = detected(name)
     concluded = {field.name for field in dataclasses.fields(Platform)} - {"device", "why"}
-    assert set(platform.why) == concluded
-    assert all(platform.why.values())
+    assert set(platform.reasons) == concluded
+    assert all(platform.reasons.values())
 
 
 def test_a_platform_becomes_json() -> None:
@@ -123,7 +123,7 @@ def test_a_platform_becomes_json() -> None:
 
 def test_gpu_memory_that_is_a_node_is_not_host_memory() -> None:
     platform, _ = detected("gh200-numa")
-    assert "less 90.0 GiB of it that is GPU memory" in platform.why["host_bytes"]
+    assert "less 90.0 GiB of it that is GPU memory" in platform.reasons["host_bytes"]
 
 
 def test_nodes_without_memory_are_not_listed() -> None:
@@ -132,17 +132,17 @@ def test_nodes_without_memory_are_not_listed() -> None:
 
 
 def test_nvml_seconds_the_link() -> None:
-    assert detected("gh200-numa")[0].why["link"].endswith("; NVML says addressing mode ats")
-    assert "NVML" not in detected("gb10")[0].why["link"]
+    assert detected("gh200-numa")[0].reasons["link"].endswith("; NVML says addressing mode ats")
+    assert "NVML" not in detected("gb10")[0].reasons["link"]
 
 
 def test_cdmm_is_named_as_the_reason_for_no_node() -> None:
-    assert "CDMM" in detected("gh200-cdmm")[0].why["device_node"]
-    assert "CDMM" not in detected("h200-pcie")[0].why["device_node"]
+    assert "CDMM" in detected("gh200-cdmm")[0].reasons["device_node"]
+    assert "CDMM" not in detected("h200-pcie")[0].reasons["device_node"]
 
 
 def test_a_container_gets_what_its_tightest_limit_leaves() -> None:
-    assert "cgroup" in detected("container")[0].why["host_bytes"]
+    assert "cgroup" in detected("container")[0].reasons["host_bytes"]
 
 
 def test_one_host_may_hold_two_kinds_of_device() -> None:
@@ -155,28 +155,28 @@ def test_one_host_may_hold_two_kinds_of_device() -> None:
         host_bytes=GIB,
     )
     host = HostFacts(GIB, GIB, 4096)
-    assert [detect(both, i, host).link for i in (0, 1)] == [Link.COHERENT, Link.MANAGED]
+    assert [detect_platform(both, i, host).link for i in (0, 1)] == [Link.COHERENT, Link.MANAGED]
 
 
 def test_a_driver_that_knows_no_attribute_is_trusted_with_copies_alone() -> None:
-    platform = detect(driver({}), 0, HostFacts(GIB, GIB, 4096))
+    platform = detect_platform(driver({}), 0, HostFacts(GIB, GIB, 4096))
     assert platform.link is Link.COPY
-    assert "integrated unknown" in platform.why["link"]
+    assert "integrated unknown" in platform.reasons["link"]
 
 
 def test_the_last_rule_needs_nothing() -> None:
-    assert LINK_RULES[-1].needs == {}
+    assert LINK_RULES[-1].required == {}
     assert {rule.link for rule in LINK_RULES} == set(Link) - {Link.NONE}
 
 
 def test_rates_that_are_given_are_kept() -> None:
-    platform = detect(driver({}), 0, HostFacts(GIB, GIB, 4096), rates=RATES)
+    platform = detect_platform(driver({}), 0, HostFacts(GIB, GIB, 4096), rates=RATES)
     assert platform.rates is RATES
-    assert platform.why["rates"] == "given by who asked"
+    assert platform.reasons["rates"] == "given by who asked"
 
 
 def test_a_numa_node_the_driver_announces_without_a_number_is_none() -> None:
-    platform = detect(driver({"numa_config": 1, "numa_id": -1}), 0, HostFacts(GIB, GIB, 4096))
+    platform = detect_platform(driver({"numa_config": 1, "numa_id": -1}), 0, HostFacts(GIB, GIB, 4096))
     assert platform.device_node is None
 
 
@@ -185,16 +185,16 @@ def test_memory_of_gpus_is_no_room_for_a_process() -> None:
         NumaNode(0, 480 * GIB, 40 * GIB, has_cpus=True),
         NumaNode(1, 96 * GIB, 90 * GIB, has_cpus=False),
     )
-    host = HostFacts(576 * GIB, 130 * GIB, 4096, nodes, counts_gpus=True)
-    assert (host.room_bytes(), host.size_bytes()) == (40 * GIB, 480 * GIB)
+    host = HostFacts(576 * GIB, 130 * GIB, 4096, nodes, includes_gpu_memory=True)
+    assert (host.usable_bytes(), host.capacity_bytes()) == (40 * GIB, 480 * GIB)
     alone = dataclasses.replace(
-        host, counts_gpus=False
+        host, includes_gpu_memory=False
     )  # memory of another kind, which is the host's
-    assert (alone.room_bytes(), alone.size_bytes()) == (130 * GIB, 576 * GIB)
-    limited = dataclasses.replace(host, limit_bytes=8 * GIB)
-    assert (limited.room_bytes(), limited.size_bytes()) == (8 * GIB, 8 * GIB)
+    assert (alone.usable_bytes(), alone.capacity_bytes()) == (130 * GIB, 576 * GIB)
+    limited = dataclasses.replace(host, cgroup_free_bytes=8 * GIB)
+    assert (limited.usable_bytes(), limited.capacity_bytes()) == (8 * GIB, 8 * GIB)
     unsaid = tuple(dataclasses.replace(node, has_cpus=False) for node in nodes)
-    assert dataclasses.replace(host, nodes=unsaid).room_bytes() == 130 * GIB
+    assert dataclasses.replace(host, nodes=unsaid).usable_bytes() == 130 * GIB
 
 
 @pytest.mark.parametrize(
@@ -214,21 +214,21 @@ def test_whether_the_kernel_counts_memory_of_gpus(
     for name, text in (files | {"meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\n"}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert read_host(tmp_path, tmp_path, 4096).counts_gpus == counted
+    assert read_host(tmp_path, tmp_path, 4096).includes_gpu_memory == counted
 
 
 def test_gpu_nodes_never_make_host_memory_negative() -> None:
     nodes = (NumaNode(1, 2 * GIB, 2 * GIB, has_cpus=False),)
     host = HostFacts(3 * GIB, GIB, 4096, nodes)
-    platform = detect(driver({"numa_config": 1, "numa_id": 1}), 0, host)
+    platform = detect_platform(driver({"numa_config": 1, "numa_id": 1}), 0, host)
     assert (platform.host_bytes, platform.host_total_bytes) == (0, GIB)
 
 
 def test_without_a_gpu_the_host_is_still_described() -> None:
-    platform = without_gpu(HostFacts(4 * GIB, 3 * GIB, 4096), "cuda-bindings is not installed")
+    platform = platform_without_gpu(HostFacts(4 * GIB, 3 * GIB, 4096), "cuda-bindings is not installed")
     assert platform.link is Link.NONE
     assert platform.host_bytes == 3 * GIB
-    assert platform.why["link"] == "cuda-bindings is not installed"
+    assert platform.reasons["link"] == "cuda-bindings is not installed"
     assert not platform.has_managed
     assert not NO_GPU.has_managed
 
@@ -249,7 +249,7 @@ def test_a_meminfo_without_memory_is_an_error(tmp_path: Path) -> None:
 def test_nvml_is_optional() -> None:
     facts = read_nvml(None, driver({}), 0)
     assert facts.c2c is None
-    assert "nvidia-ml-py" in facts.c2c_why
+    assert "nvidia-ml-py" in facts.c2c_reason
 
 
 def test_installed_or_not_nvml_is_found_without_an_error() -> None:
@@ -260,14 +260,14 @@ def test_installed_or_not_nvml_is_found_without_an_error() -> None:
 def test_an_nvml_that_does_not_start_is_a_reason() -> None:
     nvml = FakeNvml({"init": "Driver Not Loaded"})
     facts = read_nvml(nvml, driver({}), 0)
-    assert facts.c2c_why == facts.addressing_why == "NVML did not start: Driver Not Loaded"
+    assert facts.c2c_reason == facts.addressing_reason == "NVML did not start: Driver Not Loaded"
     assert nvml.running == 0
 
 
 def test_an_nvml_that_does_not_know_the_device_is_a_reason() -> None:
     nvml = FakeNvml({}, at="00000000:07:00.0")
     facts = read_nvml(nvml, driver({"pci_bus_id": 8}), 0)
-    assert "no device at 00000000:08:00.0" in facts.c2c_why
+    assert "no device at 00000000:08:00.0" in facts.c2c_reason
     assert nvml.running == 0
 
 
@@ -281,7 +281,7 @@ def test_nvml_answers_are_read() -> None:
 def test_an_addressing_mode_from_the_future_is_told_by_number() -> None:
     facts = read_nvml(FakeNvml({"c2c": 0, "addressing": 7}), driver({}), 0)
     assert facts.addressing is None
-    assert facts.addressing_why == "NVML says addressing mode 7"
+    assert facts.addressing_reason == "NVML says addressing mode 7"
 
 
 def test_older_bindings_without_the_question_are_a_reason() -> None:
@@ -292,9 +292,9 @@ def test_older_bindings_without_the_question_are_a_reason() -> None:
 
     facts = read_nvml(Older({"addressing": 1}), driver({}), 0)
     assert (facts.c2c, facts.addressing) == (None, "hmm")
-    assert "no such function" in facts.c2c_why
+    assert "no such function" in facts.c2c_reason
 
 
 def test_bus_addresses_are_spelt_as_nvml_wants_them() -> None:
     at = {"pci_domain_id": 9, "pci_bus_id": 0xAB, "pci_device_id": 1}
-    assert bus_id(driver(at), 0) == "00000009:ab:01.0"
+    assert pci_bus_id(driver(at), 0) == "00000009:ab:01.0"

@@ -14,12 +14,12 @@ import pytest
 from gracetune.errors import ConfigError
 from gracetune.memory.platform import NO_GPU, Link, Platform
 from gracetune.memory.pool import (
-    LONGEST_OPEN_S,
+    MAX_OPEN_S,
     PoolError,
     PoolSettings,
-    Released,
-    UnifiedPool,
-    Unsupported,
+    PoolCloseResult,
+    ManagedPool,
+    PoolUnavailable,
     open_pool,
 )
 from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, build_shim
@@ -84,7 +84,7 @@ class FewLinesOfTorch:
         return handle
 
     @contextmanager
-    def routing(self, pool: object, device: int) -> Iterator[None]:
+    def use_pool(self, pool: object, device: int) -> Iterator[None]:
         assert isinstance(pool, Handle)
         assert device == self.devices[-1]
         self.open.append(pool.segments)
@@ -93,14 +93,14 @@ class FewLinesOfTorch:
         finally:
             self.open.pop()
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return self.in_capture
 
     def synchronize(self, device: int) -> None:
         assert device == self.devices[-1]
         self.waited += 1
 
-    def release_cached(self) -> None:
+    def empty_cache(self) -> None:
         for segments, handle in self.known:
             if handle() is None:
                 segments.release()
@@ -134,9 +134,9 @@ def platform(link: Link) -> Platform:
     return replace(NO_GPU, link=link, device=0, why={"link": f"a test of {link.value}"})
 
 
-def opened(shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch) -> UnifiedPool:
+def opened(shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch) -> ManagedPool:
     pool = open_pool(platform(Link.MANAGED), shim, settings, torch, emit=lambda _: None)
-    assert isinstance(pool, UnifiedPool)
+    assert isinstance(pool, ManagedPool)
     return pool
 
 
@@ -150,7 +150,7 @@ def test_tensors_inside_the_block_are_managed_and_counted(
     assert pool.counters().live_bytes == 2 * MIB
     assert pool.counters().hints == 3
     tensor.drop()
-    assert pool.close() == Released(freed_bytes=2 * MIB, held_bytes=0)
+    assert pool.close() == PoolCloseResult(freed_bytes=2 * MIB, held_bytes=0)
 
 
 def test_settings_reach_torch_and_the_shim(
@@ -189,12 +189,12 @@ def test_closing_reports_what_living_tensors_hold_and_finishes_later(
         kept, dropped = torch.allocate(MIB), torch.allocate(2 * MIB)
     dropped.drop()
     released = pool.close()
-    assert released == Released(freed_bytes=2 * MIB, held_bytes=MIB)
+    assert released == PoolCloseResult(freed_bytes=2 * MIB, held_bytes=MIB)
     assert not released
     assert pool.counters().live_bytes == MIB
     kept.drop()
-    assert pool.close() == Released(freed_bytes=MIB, held_bytes=0)
-    assert pool.close() == Released(0, 0)
+    assert pool.close() == PoolCloseResult(freed_bytes=MIB, held_bytes=0)
+    assert pool.close() == PoolCloseResult(0, 0)
 
 
 def test_a_closed_pool_refuses_every_use(
@@ -257,11 +257,11 @@ def test_a_pool_open_for_long_is_told_once(
     shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
 ) -> None:
     told: list[Notice] = []
-    times = iter([0, LONGEST_OPEN_S, 10, 11 + LONGEST_OPEN_S, 20, 40 + LONGEST_OPEN_S])
+    times = iter([0, MAX_OPEN_S, 10, 11 + MAX_OPEN_S, 20, 40 + MAX_OPEN_S])
     pool = open_pool(
         platform(Link.COHERENT), shim, settings, torch, told.append, clock=lambda: next(times)
     )
-    assert isinstance(pool, UnifiedPool)
+    assert isinstance(pool, ManagedPool)
     for expected in (0, 1, 1):
         with pool.allocating():
             pass
@@ -295,7 +295,7 @@ def test_a_platform_without_use_for_a_pool_says_why(
     shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch, link: Link
 ) -> None:
     refused = open_pool(platform(link), shim, settings, torch, emit=lambda _: None)
-    assert isinstance(refused, Unsupported)
+    assert isinstance(refused, PoolUnavailable)
     assert f"a test of {link.value}" in refused.reason
     assert torch.made == []
 
@@ -305,7 +305,7 @@ def test_a_missing_shim_makes_pools_unsupported(
 ) -> None:
     missing = MissingShim("no compiler")
     refused = open_pool(platform(Link.MANAGED), missing, settings, torch, emit=lambda _: None)
-    assert refused == Unsupported("no compiler")
+    assert refused == PoolUnavailable("no compiler")
 
 
 def test_a_driver_that_cannot_be_opened_makes_pools_unsupported(
@@ -313,7 +313,7 @@ def test_a_driver_that_cannot_be_opened_makes_pools_unsupported(
 ) -> None:
     settings = PoolSettings(cap_bytes=1, driver_library="libnowhere.so.1")
     refused = open_pool(platform(Link.MANAGED), shim, settings, torch, emit=lambda _: None)
-    assert isinstance(refused, Unsupported)
+    assert isinstance(refused, PoolUnavailable)
     assert "libnowhere.so.1" in refused.reason
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from forked import hidden_from_others, holds_in_a_fork
 
-from gracetune.memory.shared_arena import Arena, ArenaWriter, share
+from gracetune.memory.shared_arena import Arena, ArenaWriter, share_arena
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from gracetune.memory.arena import ArenaWriter
-from gracetune.memory.rendezvous import share
+from gracetune.memory.shared_arena import ArenaWriter
+from gracetune.memory.shared_arena import share
 
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
 
@@ -111,7 +111,7 @@ def test_who_has_mapped_it_keeps_it_when_the_maker_is_killed(
 
 def _make(text: bytes) -> Arena:
     writer = ArenaWriter()
-    with writer.hand() as hand:
+    with writer.segment_writer() as hand:
         hand.write(text)
     return writer.seal()
 
@@ -121,17 +121,17 @@ def _never() -> None:
 
 
 def test_another_name_is_another_arena(tmp_path: Path) -> None:
-    kept = [share(tmp_path, name, lambda: _make(b"x"), _never) for name in ("a", "b")]
-    assert all(shared.is_ours for shared in kept)
-    assert kept[0].arena.ticket != kept[1].arena.ticket
+    kept = [share_arena(tmp_path, name, lambda: _make(b"x"), _never) for name in ("a", "b")]
+    assert all(shared.is_owner for shared in kept)
+    assert kept[0].arena.handle != kept[1].arena.handle
 
 
 def test_who_asks_again_gets_it_made_anew(tmp_path: Path) -> None:
-    held = share(tmp_path, "a", lambda: _make(b"x"), _never)
-    again = share(tmp_path, "a", lambda: _make(b"y"), _never)
+    held = share_arena(tmp_path, "a", lambda: _make(b"x"), _never)
+    again = share_arena(tmp_path, "a", lambda: _make(b"y"), _never)
     assert bytes(again.arena.segments[0]) == b"y"
     assert bytes(held.arena.segments[0]) == b"x"
-    assert again.refused is None
+    assert again.attach_error is None
 
 
 def test_an_arena_that_was_let_go_is_made_anew(ranks: list[Rank], tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_an_arena_that_was_let_go_is_made_anew(ranks: list[Rank], tmp_path: Path
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": "x", "segments": 3}'])
 def test_an_offer_that_is_none_is_replaced(tmp_path: Path, text: str) -> None:
-    share(tmp_path, "a", lambda: _make(b"x"), _never)
+    share_arena(tmp_path, "a", lambda: _make(b"x"), _never)
     (offer,) = tmp_path.glob("*.json")
     offer.write_text(text)
-    assert share(tmp_path, "a", lambda: _make(b"y"), _never).is_ours
+    assert share_arena(tmp_path, "a", lambda: _make(b"y"), _never).is_owner
     assert json.loads(offer.read_text())["pid"] == os.getpid()
 
 
@@ -162,8 +162,8 @@ def test_processes_of_another_boot_or_container_do_not_meet(tmp_path: Path) -> N
     (proc / "sys/kernel/random/boot_id").write_text("another\n")
     (proc / "self/ns/pid").write_text("")
     folder = tmp_path / "meet"
-    here = share(folder, "a", lambda: _make(b"x"), _never)
-    there = share(folder, "a", lambda: _make(b"y"), _never, proc)
+    here = share_arena(folder, "a", lambda: _make(b"x"), _never)
+    there = share_arena(folder, "a", lambda: _make(b"y"), _never, proc)
     assert bytes(there.arena.segments[0]) == b"y"
     assert len(list(folder.glob("*.json"))) == 2
     assert bytes(here.arena.segments[0]) == b"x"
@@ -173,14 +173,14 @@ def test_an_arena_that_is_not_ours_to_see_is_refused_aloud() -> None:
     """The offer can be read, the memory cannot: it is said, and the arena made again."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        held = share(folder, "a", lambda: _make(b"x"), _never)
+        held = share_arena(folder, "a", lambda: _make(b"x"), _never)
         for path in (folder, *folder.iterdir()):
             path.chmod(0o777)
 
         def asks() -> bool:
-            shared = share(folder, "a", lambda: _make(b"y"), _never)
-            return shared.is_ours and "Permission denied" in str(shared.refused)
+            shared = share_arena(folder, "a", lambda: _make(b"y"), _never)
+            return shared.is_owner and "Permission denied" in str(shared.attach_error)
 
         with hidden_from_others():
             assert holds_in_a_fork(asks, as_nobody=True)
-        assert held.is_ours
+        assert held.is_owner

@@ -4,7 +4,7 @@ from fakes.simulated_driver import SimulatedDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.memory.driver import HOST, Advice, Code
+from gracetune.memory.driver import HOST, Advice, CudaCode
 from gracetune.memory.platform import DeviceSpec
 from gracetune.plan.machines import MACHINES
 
@@ -49,13 +49,13 @@ def test_no_trace_makes_or_loses_bytes(trace: list[tuple[str, int, int]]) -> Non
             driver.free(fixed.pop())
         else:
             code, pointer = driver.allocate_device(5 * PAGE, 0)
-            assert code == Code.SUCCESS
+            assert code == CudaCode.SUCCESS
             fixed.append(pointer)
         resident = sum(driver.residency(base, 24 * PAGE).get(0, 0) for base in bases)
         free, total = driver.memory_info(0)
         assert total - free == resident + len(fixed) * 5 * PAGE
         assert 0 <= free <= total
     for pointer in [*bases, *fixed]:
-        assert driver.free(pointer) == Code.SUCCESS
+        assert driver.free(pointer) == CudaCode.SUCCESS
     assert driver.memory_info(0) == (20 * PAGE, 20 * PAGE)
-    assert driver.allocate_pinned(200 * PAGE)[0] == Code.SUCCESS
+    assert driver.allocate_pinned(200 * PAGE)[0] == CudaCode.SUCCESS

@@ -6,7 +6,7 @@ import pytest
 from fakes.simulated_driver import SimulatedDriver
 
 from gracetune.errors import RunFailedError
-from gracetune.memory.driver import HOST, Advice, Code, PointerKind, RangeState
+from gracetune.memory.driver import HOST, Advice, CudaCode, PointerKind, RangeState
 from gracetune.memory.platform import DeviceSpec, Rates
 
 PAGE = 4096
@@ -22,9 +22,9 @@ RATES = Rates(
     device=4000 * GB,
     host=100 * GB,
     both_ways_share=0.5,
-    call_s=6e-6,
+    copy_call_s=6e-6,
     prefetch_call_s=18e-6,
-    prefetch_held_share=0.7,
+    prefetch_blocking_share=0.7,
 )
 MANAGED = {"managed_memory": 1, "concurrent_managed_access": 1, "async_engine_count": 3}
 
@@ -42,7 +42,7 @@ def simulated(
 
 def managed(driver: SimulatedDriver, nbytes: int, at: int | None = HOST) -> int:
     code, pointer = driver.allocate_managed(nbytes)
-    assert code == Code.SUCCESS
+    assert code == CudaCode.SUCCESS
     if at is not None:
         driver.touch(pointer, nbytes, at, write=True)
     return pointer
@@ -66,7 +66,7 @@ def test_pages_come_to_life_where_they_are_touched_first() -> None:
 def test_a_prefetch_moves_pages_and_counts_only_those_it_moved() -> None:
     driver = simulated()
     pointer = managed(driver, 8 * MIB)
-    assert driver.prefetch(pointer, 4 * MIB, 0, 0) == Code.SUCCESS
+    assert driver.prefetch(pointer, 4 * MIB, 0, 0) == CudaCode.SUCCESS
     assert driver.residency(pointer, 8 * MIB) == {0: 4 * MIB, HOST: 4 * MIB}
     driver.prefetch(pointer, 8 * MIB, 0, 0)
     assert driver.traffic.prefetched.into == 8 * MIB
@@ -150,7 +150,7 @@ def test_the_longest_unused_pages_are_evicted_first() -> None:
 def test_discarded_pages_are_neither_evicted_nor_faulted() -> None:
     driver = simulated(device_mib=16)
     dead = managed(driver, 16 * MIB, at=0)
-    assert driver.discard(dead, 16 * MIB, 0) == Code.SUCCESS
+    assert driver.discard(dead, 16 * MIB, 0) == CudaCode.SUCCESS
     assert driver.traffic.discarded == 16 * MIB
     assert driver.memory_info(0)[0] == 16 * MIB
     managed(driver, 16 * MIB, at=0)
@@ -177,7 +177,7 @@ def test_cycling_through_more_than_the_device_evicts_every_time() -> None:
 def test_a_prefetch_of_more_than_the_device_moves_what_fits() -> None:
     driver = simulated(device_mib=16)
     pointer = managed(driver, 24 * MIB)
-    assert driver.prefetch(pointer, 24 * MIB, 0, 0) == Code.SUCCESS
+    assert driver.prefetch(pointer, 24 * MIB, 0, 0) == CudaCode.SUCCESS
     assert driver.residency(pointer, 24 * MIB) == {0: 16 * MIB, HOST: 8 * MIB}
     assert (driver.traffic.prefetched.into, driver.traffic.evicted) == (16 * MIB, 0)
 
@@ -186,11 +186,11 @@ def test_device_memory_takes_the_place_of_managed_pages() -> None:
     driver = simulated(device_mib=16)
     pointer = managed(driver, 16 * MIB, at=0)
     code, fixed = driver.allocate_device(12 * MIB, 0)
-    assert code == Code.SUCCESS
+    assert code == CudaCode.SUCCESS
     assert driver.pointer_kind(fixed) is PointerKind.DEVICE
     assert driver.residency(pointer, 16 * MIB) == {0: 4 * MIB, HOST: 12 * MIB}
-    assert driver.allocate_device(5 * MIB, 0) == (Code.OUT_OF_MEMORY, 0)
-    assert driver.free(fixed) == Code.SUCCESS
+    assert driver.allocate_device(5 * MIB, 0) == (CudaCode.OUT_OF_MEMORY, 0)
+    assert driver.free(fixed) == CudaCode.SUCCESS
 
 
 def test_where_device_memory_is_full_a_kernel_reads_the_host() -> None:
@@ -213,10 +213,10 @@ def test_a_full_host_ends_the_simulation_with_the_numbers() -> None:
 
 def test_more_than_both_memories_cannot_be_promised() -> None:
     driver = simulated(device_mib=16, host_mib=16)
-    assert driver.allocate_managed(33 * MIB) == (Code.OUT_OF_MEMORY, 0)
-    assert driver.allocate_managed(32 * MIB)[0] == Code.SUCCESS
-    assert driver.allocate_managed(1) == (Code.OUT_OF_MEMORY, 0)
-    assert driver.allocate_pinned(17 * MIB) == (Code.OUT_OF_MEMORY, 0)
+    assert driver.allocate_managed(33 * MIB) == (CudaCode.OUT_OF_MEMORY, 0)
+    assert driver.allocate_managed(32 * MIB)[0] == CudaCode.SUCCESS
+    assert driver.allocate_managed(1) == (CudaCode.OUT_OF_MEMORY, 0)
+    assert driver.allocate_pinned(17 * MIB) == (CudaCode.OUT_OF_MEMORY, 0)
 
 
 def test_everything_freed_is_everything_back() -> None:
@@ -224,10 +224,10 @@ def test_everything_freed_is_everything_back() -> None:
     pointers = [managed(driver, MIB, at) for at in (HOST, 0, None)]
     pointers.append(driver.allocate_pinned(MIB)[1])
     pointers.append(driver.allocate_device(MIB, 0)[1])
-    assert [driver.free(pointer) for pointer in pointers] == [Code.SUCCESS] * 5
+    assert [driver.free(pointer) for pointer in pointers] == [CudaCode.SUCCESS] * 5
     assert driver.memory_info(0) == (64 * MIB, 64 * MIB)
-    assert driver.allocate_pinned(256 * MIB)[0] == Code.SUCCESS
-    assert driver.free(pointers[0]) == Code.INVALID_VALUE
+    assert driver.allocate_pinned(256 * MIB)[0] == CudaCode.SUCCESS
+    assert driver.free(pointers[0]) == CudaCode.INVALID_VALUE
     assert driver.pointer_kind(pointers[0]) is PointerKind.UNKNOWN
 
 
@@ -237,24 +237,24 @@ def test_everything_freed_is_everything_back() -> None:
 def test_without_concurrent_access_hints_are_refused_as_cuda_refuses_them() -> None:
     driver = simulated(attributes={"managed_memory": 1, "concurrent_managed_access": 0})
     _, pointer = driver.allocate_managed(MIB)
-    assert driver.prefetch(pointer, MIB, 0, 0) == Code.INVALID_DEVICE
-    assert driver.prefetch(pointer, MIB, HOST, 0) == Code.INVALID_DEVICE
-    assert driver.advise(pointer, MIB, Advice.SET_READ_MOSTLY, 0) == Code.INVALID_DEVICE
-    assert driver.discard(pointer, MIB, 0) == Code.INVALID_DEVICE
+    assert driver.prefetch(pointer, MIB, 0, 0) == CudaCode.INVALID_DEVICE
+    assert driver.prefetch(pointer, MIB, HOST, 0) == CudaCode.INVALID_DEVICE
+    assert driver.advise(pointer, MIB, Advice.SET_READ_MOSTLY, 0) == CudaCode.INVALID_DEVICE
+    assert driver.discard(pointer, MIB, 0) == CudaCode.INVALID_DEVICE
 
 
 def test_without_managed_memory_none_is_given() -> None:
-    assert simulated(attributes={}).allocate_managed(MIB) == (Code.NOT_SUPPORTED, 0)
+    assert simulated(attributes={}).allocate_managed(MIB) == (CudaCode.NOT_SUPPORTED, 0)
 
 
 def test_ranges_that_leave_their_allocation_are_refused() -> None:
     driver = simulated()
     pointer = managed(driver, MIB)
-    assert driver.prefetch(pointer, MIB + 1, 0, 0) == Code.INVALID_VALUE
-    assert driver.prefetch(pointer, 0, 0, 0) == Code.INVALID_VALUE
-    assert driver.prefetch(pointer - 1, 2, 0, 0) == Code.INVALID_VALUE
-    assert driver.discard(pointer, 2 * MIB, 0) == Code.INVALID_VALUE
-    assert driver.free(pointer + PAGE) == Code.INVALID_VALUE
+    assert driver.prefetch(pointer, MIB + 1, 0, 0) == CudaCode.INVALID_VALUE
+    assert driver.prefetch(pointer, 0, 0, 0) == CudaCode.INVALID_VALUE
+    assert driver.prefetch(pointer - 1, 2, 0, 0) == CudaCode.INVALID_VALUE
+    assert driver.discard(pointer, 2 * MIB, 0) == CudaCode.INVALID_VALUE
+    assert driver.free(pointer + PAGE) == CudaCode.INVALID_VALUE
     assert driver.range_state(pointer, 2 * MIB) == RangeState(None, None, False, ())
 
 
@@ -276,7 +276,7 @@ def test_any_verb_can_be_made_to_fail(verb: str) -> None:
     }
     assert calls.pop(verb)() == 999
     assert driver.residency(pointer, MIB) == {HOST: MIB}
-    assert all(call() == Code.SUCCESS for name, call in calls.items() if name != "free")
+    assert all(call() == CudaCode.SUCCESS for name, call in calls.items() if name != "free")
 
 
 # One memory for both.
@@ -291,7 +291,7 @@ def test_on_an_integrated_device_nothing_moves() -> None:
     assert driver.traffic.prefetched.into == driver.traffic.faulted.into == 0
     assert driver.range_state(pointer, 8 * MIB).last_prefetch == 0
     assert driver.memory_info(0) == (248 * MIB, 256 * MIB)
-    assert driver.allocate_device(249 * MIB, 0) == (Code.OUT_OF_MEMORY, 0)
+    assert driver.allocate_device(249 * MIB, 0) == (CudaCode.OUT_OF_MEMORY, 0)
 
 
 # The clock.

@@ -92,10 +92,10 @@ def test_the_machine_of_a_run_acts_counts_and_tells() -> None:
         return 7 * GIB
 
     stages = Stages(POLICY, light, hard, notices.append)
-    assert stages.observe(reading(50)) is Stage.RESIDENT
-    assert stages.observe(reading(5, 20)) is Stage.OVERSUBSCRIBED
-    stages.observe(reading(5, 20))
-    assert stages.observe(reading(40)) is Stage.RESIDENT
+    assert stages.update_and_reclaim(reading(50)) is Stage.RESIDENT
+    assert stages.update_and_reclaim(reading(5, 20)) is Stage.OVERSUBSCRIBED
+    stages.update_and_reclaim(reading(5, 20))
+    assert stages.update_and_reclaim(reading(40)) is Stage.RESIDENT
     assert freed == {"light": 1, "hard": 1}
     assert stages.reclaimed_bytes == 10 * GIB
     assert [notice.text for notice in notices] == [
@@ -109,9 +109,9 @@ def test_looking_enters_stages_but_reclaims_nothing() -> None:
         raise AssertionError("a look reclaimed")
 
     stages = Stages(POLICY, never, never, lambda notice: None)
-    assert stages.look(reading(5, 20)) is Stage.OVERSUBSCRIBED
-    assert stages.look(reading(12)) is Stage.OVERSUBSCRIBED
-    assert stages.look(reading(50)) is Stage.RESIDENT
+    assert stages.update(reading(5, 20)) is Stage.OVERSUBSCRIBED
+    assert stages.update(reading(12)) is Stage.OVERSUBSCRIBED
+    assert stages.update(reading(50)) is Stage.RESIDENT
     assert stages.state == StageState(transitions=2)
 
 
@@ -155,7 +155,7 @@ few = settings(max_examples=15, deadline=None, database=None)
 @given(policies, seeds)
 def test_a_long_random_trace_never_oscillates_in_the_band(policy: StagePolicy, seed: int) -> None:
     random = Random(seed)
-    low, high = policy.enter_below(TOTAL), policy.leave_above(TOTAL)
+    low, high = policy.stage2_below(TOTAL), policy.stage1_above(TOTAL)
     state = StageState()
     lights = hards = changes = 0
     last = {Action.LIGHT: -policy.interval, Action.HARD: -policy.interval}
@@ -193,33 +193,33 @@ def test_a_long_random_trace_of_allocations_keeps_to_the_cap(cap: int, seed: int
     denied = 0
     for _ in range(TRACE):
         if out and random.random() < 0.45:
-            ledger.give_back(*out.pop(random.randrange(len(out))))
+            ledger.release(*out.pop(random.randrange(len(out))))
         else:
             entry = (
                 random.choice(list(Tier)),
                 random.choice(("latents", "text", "weights")),
                 random.randint(0, 2 * GIB),
             )
-            if ledger.take(*entry):
+            if ledger.reserve(*entry):
                 out.append(entry)
             else:
                 denied += 1
                 assert entry[0] is Tier.MANAGED
-                assert ledger.held(Tier.MANAGED) + entry[2] > cap
-        assert ledger.held(Tier.MANAGED) <= ledger.peak(Tier.MANAGED) <= cap
+                assert ledger.current(Tier.MANAGED) + entry[2] > cap
+        assert ledger.current(Tier.MANAGED) <= ledger.peak(Tier.MANAGED) <= cap
     assert ledger.denied(Tier.MANAGED) == denied
     for tier in Tier:
-        assert ledger.held(tier) == sum(entry[2] for entry in out if entry[0] is tier)
+        assert ledger.current(tier) == sum(entry[2] for entry in out if entry[0] is tier)
     for entry in out:
-        ledger.give_back(*entry)
-    assert [ledger.held(tier) for tier in Tier] == [0, 0, 0]
+        ledger.release(*entry)
+    assert [ledger.current(tier) for tier in Tier] == [0, 0, 0]
     assert ledger.by_role() == {}
 
 
 def test_giving_back_more_than_was_taken_is_our_error() -> None:
     ledger = MemoryAccounting()
-    ledger.take(Tier.HOST, "latents", 10)
+    ledger.reserve(Tier.HOST, "latents", 10)
     with pytest.raises(AssertionError, match="gives back 11 of 10"):
-        ledger.give_back(Tier.HOST, "latents", 11)
+        ledger.release(Tier.HOST, "latents", 11)
     with pytest.raises(AssertionError, match="takes -1"):
-        ledger.take(Tier.HOST, "latents", -1)
+        ledger.reserve(Tier.HOST, "latents", -1)

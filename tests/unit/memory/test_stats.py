@@ -16,11 +16,11 @@ from gracetune.memory.platform import NO_GPU, Link
 from gracetune.memory.shim import ShimCounters
 from gracetune.memory.stages import Stage, StageState, light_reclamation
 from gracetune.memory.stats import (
-    COUNTED,
+    CUPTI_COUNTERS,
     FaultCounter,
     MemoryAccounting,
     Tier,
-    count_faults,
+    start_fault_counter,
     import_cupti,
     memory_event,
     memory_stats,
@@ -59,9 +59,9 @@ def test_everything_that_happened_is_in_it() -> None:
     place_batch({"latents": here.tensor(MIB), "text": here.tensor(2 * MIB)}, hints)
     hints.prefetch_to_device(torch.zeros(9))
     ledger = MemoryAccounting({Tier.MANAGED: GIB})
-    assert ledger.take(Tier.MANAGED, "latents", 600 * MIB)
-    assert not ledger.take(Tier.MANAGED, "latents", 600 * MIB)
-    assert ledger.take(Tier.HOST, "text", MIB)
+    assert ledger.reserve(Tier.MANAGED, "latents", 600 * MIB)
+    assert not ledger.reserve(Tier.MANAGED, "latents", 600 * MIB)
+    assert ledger.reserve(Tier.HOST, "text", MIB)
     stages = StageState(Stage.OVERSUBSCRIBED, 1, 4, 2)
     stats = memory_stats(
         {"allocated_bytes.all.current": 5}, here.platform, hints.counts(), stages, ledger, "", POOL
@@ -98,7 +98,7 @@ def test_light_reclamation_asks_every_owner() -> None:
     assert light_reclamation([lambda: 3, lambda: 0, lambda: 4])() == 7
 
 
-Counters = enum.IntEnum("Counters", ["UNKNOWN", *COUNTED], start=0)
+Counters = enum.IntEnum("Counters", ["UNKNOWN", *CUPTI_COUNTERS], start=0)
 Causes = enum.IntEnum("Causes", ["UNKNOWN", "USER", "COHERENCE", "PREFETCH", "EVICTION"], start=0)
 Kinds = enum.IntEnum("Kinds", ["MEMCPY", "UNIFIED_MEMORY_COUNTER"])
 Scopes = enum.IntEnum("Scopes", ["UNKNOWN", "PROCESS_SINGLE_DEVICE"], start=0)
@@ -150,7 +150,7 @@ class FakeCupti:
     def activity_configure_unified_memory_counter(self, config: int, count: int) -> None:
         if self.refusal:
             raise self.cuptiError(self.refusal)
-        assert (config, count) == (Config.ptr, len(COUNTED))
+        assert (config, count) == (Config.ptr, len(CUPTI_COUNTERS))
 
     def activity_enable(self, kind: int) -> None:
         self.enabled.add(kind)
@@ -165,7 +165,7 @@ class FakeCupti:
 
 def test_cuptis_records_are_added_up_by_cause() -> None:
     cupti = FakeCupti()
-    counter = count_faults(cupti, 0)
+    counter = start_fault_counter(cupti, 0)
     assert isinstance(counter, FaultCounter)
     assert cupti.enabled == {Kinds.UNIFIED_MEMORY_COUNTER}
     cupti.waiting = [
@@ -196,11 +196,11 @@ def test_a_library_that_cupti_misses_is_the_reason() -> None:
         def activity_enable(self, kind: int) -> None:
             raise RuntimeError("libcuda.so.1: cannot open shared object file")
 
-    assert "libcuda.so.1" in str(count_faults(Lonely(), 0))
+    assert "libcuda.so.1" in str(start_fault_counter(Lonely(), 0))
 
 
 def test_cuptis_refusal_is_the_reason() -> None:
-    refused = count_faults(FakeCupti("insufficient privileges"), 0)
+    refused = start_fault_counter(FakeCupti("insufficient privileges"), 0)
     assert refused == "CUPTI refused to count unified memory: insufficient privileges"
 
 

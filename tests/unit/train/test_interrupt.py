@@ -22,7 +22,7 @@ def test_the_first_signal_is_only_noted(number, capsys):
 def test_the_second_leaves_at_once():
     script = (
         "import os, signal, time\n"
-        "from gracetune.train.interrupt import Interrupt\n"
+        "from gracetune.train.run import Interrupt\n"
         "with Interrupt() as interrupt, interrupt.between_steps():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
