@@ -112,22 +112,22 @@ def measured():
     prefetch = [memory[key] for key in memory if re.fullmatch(r"prefetch\.\d+_mib\.ratio", key)]
     ratios, slots = ([one[key] for one in settled_rings(ring)] for key in ("ratio", "slots"))
     return {
-        "images a second of a LoRA step": times("96", "48", "24", "12"),
-        "the same with frozen products in fp8": times("fp8_96", "fp8_12"),
-        "the same in 12 GB against RamTorch": f"{wan['12_to_ramtorch']:.1f}, "
+        "LoRA on Wan2.2-14B": times("96", "48", "24", "12"),
+        "The same with frozen weights computed in fp8": times("fp8_96", "fp8_12"),
+        "The same in 12 GB against RamTorch": f"{wan['12_to_ramtorch']:.1f}, "
         f"{wan['12_to_group_offload']:.2f} times",
-        "samples a second of a LoRA step": ", ".join(
+        "LoRA on FLUX.1": ", ".join(
             f"{families[f'{name}_ratio']:.2f}" for name in ("flux", "qwen", "clip")
         )
         + " times",
-        "device memory of 260 pictures": f"{both['device_gib.planned']:.1f} and "
+        "Both experts of Wan2.2": f"{both['device_gib.planned']:.1f} and "
         f"{both['device_gib.measured']:.1f} GiB",
-        "a training step of the trainer": f"{figures('bare_loop')['trainer_over_bare_loop']:.2f}",
-        "a training step inside a managed pool": f"{memory['pool_step.ratio']:.3f}",
-        "`prefetch_to_device` of 64 MiB and more": f"{min(prefetch):.3f}",
-        "first touch of managed memory": f"{memory['first_touch.ratio']:.0f} times faster",
-        "a step fed from the cache": f"{figures('feed')['fed_over_resident']:.3f}",
-        "a LoRA step of twenty": f"at most {max(ratios):.3f}, "
+        "Step time of the trainer": f"{figures('bare_loop')['trainer_over_bare_loop']:.2f}",
+        "Step time inside a managed-memory pool": f"{memory['pool_step.ratio']:.3f}",
+        "Bandwidth of `prefetch_to_device`": f"{min(prefetch):.3f}",
+        "First access to managed memory": f"{memory['first_touch.ratio']:.0f} times faster",
+        "Step time when batches come from the cache": f"{figures('feed')['fed_over_resident']:.3f}",
+        "Step time of twenty Wan2.2-14B blocks": f"at most {max(ratios):.3f}, "
         f"in a ring of {min(slots):.0f} to {max(slots):.0f} slots",
     }
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.data.loader import (
-    ANNOUNCED,
+    LOOKAHEAD_BATCHES,
     BatchOrder,
     BucketGroup,
     Draw,
     Loader,
     LoaderState,
-    name_of,
+    describe_batch,
 )
 from gracetune.data.prefetch import Prefetch
 from gracetune.data.sample import Sample
@@ -48,7 +48,7 @@ def _load(draws: Sequence[Draw]) -> Batch:
 
 def _epoch(order: BatchOrder, number: int) -> list[tuple[Draw, ...]]:
     first = number * order.epoch_length
-    return [order.at(first + place) for place in range(order.epoch_length)]
+    return [order.batch_at(first + place) for place in range(order.epoch_length)]
 
 
 groups_strategy = st.lists(
@@ -109,7 +109,7 @@ def test_ranks_partition_the_stream(
         step = [next(loader) for loader in loaders]
         taken += [batch for batch, _ in step]
         assert len({state for _, state in step}) == 1
-    assert taken == [order.at(consumed + place) for place in range(3 * world)]
+    assert taken == [order.batch_at(consumed + place) for place in range(3 * world)]
 
 
 @given(
@@ -129,7 +129,7 @@ def test_resuming_anywhere_with_any_world_is_the_uninterrupted_stream(
         next(Loader(BatchOrder(groups, batch_size, seed), _load, rank, after, state.consumed))[0]
         for rank in range(after)
     ]
-    assert resumed == [order.at(state.consumed + rank) for rank in range(after)]
+    assert resumed == [order.batch_at(state.consumed + rank) for rank in range(after)]
 
 
 def test_epochs_and_seeds_differ_and_repeat_exactly() -> None:
@@ -204,8 +204,8 @@ def test_the_order_is_the_same_in_another_process() -> None:
     program = (
         "from gracetune.data.loader import *; from gracetune.data.sample import Sample\n"
         "samples = tuple(Sample('cats', str(i), str(i), '0', 8, 8) for i in range(20))\n"
-        "order = BatchOrder([Group(samples, 1, 0.5, (8, 8))], 3, 1)\n"
-        "print([[d.caption for d in order.at(i)] for i in range(20)])\n"
+        "order = BatchOrder([BucketGroup(samples, 1, 0.5, (8, 8))], 3, 1)\n"
+        "print([[d.caption for d in order.batch_at(i)] for i in range(20)])\n"
     )
     runs = {
         subprocess.run(
@@ -226,7 +226,7 @@ def test_a_hundred_thousand_samples_are_quick() -> None:
     start = time.perf_counter()
     order = BatchOrder(groups, 8, 0)
     for index in range(0, 3 * order.epoch_length, order.epoch_length // 100):
-        order.at(index)
+        order.batch_at(index)
     assert time.perf_counter() - start < 2
 
 
@@ -251,8 +251,8 @@ def test_each_batch_is_told_of_before_it_is_loaded() -> None:
     announced = [draws for what, draws in rows if what == "told"]
     assert announced[:20] == [batch for batch, _ in taken]
     first = rows.index(("load", taken[0][0]))
-    assert first == ANNOUNCED + 1
-    assert len(announced) == 20 + ANNOUNCED
+    assert first == LOOKAHEAD_BATCHES + 1
+    assert len(announced) == 20 + LOOKAHEAD_BATCHES
 
 
 def test_loader_is_its_own_iterator() -> None:
@@ -315,7 +315,7 @@ def test_weighted_streams_resume_anywhere_with_any_world(
 ) -> None:
     groups = [replace(_group("cats", 7), weight=1.3), replace(_group("dogs", 5), weight=0.4)]
     order = BatchOrder(groups, 2, 11)
-    straight = [order.at(index) for index in range(consumed * before + after)]
+    straight = [order.batch_at(index) for index in range(consumed * before + after)]
     resumed = [
         next(Loader(BatchOrder(groups, 2, 11), _load, rank, after, consumed * before))[0]
         for rank in range(after)
@@ -361,9 +361,9 @@ def test_a_batch_that_cannot_be_loaded_is_named_by_its_samples() -> None:
     loader = Loader(BatchOrder([_group("cats", 4)], 4, 0), refuse_three, prefetch=THREADS)
     with pytest.raises(RunFailedError, match=r"data set 'cats': .*/3\.png.*OSError: the disk is"):
         next(loader)
-    many = BatchOrder([_group("cats", 20)], 20, 0).at(0)
-    assert name_of(many).count(".png") == 8
-    assert name_of(many).endswith(", ...")
+    many = BatchOrder([_group("cats", 20)], 20, 0).batch_at(0)
+    assert describe_batch(many).count(".png") == 8
+    assert describe_batch(many).endswith(", ...")
 
 
 def test_a_batch_that_hangs_ends_the_run_in_time() -> None:
@@ -382,6 +382,6 @@ def test_one_sample_of_each_size_the_largest_first() -> None:
     sizes = [(8, 8), (8, 24), (16, 16)]
     groups = [_group("cats", 3, size=size) for size in sizes] + [_group("dogs", 2, size=(8, 8))]
     order = BatchOrder(groups, 2, 0)
-    assert [draw.size for draw in order.of_each_size()] == [(16, 16), (8, 24), (8, 8)]
-    assert order.largest() == (order.of_each_size()[0],)
-    assert {draw.epoch for draw in order.of_each_size()} == {-1}, "looking enters no epoch"
+    assert [draw.size for draw in order.one_draw_per_size()] == [(16, 16), (8, 24), (8, 8)]
+    assert order.largest_draw() == (order.one_draw_per_size()[0],)
+    assert {draw.epoch for draw in order.one_draw_per_size()} == {-1}, "looking enters no epoch"
