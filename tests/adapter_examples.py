@@ -4,9 +4,11 @@ import torch
 
 from gracetune.adapters.files.keys import LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer
-from gracetune.adapters.files.wan_keys import WAN
+from gracetune.models.family import key_tables
 
 HIDDEN, FFN, RANK = 24, 48, 4
+TABLES = key_tables()
+WAN, FLUX = TABLES["wan"], TABLES["flux"]
 
 
 def shape_of(module, hidden=HIDDEN, ffn=FFN):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapter_examples import RANK, same, shape_of
+from adapter_examples import RANK, TABLES, WAN, same, shape_of
 from safetensors.torch import save_file
 
 from gracetune.adapters.files.formats import FORMS
@@ -199,7 +199,7 @@ def file_of(tmp_path):
 @pytest.mark.parametrize("row", ROWS)
 def test_what_a_tool_wrote_is_understood(row, file_of):
     form, _, _, stage = ROWS[row]
-    adapter = read_adapter(file_of(row))
+    adapter = read_adapter(file_of(row), TABLES)
     assert adapter.form == form
     assert adapter.table.family == "wan"
     assert set(adapter.layers) == {LayerPath(stage, module) for module in MODULES}
@@ -208,13 +208,13 @@ def test_what_a_tool_wrote_is_understood(row, file_of):
 @pytest.mark.parametrize("form", [form.name for form in FORMS])
 @pytest.mark.parametrize("row", ROWS)
 def test_written_in_any_form_it_reads_back_the_same(row, form, file_of, tmp_path):
-    adapter = read_adapter(file_of(row))
+    adapter = read_adapter(file_of(row), TABLES)
     wanted = form_named(form)
     # `transformer.` alone says no stage, so that form is written for the low one.
     stage = "low" if form == "diffusers-both" else adapter.stages[0] or "high"
     given = at_stage(adapter, stage if wanted.stages else None)
     path = write_adapter(tmp_path / "out.safetensors", given, wanted)
-    back = read_adapter(path)
+    back = read_adapter(path, TABLES)
     assert set(back.layers) == set(given.layers)
     # A form that folds alpha in has other factors and the same product; all others keep the bits.
     if wanted.alpha == "folded":
@@ -228,7 +228,7 @@ def test_written_in_any_form_it_reads_back_the_same(row, form, file_of, tmp_path
 def test_keys_written_in_a_tools_own_form_are_its_own(row, file_of, tmp_path):
     form, _, _, _ = ROWS[row]
     original = tensors_of(row)
-    path = write_adapter(tmp_path / "out.safetensors", read_adapter(file_of(row)), form)
+    path = write_adapter(tmp_path / "out.safetensors", read_adapter(file_of(row), TABLES), form)
     from gracetune.adapters.files.io import read_tensors
 
     written = set(read_tensors(path)[0])
@@ -251,7 +251,7 @@ def test_a_combined_file_is_split_and_joined_again(kind, tmp_path):
                 tensors[key] = torch.randn(shape, generator=generator)
     path = tmp_path / "both.safetensors"
     save_file(tensors, path)
-    both = read_adapter(path)
+    both = read_adapter(path, TABLES)
     assert both.stages == ("high", "low")
 
     files = write_stages(tmp_path / "run.safetensors", both, "comfyui")
@@ -261,21 +261,21 @@ def test_a_combined_file_is_split_and_joined_again(kind, tmp_path):
     ]
     from gracetune.adapters.files.layers import join_stages
 
-    high, low = (read_adapter(file) for file in files)
+    high, low = (read_adapter(file, TABLES) for file in files)
     assert high.stages == low.stages == (None,)
     assert not any("transformer_" in str(key) for key in high.layers)
     assert high.metadata["gracetune.stage"] == "high"
     again = join_stages(high, low)
     assert same(both, again)
     back = write_adapter(tmp_path / "again.safetensors", again, "ai-toolkit-combined")
-    assert same(both, read_adapter(back))
+    assert same(both, read_adapter(back, TABLES))
 
 
 def test_a_file_with_both_prefixes_of_diffusers_is_of_both_stages(tmp_path):
     tensors = tensors_of("SimpleTuner LoRA") | tensors_of("transformer_2.")
     path = tmp_path / "both.safetensors"
     save_file(tensors, path)
-    adapter = read_adapter(path)
+    adapter = read_adapter(path, TABLES)
     assert adapter.stages == ("high", "low")
     assert adapter.form == "diffusers-both"
 
@@ -286,7 +286,7 @@ def test_two_stages_do_not_fit_a_form_of_one(tmp_path):
     path = tmp_path / "both.safetensors"
     save_file(tensors, path)
     with pytest.raises(AdapterError, match="both stages") as caught:
-        write_adapter(tmp_path / "out.safetensors", read_adapter(path), "comfyui")
+        write_adapter(tmp_path / "out.safetensors", read_adapter(path, TABLES), "comfyui")
     assert caught.value.kind == "mixed-stages"
 
 
@@ -298,7 +298,7 @@ def test_lightning_with_whole_differences_beside_its_lora(tmp_path):
     tensors["diffusion_model.blocks.0.modulation.diff"] = torch.randn(1, 6, 24)
     path = tmp_path / "lightning.safetensors"
     save_file(tensors, path)
-    adapter = read_adapter(path)
+    adapter = read_adapter(path, TABLES)
     assert adapter.form == "lightning"
     norm = adapter.layers[
         LayerPath(None, "blocks.0.norm2")
@@ -307,7 +307,7 @@ def test_lightning_with_whole_differences_beside_its_lora(tmp_path):
     assert "diff_b" in adapter.layers[LayerPath(None, "blocks.0.attn1.to_q")].tensors
     assert LayerPath(None, "blocks.0.scale_shift_table") in adapter.layers
     for form in ("comfyui", "kohya", "lycoris", "lightning"):
-        back = read_adapter(write_adapter(tmp_path / "out.safetensors", adapter, form))
+        back = read_adapter(write_adapter(tmp_path / "out.safetensors", adapter, form), TABLES)
         assert same(adapter, back)
 
 
@@ -332,7 +332,6 @@ MODEL_ROWS = [
 @pytest.mark.parametrize(("ours", "theirs"), MODEL_ROWS)
 def test_a_models_own_names_are_known_in_both_namings(ours, theirs, prefix, tmp_path):
     from gracetune.adapters.files.merge import open_model
-    from gracetune.adapters.files.wan_keys import WAN
 
     found = []
     for key in (ours, prefix + theirs):

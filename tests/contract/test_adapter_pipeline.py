@@ -7,6 +7,8 @@ import torch
 from adapter_examples import (
     FFN,
     HIDDEN,
+    TABLES,
+    WAN,
     make_loha,
     make_lokr,
     make_lora,
@@ -21,7 +23,6 @@ from gracetune.adapters.files.check import check_file
 from gracetune.adapters.files.io import AdapterMetadata, read_adapter, read_tensors, write_adapter
 from gracetune.adapters.files.keys import LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer, delta, merged
-from gracetune.adapters.files.wan_keys import WAN
 from gracetune.errors import AdapterError
 
 STAGES = ("high", "low")
@@ -119,7 +120,7 @@ def test_a_lora_loads_in_either_expert_and_does_what_our_maths_says(
     assert not torch.allclose(expected, plain, atol=1e-3)
     assert torch.equal(predict(other), untouched)
 
-    found = check_file(path)
+    found = check_file(path, TABLES)
     assert found.stage == stage
     assert found.ok
     assert found.targets[0].matched == found.targets[0].expected == ALL
@@ -136,9 +137,9 @@ def test_a_dora_loads_with_its_magnitudes(pipeline, tmp_path):
     expected = predict(merged_copy(pipeline.transformer, adapter))
     pipeline.load_lora_weights(str(tmp_path), weight_name=path.name, local_files_only=True)
     torch.testing.assert_close(predict(pipeline.transformer), expected, rtol=1e-4, atol=1e-5)
-    assert check_file(path).targets[0].loads
+    assert check_file(path, TABLES).targets[0].loads
 
-    refused = check_file(write_adapter(tmp_path / "b.safetensors", adapter, "comfyui"))
+    refused = check_file(write_adapter(tmp_path / "b.safetensors", adapter, "comfyui"), TABLES)
     assert "refuses the file" in refused.targets[0].reason
     assert refused.targets[1].loads
     assert "norms of the unchanged weight" in refused.targets[1].reason
@@ -155,7 +156,7 @@ def test_magnitudes_that_diffusers_drops_are_noticed(tmp_path):
         f"{prefix}.dora_scale": layer.tensors["dora"],
     }
     save_file(tensors, tmp_path / "a.safetensors")
-    found = check_file(tmp_path / "a.safetensors")
+    found = check_file(tmp_path / "a.safetensors", TABLES)
     assert not found.ok
     assert found.targets[0].wrong
     assert "drops the magnitudes" in found.targets[0].reason
@@ -171,11 +172,11 @@ def test_a_lokr_loads_into_a_transformer_and_does_what_our_maths_says(
         tmp_path / "a.safetensors", adapter, "diffusers", AdapterMetadata(stage=stage)
     )
     model = of_stage(pipeline, stage)
-    expected, plain = predict(merged_copy(model, read_adapter(path))), predict(model)
+    expected, plain = predict(merged_copy(model, read_adapter(path, TABLES))), predict(model)
     model.load_lora_adapter(read_tensors(path)[0], prefix="transformer", adapter_name="a")
     torch.testing.assert_close(predict(model), expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(expected, plain, atol=1e-3)
-    found = check_file(path)
+    found = check_file(path, TABLES)
     assert found.ok
     assert found.targets[0].matched == ALL
 
@@ -186,7 +187,7 @@ def test_lycoris_loads_its_form_and_does_what_our_maths_says(kind, pipeline, tmp
     adapter = small(make_wan(kind, alpha=None if kind == "lokr-whole" else 3.0), 0.3)
     path = write_adapter(tmp_path / "a.safetensors", adapter, "lycoris")
     model = pipeline.transformer_2
-    expected, plain = predict(merged_copy(model, read_adapter(path))), predict(model)
+    expected, plain = predict(merged_copy(model, read_adapter(path, TABLES))), predict(model)
     with torch.no_grad():
         network, _ = wrapper.create_lycoris_from_weights(1.0, str(path), model)
     assert len(network.loras) == ALL
@@ -208,7 +209,7 @@ NOWHERE = {
 @pytest.mark.parametrize("form", NOWHERE)
 def test_what_no_tool_loads_is_told(form, tmp_path):
     path = write_adapter(tmp_path / "a.safetensors", make_wan("lora"), form)
-    found = check_file(path)
+    found = check_file(path, TABLES)
     assert not found.ok
     assert NOWHERE[form] in found.targets[0].reason
     assert found.targets[1].matched == 0
@@ -220,7 +221,7 @@ def test_what_no_tool_loads_is_told(form, tmp_path):
 def test_the_low_stages_prefix_loads_nothing_even_when_asked_to(tmp_path):
     adapter = Adapter(WAN, {LayerPath("low", p.module): x for p, x in make_wan().layers.items()})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers-both")
-    found = check_file(path)
+    found = check_file(path, TABLES)
     assert found.stage == "low"
     assert [target.matched for target in found.targets] == [0, 0]
     assert "does not say so" in found.targets[0].reason
@@ -229,20 +230,20 @@ def test_the_low_stages_prefix_loads_nothing_even_when_asked_to(tmp_path):
 def test_kohya_needs_every_linear_module_in_diffusers(tmp_path):
     attention = {p: x for p, x in make_wan().layers.items() if "attn" in p.module}
     path = write_adapter(tmp_path / "a.safetensors", Adapter(WAN, attention), "kohya")
-    found = check_file(path)
+    found = check_file(path, TABLES)
     assert "KeyError" in found.targets[0].reason
     assert found.targets[1].loads
     assert found.ok
-    assert not check_file(path, demanded=("diffusers",)).ok
+    assert not check_file(path, TABLES, demanded=("diffusers",)).ok
     path = write_adapter(tmp_path / "b.safetensors", Adapter(WAN, attention), "comfyui")
-    assert check_file(path, demanded=("diffusers", "comfyui")).ok
+    assert check_file(path, TABLES, demanded=("diffusers", "comfyui")).ok
 
 
 @pytest.mark.parametrize("kind", ["lokr", "loha", "full"])
 def test_other_algorithms_load_in_comfyui_alone(kind, tmp_path):
     for form, loads in (("comfyui", True), ("kohya", True), ("lycoris", False)):
         path = write_adapter(tmp_path / "a.safetensors", make_wan(kind), form)
-        found = check_file(path)
+        found = check_file(path, TABLES)
         assert found.targets[0].matched == 0
         assert found.targets[1].loads == found.ok == loads
 
@@ -251,7 +252,7 @@ def test_a_combined_file_is_refused_by_its_second_stages_first_key(tmp_path):
     adapter = make_wan("lora", stages=STAGES)
     path = write_adapter(tmp_path / "a.safetensors", adapter, "ai-toolkit-combined")
     with pytest.raises(AdapterError, match=r"transformer_2\..*mixes both") as caught:
-        check_file(path)
+        check_file(path, TABLES)
     assert caught.value.kind == "mixed-stages"
     assert caught.value.key.startswith("diffusion_model.transformer_2.")
 
@@ -260,19 +261,19 @@ def test_a_part_of_the_modules_is_not_enough(tmp_path):
     layers = dict(make_wan().layers)
     del layers[LayerPath(None, "blocks.1.ffn.net.2")]
     path = write_adapter(tmp_path / "a.safetensors", Adapter(WAN, layers), "comfyui")
-    assert check_file(path).expected == ALL - 1
+    assert check_file(path, TABLES).expected == ALL - 1
     with pytest.raises(AdapterError, match="lacks 1 of 20") as caught:
-        check_file(path, modules=wan_modules())
+        check_file(path, TABLES, modules=wan_modules())
     assert caught.value.key == "blocks.1.ffn.net.2"
 
 
 def test_a_file_for_a_model_of_another_size_is_refused_by_it(made, tmp_path):
     path = write_adapter(tmp_path / "a.safetensors", make_wan(), "comfyui")
     config = dict(made.transformer.config) | {"ffn_dim": 64}
-    found = check_file(path, config=config)
+    found = check_file(path, TABLES, config=config)
     assert not found.targets[0].loads
     assert "size mismatch" in found.targets[0].reason
-    assert check_file(path, config=dict(made.transformer.config)).ok
+    assert check_file(path, TABLES, config=dict(made.transformer.config)).ok
 
 
 def test_a_file_of_the_real_size_needs_no_model(tmp_path):
@@ -283,7 +284,7 @@ def test_a_file_of_the_real_size_needs_no_model(tmp_path):
         for name in wan_modules()
     }
     path = write_adapter(tmp_path / "a_low_noise.safetensors", Adapter(WAN, layers), "comfyui")
-    found = check_file(path)
+    found = check_file(path, TABLES)
     assert found.ok
     assert found.stage == "low"
     assert [target.matched for target in found.targets] == [ALL, ALL]
@@ -300,7 +301,7 @@ def test_a_wrong_scale_would_be_noticed(tmp_path, monkeypatch):
         pipeline.transformer.blocks[1].attn2.to_v.scaling["checked"] *= 2
 
     monkeypatch.setattr(check, "_load", doubling)
-    found = check_file(path)
+    found = check_file(path, TABLES)
     assert not found.ok
     assert found.targets[0].first == "blocks.1.attn2.to_v"
     assert "another dW" in found.targets[0].reason
@@ -308,7 +309,7 @@ def test_a_wrong_scale_would_be_noticed(tmp_path, monkeypatch):
 
 def test_the_known_change_is_the_files(tmp_path):
     adapter = make_wan("lora", alpha=2.0)
-    back = read_adapter(write_adapter(tmp_path / "a.safetensors", adapter, "diffusers"))
+    back = read_adapter(write_adapter(tmp_path / "a.safetensors", adapter, "diffusers"), TABLES)
     for place, layer in adapter.layers.items():
         expected = layer.tensors["up"] @ layer.tensors["down"] * 0.5
         torch.testing.assert_close(delta(back.layers[place]), expected)
@@ -317,7 +318,7 @@ def test_the_known_change_is_the_files(tmp_path):
 def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path):
     from diffusers import SD3Transformer2DModel
 
-    from gracetune.adapters.files.key_table import open_table
+    from gracetune.adapters.files.keys import open_table
 
     config = {
         "sample_size": 8,
@@ -339,19 +340,21 @@ def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path
             open_table("tiny"), {LayerPath(None, "transformer_blocks.0.attn.to_q"): layer}
         )
         path = write_adapter(tmp_path / f"{kind}.safetensors", adapter, "diffusers")
-        found = check_file(path, cls=SD3Transformer2DModel, config=config)
+        found = check_file(path, TABLES, cls=SD3Transformer2DModel, config=config)
         assert found.ok
         assert found.targets[0].matched == 1
-    wrong = check_file(path, cls=SD3Transformer2DModel, config=config | {"num_attention_heads": 3})
+    wrong = check_file(
+        path, TABLES, cls=SD3Transformer2DModel, config=config | {"num_attention_heads": 3}
+    )
     assert not wrong.ok
     # peft makes a whole matrix where the rank is half its width or more, and loads no factors.
     half = Layer("lokr", make_lokr(16, 16, generator).tensors)
     adapter = Adapter(adapter.table, {LayerPath(None, "transformer_blocks.0.attn.to_q"): half})
     path = write_adapter(tmp_path / "half.safetensors", adapter, "diffusers")
-    assert check_file(path, cls=SD3Transformer2DModel, config=config).ok
+    assert check_file(path, TABLES, cls=SD3Transformer2DModel, config=config).ok
     raw = {f"transformer.transformer_blocks.0.attn.to_q.{k}": t for k, t in half.tensors.items()}
     save_file(raw, path, {"gracetune.family": "tiny"})
-    lost = check_file(path, cls=SD3Transformer2DModel, config=config)
+    lost = check_file(path, TABLES, cls=SD3Transformer2DModel, config=config)
     assert not lost.ok
     assert lost.targets[0].wrong
     loha = Adapter(
@@ -360,11 +363,11 @@ def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path
     path = write_adapter(tmp_path / "loha.safetensors", loha, "diffusers")
     assert (
         "no loader for LoHa"
-        in check_file(path, cls=SD3Transformer2DModel, config=config).lines()[0]
+        in check_file(path, TABLES, cls=SD3Transformer2DModel, config=config).lines()[0]
     )
-    untried = check_file(path)
+    untried = check_file(path, TABLES)
     assert untried.ok
     assert untried.demand() is untried
     assert "not loaded" in untried.lines()[0]
     with pytest.raises(AdapterError, match="does not load as it should"):
-        check_file(path, demanded=("comfyui",)).demand()
+        check_file(path, TABLES, demanded=("comfyui",)).demand()

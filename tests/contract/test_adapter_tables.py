@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapter_examples import make_lora
+from adapter_examples import TABLES, make_lora
 from diffusers import (
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
@@ -17,7 +17,7 @@ from torch import nn
 
 from gracetune.adapters.files.check import check_file
 from gracetune.adapters.files.io import write_adapter
-from gracetune.adapters.files.keys import TABLES, KeyIndex, LayerPath, template_of
+from gracetune.adapters.files.keys import KeyIndex, LayerPath, template_of
 from gracetune.adapters.files.layers import Adapter
 from gracetune.adapters.files.merge import merge_into, open_model
 
@@ -167,5 +167,5 @@ def test_a_flux_lora_of_fused_projections_loads_in_diffusers(form, tmp_path):
         for name in names
     }
     path = write_adapter(tmp_path / "a.safetensors", Adapter(TABLES["flux"], layers), form)
-    found = check_file(path, table=TABLES["flux"])
+    found = check_file(path, TABLES, table=TABLES["flux"])
     assert [target.matched for target in found.targets] == [7, 7], found.lines()

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from adapter_examples import TABLES
 from diffusers import WanPipeline
 from PIL import Image
 from safetensors import safe_open
@@ -14,11 +15,11 @@ from safetensors import safe_open
 from gracetune.adapters.files.io import read_adapter, read_tensors
 from gracetune.adapters.files.layers import delta
 from gracetune.config.load import load_run_file
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.models.family import transformers_of
 from gracetune.train import checkpoint
 from gracetune.train.build import build, resume, start_accelerator
-from gracetune.train.run import Interrupt, run_training
+from gracetune.train.run import SignalHandler, run_training
 
 STEPS, HALF = 6, 3
 PROMPT, SEED, SIZE = "a red ring", 11, 32
@@ -104,10 +105,10 @@ def live_transformer(file, folder):
     """The model as the run left it in its last checkpoint."""
     run = load_run_file(file, [f"output_dir={folder}"]).run
     session = build(
-        run, start_accelerator(run), lambda _: None, Requests(folder), Interrupt()
+        run, start_accelerator(run), lambda _: None, RunControl(folder), SignalHandler()
     ).session
-    resume(session, checkpoint.find(folder / "checkpoints", "auto", pytest.fail))
-    return session.trainee.family.transformer
+    resume(session, checkpoint.find_snapshot(folder / "checkpoints", "auto", pytest.fail))
+    return session.state.family.transformer
 
 
 def load_into(pipeline, kind, folder):
@@ -120,7 +121,7 @@ def load_into(pipeline, kind, folder):
             loaded = [n for n, _ in transformer.named_modules() if n.endswith("lora_A")]
             assert len(loaded) == 20
             continue
-        adapter = read_adapter(folder / FILES[stage])
+        adapter = read_adapter(folder / FILES[stage], TABLES)
         assert len(adapter.layers) == 20
         for place, layer in adapter.layers.items():
             weight = transformer.get_submodule(place.module).weight

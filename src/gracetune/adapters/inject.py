@@ -17,7 +17,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from gracetune.adapters.compute.lycoris import Adapted, adapt
-from gracetune.adapters.files.keys import LayerPath, table_named
+from gracetune.adapters.files.keys import LayerPath
 from gracetune.adapters.files.layers import Adapter, make_layer
 from gracetune.errors import ConfigError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.key_table import Stage
+    from gracetune.adapters.files.keys import NameTable, Stage
     from gracetune.adapters.files.layers import Layer
     from gracetune.config.schema import AdapterSection
 
@@ -245,7 +245,9 @@ ROLES = {
 
 
 def live_adapter(
-    transformers: Mapping[str, nn.Module], modules: Mapping[str, Mapping[str, Setting]], family: str
+    transformers: Mapping[str, nn.Module],
+    modules: Mapping[str, Mapping[str, Setting]],
+    table: NameTable,
 ) -> Adapter:
     """Of every expert that has one; each adapted module must be there with all its tensors."""
     layers: dict[LayerPath, Layer] = {}
@@ -257,4 +259,4 @@ def live_adapter(
             named.setdefault("alpha", torch.tensor(settings[name].alpha))
             place = LayerPath(cast("Stage", expert) if expert else None, name)
             layers[place] = make_layer(named, {role: f"{name}.{role}" for role in named})
-    return Adapter(table_named(family), layers)
+    return Adapter(table, layers)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageDraw
 
 from gracetune.adapters.files.keys import BLOCK
-from gracetune.durable import new_file
+from gracetune.atomic_files import atomic_file
 from gracetune.errors import AdapterError
 from gracetune.units import format_bytes
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.formats import KeyFormat
     from gracetune.adapters.files.inspect import Inspection
     from gracetune.adapters.files.io import AdapterMetadata
-    from gracetune.adapters.files.key_table import NameTable, Stage
+    from gracetune.adapters.files.keys import NameTable, Stage
     from gracetune.adapters.files.lowrank import Cut
 
 
@@ -140,8 +140,9 @@ def _act(act: Action, args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from gracetune.adapters.files.inspect import inspect
+    from gracetune.models.family import key_tables
 
-    found = inspect(args.file, table_of(args))
+    found = inspect(args.file, key_tables(), table_of(args))
     if args.plot is not None:
         draw(found, args.plot)
     show(args, asdict(found), lines_of(found))
@@ -276,7 +277,7 @@ def draw(found: Inspection, path: Path) -> None:
             corner = left + number * CELL
             box = (corner, top, corner + CELL - 2, top + LINE - 3)
             pen.rectangle(box, fill=_shade(value / most))
-    with new_file(path) as staging:
+    with atomic_file(path) as staging:
         image.save(staging, format="PNG")
 
 
@@ -285,6 +286,7 @@ def check_files(
 ) -> tuple[list[dict[str, object]], list[str], int]:
     """Check each file; what to tell machines, what to tell people, and the exit code."""
     from gracetune.adapters.files.check import check_file
+    from gracetune.models.family import key_tables
 
     config = _config(args.model)
     told: list[dict[str, object]] = []
@@ -294,6 +296,7 @@ def check_files(
         try:
             found = check_file(
                 path,
+                key_tables(),
                 table=table,
                 stage=args.stage,
                 config=config,
@@ -459,10 +462,11 @@ def extract(args: argparse.Namespace) -> int:
     """The LoRA of a rank between two models."""
     from gracetune.adapters.files import lowrank
     from gracetune.adapters.files.io import interchange_form, write_adapter
-    from gracetune.adapters.files.keys import TABLES, form_named
+    from gracetune.adapters.files.keys import form_named
+    from gracetune.models.family import key_tables
 
     if args.family is None:
-        raise AdapterError(f"extract needs --family: one of {', '.join(TABLES)}.")
+        raise AdapterError(f"extract needs --family: one of {', '.join(key_tables())}.")
     table = table_of(args)
     assert table is not None
     rank = positive("--rank", args.rank)
@@ -499,9 +503,10 @@ SEED = 0
 def read(path: Path, args: argparse.Namespace) -> tuple[Adapter, Stage | None]:
     """An adapter and the stage it is for; the user's word counts most."""
     from gracetune.adapters.files.io import read_adapter, resolve, stage_of
+    from gracetune.models.family import key_tables
 
     path = resolve(path)
-    adapter = read_adapter(path, table_of(args))
+    adapter = read_adapter(path, key_tables(), table_of(args))
     if args.stage is not None and len(adapter.stages) > 1:
         adapter = adapter.only(args.stage)
     stage, _ = stage_of(adapter, path)
@@ -530,9 +535,10 @@ def about_of(
 
 def table_of(args: argparse.Namespace) -> NameTable | None:
     """The family that the user names, if one."""
-    from gracetune.adapters.files.io import family_table
+    from gracetune.adapters.files.keys import table_named
+    from gracetune.models.family import key_tables
 
-    return family_table(args.family)
+    return None if args.family is None else table_named(args.family, key_tables())
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype | None:

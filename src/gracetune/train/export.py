@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from gracetune.durable import new_folder
+from gracetune.atomic_files import atomic_folder
 from gracetune.errors import CheckpointError, ConfigError
 from gracetune.events.types import Notice
-from gracetune.models.family import transformers_of
+from gracetune.models.family import key_tables, transformers_of
 from gracetune.optim.schedule import averaged
-from gracetune.train.identity import settings_of
+from gracetune.train.identity import identity_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,24 +26,25 @@ if TYPE_CHECKING:
     from gracetune.train.step import TrainState
 
     Emit = Callable[[Event], None]
-    Modules = Mapping[str, Mapping[str, Setting]]
+    AdaptedModules = Mapping[str, Mapping[str, Setting]]
 
 STAGE_FILES = {"high": "high_noise.safetensors", "low": "low_noise.safetensors"}
 
 
-def result_of(run: RunFile) -> Path:
+def result_folder(run: RunFile) -> Path:
     """The folder that a run ends with."""
     return Path(run.output_dir) / ("model" if run.adapter is None else "adapter")
 
 
-def check_exportable(transformers: Mapping[str, nn.Module], modules: Modules, family: str) -> None:
+def check_exportable(transformers: Mapping[str, nn.Module], modules: AdaptedModules, family: str) -> None:
     """Refuse an adapter that no file could hold: now, not when it is trained."""
     # peft takes seconds to import
     from gracetune.adapters.files.convert import lost_in
     from gracetune.adapters.files.io import interchange_form
+    from gracetune.adapters.files.keys import table_named
     from gracetune.adapters.inject import live_adapter
 
-    whole = live_adapter(transformers, modules, family)
+    whole = live_adapter(transformers, modules, table_named(family, key_tables()))
     form = interchange_form(whole)
     lost = lost_in(whole, form)
     if lost is not None:
@@ -54,13 +55,13 @@ def check_exportable(transformers: Mapping[str, nn.Module], modules: Modules, fa
         )
 
 
-def export(t: TrainState, modules: Modules, base_weights: str, emit: Emit) -> Path:
+def export_result(t: TrainState, modules: AdaptedModules, base_weights: str, emit: Emit) -> Path:
     """Write the model or the adapter, with the averaged weights where there are any."""
-    adapter, path = t.run.adapter, result_of(t.run)
+    adapter, path = t.run.adapter, result_folder(t.run)
     try:
         with (
-            t.ema.in_place() if t.ema is not None else averaged(t.optimizer),
-            new_folder(path) as staging,
+            t.ema.swapped_in() if t.ema is not None else averaged(t.optimizer),
+            atomic_folder(path) as staging,
         ):
             if adapter is None:
                 t.family.export(staging)
@@ -75,7 +76,7 @@ def export(t: TrainState, modules: Modules, base_weights: str, emit: Emit) -> Pa
 
 
 def _export_adapter(
-    t: TrainState, modules: Modules, base_weights: str, folder: Path, emit: Emit
+    t: TrainState, modules: AdaptedModules, base_weights: str, folder: Path, emit: Emit
 ) -> None:
     """One file an expert, or one in all; each is loaded where others would load it, and counted."""
     # peft takes seconds to import
@@ -86,10 +87,13 @@ def _export_adapter(
         interchange_form,
         write_adapter,
     )
+    from gracetune.adapters.files.keys import table_named
     from gracetune.adapters.files.layers import at_stage
     from gracetune.adapters.inject import live_adapter
 
-    whole = live_adapter(transformers_of(t.family.transformer), modules, t.family.name)
+    tables = key_tables()
+    table = table_named(t.family.name, tables)
+    whole = live_adapter(transformers_of(t.family.transformer), modules, table)
     form = interchange_form(whole)
     for stage in whole.stages:
         about = AdapterMetadata(
@@ -102,7 +106,8 @@ def _export_adapter(
         part = at_stage(whole.only(stage), None)
         name = FILE_NAME if stage is None else STAGE_FILES[stage]
         path = write_adapter(folder / name, part, form, about)
-        check = check_file(path, table=whole.table, stage=stage, modules=modules[stage or ""])
+        expected = modules[stage or ""]
+        check = check_file(path, tables, table=table, stage=stage, modules=expected)
         text = f"{name} is of the form {form.name}. " + " ".join(check.lines())
         emit(Notice(text, level="info" if check.ok else "warning"))
 
@@ -115,6 +120,6 @@ def _model_name(t: TrainState) -> str:
 
 def run_digest(t: TrainState) -> str:
     """A name for what shapes the weights: the same wherever the run's folder is."""
-    settings = settings_of(t.run, t.accelerator.mixed_precision)
+    settings = identity_settings(t.run, t.accelerator.mixed_precision)
     text = json.dumps(settings, sort_keys=True, default=str)
     return blake3(text.encode()).hexdigest(length=16)

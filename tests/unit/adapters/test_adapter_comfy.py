@@ -1,9 +1,9 @@
 """ComfyUI's key map, as its source builds it, without ComfyUI."""
 
 import pytest
+from adapter_examples import TABLES
 
 from gracetune.adapters.files.check import blocks_of, key_map, simulate
-from gracetune.adapters.files.keys import TABLES
 
 WAN = key_map(TABLES["wan"], {"blocks": 2})
 FLUX = key_map(TABLES["flux"], {"transformer_blocks": 1, "single_transformer_blocks": 1})

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from adapter_examples import TABLES
 from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional
 
 from gracetune.adapters.files.convert import canonical
-from gracetune.adapters.files.key_table import open_table
+from gracetune.adapters.files.keys import open_table
 from gracetune.adapters.files.layers import (
     Layer,
     delta,
@@ -46,7 +47,7 @@ def conv(kernel=3):
 
 def layer_of(module):
     state = {f"transformer.x.{role}": t for role, t in module.custom_state_dict().items()}
-    adapter = canonical(state, {}, open_table("any"))
+    adapter = canonical(state, {}, TABLES, open_table("any"))
     (layer,) = adapter.layers.values()
     return layer
 
@@ -119,7 +120,7 @@ def test_a_whole_difference_is_what_it_says():
         "transformer.x.diff": module.weight.detach(),
         "transformer.x.diff_b": module.bias.detach(),
     }
-    (layer,) = canonical(state, {}, open_table("any")).layers.values()
+    (layer,) = canonical(state, {}, TABLES, open_table("any")).layers.values()
     torch.testing.assert_close(merged(layer, base.weight), (base.weight + module.weight).detach())
     assert rank_of(layer) is None
     assert norm(layer) == pytest.approx(float(module.weight.detach().norm()))
@@ -133,7 +134,7 @@ def test_alpha_has_no_part_in_a_lokr_of_whole_matrices(alpha):
         "diffusion_model.blocks.0.self_attn.q.lokr_w2": w2,
         "diffusion_model.blocks.0.self_attn.q.alpha": torch.tensor(alpha),
     }
-    adapter = canonical(state, {})
+    adapter = canonical(state, {}, TABLES)
     (layer,) = adapter.layers.values()
     assert scale_of(layer) == 1.0
     torch.testing.assert_close(delta(layer), torch.kron(w1, w2))
@@ -163,7 +164,7 @@ def test_a_peft_module_answers_as_our_merged_weight(config, extra):
         if "base_layer" not in name
     }
     settings = {"r": config.r, "lora_alpha": 6, "alpha": 6} | extra
-    adapter = canonical(state, {}, open_table("any"), settings)
+    adapter = canonical(state, {}, TABLES, open_table("any"), settings)
     (layer,) = adapter.layers.values()
     x = torch.randn(3, 16)
     with torch.no_grad():
@@ -212,9 +213,9 @@ def test_lycoris_scalar_is_multiplied_in():
     fill(module)
     state = {f"lycoris_x.{name}": p.detach() for name, p in module.named_parameters()}
     state["lycoris_x.alpha"] = torch.tensor(2.0)
-    from gracetune.adapters.files.key_table import table_of_modules
+    from gracetune.adapters.files.keys import table_of_modules
 
-    (layer,) = canonical(state, {}, table_of_modules("any", ("x",))).layers.values()
+    (layer,) = canonical(state, {}, TABLES, table_of_modules("any", ("x",))).layers.values()
     module.org_forward = base.forward
     with torch.no_grad():
         live = module(torch.eye(16)).T - base(torch.eye(16)).T

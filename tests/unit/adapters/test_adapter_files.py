@@ -4,7 +4,17 @@ import json
 
 import pytest
 import torch
-from adapter_examples import HIDDEN, make_full, make_loha, make_lokr, make_lora, make_wan, same
+from adapter_examples import (
+    HIDDEN,
+    TABLES,
+    WAN,
+    make_full,
+    make_loha,
+    make_lokr,
+    make_lora,
+    make_wan,
+    same,
+)
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -21,7 +31,7 @@ from gracetune.adapters.files.io import (
     stage_of,
     write_adapter,
 )
-from gracetune.adapters.files.keys import TABLES, LayerPath, table_named
+from gracetune.adapters.files.keys import LayerPath, table_named
 from gracetune.adapters.files.layers import (
     SHAPES,
     Adapter,
@@ -33,7 +43,6 @@ from gracetune.adapters.files.layers import (
     norm,
     split_stages,
 )
-from gracetune.adapters.files.wan_keys import WAN
 from gracetune.errors import AdapterError
 
 PREFIX = "diffusion_model.blocks.0.self_attn.q"
@@ -47,7 +56,7 @@ def lora_tensors(rank=4, dtype=torch.float32):
 def verdict(path, tensors, metadata=None, table=None):
     save_file(tensors, path, metadata)
     with pytest.raises(AdapterError) as caught:
-        read_adapter(path, table)
+        read_adapter(path, TABLES, table)
     return caught.value
 
 
@@ -60,25 +69,25 @@ def test_a_truncated_file(path):
     save_file(lora_tensors(), path)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(AdapterError, match=r"truncated.*again") as caught:
-        read_adapter(path)
+        read_adapter(path, TABLES)
     assert caught.value.kind == "truncated"
 
 
 def test_a_file_that_is_no_safetensors(path):
     path.write_bytes(b"not a header at all")
     with pytest.raises(AdapterError, match="cannot be read as safetensors"):
-        read_adapter(path)
+        read_adapter(path, TABLES)
 
 
 def test_a_pickle_is_never_opened(tmp_path):
     with pytest.raises(AdapterError, match="runs code") as caught:
-        read_adapter(tmp_path / "adapter.pt")
+        read_adapter(tmp_path / "adapter.pt", TABLES)
     assert caught.value.kind == "not-safetensors"
 
 
 def test_a_file_that_is_not_there(path):
     with pytest.raises(AdapterError, match="is not there"):
-        read_adapter(path)
+        read_adapter(path, TABLES)
 
 
 def test_an_empty_file(path):
@@ -168,7 +177,7 @@ def test_settings_that_are_no_json(path):
 
 def test_an_integer_alpha_is_read(path):
     save_file(lora_tensors() | {f"{PREFIX}.alpha": torch.tensor(2)}, path)
-    (layer,) = read_adapter(path).layers.values()
+    (layer,) = read_adapter(path, TABLES).layers.values()
     assert layer.alpha == 2.0
 
 
@@ -193,7 +202,7 @@ def test_the_header_says_what_a_file_is(path):
 
 def test_a_header_is_kept_when_a_file_is_rewritten(path, tmp_path):
     write_adapter(path, make_wan(), "comfyui", AdapterMetadata(trigger="ohwx"))
-    other = write_adapter(tmp_path / "b.safetensors", read_adapter(path), "kohya")
+    other = write_adapter(tmp_path / "b.safetensors", read_adapter(path, TABLES), "kohya")
     _, header = read_tensors(other)
     assert header["gracetune.trigger"] == "ohwx"
     assert header["gracetune.form"] == "kohya"
@@ -213,15 +222,15 @@ def test_peft_keeps_alpha_beside_its_file(tmp_path):
     }
     path = tmp_path / "adapter_model.safetensors"
     save_file(tensors, path)
-    alone = read_adapter(path)
+    alone = read_adapter(path, TABLES)
     assert "adapter_config.json" in alone.notices[0]
     config = {"r": 4, "lora_alpha": 8, "alpha_pattern": {"^blocks.0.attn1.to_q": 2}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    (layer,) = read_adapter(tmp_path).layers.values()
+    (layer,) = read_adapter(tmp_path, TABLES).layers.values()
     assert layer.alpha == 2.0
     (tmp_path / "adapter_config.json").write_text("{")
     with pytest.raises(AdapterError, match=r"adapter_config\.json"):
-        read_adapter(path)
+        read_adapter(path, TABLES)
 
 
 def test_a_peft_folder_loads_in_peft(tmp_path):
@@ -229,7 +238,7 @@ def test_a_peft_folder_loads_in_peft(tmp_path):
     from torch import nn
 
     layer = make_lora(6, 5, torch.Generator().manual_seed(0), alpha=3.0)
-    table = table_named("any")
+    table = table_named("any", TABLES)
     adapter = Adapter(table, {LayerPath(None, "x"): layer})
     write_adapter(tmp_path / "adapter_model.safetensors", adapter, "peft")
     model = nn.Sequential()
@@ -245,7 +254,7 @@ def test_a_peft_folder_loads_in_peft(tmp_path):
 
 def test_the_config_of_a_fused_adapter_is_of_what_is_written(tmp_path):
     """The whole has the ranks of its parts added up, and so another alpha."""
-    table = table_named("flux")
+    table = table_named("flux", TABLES)
     parts = {
         LayerPath(None, f"transformer_blocks.0.attn.to_{name}"): make_lora(
             12, 12, torch.Generator().manual_seed(seed), 4, alpha=2.0
@@ -254,7 +263,7 @@ def test_the_config_of_a_fused_adapter_is_of_what_is_written(tmp_path):
     }
     whole = join_fused(Adapter(table, parts))
     write_adapter(tmp_path / "adapter_model.safetensors", whole, "peft")
-    back = read_adapter(tmp_path)
+    back = read_adapter(tmp_path, TABLES)
     assert set(back.layers) == set(parts)
     for place, layer in parts.items():
         torch.testing.assert_close(delta(back.layers[place]), delta(layer))
@@ -269,21 +278,24 @@ def test_settings_of_diffusers_in_the_header_give_alpha(path):
     }
     said = {"transformer.r": 4, "transformer.lora_alpha": 2, "text_encoder.r": 8}
     save_file(tensors, path, {"lora_adapter_metadata": json.dumps(said)})
-    (layer,) = read_adapter(path).layers.values()
+    (layer,) = read_adapter(path, TABLES).layers.values()
     assert layer.alpha == 2.0
     assert torch.equal(layer.tensors["diff_b"], torch.full((HIDDEN,), 0.5))  # peft scales it too
 
 
 def test_a_folder_stands_for_the_file_in_it(tmp_path):
     with pytest.raises(AdapterError, match="there is none"):
-        read_adapter(tmp_path)
+        read_adapter(tmp_path, TABLES)
     write_adapter(tmp_path / "one.safetensors", make_wan(), "comfyui")
-    assert len(read_adapter(tmp_path).layers) == 20
+    assert len(read_adapter(tmp_path, TABLES).layers) == 20
     write_adapter(tmp_path / "two.safetensors", make_wan(), "comfyui")
     with pytest.raises(AdapterError, match=r"one\.safetensors, two\.safetensors"):
-        read_adapter(tmp_path)
+        read_adapter(tmp_path, TABLES)
     write_adapter(tmp_path / "pytorch_lora_weights.safetensors", make_wan("loha"), "comfyui")
-    assert read_adapter(tmp_path).layers[LayerPath(None, "blocks.0.attn1.to_q")].algorithm == "loha"
+    assert (
+        read_adapter(tmp_path, TABLES).layers[LayerPath(None, "blocks.0.attn1.to_q")].algorithm
+        == "loha"
+    )
 
 
 def test_a_float16_that_cannot_hold_it_is_refused(path):
@@ -301,31 +313,31 @@ def test_folding_alpha_into_narrow_floats_does_not_round(path):
     generator = torch.Generator().manual_seed(0)
     layer = make_lora(HIDDEN, HIDDEN, generator, alpha=3.0, dtype=torch.bfloat16)
     adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): layer})
-    (back,) = read_adapter(write_adapter(path, adapter, "diffusers")).layers.values()
+    (back,) = read_adapter(write_adapter(path, adapter, "diffusers"), TABLES).layers.values()
     torch.testing.assert_close(delta(back), delta(layer), rtol=1e-6, atol=1e-6)
     half = Layer("lora", layer.tensors, 2.0)
     adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): half})
-    (back,) = read_adapter(write_adapter(path, adapter, "diffusers")).layers.values()
+    (back,) = read_adapter(write_adapter(path, adapter, "diffusers"), TABLES).layers.values()
     assert back.tensors["up"].dtype == torch.bfloat16
     assert torch.equal(delta(back), delta(half))
 
 
 def test_who_says_the_stage(tmp_path):
     named = write_adapter(tmp_path / "run_low_noise.safetensors", make_wan(), "comfyui")
-    assert stage_of(read_adapter(named), named) == ("low", "its name")
+    assert stage_of(read_adapter(named, TABLES), named) == ("low", "its name")
     said = write_adapter(
         tmp_path / "x.safetensors", make_wan(), "comfyui", AdapterMetadata(stage="high")
     )
-    assert stage_of(read_adapter(said), said) == ("high", "its header")
+    assert stage_of(read_adapter(said, TABLES), said) == ("high", "its header")
     keyed = make_wan(stages=("low",))
     path = write_adapter(tmp_path / "y.safetensors", keyed, "ai-toolkit-combined")
-    assert stage_of(read_adapter(path), path) == ("low", "its keys")
+    assert stage_of(read_adapter(path, TABLES), path) == ("low", "its keys")
     plain = write_adapter(tmp_path / "z.safetensors", make_wan(), "comfyui")
-    assert stage_of(read_adapter(plain), plain) == (None, "")
+    assert stage_of(read_adapter(plain, TABLES), plain) == (None, "")
     wrong = AdapterMetadata(stage="high")
     path = write_adapter(tmp_path / "w.safetensors", keyed, "ai-toolkit-combined", wrong)
     with pytest.raises(AdapterError, match=r"header .* says stage high, its keys say low"):
-        stage_of(read_adapter(path), path)
+        stage_of(read_adapter(path, TABLES), path)
 
 
 def test_a_form_that_names_stages_needs_one(path):
@@ -351,7 +363,7 @@ def test_what_a_form_cannot_hold_is_refused_with_a_way_out(form, path):
         write_adapter(path, adapter, form)
     keys = read_tensors(write_adapter(path, adapter, "comfyui"))[0]
     assert "diffusion_model.patch_embedding.lora_down.weight" in keys
-    assert same(read_adapter(path), adapter)
+    assert same(read_adapter(path, TABLES), adapter)
 
 
 def test_a_module_without_a_name_in_a_form_is_refused(path):
@@ -367,7 +379,7 @@ def test_magnitudes_by_columns_have_no_place_in_peft(path):
     adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): Layer("lora", tensors)})
     with pytest.raises(AdapterError, match="by rows alone"):
         write_adapter(path, adapter, "diffusers")
-    assert same(read_adapter(write_adapter(path, adapter, "kohya")), adapter)
+    assert same(read_adapter(write_adapter(path, adapter, "kohya"), TABLES), adapter)
 
 
 def test_the_form_that_most_tools_load():
@@ -375,7 +387,7 @@ def test_the_form_that_most_tools_load():
     assert interchange_form(make_wan("lokr")).name == "comfyui"
     generator = torch.Generator().manual_seed(0)
     place = LayerPath(None, "transformer_blocks.0.attn.to_q")
-    for table in (TABLES["flux"], TABLES["qwen_image"], table_named("tiny")):
+    for table in (TABLES["flux"], TABLES["qwen_image"], table_named("tiny", TABLES)):
         for make, form in ((make_lora, "diffusers"), (make_lokr, "diffusers")):
             adapter = Adapter(table, {place: make(8, 8, generator)})
             assert interchange_form(adapter).name == form
@@ -394,10 +406,10 @@ def test_a_family_without_a_table_has_a_form_for_every_algorithm(make, path):
         LayerPath(None, "context_embedder"),
         LayerPath(None, "transformer_blocks.0.attn.to_q"),
     )
-    adapter = Adapter(table_named("tiny"), dict.fromkeys(places, layer))
+    adapter = Adapter(table_named("tiny", TABLES), dict.fromkeys(places, layer))
     form = interchange_form(adapter)
     assert lost_in(adapter, form) is None
-    back = read_adapter(write_adapter(path, adapter, form))
+    back = read_adapter(write_adapter(path, adapter, form), TABLES)
     assert back.layers.keys() == adapter.layers.keys()
     for place in places:
         torch.testing.assert_close(delta(back.layers[place]), delta(layer))
@@ -406,10 +418,10 @@ def test_a_family_without_a_table_has_a_form_for_every_algorithm(make, path):
 def test_a_form_that_is_advised_holds_the_adapter(path):
     generator = torch.Generator().manual_seed(0)
     place = LayerPath(None, "context_embedder")
-    adapter = Adapter(table_named("tiny"), {place: make_loha(8, 6, generator)})
+    adapter = Adapter(table_named("tiny", TABLES), {place: make_loha(8, 6, generator)})
     with pytest.raises(AdapterError, match=r"form comfyui: .* Write the form diffusers\.$"):
         write_adapter(path, adapter, "comfyui")
-    adapter = Adapter(table_named("tiny"), {place: make_full(8, 6, generator)})
+    adapter = Adapter(table_named("tiny", TABLES), {place: make_full(8, 6, generator)})
     with pytest.raises(AdapterError, match=r"Write the form simpletuner-comfyui\..*--lora-rank"):
         write_adapter(path, adapter, "diffusers")
     write_adapter(path, adapter, "simpletuner-comfyui")
@@ -418,7 +430,7 @@ def test_a_form_that_is_advised_holds_the_adapter(path):
 @pytest.mark.parametrize("name", ["to-q", "0.attn", "attn.to q"])
 def test_a_name_that_could_not_be_read_back_is_not_written(name, path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
-    adapter = Adapter(table_named("tiny"), {LayerPath(None, name): layer})
+    adapter = Adapter(table_named("tiny", TABLES), {LayerPath(None, name): layer})
     with pytest.raises(AdapterError, match=r"No form has one: leave the module out\.$"):
         write_adapter(path, adapter, "diffusers")
 
@@ -486,7 +498,7 @@ def test_any_shapes_are_a_layer_that_computes_or_a_verdict(shapes, alpha):
     if alpha is not None:
         tensors[f"{PREFIX}.alpha"] = torch.tensor(alpha)
     try:
-        (layer,) = canonical(tensors, {}).layers.values()
+        (layer,) = canonical(tensors, {}, TABLES).layers.values()
     except AdapterError as error:
         event(error.kind)
         return
@@ -503,10 +515,10 @@ def test_settings_that_were_escaped_are_found(tmp_path):
         f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
     }
     config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {r"^blocks\.0\.attn1\.to_q": 2, "x": 9}}
-    (layer,) = canonical(tensors, {}, None, config).layers.values()
+    (layer,) = canonical(tensors, {}, TABLES, None, config).layers.values()
     assert layer.alpha == 2.0
     config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {"x": 9}}
-    (layer,) = canonical(tensors, {}, None, config).layers.values()
+    (layer,) = canonical(tensors, {}, TABLES, None, config).layers.values()
     assert layer.alpha is None
 
 
@@ -517,7 +529,7 @@ def rank_and_alpha(pattern, module="blocks.0.attn1.to_q"):
         f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
     }
     config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {pattern: 2}}
-    (layer,) = canonical(tensors, {}, None, config).layers.values()
+    (layer,) = canonical(tensors, {}, TABLES, None, config).layers.values()
     return layer.alpha
 
 
@@ -562,8 +574,10 @@ def test_patterns_that_have_no_part_in_a_scale_are_not_looked_at():
         f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
     }
     config = {"r": 4, "lora_alpha": 2, "rank_pattern": {"(a+)+b": 8}}
-    (layer,) = canonical(tensors, {}, None, config).layers.values()
+    (layer,) = canonical(tensors, {}, TABLES, None, config).layers.values()
     assert layer.alpha == 2.0
     tensors[f"{prefix}.alpha"] = torch.tensor(3.0)
-    (layer,) = canonical(tensors, {}, None, {"alpha_pattern": {"(a+)+b": 8}}).layers.values()
+    (layer,) = canonical(
+        tensors, {}, TABLES, None, {"alpha_pattern": {"(a+)+b": 8}}
+    ).layers.values()
     assert layer.alpha == 3.0

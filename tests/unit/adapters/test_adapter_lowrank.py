@@ -1,14 +1,12 @@
 import pytest
 import torch
-from adapter_examples import make_full, make_loha, make_lokr, make_lora, make_wan
+from adapter_examples import FLUX, TABLES, WAN, make_full, make_loha, make_lokr, make_lora, make_wan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.adapters.files.flux_keys import FLUX
-from gracetune.adapters.files.keys import TABLES, LayerPath
+from gracetune.adapters.files.keys import LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer, delta
 from gracetune.adapters.files.lowrank import as_lora, combine, factor
-from gracetune.adapters.files.wan_keys import WAN
 from gracetune.errors import AdapterError
 
 PLACE = LayerPath(None, "blocks.0.attn1.to_q")

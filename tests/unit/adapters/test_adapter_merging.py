@@ -3,6 +3,8 @@
 import pytest
 import torch
 from adapter_examples import (
+    FLUX,
+    WAN,
     make_full,
     make_loha,
     make_lokr,
@@ -13,12 +15,10 @@ from adapter_examples import (
 )
 from safetensors.torch import load_file, save_file
 
-from gracetune.adapters.files.flux_keys import FLUX
 from gracetune.adapters.files.keys import KeyIndex, LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer, delta, merged
 from gracetune.adapters.files.lowrank import extract
 from gracetune.adapters.files.merge import merge_into, merge_into_pipeline, open_model
-from gracetune.adapters.files.wan_keys import WAN
 from gracetune.errors import AdapterError
 
 

@@ -1,11 +1,10 @@
 import pytest
+from adapter_examples import TABLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.adapters.files.formats import ENDINGS, FORMS
-from gracetune.adapters.files.key_table import open_table, table_of_modules
 from gracetune.adapters.files.keys import (
-    TABLES,
     KeyIndex,
     LayerPath,
     choose_table,
@@ -13,9 +12,11 @@ from gracetune.adapters.files.keys import (
     form_named,
     forms_in,
     nearest_key,
+    open_table,
     read_key,
     settle_stages,
     table_named,
+    table_of_modules,
     template_of,
     write_key,
 )
@@ -134,12 +135,12 @@ def test_qwen_image_keys(key):
 def test_flux_and_qwen_image_are_told_apart_or_asked_about():
     shared = "transformer.transformer_blocks.{}.attn.to_q.lora_A.weight"
     with pytest.raises(AdapterError, match="--family") as caught:
-        choose_table([shared.format(0)], None)
+        choose_table([shared.format(0)], TABLES, None)
     assert caught.value.kind == "ambiguous"
-    assert choose_table([shared.format(0)], "flux").family == "flux"
-    assert choose_table([shared.format(n) for n in range(60)], None).family == "qwen_image"
+    assert choose_table([shared.format(0)], TABLES, "flux").family == "flux"
+    assert choose_table([shared.format(n) for n in range(60)], TABLES, None).family == "qwen_image"
     single = "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight"
-    assert choose_table([shared.format(0), single], None).family == "flux"
+    assert choose_table([shared.format(0), single], TABLES, None).family == "flux"
 
 
 @pytest.mark.parametrize(
@@ -180,8 +181,8 @@ def test_forms_are_found_by_name_and_by_tool():
 
 
 def test_families_go_by_our_own_names_too():
-    assert table_named("wan22").family == "wan"
-    assert table_named("tiny").open
+    assert table_named("wan22", TABLES).family == "wan"
+    assert table_named("tiny", TABLES).open
 
 
 def test_a_family_without_a_table_takes_dotted_names_as_they_are():
@@ -204,7 +205,7 @@ def test_a_family_without_a_table_takes_dotted_names_as_they_are():
 )
 @pytest.mark.parametrize(("number", "stage"), [("1", "high"), ("2", "low")])
 def test_experts_are_read_with_and_without_an_underscore(text, number, stage):
-    index = KeyIndex(table_named("wan"))
+    index = KeyIndex(table_named("wan", TABLES))
     usual, unparted = (read_key(text.format(part), index) for part in (f"_{number}", number))
     assert usual.place == unparted.place == LayerPath(stage, "blocks.0.attn1.to_q")
     assert usual.forms == unparted.forms

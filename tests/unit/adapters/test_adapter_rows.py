@@ -4,12 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapter_examples import make_full, make_loha, make_lokr, make_lora, same, same_layer
+from adapter_examples import (
+    FLUX,
+    TABLES,
+    make_full,
+    make_loha,
+    make_lokr,
+    make_lora,
+    same,
+    same_layer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.adapters.files.convert import canonical, spell
-from gracetune.adapters.files.flux_keys import FLUX
 from gracetune.adapters.files.fused_projections import (
     join_fused,
     split_fused,
@@ -185,7 +193,7 @@ def test_scale_and_shift_change_places_between_the_namings():
     original = spell(adapter, form_named("comfyui"))
     up = original["diffusion_model.final_layer.adaLN_modulation.1.lora_B.weight"]
     assert torch.equal(up, layer.tensors["up"].roll(4, 0))
-    assert same(canonical(original, {}), adapter)
+    assert same(canonical(original, {}, TABLES), adapter)
 
 
 def test_rows_of_a_bias_go_along():
@@ -218,6 +226,6 @@ def test_a_flux_lora_reads_back_from_every_naming(form):
         layers[name] = make_lora(out, into, generator(i))
     adapter = adapter_of(layers)
     tensors = spell(adapter, form_named(form))
-    back = split_fused(canonical(tensors, {}))
+    back = split_fused(canonical(tensors, {}, TABLES))
     assert same(adapter, back)
     assert back.form == form

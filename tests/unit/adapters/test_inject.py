@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from gracetune.adapters.compute.lycoris import Adapted
+from gracetune.adapters.files.keys import open_table
 from gracetune.adapters.files.layers import delta, delta_bias, scale_of
 from gracetune.adapters.inject import (
     adapter_weights,
@@ -143,7 +144,7 @@ def test_overrides_reach_the_modules(model, kind):
         kind=kind, rank=4, overrides={"ff.0": {"rank": 2, "alpha": 1, "dropout": 0.25}}
     )
     add_adapter({"": model}, section, TARGETS, seed=1)
-    adapter = live_adapter({"": model}, choose_again(model, section), "toy")
+    adapter = live_adapter({"": model}, choose_again(model, section), open_table("toy"))
     ranks = {
         place.module: min(t.shape[0] for t in layer.tensors.values() if t.dim() == 2)
         for place, layer in adapter.layers.items()
@@ -216,7 +217,7 @@ def test_the_live_forward_is_the_frozen_one_plus_the_delta(model, kind, alpha):
     section = AdapterSection(kind=kind, rank=2, alpha=alpha)
     chosen = add_adapter({"": model}, section, TARGETS, seed=1)
     shaken(model)
-    adapter = live_adapter({"": model}, chosen, "toy")
+    adapter = live_adapter({"": model}, chosen, open_table("toy"))
     x = torch.randn(3, 24, generator=torch.Generator().manual_seed(2))
     name = "blocks.0.attn.to_q"
     (layer,) = [layer for place, layer in adapter.layers.items() if place.module == name]
@@ -233,7 +234,7 @@ def test_convolutions_can_be_adapted(model, picture, kind):
     assert isinstance(model.patch, Adapted)
     torch.testing.assert_close(model(picture), before)
     shaken(model)
-    (layer,) = live_adapter({"": model}, chosen, "toy").layers.values()
+    (layer,) = live_adapter({"": model}, chosen, open_table("toy")).layers.values()
     conv = model.patch.base_layer
     more = delta_bias(layer)
     wanted = nn.functional.conv2d(

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from adapter_examples import make_lokr, make_lora, make_wan, same, shape_of, wan_modules
+from adapter_examples import TABLES, make_lokr, make_lora, make_wan, same, shape_of, wan_modules
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -13,8 +13,7 @@ from gracetune.adapters.files.io import (
     read_tensors,
     write_adapter,
 )
-from gracetune.adapters.files.key_table import open_table
-from gracetune.adapters.files.keys import TABLES, LayerPath
+from gracetune.adapters.files.keys import LayerPath, open_table
 from gracetune.adapters.files.layers import Adapter, delta
 from gracetune.cli.main import main
 
@@ -54,7 +53,7 @@ def test_inspect_tells_everything(capsys, lora):
     assert found["alphas"] == {"2": 20}
     assert found["targets"]["attn1.to_q"] == 2
     assert found["metadata"]["gracetune.trigger"] == "ohwx"
-    layers = read_adapter(lora).layers
+    layers = read_adapter(lora, TABLES).layers
     for place, layer in layers.items():
         assert found["norms"][place.module] == pytest.approx(float(delta(layer).norm()), rel=1e-4)
     total = sum(float(delta(x).norm()) ** 2 for p, x in layers.items() if "blocks.1." in p.module)
@@ -63,7 +62,7 @@ def test_inspect_tells_everything(capsys, lora):
 
 
 def test_inspect_draws_bars_and_a_picture(capsys, lora, tmp_path):
-    layers = dict(read_adapter(lora).layers)
+    layers = dict(read_adapter(lora, TABLES).layers)
     layers = {
         p: x.map(lambda t: t * 0) if "blocks.1." in p.module else x for p, x in layers.items()
     }
@@ -101,7 +100,7 @@ def test_convert_writes_a_form_and_says_what_to_know(capsys, lora, tmp_path):
     out = tmp_path / "out.safetensors"
     text = run(capsys, "convert", lora, "--to", "musubi", "-o", out)
     assert "kohya" in text
-    assert same(read_adapter(out), read_adapter(lora))
+    assert same(read_adapter(out, TABLES), read_adapter(lora, TABLES))
     assert read_tensors(out)[1]["gracetune.stage"] == "high"
     assert "loads nothing" in run(capsys, "convert", lora, "--to", "bare")
     assert (tmp_path / "lora-bare.safetensors").is_file()
@@ -120,11 +119,13 @@ def test_convert_splits_and_joins_stages(capsys, tmp_path):
     back = tmp_path / "again.safetensors"
     high, low = found["files"]
     run(capsys, "convert", low, high, "--to", "ai-toolkit-combined", "-o", back)
-    assert same(read_adapter(back), both)
+    assert same(read_adapter(back, TABLES), both)
     assert "gracetune.stage" not in read_tensors(back)[1]
     one = tmp_path / "one.safetensors"
     run(capsys, "convert", path, "--stage", "low", "--to", "kohya", "-o", one)
-    assert same(read_adapter(one), read_adapter(tmp_path / "run_low_noise.safetensors"))
+    assert same(
+        read_adapter(one, TABLES), read_adapter(tmp_path / "run_low_noise.safetensors", TABLES)
+    )
     assert "Give the high one" in _error(
         capsys, "convert", high, high, "--to", "ai-toolkit-combined"
     )
@@ -139,7 +140,7 @@ def test_convert_of_two_files_that_say_no_stage_takes_them_in_order(capsys, tmp_
     out = tmp_path / "out.safetensors"
     run(capsys, "convert", *files, "--to", "ai-toolkit-combined", "-o", out)
     assert same(
-        read_adapter(out),
+        read_adapter(out, TABLES),
         Adapter(
             TABLES["wan"],
             {
@@ -187,7 +188,7 @@ def test_merge_of_several_into_one(capsys, lora, tmp_path):
     words = ["merge", lora, other, "--strength", "0.5", "--strength", "2", "-o", out]
     found = told(capsys, *words)
     assert found["form"] == "comfyui"
-    one, two, made = (read_adapter(path).layers for path in (lora, other, out))
+    one, two, made = (read_adapter(path, TABLES).layers for path in (lora, other, out))
     for place, layer in made.items():
         expected = 0.5 * delta(one[place]) + 2 * delta(two[place])
         torch.testing.assert_close(delta(layer), expected, rtol=1e-4, atol=1e-4)
@@ -216,7 +217,7 @@ def test_merge_into_a_file_and_into_a_pipeline(capsys, lora, tmp_path):
     out = tmp_path / "out.safetensors"
     found = told(capsys, "merge", lora, "--into", model, "-o", out)
     assert found["parts"]["m.safetensors"]["changed"] == 20
-    layer = read_adapter(lora).layers[LayerPath(None, "blocks.0.attn1.to_q")]
+    layer = read_adapter(lora, TABLES).layers[LayerPath(None, "blocks.0.attn1.to_q")]
     key = "blocks.0.attn1.to_q.weight"
     torch.testing.assert_close(load_file(out)[key], load_file(model)[key] + delta(layer))
 
@@ -291,7 +292,7 @@ def test_a_form_whose_keys_could_not_be_read_again_is_refused(capsys, tmp_path):
     for form in ("peft", "simpletuner-comfyui"):
         out = tmp_path / f"{form}.safetensors"
         run(capsys, "convert", path, "--to", form, "-o", out)
-        assert same(read_adapter(out), read_adapter(path))
+        assert same(read_adapter(out, TABLES), read_adapter(path, TABLES))
 
 
 def test_a_folder_is_no_file_to_write_to(capsys, lora, tmp_path):
@@ -327,8 +328,8 @@ def test_extract_finds_what_was_merged(capsys, lora, tmp_path):
     found = told(capsys, "extract", model, tuned, "--rank", "4", "--family", "wan", "-o", out)
     assert found["modules"] == 20
     assert found["lost"]["worst"] < 1e-2
-    layers = read_adapter(lora).layers
-    for place, layer in read_adapter(out).layers.items():
+    layers = read_adapter(lora, TABLES).layers
+    for place, layer in read_adapter(out, TABLES).layers.items():
         torch.testing.assert_close(delta(layer), delta(layers[place]), rtol=1e-2, atol=1e-2)
     words = ["extract", model, tuned, "--rank", "4", "-o", tmp_path / "again.safetensors"]
     assert "needs --family" in _error(capsys, *words)
@@ -404,7 +405,7 @@ def test_check_of_other_families(capsys, family, make, tmp_path):
 
 def test_a_family_without_a_pipeline_is_told(capsys, tmp_path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
-    from gracetune.adapters.files.key_table import open_table
+    from gracetune.adapters.files.keys import open_table
 
     adapter = Adapter(open_table("tiny"), {LayerPath(None, "a.b"): layer})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")

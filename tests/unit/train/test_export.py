@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_examples import TABLES
 from torch import nn
 
 from gracetune.adapters.files.io import read_adapter
-from gracetune.adapters.files.key_table import table_of_modules
-from gracetune.adapters.files.keys import TABLES
+from gracetune.adapters.files.keys import table_of_modules
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection
 from gracetune.errors import ConfigError
@@ -31,7 +31,7 @@ MODELS = {"flux": "flux", "qwen-image": "qwen_image", "wan22-5b": "wan22"}
 
 def exported(ended):
     (file,) = Path(ended.outputs["result"]).glob("*.safetensors")
-    return read_adapter(file)
+    return read_adapter(file, TABLES)
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -84,7 +84,8 @@ def test_a_small_model_is_checked_in_its_own_sizes(tiny_run, told, miniature):
 
 
 def test_what_no_file_can_hold_is_refused_before_the_first_step(tiny_run, told, monkeypatch):
-    monkeypatch.setitem(TABLES, "tiny", table_of_modules("tiny", ("context_embedder",)))
+    table = table_of_modules("tiny", ("context_embedder",))
+    monkeypatch.setattr("gracetune.train.export.key_tables", lambda: {"tiny": table})
     with pytest.raises(ConfigError, match=r"targets means transformer_blocks\.0\.") as caught:
         run_training(tiny_run(adapter={"rank": 2}), sinks=[told])
     assert "Leave it out of adapter.targets." in str(caught.value)
@@ -94,7 +95,7 @@ def test_what_no_file_can_hold_is_refused_before_the_first_step(tiny_run, told, 
 
 def test_a_kind_that_a_form_cannot_hold_is_refused_with_another(monkeypatch):
     table = replace(table_of_modules("tiny", ("x",)), interchange=(("other", "diffusers"),))
-    monkeypatch.setitem(TABLES, "tiny", table)
+    monkeypatch.setattr("gracetune.train.export.key_tables", lambda: {"tiny": table})
     model = nn.ModuleDict({"x": nn.Linear(4, 4)})
     modules = add_adapter({"": model}, AdapterSection(kind="full"), ("x",), seed=0)
     with pytest.raises(ConfigError, match=r"a full matrix.*or choose another adapter\.kind"):

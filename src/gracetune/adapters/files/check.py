@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.key_table import NameTable, Naming, Stage
+    from gracetune.adapters.files.keys import NameTable, Naming, Stage
 
 
 NAME = "checked"
@@ -115,6 +115,7 @@ class Check:
 
 def check_file(
     path: Path,
+    tables: Mapping[str, NameTable],
     *,
     table: NameTable | None = None,
     stage: Stage | None = None,
@@ -131,7 +132,7 @@ def check_file(
     is an error by itself.
     """
     path = resolve(path)
-    adapter, tensors = read_with_tensors(path, table)
+    adapter, tensors = read_with_tensors(path, tables, table)
     _refuse_two_stages(adapter, list(tensors))
     told, _ = stage_of(adapter, path)
     adapter = at_stage(adapter, None)

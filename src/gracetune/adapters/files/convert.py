@@ -19,7 +19,6 @@ from gracetune.adapters.files.fused_projections import (
     take_rows,
 )
 from gracetune.adapters.files.keys import (
-    TABLES,
     KeyIndex,
     LayerPath,
     ParsedKey,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.adapters.files.formats import KeyFormat, Style
-    from gracetune.adapters.files.key_table import NameTable
+    from gracetune.adapters.files.keys import NameTable
 
 
 FAMILY_KEY = "gracetune.family"
@@ -66,6 +65,7 @@ HUGE_ALPHA = 1e9
 def canonical(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
+    tables: Mapping[str, NameTable],
     table: NameTable | None = None,
     peft_config: Mapping[str, object] | None = None,
 ) -> Adapter:
@@ -76,8 +76,8 @@ def canonical(
     if not tensors:
         raise AdapterError("the file holds no tensors.", kind="empty")
     texts = list(tensors)
-    table = table or choose_table(texts, metadata.get(FAMILY_KEY))
-    keys = _read(texts, table)
+    table = table or choose_table(texts, tables, metadata.get(FAMILY_KEY))
+    keys = _read(texts, table, tables)
     _check_finite(tensors, keys)
     grouped: dict[LayerPath, dict[str, ParsedKey]] = {}
     for key in keys:
@@ -102,20 +102,24 @@ def canonical(
     )
 
 
-def _read(texts: list[str], table: NameTable) -> list[ParsedKey]:
+def _read(
+    texts: list[str], table: NameTable, tables: Mapping[str, NameTable]
+) -> list[ParsedKey]:
     index = KeyIndex(table)
     keys = []
     for text in texts:
         key = read_key(text, index)
         if key is None:
-            raise _other_model(text, texts, table) or unknown_key(text, [table])
+            raise _other_model(text, texts, table, tables) or unknown_key(text, [table])
         keys.append(key)
     return settle_stages(keys)
 
 
-def _other_model(text: str, texts: list[str], table: NameTable) -> AdapterError | None:
+def _other_model(
+    text: str, texts: list[str], table: NameTable, tables: Mapping[str, NameTable]
+) -> AdapterError | None:
     """The verdict on a file whose keys are another family's, if they are."""
-    for other in TABLES.values():
+    for other in tables.values():
         index = KeyIndex(other)
         if other is not table and all(read_key(one, index) for one in texts):
             return AdapterError(

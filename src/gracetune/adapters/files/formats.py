@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from gracetune.adapters.files.key_table import Naming, Stage
+    from gracetune.adapters.files.keys import Naming, Stage
 
 Style = Literal["peft", "peft-live", "kohya", "comfyui"]
 """How a tensor's part of the key is spelled."""

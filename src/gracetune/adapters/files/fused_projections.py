@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.key_table import FusedProjection, NameTable
+    from gracetune.adapters.files.keys import FusedProjection, NameTable
 
 Span = tuple[int, int]
 

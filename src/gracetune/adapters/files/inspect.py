@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from gracetune.adapters.files.key_table import NameTable
+    from gracetune.adapters.files.keys import NameTable
     from gracetune.adapters.files.layers import Adapter
 
 
@@ -56,10 +56,12 @@ class Inspection:
     notices: tuple[str, ...]
 
 
-def inspect(path: Path, table: NameTable | None = None) -> Inspection:
+def inspect(
+    path: Path, tables: Mapping[str, NameTable], table: NameTable | None = None
+) -> Inspection:
     """Read a file and describe it."""
     path = resolve(path)
-    adapter, tensors = read_with_tensors(path, table)
+    adapter, tensors = read_with_tensors(path, tables, table)
     form, tools, caution = _form(adapter, list(tensors))
     stage, by = stage_of(adapter, path)
     keyed = tuple(one for one in adapter.stages if one is not None)

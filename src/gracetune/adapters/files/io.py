@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from gracetune.adapters.files.convert import FAMILY_KEY, PEFT_SETTINGS, canonical, spell
 from gracetune.adapters.files.fused_projections import split_fused
-from gracetune.adapters.files.keys import form_named, table_named
+from gracetune.adapters.files.keys import form_named
 from gracetune.adapters.files.layers import Adapter, at_stage, rank_of
-from gracetune.durable import new_file, write_text
+from gracetune.atomic_files import atomic_file, write_text
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.adapters.files.formats import KeyFormat
-    from gracetune.adapters.files.key_table import NameTable, Stage
+    from gracetune.adapters.files.keys import NameTable, Stage
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 """What diffusers' `load_lora_weights` looks for in a folder."""
@@ -58,18 +58,20 @@ class AdapterMetadata:
         return {name: value for name, value in said.items() if value}
 
 
-def read_adapter(path: Path, table: NameTable | None = None) -> Adapter:
+def read_adapter(
+    path: Path, tables: Mapping[str, NameTable], table: NameTable | None = None
+) -> Adapter:
     """The adapter in a file or folder; any fault is a verdict with the first key that shows it."""
-    adapter, _ = read_with_tensors(resolve(path), table)
+    adapter, _ = read_with_tensors(resolve(path), tables, table)
     return adapter
 
 
 def read_with_tensors(
-    path: Path, table: NameTable | None = None
+    path: Path, tables: Mapping[str, NameTable], table: NameTable | None = None
 ) -> tuple[Adapter, dict[str, Tensor]]:
     """The adapter in a file, beside the file's own tensors by its own keys."""
     tensors, metadata = read_tensors(path)
-    return canonical(tensors, metadata, table, _peft_config(path, tensors)), tensors
+    return canonical(tensors, metadata, tables, table, _peft_config(path, tensors)), tensors
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -133,7 +135,7 @@ def write_adapter(
     header.pop(PEFT_SETTINGS, None)  # its alpha is in the weights or in the keys now
     if len(adapter.stages) > 1:
         header.pop("gracetune.stage", None)  # joined from files of one stage each
-    with new_file(path) as staging:
+    with atomic_file(path) as staging:
         save_file(tensors, staging, metadata=header)
     if form.name == "peft" and path.name == PEFT_FILE:
         config = _config_of(split_fused(adapter))  # by the modules that `spell` has written
@@ -200,11 +202,6 @@ def describe(adapter: Adapter) -> dict[str, str]:
         "gracetune.rank": ",".join(map(str, ranks)) or "full",
         "gracetune.alpha": ",".join(f"{alpha:g}" for alpha in alphas) or "none",
     }
-
-
-def family_table(name: str | None) -> NameTable | None:
-    """The table that a user names; None lets the file decide."""
-    return None if name is None else table_named(name)
 
 
 def resolve(path: Path) -> Path:

@@ -10,22 +10,84 @@ import difflib
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from gracetune.adapters.files.flux_keys import FLUX
 from gracetune.adapters.files.formats import ALIASES, ALSO_READ, ENDINGS, FORMS, KeyFormat, Style
-from gracetune.adapters.files.key_table import NameTable, open_table
-from gracetune.adapters.files.qwen_image_keys import QWEN_IMAGE
-from gracetune.adapters.files.wan_keys import WAN
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from gracetune.adapters.files.key_table import Naming, Stage
+Naming = Literal["original", "diffusers", "mixed"]
+"""Whose words a module's name is in: the authors', diffusers', or ai-toolkit's old mix."""
+Stage = Literal["high", "low"]
+"""An expert of a two-stage model: `high` is diffusers' `transformer`, `low` its `transformer_2`."""
 
-TABLES = {table.family: table for table in (WAN, FLUX, QWEN_IMAGE)}
-FAMILY_ALIASES = {"wan22": "wan", "wan21": "wan", "flux1": "flux", "qwen": "qwen_image"}
+
+@dataclass(frozen=True)
+class FusedProjection:
+    """A projection that the original keeps whole and diffusers keeps in parts, row after row."""
+
+    whole: str
+    parts: tuple[tuple[str, int], ...]
+    """Each part with its share of the rows."""
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """The names of one family. `{}` stands for a block's number; modules go by diffusers' names."""
+
+    family: str
+    """The name that adapter files carry in `gracetune.family`."""
+    rows: tuple[tuple[str, str], ...]
+    """The original's name beside diffusers', one row a module."""
+    parts: tuple[str, ...] = ()
+    """What diffusers alone has: the parts of fused projections."""
+    mixed: tuple[tuple[str, str], ...] = ()
+    """Names that ai-toolkit's old LoKr made by replacing words in underscored text."""
+    fused: tuple[FusedProjection, ...] = ()
+    swapped: frozenset[str] = frozenset()
+    """Modules whose two halves of rows (scale, shift) stand in the other order in the original."""
+    bare: frozenset[str] = frozenset()
+    """Rows that are a parameter themselves, with no `.weight` below."""
+    surface: tuple[str, ...] = ()
+    """The linear modules of a block, which adapters usually sit on."""
+    num_blocks: tuple[tuple[str, int], ...] = ()
+    """Most blocks of each kind in any published model: a file with more is another family's."""
+    staged: bool = False
+    """Whether the family has models of two experts."""
+    interchange: tuple[tuple[str, str], ...] = (
+        ("lora", "diffusers"),
+        ("lokr", "diffusers"),
+        ("other", "lycoris"),
+    )
+    """The form that most tools load, by algorithm."""
+    aliases: tuple[str, ...] = ()
+    """Other names that users give the family."""
+    open: bool = False
+    """Whether any dotted name is a module: a family without a table."""
+
+
+DOTTED_FORMATS = (
+    ("lora", "diffusers"),
+    ("lokr", "diffusers"),
+    ("loha", "diffusers"),
+    ("other", "simpletuner-comfyui"),
+)
+"""Forms that are written and read without a table: diffusers' names, with their dots."""
+
+
+def open_table(family: str) -> NameTable:
+    """For a family that we have no names of: dotted names stand as they are."""
+    return NameTable(family, rows=(), open=True, interchange=DOTTED_FORMATS)
+
+
+def table_of_modules(family: str, modules: tuple[str, ...]) -> NameTable:
+    """For a family that we have no names of, but whose model is at hand."""
+    rows = tuple((name, name) for name in modules)
+    return NameTable(family, rows=rows, interchange=DOTTED_FORMATS)
+
+
 BLOCK = re.compile(r"^(.*?blocks(?:\.|_|\$\$))(\d+)((?:\.|_|\$\$).+)$")
 """A module inside a numbered block; the number is the first one after `blocks`."""
 BOTH = "diffusers-both"
@@ -125,9 +187,12 @@ def form_named(name: str) -> KeyFormat:
     raise AdapterError(f"--to is {name!r}, which is no form. {hint}Known: {', '.join(known)}.")
 
 
-def table_named(family: str) -> NameTable:
+def table_named(family: str, tables: Mapping[str, NameTable]) -> NameTable:
     """The table of a family; one that takes dotted names as they are where we have none."""
-    return TABLES.get(FAMILY_ALIASES.get(family, family)) or open_table(family)
+    for table in tables.values():
+        if family == table.family or family in table.aliases:
+            return table
+    return open_table(family)
 
 
 def split_ending(text: str) -> tuple[str, str, frozenset[Style]] | None:
@@ -168,15 +233,17 @@ def write_key(
     return f"{_prefix(form, place.stage)}{name}{ending}"
 
 
-def choose_table(keys: Sequence[str], family: str | None) -> NameTable:
+def choose_table(
+    keys: Sequence[str], tables: Mapping[str, NameTable], family: str | None
+) -> NameTable:
     """The family whose names the keys are; `family` is what the user or the file itself says."""
     if family is not None:
-        return table_named(family)
-    counts = {name: _count(keys, table) for name, table in TABLES.items()}
+        return table_named(family, tables)
+    counts = {name: _count(keys, table) for name, table in tables.items()}
     best = max(counts.values())
     leaders = [name for name, count in counts.items() if count == best]
     if best == 0:
-        raise unknown_key(keys[0], list(TABLES.values()))
+        raise unknown_key(keys[0], list(tables.values()))
     if len(leaders) > 1:
         raise AdapterError(
             f"{keys[0]!r} is a name in {' and '.join(leaders)}: the keys do not tell them apart. "
@@ -184,7 +251,7 @@ def choose_table(keys: Sequence[str], family: str | None) -> NameTable:
             kind="ambiguous",
             key=keys[0],
         )
-    return TABLES[leaders[0]]
+    return tables[leaders[0]]
 
 
 def settle_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.key_table import NameTable, Stage
+    from gracetune.adapters.files.keys import NameTable, Stage
 
 
 Algorithm = Literal["lora", "loha", "lokr", "full"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.key_table import NameTable
+    from gracetune.adapters.files.keys import NameTable
 
 
 EXACT_UP_TO = 1024

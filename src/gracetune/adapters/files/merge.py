@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from gracetune.adapters.files.fused_projections import split_fused, swap_halves
 from gracetune.adapters.files.keys import KeyIndex, template_of
 from gracetune.adapters.files.layers import delta_bias, delta_shape, merged
-from gracetune.durable import new_file, new_folder
+from gracetune.atomic_files import atomic_file, atomic_folder
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.key_table import NameTable, Naming, Stage
+    from gracetune.adapters.files.keys import NameTable, Naming, Stage
     from gracetune.adapters.files.layers import Adapter, Layer
 
 
@@ -62,10 +62,10 @@ def merge_into(
     model = open_model(path, table)
     plan = _plan(model, adapters)
     if not path.is_dir():
-        with new_file(out) as staging:
+        with atomic_file(out) as staging:
             _rewrite(path, staging, plan.get(path, {}))
         return MergeReport(len(_modules(adapters)), (out.name,))
-    with new_folder(out) as folder:
+    with atomic_folder(out) as folder:
         for file in sorted(path.iterdir()):
             if file in model.files:
                 _rewrite(file, folder / file.name, plan.get(file, {}))
@@ -95,7 +95,7 @@ def merge_into_pipeline(
                 kind="other-model",
             )
     done = {}
-    with new_folder(out) as folder:
+    with atomic_folder(out) as folder:
         for entry in sorted(path.iterdir()):
             if entry.name in targets:
                 done[entry.name] = merge_into(

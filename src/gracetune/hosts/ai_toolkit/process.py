@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Parameter
 
-    from gracetune.adapters.files.key_table import Stage
+    from gracetune.adapters.files.keys import Stage
     from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
 
     Say = Callable[[str], None]
@@ -162,9 +162,10 @@ def check_one(path: Path, stage: Stage | None, modules: list[str] | None, say: S
     A file with both experts is no fault of the run's: it was asked for, and no tool loads it.
     """
     from gracetune.adapters.files.check import check_file
+    from gracetune.models.family import key_tables
 
     try:
-        found = check_file(path, stage=stage, modules=modules)
+        found = check_file(path, key_tables(), stage=stage, modules=modules)
     except AdapterError as error:
         if stage is not None or error.kind not in UNJUDGED:
             raise
