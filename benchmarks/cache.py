@@ -19,7 +19,7 @@ import results
 import torch
 from cache_read import Reading, forget, key
 
-from gracetune.cache.index import CacheIndex, EntryRow, ShardRow, TensorPlace
+from gracetune.cache.index import CacheIndex, EntryRow, ShardRow, TensorSlice
 from gracetune.cache.keys import text_key
 from gracetune.cache.shard_store import INDEX, ShardStore
 
@@ -89,7 +89,7 @@ def measure_index(folder: Path) -> dict[str, object]:
     ShardStore(folder).close()
     index = CacheIndex(folder / INDEX)
     index.add_shard(ShardRow("shard", 4096, 4096))
-    places = (TensorPlace("latents", "BF16", (16, 128, 128), 0, 524288),)
+    places = (TensorSlice("latents", "BF16", (16, 128, 128), 0, 524288),)
     about = {"kind": "latents", "sample": "0" * 64, "geometry": "centre", "encoder": "0" * 40}
     for start in range(0, ENTRIES, 50_000):
         numbers = range(start, start + 50_000)

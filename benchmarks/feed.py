@@ -28,8 +28,8 @@ import torch
 from torch.nn import functional
 
 from gracetune.cache.batch_transfer import build_batch_transfer
-from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, whole_pages
-from gracetune.cache.prefetch import FIRST_DEPTH, Depth, PrefetchedBatches
+from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_page_aligned
+from gracetune.cache.prefetch import INITIAL_DEPTH, PrefetchDepth, PrefetchedBatches
 from gracetune.config.schema import Gh200Section
 from gracetune.data.sample import Batch
 from gracetune.memory.diagnose import DeviceBytes
@@ -163,9 +163,9 @@ class Kept:
     """Random entries in a latent cache and a text cache, as a run has them."""
 
     def __init__(self, scale: Scale, mover: BatchTransfer) -> None:
-        budget, tally = HostMemoryBudget(4 * GIB), Tally()
+        budget, hit_counts = HostMemoryBudget(4 * GIB), HitCounts()
         self.latents, self.text = (
-            ArenaStore(what, budget, None, print, mover.host_memory, tally)
+            MemoryTier(what, budget, None, print, mover.allocate_host, hit_counts)
             for what in ("latents", "texts")
         )
         generator = torch.Generator().manual_seed(0)
@@ -291,14 +291,14 @@ def batch_of(latents: Tensor, text: Tensor) -> Batch:
 class HostLane:
     """For rehearsals: what arrives is there."""
 
-    def working(self) -> AbstractContextManager[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Nothing to enter."""
         return nullcontext()
 
-    def sent(self) -> None:
+    def record_arrival(self) -> None:
         """At once."""
 
-    def receive(self, batch: Batch, arrival: None) -> None:
+    def wait_for(self, batch: Batch, arrival: None) -> None:
         """Nobody waits."""
 
 
@@ -310,7 +310,7 @@ class Fed:
         self._kept = kept
         self._mover = mover
         self._next = 0
-        self.depth = Depth(FIRST_DEPTH, 2 * GIB)
+        self.depth = PrefetchDepth(INITIAL_DEPTH, 2 * GIB)
         self.waits = 0
         self.batches = 0
         self.hidden_s = 0.0
@@ -318,7 +318,7 @@ class Fed:
 
     def __call__(self) -> Iterator[Batch]:
         """One round; who closes it ends the thread."""
-        lane = self._mover.lane() if self._mover.moves else HostLane()
+        lane = self._mover.new_stream() if self._mover.needs_copy else HostLane()
         ahead = PrefetchedBatches(self._loaded(), lane, self.depth)  # type: ignore[misc, arg-type]
         try:
             for batch, _ in ahead:
@@ -336,7 +336,7 @@ class Fed:
             keys = self._scale.keys(self._next)
             texts = [entry["tokens"] for entry in self._kept.text.get_many(keys) if entry]
             gathered = partial(self._kept.latents.gather, keys, "latents")
-            latents, text = self._mover.bring(gathered, {"tokens": torch.stack(texts)})  # type: ignore[arg-type]
+            latents, text = self._mover.to_device(gathered, {"tokens": torch.stack(texts)})  # type: ignore[arg-type]
             self._next += 1
             yield batch_of(latents, text["tokens"]), self._next
 
@@ -351,7 +351,7 @@ class Faulting:
         assert self.nbytes < 2 * GIB
         self._driver = open_machine().driver if scale.device.type == "cuda" else None
         if self._driver is None:
-            self._managed: Tensor | None = whole_pages(self.nbytes)
+            self._managed: Tensor | None = allocate_page_aligned(self.nbytes)
             self._pointer = self._managed.data_ptr()
         else:
             code, self._pointer = self._driver.allocate_managed(self.nbytes)

@@ -39,12 +39,12 @@ from PIL import Image
 from gracetune.config.load import load_run_file
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice, StageProgress, StepDone, Validated
 from gracetune.plan.report import describe
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.loop import train_loop
-from gracetune.train.run import Interrupt
+from gracetune.train.run import SignalHandler
 from gracetune.train.state import TrainProgress
 from gracetune.units import GIB
 
@@ -256,7 +256,7 @@ def train(path: Path, arguments: argparse.Namespace, clock: Clock) -> dict[str, 
     output.mkdir()
     with EventDispatcher([watcher, JsonlLog(output / "events.jsonl")]) as fan:
         accelerator = start_accelerator(run)
-        with closing(build(run, accelerator, fan.emit, Requests(output), Interrupt())) as built:
+        with closing(build(run, accelerator, fan.emit, RunControl(output), SignalHandler())) as built:
             clock.lap("build")
             planned = plan_of(built)
             train_loop(built.session, TrainProgress())
@@ -275,19 +275,19 @@ def train(path: Path, arguments: argparse.Namespace, clock: Clock) -> dict[str, 
 
 def plan_of(built: Built) -> Plan:
     """The plan at work."""
-    settled = built.session.settled
+    settled = built.session.plan_controller
     assert settled is not None, "the run was not planned"
     return settled.plan
 
 
 def memory_figures(built: Built, watcher: Watcher, host: int) -> dict[str, Any]:
     """Planned and measured, side by side; `host`: what the run has added to the process."""
-    plan, family = plan_of(built), built.session.trainee.family
+    plan, family = plan_of(built), built.session.state.family
     frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
     inside = {p for block in family.blocks() for p in block.parameters()}
     streamed = sum(p.nbytes for p in frozen if p in inside and p.device.type == "cpu")
     return {
-        "trained_parameters": sum(p.numel() for p in built.session.trainee.parameters.values()),
+        "trained_parameters": sum(p.numel() for p in built.session.state.parameters.values()),
         "frozen_parameters": sum(p.numel() for p in frozen),
         "device_gib": {
             "allowed": DEVICE_GB * 1e9 / GIB,
@@ -315,7 +315,7 @@ def speed_figures(built: Built, steps: list[StepDone], warm_steps: int) -> dict[
     counted = [step for step in steps if step.step > warm_steps]
     over_all = pace(counted)
     return {
-        "pictures": len(built.session.feed.trained),
+        "pictures": len(built.session.pipeline.train_samples),
         "steps": len(steps),
         "counted_steps": len(counted),
         "batch": plan.batch,

@@ -12,7 +12,7 @@ import shutil
 import threading
 from typing import TYPE_CHECKING, Literal
 
-from gracetune.durable import write_text
+from gracetune.atomic_files import write_text
 from gracetune.errors import ConfigError, GracetuneError, RunFailedError
 from gracetune.events.types import Notice
 
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
     from gracetune.cache.store import Store
     from gracetune.config.schema import DatasetSection
 
-Mode = Literal["static", "refresh_each_epoch", "disable_cache"]
+AugmentationMode = Literal["static", "refresh_each_epoch", "disable_cache"]
 
 NO_EPOCH = -1
 """Of samples that are always shown alike, such as those held out."""
 
 
-def mode_of(section: DatasetSection) -> Mode:
+def augmentation_mode(section: DatasetSection) -> AugmentationMode:
     """What a run file asks for; where nothing is random every mode is `static`."""
-    if not is_random(section):
+    if not is_randomized(section):
         return "static"
     return section.augmentations_cache_mode or "static"
 
 
-def is_random(section: DatasetSection) -> bool:
+def is_randomized(section: DatasetSection) -> bool:
     """Whether two generations of a sample may differ at all."""
     clipped = section.dataset_type != "image" and section.clip == "random"
     return bool(section.augmentations) or section.crop == "random" or clipped
 
 
-def generation_of(section: DatasetSection, epoch: int) -> int:
+def augmentation_epoch(section: DatasetSection, epoch: int) -> int:
     """The generation that an epoch shows."""
     if epoch == NO_EPOCH:
         return 0
-    return epoch % section.variants if mode_of(section) == "static" else epoch
+    return epoch % section.variants if augmentation_mode(section) == "static" else epoch
 
 
-def check_mode(section: DatasetSection, index: int) -> None:
+def check_variants(section: DatasetSection, index: int) -> None:
     """Variants are a way of `static`, and need something to vary."""
     if section.variants == 1:
         return
@@ -60,14 +60,14 @@ def check_mode(section: DatasetSection, index: int) -> None:
             f"{here}; with augmentations_cache_mode: {section.augmentations_cache_mode} every "
             "epoch has a draw of its own. Set it to static, or leave variants out."
         )
-    if not is_random(section):
+    if not is_randomized(section):
         raise ConfigError(
             f"{here}, but nothing is drawn at random. Add augmentations, crop: random or "
             "clip: random, or leave variants out."
         )
 
 
-class FillingStopped(Exception):  # noqa: N818  nothing went wrong
+class EncodingStopped(Exception):  # noqa: N818  nothing went wrong
     """A generation is not needed any more."""
 
 
@@ -95,7 +95,7 @@ class AugmentationEpochs:
         self._current = first
         self._next: _Filling | None = None
 
-    def at(self, number: int) -> Store:
+    def store_for(self, number: int) -> Store:
         """The store of an epoch, complete; the next one is begun when an epoch is entered."""
         if number != self._number:
             left, self._current = self._current, self._ready(number)
@@ -106,7 +106,7 @@ class AugmentationEpochs:
             self._next = self._begun(number + 1)
         return self._current
 
-    def entered(self, number: int) -> Store | None:
+    def current_store(self, number: int) -> Store | None:
         """The store of an epoch, if it is the one that is read now."""
         return self._current if number == self._number else None
 
@@ -178,13 +178,13 @@ class _Filling:
     def _work(self) -> None:
         try:
             self._fill(self._stopping)
-        except FillingStopped:
+        except EncodingStopped:
             return
         except Exception as error:  # noqa: BLE001  whoever waits for the generation raises it
             self._error = error
 
 
-class GenerationFolder:
+class AugmentationEpochFolder:
     """Generations as folders of one run, which nobody else uses: only these are ever deleted."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
@@ -198,16 +198,16 @@ class GenerationFolder:
     def entered(self, number: int) -> None:
         """This rank reads `number` from now on; what no rank reads or makes is deleted."""
         write_text(self._mark(self._ranks.rank), str(number))
-        marks = [self._mark(rank) for rank in range(self._ranks.world)]
+        marks = [self._mark(rank) for rank in range(self._ranks.world_size)]
         if self._ranks.rank == 0 and all(mark.exists() for mark in marks):
-            for path in left_over(self._folder, marks):
+            for path in unread_epochs(self._folder, marks):
                 shutil.rmtree(path)
 
     def _mark(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}-reads"
 
 
-def left_over(folder: Path, marks: Sequence[Path]) -> list[Path]:
+def unread_epochs(folder: Path, marks: Sequence[Path]) -> list[Path]:
     """The generations that no rank reads or makes next, as its mark says; without a mark, all."""
     reading = [int(mark.read_text()) for mark in marks]
     first, last = min(reading, default=0), max(reading, default=-2) + 1
@@ -218,6 +218,6 @@ def left_over(folder: Path, marks: Sequence[Path]) -> list[Path]:
     ]
 
 
-def marks_in(folder: Path) -> list[Path]:
+def read_marks(folder: Path) -> list[Path]:
     """What the ranks of a run have last said that they read."""
     return sorted(folder.glob("rank-*-reads"))

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.cache.augmentation_epochs import NO_EPOCH, generation_of, mode_of
-from gracetune.cache.encode import WHOLE, EncodeItem, rendered
+from gracetune.cache.augmentation_epochs import NO_EPOCH, augmentation_epoch, augmentation_mode
+from gracetune.cache.encode import NO_TILING, EncodeItem, decode_items
 from gracetune.cache.keys import latent_key, mask_key, text_key
-from gracetune.cache.masks import NAME, levels_by, weights
-from gracetune.cache.memory_tier import ArenaStore, pageable
+from gracetune.cache.masks import MASK_TENSOR, render_masks, mask_weights
+from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
 from gracetune.data.augment import recipe_of
 from gracetune.data.sample import mask_of
 from gracetune.errors import RunFailedError
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.cache.augmentation_epochs import AugmentationEpochs
-    from gracetune.cache.augmentation_epochs import Mode as Way
+    from gracetune.cache.augmentation_epochs import AugmentationMode as Way
     from gracetune.cache.encode import Tiling
     from gracetune.cache.keys import CacheKey
-    from gracetune.cache.masks import CellsOf
-    from gracetune.cache.memory_tier import Tally
-    from gracetune.cache.store import Entry, Room, Store
+    from gracetune.cache.masks import LatentGrid
+    from gracetune.cache.memory_tier import HitCounts
+    from gracetune.cache.store import Entry, Allocate, Store
     from gracetune.config.schema import DatasetSection
     from gracetune.data.augment import SampleTransform
     from gracetune.data.images import Decoders
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from gracetune.data.source import Source
 
 
-class EntriesGoneError(RunFailedError):
+class MissingEntriesError(RunFailedError):
     """Entries that were there are not whole any more; they are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recipes:
+class SampleTransforms:
     """How each sample becomes pixels in an epoch, as its own data set says."""
 
     sections: Mapping[str, DatasetSection]
@@ -52,12 +52,12 @@ class Recipes:
     def __call__(self, sample: Sample, epoch: int = NO_EPOCH) -> SampleTransform:
         """Of one epoch; without one, that of generation 0."""
         section = self.sections[sample.dataset]
-        generation = generation_of(section, epoch)
+        generation = augmentation_epoch(section, epoch)
         return recipe_of(section, sample, self.seed, generation, self.decoders.lanczos)
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveSource:
     """What decoding while training needs."""
 
     source: Source
@@ -69,19 +69,19 @@ class Live:
 class BatchReader:
     """Latents by the way that each data set has them, texts by caption."""
 
-    recipes: Recipes
+    transforms: SampleTransforms
     latents: Store
     text: Store
-    generations: AugmentationEpochs
-    live: Mapping[str, Live]
+    augmentation_epochs: AugmentationEpochs
+    live_sources: Mapping[str, LiveSource]
     """By data set, for those that are encoded when they are used."""
     encode: Callable[[Tensor], Tensor]
     identity: Mapping[str, str]
-    tally: Tally
-    cells: CellsOf
-    tiling: Tiling = WHOLE
+    hit_counts: HitCounts
+    latent_grid: LatentGrid
+    tiling: Tiling = NO_TILING
 
-    def latents_of(self, draws: Sequence[Draw], room: Room) -> Tensor:
+    def read_latents(self, draws: Sequence[Draw], room: Allocate) -> Tensor:
         """Those of a batch, side by side; they have one size. What is cached lies in the room that
         is asked for, what is encoded now lies where the encoder left it."""
         ways: dict[Way, list[int]] = {}
@@ -92,13 +92,13 @@ class BatchReader:
             return self._by(way, draws, room)
         made: dict[int, Tensor] = {}
         for way, places in ways.items():
-            found = self._by(way, [draws[place] for place in places], pageable)
+            found = self._by(way, [draws[place] for place in places], allocate_pageable)
             made |= dict(zip(places, found, strict=True))
         # Data sets in one batch may be served in different ways: all go to where one was encoded.
         device = max((t.device for t in made.values()), key=lambda device: device.type != "cpu")
         return torch.stack([made[place].to(device) for place in range(len(draws))])
 
-    def weights_of(self, draws: Sequence[Draw]) -> Tensor | None:
+    def read_loss_weights(self, draws: Sequence[Draw]) -> Tensor | None:
         """How much each cell of a batch counts, as masks say; none where no sample has one."""
         masked: dict[Way, list[int]] = {}
         for place, draw in enumerate(draws):
@@ -106,12 +106,12 @@ class BatchReader:
                 masked.setdefault(self._way(draw), []).append(place)
         if not masked:
             return None
-        weights_BHW = torch.ones(len(draws), *self.cells(draws[0].size))  # noqa: N806
+        weights_BHW = torch.ones(len(draws), *self.latent_grid(draws[0].size))  # noqa: N806
         for way, places in masked.items():
             levels = self._levels(way, [draws[place] for place in places])
             for place, one in zip(places, levels, strict=True):
-                section = self.recipes.sections[draws[place].sample.dataset]
-                weights_BHW[place] = weights(one, section.mask_background, section.mask_normalize)
+                section = self.transforms.sections[draws[place].sample.dataset]
+                weights_BHW[place] = mask_weights(one, section.mask_background, section.mask_normalize)
         return weights_BHW
 
     def will_need(self, draws: Sequence[Draw]) -> None:
@@ -124,7 +124,7 @@ class BatchReader:
         for store, keys in asked.items():
             store.will_need(keys)
 
-    def texts_of(self, captions: Sequence[str]) -> list[Entry]:
+    def read_texts(self, captions: Sequence[str]) -> list[Entry]:
         """The embeddings of each caption, without padding."""
         keys = [text_key(caption, self.identity["text"]) for caption in captions]
         found = [entry for entry in self.text.get_many(keys) if entry is not None]
@@ -134,16 +134,16 @@ class BatchReader:
         return found
 
     def _way(self, draw: Draw) -> Way:
-        mode = mode_of(self.recipes.sections[draw.sample.dataset])
+        mode = augmentation_mode(self.transforms.sections[draw.sample.dataset])
         # Generation 0 is in the cache itself; entering epoch 0 begins the next one.
         if mode == "refresh_each_epoch" and draw.epoch == NO_EPOCH:
             return "static"
         return mode
 
-    def _by(self, way: Way, draws: Sequence[Draw], room: Room) -> Tensor:
+    def _by(self, way: Way, draws: Sequence[Draw], room: Allocate) -> Tensor:
         if way == "disable_cache":
             return self._encoded_now(draws)
-        store = self.latents if way == "static" else self.generations.at(draws[0].epoch)
+        store = self.latents if way == "static" else self.augmentation_epochs.store_for(draws[0].epoch)
         found = store.gather([self._key(draw) for draw in draws], "latents", room)
         if found is None:
             raise _gone("some")
@@ -154,11 +154,11 @@ class BatchReader:
         """Where a draw will be read from; none where nothing is read, or it is not made yet."""
         if way == "disable_cache":
             return None
-        return self.latents if way == "static" else self.generations.entered(epoch)
+        return self.latents if way == "static" else self.augmentation_epochs.current_store(epoch)
 
     def _key(self, draw: Draw) -> CacheKey:
-        recipe = self.recipes(draw.sample, draw.epoch)
-        tiled = self.tiling.of(draw.size, draw.sample.kind)
+        recipe = self.transforms(draw.sample, draw.epoch)
+        tiled = self.tiling.applies_to(draw.size, draw.sample.kind)
         return latent_key(draw.sample, draw.size, self.identity["latents"], recipe, tiled)
 
     def _keys(self, draw: Draw) -> list[CacheKey]:
@@ -169,29 +169,29 @@ class BatchReader:
     def _mask_key(self, draw: Draw) -> CacheKey:
         mask = mask_of(draw.sample)
         assert mask is not None, f"{draw.sample.key} has no mask"
-        recipe = self.recipes(draw.sample, draw.epoch)
-        return mask_key(mask, draw.size, self.cells(draw.size), recipe)
+        recipe = self.transforms(draw.sample, draw.epoch)
+        return mask_key(mask, draw.size, self.latent_grid(draw.size), recipe)
 
     def _levels(self, way: Way, draws: Sequence[Draw]) -> Tensor:
         """Of the masks of these draws, all served in one way."""
         if way == "disable_cache":
             return self._rendered_now(draws)
-        store = self.latents if way == "static" else self.generations.at(draws[0].epoch)
-        found = store.gather([self._mask_key(draw) for draw in draws], NAME, pageable)
+        store = self.latents if way == "static" else self.augmentation_epochs.store_for(draws[0].epoch)
+        found = store.gather([self._mask_key(draw) for draw in draws], MASK_TENSOR, allocate_pageable)
         if found is None:
             raise _gone("some")
         self._count(store, len(draws))
         return found
 
     def _rendered_now(self, draws: Sequence[Draw]) -> Tensor:
-        def levels(live: Live, pictures: Sequence[EncodeItem]) -> Iterator[Tensor | str]:
-            return levels_by(live.prefetch, pictures, self.cells, self.recipes.decoders)
+        def levels(live: LiveSource, pictures: Sequence[EncodeItem]) -> Iterator[Tensor | str]:
+            return render_masks(live.prefetch, pictures, self.latent_grid, self.transforms.decoders)
 
         return torch.stack(self._made_now(draws, levels))
 
     def _encoded_now(self, draws: Sequence[Draw]) -> Tensor:
-        def pixels(live: Live, pictures: Sequence[EncodeItem]) -> Iterator[Tensor | str]:
-            return rendered(pictures, self.recipes.decoders, live.prefetch)
+        def pixels(live: LiveSource, pictures: Sequence[EncodeItem]) -> Iterator[Tensor | str]:
+            return decode_items(pictures, self.transforms.decoders, live.prefetch)
 
         stacked = torch.stack(self._made_now(draws, pixels))
         with torch.no_grad():
@@ -200,7 +200,7 @@ class BatchReader:
     def _made_now(
         self,
         draws: Sequence[Draw],
-        make: Callable[[Live, Sequence[EncodeItem]], Iterator[Tensor | str]],
+        make: Callable[[LiveSource, Sequence[EncodeItem]], Iterator[Tensor | str]],
     ) -> list[Tensor]:
         """Of each draw what its data set's workers make of it."""
         found: dict[int, Tensor] = {}
@@ -208,9 +208,9 @@ class BatchReader:
         for place, draw in enumerate(draws):
             by_dataset.setdefault(draw.sample.dataset, []).append(place)
         for dataset, places in by_dataset.items():
-            live = self.live[dataset]
+            live = self.live_sources[dataset]
             pictures = [
-                EncodeItem(d.sample, d.size, live.source, self.recipes(d.sample, d.epoch))
+                EncodeItem(d.sample, d.size, live.source, self.transforms(d.sample, d.epoch))
                 for d in (draws[place] for place in places)
             ]
             for place, made in zip(places, make(live, pictures), strict=True):
@@ -223,13 +223,13 @@ class BatchReader:
         return [found[place] for place in range(len(draws))]
 
     def _count(self, store: Store, number: int) -> None:
-        if not isinstance(store, ArenaStore):  # which counts for itself
-            self.tally.reads += number
+        if not isinstance(store, MemoryTier):  # which counts for itself
+            self.hit_counts.reads += number
 
 
-def _gone(what: object) -> EntriesGoneError:
+def _gone(what: object) -> MissingEntriesError:
     """It cannot be missing unless someone took it away."""
-    return EntriesGoneError(
+    return MissingEntriesError(
         f"{what} entries of the cache were encoded and are gone or damaged now. Start again: they "
         "are encoded anew, and the run resumes. Where there may be more, let gracetune cache "
         "verify RUN --repair look at all of them first."

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from gracetune.cache.memory_tier import pageable, pinned, whole_pages
-from gracetune.cache.prefetch import CudaTransferStream, Staging, copied
+from gracetune.cache.memory_tier import allocate_pageable, allocate_pinned, allocate_page_aligned
+from gracetune.cache.prefetch import CudaTransferStream, PinnedStaging, copy_into
 from gracetune.config.environment import environment_settings, process_environment
 from gracetune.events.types import Notice
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.platform import open_machine
-from gracetune.memory.pool import UnifiedPool
+from gracetune.memory.pool import ManagedPool
 from gracetune.memory.session import MemorySession
 from gracetune.memory.stats import Tier, memory_event
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.cache.prefetch import Filling
-    from gracetune.cache.store import Room
+    from gracetune.cache.store import Allocate
     from gracetune.config.schema import Gh200Section
     from gracetune.events.types import Event, MemoryUsed
     from gracetune.memory.placement import PlacementTable
@@ -45,16 +45,16 @@ class BatchTransfer:
         self.device = device
         self._session = session
         self._table = table
-        self._hints = session.hints if session.enabled else None
-        pool = session.pool() if session.pooled else None
-        self._pool = pool if isinstance(pool, UnifiedPool) else None
-        self._tier = Tier.DEVICE if self.moves else Tier.HOST
+        self._hints = session.hints if session.hints_enabled else None
+        pool = session.pool() if session.wants_pool else None
+        self._pool = pool if isinstance(pool, ManagedPool) else None
+        self._tier = Tier.DEVICE if self.needs_copy else Tier.HOST
         self._watched: dict[str, tuple[Tier, Callable[[], int]]] = {}
         self._booked: dict[str, int] = {}
-        self._staging = Staging(self.host_memory, _mark_of_this_stream)
+        self._staging = PinnedStaging(self.allocate_host, _mark_of_this_stream)
 
     @property
-    def moves(self) -> bool:
+    def needs_copy(self) -> bool:
         """Whether the device has a memory of its own that batches must be brought to."""
         return self.device.type == "cuda"
 
@@ -66,57 +66,57 @@ class BatchTransfer:
     @property
     def device_nbytes(self) -> int:
         """The device's own memory; 0 where it has none."""
-        return self._session.machine.platform.device_bytes if self.moves else 0
+        return self._session.machine.platform.device_bytes if self.needs_copy else 0
 
     @property
-    def nbytes_moved(self) -> int:
+    def nbytes_copied(self) -> int:
         """So far, in all."""
         return self._staging.nbytes_sent
 
-    def host_memory(self, nbytes: int) -> Tensor:
+    def allocate_host(self, nbytes: int) -> Tensor:
         """Memory that the device copies from at full speed."""
-        return pinned(nbytes) if self.moves else whole_pages(nbytes)
+        return allocate_pinned(nbytes) if self.needs_copy else allocate_page_aligned(nbytes)
 
-    def lane(self) -> CudaTransferStream:
+    def new_stream(self) -> CudaTransferStream:
         """A way to the device beside the step's."""
         return CudaTransferStream(self.device)
 
-    def bring(
+    def to_device(
         self, latents: Filling, text: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Have the latents put where the device copies from, and bring all to it without waiting.
 
         What is there already stays: latents that were just encoded, texts that are kept hot.
         """
-        if not self.moves:
-            gathered, texts = latents(pageable), dict(text)
+        if not self.needs_copy:
+            gathered, texts = latents(allocate_pageable), dict(text)
             self._place(gathered, texts)
             return gathered, texts
         made: list[Tensor] = []
 
-        def fill(room: Room) -> Tensor:
+        def fill(room: Allocate) -> Tensor:
             made.append(latents(room))
             return made[0]
 
         cold = {name: tensor for name, tensor in text.items() if not tensor.is_cuda}
-        parts = {name: partial(copied, tensor) for name, tensor in cold.items()}
+        parts = {name: partial(copy_into, tensor) for name, tensor in cold.items()}
         moved = self._staging.send({**parts, LATENTS: fill}, self._new_on_device)
         gathered = moved.pop(LATENTS)
         self._place(None if gathered is made[0] else gathered, moved)
         return gathered, {**text, **moved}
 
-    def watch(self, role: str, nbytes: Callable[[], int], tier: Tier | None = None) -> None:
+    def track_memory(self, role: str, nbytes: Callable[[], int], tier: Tier | None = None) -> None:
         """Keep a role in the books: asked whenever memory is told; `tier`: the device's."""
         self._watched[role] = tier or self._tier, nbytes
 
-    def used(self, step: int) -> MemoryUsed:
+    def memory_used(self, step: int) -> MemoryUsed:
         """What is in use now; between steps, so that stages may change and reclaim here."""
-        self._session.observe(act=True)
+        self._session.observe(reclaim=True)
         for role, (tier, nbytes) in self._watched.items():
-            self._session.ledger.give_back(tier, role, self._booked.get(role, 0))
+            self._session.accounting.release(tier, role, self._booked.get(role, 0))
             now = nbytes()
             # What is past a tier's cap is there all the same; the books say that it was denied.
-            self._booked[role] = now if self._session.ledger.take(tier, role, now) else 0
+            self._booked[role] = now if self._session.accounting.reserve(tier, role, now) else 0
         return memory_event(step, self._session.stats(), psutil.Process().memory_info().rss)
 
     def _place(self, latents: Tensor | None, text: Mapping[str, Tensor]) -> None:
@@ -140,13 +140,13 @@ def build_batch_transfer(
         lambda: environment_settings(process_environment()),
         emit,
     )
-    session.override = section.enable_uvm_hints
+    session.hints_override = section.enable_uvm_hints
     platform = session.machine.platform
-    hints = "on" if session.enabled else "off"
-    emit(Notice(f"memory link: {platform.link.value} ({platform.why['link']}); hints {hints}"))
-    if session.pooled:
+    hints = "on" if session.hints_enabled else "off"
+    emit(Notice(f"memory link: {platform.link.value} ({platform.reasons['link']}); hints {hints}"))
+    if session.wants_pool:
         pool = session.pool()
-        if not isinstance(pool, UnifiedPool):
+        if not isinstance(pool, ManagedPool):
             text = f"managed memory is wanted, but batches are not in it: {pool.reason}"
             emit(Notice(text, level="warning", fallback=True))
     return BatchTransfer(session, device, placement_table({**MOVED_AHEAD, **section.placement}))

@@ -29,7 +29,7 @@ from gracetune.data.augment import (
 from gracetune.data.images import PILLOW
 from gracetune.data.prefetch import Prefetch, default_workers, prefetched
 from gracetune.data.sample import UnreadableSampleError
-from gracetune.durable import write_text
+from gracetune.atomic_files import write_text
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import Notice, StageProgress
 
@@ -59,18 +59,18 @@ class Ranks:
     """Which of them this process is."""
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     reports: Path = Path()
     """A folder that no earlier run has used; alone, nothing is written."""
     timeout_s: float = 1800.0
     """How long the others may go without getting anything done."""
 
-    def share(self, keys: Sequence[Digest]) -> list[Digest]:
+    def own_share(self, keys: Sequence[Digest]) -> list[Digest]:
         """Which of these digests are this rank's: by themselves, whatever else is in the list.
 
         A rank that comes late finds less missing, and must not deal the rest out anew.
         """
-        return [key for key in keys if int(key[:8], 16) % self.world == self.rank]
+        return [key for key in keys if int(key[:8], 16) % self.world_size == self.rank]
 
     def exchange(
         self,
@@ -81,11 +81,11 @@ class Ranks:
         clock: Callable[[], float] = time.monotonic,
     ) -> dict[str, str]:
         """Tell what this rank found, and wait for what the others did; `num_done` shows life."""
-        if self.world == 1:
+        if self.world_size == 1:
             return mine
         write_text(self._report(what, self.rank), json.dumps(mine))
         everyone: dict[str, str] = {}
-        for rank in range(self.world):
+        for rank in range(self.world_size):
             path, before, since = self._report(what, rank), -1, clock()
             while not path.exists():
                 done = num_done()
@@ -105,7 +105,7 @@ class Ranks:
         return self.reports / f"{what.replace(' ', '-')}-{rank}.json"
 
 
-ALONE = Ranks()
+SINGLE_RANK = Ranks()
 
 
 # ------------------------------------------------------------------------------------------
@@ -119,9 +119,9 @@ ALONE = Ranks()
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-BATCH = 32
+ENCODE_BATCH_SIZE = 32
 """Pictures or captions encoded together, as long as memory allows it."""
-MOST_PIXELS = 8 * 1024 * 1024
+MAX_BATCH_PIXELS = 8 * 1024 * 1024
 """Of what is encoded together: more keeps no device busier, and VAEs hold hundreds of bytes of
 each. One large clip may have more."""
 
@@ -133,7 +133,7 @@ class EncodeItem:
     sample: Sample
     size: Shape
     source: Source
-    recipe: SampleTransform = PLAIN
+    transform: SampleTransform = PLAIN
     tiled: bool = False
     """Whether the encoder works by tiles."""
 
@@ -146,7 +146,7 @@ def fill_latents(
     emit: Emit,
     decoders: Decoders = PILLOW,
     prefetch: Prefetch | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> list[tuple[Sample, str]]:
     """Encode what is missing; gives back the samples that could not be read, with the reason.
 
@@ -154,15 +154,15 @@ def fill_latents(
     """
     keyed = dict(_each(pictures, encoder))
     missing = sorted(_missing(store, keyed), key=lambda key: (keyed[key].size, key))
-    mine = ranks.share(missing)
-    pixels = rendered([keyed[key] for key in mine], decoders, prefetch)
+    mine = ranks.own_share(missing)
+    pixels = decode_items([keyed[key] for key in mine], decoders, prefetch)
     pace = _Pace("encoding pictures", len(mine), "pictures", emit)
     fitting: _Fitting[tuple[CacheKey, Tensor], Tensor] = _Fitting(
         lambda part: encode(torch.stack([x for _, x in part])), "pictures", emit
     )
     bad: dict[str, str] = {}
     for size, alike in groupby(mine, key=lambda key: keyed[key].size):
-        for chunk in _chunks(list(alike), max(1, min(BATCH, MOST_PIXELS // prod(size)))):
+        for chunk in _chunks(list(alike), max(1, min(ENCODE_BATCH_SIZE, MAX_BATCH_PIXELS // prod(size)))):
             decoded = list(zip(chunk, islice(pixels, len(chunk)), strict=True))
             bad |= {key: x for key, x in decoded if isinstance(x, str)}
             good = [(key, x) for key, x in decoded if not isinstance(x, str)]
@@ -184,12 +184,12 @@ def fill_text(
     encode: Callable[[Sequence[str]], Sequence[Entry]],
     encoder: str,
     emit: Emit,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> None:
     """Encode each distinct caption that is missing."""
     keyed = {text_key(caption, encoder): caption for caption in sorted(set(captions))}
     missing = _missing(store, keyed)
-    mine = ranks.share(missing)
+    mine = ranks.own_share(missing)
     pace = _Pace("encoding captions", len(mine), "captions", emit)
     fitting: _Fitting[CacheKey, Sequence[Entry]] = _Fitting(
         lambda part: encode([keyed[key] for key in part]), "captions", emit
@@ -212,14 +212,14 @@ def find_unreadable(
     """Decode every picture once and keep none: for runs that encode while they train."""
     pace = _Pace("reading pictures", len(pictures), "pictures", emit)
     bad = []
-    for picture, pixels in zip(pictures, rendered(pictures, decoders, prefetch), strict=True):
+    for picture, pixels in zip(pictures, decode_items(pictures, decoders, prefetch), strict=True):
         if isinstance(pixels, str):
             bad.append((picture.sample, pixels))
         pace.advance(1)
     return bad
 
 
-def pixels_of(picture: EncodeItem, decoders: Decoders) -> Tensor | str:
+def decode_item(picture: EncodeItem, decoders: Decoders) -> Tensor | str:
     """The fitted picture, or why there is none."""
     try:
         return _decoded(picture, decoders)
@@ -231,7 +231,7 @@ def pixels_of(picture: EncodeItem, decoders: Decoders) -> Tensor | str:
 
 def _decoded(picture: EncodeItem, decoders: Decoders) -> Tensor:
     """As the kind of sample asks; a control picture follows as three more channels."""
-    sample, recipe, read = picture.sample, picture.recipe, picture.source.read
+    sample, recipe, read = picture.sample, picture.transform, picture.source.read
     match sample.kind:
         case "video":
             return render_video(read(sample.key), recipe, picture.size)
@@ -254,7 +254,7 @@ class _Fitting(Generic[Item, Result]):
         self._encode = encode
         self._unit = unit
         self._emit = emit
-        self._most = BATCH
+        self._most = ENCODE_BATCH_SIZE
 
     def __call__(self, items: Sequence[Item]) -> Iterator[tuple[Sequence[Item], Result]]:
         """Parts that fit, each with what the encoder made of it."""
@@ -301,7 +301,7 @@ class _Pace:
 
     def advance(self, count: int) -> None:
         self._done += count
-        passed = self._done // BATCH > (self._done - count) // BATCH
+        passed = self._done // ENCODE_BATCH_SIZE > (self._done - count) // ENCODE_BATCH_SIZE
         if passed or self._done == self._total:
             seconds = time.monotonic() - self._began_at
             self._emit(
@@ -310,7 +310,7 @@ class _Pace:
 
 
 def _each(pictures: Sequence[EncodeItem], encoder: str) -> Iterator[tuple[CacheKey, EncodeItem]]:
-    return ((latent_key(p.sample, p.size, encoder, p.recipe, p.tiled), p) for p in pictures)
+    return ((latent_key(p.sample, p.size, encoder, p.transform, p.tiled), p) for p in pictures)
 
 
 def _missing(store: Store, keyed: dict[CacheKey, Item]) -> list[CacheKey]:
@@ -318,19 +318,19 @@ def _missing(store: Store, keyed: dict[CacheKey, Item]) -> list[CacheKey]:
     return [key for key, there in zip(keys, store.has(keys), strict=True) if not there]
 
 
-def rendered(
+def decode_items(
     pictures: Sequence[EncodeItem], decoders: Decoders, prefetch: Prefetch | None
 ) -> Iterator[Tensor | str]:
     """Fitted by workers, in order: pixels, or why there are none."""
     return prefetched(
         pictures,
-        lambda picture: pixels_of(picture, decoders),
+        lambda picture: decode_item(picture, decoders),
         lambda picture: f"data set {picture.sample.dataset!r}: {picture.sample.key}",
-        prefetch or Prefetch(default_workers(), BATCH),
+        prefetch or Prefetch(default_workers(), ENCODE_BATCH_SIZE),
     )
 
 
-def _chunks(items: Sequence[Item], most: int = BATCH) -> Iterable[Sequence[Item]]:
+def _chunks(items: Sequence[Item], most: int = ENCODE_BATCH_SIZE) -> Iterable[Sequence[Item]]:
     return (items[i : i + most] for i in range(0, len(items), most))
 
 
@@ -342,7 +342,7 @@ def _chunks(items: Sequence[Item], most: int = BATCH) -> Iterable[Sequence[Item]
 # ones, and a run must find again what another run encoded.
 
 
-LARGE_PIXELS = 2048 * 2048
+AUTO_TILE_PIXELS = 2048 * 2048
 """Of one picture or frame: above this, `auto` tiles."""
 
 
@@ -350,15 +350,15 @@ LARGE_PIXELS = 2048 * 2048
 class Tiling:
     """From which size on an encoder works by tiles."""
 
-    above: int | None = None
+    above_pixels: int | None = None
     """Pixels of a frame; none: never."""
 
-    def of(self, size: Shape, kind: Kind) -> bool:
+    def applies_to(self, size: Shape, kind: Kind) -> bool:
         """Whether samples of this size are encoded by tiles; sounds never are."""
-        return kind != "audio" and self.above is not None and size[0] * size[1] > self.above
+        return kind != "audio" and self.above_pixels is not None and size[0] * size[1] > self.above_pixels
 
 
-WHOLE = Tiling()
+NO_TILING = Tiling()
 
 
 def choose_tiling(asked: bool | Literal["auto"], family: str, can_tile: bool) -> Tiling:
@@ -368,11 +368,11 @@ def choose_tiling(asked: bool | Literal["auto"], family: str, can_tile: bool) ->
             f"cache_config.vae_tiling is true; the encoder of {family} has no tiles. Leave it out."
         )
     if asked is False or not can_tile:
-        return WHOLE
-    return Tiling(0 if asked is True else LARGE_PIXELS)
+        return NO_TILING
+    return Tiling(0 if asked is True else AUTO_TILE_PIXELS)
 
 
-def taking_turns(
+def serialize_encoder(
     encode: Callable[[Tensor], Tensor], tile: Callable[[bool], bool], tiling: Tiling
 ) -> Callable[[Tensor], Tensor]:
     """The encoder for one thread at a time, by tiles where the size asks for it; `tile` switches.
@@ -384,8 +384,8 @@ def taking_turns(
 
     def encoded(media: Tensor) -> Tensor:
         with turns:
-            if tiling.above is not None:
-                tile(tiling.of((media.shape[-1], media.shape[-2]), "image"))
+            if tiling.above_pixels is not None:
+                tile(tiling.applies_to((media.shape[-1], media.shape[-2]), "image"))
             return encode(media)
 
     return encoded

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LATENT_FOLDER = "_latent_cache"
 TEXT_FOLDER = "_t_e_cache"
-MOST_NBYTES = 4 * 1024**3
+MAX_NBYTES = 4 * 1024**3
 _DTYPES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -62,7 +62,7 @@ class ForeignEntry:
     stem: str
     """Of the sample's file."""
     tensors: dict[str, Tensor]
-    made_by: dict[str, object]
+    metadata: dict[str, object]
     """What the tool says of it: sizes, crop, caption; nothing where it does not."""
 
 
@@ -81,7 +81,7 @@ def read_pt(path: Path) -> dict[str, Tensor]:
     try:
         if data[:2] == b"\x1f\x8b":
             with gzip.open(io.BytesIO(data)) as packed:
-                data = packed.read(MOST_NBYTES)
+                data = packed.read(MAX_NBYTES)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             (program,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             made = _Builder(archive, program.removesuffix("data.pkl")).build(archive.read(program))
@@ -167,7 +167,7 @@ class _Builder:
         if not isinstance(kind, tuple) or kind[1] not in _DTYPES:
             raise ValueError(f"it has a storage of {kind}")
         member = self._archive.getinfo(f"{self._prefix}data/{key}")
-        if member.file_size > MOST_NBYTES:
+        if member.file_size > MAX_NBYTES:
             raise ValueError("it is too large")
         data = torch.frombuffer(bytearray(self._archive.read(member)), dtype=torch.uint8)
         flat = data.view(_DTYPES[str(kind[1])])
@@ -243,7 +243,7 @@ FORMS: Sequence[Form] = ("masked", "stripped", "whole")
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class TensorMatch:
     """One tensor of ours, and where theirs has it."""
 
     theirs: str
@@ -257,18 +257,18 @@ def captions_by_digest(captions: Iterable[str]) -> dict[str, str]:
     return {hashlib.md5(c.encode(), usedforsecurity=False).hexdigest(): c for c in captions}
 
 
-def digest_in(stem: str) -> str | None:
+def caption_digest(stem: str) -> str | None:
     """The digest in the name of such a file; none where it is no such name."""
     found = _BY_CAPTION.fullmatch(stem)
     return None if found is None else found["digest"]
 
 
-def match_text(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, Match]:
+def match_text(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, TensorMatch]:
     """Where each tensor of ours is in theirs, for one caption that both have encoded."""
     return {name: _match(name, tensor.cpu(), theirs) for name, tensor in ours.items()}
 
 
-def take_text(theirs: Mapping[str, Tensor], matches: Mapping[str, Match]) -> dict[str, Tensor]:
+def convert_text(theirs: Mapping[str, Tensor], matches: Mapping[str, TensorMatch]) -> dict[str, Tensor]:
     """Another entry of theirs, as ours would be."""
     taken, length = {}, 0
     for name, match in matches.items():
@@ -282,9 +282,9 @@ def take_text(theirs: Mapping[str, Tensor], matches: Mapping[str, Match]) -> dic
     return {name: taken[name] if name in taken else made[name] for name in matches}
 
 
-def _match(name: str, ours: Tensor, theirs: Mapping[str, Tensor]) -> Match:
+def _match(name: str, ours: Tensor, theirs: Mapping[str, Tensor]) -> TensorMatch:
     if ours.dtype == torch.bool and ours.all():
-        return Match("", "whole", ours)
+        return TensorMatch("", "whole", ours)
     best = 0.0
     for other, tensor in theirs.items():
         if not tensor.is_floating_point():
@@ -298,7 +298,7 @@ def _match(name: str, ours: Tensor, theirs: Mapping[str, Tensor]) -> Match:
             ).item()
             scale = (formed.float().norm() / ours.float().norm()).item()
             if likeness >= ALIKE and 0.9 < scale < 1.1:
-                return Match(other, form, ours[:0] if ours.ndim > 1 else ours)
+                return TensorMatch(other, form, ours[:0] if ours.ndim > 1 else ours)
             best = max(best, likeness)
     raise CacheError(
         f"it was made by another encoder: nothing in it is like our {name!r} of "

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.cache.batch_reader import Recipes
-from gracetune.cache.encode import EncodeItem, choose_tiling, pixels_of
+from gracetune.cache.batch_reader import SampleTransforms
+from gracetune.cache.encode import EncodeItem, choose_tiling, decode_item
 from gracetune.cache.foreign import (
     TEXT_FOLDER,
     captions_by_digest,
-    digest_in,
+    caption_digest,
     match_text,
     read_foreign,
-    take_text,
+    convert_text,
 )
 from gracetune.cache.keys import CacheKey, latent_key, text_key
-from gracetune.cache.prompt_keys import EMPTY
+from gracetune.cache.prompt_keys import EMPTY_PROMPT
 from gracetune.cache.required_entries import cache_root
 from gracetune.cache.shard_store import ShardStore
 from gracetune.data import buckets
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.foreign import ForeignEntry, Match
+    from gracetune.cache.foreign import ForeignEntry, TensorMatch
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Shape
     from gracetune.events.types import Event
@@ -56,8 +56,8 @@ ALIKE = 0.98
 class ImportReport:
     """What was taken, and why the rest was not."""
 
-    taken: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
+    imported: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def import_foreign(
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".safetensors", ".pt")]
     if not files:
         raise CacheError(f"{folder} has no .safetensors or .pt file: nothing to import.")
-    recipes = Recipes({d.id: d for d in run.datasets}, run.seed, choose_decoders())
+    recipes = SampleTransforms({d.id: d for d in run.datasets}, run.seed, choose_decoders())
     places: Places = defaultdict(list)
     for stem, place in _places(run, family, recipes, emit):
         places[stem].append(place)
@@ -83,23 +83,23 @@ def import_foreign(
     outcome, root = ImportReport(), cache_root(run)
     with ShardStore(root / "latents", emit) as pictures, ShardStore(root / "text", emit) as words:
         for path in files:
-            is_text = path.parent.name == TEXT_FOLDER or digest_in(path.stem) is not None
+            is_text = path.parent.name == TEXT_FOLDER or caption_digest(path.stem) is not None
             try:
                 key, entry = (texts if is_text else latents)(path)
             except CacheError as error:
-                outcome.refused[str(path)] = str(error)
+                outcome.skipped[str(path)] = str(error)
                 continue
             if write:
-                imported = CacheKey(key, {**key.about, "imported from": path.name})
+                imported = CacheKey(key, {**key.components, "imported from": path.name})
                 (words if is_text else pictures).put(imported, entry)
-            outcome.taken.append(key)
+            outcome.imported.append(key)
     return outcome
 
 
 class _Latents:
     """Their latents; the first that fits is compared with ours."""
 
-    def __init__(self, family: Family, recipes: Recipes, places: Places) -> None:
+    def __init__(self, family: Family, recipes: SampleTransforms, places: Places) -> None:
         self._family = family
         self._recipes = recipes
         self._places = places
@@ -112,7 +112,7 @@ class _Latents:
         if not self._compared:
             _check_alike(path, entry, picture, self._family, self._recipes)
             self._compared = True
-        key = latent_key(picture.sample, picture.size, self._encoder, picture.recipe, picture.tiled)
+        key = latent_key(picture.sample, picture.size, self._encoder, picture.transform, picture.tiled)
         return key, {"latents": entry.tensors["latents"]}
 
 
@@ -124,10 +124,10 @@ class _Texts:
         self._places = places
         self._encoder = family.identity()["text"]
         every = [place for several in places.values() for place in several]
-        captions = {place.picture.sample.caption for place in every} | {EMPTY}
+        captions = {place.picture.sample.caption for place in every} | {EMPTY_PROMPT}
         self._by_digest = captions_by_digest(captions)
         self._captions = captions
-        self._matches: dict[frozenset[str], dict[str, Match]] = {}
+        self._matches: dict[frozenset[str], dict[str, TensorMatch]] = {}
 
     def __call__(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
         entry = read_foreign(path)
@@ -136,17 +136,17 @@ class _Texts:
         if kind not in self._matches:
             (ours,) = self._family.encode_text([caption])
             self._matches[kind] = match_text(entry.tensors, ours)
-        return text_key(caption, self._encoder), take_text(entry.tensors, self._matches[kind])
+        return text_key(caption, self._encoder), convert_text(entry.tensors, self._matches[kind])
 
     def _caption(self, path: Path, entry: ForeignEntry) -> str:
         """By the digest in its name, by what it says, or by the text file beside its picture."""
-        digest = digest_in(path.stem)
+        digest = caption_digest(path.stem)
         if digest is not None:
             if digest not in self._by_digest:
                 raise CacheError("it is named by a caption that the run does not have")
             return self._by_digest[digest]
-        if "caption" in entry.made_by:
-            told = str(entry.made_by["caption"])
+        if "caption" in entry.metadata:
+            told = str(entry.metadata["caption"])
             if told not in self._captions:
                 raise CacheError(f"the run has no caption {told!r}")
             return told
@@ -158,7 +158,7 @@ class _Texts:
 
 
 def _places(
-    run: RunFile, family: Family, recipes: Recipes, emit: Emit
+    run: RunFile, family: Family, recipes: SampleTransforms, emit: Emit
 ) -> Iterator[tuple[str, _ImportSample]]:
     """By the stem of the file, as the other tools name their entries."""
     folder = Path(run.output_dir)
@@ -169,7 +169,7 @@ def _places(
         plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
         for size, samples in plan.buckets.items():
             for sample in samples:
-                tiled = tiling.of(size, sample.kind)
+                tiled = tiling.applies_to(size, sample.kind)
                 picture = EncodeItem(sample, size, opened.source, recipes(sample, 0), tiled)
                 file = Path(section.instance_data_dir or "") / sample.key
                 yield Path(sample.key).stem, _ImportSample(picture, file)
@@ -196,13 +196,13 @@ def _check_ours(path: Path, entry: ForeignEntry, places: Places, family: Family)
     expected = tuple(family.latent_shape(*place.picture.size))
     if shape != expected:
         raise CacheError(f"its latents are {shape}; {family.name} makes {expected} here")
-    _check_geometry(entry.made_by, place.picture.size)
+    _check_geometry(entry.metadata, place.picture.size)
     return place
 
 
 def _check_plain(picture: EncodeItem) -> None:
     """Keys name the crop and the clip of the run; what theirs are is known of centre crops only."""
-    recipe, name = picture.recipe, picture.sample.dataset
+    recipe, name = picture.transform, picture.sample.dataset
     if recipe.draw.steps:
         raise CacheError("the run augments this picture, and the entry does not say how it was")
     if recipe.crop != CENTRE:
@@ -234,9 +234,9 @@ def _check_geometry(made_by: dict[str, object], size: Shape) -> None:
 
 
 def _check_alike(
-    path: Path, entry: ForeignEntry, picture: EncodeItem, family: Family, recipes: Recipes
+    path: Path, entry: ForeignEntry, picture: EncodeItem, family: Family, recipes: SampleTransforms
 ) -> None:
-    pixels = pixels_of(picture, recipes.decoders)
+    pixels = decode_item(picture, recipes.decoders)
     if isinstance(pixels, str):
         raise CacheError(f"its picture cannot be read: {pixels}")
     ours = family.encode(pixels.unsqueeze(0))[0].float().cpu().flatten()

@@ -24,25 +24,25 @@ SCHEMA_VERSION = 1
 class CacheKey(str):
     """The digest as text, and what went into it."""
 
-    __slots__ = ("about",)
-    about: Mapping[str, str]
+    __slots__ = ("components",)
+    components: Mapping[str, str]
 
     def __new__(cls, digest: str, about: Mapping[str, str]) -> CacheKey:
         """Two keys are equal when their digests are."""
         key = super().__new__(cls, digest)
-        key.about = about
+        key.components = about
         return key
 
     def __getnewargs__(self) -> tuple[str, Mapping[str, str]]:  # type: ignore[override]
         """For copies and other processes."""
-        return str(self), self.about
+        return str(self), self.components
 
 
 def latent_key(
-    sample: Sample, size: Shape, encoder: str, recipe: SampleTransform = PLAIN, tiled: bool = False
+    sample: Sample, size: Shape, encoder: str, transform: SampleTransform = PLAIN, tiled: bool = False
 ) -> CacheKey:
     """The bytes of sample and control, the geometry and draw it is fitted by, and the encoder."""
-    geometry = f"{recipe.name} {'x'.join(map(str, size))}"
+    geometry = f"{transform.name} {'x'.join(map(str, size))}"
     if sample.kind == "video":
         geometry += " as shown"  # once, pixels were taken for square, and BT.2020 for BT.601
     beside = [c.digest for c in sample.companions if c.role == "control"]
@@ -52,10 +52,10 @@ def latent_key(
 
 
 def mask_key(
-    mask: Companion, size: Shape, cells: tuple[int, int], recipe: SampleTransform
+    mask: Companion, size: Shape, cells: tuple[int, int], transform: SampleTransform
 ) -> CacheKey:
     """The bytes of the mask and which way round it is, its geometry, and its cells."""
-    geometry = f"{recipe.name} {'x'.join(map(str, size))} on black"  # what is transparent
+    geometry = f"{transform.name} {'x'.join(map(str, size))} on black"  # what is transparent
     content = f"{mask.digest} inverted" if mask.inverted else mask.digest
     return _key(kind="mask", mask=content, geometry=geometry, cells=f"{cells[0]}x{cells[1]}")
 
@@ -65,9 +65,9 @@ def text_key(caption: str, encoder: str) -> CacheKey:
     return _key(kind="text", caption=caption, encoder=encoder)
 
 
-def about(key: str) -> Mapping[str, str]:
+def key_components(key: str) -> Mapping[str, str]:
     """What a key is a digest of; nothing where it is a bare digest."""
-    return key.about if isinstance(key, CacheKey) else {}
+    return key.components if isinstance(key, CacheKey) else {}
 
 
 def _key(**parts: str) -> CacheKey:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from gracetune.cache.encode import BATCH, EncodeItem
+from gracetune.cache.encode import ENCODE_BATCH_SIZE, EncodeItem
 from gracetune.cache.keys import mask_key
 from gracetune.data.augment import render_mask
 from gracetune.data.prefetch import prefetched
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     Cells = tuple[int, int]
     """Rows and columns of a latent."""
-    CellsOf = Callable[[Shape], Cells]
+    LatentGrid = Callable[[Shape], Cells]
     """Those that samples of a bucket's shape have."""
 
-NAME = "mask"
+MASK_TENSOR = "mask"
 """Of the tensor in an entry."""
 WHITE = 255
 
@@ -46,7 +46,7 @@ WHITE = 255
 def fill_masks(
     store: Store,
     pictures: Sequence[EncodeItem],
-    cells_of: CellsOf,
+    cells_of: LatentGrid,
     emit: Emit,
     decoders: Decoders,
     prefetch: Prefetch,
@@ -57,16 +57,16 @@ def fill_masks(
     keyed = {_key(picture, cells_of): picture for picture in masked}
     keys = list(keyed)
     missing = [key for key, there in zip(keys, store.has(keys), strict=True) if not there]
-    mine = ranks.share(missing)
+    mine = ranks.own_share(missing)
     progress = ProgressReporter("rendering masks", len(mine), emit)
     bad: dict[str, str] = {}
     black: list[str] = []
-    made = levels_by(prefetch, [keyed[key] for key in mine], cells_of, decoders)
-    for start in range(0, len(mine), BATCH):
-        chunk = dict(zip(mine[start : start + BATCH], made, strict=False))
+    made = render_masks(prefetch, [keyed[key] for key in mine], cells_of, decoders)
+    for start in range(0, len(mine), ENCODE_BATCH_SIZE):
+        chunk = dict(zip(mine[start : start + ENCODE_BATCH_SIZE], made, strict=False))
         bad |= {key: levels for key, levels in chunk.items() if isinstance(levels, str)}
         good = {key: levels for key, levels in chunk.items() if not isinstance(levels, str)}
-        store.put_many({key: {NAME: levels} for key, levels in good.items()})
+        store.put_many({key: {MASK_TENSOR: levels} for key, levels in good.items()})
         black += [keyed[key].sample.key for key, levels in good.items() if not levels.any()]
         progress.advance(len(chunk))
     _report_black(black, len(mine), emit)
@@ -77,13 +77,13 @@ def fill_masks(
     return list({sample: found[key] for sample, key in keys_of if key in found}.items())
 
 
-def mask_keys(pictures: Sequence[EncodeItem], cells_of: CellsOf) -> list[CacheKey]:
+def mask_keys(pictures: Sequence[EncodeItem], cells_of: LatentGrid) -> list[CacheKey]:
     """Of the pictures that have a mask."""
     return [_key(picture, cells_of) for picture in pictures if mask_of(picture.sample) is not None]
 
 
-def levels_by(
-    prefetch: Prefetch, pictures: Sequence[EncodeItem], cells_of: CellsOf, decoders: Decoders
+def render_masks(
+    prefetch: Prefetch, pictures: Sequence[EncodeItem], cells_of: LatentGrid, decoders: Decoders
 ) -> Iterator[Tensor | str]:
     """The masks of these pictures, by workers: levels of their cells, or why there are none."""
     return prefetched(
@@ -94,7 +94,7 @@ def levels_by(
     )
 
 
-def weights(levels_HW: Tensor, background: float, normalize: bool) -> Tensor:  # noqa: N803
+def mask_weights(levels_HW: Tensor, background: float, normalize: bool) -> Tensor:  # noqa: N803
     """How much each cell counts: white 1, black `background`, and 1 on average where asked for.
 
     A mask that is black all over, where black counts nothing, cannot be brought to an average.
@@ -110,7 +110,7 @@ def _levels(picture: EncodeItem, cells: Cells, decoders: Decoders) -> Tensor | s
     size = (picture.size[0], picture.size[1])
     try:
         data = picture.source.read(mask.key)
-        fitted = render_mask(data, picture.recipe, size, decoders, mask.inverted)
+        fitted = render_mask(data, picture.transform, size, decoders, mask.inverted)
     except UnreadableSampleError as error:
         return f"its mask {mask.key}: {error.reason}"
     except OSError as error:
@@ -119,10 +119,10 @@ def _levels(picture: EncodeItem, cells: Cells, decoders: Decoders) -> Tensor | s
     return averaged.mul_(WHITE).round_().to(torch.uint8)
 
 
-def _key(picture: EncodeItem, cells_of: CellsOf) -> CacheKey:
+def _key(picture: EncodeItem, cells_of: LatentGrid) -> CacheKey:
     mask = mask_of(picture.sample)
     assert mask is not None, f"{picture.sample.key} has no mask"
-    return mask_key(mask, picture.size, cells_of(picture.size), picture.recipe)
+    return mask_key(mask, picture.size, cells_of(picture.size), picture.transform)
 
 
 def _report_black(black: Sequence[str], count: int, emit: Emit) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
-from gracetune.cache.shard_format import PAGE, aligned
+from gracetune.cache.shard_format import PAGE, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.store import Entry, Room
+    from gracetune.cache.store import Entry, Allocate
     from gracetune.data.loader import LoaderState
     from gracetune.data.sample import Batch
 
-    Filling = Callable[[Room], Tensor]
+    Filling = Callable[[Allocate], Tensor]
     """Puts a tensor in room that it asks for."""
 
 
 Arrival = TypeVar("Arrival")
 
-FIRST_DEPTH = 2
+INITIAL_DEPTH = 2
 """One batch is used while the next is on its way."""
 
 
 class TransferStream(Protocol[Arrival]):
     """Where batches travel beside the step."""
 
-    def working(self) -> AbstractContextManager[None]:
+    def active(self) -> AbstractContextManager[None]:
         """What the thread does, it does inside this."""
         ...
 
-    def sent(self) -> Arrival:
+    def record_arrival(self) -> Arrival:
         """The point after all that was sent so far."""
         ...
 
-    def receive(self, batch: Batch, arrival: Arrival) -> None:
+    def wait_for(self, batch: Batch, arrival: Arrival) -> None:
         """Called by the step's thread: nothing of it may touch the batch before it has arrived."""
         ...
 
@@ -63,18 +63,18 @@ class CudaTransferStream:
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Copies, allocations and live encoding happen on the stream; gradients are none of its."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
             yield
 
-    def sent(self) -> torch.cuda.Event:
+    def record_arrival(self) -> torch.cuda.Event:
         """An event behind the copies of a batch."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
-    def receive(self, batch: Batch, arrival: torch.cuda.Event) -> None:
+    def wait_for(self, batch: Batch, arrival: torch.cuda.Event) -> None:
         """The step's stream waits, not the host; memory is used again only after the step."""
         step = torch.cuda.current_stream(self._device)
         step.wait_event(arrival)
@@ -83,21 +83,21 @@ class CudaTransferStream:
 
 
 @dataclass(slots=True)
-class Depth:
+class PrefetchDepth:
     """How many batches are brought ahead: a number, or more each time a step has to wait."""
 
     batches: int
-    most_nbytes: int | None
+    max_nbytes: int | None
     """None: the number stays as it is."""
 
-    def deepen(self, batch_nbytes: int) -> None:
+    def grow(self, batch_nbytes: int) -> None:
         """One more, where the budget has room for it."""
-        if self.most_nbytes is not None and (self.batches + 1) * batch_nbytes <= self.most_nbytes:
+        if self.max_nbytes is not None and (self.batches + 1) * batch_nbytes <= self.max_nbytes:
             self.batches += 1
 
 
 @dataclass(slots=True)
-class Counts:
+class PrefetchCounters:
     """What bringing batches has cost so far."""
 
     batches: int = 0
@@ -120,11 +120,11 @@ class _Sent(Generic[Arrival]):
     seconds: float
 
 
-class Batches(Protocol):
+class BatchIterator(Protocol):
     """An iterator of (batch, state) that counts, and may have something to end."""
 
-    counts: Counts
-    depth: Depth
+    counts: PrefetchCounters
+    depth: PrefetchDepth
 
     def __next__(self) -> tuple[Batch, LoaderState]: ...
 
@@ -135,8 +135,8 @@ class InlineBatches:
     """Each batch when it is asked for: where nothing has to travel, ahead is no faster."""
 
     def __init__(self, batches: Iterator[tuple[Batch, LoaderState]]) -> None:
-        self.counts = Counts()
-        self.depth = Depth(0, None)
+        self.counts = PrefetchCounters()
+        self.depth = PrefetchDepth(0, None)
         self._batches = batches
 
     def __next__(self) -> tuple[Batch, LoaderState]:
@@ -154,11 +154,11 @@ class PrefetchedBatches(Generic[Arrival]):
         self,
         batches: Iterator[tuple[Batch, LoaderState]],
         lane: TransferStream[Arrival],
-        depth: Depth,
+        depth: PrefetchDepth,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.depth = depth
-        self.counts = Counts()
+        self.counts = PrefetchCounters()
         self._batches = batches
         self._lane = lane
         self._clock = clock
@@ -175,7 +175,7 @@ class PrefetchedBatches(Generic[Arrival]):
 
     def __next__(self) -> tuple[Batch, LoaderState]:
         sent = self._next_sent()
-        self._lane.receive(sent.batch, sent.arrival)
+        self._lane.wait_for(sent.batch, sent.arrival)
         return sent.batch, sent.state
 
     def close(self) -> None:
@@ -203,19 +203,19 @@ class PrefetchedBatches(Generic[Arrival]):
                 counts.waits += 1
                 counts.waited_s += self._clock() - began
                 if counts.batches > 1:  # nothing could have been brought before the first
-                    self.depth.deepen(nbytes_of(sent.batch))
+                    self.depth.grow(batch_nbytes(sent.batch))
             self._changed.notify_all()
         return sent
 
     def _work(self) -> None:
         try:
-            with self._lane.working():
+            with self._lane.active():
                 while self._may_go_on():
                     began = self._clock()
                     following = next(self._batches, None)
                     if following is None:
                         break
-                    arrival = self._lane.sent()
+                    arrival = self._lane.record_arrival()
                     sent = _Sent(*following, arrival, self._clock() - began)
                     del following
                     with self._changed:
@@ -235,7 +235,7 @@ class PrefetchedBatches(Generic[Arrival]):
             return not self._closed
 
 
-def nbytes_of(batch: Batch) -> int:
+def batch_nbytes(batch: Batch) -> int:
     """What a batch takes on the device."""
     return sum(tensor.nbytes for tensor in batch.tensors())
 
@@ -244,13 +244,13 @@ def nbytes_of(batch: Batch) -> int:
 # Pinned slots that batches are gathered in, and texts that need not be gathered at all.
 
 
-SLOTS = 2
+STAGING_SLOTS = 2
 """One is filled while the other is copied from."""
 ALIGNMENT = 512
 """Of device allocations."""
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in what a device does."""
 
     def synchronize(self) -> None:
@@ -258,14 +258,14 @@ class Mark(Protocol):
         ...
 
 
-class Staging:
+class PinnedStaging:
     """Slots of host memory in turn; one is written again only after the copy out of it is done."""
 
-    def __init__(self, allocate: Callable[[int], Tensor], mark: Callable[[], Mark]) -> None:
+    def __init__(self, allocate: Callable[[int], Tensor], mark: Callable[[], DeviceEvent]) -> None:
         """`mark` is asked for after the copies of a slot were given to the device."""
-        self._slots = [_PinnedSlot(allocate) for _ in range(SLOTS)]
+        self._slots = [_PinnedSlot(allocate) for _ in range(STAGING_SLOTS)]
         self._mark = mark
-        self._marks: list[Mark | None] = [None] * SLOTS
+        self._marks: list[DeviceEvent | None] = [None] * STAGING_SLOTS
         self._turn = 0
         self._lock = threading.Lock()
         self.nbytes_sent = 0
@@ -288,7 +288,7 @@ class Staging:
                 moved[name] = new_on_device(staged).copy_(staged, non_blocking=True)
                 self.nbytes_sent += staged.nbytes
             self._marks[self._turn] = self._mark()
-            self._turn = (self._turn + 1) % SLOTS
+            self._turn = (self._turn + 1) % STAGING_SLOTS
         return moved
 
     def _next_slot(self) -> _PinnedSlot:
@@ -314,10 +314,10 @@ class _PinnedSlot:
         if self._used + nbytes > len(self._memory):
             # The device may still read what was handed out of it.
             self._outgrown.append(self._memory)
-            self._memory = self._allocate(2 * self._used + aligned(nbytes, PAGE))
+            self._memory = self._allocate(2 * self._used + align_up(nbytes, PAGE))
             self._used = 0
         start = self._used
-        self._used += aligned(nbytes, PAGE)
+        self._used += align_up(nbytes, PAGE)
         return self._memory[start : start + nbytes]
 
     def empty(self) -> None:
@@ -326,19 +326,19 @@ class _PinnedSlot:
         self._used = 0
 
 
-def copied(tensor: Tensor, room: Room) -> Tensor:
+def copy_into(tensor: Tensor, room: Allocate) -> Tensor:
     """The tensor again, in memory that is asked for."""
     return room(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-class HotTexts:
+class DeviceTextCache:
     """Embeddings that stay on the device: chosen once, so that a resumed run has the same ones."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries
         self.found = 0
 
-    def all_of(self, captions: Sequence[str]) -> list[Entry] | None:
+    def get_all(self, captions: Sequence[str]) -> list[Entry] | None:
         """Only where every one is there: a batch is put together on one side."""
         if not self._entries or any(caption not in self._entries for caption in captions):
             return None
@@ -349,17 +349,17 @@ class HotTexts:
         return len(self._entries)
 
 
-def keep_hot(
+def cache_texts_on_device(
     captions: Sequence[str],
     texts: Callable[[Sequence[str]], Sequence[Entry]],
     device: torch.device,
     budget_nbytes: int,
-) -> HotTexts:
+) -> DeviceTextCache:
     """Bring the first captions of the row to the device, as many as the budget holds."""
     chosen = {}
     for caption, entry in _within(captions, texts, budget_nbytes):
         chosen[caption] = {name: t.to(device) for name, t in entry.items()}
-    return HotTexts(chosen)
+    return DeviceTextCache(chosen)
 
 
 def _within(
@@ -377,4 +377,4 @@ def _within(
 
 
 def _aligned(nbytes: int) -> int:
-    return aligned(nbytes, ALIGNMENT)
+    return align_up(nbytes, ALIGNMENT)

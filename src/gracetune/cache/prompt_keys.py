@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from gracetune.cache.augmentation_epochs import NO_EPOCH, mode_of
+from gracetune.cache.augmentation_epochs import NO_EPOCH, augmentation_mode
 from gracetune.data.augment import render_control
 
 if TYPE_CHECKING:
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.batch_reader import Recipes
+    from gracetune.cache.batch_reader import SampleTransforms
     from gracetune.data.loader import BucketGroup
     from gracetune.data.sample import Companion, Sample, Shape
     from gracetune.data.source import Source
     from gracetune.models.family import Family
 
-EMPTY = ""
+EMPTY_PROMPT = ""
 """The caption of dropped captions and of guidance."""
 
 
@@ -34,11 +34,11 @@ class PromptContext(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class PromptNames:
     """What each text is called; another one wherever the text encoder may see something else."""
 
     family: Family
-    recipes: Recipes
+    recipes: SampleTransforms
 
     def __call__(self, caption: str, sample: Sample, size: Shape, epoch: int = NO_EPOCH) -> str:
         """The caption alone, or with the control, as an epoch fits it to the sample's bucket."""
@@ -55,10 +55,10 @@ class Names:
 
     def _follows(self, sample: Sample) -> bool:
         """Whether texts are encoded for every draw: where draws have no end, they cannot be."""
-        return mode_of(self.recipes.sections[sample.dataset]) == "static"
+        return augmentation_mode(self.recipes.sections[sample.dataset]) == "static"
 
 
-class Texts:
+class PromptEncoder:
     """Every text that a run will ask for, and how each is encoded."""
 
     def __init__(
@@ -66,14 +66,14 @@ class Texts:
         family: Family,
         groups: Iterable[BucketGroup],
         sources: Mapping[str, Source],
-        recipes: Recipes,
+        recipes: SampleTransforms,
     ) -> None:
         self._family, self._sources, self._recipes = family, sources, recipes
         self._about: dict[str, PromptContext] = {}
-        name_of = Names(family, recipes)
+        name_of = PromptNames(family, recipes)
         for group in groups:
             for sample in group.samples:
-                for caption, epoch in product((sample.caption, EMPTY), name_of.epochs(sample)):
+                for caption, epoch in product((sample.caption, EMPTY_PROMPT), name_of.epochs(sample)):
                     name = name_of(caption, sample, group.size, epoch)
                     self._about.setdefault(name, PromptContext(caption, sample, group.size, epoch))
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Self
 
 import psutil
 
-from gracetune.cache.encode import ALONE
-from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, whole_pages
+from gracetune.cache.encode import SINGLE_RANK
+from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_page_aligned
 from gracetune.cache.shard_store import ShardStore
 from gracetune.data.gather import MissingGather, find_gather
 from gracetune.events.types import Notice
@@ -33,16 +33,16 @@ TEXT_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Stores:
+class CacheStores:
     """Where encoded pictures and captions are."""
 
     latents: Store
     text: Store
-    latents_in: Callable[[str, Path], Store]
+    open_latents: Callable[[str, Path], Store]
     """Another store of latents, within the same budget: its name, and the folder it may use."""
-    in_files: bool
+    latents_on_disk: bool
     """Whether latents are in files at all."""
-    tally: Tally
+    hit_counts: HitCounts
 
     def __enter__(self) -> Self:
         return self
@@ -60,32 +60,32 @@ def open_stores(
     run: RunFile,
     folder: Path,
     emit: Emit,
-    device_reads: Callable[[int], Tensor] = whole_pages,
-    ranks: Ranks = ALONE,
+    device_reads: Callable[[int], Tensor] = allocate_page_aligned,
+    ranks: Ranks = SINGLE_RANK,
     find: Callable[[], Gather | MissingGather] = find_gather,
-) -> Stores:
+) -> CacheStores:
     """A store a kind; `device_reads` allocates host memory that the device copies from, and `find`
     looks for the helper that copies batches."""
     section = run.cache_config
     root = Path(section.cache_dir) if section.cache_dir else folder / "cache"
     persistent = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
-    if ranks.world > 1 and not persistent:
+    if ranks.world_size > 1 and not persistent:
         persistent = True
-        emit(Notice(f"{ranks.world} ranks share what they encode: the cache is kept in {root}"))
+        emit(Notice(f"{ranks.world_size} ranks share what they encode: the cache is kept in {root}"))
     kinds = {"latents": section.vae_cache_type, "text": section.text_cache_type}
     if section.cache_dir and not persistent and "disk" not in kinds.values():
         text = f"cache_config.cache_dir {section.cache_dir} is not used: the cache is in memory"
         emit(Notice(f"{text}, and not kept. Set cache_config.persistent_cache: true to keep it."))
-    budgets = _budgets(section, ranks.world)
-    tally = Tally()
+    budgets = _budgets(section, ranks.world_size)
+    hit_counts = HitCounts()
     gather = find()
 
     def open_one(kind: str, name: str, at: Path) -> Store:
         files = ShardStore(at, emit) if persistent or kinds[kind] == "disk" else None
         if files is not None and kinds[kind] == "disk":
             return files
-        memory = device_reads if kinds[kind] == "unified_memory" else whole_pages
-        return ArenaStore(name, budgets[kind], files, emit, memory, tally, lambda: gather)
+        memory = device_reads if kinds[kind] == "unified_memory" else allocate_page_aligned
+        return MemoryTier(name, budgets[kind], files, emit, memory, hit_counts, lambda: gather)
 
     for kind, where in kinds.items():
         if where == "unified_memory":
@@ -95,12 +95,12 @@ def open_stores(
     if isinstance(gather, MissingGather) and kinds["latents"] != "disk":
         text = f"batches of latents are put together by torch alone: {gather.reason}"
         emit(Notice(text, fallback=True))
-    return Stores(
+    return CacheStores(
         latents=open_one("latents", "latents", root / "latents"),
         text=open_one("text", "texts", root / "text"),
-        latents_in=lambda name, at: open_one("latents", name, at),
-        in_files=persistent or section.vae_cache_type == "disk",
-        tally=tally,
+        open_latents=lambda name, at: open_one("latents", name, at),
+        latents_on_disk=persistent or section.vae_cache_type == "disk",
+        hit_counts=hit_counts,
     )
 
 

@@ -91,7 +91,7 @@ def _verify(args: argparse.Namespace, emit: Emit) -> int:
         for store in _stores(args.where, stack, emit, repair=args.repair):
             report = verify(store, emit)
             reports.append((store, report))
-            if args.repair and not report.clean:
+            if args.repair and not report.is_clean:
                 repair(store, report)
     clean = all(report.clean for _, report in reports)
     if args.repair and not clean and _is_run_file(args.where):
@@ -113,17 +113,17 @@ def _verify(args: argparse.Namespace, emit: Emit) -> int:
 
 
 def _collect(args: argparse.Namespace, emit: Emit) -> int:
-    from gracetune.cache.maintenance import caches_in, compact, disk_nbytes, find_leftovers
-    from gracetune.cache.required_entries import cache_root, old_generations, wanted_keys
+    from gracetune.cache.maintenance import find_caches, compact, disk_nbytes, find_unused
+    from gracetune.cache.required_entries import cache_root, old_generations, required_keys
     from gracetune.cache.shard_store import ShardStore
     from gracetune.models.family import load_family
 
     runs = [load_run_file(path).run for path in args.run_files]
-    wanted = {key for run in runs for key in wanted_keys(run, load_family(run.model), emit)}
+    wanted = {key for run in runs for key in required_keys(run, load_family(run.model), emit)}
     lines, told = [], []
-    for folder in (cache for root in _distinct(map(cache_root, runs)) for cache in caches_in(root)):
+    for folder in (cache for root in _distinct(map(cache_root, runs)) for cache in find_caches(root)):
         with ShardStore(folder, emit) as store:
-            left = find_leftovers(store, wanted)
+            left = find_unused(store, wanted)
             freed = 0
             if args.yes:
                 store.delete(left.keys)
@@ -155,11 +155,11 @@ def _collect(args: argparse.Namespace, emit: Emit) -> int:
 
 
 def _inspect(args: argparse.Namespace, emit: Emit) -> int:
-    from gracetune.cache.maintenance import MEANING, explain, find
+    from gracetune.cache.maintenance import KEY_PARTS, explain_entry, find_entries
 
     with ExitStack() as stack:
         stores = _stores(args.where, stack, emit)
-        found = [row for store in stores for row in find(store, args.what, Path(args.what))]
+        found = [row for store in stores for row in find_entries(store, args.what, Path(args.what))]
     if not found:
         there = Path(args.what).exists()
         file = "no entry was made of that file" if there else "there is no file of that path here"
@@ -171,18 +171,18 @@ def _inspect(args: argparse.Namespace, emit: Emit) -> int:
     for row in found:
         lines.append(f"{row.key}: {format_bytes(row.nbytes)} in shard {row.shard}")
         lines += [
-            f"  {part}: {value}  ({MEANING.get(part, part)})" for part, value in row.about.items()
+            f"  {part}: {value}  ({KEY_PARTS.get(part, part)})" for part, value in row.about.items()
         ]
         lines += [f"  tensor {p.name}: {p.dtype} {list(p.shape)}" for p in row.tensors]
-    _print(args, [explain(row) for row in found], lines)
+    _print(args, [explain_entry(row) for row in found], lines)
     return 0
 
 
 def _stats(args: argparse.Namespace, emit: Emit) -> int:
-    from gracetune.cache.maintenance import stats
+    from gracetune.cache.maintenance import cache_stats
 
     with ExitStack() as stack:
-        told = [stats(store) for store in _stores(args.where, stack, emit)]
+        told = [cache_stats(store) for store in _stores(args.where, stack, emit)]
     lines = []
     for one in told:
         size, disk = (format_bytes(int(str(one[name]))) for name in ("nbytes", "disk_nbytes"))
@@ -206,11 +206,11 @@ def _import(args: argparse.Namespace, emit: Emit) -> int:
     run = _persistent(args.run_file)
     outcome = import_foreign(run, _family(run), args.folder, emit, write=args.yes)
     verb = "imported" if args.yes else "would import"
-    lines = [f"{verb} {len(outcome.taken)} entries from {args.folder}"]
-    lines += [f"  left out {path}: {why}" for path, why in outcome.refused.items()]
+    lines = [f"{verb} {len(outcome.imported)} entries from {args.folder}"]
+    lines += [f"  left out {path}: {why}" for path, why in outcome.skipped.items()]
     if not args.yes:
         lines.append("Nothing was imported. Give --yes to do so.")
-    _print(args, {"imported": outcome.taken, "left_out": outcome.refused}, lines)
+    _print(args, {"imported": outcome.imported, "left_out": outcome.skipped}, lines)
     return 0
 
 
@@ -254,25 +254,25 @@ def _device() -> torch.device:
 
 
 def _stores(where: Path, stack: ExitStack, emit: Emit, *, repair: bool = False) -> list[ShardStore]:
-    from gracetune.cache.maintenance import caches_in
+    from gracetune.cache.maintenance import find_caches
 
     if _is_run_file(where):
         from gracetune.cache.required_entries import cache_root
 
         where = cache_root(load_run_file(where).run)
-    return [stack.enter_context(_store(path, emit, repair)) for path in caches_in(where)]
+    return [stack.enter_context(_store(path, emit, repair)) for path in find_caches(where)]
 
 
 def _store(folder: Path, emit: Emit, repair: bool) -> ShardStore:
     from gracetune.cache.index import DamagedIndexError
-    from gracetune.cache.shard_store import ShardStore, places_in, renew_index
+    from gracetune.cache.shard_store import ShardStore, cache_paths, rebuild_index
 
     try:
         return ShardStore(folder, emit)
     except DamagedIndexError:
         if not repair:
             raise
-        renew_index(*places_in(folder), emit)
+        rebuild_index(*cache_paths(folder), emit)
         return ShardStore(folder, emit)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gracetune.data.augment import permutation, uniform
+from gracetune.data.augment import seeded_permutation, seeded_uniform
 from gracetune.data.prefetch import Prefetch, prefetched
 from gracetune.errors import DataError
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 INLINE = Prefetch()
 """Each batch is loaded when it is asked for: right where loading is a look into memory."""
-ANNOUNCED = 8
+LOOKAHEAD_BATCHES = 8
 """Batches that a disk has time to read, when whoever reads them is told in advance."""
 NO_EPOCH = -1
-NAMED = 8
+MAX_NAMED_SAMPLES = 8
 """How many samples of a batch a message names."""
 
 
@@ -46,7 +46,7 @@ class BucketGroup:
     """Times `repeats`: how often an epoch shows each sample on average."""
 
     @property
-    def length(self) -> int:
+    def draws_per_epoch(self) -> int:
         """Draws in an epoch; at least one, so that no sample is lost to rounding."""
         if not self.samples:
             return 0
@@ -99,7 +99,7 @@ class BatchOrder:
         self._groups = sorted(groups, key=lambda group: group.size)
         self._batch_size = batch_size
         self._seed = seed
-        lengths = [group.length for group in self._groups]
+        lengths = [group.draws_per_epoch for group in self._groups]
         self._starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
         if self._starts[-1] == 0:
             raise DataError(
@@ -120,7 +120,7 @@ class BatchOrder:
         """Draws in an epoch, repeats counted."""
         return int(self._starts[-1])
 
-    def at(self, index: int) -> tuple[Draw, ...]:
+    def batch_at(self, index: int) -> tuple[Draw, ...]:
         """The global batch of this number. One epoch is kept, so going forward is cheap."""
         number, place = divmod(index, self.epoch_length)
         if number != self._epoch.number:
@@ -128,11 +128,11 @@ class BatchOrder:
         first, last = self._epoch.batches[place]
         return tuple(self._draw(int(entry), number) for entry in self._epoch.entries[first:last])
 
-    def largest(self) -> tuple[Draw, ...]:
+    def largest_draw(self) -> tuple[Draw, ...]:
         """One sample of the largest size: what fits it fits all."""
-        return (self.of_each_size()[0],)
+        return (self.one_draw_per_size()[0],)
 
-    def of_each_size(self) -> list[Draw]:
+    def one_draw_per_size(self) -> list[Draw]:
         """One sample of each size, the largest first; of no epoch, since looking enters none."""
         draws = [replace(self._draw(first, 0), epoch=NO_EPOCH) for first, _ in self._spans]
         return sorted(draws, key=lambda draw: prod(draw.size), reverse=True)
@@ -141,7 +141,7 @@ class BatchOrder:
         """How many samples of each size an epoch shows, repeats counted."""
         counts: Counter[Shape] = Counter()
         for group in self._groups:
-            counts[group.size] += group.length
+            counts[group.size] += group.draws_per_epoch
         return counts
 
     def _spans_by_size(self) -> list[tuple[int, int]]:
@@ -161,36 +161,36 @@ class BatchOrder:
     def _shuffled(self, number: int) -> _Epoch:
         entries = np.arange(self._starts[-1], dtype=np.int64)
         for first, last in self._spans:
-            entries[first:last] = first + permutation(
+            entries[first:last] = first + seeded_permutation(
                 last - first, f"entries {self._seed} {number} {first}"
             )
-        order = permutation(len(self._bounds), f"batches {self._seed} {number}")
+        order = seeded_permutation(len(self._bounds), f"batches {self._seed} {number}")
         extras = {
             at: self._extras(at, number)
             for at, group in enumerate(self._groups)
-            if group.samples and group.length % len(group.samples)
+            if group.samples and group.draws_per_epoch % len(group.samples)
         }
         return _Epoch(number, entries, self._bounds[order], extras)
 
     def _extras(self, at: int, number: int) -> NDArray[np.int64]:
         """The next few of an endless row of shuffles of the group's samples."""
         group = self._groups[at]
-        count, share = len(group.samples), group.length % len(group.samples)
+        count, share = len(group.samples), group.draws_per_epoch % len(group.samples)
         first = number * share
         rounds = range(first // count, (first + share - 1) // count + 1)
         about = f"extras {self._seed} {group.samples[0].dataset!r} {group.size}"
-        row = np.concatenate([permutation(count, f"{about} {turn}") for turn in rounds])
+        row = np.concatenate([seeded_permutation(count, f"{about} {turn}") for turn in rounds])
         return row[first - rounds[0] * count :][:share]
 
     def _draw(self, entry: int, epoch: int) -> Draw:
         at = int(np.searchsorted(self._starts, entry, side="right")) - 1
         group = self._groups[at]
         repeat, place = divmod(entry - int(self._starts[at]), len(group.samples))
-        if repeat == group.length // len(group.samples):
+        if repeat == group.draws_per_epoch // len(group.samples):
             place = int(self._epoch.extras[at][place])
         sample = group.samples[place]
         what = f"caption {self._seed} {epoch} {repeat} {sample.dataset!r} {sample.key!r}"
-        dropped = group.caption_dropout > 0 and uniform(what) < group.caption_dropout
+        dropped = group.caption_dropout > 0 and seeded_uniform(what) < group.caption_dropout
         return Draw(sample, "" if dropped else sample.caption, group.size, epoch)
 
 
@@ -206,19 +206,19 @@ class Loader:
         order: BatchOrder,
         load: Callable[[Sequence[Draw]], Batch],
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         consumed: int = 0,
         prefetch: Prefetch = INLINE,
         will_need: Callable[[Sequence[Draw]], None] | None = None,
     ) -> None:
         """`will_need` is told of each batch a few batches before it is loaded."""
-        assert 0 <= rank < world, f"rank {rank} of {world}"
-        self._world = world
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        self._world = world_size
         self._consumed = consumed
-        mine = map(order.at, count(consumed + rank, world))
+        mine = map(order.batch_at, count(consumed + rank, world_size))
         told = mine if will_need is None else _announced(mine, will_need)
         self._batches = (
-            prefetched(told, load, name_of, prefetch) if prefetch.num_workers else map(load, told)
+            prefetched(told, load, describe_batch, prefetch) if prefetch.num_workers else map(load, told)
         )
 
     def __iter__(self) -> Iterator[tuple[Batch, LoaderState]]:
@@ -238,11 +238,11 @@ def _announced(
     for draws in batches:
         will_need(draws)
         waiting.append(draws)
-        if len(waiting) > ANNOUNCED:
+        if len(waiting) > LOOKAHEAD_BATCHES:
             yield waiting.popleft()
 
 
-def name_of(draws: Sequence[Draw]) -> str:
+def describe_batch(draws: Sequence[Draw]) -> str:
     """A batch by its samples, for the message of a worker that failed on it."""
-    keys = [draw.sample.key for draw in draws[:NAMED]] + ["..."] * (len(draws) > NAMED)
+    keys = [draw.sample.key for draw in draws[:MAX_NAMED_SAMPLES]] + ["..."] * (len(draws) > MAX_NAMED_SAMPLES)
     return f"data set {draws[0].sample.dataset!r}: {', '.join(keys)}"

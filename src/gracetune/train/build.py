@@ -37,21 +37,21 @@ from gracetune.offload.copies import open_copy_engine
 from gracetune.optim.build import build_optimizer, nbytes_each
 from gracetune.optim.update import Update
 from gracetune.plan.attention_autotune import settle_attention
-from gracetune.train.experts import expected_mix, mix_of, plan_turns, report_turns
-from gracetune.train.export import check_exportable, export
-from gracetune.train.identity import check_same, identity_of
+from gracetune.train.experts import expected_token_counts, drawn_token_counts, build_expert_schedule, describe_schedule
+from gracetune.train.export import check_exportable, export_result
+from gracetune.train.identity import check_same_run, run_identity
 from gracetune.train.loop import Session
-from gracetune.train.objective import notes_on_weights
+from gracetune.train.objective import min_snr_notes
 from gracetune.train.ramp import build_ramp
 from gracetune.train.state import (
     TrainProgress,
-    restore_generators,
+    restore_rng,
     restore_optimizer,
     restore_weights,
-    seed_generators,
+    seed_rng,
 )
-from gracetune.train.step import Draws, Ema, TrainState, seed_of
-from gracetune.train.validate import build_validation, plan_order
+from gracetune.train.step import PositionalRng, Ema, TrainState, derive_seed
+from gracetune.train.validate import build_validation, plan_sample_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -63,22 +63,22 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Sample
-    from gracetune.events.run_control import Requests
+    from gracetune.events.run_control import RunControl
     from gracetune.events.types import Event
     from gracetune.models.family import Family
     from gracetune.offload.copies import CopyEngine as StreamMover
     from gracetune.train.checkpoint import Snapshot
-    from gracetune.train.experts import Turns
-    from gracetune.train.export import Modules
-    from gracetune.train.run import Interrupt
+    from gracetune.train.experts import ExpertSchedule
+    from gracetune.train.export import AdaptedModules
+    from gracetune.train.run import SignalHandler
 
     Emit = Callable[[Event], None]
 
 
-ENGINES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+SUPPORTED_ENGINES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 CHECKPOINT_FOLDER = "checkpoints"
 FP32_NBYTES = 4
-NAMES = {
+ADAPTER_NAMES = {
     "lora": "LoRA",
     "dora": "DoRA",
     "locon": "LoCon",
@@ -114,7 +114,7 @@ def start_accelerator(run: RunFile) -> Accelerator:
             DistributedDataParallelKwargs(find_unused_parameters=run.adapter is None),
         ],
     )
-    if accelerator.distributed_type not in ENGINES:
+    if accelerator.distributed_type not in SUPPORTED_ENGINES:
         raise _no_engine(accelerator.distributed_type.value)
     return accelerator
 
@@ -138,8 +138,8 @@ def build(
     run: RunFile,
     accelerator: Accelerator,
     emit: Emit,
-    requests: Requests,
-    interrupt: Interrupt,
+    requests: RunControl,
+    interrupt: SignalHandler,
 ) -> Built:
     """Load the model, prepare the data, and put everything together."""
     folder, device = Path(run.output_dir), _numbered(accelerator.device)
@@ -148,16 +148,16 @@ def build(
         emit(Notice(note))
     family = load_family(run.model)
     weights = family.weights_digest()
-    for note in notes_on_weights(run.train, family.prediction):
+    for note in min_snr_notes(run.train, family.prediction):
         emit(Notice(note))
-    turns = plan_turns(run.train, family.boundary, expected_mix(run, family))
+    turns = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))
     if len(turns.windows) > 1 and accelerator.ddp_handler is not None:
         accelerator.ddp_handler.find_unused_parameters = True  # one expert rests in every step
     check_data(run, family)
-    shape = plan_order(run, family)
+    shape = plan_sample_shape(run, family)
     _quantize(run, family, emit)
     modules = _make_trainable(run, family, turns, emit)
-    unplanned = why_unplanned(run, device, accelerator.num_processes)
+    unplanned = reason_unplanned(run, device, accelerator.num_processes)
     if run.train.gradient_checkpointing:
         _checkpoint(family, unplanned, emit)
     if unplanned:
@@ -168,14 +168,14 @@ def build(
             )
         family.transformer.to(device)
     # After everything that draws from a seed of its own, and reseeds the generators by the way.
-    seed_generators(seed_of(run.seed, "process", accelerator.process_index))
+    seed_rng(derive_seed(run.seed, "process", accelerator.process_index))
     parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(parameters, run.optimizer, seed_of(run.seed, "rounding"))
+    optimizer = build_optimizer(parameters, run.optimizer, derive_seed(run.seed, "rounding"))
     # All that a run file can have wrong is found above, before the data take their time.
     family.to(device)
     mover = build_batch_transfer(run.gh200_optimizations, device, emit)
     feed = build_pipeline(run, family, mover, folder, emit, _ranks(run, accelerator, folder))
-    _report_cut_captions(family, feed.trained, emit)
+    _report_cut_captions(family, feed.train_samples, emit)
     turns = _weigh_turns(run, family, feed, emit)
     validation = build_validation(run, family, feed, shape, emit)
     family.release_text_encoder()
@@ -188,31 +188,31 @@ def build(
     trainee = TrainState(
         run=run,
         family=family,
-        transformer=prepared(accelerator, family.transformer, is_planned=settled is not None),
+        transformer=prepare_transformer(accelerator, family.transformer, is_planned=settled is not None),
         parameters=parameters,
         optimizer=optimizer,
         update=update,
         ema=Ema(parameters, run.train.ema_decay) if run.train.ema_decay else None,
         accelerator=accelerator,
-        draws=Draws(run.seed, device),
-        turns=turns,
+        rng=PositionalRng(run.seed, device),
+        expert_schedule=turns,
     )
     trainee.transformer.train()
-    keep_books(trainee, mover, lambda: 0 if settled is None else settled.slots_nbytes)
+    register_memory_roles(trainee, mover, lambda: 0 if settled is None else settled.slots_nbytes)
     held_out = () if validation is None else validation.held_out
     settle_attention(trainee, feed, held_out, folder, emit)
     session = Session(
-        trainee=trainee,
-        feed=feed,
+        state=trainee,
+        pipeline=feed,
         ramp=ramp,
         validation=validation,
         checkpoints=folder / CHECKPOINT_FOLDER,
-        identity=identity_of(run, feed.trained, weights, accelerator.mixed_precision),
-        mover=mover,
-        requests=requests,
-        interrupt=interrupt,
+        identity=run_identity(run, feed.train_samples, weights, accelerator.mixed_precision),
+        batch_transfer=mover,
+        control=requests,
+        signals=interrupt,
         emit=emit,
-        settled=settled,
+        plan_controller=settled,
     )
 
     def close() -> None:
@@ -220,15 +220,15 @@ def build(
         if settled is not None:
             settled.close()
 
-    return Built(session, export=lambda: export(trainee, modules, weights, emit), close=close)
+    return Built(session, export=lambda: export_result(trainee, modules, weights, emit), close=close)
 
 
 def resume(session: Session, snapshot: Snapshot | None) -> TrainProgress:
     """Take up where a snapshot was made; none: begin."""
     if snapshot is None:
         return TrainProgress()
-    check_same(snapshot.identity, session.identity)
-    t = session.trainee
+    check_same_run(snapshot.identity, session.identity)
+    t = session.state
     ranks = sum(kind.startswith("generators-") for kind in snapshot.tensors)
     if ranks != t.accelerator.num_processes:
         text = (
@@ -242,7 +242,7 @@ def resume(session: Session, snapshot: Snapshot | None) -> TrainProgress:
         restore_weights(t.ema.averages, snapshot.tensors["ema"])
     generators = snapshot.tensors.get(f"generators-{t.accelerator.process_index}")
     if generators is not None:
-        restore_generators(generators)
+        restore_rng(generators)
     else:
         text = "more ranks than the checkpoint was made with: theirs draw dropout from fresh seeds"
         session.emit(Notice(text, level="warning", fallback=True))
@@ -261,7 +261,7 @@ def _make_update(
     return update
 
 
-def keep_books(t: TrainState, mover: BatchTransfer, slots_nbytes: Callable[[], int]) -> None:
+def register_memory_roles(t: TrainState, mover: BatchTransfer, slots_nbytes: Callable[[], int]) -> None:
     """What holds memory for as long as the run: statistics name each by its role.
 
     Streamed weights live in host memory and pass through slots of the device.
@@ -273,12 +273,12 @@ def keep_books(t: TrainState, mover: BatchTransfer, slots_nbytes: Callable[[], i
     def here() -> int:
         return _nbytes(p for p in frozen if p.device.type == kind)
 
-    mover.watch("weights", lambda: here() + slots_nbytes())
-    mover.watch("weights_in_host_memory", lambda: _nbytes(frozen) - here(), Tier.HOST)
-    mover.watch("trained", lambda: _nbytes(t.parameters.values()))
-    mover.watch("averages", lambda: _nbytes(averages))
-    mover.watch("optimizer", lambda: t.update.device_nbytes)
-    mover.watch("optimizer_in_host_memory", lambda: t.update.host_nbytes, Tier.HOST)
+    mover.track_memory("weights", lambda: here() + slots_nbytes())
+    mover.track_memory("weights_in_host_memory", lambda: _nbytes(frozen) - here(), Tier.HOST)
+    mover.track_memory("trained", lambda: _nbytes(t.parameters.values()))
+    mover.track_memory("averages", lambda: _nbytes(averages))
+    mover.track_memory("optimizer", lambda: t.update.device_nbytes)
+    mover.track_memory("optimizer_in_host_memory", lambda: t.update.host_nbytes, Tier.HOST)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
@@ -296,10 +296,10 @@ def _ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
     )
 
 
-def _weigh_turns(run: RunFile, family: Family, feed: DataPipeline, emit: Emit) -> Turns:
+def _weigh_turns(run: RunFile, family: Family, feed: DataPipeline, emit: Emit) -> ExpertSchedule:
     """Who is trained when: the share of each expert may follow the sizes of what is drawn."""
-    turns = plan_turns(run.train, family.boundary, mix_of(feed.order, family))
-    text = report_turns(turns, family.boundary)
+    turns = build_expert_schedule(run.train, family.boundary, drawn_token_counts(feed.order, family))
+    text = describe_schedule(turns, family.boundary)
     if text is not None:
         emit(Notice(text))
     return turns
@@ -322,23 +322,23 @@ def _quantize(run: RunFile, family: Family, emit: Emit) -> None:
     emit(Notice(f"{count} linear layers of the frozen model are kept in {kind}"))
 
 
-def _make_trainable(run: RunFile, family: Family, turns: Turns, emit: Emit) -> Modules:
+def _make_trainable(run: RunFile, family: Family, turns: ExpertSchedule, emit: Emit) -> AdaptedModules:
     """All weights of the experts that are trained, or an adapter's; gives the adapted modules."""
     every = transformers_of(family.transformer)
     trained = {name: model for name, model in every.items() if not name or name in turns.windows}
     for transformer in every.values():
         choose_attention(transformer, run.model.attention_mechanism)
         transformer.requires_grad_(False)
-    modules: Modules = {}
+    modules: AdaptedModules = {}
     if run.adapter is not None:
         from gracetune.adapters.inject import add_adapter  # peft takes seconds to import
 
-        seed = seed_of(run.seed, "adapter") % 2**31
+        seed = derive_seed(run.seed, "adapter") % 2**31
         modules = add_adapter(trained, run.adapter, family.adapter_targets, seed)
         check_exportable(trained, modules, family.name)
         count = sum(map(len, modules.values()))
         rank = "" if run.adapter.kind == "full" else f" of rank {run.adapter.rank}"
-        emit(Notice(f"{NAMES[run.adapter.kind]}{rank} on {count} modules"))
+        emit(Notice(f"{ADAPTER_NAMES[run.adapter.kind]}{rank} on {count} modules"))
     else:
         for transformer in trained.values():
             transformer.requires_grad_(True)
@@ -368,7 +368,7 @@ def _numbered(device: torch.device) -> torch.device:
     return device
 
 
-def why_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
+def reason_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
     """Why the transformer is simply brought to the device; empty: a plan says where it lives."""
     if run.plan == "off":
         return "plan is off"
@@ -397,11 +397,11 @@ def _checkpoint(family: Family, unplanned: str, emit: Emit) -> None:
 # as diffusers' own pipelines run it.
 
 
-FLOWING = ("hidden_states", "encoder_hidden_states", "pooled_projections", "global_hidden_states")
+BF16_ARGUMENTS = ("hidden_states", "encoder_hidden_states", "pooled_projections", "global_hidden_states")
 """What a transformer multiplies of its arguments. Levels and places are for it to round."""
 
 
-def prepared(accelerator: Accelerator, transformer: nn.Module, *, is_planned: bool) -> nn.Module:
+def prepare_transformer(accelerator: Accelerator, transformer: nn.Module, *, is_planned: bool) -> nn.Module:
     """The transformer for its ranks, in the run's precision."""
     usual = accelerator.autocast_handler
     in_bf16 = accelerator.mixed_precision == "bf16" and computes_in(transformer, torch.bfloat16)
@@ -416,7 +416,7 @@ def prepared(accelerator: Accelerator, transformer: nn.Module, *, is_planned: bo
 def _rounded(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
     """A sampler goes on in fp32 from what it was given in it."""
     return tuple(map(_in_bf16, args[:1])) + args[1:], {
-        name: _in_bf16(value) if name in FLOWING else value for name, value in named.items()
+        name: _in_bf16(value) if name in BF16_ARGUMENTS else value for name, value in named.items()
     }
 
 

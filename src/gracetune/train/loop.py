@@ -19,14 +19,14 @@ from gracetune.optim.automagic import Automagic
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.state import (
-    generator_tensors,
-    optimizer_tensors,
-    restore_torch_generators,
-    torch_generator_tensors,
-    weights_of,
+    rng_state,
+    flatten_optimizer_state,
+    restore_torch_rng,
+    torch_rng_state,
+    detached_weights,
 )
 from gracetune.train.step import train_step
-from gracetune.train.validate import SamplesError, validate
+from gracetune.train.validate import ValidationWriteError, validate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gracetune.cache.batch_transfer import BatchTransfer
-    from gracetune.cache.prefetch import Batches
+    from gracetune.cache.prefetch import BatchIterator
     from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Batch
-    from gracetune.events.run_control import Requests
+    from gracetune.events.run_control import RunControl
     from gracetune.events.types import BatchesFed, Event, MemoryUsed
     from gracetune.plan.controller import Settled
     from gracetune.train.ramp import AccumulationRamp
-    from gracetune.train.run import Interrupt
+    from gracetune.train.run import SignalHandler
     from gracetune.train.state import TrainProgress
     from gracetune.train.step import StepResult, TrainState
     from gracetune.train.validate import ValidationSetup
@@ -62,21 +62,21 @@ MAKE_ROOM = "Lower validation.width, height or frames, or plan.device_memory."
 class Session:
     """A run, built and ready."""
 
-    trainee: TrainState
-    feed: DataPipeline
+    state: TrainState
+    pipeline: DataPipeline
     ramp: AccumulationRamp
     validation: ValidationSetup | None
     checkpoints: Path
     identity: Mapping[str, object]
-    mover: BatchTransfer
-    requests: Requests
-    interrupt: Interrupt
+    batch_transfer: BatchTransfer
+    control: RunControl
+    signals: SignalHandler
     emit: Callable[[Event], None]
-    settled: Settled | None = None
+    plan_controller: Settled | None = None
     """The plan at work; none: the transformer is simply on the device."""
 
 
-class Stream:
+class BatchStream:
     """The batches of one rank, and the state after the last one that was taken."""
 
     def __init__(self, feed: DataPipeline, rank: int, world_size: int, consumed: int) -> None:
@@ -108,7 +108,7 @@ class Stream:
         self._batches.close()
         self._feed.close()
 
-    def _open(self) -> Batches:
+    def _open(self) -> BatchIterator:
         """From the state on."""
         feed, consumed = self._feed, self.state.consumed
         loader = Loader(
@@ -124,19 +124,19 @@ class Stream:
 
 def train_loop(s: Session, progress: TrainProgress) -> TrainProgress:
     """Train to the end, or until someone asks to stop."""
-    accelerator = s.trainee.accelerator
+    accelerator = s.state.accelerator
     rank, world = accelerator.process_index, accelerator.num_processes
-    with closing(Stream(s.feed, rank, world, progress.consumed)) as stream:
+    with closing(BatchStream(s.pipeline, rank, world, progress.consumed)) as stream:
         try:
             return _steps(s, stream, progress)
         finally:
-            ASIDE.take_back()
+            ASIDE.unfreeze()
 
 
-def _steps(s: Session, stream: Stream, progress: TrainProgress) -> TrainProgress:
-    run = s.trainee.run
+def _steps(s: Session, stream: BatchStream, progress: TrainProgress) -> TrainProgress:
+    run = s.state.run
     total = run.train.max_train_steps
-    record = MetricsBuffer(s.emit, run.logging.every, s.mover.used, rates_of(s.trainee.optimizer))
+    record = MetricsBuffer(s.emit, run.logging.every, s.batch_transfer.memory_used, learning_rate_histograms(s.state.optimizer))
     accumulation = s.ramp.accumulation(progress.micro_batches)
     saved_at, saved_step = time.monotonic(), progress.step
 
@@ -146,10 +146,10 @@ def _steps(s: Session, stream: Stream, progress: TrainProgress) -> TrainProgress
     while progress.step < total:
         result = _step(s, stream, accumulation, progress, timing)
         progress = progress.after(accumulation, stream.state.consumed, result.expert)
-        record.add(progress.step, stream.state.epoch(s.feed.order), result)
+        record.add(progress.step, stream.state.epoch(s.pipeline.order), result)
         if progress.step == first + MADE:
             record.flush()
-            ASIDE.set()
+            ASIDE.freeze()
             record.resume()
             timing.disturbed = True
         timing.after(progress.step, accumulation, record)
@@ -182,8 +182,8 @@ class PlanTiming:
     def __init__(self, s: Session, first: int) -> None:
         self.disturbed = True
         """Whether something else than steps has taken time since the clock was started."""
-        self._settled = s.settled
-        self._total = s.trainee.run.train.max_train_steps
+        self._settled = s.plan_controller
+        self._total = s.state.run.train.max_train_steps
         self._first = first
         self._began = 0.0
         self._steps = self._micro_batches = 0
@@ -218,31 +218,31 @@ class PlanTiming:
 
 
 def _step(
-    s: Session, stream: Stream, length: int, progress: TrainProgress, timing: PlanTiming
+    s: Session, stream: BatchStream, length: int, progress: TrainProgress, timing: PlanTiming
 ) -> StepResult:
     """One step; where the device is too small for the plan, again with a smaller plan."""
-    if s.settled is None:
-        return train_step(s.trainee, stream.take(length), length, progress)
-    began, drawn = stream.state, torch_generator_tensors()
-    updates = s.trainee.update.count
+    if s.plan_controller is None:
+        return train_step(s.state, stream.take(length), length, progress)
+    began, drawn = stream.state, torch_rng_state()
+    updates = s.state.update.count
     while True:
         try:
-            batches = map(s.settled.saw, stream.take(length))
-            return train_step(s.trainee, batches, length, progress)
+            batches = map(s.plan_controller.saw, stream.take(length))
+            return train_step(s.state, batches, length, progress)
         except torch.OutOfMemoryError as error:
             full = error.with_traceback(None)  # whose frames hold what did not fit
         reason = str(full).splitlines()[0]
-        if s.trainee.update.count > updates:
+        if s.state.update.count > updates:
             raise RunFailedError(
                 f"the device was full after an update ({reason}), which a second try would make "
                 "again. Checkpoints saved before are kept. Go on from the last one with a lower "
                 "plan.device_memory."
             ) from full
-        s.trainee.optimizer.zero_grad()
-        if not s.settled.step_down(reason):
+        s.state.optimizer.zero_grad()
+        if not s.plan_controller.step_down(reason):
             raise full
         stream.go_back(began)
-        restore_torch_generators(drawn)  # dropout falls in a second try as in the first
+        restore_torch_rng(drawn)  # dropout falls in a second try as in the first
         timing.restart(progress.step)
 
 
@@ -267,11 +267,11 @@ def _next_accumulation(s: Session, progress: TrainProgress, before: int) -> int:
 
 def _asked(s: Session, step: int, saved_at: float) -> set[str]:
     """What the user, a signal or the clock wants now; ranks agree when losses are logged anyway."""
-    run, accelerator = s.trainee.run, s.trainee.accelerator
+    run, accelerator = s.state.run, s.state.accelerator
     if accelerator.num_processes > 1 and step % run.logging.every:
         return set()
-    asked = s.requests.take() if accelerator.is_main_process else set()
-    if s.interrupt.asked is not None:
+    asked = s.control.take_requests() if accelerator.is_main_process else set()
+    if s.signals.received is not None:
         asked.add("stop")
     minutes = run.train.checkpoint_minutes
     if minutes and time.monotonic() - saved_at >= 60 * minutes:
@@ -283,10 +283,10 @@ def _owed(s: Session, step: int, total: int) -> bool:
     """Whether there should be samples of this step already: of the first weights, or since the run
     ended between a checkpoint and its samples.
     """
-    every = s.trainee.run.validation.every
+    every = s.state.run.validation.every
     if s.validation is None or every == 0 or not (step == 0 or _due(step, every, total)):
         return False
-    there = step > 0 and s.validation.sheet(step).exists()
+    there = step > 0 and s.validation.grid_path(step).exists()
     return not gather_object([there])[0]
 
 
@@ -296,7 +296,7 @@ def _validate(s: Session, record: MetricsBuffer, step: int) -> None:
         return
     record.flush()
     full = _try_to_validate(s, s.validation, step)
-    if full and s.settled is not None and s.settled.give_back(full):
+    if full and s.plan_controller is not None and s.plan_controller.give_back(full):
         full = _try_to_validate(s, s.validation, step)
     if full:
         text = f"{full} There are no samples of step {step}; training goes on. {MAKE_ROOM}"
@@ -307,22 +307,22 @@ def _validate(s: Session, record: MetricsBuffer, step: int) -> None:
 def _try_to_validate(s: Session, validation: ValidationSetup, step: int) -> str:
     """Gives what the device says where it is full."""
     try:
-        s.emit(validate(s.trainee, validation, step))
-    except SamplesError as error:
+        s.emit(validate(s.state, validation, step))
+    except ValidationWriteError as error:
         if step == 0:  # no step is lost with it, and no later samples could be kept either
             raise
         s.emit(Notice(f"{error} Training goes on.", level="warning", fallback=True))
     except torch.OutOfMemoryError as error:
-        if s.trainee.accelerator.num_processes > 1:  # the others wait for this one
+        if s.state.accelerator.num_processes > 1:  # the others wait for this one
             raise
         return str(error).splitlines()[0]
     return ""
 
 
-def _report_moved(s: Session, stream: Stream, step: int) -> None:
+def _report_moved(s: Session, stream: BatchStream, step: int) -> None:
     """What batches and streamed weights have cost by now."""
     s.emit(stream.fed(step))
-    streamed = None if s.settled is None else s.settled.streamed(step)
+    streamed = None if s.plan_controller is None else s.plan_controller.streamed(step)
     if streamed is not None:
         s.emit(streamed)
 
@@ -331,9 +331,9 @@ def _save(s: Session, record: MetricsBuffer, progress: TrainProgress, reason: st
     """Only after the losses so far are known to be numbers."""
     record.flush()
     snapshot = snapshot_of(s, progress)
-    accelerator = s.trainee.accelerator
+    accelerator = s.state.accelerator
     if accelerator.is_main_process:
-        saved = checkpoint.save(s.checkpoints, snapshot, s.trainee.run.train.keep_checkpoints)
+        saved = checkpoint.save_snapshot(s.checkpoints, snapshot, s.state.run.train.keep_checkpoints)
         s.emit(CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason))
     accelerator.wait_for_everyone()
     record.resume()
@@ -341,15 +341,15 @@ def _save(s: Session, record: MetricsBuffer, progress: TrainProgress, reason: st
 
 def snapshot_of(s: Session, progress: TrainProgress) -> Snapshot:
     """Everything that going on from here needs."""
-    t = s.trainee
+    t = s.state
     t.update.rest()
     tensors: dict[str, Mapping[str, Tensor]] = {
-        "weights": weights_of(t.parameters),
-        "optimizer": optimizer_tensors(t.optimizer, t.parameters),
+        "weights": detached_weights(t.parameters),
+        "optimizer": flatten_optimizer_state(t.optimizer, t.parameters),
     }
     if t.ema is not None:
         tensors["ema"] = t.ema.averages
-    for rank, states in enumerate(gather_object([generator_tensors()])):
+    for rank, states in enumerate(gather_object([rng_state()])):
         tensors[f"generators-{rank}"] = states
     return Snapshot(progress, s.identity, tensors)
 
@@ -427,7 +427,7 @@ class MetricsBuffer:
         self._since = time.monotonic()
 
 
-def rates_of(optimizer: Optimizer) -> Callable[[int], list[RatesSpread]]:
+def learning_rate_histograms(optimizer: Optimizer) -> Callable[[int], list[RatesSpread]]:
     """How to tell the spread of learning rates, where every element has one; else nothing."""
     if not isinstance(optimizer, Automagic):
         return lambda _: []

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Self
 
 from gracetune.config.load import resolved
 from gracetune.config.schema import Gh200Section, RunFile
-from gracetune.durable import write_text
+from gracetune.atomic_files import write_text
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
-from gracetune.events.run_control import VERBS, Requests
+from gracetune.events.run_control import VERBS, RunControl
 from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import (
     CheckpointSaved,
@@ -29,10 +29,10 @@ from gracetune.events.types import (
 )
 from gracetune.train import checkpoint
 from gracetune.train.build import CHECKPOINT_FOLDER, build, resume, start_accelerator
-from gracetune.train.export import result_of
-from gracetune.train.identity import check_same, settings_of
+from gracetune.train.export import result_folder
+from gracetune.train.identity import check_same_run, identity_settings
 from gracetune.train.loop import train_loop
-from gracetune.train.validate import validates
+from gracetune.train.validate import validation_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -54,7 +54,7 @@ LOG = "events.jsonl"
 PRECISION_NAMES = {"no": "fp32", "bf16": "bf16"}
 
 
-class Landmarks:
+class LatestOutputs:
     """A sink that remembers what the last event should name."""
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -77,7 +77,7 @@ class Landmarks:
 class Ending:
     """Tells how a run ended, whatever ended it."""
 
-    def __init__(self, fan: EventDispatcher, landmarks: Landmarks, started: float) -> None:
+    def __init__(self, fan: EventDispatcher, landmarks: LatestOutputs, started: float) -> None:
         self._fan = fan
         self._landmarks = landmarks
         self._started = started
@@ -110,19 +110,19 @@ def run_training(
     if not run.use_gh200_trainer:
         run = run.model_copy(update={"gh200_optimizations": Gh200Section(enable_uvm_hints=False)})
         notices = (*notices, "use_gh200_trainer is false: gh200_optimizations are left out")
-    with Interrupt() as interrupt:
+    with SignalHandler() as interrupt:
         accelerator = start_accelerator(run)
         folder = Path(run.output_dir)
-        check_apart(run)
+        check_output_outside_datasets(run)
         check_writable(folder)
         warnings: list[str] = []
-        snapshot = find_snapshot(folder, resume_from, warnings.append)
+        snapshot = find_resume_point(folder, resume_from, warnings.append)
         if snapshot is None:
-            check_room(result_of(run))
+            check_result_absent(result_folder(run))
         else:
-            check_continuable(run, snapshot, accelerator.mixed_precision)
-        landmarks = Landmarks(folder, 0 if snapshot is None else snapshot.progress.step)
-        with Requests(folder).listening(_verbs(run), accelerator.is_main_process) as requests:
+            check_resumable(run, snapshot, accelerator.mixed_precision)
+        landmarks = LatestOutputs(folder, 0 if snapshot is None else snapshot.progress.step)
+        with RunControl(folder).listening(_verbs(run), accelerator.is_main_process) as requests:
             told = _sinks(run, folder, landmarks.step, sinks) if accelerator.is_main_process else []
             with (
                 EventDispatcher([landmarks, *told]) as fan,
@@ -137,7 +137,7 @@ def run_training(
                     if accelerator.is_main_process:
                         _take_over(run, folder, progress, fan)
                     fan.emit(_started(built.session, progress))
-                    with interrupt.between_steps():
+                    with interrupt.deferred():
                         train_loop(built.session, progress)
                         if accelerator.is_main_process:
                             landmarks.outputs["result"] = str(built.export())
@@ -153,7 +153,7 @@ def _take_over(run: RunFile, folder: Path, progress: TrainProgress, fan: EventDi
         there, path = path, folder / "run.resolved.json"
         fan.emit(Notice(f"{there} is not as a run writes it, and stays: {path.name} is this run's"))
     write_text(path, resolved(run))
-    for later in checkpoint.set_aside(folder / CHECKPOINT_FOLDER, progress.step):
+    for later in checkpoint.set_aside_newer(folder / CHECKPOINT_FOLDER, progress.step):
         text = f"resuming before a checkpoint that exists; that one is kept as {later}"
         fan.emit(Notice(text, level="warning"))
 
@@ -167,7 +167,7 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def check_apart(run: RunFile) -> None:
+def check_output_outside_datasets(run: RunFile) -> None:
     """A run that writes among its samples would train on its own pictures."""
     folder = Path(run.output_dir).resolve()
     for index, dataset in enumerate(run.datasets):
@@ -182,7 +182,7 @@ def check_apart(run: RunFile) -> None:
             )
 
 
-def check_room(result: Path) -> None:
+def check_result_absent(result: Path) -> None:
     """A new run replaces nobody's folder with its result."""
     if result.exists():
         raise ConfigError(
@@ -191,9 +191,9 @@ def check_room(result: Path) -> None:
         )
 
 
-def check_continuable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
+def check_resumable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
     """What can be refused now is not refused after an hour of encoding."""
-    check_same(snapshot.identity, settings_of(run, precision), contents=False)
+    check_same_run(snapshot.identity, identity_settings(run, precision), contents=False)
     done, total = snapshot.progress.step, run.train.max_train_steps
     if done > total:
         raise CheckpointError(
@@ -215,16 +215,16 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def find_snapshot(folder: Path, resume_from: str, warn: Callable[[str], None]) -> Snapshot | None:
+def find_resume_point(folder: Path, resume_from: str, warn: Callable[[str], None]) -> Snapshot | None:
     """What to go on from. To begin anew over a run that has checkpoints is refused."""
     checkpoints = folder / CHECKPOINT_FOLDER
-    existing = checkpoint.complete(checkpoints)
+    existing = checkpoint.complete_checkpoints(checkpoints)
     if resume_from == "none" and existing:
         raise ConfigError(
             f"--resume none would overwrite the run in {folder}, which has {existing[-1].name}. "
             "Choose another output_dir, or remove that folder."
         )
-    return checkpoint.find(checkpoints, resume_from, warn)
+    return checkpoint.find_snapshot(checkpoints, resume_from, warn)
 
 
 def _sinks(run: RunFile, folder: Path, first_step: int, sinks: Iterable[Sink]) -> list[Sink]:
@@ -235,18 +235,18 @@ def _sinks(run: RunFile, folder: Path, first_step: int, sinks: Iterable[Sink]) -
 
 
 def _verbs(run: RunFile) -> list[str]:
-    return [verb for verb in VERBS if verb != "validate" or validates(run)]
+    return [verb for verb in VERBS if verb != "validate" or validation_enabled(run)]
 
 
 def _started(session: Session, progress: TrainProgress) -> RunStarted:
-    t = session.trainee
+    t = session.state
     return RunStarted(
         output_dir=t.run.output_dir,
         model=t.family.name,
         trainable_parameters=sum(p.numel() for p in t.parameters.values()),
         total_steps=t.run.train.max_train_steps,
         start_step=progress.step,
-        num_samples=len(session.feed.trained),
+        num_samples=len(session.pipeline.train_samples),
         device=str(t.accelerator.device),
         precision=PRECISION_NAMES[t.accelerator.mixed_precision],
     )
@@ -262,11 +262,11 @@ def _started(session: Session, progress: TrainProgress) -> RunStarted:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupt:
+class SignalHandler:
     """While open, `asked` names the signal that came between steps, if any."""
 
     def __init__(self) -> None:
-        self.asked: str | None = None
+        self.received: str | None = None
         self._waits = False
         self._before: dict[signal.Signals, Handler] = {}
 
@@ -285,7 +285,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Signals wait here until the loop looks."""
         self._waits = True
         try:
@@ -294,12 +294,12 @@ class Interrupt:
             self._waits = False
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
-        if self.asked is not None:
+        if self.received is not None:
             os._exit(130)
         if not self._waits:
             raise KeyboardInterrupt
-        self.asked = signal.Signals(number).name
+        self.received = signal.Signals(number).name
         sys.stderr.write(
-            f"\n{self.asked}: finishing the step and saving; once more leaves at once, unsaved\n"
+            f"\n{self.received}: finishing the step and saving; once more leaves at once, unsaved\n"
         )
         sys.stderr.flush()

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from gracetune.cache.prompt_keys import EMPTY
+from gracetune.cache.prompt_keys import EMPTY_PROMPT
 from gracetune.data.augment import PLAIN, render
 from gracetune.data.buckets import frame_counts, sound_lengths
 from gracetune.data.pyav import load_av
 from gracetune.data.sample import UnreadableSampleError
-from gracetune.durable import new_file, new_folder
+from gracetune.atomic_files import atomic_file, atomic_folder
 from gracetune.errors import CheckpointError, ConfigError
 from gracetune.events.types import Notice, Validated
 from gracetune.models.family import SampleRequest
 from gracetune.optim.schedule import averaged
-from gracetune.train.step import losses_at, seed_of
+from gracetune.train.step import losses_given_noise, derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class SamplesError(CheckpointError):
+class ValidationWriteError(CheckpointError):
     """What was sampled cannot be kept."""
 
 
@@ -53,10 +53,10 @@ class ValidationSetup:
 
     folder: Path
     prompts: tuple[str, ...]
-    order: SampleRequest
+    request: SampleRequest
     held_out: Sequence[Batch]
 
-    def sheet(self, step: int) -> Path:
+    def grid_path(self, step: int) -> Path:
         """Where all samples of a step are seen."""
         return self.folder / f"step-{step:06d}.png"
 
@@ -67,7 +67,7 @@ def validate(t: TrainState, validation: ValidationSetup, step: int) -> Validated
     was_training = t.transformer.training
     t.transformer.eval()
     try:
-        with torch.no_grad(), t.ema.in_place() if t.ema is not None else averaged(t.optimizer):
+        with torch.no_grad(), t.ema.swapped_in() if t.ema is not None else averaged(t.optimizer):
             losses = held_out_loss(t, validation.held_out)
             made = sample(t, validation)
     finally:
@@ -85,7 +85,7 @@ def validate(t: TrainState, validation: ValidationSetup, step: int) -> Validated
 def sample(t: TrainState, validation: ValidationSetup) -> list[Sampled]:
     """One a prompt, by the family's own pipeline with the weights as they are."""
     with t.accelerator.autocast():
-        return t.family.sample(validation.order)
+        return t.family.sample(validation.request)
 
 
 def held_out_loss(t: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
@@ -94,16 +94,16 @@ def held_out_loss(t: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
         return {}
     total = sum(len(batch) for batch in batches)
     means: dict[str, float] = {}
-    for turn in t.turns.all():
+    for turn in t.expert_schedule.turns():
         loss, seen = torch.zeros((), device=t.accelerator.device), 0
         for index, batch in enumerate(batches):
             x0, _ = t.family.parts(batch.latents)
-            generator = torch.Generator().manual_seed(seed_of("held out", index))
+            generator = torch.Generator().manual_seed(derive_seed("held out", index))
             # In fp32, as in training: latents from another tool's cache may be narrower.
             noise = torch.randn(x0.shape, generator=generator).to(x0.device)
             shares = (torch.arange(seen, seen + len(batch)) + 0.5) / total
             levels = turn.window.low + (turn.window.high - turn.window.low) * shares
-            loss += losses_at(t, batch, levels.to(noise), noise, turn.expert).sum()
+            loss += losses_given_noise(t, batch, levels.to(noise), noise, turn.expert).sum()
             seen += len(batch)
         means["held_out" if turn.expert is None else f"held_out_{turn.expert}"] = float(
             loss / total
@@ -113,15 +113,15 @@ def held_out_loss(t: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
 
 def _write(validation: ValidationSetup, made: Sequence[Sampled], step: int) -> Path:
     """Each sample by itself, with the prompts beside them, and stills of all on one sheet."""
-    sheet = validation.sheet(step)
+    sheet = validation.grid_path(step)
     try:
-        with new_folder(sheet.with_suffix("")) as folder:
-            stills = [write(one, folder, f"{number:03d}") for number, one in enumerate(made)]
+        with atomic_folder(sheet.with_suffix("")) as folder:
+            stills = [write_sample(one, folder, f"{number:03d}") for number, one in enumerate(made)]
             (folder / "prompts.json").write_text(json.dumps(validation.prompts, indent=2))
-        with new_file(sheet) as staging:
-            grid(stills, validation.prompts, f"step {step}").save(staging, format="PNG")
+        with atomic_file(sheet) as staging:
+            image_grid(stills, validation.prompts, f"step {step}").save(staging, format="PNG")
     except OSError as error:
-        raise SamplesError(f"the samples {sheet} cannot be written: {error}.") from error
+        raise ValidationWriteError(f"the samples {sheet} cannot be written: {error}.") from error
     return sheet
 
 
@@ -134,15 +134,15 @@ FRAME_STEP = 4
 """Videos have 4n + 1 frames."""
 
 
-def validates(run: RunFile) -> bool:
+def validation_enabled(run: RunFile) -> bool:
     """Whether a run ever samples: by schedule, or when asked."""
     return run.validation.every > 0 or run.validation.enable_manual_validation
 
 
-def plan_order(run: RunFile, family: Family) -> Shape:
+def plan_sample_shape(run: RunFile, family: Family) -> Shape:
     """The shape of what is sampled; what cannot be is refused before the data take their time."""
     kind, shape = _shape(run)
-    if not validates(run):
+    if not validation_enabled(run):
         return shape
     if kind == "video" and kind not in family.kinds:
         raise ConfigError(
@@ -166,12 +166,12 @@ def build_validation(
     run: RunFile, family: Family, feed: DataPipeline, shape: Shape, emit: Emit
 ) -> ValidationSetup | None:
     """Encode what is sampled, once; the text encoder is not needed after."""
-    if not validates(run):
+    if not validation_enabled(run):
         return None
     section, (kind, _) = run.validation, _shape(run)
     prompts = section.prompts
     if not prompts:
-        captions = dict.fromkeys(sample.caption for sample in feed.trained)
+        captions = dict.fromkeys(sample.caption for sample in feed.train_samples)
         prompts = tuple(captions)[: section.num_prompts]
         emit(Notice("validation.prompts: none given; picturing " + "; ".join(map(repr, prompts))))
     images = [_read_image(path, (shape[0], shape[1])) for path in section.images or ()]
@@ -179,7 +179,7 @@ def build_validation(
     return ValidationSetup(
         folder=Path(run.output_dir) / VALIDATION_FOLDER,
         prompts=prompts,
-        order=SampleRequest(
+        request=SampleRequest(
             texts=texts,
             empty=empties[0],
             shape=shape,
@@ -188,9 +188,9 @@ def build_validation(
             guidance=section.guidance,
             images=images,
             empties=empties if family.takes_control else (),
-            tiled=feed.tiling.of(shape, kind),
+            tiled=feed.tiling.applies_to(shape, kind),
         ),
-        held_out=[feed.load(draws) for draws in feed.held_out],
+        held_out=[feed.load(draws) for draws in feed.held_out_draws],
     )
 
 
@@ -199,9 +199,9 @@ def _encoded(
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Each prompt's text, and that of no caption: once, or with each picture."""
     if not family.takes_control:
-        *texts, empty = map(_on_host, family.encode_text([*prompts, EMPTY]))
+        *texts, empty = map(_on_host, family.encode_text([*prompts, EMPTY_PROMPT]))
         return texts, [empty]
-    both = family.encode_text([*prompts, *[EMPTY] * len(prompts)], [*images, *images])
+    both = family.encode_text([*prompts, *[EMPTY_PROMPT] * len(prompts)], [*images, *images])
     on_host = [_on_host(text) for text in both]
     return on_host[: len(prompts)], on_host[len(prompts) :]
 
@@ -269,14 +269,14 @@ def _on_host(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # What was sampled, as files that a player opens, and as one still picture for the sheet.
 
 
-SHOWN_FRAMES = 8
+CONTACT_SHEET_FRAMES = 8
 """Frames on a contact sheet."""
-SHEET_COLUMNS = 4
+CONTACT_SHEET_COLUMNS = 4
 WINDOW = 1024
 """Samples in one column of a spectrogram."""
 FLOOR_DB = -90.0
 SPECTROGRAM_SIZE = (512, 256)
-INKS = np.array([(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)], float)
+COLORMAP = np.array([(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)], float)
 """From silent to loud."""
 
 
@@ -286,7 +286,7 @@ def require_packages(kind: Kind) -> None:
         load_av("video")
 
 
-def write(sampled: Sampled, folder: Path, name: str) -> Image.Image:
+def write_sample(sampled: Sampled, folder: Path, name: str) -> Image.Image:
     """The file of one sample, with a still beside it where it moves or sounds; gives the still."""
     match sampled.kind:
         case "image":
@@ -304,11 +304,11 @@ def write(sampled: Sampled, folder: Path, name: str) -> Image.Image:
 def contact_sheet(clip_CFHW: Tensor) -> Image.Image:  # noqa: N803
     """Frames at even distances, the first and the last among them, in reading order."""
     frames = clip_CFHW.shape[1]
-    count = min(SHOWN_FRAMES, frames)
+    count = min(CONTACT_SHEET_FRAMES, frames)
     chosen = np.linspace(0, frames - 1, count).round().astype(int)
     pictures = [_picture(clip_CFHW[:, at]) for at in chosen]
     width, height = pictures[0].size
-    columns = min(SHEET_COLUMNS, count)
+    columns = min(CONTACT_SHEET_COLUMNS, count)
     sheet = Image.new("RGB", (columns * width, -(-count // columns) * height))
     for place, picture in enumerate(pictures):
         sheet.paste(picture, (place % columns * width, place // columns * height))
@@ -324,9 +324,9 @@ def spectrogram(waves_CN: Tensor) -> Image.Image:  # noqa: N803
     ).abs()
     decibels = 20 * (power / window.sum() * 2).clamp_min(1e-9).log10()
     share = (1 - decibels / FLOOR_DB).clamp(0, 1).flip(0).numpy()
-    at = share * (len(INKS) - 1)
-    low = np.minimum(at.astype(int), len(INKS) - 2)
-    colours = INKS[low] + (at - low)[..., None] * (INKS[low + 1] - INKS[low])
+    at = share * (len(COLORMAP) - 1)
+    low = np.minimum(at.astype(int), len(COLORMAP) - 2)
+    colours = COLORMAP[low] + (at - low)[..., None] * (COLORMAP[low + 1] - COLORMAP[low])
     picture = Image.fromarray(colours.round().astype(np.uint8))
     return picture.resize(SPECTROGRAM_SIZE, Image.Resampling.BILINEAR)
 
@@ -378,7 +378,7 @@ FONT_SIZE = 12
 INK, PAPER = (40, 40, 40), (250, 250, 250)
 
 
-def grid(pictures: Sequence[Image.Image], captions: Sequence[str], title: str) -> Image.Image:
+def image_grid(pictures: Sequence[Image.Image], captions: Sequence[str], title: str) -> Image.Image:
     """A sheet that is wider than high, in reading order."""
     factor = max(1, -(-MIN_TILE // min(pictures[0].size)))
     width, height = (edge * factor for edge in pictures[0].size)

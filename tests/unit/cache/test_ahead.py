@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from gracetune.cache.prefetch import Depth, InlineBatches, PrefetchedBatches, nbytes_of
+from gracetune.cache.prefetch import PrefetchDepth, InlineBatches, PrefetchedBatches, batch_nbytes
 from gracetune.data.loader import LoaderState
 from gracetune.data.sample import Batch
 from gracetune.errors import DataError
@@ -20,17 +20,17 @@ class Road:
         self.worker = None
 
     @contextmanager
-    def working(self):
+    def active(self):
         self.worker = threading.current_thread()
         yield
         self.worker = None
 
-    def sent(self):
+    def record_arrival(self):
         assert threading.current_thread() is self.worker
         self.sent_batches += 1
         return self.sent_batches
 
-    def receive(self, batch, arrival):
+    def wait_for(self, batch, arrival):
         assert threading.current_thread() is not self.worker
         self.received.append(arrival)
 
@@ -56,7 +56,7 @@ def wait_until(holds):
 
 def test_batches_come_in_order_each_with_its_own_state():
     road = Road()
-    ahead = PrefetchedBatches(numbered(5), road, Depth(3, None))
+    ahead = PrefetchedBatches(numbered(5), road, PrefetchDepth(3, None))
     assert iter(ahead) is ahead
     taken = list(ahead)
     assert [b.latents[0, 0].item() for b, _ in taken] == [0, 1, 2, 3, 4]
@@ -67,7 +67,7 @@ def test_batches_come_in_order_each_with_its_own_state():
 
 def test_the_state_is_that_of_the_batch_taken_not_of_those_brought():
     seen = []
-    ahead = PrefetchedBatches(numbered(100, seen=seen), Road(), Depth(4, None))
+    ahead = PrefetchedBatches(numbered(100, seen=seen), Road(), PrefetchDepth(4, None))
     _, state = next(ahead)
     wait_until(lambda: len(seen) == 5)
     time.sleep(0.02)
@@ -78,7 +78,7 @@ def test_the_state_is_that_of_the_batch_taken_not_of_those_brought():
 
 
 def test_a_number_stays_as_it_is_however_long_steps_wait():
-    ahead = PrefetchedBatches(numbered(6, wait_s=0.01), Road(), Depth(1, None))
+    ahead = PrefetchedBatches(numbered(6, wait_s=0.01), Road(), PrefetchDepth(1, None))
     assert len(list(ahead)) == 6
     assert ahead.depth.batches == 1
     assert ahead.counts.waits == 6
@@ -86,9 +86,9 @@ def test_a_number_stays_as_it_is_however_long_steps_wait():
 
 
 def test_auto_deepens_while_steps_wait_within_its_budget():
-    one = nbytes_of(batch(0))
+    one = batch_nbytes(batch(0))
     assert one == 2 * 4 * 4 + 2 * 2 * 4
-    ahead = PrefetchedBatches(numbered(12, wait_s=0.005), Road(), Depth(2, 5 * one))
+    ahead = PrefetchedBatches(numbered(12, wait_s=0.005), Road(), PrefetchDepth(2, 5 * one))
     assert len(list(ahead)) == 12
     assert ahead.depth.batches == 5
     ahead.close()
@@ -96,7 +96,7 @@ def test_auto_deepens_while_steps_wait_within_its_budget():
 
 def test_auto_does_not_deepen_where_nobody_waits():
     seen = []
-    ahead = PrefetchedBatches(numbered(8, seen=seen), Road(), Depth(2, 2**30))
+    ahead = PrefetchedBatches(numbered(8, seen=seen), Road(), PrefetchDepth(2, 2**30))
     for taken in range(8):
         wait_until(lambda taken=taken: len(seen) >= min(8, taken + 2))
         time.sleep(0.002)
@@ -109,7 +109,7 @@ def test_auto_does_not_deepen_where_nobody_waits():
 
 
 def test_waiting_is_counted_and_not_hidden():
-    ahead = PrefetchedBatches(numbered(4, wait_s=0.02), Road(), Depth(1, None))
+    ahead = PrefetchedBatches(numbered(4, wait_s=0.02), Road(), PrefetchDepth(1, None))
     list(ahead)
     counts = ahead.counts
     assert counts.batches == 4
@@ -123,7 +123,7 @@ def test_an_error_reaches_the_step_after_the_batches_before_it():
         yield from numbered(2)
         raise DataError("a picture is gone")
 
-    ahead = PrefetchedBatches(failing(), Road(), Depth(4, None))
+    ahead = PrefetchedBatches(failing(), Road(), PrefetchDepth(4, None))
     assert [next(ahead)[1].consumed, next(ahead)[1].consumed] == [1, 2]
     with pytest.raises(DataError, match="a picture is gone"):
         next(ahead)

@@ -7,7 +7,7 @@ from PIL import Image
 from gracetune.cache.encode import EncodeItem, fill_latents, fill_text
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.shard_store import ShardStore
-from gracetune.cache.store import MemoryStore
+from gracetune.cache.store import DictStore
 from gracetune.data.sample import Sample
 
 
@@ -57,7 +57,7 @@ def test_keys_do_not_depend_on_names_or_folders():
 
 @pytest.fixture(params=["memory", "shards"])
 def store(request, tmp_path):
-    return MemoryStore() if request.param == "memory" else ShardStore(tmp_path)
+    return DictStore() if request.param == "memory" else ShardStore(tmp_path)
 
 
 def test_a_store_gives_back_what_it_took(store):
@@ -82,7 +82,7 @@ def test_only_what_is_missing_is_encoded(store, told):
 
 
 def test_latents_are_those_of_their_own_picture(told):
-    store = MemoryStore()
+    store = DictStore()
     names = ["a", "bb", "ccc"] * 1
     fill_latents(store, pictures(names), encode, "e", told)
     for picture in pictures(names):
@@ -91,12 +91,12 @@ def test_latents_are_those_of_their_own_picture(told):
 
 
 def test_unreadable_pictures_come_back_with_a_reason(told):
-    store = MemoryStore()
+    store = DictStore()
     lost = fill_latents(store, pictures(["a", "bb"], broken={"bb"}), encode, "e", told)
     assert [sample.key for sample, _ in lost] == ["bb"]
     assert all(reason for _, reason in lost)
     only_broken = pictures(["z"], broken={"z"})
-    assert len(fill_latents(MemoryStore(), only_broken, encode, "e", told)) == 1
+    assert len(fill_latents(DictStore(), only_broken, encode, "e", told)) == 1
 
 
 def test_each_distinct_caption_is_encoded_once(store, told):

@@ -129,5 +129,5 @@ def test_files_of_ai_toolkit_tell_what_they_were_made_by(tmp_path):
     save_file({"latent": torch.ones(2)}, path, {"crop_width": "64", "filename": "my_cat.jpg"})
     entry = read_foreign(path)
     assert entry.stem == "my_cat"
-    assert entry.made_by == {"crop_width": 64, "filename": "my_cat.jpg"}
+    assert entry.metadata == {"crop_width": 64, "filename": "my_cat.jpg"}
     assert entry.tensors["latents"].tolist() == [1, 1]

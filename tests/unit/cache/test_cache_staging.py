@@ -2,8 +2,8 @@ from functools import partial
 
 import torch
 
-from gracetune.cache.memory_tier import pageable
-from gracetune.cache.prefetch import SLOTS, HotTexts, Staging, copied, keep_hot
+from gracetune.cache.memory_tier import allocate_pageable
+from gracetune.cache.prefetch import STAGING_SLOTS, DeviceTextCache, PinnedStaging, copy_into, cache_texts_on_device
 from gracetune.cache.shard_format import PAGE
 
 
@@ -47,17 +47,17 @@ class Device:
 
 
 def filling(tensor):
-    return partial(copied, tensor)
+    return partial(copy_into, tensor)
 
 
 def test_a_slot_is_written_again_only_after_its_copy_is_done():
     device = Device()
-    staging = Staging(pageable, device.mark)
+    staging = PinnedStaging(allocate_pageable, device.mark)
     sent = [
         staging.send({"latents": filling(torch.tensor([[n] * 3, [n + 0.5] * 3]))}, device.new)
         for n in range(7)
     ]
-    assert device.waits == 7 - SLOTS
+    assert device.waits == 7 - STAGING_SLOTS
     device.finish()
     for n, moved in enumerate(sent):
         assert moved["latents"].real.tolist() == [[n] * 3, [n + 0.5] * 3]
@@ -66,7 +66,7 @@ def test_a_slot_is_written_again_only_after_its_copy_is_done():
 
 def test_parts_of_other_dtypes_lie_side_by_side_and_a_slot_grows():
     device, sizes = Device(), []
-    staging = Staging(lambda nbytes: sizes.append(nbytes) or pageable(nbytes), device.mark)
+    staging = PinnedStaging(lambda nbytes: sizes.append(nbytes) or allocate_pageable(nbytes), device.mark)
     for length in (3, 3, 700, 5):
         parts = {
             "mask": torch.ones(length, dtype=torch.bool),
@@ -79,15 +79,15 @@ def test_parts_of_other_dtypes_lie_side_by_side_and_a_slot_grows():
             assert torch.equal(moved[name].real, tensor)
     assert sizes[:2] == [PAGE, 2 * PAGE + PAGE]
     allocated = []
-    for _ in range(3 * SLOTS):
+    for _ in range(3 * STAGING_SLOTS):
         staging.send({"latents": filling(torch.zeros(700))}, device.new)
         allocated.append(len(sizes))
-    assert len(set(allocated[SLOTS:])) == 1, "a slot that was large enough is used again"
+    assert len(set(allocated[STAGING_SLOTS:])) == 1, "a slot that was large enough is used again"
 
 
 def test_parts_that_a_slot_grew_past_are_sent_as_they_were():
     device = Device()
-    staging = Staging(pageable, device.mark)
+    staging = PinnedStaging(allocate_pageable, device.mark)
     parts = {f"{n}": filling(torch.full((n * 300 + 1,), float(n))) for n in range(6)}
     moved = staging.send(parts, device.new)
     staging.send({"other": filling(torch.full((5000,), -1.0))}, device.new)
@@ -101,14 +101,14 @@ def texts(captions):
 
 
 def test_hot_texts_are_the_first_of_the_row_within_the_budget():
-    hot = keep_hot(["a", "bb", "ccc"], texts, torch.device("cpu"), 1100)
+    hot = cache_texts_on_device(["a", "bb", "ccc"], texts, torch.device("cpu"), 1100)
     assert len(hot) == 2
-    assert [e["tokens"][0].item() for e in hot.all_of(["bb", "a", "bb"])] == [2, 1, 2]
+    assert [e["tokens"][0].item() for e in hot.get_all(["bb", "a", "bb"])] == [2, 1, 2]
     assert hot.found == 3
-    assert hot.all_of(["a", "ccc"]) is None
+    assert hot.get_all(["a", "ccc"]) is None
     assert hot.found == 3
 
 
 def test_no_budget_keeps_nothing_hot():
-    assert len(keep_hot(["a"], texts, torch.device("cpu"), 0)) == 0
-    assert HotTexts({}).all_of([]) is None
+    assert len(cache_texts_on_device(["a"], texts, torch.device("cpu"), 0)) == 0
+    assert DeviceTextCache({}).get_all([]) is None

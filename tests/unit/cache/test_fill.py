@@ -8,7 +8,7 @@ from tired import tired_at_first
 
 from gracetune.cache import encode as fill
 from gracetune.cache.encode import (
-    BATCH,
+    ENCODE_BATCH_SIZE,
     EncodeItem,
     Ranks,
     fill_latents,
@@ -17,7 +17,7 @@ from gracetune.cache.encode import (
 )
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.shard_store import ShardStore
-from gracetune.cache.store import MemoryStore
+from gracetune.cache.store import DictStore
 from gracetune.data.augment import SampleTransform
 from gracetune.data.images import PILLOW
 from gracetune.data.prefetch import Prefetch
@@ -71,7 +71,7 @@ def red(store, picture):
 
 @pytest.mark.parametrize("most", [1, 5, 8, 31])
 def test_out_of_memory_halves_the_batch_and_goes_on(told, most):
-    store, encode = MemoryStore(), Encoder(most)
+    store, encode = DictStore(), Encoder(most)
     wanted = pictures([f"{n}" for n in range(70)], Files())
     assert fill_latents(store, wanted, encode, "e", told) == []
     assert [red(store, p) for p in wanted] == list(range(70))
@@ -103,18 +103,18 @@ def test_a_library_without_work_space_is_out_of_memory_too(told, words, halves):
     wanted = pictures([f"{n}" for n in range(32)], Files())
     if not halves:
         with pytest.raises(RuntimeError, match="shapes"):
-            fill_latents(MemoryStore(), wanted, cramped, "e", told)
+            fill_latents(DictStore(), wanted, cramped, "e", told)
         return
-    assert fill_latents(MemoryStore(), wanted, cramped, "e", told) == []
+    assert fill_latents(DictStore(), wanted, cramped, "e", told) == []
     assert encode.sizes == [8] * 4
 
 
 @pytest.mark.parametrize(("edge", "together"), [(8, 32), (16, 32), (32, 8), (64, 2), (512, 1)])
 def test_large_pictures_are_encoded_fewer_at_a_time(told, monkeypatch, edge, together):
-    monkeypatch.setattr(fill, "MOST_PIXELS", 8 * 32 * 32)
+    monkeypatch.setattr(fill, "MAX_BATCH_PIXELS", 8 * 32 * 32)
     encode = Encoder()
     wanted = pictures([f"{n}" for n in range(40)], Files(), size=(edge, edge))
-    assert fill_latents(MemoryStore(), wanted, encode, "e", told) == []
+    assert fill_latents(DictStore(), wanted, encode, "e", told) == []
     assert max(encode.sizes) == together
     assert sum(encode.sizes) == 40
     done = [e.done for e in told.of(StageProgress) if e.stage == "encoding pictures"]
@@ -123,7 +123,7 @@ def test_large_pictures_are_encoded_fewer_at_a_time(told, monkeypatch, edge, tog
 
 def test_out_of_memory_with_one_picture_ends_the_run_with_a_way_out(told):
     with pytest.raises(RunFailedError, match=r"one of the pictures: no room.*resolution"):
-        fill_latents(MemoryStore(), pictures(["1"], Files()), Encoder(0), "e", told)
+        fill_latents(DictStore(), pictures(["1"], Files()), Encoder(0), "e", told)
 
 
 def test_captions_are_halved_too(told):
@@ -135,7 +135,7 @@ def test_captions_are_halved_too(told):
             raise torch.OutOfMemoryError("full")
         return [{"tokens": torch.tensor([float(len(c))])} for c in captions]
 
-    store, captions = MemoryStore(), ["x" * n for n in range(40)]
+    store, captions = DictStore(), ["x" * n for n in range(40)]
     fill_text(store, captions, encode, "e", told)
     assert sizes[:3] == [32, 16, 8]
     found = [store.get(text_key(c, "e"))["tokens"].item() for c in captions]
@@ -146,17 +146,17 @@ def test_batches_never_mix_sizes(told):
     encode, source = Encoder(), Files()
     keys = [f"{n}" for n in range(40)]
     both = pictures(keys[:20], source) + pictures(keys[20:], source, (4, 8))
-    fill_latents(MemoryStore(), both, encode, "e", told)
+    fill_latents(DictStore(), both, encode, "e", told)
     assert sorted(encode.sizes) == [20, 20]
 
 
 def test_files_with_equal_bytes_are_encoded_once_and_lost_together(told):
     source, encode = Files(), Encoder()
     twice = [EncodeItem(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("1", "2")]
-    fill_latents(MemoryStore(), twice, encode, "e", told)
+    fill_latents(DictStore(), twice, encode, "e", told)
     assert encode.sizes == [1]
     bad = [EncodeItem(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("bad", "bad too")]
-    lost = fill_latents(MemoryStore(), bad, encode, "e", told)
+    lost = fill_latents(DictStore(), bad, encode, "e", told)
     assert [sample.key for sample, _ in lost] == ["bad", "bad too"]
 
 
@@ -164,16 +164,16 @@ def test_a_variant_that_can_be_read_does_not_make_up_for_one_that_cannot(told):
     source, sample = tired_at_first(Files()), Sample("d", "1", "", "digest", 8, 8)
     crops = [SampleTransform(crop=(share, 0.5)) for share in (0.0, 1.0)]
     variants = [EncodeItem(sample, (8, 8), source, crop) for crop in crops]
-    lost = fill_latents(MemoryStore(), variants, Encoder(), "e", told)
+    lost = fill_latents(DictStore(), variants, Encoder(), "e", told)
     assert lost == [(sample, "the disk is tired")]
 
 
 def test_progress_tells_since_when_and_ends_at_the_total(told):
     fill_latents(
-        MemoryStore(), pictures([f"{n}" for n in range(70)], Files()), Encoder(), "e", told
+        DictStore(), pictures([f"{n}" for n in range(70)], Files()), Encoder(), "e", told
     )
     steps = told.of(StageProgress)
-    assert [event.done for event in steps] == [BATCH, 2 * BATCH, 70]
+    assert [event.done for event in steps] == [ENCODE_BATCH_SIZE, 2 * ENCODE_BATCH_SIZE, 70]
     assert {(event.total, event.unit) for event in steps} == {(70, "pictures")}
     assert 0 < steps[0].seconds <= steps[-1].seconds
 
@@ -222,12 +222,12 @@ def test_ranks_encode_a_share_each_and_end_with_all_of_it(told, tmp_path):
 def test_a_share_does_not_depend_on_what_else_is_missing():
     """A rank that looks later, when others have begun, must still do all that is its own."""
     keys = [text_key(f"{n}", "e") for n in range(300)]
-    shares = [Ranks(rank, 3).share(keys) for rank in range(3)]
+    shares = [Ranks(rank, 3).own_share(keys) for rank in range(3)]
     assert sorted(key for share in shares for key in share) == sorted(keys)
     assert all(len(share) > 60 for share in shares)
     for rank, share in enumerate(shares):
-        assert Ranks(rank, 3).share(keys[100:]) == [key for key in share if key in keys[100:]]
-    assert Ranks().share(keys) == keys
+        assert Ranks(rank, 3).own_share(keys[100:]) == [key for key in share if key in keys[100:]]
+    assert Ranks().own_share(keys) == keys
 
 
 def test_a_rank_that_gets_nothing_done_is_not_waited_for_without_end(tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gracetune.cache.foreign import captions_by_digest, digest_in, match_text, take_text
+from gracetune.cache.foreign import captions_by_digest, caption_digest, match_text, convert_text
 from gracetune.errors import CacheError
 
 OURS = {
@@ -24,7 +24,7 @@ def test_padding_is_dropped_as_their_mask_says():
     matches = match_text(theirs, OURS)
     assert matches["tokens"].theirs == "text_embed"
     assert matches["pooled"].theirs == "pooled_embed"
-    taken = take_text(theirs, matches)
+    taken = convert_text(theirs, matches)
     torch.testing.assert_close(taken["tokens"], OURS["tokens"], rtol=1e-2, atol=1e-2)
     assert list(taken) == list(OURS)
     assert {n: (t.dtype, t.shape) for n, t in taken.items()} == {
@@ -35,20 +35,20 @@ def test_padding_is_dropped_as_their_mask_says():
         "attention_mask": torch.arange(12) < 2,
         "pooled_embed": torch.zeros(6),
     }
-    again = take_text(shorter, matches)
+    again = convert_text(shorter, matches)
     assert (again["tokens"].shape, again["mask"].tolist()) == ((2, 8), [True, True])
 
 
 def test_zeros_at_the_end_are_padding_where_no_mask_says_so():
     theirs = {"prompt_embeds": padded(OURS["tokens"])}
-    taken = take_text(theirs, match_text(theirs, {"tokens": OURS["tokens"]}))
+    taken = convert_text(theirs, match_text(theirs, {"tokens": OURS["tokens"]}))
     assert torch.equal(taken["tokens"], OURS["tokens"])
 
 
 def test_what_we_keep_whole_is_taken_whole():
     ours = {"tokens": padded(OURS["tokens"], value=2.0)[0]}
     theirs = {"prompt_embeds": ours["tokens"][None], "ids": torch.arange(3)}
-    assert torch.equal(take_text(theirs, match_text(theirs, ours))["tokens"], ours["tokens"])
+    assert torch.equal(convert_text(theirs, match_text(theirs, ours))["tokens"], ours["tokens"])
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_another_encoder_is_refused(theirs):
 def test_an_entry_that_is_not_like_the_first_is_refused(odd):
     matches = match_text({"e": padded(OURS["tokens"])}, {"tokens": OURS["tokens"]})
     with pytest.raises(CacheError, match="its 'e' is"):
-        take_text({"e": odd}, matches)
+        convert_text({"e": odd}, matches)
 
 
 def test_files_are_named_by_the_digest_of_their_caption():
     known = captions_by_digest(["a cat", ""])
     assert known["d41d8cd98f00b204e9800998ecf8427e"] == ""
     (digest,) = (key for key, caption in known.items() if caption == "a cat")
-    assert digest_in(digest) == digest_in(f"{digest}-flux") == digest
-    assert digest_in("picture") is None
-    assert digest_in(f"{digest}x") is None
+    assert caption_digest(digest) == caption_digest(f"{digest}-flux") == digest
+    assert caption_digest("picture") is None
+    assert caption_digest(f"{digest}x") is None

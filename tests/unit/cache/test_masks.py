@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from tired import tired_at_first
 
-from gracetune.cache.encode import ALONE, EncodeItem
+from gracetune.cache.encode import SINGLE_RANK, EncodeItem
 from gracetune.cache.keys import mask_key
-from gracetune.cache.masks import NAME, fill_masks, mask_keys, weights
-from gracetune.cache.store import MemoryStore
+from gracetune.cache.masks import MASK_TENSOR, fill_masks, mask_keys, mask_weights
+from gracetune.cache.store import DictStore
 from gracetune.data.augment import PLAIN, AugmentationDraw, SampleTransform, Step
 from gracetune.data.images import PILLOW
 from gracetune.data.prefetch import Prefetch
@@ -56,16 +56,16 @@ def picture(source, key, recipe=PLAIN, digest=None, inverted=False):
 
 
 def fill(store, pictures, emit, cells=CELLS):
-    return fill_masks(store, pictures, lambda _: cells, emit, PILLOW, NOW, ALONE)
+    return fill_masks(store, pictures, lambda _: cells, emit, PILLOW, NOW, SINGLE_RANK)
 
 
 def levels(store, picture):
     (key,) = mask_keys([picture], lambda _: CELLS)
-    return store.get(key)[NAME].tolist()
+    return store.get(key)[MASK_TENSOR].tolist()
 
 
 def test_a_cell_has_the_average_of_its_pixels(told):
-    store, source = MemoryStore(), Files(half=stripe(0, 8), part=stripe(4, 10))
+    store, source = DictStore(), Files(half=stripe(0, 8), part=stripe(4, 10))
     half, part = picture(source, "half"), picture(source, "part")
     assert fill(store, [half, part], told) == []
     assert levels(store, half) == [[255, 255, 0, 0]] * 2
@@ -73,14 +73,14 @@ def test_a_cell_has_the_average_of_its_pixels(told):
 
 
 def test_a_mask_is_warped_as_its_sample_is(told):
-    store, source = MemoryStore(), Files(half=stripe(0, 8))
+    store, source = DictStore(), Files(half=stripe(0, 8))
     flipped = picture(source, "half", SampleTransform(draw=AugmentationDraw((Step("flip", {}),))))
     fill(store, [flipped], told)
     assert levels(store, flipped) == [[0, 0, 255, 255]] * 2
 
 
 def test_an_inverted_mask_is_learnt_where_it_is_black_and_not_where_it_is_erased(told):
-    store, source = MemoryStore(), Files(half=stripe(0, 8))
+    store, source = DictStore(), Files(half=stripe(0, 8))
     erase = Step("erase", {"left": 0.75, "top": 0.0, "width": 0.25, "height": 1.0})
     whole = picture(source, "half", inverted=True)
     erased = picture(
@@ -92,7 +92,7 @@ def test_an_inverted_mask_is_learnt_where_it_is_black_and_not_where_it_is_erased
 
 
 def test_what_is_there_is_not_rendered_again_and_other_bytes_are(told):
-    store, source = MemoryStore(), Files(half=stripe(0, 8))
+    store, source = DictStore(), Files(half=stripe(0, 8))
     fill(store, [picture(source, "half")], told)
     fill(store, [picture(source, "half")], told)
     assert source.reads == ["half"]
@@ -103,7 +103,7 @@ def test_what_is_there_is_not_rendered_again_and_other_bytes_are(told):
 
 
 def test_samples_without_a_mask_are_left_alone(told):
-    store = MemoryStore()
+    store = DictStore()
     bare = EncodeItem(Sample("d", "x", "", "x", 16, 8), SIZE, Files())
     assert fill(store, [bare], told) == []
     assert mask_keys([bare], lambda _: CELLS) == []
@@ -112,7 +112,7 @@ def test_samples_without_a_mask_are_left_alone(told):
 def test_masks_that_cannot_be_read_are_named_with_every_sample_of_theirs(told):
     source = Files(broken=b"no picture", half=stripe(0, 8))
     pictures = [picture(source, key) for key in ("gone", "broken", "half")]
-    found = fill(MemoryStore(), pictures, told)
+    found = fill(DictStore(), pictures, told)
     assert [(sample.key, reason) for sample, reason in found] == [
         ("gone.png", "its mask gone: no gone"),
         (
@@ -126,14 +126,14 @@ def test_masks_that_cannot_be_read_are_named_with_every_sample_of_theirs(told):
 def test_a_mask_that_could_be_read_the_second_time_is_named_all_the_same(told):
     source = tired_at_first(Files(half=stripe(0, 8)))
     variants = [picture(source, "half", SampleTransform(crop=(share, 0.5))) for share in (0.0, 1.0)]
-    ((sample, reason),) = fill(MemoryStore(), variants, told)
+    ((sample, reason),) = fill(DictStore(), variants, told)
     assert sample.key == "half.png"
     assert reason == "its mask half: the disk is tired"
 
 
 def test_masks_that_let_nothing_be_learnt_are_told(told):
     source = Files(black=stripe(0, 0), half=stripe(0, 8))
-    fill(MemoryStore(), [picture(source, "black"), picture(source, "half")], told)
+    fill(DictStore(), [picture(source, "black"), picture(source, "half")], told)
     (notice,) = told.of(Notice)
     assert notice.level == "warning"
     assert "1 of 2 masks are black in all that their samples show (black.png" in notice.text
@@ -143,7 +143,7 @@ def test_masks_that_let_nothing_be_learnt_are_told(told):
 def test_any_number_is_rendered_in_order(told, count):
     names = [f"m{n}" for n in range(count)]
     source = Files(**{name: png(np.full((8, 16), n)) for n, name in enumerate(names)})
-    store, pictures = MemoryStore(), [picture(source, name) for name in names]
+    store, pictures = DictStore(), [picture(source, name) for name in names]
     fill(store, pictures, told)
     assert [levels(store, one)[0][0] for one in pictures] == list(range(count))
 
@@ -160,7 +160,7 @@ def test_the_key_names_bytes_geometry_and_cells():
     ]
     assert len({base, *others}) == 6
     assert base == mask_key(replace(mask, key="of another name"), SIZE, CELLS, PLAIN)
-    assert base.about["kind"] == "mask"
+    assert base.components["kind"] == "mask"
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_the_key_names_bytes_geometry_and_cells():
     ],
 )
 def test_levels_weigh_as_the_run_file_says(background, normalize, wanted):
-    found = weights(torch.tensor([[255, 0, 0, 0]], dtype=torch.uint8), background, normalize)
+    found = mask_weights(torch.tensor([[255, 0, 0, 0]], dtype=torch.uint8), background, normalize)
     torch.testing.assert_close(found, torch.tensor([wanted]))
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_white_weighs_exactly_one_and_black_nothing(normalize):
     white = torch.full((3, 5), 255, dtype=torch.uint8)
-    assert torch.equal(weights(white, 0.0, normalize), torch.ones(3, 5))
+    assert torch.equal(mask_weights(white, 0.0, normalize), torch.ones(3, 5))
     black = torch.zeros(3, 5, dtype=torch.uint8)
-    assert torch.equal(weights(black, 0.0, normalize), torch.zeros(3, 5))
+    assert torch.equal(mask_weights(black, 0.0, normalize), torch.zeros(3, 5))

@@ -6,13 +6,13 @@ from PIL import Image
 
 from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.cache.encode import Ranks
-from gracetune.cache.memory_tier import ArenaStore, pageable
+from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.stores import open_stores
 from gracetune.config.schema import RunFile
 from gracetune.data.gather import MissingGather
 from gracetune.data.loader import BucketGroup
-from gracetune.data.pipeline import build_pipeline, split
+from gracetune.data.pipeline import build_pipeline, split_holdout
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError, RunFailedError
 from gracetune.models.tiny import load
@@ -47,7 +47,7 @@ def test_a_batch_that_no_size_can_fill_is_told(feed, told):
 
 def test_batches_hold_the_latents_and_texts_of_their_own_samples(feed):
     made = feed()
-    draws = made.order.at(0)
+    draws = made.order.batch_at(0)
     batch = made.load(draws)
     assert len(batch) == 4
     assert batch.latents.shape == (4, 48, 6, 6)
@@ -65,10 +65,10 @@ def test_the_bucket_report_is_told_and_written(feed, told, tmp_path):
 
 def test_a_holdout_is_kept_out_and_complete(feed):
     made = feed(validation={"holdout": 0.25})
-    held = {draw.sample for batch in made.held_out for draw in batch}
+    held = {draw.sample for batch in made.held_out_draws for draw in batch}
     assert len(held) == 16
-    assert len(made.trained) == 48
-    assert not held & set(made.trained)
+    assert len(made.train_samples) == 48
+    assert not held & set(made.train_samples)
 
 
 def test_a_holdout_of_everything_is_refused(feed):
@@ -79,7 +79,7 @@ def test_a_holdout_of_everything_is_refused(feed):
 def test_adding_samples_moves_few_of_the_held_out():
     groups = [BucketGroup(samples(200), 1, 0.0, (8, 8))]
     more = [BucketGroup(samples(220), 1, 0.0, (8, 8))]
-    before, after = (set(split(g, 0.1, 0)[1][0].samples) for g in (groups, more))
+    before, after = (set(split_holdout(g, 0.1, 0)[1][0].samples) for g in (groups, more))
     assert len(before) == 20
     assert len(before & after) >= 16
 
@@ -87,18 +87,18 @@ def test_adding_samples_moves_few_of_the_held_out():
 def test_the_split_is_the_same_in_any_order():
     forward = [BucketGroup(samples(50), 1, 0.0, (8, 8))]
     backward = [BucketGroup(tuple(reversed(samples(50))), 1, 0.0, (8, 8))]
-    first, second = (set(split(g, 0.2, 3)[1][0].samples) for g in (forward, backward))
+    first, second = (set(split_holdout(g, 0.2, 3)[1][0].samples) for g in (forward, backward))
     assert first == second
 
 
 @pytest.mark.parametrize(
     ("cache", "dataset", "latents", "text"),
     [
-        ({}, {}, ArenaStore, ArenaStore),
-        ({"persistent_cache": True}, {}, ArenaStore, ArenaStore),
-        ({"vae_cache_type": "disk"}, {}, ShardStore, ArenaStore),
-        ({"text_cache_type": "disk"}, {}, ArenaStore, ShardStore),
-        ({}, {"cache_latents_to_disk": True}, ArenaStore, ArenaStore),
+        ({}, {}, MemoryTier, MemoryTier),
+        ({"persistent_cache": True}, {}, MemoryTier, MemoryTier),
+        ({"vae_cache_type": "disk"}, {}, ShardStore, MemoryTier),
+        ({"text_cache_type": "disk"}, {}, MemoryTier, ShardStore),
+        ({}, {"cache_latents_to_disk": True}, MemoryTier, MemoryTier),
     ],
 )
 def test_stores_are_what_the_run_file_says(cache, dataset, latents, text, told, tmp_path):
@@ -126,11 +126,11 @@ def test_a_folder_that_nothing_is_kept_in_is_named(keeps, told, tmp_path):
 def test_a_missing_helper_is_said_once_where_it_would_help(kind, said, told, tmp_path):
     run = RunFile.model_validate({"cache_config": {"vae_cache_type": kind}})
     stores = open_stores(run, tmp_path, told, find=lambda: MissingGather("nobody built it"))
-    stores.latents_in("generation", tmp_path / "generation")
+    stores.open_latents("generation", tmp_path / "generation")
     found = [event for event in told.events if "nobody built it" in event.text]
     assert [event.fallback for event in found] == [True] * said
     stores.latents.put("a", {"x": torch.tensor([1.0])})
-    assert stores.latents.gather(["a"], "x", pageable).tolist() == [[1.0]]
+    assert stores.latents.gather(["a"], "x", allocate_pageable).tolist() == [[1.0]]
     stores.close()
 
 
@@ -159,8 +159,8 @@ def test_several_ranks_share_files_and_host_memory(told, tmp_path):
     alone, shared = (
         open_stores(run, tmp_path / f"{world}", told, ranks=Ranks(0, world)) for world in (1, 4)
     )
-    assert not alone.in_files
-    assert shared.in_files
+    assert not alone.latents_on_disk
+    assert shared.latents_on_disk
     assert any("4 ranks share what they encode" in text for text in told.texts())
 
 
@@ -177,7 +177,7 @@ def test_closing_seals_the_shards_and_a_closed_feed_still_loads(feed, tmp_path):
     made = feed(cache_config={**cache, "text_cache_type": "disk"})
     files = [*(tmp_path / "cache").rglob("shards/*")]
     assert {path.suffix for path in files} == {".open"}
-    draws = made.order.at(0)
+    draws = made.order.batch_at(0)
     made.will_need(draws)
     before = made.load(draws)
     made.close()
@@ -207,9 +207,9 @@ def test_batches_may_mix_data_sets_that_are_cached_refreshed_and_encoded_live(fe
         train={"batch_size": 12},
     )
     try:
-        draws = made.order.at(0)
+        draws = made.order.batch_at(0)
         made.will_need(draws)
-        made.will_need(made.order.at(made.order.epoch_length))  # not made yet
+        made.will_need(made.order.batch_at(made.order.epoch_length))  # not made yet
         batch = made.load(draws)
         assert len({draw.sample.dataset for draw in draws}) == 3
         for index, draw in enumerate(draws):
@@ -234,10 +234,10 @@ def pictures_in(folder, count=4):
 def test_a_picture_that_breaks_while_training_ends_the_run_by_name(feed, tmp_path):
     dataset = pictures_in(tmp_path / "pictures")
     made = feed(datasets=[dataset | {"augmentations_cache_mode": "disable_cache"}])
-    assert len(made.load(made.order.at(0))) == 4
+    assert len(made.load(made.order.batch_at(0))) == 4
     (tmp_path / "pictures" / "2.png").write_bytes(b"torn")
     with pytest.raises(RunFailedError, match=r"'d': 2.png was readable when the run began"):
-        made.load(made.order.at(0))
+        made.load(made.order.batch_at(0))
     made.close()
 
 
@@ -245,9 +245,9 @@ def test_a_picture_that_breaks_before_its_next_generation_ends_the_run_by_name(f
     dataset = pictures_in(tmp_path / "pictures")
     made = feed(datasets=[dataset | {"augmentations_cache_mode": "refresh_each_epoch"}])
     (tmp_path / "pictures" / "1.png").write_bytes(b"torn")
-    made.load(made.order.at(0))
+    made.load(made.order.batch_at(0))
     with pytest.raises(RunFailedError, match=r"'d': 1.png was readable when the run began"):
-        made.load(made.order.at(made.order.epoch_length))
+        made.load(made.order.batch_at(made.order.epoch_length))
     made.close()
 
 
@@ -256,7 +256,7 @@ def test_pictures_that_cannot_be_read_are_dropped_and_all_of_them_are_too_many(f
     whole = (tmp_path / "pictures" / "0.png").read_bytes()
     torn = whole[: len(whole) - 30]  # its head says a size, its pixels cannot be read
     (tmp_path / "pictures" / "0.png").write_bytes(torn)
-    assert len(feed(datasets=[dataset]).trained) == 3
+    assert len(feed(datasets=[dataset]).train_samples) == 3
     for number in range(4):
         (tmp_path / "pictures" / f"{number}.png").write_bytes(torn)
     with pytest.raises(DataError, match=r"datasets\[0\] \('d'\): none of the 4 pictures"):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from gracetune.cache.batch_transfer import build_batch_transfer
-from gracetune.cache.memory_tier import pageable
-from gracetune.cache.prefetch import Staging
+from gracetune.cache.memory_tier import allocate_pageable
+from gracetune.cache.prefetch import PinnedStaging
 from gracetune.data.pipeline import build_pipeline
 from gracetune.errors import RunFailedError
 from gracetune.models.tiny import load
-from gracetune.train.loop import Stream
+from gracetune.train.loop import BatchStream
 
 CPU = torch.device("cpu")
 
@@ -26,22 +26,22 @@ class Done:
 class Elsewhere:
     """A mover to a device whose memory happens to be the host's."""
 
-    moves = True
+    needs_copy = True
     device = CPU
     device_nbytes = 64 * 2**20
 
     def __init__(self):
-        self._staging = Staging(pageable, Done)
+        self._staging = PinnedStaging(allocate_pageable, Done)
         self.brought_by = set()
 
     @property
-    def nbytes_moved(self):
+    def nbytes_copied(self):
         return self._staging.nbytes_sent
 
-    def host_memory(self, nbytes):
-        return pageable(nbytes)
+    def allocate_host(self, nbytes):
+        return allocate_pageable(nbytes)
 
-    def bring(self, latents, text):
+    def to_device(self, latents, text):
         self.brought_by.add(threading.current_thread().name)
         moved = self._staging.send({"latents": latents}, torch.empty_like)
         return moved["latents"], dict(text)
@@ -49,16 +49,16 @@ class Elsewhere:
     def place(self, batch):
         return batch
 
-    def lane(self):
+    def new_stream(self):
         class Lane:
             @contextmanager
-            def working(self):
+            def active(self):
                 yield
 
-            def sent(self):
+            def record_arrival(self):
                 return None
 
-            def receive(self, batch, arrival):
+            def wait_for(self, batch, arrival):
                 assert arrival is None
 
         return Lane()
@@ -70,7 +70,7 @@ def stream(tiny_run, told, tmp_path):
         run = tiny_run(output_dir=str(tmp_path / f"{len(told.events)}"), **sections)
         Path(run.output_dir).mkdir()
         feed = build_pipeline(run, load(run.model), mover, Path(run.output_dir), told)
-        return Stream(feed, 0, 1, 0)
+        return BatchStream(feed, 0, 1, 0)
 
     return make
 

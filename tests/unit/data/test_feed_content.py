@@ -64,7 +64,7 @@ def test_batches_hold_the_latents_of_the_drawn_pixels(made, folder, settings):
     run, family, feed = made(**settings)
     decoders = choose_decoders()
     for index in range(feed.order.epoch_length):
-        draws = feed.order.at(index)
+        draws = feed.order.batch_at(index)
         for draw, latents in zip(draws, feed.load(draws).latents, strict=True):
             recipe = recipe_of(run.datasets[0], draw.sample, run.seed, lanczos=decoders.lanczos)
             data = (folder / draw.sample.key).read_bytes()
@@ -76,7 +76,7 @@ def test_augmented_latents_differ_from_plain_ones_and_are_drawn_once(made):
     def latents(**settings):
         _, _, feed = made(**settings)
         draws = sorted(
-            (draw for at in range(feed.order.epoch_length) for draw in feed.order.at(at)),
+            (draw for at in range(feed.order.epoch_length) for draw in feed.order.batch_at(at)),
             key=lambda draw: draw.sample.key,
         )
         return feed.load(draws).latents

@@ -10,7 +10,7 @@ from test_feed_ahead import Elsewhere
 
 from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.cache.encode import Ranks
-from gracetune.cache.shard_format import ROOM
+from gracetune.cache.shard_format import DEFAULT_DATA_OFFSET
 from gracetune.data.pipeline import build_pipeline
 from gracetune.events.types import Notice, StageProgress, StepDone
 from gracetune.models.tiny import load
@@ -19,11 +19,11 @@ from gracetune.train.run import run_training
 
 def flip(path):
     data = bytearray(path.read_bytes())
-    data[ROOM:] = bytes(byte ^ 0x5A for byte in data[ROOM:])
+    data[DEFAULT_DATA_OFFSET:] = bytes(byte ^ 0x5A for byte in data[DEFAULT_DATA_OFFSET:])
     path.write_bytes(data)
 
 
-HARMS = {"flipped": flip, "short": lambda path: os.truncate(path, ROOM + 64), "gone": os.unlink}
+HARMS = {"flipped": flip, "short": lambda path: os.truncate(path, DEFAULT_DATA_OFFSET + 64), "gone": os.unlink}
 
 
 def shards(cache, kind):
@@ -108,12 +108,12 @@ def test_a_text_that_stays_on_the_device_is_encoded_again(tiny_run, told, tmp_pa
     Path(run.output_dir).mkdir()
     family = load(run.model)
     whole = build_pipeline(run, family, Elsewhere(), Path(run.output_dir), told)
-    batch = whole.load(whole.order.at(0))
+    batch = whole.load(whole.order.batch_at(0))
     whole.close()
     for shard in shards(tmp_path / "cache", "text"):
         flip(shard)
     mended = build_pipeline(run, family, Elsewhere(), Path(run.output_dir), told)
-    again = mended.load(mended.order.at(0))
+    again = mended.load(mended.order.batch_at(0))
     mended.close()
     assert all(torch.equal(again.text[name], batch.text[name]) for name in batch.text)
     assert len([text for text in fallbacks(told) if "is damaged" in text]) == 1
@@ -125,7 +125,7 @@ def test_ranks_mend_each_for_itself(tiny_run, told, tmp_path):
     folder.mkdir()
     mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
     whole = build_pipeline(run, family, mover, folder, told)
-    batch = whole.load(whole.order.at(0))
+    batch = whole.load(whole.order.batch_at(0))
     whole.close()
     (shard,) = shards(tmp_path / "cache", "latents")
     flip(shard)
@@ -137,7 +137,7 @@ def test_ranks_mend_each_for_itself(tiny_run, told, tmp_path):
         path.write_text("{}")
     first, second = (build_pipeline(run, family, mover, folder, told, one) for one in ranks)
     for feed in (first, second):
-        assert torch.equal(feed.load(feed.order.at(0)).latents, batch.latents)
+        assert torch.equal(feed.load(feed.order.batch_at(0)).latents, batch.latents)
         feed.close()
     assert encoded(told, "encoding pictures") == 2 * 64
 
