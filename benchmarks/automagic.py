@@ -24,11 +24,11 @@ from curves import draw_curves
 
 from gracetune.config.load import load_run_file
 from gracetune.data.loader import Loader
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.run import Interrupt
+from gracetune.train.run import SignalHandler
 from gracetune.train.state import TrainProgress
-from gracetune.train.step import losses_at, train_step
+from gracetune.train.step import losses_given_noise, train_step
 
 if TYPE_CHECKING:
     from gracetune.train.loop import Session
@@ -63,19 +63,19 @@ def train(steps: int, settings: list[str]) -> tuple[dict[int, float], list[float
                 run,
                 accelerator,
                 lambda event: print(event, file=told),
-                Requests(Path(folder)),
-                Interrupt(),
+                RunControl(Path(folder)),
+                SignalHandler(),
             ).session
         return follow(session, steps)
 
 
 def follow(session: Session, steps: int) -> tuple[dict[int, float], list[float]]:
     """Train, and look every now and then."""
-    batches = iter(Loader(session.feed.order, session.feed.load, 0, 1, 0))
+    batches = iter(Loader(session.pipeline.order, session.pipeline.load, 0, 1, 0))
     losses, rates = {0: held_out(session)}, []
     for step in range(steps):
         batch, _ = next(batches)
-        result = train_step(session.trainee, [batch], 1, TrainProgress(step, step))
+        result = train_step(session.state, [batch], 1, TrainProgress(step, step))
         rates.append(float(result.lr))
         if (step + 1) % EVERY == 0 or step + 1 == steps:
             losses[step + 1] = held_out(session)
@@ -91,7 +91,7 @@ def held_out(session: Session) -> float:
             generator = torch.Generator().manual_seed(1000 * draw + index)
             noise = torch.randn(batch.latents.shape, generator=generator)
             levels = torch.arange(len(batch)) + torch.rand(len(batch), generator=generator)
-            losses = losses_at(session.trainee, batch, levels / len(batch), noise)
+            losses = losses_given_noise(session.state, batch, levels / len(batch), noise)
             total, count = total + float(losses.sum()), count + len(batch)
     return total / count
 

@@ -21,12 +21,12 @@ import torch
 from gracetune.config.load import load_run_file
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import StepDone
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.loop import train_loop
-from gracetune.train.run import Interrupt
+from gracetune.train.run import SignalHandler
 from gracetune.train.state import TrainProgress
 
 ROOT = Path(__file__).parent.parent
@@ -91,17 +91,17 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
     seconds = Seconds()
     sinks = [seconds, JsonlLog(folder / "events.jsonl"), TensorBoardSink(folder / "tb", 1)]
     with EventDispatcher(sinks) as fan:
-        built = build(run, start_accelerator(run), fan.emit, Requests(folder), Interrupt())
+        built = build(run, start_accelerator(run), fan.emit, RunControl(folder), SignalHandler())
         session = built.session
-        batches = [session.feed.load(session.feed.order.at(i)) for i in range(steps)]
+        batches = [session.pipeline.load(session.pipeline.order.batch_at(i)) for i in range(steps)]
         pairs = [(batch.latents, batch.text) for batch in batches]
-        bare_model = type(session.trainee.family.transformer)(
-            **{k: v for k, v in session.trainee.family.transformer.config.items() if k[0] != "_"}
+        bare_model = type(session.state.family.transformer)(
+            **{k: v for k, v in session.state.family.transformer.config.items() if k[0] != "_"}
         )
         progress, results = TrainProgress(), []
         for turn in range(num_turns + 1):
             train = run.train.model_copy(update={"max_train_steps": (turn + 1) * steps})
-            trainee = replace(session.trainee, run=run.model_copy(update={"train": train}))
+            trainee = replace(session.state, run=run.model_copy(update={"train": train}))
             seconds.steps.clear()
             progress = train_loop(replace(session, trainee=trainee), progress)
             ours = statistics.mean(seconds.steps)

@@ -20,9 +20,9 @@ from gracetune.config.load import load_run_file
 from gracetune.data.loader import Loader
 from gracetune.data.sample import Batch, Sample
 from gracetune.data.shapes import draw, drawn
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.run import Interrupt
+from gracetune.train.run import SignalHandler
 from gracetune.train.state import TrainProgress
 from gracetune.train.step import train_step
 from gracetune.train.validate import held_out_loss
@@ -66,8 +66,8 @@ def main() -> None:
             ],
             environment={},
         ).run
-        requests = Requests(Path(folder))
-        built = build(run, start_accelerator(run), emit, requests, Interrupt())
+        requests = RunControl(Path(folder))
+        built = build(run, start_accelerator(run), emit, requests, SignalHandler())
         curve = follow(built.session, arguments.steps)
         built.close()
     rounded = [line for line in told if "fp8" in line]
@@ -76,17 +76,17 @@ def main() -> None:
 
 def follow(session: Session, steps: int) -> dict[int, float]:
     """Train, and look every now and then."""
-    held = held_out_batch(session.trainee.family, session.trainee.accelerator.device)
-    batches = iter(Loader(session.feed.order, session.feed.load, 0, 1, 0))
+    held = held_out_batch(session.state.family, session.state.accelerator.device)
+    batches = iter(Loader(session.pipeline.order, session.pipeline.load, 0, 1, 0))
 
     @torch.no_grad()
     def look() -> float:
-        return held_out_loss(session.trainee, [held])["held_out"]
+        return held_out_loss(session.state, [held])["held_out"]
 
     curve = {0: look()}
     for step in range(steps):
         batch, _ = next(batches)
-        train_step(session.trainee, [batch], 1, TrainProgress(step, step))
+        train_step(session.state, [batch], 1, TrainProgress(step, step))
         if (step + 1) % EVERY == 0 or step + 1 == steps:
             curve[step + 1] = look()
     return curve

@@ -14,11 +14,11 @@ from gracetune.config.schema import RunFile
 from gracetune.data.augment import recipe_of, render
 from gracetune.data.images import choose_decoders
 from gracetune.data.sample import Batch
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.events.types import BatchesFed, StepDone
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.loop import train_loop
-from gracetune.train.run import Interrupt, run_training
+from gracetune.train.run import SignalHandler, run_training
 from gracetune.train.state import TrainProgress
 
 STEPS = 7  # three epochs of two batches, and one batch more
@@ -119,9 +119,9 @@ def trained_live(run, mode, told):
     told.events.clear()
     folder = Path(run.output_dir)
     folder.mkdir()
-    session = build(run, start_accelerator(run), told, Requests(folder), Interrupt()).session
+    session = build(run, start_accelerator(run), told, RunControl(folder), SignalHandler()).session
     (section,) = run.datasets
-    family, decoders = session.trainee.family, choose_decoders()
+    family, decoders = session.state.family, choose_decoders()
 
     def load(draws):
         pixels = []
@@ -135,7 +135,7 @@ def trained_live(run, mode, told):
         latents = family.encode(torch.stack(pixels))
         return Batch(latents, text, tuple(draw.sample for draw in draws))
 
-    train_loop(replace(session, feed=replace(session.feed, load=load)), TrainProgress())
+    train_loop(replace(session, feed=replace(session.pipeline, load=load)), TrainProgress())
     return losses(told)
 
 

@@ -9,19 +9,19 @@ import pytest
 import torch
 from PIL import Image
 
-from gracetune.cache.required_entries import wanted_keys
+from gracetune.cache.required_entries import required_keys
 from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
 from gracetune.data.augment import recipe_of, render_mask
 from gracetune.data.images import choose_decoders
-from gracetune.data.pipeline import cells_of
+from gracetune.data.pipeline import latent_grid_of
 from gracetune.errors import CheckpointError, ConfigError
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.events.types import StepDone, Validated
 from gracetune.models.tiny import load
 from gracetune.train.build import build, start_accelerator
 from gracetune.train.loop import train_loop
-from gracetune.train.run import Interrupt, run_training
+from gracetune.train.run import SignalHandler, run_training
 from gracetune.train.state import TrainProgress
 from gracetune.train.step import batch_losses
 
@@ -97,7 +97,7 @@ def built(told):
     def make(run):
         folder = Path(run.output_dir)
         folder.mkdir(exist_ok=True)
-        return build(run, start_accelerator(run), told, Requests(folder), Interrupt()).session
+        return build(run, start_accelerator(run), told, RunControl(folder), SignalHandler()).session
 
     return make
 
@@ -139,7 +139,7 @@ def weighed(run, draw, generation):
 def test_every_mode_trains_with_the_weights_of_the_drawn_masks(made, built, told, mode):
     """One run with what the feed brings, one with weights put together by hand."""
     session = built(made("by hand", **MODES[mode]))
-    run, feed = session.trainee.run, session.feed
+    run, feed = session.state.run, session.pipeline
     told.events.clear()
 
     def load(draws):
@@ -166,8 +166,8 @@ def test_white_masks_change_nothing_bit_for_bit(made, told):
 def test_black_cells_give_no_gradient(made, built):
     """What the model says there is nobody's business."""
     session = built(made("run", mask_normalize=False))
-    t, draws = session.trainee, session.feed.order.at(0)
-    batch = session.feed.load(draws)
+    t, draws = session.state, session.pipeline.order.batch_at(0)
+    batch = session.pipeline.load(draws)
     said = []
     real = t.family.predict
 
@@ -193,11 +193,11 @@ def test_samples_without_masks_beside_masked_ones_count_whole(made, built, folde
         "max_aspect": 2.0,
     }
     session = built(made("run", beside=beside, mask_background=0.25))
-    run, order = session.trainee.run, session.feed.order
+    run, order = session.state.run, session.pipeline.order
     mixed = 0
     for index in range(order.epoch_length):
-        draws = order.at(index)
-        batch = session.feed.load(draws)
+        draws = order.batch_at(index)
+        batch = session.pipeline.load(draws)
         kinds = {draw.sample.dataset for draw in draws}
         mixed += len(kinds) == 2
         if kinds == {"plain"}:
@@ -214,9 +214,9 @@ def test_samples_without_masks_beside_masked_ones_count_whole(made, built, folde
 
 def test_inverted_masks_reach_the_loss(made, built):
     session = built(made("run", mask_invert=True, mask_normalize=False))
-    run, draws = session.trainee.run, session.feed.order.at(0)
+    run, draws = session.state.run, session.pipeline.order.batch_at(0)
     by_hand = torch.stack([weighed(run, draw, 0) for draw in draws])
-    found = session.feed.load(draws).weights
+    found = session.pipeline.load(draws).weights
     torch.testing.assert_close(found, by_hand, rtol=0, atol=0.01)
     assert (found[:, :, -1] > 0.9).any()
 
@@ -229,7 +229,7 @@ def test_masks_are_kept_with_latents_and_wanted(made, told, cache, tmp_path):
     with ShardStore(tmp_path / "kept" / "cache" / "latents") as store:
         names = sorted(name for key in store.keys() for name in store.get(key))  # noqa: SIM118
         assert names == ["latents"] * PICTURES + ["mask"] * PICTURES
-        assert set(store.keys()) <= wanted_keys(run, load(run.model), told)
+        assert set(store.keys()) <= required_keys(run, load(run.model), told)
     # Once more from what is kept: nothing is rendered, and the same is trained.
     again = run.model_copy(update={"output_dir": str(tmp_path / "again")})
     cached = run.cache_config.model_copy(update={"cache_dir": str(tmp_path / "kept" / "cache")})
@@ -277,4 +277,4 @@ def test_weights_without_masks_are_refused(made, told, settings, refusal):
 
 
 def test_cells_are_the_last_dimensions_of_latents(made):
-    assert cells_of(load(made("run").model))((24, 32)) == (8, 6)
+    assert latent_grid_of(load(made("run").model))((24, 32)) == (8, 6)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, pinned
-from gracetune.cache.prefetch import CudaTransferStream, Depth, PrefetchedBatches, Staging
+from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_pinned
+from gracetune.cache.prefetch import CudaTransferStream, PrefetchDepth, PrefetchedBatches, PinnedStaging
 from gracetune.cache.shard_store import ShardStore
 from gracetune.data.loader import LoaderState
 from gracetune.data.sample import Batch
@@ -29,11 +29,11 @@ def mark():
 def test_slots_are_never_overwritten_and_memory_never_reused_too_early(told):
     """Batches of 32 MiB are used late, by a stream that is kept busy meanwhile."""
     count, words = 24, 4 * 1024**2
-    store = ArenaStore("entries", HostMemoryBudget(2**31), None, told, pinned, Tally())
+    store = MemoryTier("entries", HostMemoryBudget(2**31), None, told, allocate_pinned, HitCounts())
     for number in range(count):
         store.put(f"{number}", {"latents": torch.full((words,), float(number))})
     assert store.get("0")["latents"].is_pinned()
-    staging = Staging(pinned, mark)
+    staging = PinnedStaging(allocate_pinned, mark)
 
     def batches():
         for number in range(count):
@@ -43,7 +43,7 @@ def test_slots_are_never_overwritten_and_memory_never_reused_too_early(told):
             yield Batch(moved["x"], {"t": moved["x"][:, :1].clone()}, ()), LoaderState(number)
 
     busy = torch.randn(4096, 4096, device=DEVICE)
-    ahead = PrefetchedBatches(batches(), CudaTransferStream(DEVICE), Depth(3, None))
+    ahead = PrefetchedBatches(batches(), CudaTransferStream(DEVICE), PrefetchDepth(3, None))
     wrong = torch.zeros(count, device=DEVICE)
     for number, (batch, state) in enumerate(ahead):
         assert state.consumed == number
@@ -66,10 +66,10 @@ def test_a_disk_writes_to_pinned_memory_by_itself(tmp_path, told):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
     with ShardStore(tmp_path, told) as store:
-        batch = store.gather(["3", "0", "15"], "latents", pinned)
+        batch = store.gather(["3", "0", "15"], "latents", allocate_pinned)
         assert batch.is_pinned()
         assert batch.cuda()[:, -1].tolist() == [3, 0, 15]
-        arena = ArenaStore("latents", HostMemoryBudget(2**28), store, told, pinned, Tally())
+        arena = MemoryTier("latents", HostMemoryBudget(2**28), store, told, allocate_pinned, HitCounts())
         arena.warm([f"{n}" for n in range(16)])
         assert arena.get("7")["latents"].cuda().eq(7).all()
     assert not [text for text in told.texts() if "memory that is given" in text]

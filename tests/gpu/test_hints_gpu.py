@@ -54,7 +54,7 @@ def here() -> Machine:
         build_shim(SHIM)
     opened = open_machine(0)
     if opened.platform.link not in (Link.MANAGED, Link.COHERENT):
-        pytest.skip(f"no managed memory to hint about: {opened.platform.why['link']}")
+        pytest.skip(f"no managed memory to hint about: {opened.platform.reasons['link']}")
     return opened
 
 

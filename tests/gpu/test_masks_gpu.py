@@ -6,10 +6,10 @@ import torch
 from PIL import Image
 from waiting import assert_steps_never_wait
 
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.events.types import StepDone
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.run import Interrupt, run_training
+from gracetune.train.run import SignalHandler, run_training
 
 pytestmark = pytest.mark.gpu
 
@@ -39,8 +39,8 @@ def masked_run(tiny_run, tmp_path):
 def test_weights_lie_where_the_latents_do(masked_run, told, tmp_path):
     run = masked_run()
     (tmp_path / "run").mkdir()
-    session = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt()).session
-    batch = session.feed.load(session.feed.order.at(0))
+    session = build(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()).session
+    batch = session.pipeline.load(session.pipeline.order.batch_at(0))
     assert batch.weights.device == batch.latents.device
     expected = torch.tensor([2.0, 2.0, 2.0, 0.0, 0.0, 0.0]).expand(4, 6, 6)
     assert torch.equal(batch.weights.cpu(), expected)
@@ -50,7 +50,7 @@ def test_weights_lie_where_the_latents_do(masked_run, told, tmp_path):
 def test_a_step_with_masks_never_waits_for_the_device(masked_run, told, tmp_path):
     run = masked_run(train={"mixed_precision": "bf16"})
     (tmp_path / "run").mkdir()
-    session = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt()).session
+    session = build(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()).session
     assert_steps_never_wait(session)
 
 

@@ -14,7 +14,7 @@ from gracetune.offload.copies import CopyStream, CudaCopyEngine
 from gracetune.optim.automagic import Automagic, round_into
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.update import Travel, Update
-from gracetune.train.state import optimizer_tensors, restore_optimizer
+from gracetune.train.state import flatten_optimizer_state, restore_optimizer
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -81,7 +81,7 @@ def test_state_comes_back_exactly(name):
     for seed in range(4):
         give(ours, seed)
         optimizer.step()
-    saved = {key: t.cpu().clone() for key, t in optimizer_tensors(optimizer, ours).items()}
+    saved = {key: t.cpu().clone() for key, t in flatten_optimizer_state(optimizer, ours).items()}
     theirs = parameters(DEVICE)
     for key, p in theirs.items():
         p.data.copy_(ours[key].data)
@@ -139,7 +139,7 @@ def made(name, share, mover, travel=SMALL, **sizes):
 
 def everything(named, optimizer, update):
     update.rest()
-    state = {key: t.cpu().clone() for key, t in optimizer_tensors(optimizer, named).items()}
+    state = {key: t.cpu().clone() for key, t in flatten_optimizer_state(optimizer, named).items()}
     return {**{name: p.detach().cpu() for name, p in named.items()}, **state}
 
 
@@ -219,7 +219,7 @@ def test_state_in_host_memory_leaves_the_device_to_others():
     for _ in range(3):
         update.step()
     update.rest()
-    saved = {key: t.cpu().clone() for key, t in optimizer_tensors(optimizer, named).items()}
+    saved = {key: t.cpu().clone() for key, t in flatten_optimizer_state(optimizer, named).items()}
     restore_optimizer(optimizer, named, saved, update.load)
     update.step()
     torch.cuda.synchronize()

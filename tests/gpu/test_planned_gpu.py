@@ -9,11 +9,11 @@ import torch
 from diffusers import WanTransformer3DModel
 from waiting import assert_steps_never_wait
 
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice, StepDone, WeightsStreamed
 from gracetune.models.attention_backends import Asked, fastest, stopwatch_of, time_attention
 from gracetune.train.build import build, start_accelerator
-from gracetune.train.run import Interrupt, run_training
+from gracetune.train.run import SignalHandler, run_training
 
 # Compilers warn of what they could do with other settings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -109,7 +109,7 @@ def test_little_memory_gives_the_numbers_of_plenty(wan_run, told, compiled):
 def test_a_planned_step_never_waits_for_the_device(wan_run, told, tmp_path, compiled):
     run = wan_run("run", LITTLE, compiled)
     (tmp_path / "run").mkdir()
-    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
+    built = build(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
     assert_steps_never_wait(built.session)
     built.close()
     fallbacks = [event.text for event in told.of(Notice) if event.fallback]

@@ -8,14 +8,14 @@ import pytest
 import torch
 from driver_contract import CHECKS, Check
 
-from gracetune.memory.driver import HOST, Code, CudaDriver, PointerKind, open_cuda_driver
+from gracetune.memory.driver import HOST, CudaCode, CudaDriver, PointerKind, open_cuda_driver
 from gracetune.memory.platform import Platform, open_machine
 from gracetune.memory.pool import (
-    CudaPools,
+    TorchMemPools,
     PoolError,
     PoolSettings,
-    Released,
-    UnifiedPool,
+    PoolCloseResult,
+    ManagedPool,
     open_pool,
 )
 from gracetune.memory.shim import LIBRARY, AccessPattern, Shim, build_shim
@@ -23,7 +23,7 @@ from gracetune.memory.shim import LIBRARY, AccessPattern, Shim, build_shim
 pytestmark = pytest.mark.gpu
 MIB = 1024**2
 
-Opener = Callable[..., UnifiedPool]
+Opener = Callable[..., ManagedPool]
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +44,16 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
 
 @pytest.fixture
 def opened(platform: Platform, shim: Shim) -> Iterator[Opener]:
-    pools: list[UnifiedPool] = []
+    pools: list[ManagedPool] = []
 
     def make(
         cap_mib: int = 512,
         pattern: AccessPattern = AccessPattern.GPU_FIRST,
         no_split: bool = False,
-    ) -> UnifiedPool:
+    ) -> ManagedPool:
         settings = PoolSettings(cap_mib * MIB, pattern, no_split)
-        pool = open_pool(platform, shim, settings, CudaPools(), emit=lambda _: None)
-        assert isinstance(pool, UnifiedPool), pool.reason
+        pool = open_pool(platform, shim, settings, TorchMemPools(), emit=lambda _: None)
+        assert isinstance(pool, ManagedPool), pool.reason
         pools.append(pool)
         return pool
 
@@ -78,13 +78,13 @@ def test_a_thread_that_never_used_cuda_can_use_the_driver(driver: CudaDriver) ->
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
-    assert codes == [Code.SUCCESS] * 3
+    assert codes == [CudaCode.SUCCESS] * 3
 
 
 def test_the_platform_is_detected_with_reasons(platform: Platform) -> None:
     assert platform.device_bytes == torch.cuda.mem_get_info(0)[1]
     assert platform.has_managed
-    assert all(platform.why.values())
+    assert all(platform.reasons.values())
 
 
 @pytest.mark.parametrize("pattern", list(AccessPattern))
@@ -134,7 +134,7 @@ def test_closing_waits_for_living_tensors_and_then_frees_everything(opened: Open
     with pytest.raises(PoolError, match="closed"), pool.allocating():
         pass
     del kept
-    assert pool.close() == Released(freed_bytes=32 * MIB, held_bytes=0)
+    assert pool.close() == PoolCloseResult(freed_bytes=32 * MIB, held_bytes=0)
 
 
 def test_pools_nest_and_each_keeps_its_own(opened: Opener) -> None:
@@ -154,7 +154,7 @@ def test_threads_allocate_from_their_own_pools(opened: Opener) -> None:
     tensors: list[torch.Tensor] = []
     together = threading.Barrier(4)
 
-    def use(pool: UnifiedPool) -> None:
+    def use(pool: ManagedPool) -> None:
         together.wait(30)
         with pool.allocating():
             tensors.append(torch.ones(32 * MIB, dtype=torch.uint8, device="cuda"))

@@ -35,11 +35,11 @@ def count_waits(step, steps):
 
 def assert_steps_never_wait(session):
     """Three steps to make optimizer state, choose kernels and compile; three that are watched."""
-    batches = [session.feed.load(session.feed.order.at(index)) for index in range(6)]
+    batches = [session.pipeline.load(session.pipeline.order.batch_at(index)) for index in range(6)]
 
     def train(first, last):
         for index in range(first, last):
-            train_step(session.trainee, [batches[index]], 1, TrainProgress(index, index))
+            train_step(session.state, [batches[index]], 1, TrainProgress(index, index))
 
     train(0, 3)
     with never_waiting():

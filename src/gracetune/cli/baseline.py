@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 
 from gracetune import __version__
 from gracetune.config.load import load_run_file
-from gracetune.durable import write_text
+from gracetune.atomic_files import write_text
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.baseline import (
-    BASELINE,
-    REPORT,
+    BASELINE_FILE,
+    REPORT_FILE,
     Baseline,
     compare,
     comparison_lines,
-    differences,
-    measure,
+    environment_differences,
+    measure_run,
     read_baseline,
     report_lines,
 )
@@ -100,16 +100,16 @@ def _capture(args: argparse.Namespace) -> int:
             "measure."
         )
     output: Path = args.output
-    if (output / BASELINE).exists() and not args.replace:
+    if (output / BASELINE_FILE).exists() and not args.replace:
         raise ConfigError(
-            f"{output / BASELINE} is there already; give --replace, or another --output."
+            f"{output / BASELINE_FILE} is there already; give --replace, or another --output."
         )
     output.mkdir(parents=True, exist_ok=True)
     measured = []
     with _gpu_log(output / SMI_LOG):
         for number in range(1, args.repeats + 1):
             log = _train(args.run_file, args.overrides, output, number)
-            measured.append(measure(log, warmup))
+            measured.append(measure_run(log, warmup))
             rate = measured[-1].measures.samples_per_s
             print(f"run {number} of {args.repeats}: {rate:.4g} samples/s", flush=True)
     baseline = Baseline(
@@ -123,8 +123,8 @@ def _capture(args: argparse.Namespace) -> int:
         repeats=tuple(one.measures for one in measured),
     )
     lines = [*report_lines(baseline)]
-    write_text(output / BASELINE, baseline.model_dump_json(indent=2) + "\n")
-    write_text(output / REPORT, "\n".join(lines) + "\n")
+    write_text(output / BASELINE_FILE, baseline.model_dump_json(indent=2) + "\n")
+    write_text(output / REPORT_FILE, "\n".join(lines) + "\n")
     print(*lines, sep="\n")
     print(f"The baseline is in {output}.")
     return 0
@@ -200,7 +200,7 @@ def _compare(args: argparse.Namespace) -> int:
         )
     tolerance = args.tolerance / 100
     deltas = compare(before, after, tolerance)
-    lines = [*differences(before, after), *comparison_lines(deltas, tolerance)]
+    lines = [*environment_differences(before, after), *comparison_lines(deltas, tolerance)]
     if args.output is not None:
         write_text(args.output, "\n".join(lines) + "\n")
     if args.json:
@@ -215,7 +215,7 @@ def _compare(args: argparse.Namespace) -> int:
             }
             for delta in deltas
         ]
-        print(json.dumps({"differences": [*differences(before, after)], "deltas": told}, indent=2))
+        print(json.dumps({"differences": [*environment_differences(before, after)], "deltas": told}, indent=2))
     else:
         print(*lines, sep="\n")
     return 1 if any(delta.fails for delta in deltas) else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gracetune.cli.main import guarded
+from gracetune.cli.main import run_guarded
 from gracetune.config.environment import claim_process_alloc_conf
 from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
-    return guarded(lambda: _train(argv))
+    return run_guarded(lambda: _train(argv))
 
 
 def _train(argv: Sequence[str]) -> int:

@@ -59,10 +59,10 @@ class Verb(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _call(words))
+    return run_guarded(lambda: _call(words))
 
 
-def guarded(call: Callable[[], int]) -> int:
+def run_guarded(call: Callable[[], int]) -> int:
     """Turn whatever a command ends with into an exit code. The only place that catches all."""
     try:
         code = call()
@@ -145,7 +145,7 @@ def _discard_output() -> None:
 # The words that name a run file and change it, the same for every verb that reads one.
 
 
-def add_run_file(parser: argparse.ArgumentParser) -> None:
+def add_run_file_arguments(parser: argparse.ArgumentParser) -> None:
     """`RUN`, and `--set`."""
     parser.add_argument("run_file", metavar="RUN", help="a run file: JSON, YAML or TOML")
     parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.events.run_control import VERBS, ask
+from gracetune.events.run_control import VERBS, send_request
 
 if TYPE_CHECKING:
     import argparse
@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Leave the request where the run will find it, and say who will answer."""
-    listener = ask(args.run_folder, args.request)
+    listener = send_request(args.run_folder, args.request)
     where = (
-        "" if listener.is_here() else f" on {listener.host}, which cannot be looked up from here"
+        "" if listener.is_local() else f" on {listener.host}, which cannot be looked up from here"
     )
     print(f"asked process {listener.pid}{where} to {args.request}, after its current step.")
     return 0

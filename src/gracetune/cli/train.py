@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from gracetune.cli.main import add_run_file
+from gracetune.cli.main import add_run_file_arguments
 from gracetune.config.checks import check_trainable
 from gracetune.config.environment import prefer_growing_segments
 from gracetune.config.load import load_run_file
@@ -20,7 +20,7 @@ HELP = "train a model as a run file says, or resume it"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run file, and what the command line may change of it."""
-    add_run_file(parser)
+    add_run_file_arguments(parser)
     parser.add_argument(
         "--resume",
         default="auto",

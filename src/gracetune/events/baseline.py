@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-BASELINE = "baseline.json"
-REPORT = "baseline_report.txt"
+BASELINE_FILE = "baseline.json"
+REPORT_FILE = "baseline_report.txt"
 Better = Literal["higher", "lower", "neither"]
 Verdict = Literal["same", "better", "worse", "changed", "noise"]
 
@@ -107,7 +107,7 @@ class Delta:
 
 def read_baseline(path: Path) -> Baseline:
     """A baseline by its file, or by the folder it is in."""
-    file = path / BASELINE if path.is_dir() else path
+    file = path / BASELINE_FILE if path.is_dir() else path
     try:
         return Baseline.model_validate_json(file.read_bytes())
     except OSError as error:
@@ -134,7 +134,7 @@ def _delta(metric: Metric, old: Sequence[float], new: Sequence[float], tolerance
     mean_old, mean_new = statistics.fmean(old), statistics.fmean(new)
     unit = 1.0 if metric.in_points else abs(mean_old)
     difference = mean_new - mean_old
-    interval = half_interval(old, new)
+    interval = confidence_half_width(old, new)
     if unit == 0:  # nothing before: any amount is a change of which no share can be told
         change = 0.0 if difference == 0 else math.copysign(math.inf, difference)
         noise = None if interval is None else (math.inf if abs(difference) < interval else 0.0)
@@ -154,7 +154,7 @@ def _judge(better: Better, change: float, noise: float | None, tolerance: float)
     return "better" if (change > 0) == (better == "higher") else "worse"
 
 
-def half_interval(old: Sequence[float], new: Sequence[float]) -> float | None:
+def confidence_half_width(old: Sequence[float], new: Sequence[float]) -> float | None:
     """Half of Welch's 95 % interval for the difference of two means; none with a single run."""
     if len(old) < 2 or len(new) < 2:
         return None
@@ -201,7 +201,7 @@ def _amount(delta: Delta, value: float) -> str:
     return f"{value * 100:.2f} {unit}"
 
 
-def differences(before: Baseline, after: Baseline) -> Iterator[str]:
+def environment_differences(before: Baseline, after: Baseline) -> Iterator[str]:
     """What the two were not alike in, beside their figures."""
     for name in sorted({*before.machine, *after.machine}):
         old, new = before.machine.get(name, "(none)"), after.machine.get(name, "(none)")
@@ -269,7 +269,7 @@ class RunMeasurement(BaseModel):
     precision: str
 
 
-def measure(log: Path, warmup_steps: int) -> RunMeasurement:
+def measure_run(log: Path, warmup_steps: int) -> RunMeasurement:
     """Read a run's log. Where a resumed run repeats a step, the later line counts."""
     steps: dict[int, tuple[float, float, float]] = {}
     device_peak = host_peak = 0

@@ -56,7 +56,7 @@ class PlainConsole:
         self._clock = clock
         self._every_s = every_s
         self._shown_at: dict[str, float] = {}
-        self._story = Story()
+        self._story = ConsoleState()
         self._held: str | None = None
 
     def handle(self, event: Event) -> None:
@@ -122,7 +122,7 @@ class LiveConsole:
         drawn = Group(self._bars, self._numbers)
         self._live = Live(drawn, console=console, redirect_stdout=False)
         self._tasks: dict[str, TaskID] = {}
-        self._story = Story()
+        self._story = ConsoleState()
 
     def handle(self, event: Event) -> None:
         """Move a bar, or print a line above them."""
@@ -168,7 +168,7 @@ class LiveConsole:
         )
 
 
-class Story:
+class ConsoleState:
     """What later lines need of earlier events."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gracetune.durable import write_text
+from gracetune.atomic_files import write_text
 from gracetune.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
@@ -34,16 +34,16 @@ class Listener:
     verbs: tuple[str, ...]
     """What it answers to."""
 
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether it runs on this machine, so that its process can be looked up."""
         return self.host == socket.gethostname()
 
     def is_alive(self) -> bool:
         """Whether its process still runs; of another machine we can only believe it."""
-        return not self.is_here() or _birth(self.pid) == self.birth
+        return not self.is_local() or _process_start_time(self.pid) == self.birth
 
 
-class Requests:
+class RunControl:
     """The run's end: open once, take between steps, close at the end."""
 
     def __init__(self, folder: Path) -> None:
@@ -54,18 +54,18 @@ class Requests:
 
     def open(self, pid: int, verbs: Iterable[str] = VERBS) -> None:
         """Begin to listen; what was asked of an earlier run is forgotten."""
-        birth = _birth(pid)
+        birth = _process_start_time(pid)
         assert birth is not None, f"no process {pid} to listen"
         listener = Listener(pid, socket.gethostname(), birth, tuple(verbs))
         self._folder.mkdir(parents=True, exist_ok=True)
         other = _read_listener(self._folder)
-        if other is not None and other.pid != pid and other.is_here() and other.is_alive():
+        if other is not None and other.pid != pid and other.is_local() and other.is_alive():
             raise ConfigError(
                 f"output_dir {self._folder.parent} is in use by process {other.pid}; two runs "
                 "cannot share one folder. Choose another output_dir, or end that run with: "
                 f"gracetune now stop {self._folder.parent}"
             )
-        self.take()
+        self.take_requests()
         write_text(self._folder / "listening.json", json.dumps(asdict(listener)))
         self._open = True
 
@@ -80,7 +80,7 @@ class Requests:
             if is_main:
                 self.close()
 
-    def take(self) -> set[str]:
+    def take_requests(self) -> set[str]:
         """What was asked since the last call; each request is answered once."""
         taken = set()
         for verb, path in self._asked.items():
@@ -100,10 +100,10 @@ class Requests:
             return
         self._open = False
         (self._folder / "listening.json").unlink(missing_ok=True)
-        self.take()
+        self.take_requests()
 
 
-def ask(folder: Path, verb: str) -> Listener:
+def send_request(folder: Path, verb: str) -> Listener:
     """Ask the run in `folder` to do something soon; says who will."""
     if verb not in VERBS:
         raise ConfigError(f"{verb!r} cannot be asked of a run. Known: {', '.join(VERBS)}.")
@@ -130,7 +130,7 @@ def ask(folder: Path, verb: str) -> Listener:
     return listener
 
 
-def _birth(pid: int) -> int | None:
+def _process_start_time(pid: int) -> int | None:
     """Clock ticks from boot to the start of a running process: no change of clock moves them."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

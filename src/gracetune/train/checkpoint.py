@@ -17,7 +17,7 @@ from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from gracetune.durable import clear_staging, new_folder
+from gracetune.atomic_files import remove_stale_staging, atomic_folder
 from gracetune.errors import CheckpointError
 from gracetune.train.state import TrainProgress
 from gracetune.units import format_bytes
@@ -53,36 +53,36 @@ class SavedCheckpoint:
     seconds: float
 
 
-def save(folder: Path, snapshot: Snapshot, keep: int) -> SavedCheckpoint:
+def save_snapshot(folder: Path, snapshot: Snapshot, keep: int) -> SavedCheckpoint:
     """Write a checkpoint, then drop all but the newest `keep`."""
     started = time.monotonic()
     path = folder / f"step-{snapshot.progress.step:06d}"
     nbytes = sum(t.nbytes for kind in snapshot.tensors.values() for t in kind.values())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        clear_staging(folder)
+        remove_stale_staging(folder)
         _check_space(folder, nbytes)
-        with new_folder(path) as staging:
+        with atomic_folder(path) as staging:
             _write(staging, snapshot)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be written: {error}. {_survivor(folder)}"
         ) from error
-    others = [old for old in complete(folder) if old != path]
+    others = [old for old in complete_checkpoints(folder) if old != path]
     for old in others[: max(0, len(others) - keep + 1)]:
         (old / MANIFEST).unlink()
         shutil.rmtree(old)
     return SavedCheckpoint(path, nbytes, time.monotonic() - started)
 
 
-def complete(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """Every checkpoint that has its manifest, oldest first; other names are the user's copies."""
     found = (manifest.parent for manifest in folder.glob(f"step-*/{MANIFEST}"))
     named = [path for path in found if path.name.removeprefix("step-").isdecimal()]
     return sorted(named, key=_step_of)
 
 
-def read(path: Path) -> Snapshot:
+def load_snapshot(path: Path) -> Snapshot:
     """Read a checkpoint, checking each file against the manifest."""
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}.")
@@ -101,7 +101,7 @@ def read(path: Path) -> Snapshot:
         raise CheckpointError(f"the checkpoint {path} is damaged: {error}") from error
 
 
-def find(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | None:
+def find_snapshot(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | None:
     """The snapshot that `--resume auto|PATH|none` asks for.
 
     `auto` passes over a damaged checkpoint for the one before it, and says so. Where all are
@@ -110,11 +110,11 @@ def find(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | N
     if resume == "none":
         return None
     if resume != "auto":
-        return read(Path(resume))
-    existing = complete(folder)
+        return load_snapshot(Path(resume))
+    existing = complete_checkpoints(folder)
     for path in reversed(existing):
         try:
-            return read(path)
+            return load_snapshot(path)
         except CheckpointError as error:
             if path == existing[0]:
                 raise CheckpointError(
@@ -125,10 +125,10 @@ def find(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | N
     return None
 
 
-def set_aside(folder: Path, step: int) -> list[Path]:
+def set_aside_newer(folder: Path, step: int) -> list[Path]:
     """Move checkpoints past `step` out of the way: they belong to a branch that is left."""
     moved = []
-    for path in complete(folder):
+    for path in complete_checkpoints(folder):
         if _step_of(path) > step:
             target = folder / SET_ASIDE / f"{path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
@@ -174,5 +174,5 @@ def _check_space(folder: Path, nbytes: int) -> None:
 
 
 def _survivor(folder: Path) -> str:
-    before = complete(folder)
+    before = complete_checkpoints(folder)
     return f"The one before it is whole: {before[-1]}." if before else "There is none before it."

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Sample
 
 SECTIONS = ("seed", "model", "adapter", "datasets", "train", "optimizer", "gh200_optimizations")
-FREE = {
+CHANGEABLE_SETTINGS = {
     "model.path",
     "model.revision",
     "model.transformer_file",
@@ -32,7 +32,7 @@ FREE = {
 }
 """Settings that may change between two parts of a run: contents are compared instead of paths, and
 the precision as it was resolved."""
-FREE_IN_DATASETS = {
+CHANGEABLE_DATASET_SETTINGS = {
     "type",
     "instance_data_dir",
     "conditioning_data_dir",
@@ -43,37 +43,37 @@ FREE_IN_DATASETS = {
     "max_corruption_rate",
     "timeout_s",
 }
-OF_MASKS = {"mask_invert", "mask_background", "mask_normalize"}
+MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
 """Without masks these mean nothing."""
 
 
-def identity_of(
+def run_identity(
     run: RunFile, samples: Iterable[Sample], weights: str, precision: str
 ) -> dict[str, object]:
     """The settings, and the contents that they lead to."""
     return {
-        **settings_of(run, precision),
+        **identity_settings(run, precision),
         "the model's weights at the start": weights,
-        "the training samples and captions": digest_of_samples(samples),
+        "the training samples and captions": samples_digest(samples),
     }
 
 
-def settings_of(run: RunFile, precision: str) -> dict[str, object]:
+def identity_settings(run: RunFile, precision: str) -> dict[str, object]:
     """Every setting that shapes the weights, by its name in the run file."""
     settings = run.model_dump(mode="json", include=set(SECTIONS))
     for dataset in settings["datasets"]:
         masked = dataset["mask_data_dir"] is not None
-        for key in FREE_IN_DATASETS if masked else FREE_IN_DATASETS | OF_MASKS:
+        for key in CHANGEABLE_DATASET_SETTINGS if masked else CHANGEABLE_DATASET_SETTINGS | MASK_SETTINGS:
             dataset.pop(key)
     settings["gh200_optimizations"].pop("placement")  # where tensors live shapes no weight
-    flat = {key: value for key, value in _flatten(settings) if key not in FREE}
+    flat = {key: value for key, value in _flatten(settings) if key not in CHANGEABLE_SETTINGS}
     if DEPENDS_ON_LENGTH[run.optimizer.schedule]:
         flat["train.max_train_steps"] = run.train.max_train_steps
     flat["train.mixed_precision"] = precision
     return flat
 
 
-def digest_of_samples(samples: Iterable[Sample]) -> str:
+def samples_digest(samples: Iterable[Sample]) -> str:
     """Of every picture's content and caption, whatever its folder is called."""
     hasher = blake3()
     for sample in samples:
@@ -83,7 +83,7 @@ def digest_of_samples(samples: Iterable[Sample]) -> str:
     return hasher.hexdigest(length=16)
 
 
-def check_same(
+def check_same_run(
     saved: Mapping[str, object], now: Mapping[str, object], *, contents: bool = True
 ) -> None:
     """Refuse to go on with another run's checkpoint; without `contents`, by settings alone."""

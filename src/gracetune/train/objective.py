@@ -33,14 +33,14 @@ def alpha_sigma(s: Tensor, prediction: Prediction) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def noisy(
+def add_noise(
     x0: Tensor,
     noise: Tensor,
     s_B: Tensor,  # noqa: N803
     prediction: Prediction = "flow",
 ) -> Tensor:
     """x_s = alpha x0 + sigma e."""
-    alpha, sigma = alpha_sigma(_like(s_B, x0), prediction)
+    alpha, sigma = alpha_sigma(_broadcast(s_B, x0), prediction)
     return alpha * x0 + sigma * noise
 
 
@@ -50,7 +50,7 @@ def target(x0: Tensor, noise: Tensor, s_B: Tensor, prediction: Prediction) -> Te
         return velocity(x0, noise)
     if prediction == "epsilon":
         return noise
-    alpha, sigma = alpha_sigma(_like(s_B, x0), prediction)
+    alpha, sigma = alpha_sigma(_broadcast(s_B, x0), prediction)
     return alpha * noise - sigma * x0
 
 
@@ -59,7 +59,7 @@ def velocity(x0: Tensor, noise: Tensor) -> Tensor:
     return noise - x0
 
 
-def losses(
+def sample_losses(
     predicted: Tensor,
     target: Tensor,
     weights_BHW: Tensor | None = None,  # noqa: N803
@@ -89,7 +89,7 @@ def loss_weights(s_B: Tensor, section: TrainSection, prediction: Prediction) -> 
     return torch.minimum(alpha.square(), gamma * sigma.square())
 
 
-def notes_on_weights(section: TrainSection, prediction: Prediction) -> list[str]:
+def min_snr_notes(section: TrainSection, prediction: Prediction) -> list[str]:
     """What the user should know once about the weights of this run."""
     gamma = section.min_snr_gamma
     if gamma is None or prediction != "flow":
@@ -105,5 +105,5 @@ def notes_on_weights(section: TrainSection, prediction: Prediction) -> list[str]
     ]
 
 
-def _like(s_B: Tensor, x: Tensor) -> Tensor:  # noqa: N803
+def _broadcast(s_B: Tensor, x: Tensor) -> Tensor:  # noqa: N803
     return s_B.view(-1, *[1] * (x.ndim - 1))

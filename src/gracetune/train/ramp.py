@@ -38,7 +38,7 @@ class AccumulationRamp:
         return math.ceil(round(effective, 6) / self.samples_per_micro_batch)
 
     @property
-    def flat(self) -> bool:
+    def is_constant(self) -> bool:
         """Whether it never changes anything."""
         return self.accumulation(0) == self.accumulation(self.length)
 
@@ -92,7 +92,7 @@ def _notes(ramp: AccumulationRamp, micro: str) -> list[str]:
             f"initial_effective_batch_size {ramp.initial} is no multiple of {micro}: "
             f"rounded up to {first}"
         )
-    if ramp.flat:
+    if ramp.is_constant:
         notes.append(
             "the ramp changes nothing: it starts and ends with the same number of micro-batches; "
             "lower train.batch_size to begin smaller"

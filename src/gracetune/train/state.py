@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SEPARATOR = "|"
-GROUP = "group "
-NUMBERS: dict[str, type[bool] | type[int] | type[float]] = {
+GROUP_PREFIX = "group "
+NUMBER_TYPES: dict[str, type[bool] | type[int] | type[float]] = {
     "bool": bool,
     "int": int,
     "float": float,
@@ -56,7 +56,7 @@ class TrainProgress:
         )
 
 
-def weights_of(parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
+def detached_weights(parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
     """The trained weights as they are now."""
     return {name: p.detach() for name, p in parameters.items()}
 
@@ -83,7 +83,7 @@ def restore_weights(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor
         parameter.data.copy_(saved[name])
 
 
-def optimizer_tensors(
+def flatten_optimizer_state(
     optimizer: Optimizer, parameters: Mapping[str, Parameter]
 ) -> dict[str, Tensor]:
     """The optimizer's state, each tensor as `parameter|key`, and the numbers of its groups.
@@ -96,9 +96,9 @@ def optimizer_tensors(
             found[f"{name}{SEPARATOR}{key}{_type_of(value)}"] = torch.as_tensor(value)
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if type(value) in NUMBERS.values():  # a schedule-free average keeps its weight here
+            if type(value) in NUMBER_TYPES.values():  # a schedule-free average keeps its weight here
                 exact = torch.tensor(value, dtype=torch.float64)
-                found[f"{GROUP}{index}{SEPARATOR}{key}{_type_of(value)}"] = exact
+                found[f"{GROUP_PREFIX}{index}{SEPARATOR}{key}{_type_of(value)}"] = exact
     return found
 
 
@@ -119,9 +119,9 @@ def restore_optimizer(
     for full_name, tensor in saved.items():
         name, _, key = full_name.rpartition(SEPARATOR)
         key, _, kind = key.partition(":")
-        value = NUMBERS[kind](tensor.item()) if kind else tensor
-        if name.startswith(GROUP):
-            groups[int(name.removeprefix(GROUP))][key] = value
+        value = NUMBER_TYPES[kind](tensor.item()) if kind else tensor
+        if name.startswith(GROUP_PREFIX):
+            groups[int(name.removeprefix(GROUP_PREFIX))][key] = value
         elif name in parameters:
             state.setdefault(places[id(parameters[name])], {})[key] = value
         else:
@@ -131,7 +131,7 @@ def restore_optimizer(
     (load or optimizer.load_state_dict)({"state": state, "param_groups": groups})
 
 
-def state_of(optimizer: Optimizer) -> list[Tensor]:
+def optimizer_state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """Every tensor that an optimizer keeps."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, torch.Tensor)]
@@ -141,21 +141,21 @@ def _type_of(value: object) -> str:
     return "" if isinstance(value, torch.Tensor) else f":{type(value).__name__}"
 
 
-def seed_generators(seed: int) -> None:
+def seed_rng(seed: int) -> None:
     """Begin every process-wide generator from the run's seed."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
-def generator_tensors() -> dict[str, Tensor]:
+def rng_state() -> dict[str, Tensor]:
     """The states of the process-wide generators, which dropout and libraries draw from."""
     _, words, gauss_next = random.getstate()
     waiting = [] if gauss_next is None else [gauss_next]
     kind, keys, position, has_gauss, cached = np.random.get_state()
     assert isinstance(keys, np.ndarray), kind
     return {
-        **torch_generator_tensors(),
+        **torch_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor(waiting, dtype=torch.float64),
         "numpy_keys": torch.from_numpy(keys.astype(np.int64)),
@@ -163,7 +163,7 @@ def generator_tensors() -> dict[str, Tensor]:
     }
 
 
-def torch_generator_tensors() -> dict[str, Tensor]:
+def torch_rng_state() -> dict[str, Tensor]:
     """Of torch's own alone, which is all that a step draws from; the device is not waited for."""
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -171,9 +171,9 @@ def torch_generator_tensors() -> dict[str, Tensor]:
     return states
 
 
-def restore_generators(saved: Mapping[str, Tensor]) -> None:
+def restore_rng(saved: Mapping[str, Tensor]) -> None:
     """Put them back; a GPU's state is skipped where there is no GPU."""
-    restore_torch_generators(saved)
+    restore_torch_rng(saved)
     gauss = saved["python_gauss"].tolist()
     random.setstate((3, tuple(saved["python"].tolist()), gauss[0] if gauss else None))
     position, has_gauss, cached = saved["numpy_rest"].tolist()
@@ -181,7 +181,7 @@ def restore_generators(saved: Mapping[str, Tensor]) -> None:
     np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
 
 
-def restore_torch_generators(saved: Mapping[str, Tensor]) -> None:
+def restore_torch_rng(saved: Mapping[str, Tensor]) -> None:
     """Put torch's own back."""
     torch.set_rng_state(saved["torch"])
     if "cuda" in saved and torch.cuda.is_available():

@@ -13,8 +13,8 @@ from torch.nn.utils import get_total_norm
 from gracetune.models.family import routed
 from gracetune.optim.schedule import rate_share, set_rates, used_rate
 from gracetune.train import objective
-from gracetune.train.experts import ALONE
-from gracetune.train.timesteps import draw_levels
+from gracetune.train.experts import SINGLE_TRANSFORMER
+from gracetune.train.timesteps import sample_timesteps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Batch
     from gracetune.models.family import Expert, Family
     from gracetune.optim.update import Update
-    from gracetune.train.experts import Turn, Turns
+    from gracetune.train.experts import ExpertTurn, ExpertSchedule
     from gracetune.train.state import TrainProgress
 
 
@@ -47,8 +47,8 @@ class TrainState:
     """The optimizer's step, wherever its state lives."""
     ema: Ema | None
     accelerator: Accelerator
-    draws: Draws
-    turns: Turns
+    rng: PositionalRng
+    expert_schedule: ExpertSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def train_step(
     Each backward adds the *sum* of its samples' losses; the division by the samples really seen, on
     all ranks, comes once at the end. So a short batch or a changed window can never weigh too much.
     """
-    turn = t.turns.at(progress.step)
+    turn = t.expert_schedule.at(progress.step)
     totals = torch.zeros(2, device=t.accelerator.device)  # the sum of losses, and their number
     seen = 0
     for seen, batch in enumerate(window, start=1):
@@ -85,7 +85,7 @@ def train_step(
     assert seen == length, f"{seen} micro-batches for a step of {length}"
     loss_sum, samples = t.accelerator.reduce(totals, "sum")
     # Accelerate averages gradients over ranks, hence the world size.
-    grad_norm = scale_and_clip(
+    grad_norm = scale_and_clip_gradients(
         list(t.parameters.values()),
         t.accelerator.num_processes / samples,
         t.run.train.max_grad_norm,
@@ -100,34 +100,34 @@ def train_step(
     return StepResult(loss_sum / samples, grad_norm, lr, samples, length, turn.expert)
 
 
-def batch_losses(t: TrainState, batch: Batch, micro_batch: int, turn: Turn = ALONE) -> Tensor:
+def batch_losses(t: TrainState, batch: Batch, micro_batch: int, turn: ExpertTurn = SINGLE_TRANSFORMER) -> Tensor:
     """The loss of each sample of one micro-batch, as much as it counts."""
-    generator = t.draws.at("train", micro_batch, t.accelerator.process_index)
+    generator = t.rng.at("train", micro_batch, t.accelerator.process_index)
     x0, _ = t.family.parts(batch.latents)
     num_tokens = t.family.num_tokens(x0.shape[1:])
-    levels = draw_levels(t.run.train, len(batch), generator, turn.window, num_tokens)
+    levels = sample_timesteps(t.run.train, len(batch), generator, turn.window, num_tokens)
     noise = torch.randn(x0.shape, generator=generator, device=generator.device)
-    losses = losses_at(t, batch, levels, noise, turn.expert)
+    losses = losses_given_noise(t, batch, levels, noise, turn.expert)
     weights = objective.loss_weights(levels, t.run.train, t.family.prediction)
     return losses if weights is None else losses * weights
 
 
-def losses_at(
+def losses_given_noise(
     t: TrainState, batch: Batch, levels: Tensor, noise: Tensor, expert: Expert | None = None
 ) -> Tensor:
     """The same for given levels and noise, all samples alike; the levels are this expert's."""
     kind = t.family.prediction
     x0, given = t.family.parts(batch.latents)
-    noisy = objective.noisy(x0, noise, levels, kind)
+    noisy = objective.add_noise(x0, noise, levels, kind)
     with t.accelerator.autocast():
         predicted = t.family.predict(
             routed(t.transformer, expert), noisy, levels, {**batch.text, **given}
         )
     target = objective.target(x0, noise, levels, kind)
-    return objective.losses(predicted, target, batch.weights)
+    return objective.sample_losses(predicted, target, batch.weights)
 
 
-def scale_and_clip(parameters: list[Parameter], scale: Tensor, max_norm: float) -> Tensor:
+def scale_and_clip_gradients(parameters: list[Parameter], scale: Tensor, max_norm: float) -> Tensor:
     """Multiply gradients by `scale`, then down to `max_norm` if they are longer; gives the norm."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = get_total_norm(gradients) * scale
@@ -145,13 +145,13 @@ def scale_and_clip(parameters: list[Parameter], scale: Tensor, max_norm: float) 
 # resumed run therefore draws what the uninterrupted one would have, and there is no state to lose.
 
 
-def seed_of(*parts: int | str) -> int:
+def derive_seed(*parts: int | str) -> int:
     """One 63-bit seed for a position."""
     text = "\0".join(str(part) for part in parts)
     return int.from_bytes(blake3(text.encode()).digest(length=8), "big") >> 1
 
 
-class Draws:
+class PositionalRng:
     """The generator of any position of a run, on one device."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -160,7 +160,7 @@ class Draws:
 
     def at(self, purpose: str, *position: int | str) -> torch.Generator:
         """A generator that is valid until the next call."""
-        return self._generator.manual_seed(seed_of(self._seed, purpose, *position))
+        return self._generator.manual_seed(derive_seed(self._seed, purpose, *position))
 
 
 # ------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Ema:
         torch._foreach_lerp_(list(self.averages.values()), self._live, 1 - decay)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Let the model hold the averages for a while."""
         kept = [p.clone() for p in self._live]
         torch._foreach_copy_(self._live, list(self.averages.values()))

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from gracetune.config.schema import TrainSection
 
 
-class Window(NamedTuple):
+class TimestepWindow(NamedTuple):
     """Levels from `low` up to, and without, `high`."""
 
     low: float
     high: float
 
 
-WHOLE = Window(0.0, 1.0)
-LEAST_SHARE = 1e-9
+FULL_WINDOW = TimestepWindow(0.0, 1.0)
+MIN_PROBABILITY = 1e-9
 """A window with less of the distribution is one that nobody meant; near the end of a tail its
 levels could not be told apart."""
 
@@ -38,52 +38,52 @@ levels could not be told apart."""
 class Distribution(NamedTuple):
     """Of levels between picture (0) and noise (1), before any shift."""
 
-    draw: Callable[[int, Generator, TrainSection], Tensor]
+    sample: Callable[[int, Generator, TrainSection], Tensor]
     """Without a window, by the usual recipe: the same numbers as every version drew."""
     quantile: Callable[[Tensor, TrainSection], Tensor]
     """The level that a share of all draws stays below."""
-    share_below: Callable[[float, TrainSection], float]
+    cdf: Callable[[float, TrainSection], float]
     """Its inverse, for a level strictly between 0 and 1."""
 
 
-def expert_windows(boundary: float) -> dict[str, Window]:
+def expert_windows(boundary: float) -> dict[str, TimestepWindow]:
     """The two experts' levels: high noise from the boundary on, low noise below it."""
-    return {"high": Window(boundary, 1.0), "low": Window(0.0, boundary)}
+    return {"high": TimestepWindow(boundary, 1.0), "low": TimestepWindow(0.0, boundary)}
 
 
-def draw_levels(
+def sample_timesteps(
     section: TrainSection,
     count: int,
     generator: Generator,
-    window: Window = WHOLE,
+    window: TimestepWindow = FULL_WINDOW,
     num_tokens: int = 1,
 ) -> Tensor:
     """The levels of one micro-batch, all in the window and in `train.timestep_window`.
 
     `num_tokens` of one sample matters only where the shift follows the resolution.
     """
-    window = overlap(window, Window(*section.timestep_window))
-    shift = shift_of(section, num_tokens)
+    window = intersect(window, TimestepWindow(*section.timestep_window))
+    shift = shift_for(section, num_tokens)
     distribution = DISTRIBUTIONS[section.timestep_sampling]
-    if window == WHOLE:
-        return shifted(distribution.draw(count, generator, section), shift)
-    low, high = shares_of(section, window, shift)
+    if window == FULL_WINDOW:
+        return apply_shift(distribution.sample(count, generator, section), shift)
+    low, high = cdf_at_edges(section, window, shift)
     shares = torch.rand(count, generator=generator, device=generator.device, dtype=torch.float64)
-    levels = shifted(distribution.quantile(low + (high - low) * shares, section), shift)
-    return levels.float().clamp(*edges(window))
+    levels = apply_shift(distribution.quantile(low + (high - low) * shares, section), shift)
+    return levels.float().clamp(*fp32_bounds(window))
 
 
-def share_of(section: TrainSection, window: Window, num_tokens: int = 1) -> float:
+def window_probability(section: TrainSection, window: TimestepWindow, num_tokens: int = 1) -> float:
     """How much of what is drawn lies in a window: what experts can be weighed by."""
-    shift, allowed = shift_of(section, num_tokens), Window(*section.timestep_window)
-    low, high = shares_of(section, overlap(window, allowed), shift)
-    lowest, highest = shares_of(section, allowed, shift)
+    shift, allowed = shift_for(section, num_tokens), TimestepWindow(*section.timestep_window)
+    low, high = cdf_at_edges(section, intersect(window, allowed), shift)
+    lowest, highest = cdf_at_edges(section, allowed, shift)
     return (high - low) / (highest - lowest)
 
 
-def overlap(one: Window, other: Window) -> Window:
+def intersect(one: TimestepWindow, other: TimestepWindow) -> TimestepWindow:
     """The levels that lie in both."""
-    both = Window(max(one.low, other.low), min(one.high, other.high))
+    both = TimestepWindow(max(one.low, other.low), min(one.high, other.high))
     if both.low >= both.high:
         raise ConfigError(
             f"no noise level is both in [{one.low:g}, {one.high:g}) and in "
@@ -93,7 +93,7 @@ def overlap(one: Window, other: Window) -> Window:
     return both
 
 
-def shares_of(section: TrainSection, window: Window, shift: float) -> tuple[float, float]:
+def cdf_at_edges(section: TrainSection, window: TimestepWindow, shift: float) -> tuple[float, float]:
     """The shares of draws that stay below each edge of a window over shifted levels."""
     distribution = DISTRIBUTIONS[section.timestep_sampling]
 
@@ -101,10 +101,10 @@ def shares_of(section: TrainSection, window: Window, shift: float) -> tuple[floa
         drawn = _shifted(level, 1 / shift) if 0 < level < 1 else level
         if drawn <= 0 or drawn >= 1:  # the least numbers there are become 0
             return float(drawn >= 1)
-        return distribution.share_below(drawn, section)
+        return distribution.cdf(drawn, section)
 
     low, high = below(window.low), below(window.high)
-    if high - low < LEAST_SHARE:
+    if high - low < MIN_PROBABILITY:
         raise ConfigError(
             f"train.timestep_sampling {section.timestep_sampling} with shift {shift:g} has "
             f"{high - low:.1e} of its levels in [{window.low:g}, {window.high:g}), too few to draw "
@@ -113,7 +113,7 @@ def shares_of(section: TrainSection, window: Window, shift: float) -> tuple[floa
     return low, high
 
 
-def edges(window: Window) -> tuple[float, float]:
+def fp32_bounds(window: TimestepWindow) -> tuple[float, float]:
     """The least and the greatest fp32 level of a window.
 
     Both are on the right side of each edge whether it is compared in fp32, where 0.9 is a little
@@ -127,7 +127,7 @@ def edges(window: Window) -> tuple[float, float]:
 # Shifts
 
 
-def shifted(s: Tensor, shift: float) -> Tensor:
+def apply_shift(s: Tensor, shift: float) -> Tensor:
     """Push levels towards noise: s -> shift s / (1 + (shift - 1) s)."""
     return shift * s / (1 + (shift - 1) * s)
 
@@ -144,7 +144,7 @@ SHIFT_POINTS = {
 at max_image_seq_len."""
 
 
-def shift_of(section: TrainSection, num_tokens: int) -> float:
+def shift_for(section: TrainSection, num_tokens: int) -> float:
     """What levels are shifted by: larger pictures take more noise until their content is lost.
 
     `flux` and `qwen_image`: exp(mu), with mu linear in the tokens. `sd3`: by the root of the area,
@@ -179,7 +179,7 @@ def _logit_normal_quantile(share: Tensor, section: TrainSection) -> Tensor:
     return (section.timestep_mean + section.timestep_std * normal).sigmoid()
 
 
-def _logit_normal_share(level: float, section: TrainSection) -> float:
+def _logit_normal_cdf(level: float, section: TrainSection) -> float:
     z = (math.log(level / (1 - level)) - section.timestep_mean) / section.timestep_std
     return 0.5 * math.erfc(-z / math.sqrt(2))
 
@@ -193,7 +193,7 @@ def _mode_quantile(share: Tensor, _: TrainSection) -> Tensor:
     return share - MODE_SCALE * ((share * (math.pi / 2)).sin().square() - share)
 
 
-def _mode_share(level: float, _: TrainSection) -> float:
+def _mode_cdf(level: float, _: TrainSection) -> float:
     low, high = 0.0, 1.0
     for _step in range(60):  # halves until float64 has no more digits
         share = (low + high) / 2
@@ -212,13 +212,13 @@ def _cosmap_quantile(share: Tensor, _: TrainSection) -> Tensor:
     return 1 - 1 / (tangent + 1)
 
 
-def _cosmap_share(level: float, _: TrainSection) -> float:
+def _cosmap_cdf(level: float, _: TrainSection) -> float:
     return 2 / math.pi * math.atan(level / (1 - level))
 
 
 DISTRIBUTIONS: dict[str, Distribution] = {
     "uniform": Distribution(_uniform, lambda share, _: share, lambda level, _: level),
-    "logit_normal": Distribution(_logit_normal, _logit_normal_quantile, _logit_normal_share),
-    "mode": Distribution(_mode, _mode_quantile, _mode_share),
-    "cosmap": Distribution(_cosmap, _cosmap_quantile, _cosmap_share),
+    "logit_normal": Distribution(_logit_normal, _logit_normal_quantile, _logit_normal_cdf),
+    "mode": Distribution(_mode, _mode_quantile, _mode_cdf),
+    "cosmap": Distribution(_cosmap, _cosmap_quantile, _cosmap_cdf),
 }

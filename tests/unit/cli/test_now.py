@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from gracetune.cli.main import main
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 
 
 def test_the_run_hears_and_the_user_is_told_who(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    requests = Requests(tmp_path)
+    requests = RunControl(tmp_path)
     requests.open(os.getpid())
     assert main(["now", "save", str(tmp_path)]) == 0
-    assert requests.take() == {"save"}
+    assert requests.take_requests() == {"save"}
     said = capsys.readouterr().out
     assert said == f"asked process {os.getpid()} to save, after its current step.\n"
 
@@ -22,7 +22,7 @@ def test_the_run_hears_and_the_user_is_told_who(
 def test_a_run_elsewhere_is_named_with_its_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Requests(tmp_path).open(os.getpid())
+    RunControl(tmp_path).open(os.getpid())
     path = tmp_path / "now" / "listening.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "node7"}))
     assert main(["now", "stop", str(tmp_path)]) == 0

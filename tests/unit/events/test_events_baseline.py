@@ -11,9 +11,9 @@ from gracetune.events.baseline import (
     Measures,
     compare,
     comparison_lines,
-    differences,
-    half_interval,
-    measure,
+    environment_differences,
+    confidence_half_width,
+    measure_run,
     percentile,
     read_baseline,
     report_lines,
@@ -80,7 +80,7 @@ def test_a_log_in_figures(tmp_path: Path) -> None:
         MemoryUsed(6, 700, 100, 200),
         BatchesFed(6, 6, 0, 0, 0, 1, 0, 1.1, 0.0, 1),
     )
-    found = measure(path, warmup_steps=1)
+    found = measure_run(path, warmup_steps=1)
     assert (found.steps, found.device, found.precision) == (5, "cuda:0", "bf16")
     m = found.measures
     assert m.samples_per_s == pytest.approx(40 / 2.0)
@@ -93,7 +93,7 @@ def test_a_log_in_figures(tmp_path: Path) -> None:
 
 def test_a_repeated_step_counts_once_and_nothing_fed_is_no_wait(tmp_path: Path) -> None:
     path = log(tmp_path / "e", step(1, 5.0), step(2, 5.0), step(2, 1.0, 3.0), step(3, 1.0, 3.0))
-    found = measure(path, 1).measures
+    found = measure_run(path, 1).measures
     assert (found.samples_per_s, found.wait_share, found.loss) == (8.0, None, 3.0)
 
 
@@ -105,12 +105,12 @@ def test_each_process_of_a_run_waits_for_itself(tmp_path: Path) -> None:
         *(started, step(1, 5.0), fed[0], step(2, 5.0), fed[1]),
         *(started, step(3, 5.0), step(4, 5.0), fed[1]),
     )
-    assert measure(path, 0).measures.wait_share == pytest.approx(10.0 / 20.0)
+    assert measure_run(path, 0).measures.wait_share == pytest.approx(10.0 / 20.0)
 
 
 def test_a_log_without_a_step_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="3 of them are warm-up"):
-        measure(log(tmp_path / "e", step(1, 1.0), step(2, 1.0)), 3)
+        measure_run(log(tmp_path / "e", step(1, 1.0), step(2, 1.0)), 3)
 
 
 def test_percentiles() -> None:
@@ -121,12 +121,12 @@ def test_percentiles() -> None:
 
 def test_welchs_interval_by_hand() -> None:
     """Variances 1 and 4 over three runs each: t with int(2.94) = 2 degrees of freedom."""
-    half = half_interval([1, 2, 3], [10, 12, 14])
+    half = confidence_half_width([1, 2, 3], [10, 12, 14])
     assert half == pytest.approx(4.303 * (1 / 3 + 4 / 3) ** 0.5)
-    assert half_interval([1.0], [1.0, 2.0]) is None
-    assert half_interval([5.0, 5.0], [6.0, 6.0]) == 0.0
+    assert confidence_half_width([1.0], [1.0, 2.0]) is None
+    assert confidence_half_width([5.0, 5.0], [6.0, 6.0]) == 0.0
     many = [float(i % 2) for i in range(200)]
-    assert half_interval(many, many) == pytest.approx(2.042 * (2 * 0.2512562 / 200) ** 0.5)
+    assert confidence_half_width(many, many) == pytest.approx(2.042 * (2 * 0.2512562 / 200) ** 0.5)
 
 
 def test_a_real_loss_of_speed_fails() -> None:
@@ -189,7 +189,7 @@ def test_from_nothing_to_something() -> None:
 
 def test_what_else_differs_is_told() -> None:
     other = baseline(measures(), machine={"host": "there", "gpus": "one"}, gracetune="2")
-    assert [*differences(baseline(measures()), other)] == [
+    assert [*environment_differences(baseline(measures()), other)] == [
         "machine: gpus was (none), is one",
         "machine: host was here, is there",
         "gracetune was 1, is 2",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.errors import ConfigError, RunFailedError
-from gracetune.events.run_control import Requests, ask
+from gracetune.events.run_control import RunControl, send_request
 
 
 def dead_listener(folder: Path) -> int:
@@ -29,53 +29,53 @@ def rewrite(folder: Path, **changes: object) -> None:
 
 
 def test_what_is_asked_is_taken_once(tmp_path: Path) -> None:
-    requests = Requests(tmp_path)
+    requests = RunControl(tmp_path)
     requests.open(os.getpid())
-    assert requests.take() == set()
-    assert ask(tmp_path, "validate").pid == os.getpid()
-    ask(tmp_path, "save")
-    ask(tmp_path, "save")
-    assert requests.take() == {"validate", "save"}
-    assert requests.take() == set()
+    assert requests.take_requests() == set()
+    assert send_request(tmp_path, "validate").pid == os.getpid()
+    send_request(tmp_path, "save")
+    send_request(tmp_path, "save")
+    assert requests.take_requests() == {"validate", "save"}
+    assert requests.take_requests() == set()
 
 
 def test_nothing_half_written_is_left(tmp_path: Path) -> None:
-    Requests(tmp_path).open(os.getpid())
-    ask(tmp_path, "stop")
+    RunControl(tmp_path).open(os.getpid())
+    send_request(tmp_path, "stop")
     assert sorted(path.name for path in (tmp_path / "now").iterdir()) == ["listening.json", "stop"]
 
 
 def test_a_stop_meant_for_an_earlier_run_does_not_stop_this_one(tmp_path: Path) -> None:
     dead_listener(tmp_path)
     (tmp_path / "now" / "stop").write_text("")
-    requests = Requests(tmp_path)
+    requests = RunControl(tmp_path)
     requests.open(os.getpid())
-    assert requests.take() == set()
+    assert requests.take_requests() == set()
 
 
 def test_after_the_end_nobody_listens(tmp_path: Path) -> None:
-    requests = Requests(tmp_path)
+    requests = RunControl(tmp_path)
     requests.open(os.getpid())
-    ask(tmp_path, "save")
+    send_request(tmp_path, "save")
     requests.close()
     assert list((tmp_path / "now").iterdir()) == []
     with pytest.raises(RunFailedError, match="No run is listening"):
-        ask(tmp_path, "save")
+        send_request(tmp_path, "save")
 
 
 def test_a_killed_run_is_named_and_not_asked(tmp_path: Path) -> None:
     pid = dead_listener(tmp_path)
     with pytest.raises(RunFailedError, match=f"process {pid} ended") as caught:
-        ask(tmp_path, "stop")
+        send_request(tmp_path, "stop")
     assert caught.value.exit_code == 1
     assert not (tmp_path / "now" / "stop").exists()
 
 
 def test_another_process_with_the_same_number_is_not_the_run(tmp_path: Path) -> None:
-    Requests(tmp_path).open(os.getpid())
+    RunControl(tmp_path).open(os.getpid())
     rewrite(tmp_path, birth=1)
     with pytest.raises(RunFailedError, match="is gone"):
-        ask(tmp_path, "stop")
+        send_request(tmp_path, "stop")
 
 
 def test_a_zombie_is_gone(tmp_path: Path) -> None:
@@ -87,40 +87,40 @@ def test_a_zombie_is_gone(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script, tmp_path]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(RunFailedError, match="is gone"):
-            ask(tmp_path, "stop")
+            send_request(tmp_path, "stop")
 
 
 def test_a_run_on_another_machine_is_believed(tmp_path: Path) -> None:
-    requests = Requests(tmp_path)
+    requests = RunControl(tmp_path)
     requests.open(os.getpid())
     rewrite(tmp_path, host="elsewhere", birth=1)
-    assert not ask(tmp_path, "save").is_here()
-    assert requests.take() == {"save"}
+    assert not send_request(tmp_path, "save").is_local()
+    assert requests.take_requests() == {"save"}
     requests.open(os.getpid())
-    assert ask(tmp_path, "save").is_here()
+    assert send_request(tmp_path, "save").is_local()
 
 
 def test_two_living_runs_cannot_share_a_folder(tmp_path: Path) -> None:
-    Requests(tmp_path).open(os.getppid())
-    second = Requests(tmp_path)
+    RunControl(tmp_path).open(os.getppid())
+    second = RunControl(tmp_path)
     with pytest.raises(ConfigError, match=f"in use by process {os.getppid()}"):
         second.open(os.getpid())
     second.close()
-    assert ask(tmp_path, "stop").pid == os.getppid()
+    assert send_request(tmp_path, "stop").pid == os.getppid()
 
 
 def test_a_run_says_what_it_answers_to(tmp_path: Path) -> None:
-    Requests(tmp_path).open(os.getpid(), verbs=("save", "stop"))
+    RunControl(tmp_path).open(os.getpid(), verbs=("save", "stop"))
     with pytest.raises(ConfigError, match="enable_manual_validation"):
-        ask(tmp_path, "validate")
+        send_request(tmp_path, "validate")
     assert not (tmp_path / "now" / "validate").exists()
 
 
 def test_unknown_verbs_and_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Known: validate, save, stop"):
-        ask(tmp_path, "dance")
+        send_request(tmp_path, "dance")
     with pytest.raises(ConfigError, match="not a folder"):
-        ask(tmp_path / "none", "stop")
+        send_request(tmp_path / "none", "stop")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "not json"])
@@ -128,4 +128,4 @@ def test_a_listener_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> N
     (tmp_path / "now").mkdir()
     (tmp_path / "now" / "listening.json").write_text(text)
     with pytest.raises(ConfigError, match=r"listening\.json"):
-        ask(tmp_path, "stop")
+        send_request(tmp_path, "stop")

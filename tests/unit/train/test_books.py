@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gracetune.memory.stats import Tier
-from gracetune.train.build import keep_books
+from gracetune.train.build import register_memory_roles
 
 ELSEWHERE = torch.device("meta")
 """Stands for a device with a memory of its own."""
@@ -40,7 +40,7 @@ def test_streamed_weights_are_booked_where_they_live():
         layer.weight.requires_grad_(False)
     model[0].to_empty(device="cpu")  # where a ring keeps it
     books, slots = Books(), [0]
-    keep_books(made_trainee(model), books, lambda: slots[0])
+    register_memory_roles(made_trainee(model), books, lambda: slots[0])
     slots[0] = 100  # may be added at any time of a run
     assert books.read() == {
         "weights": (None, 2 * 64 + 100),

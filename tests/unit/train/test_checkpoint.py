@@ -20,9 +20,9 @@ def snapshot(step=1, value=1.0, size=8):
 
 
 def test_what_is_read_is_what_was_saved(tmp_path):
-    saved = checkpoint.save(tmp_path, snapshot(7, 3.5), keep=2)
+    saved = checkpoint.save_snapshot(tmp_path, snapshot(7, 3.5), keep=2)
     assert saved.path.name == "step-000007"
-    back = checkpoint.read(saved.path)
+    back = checkpoint.load_snapshot(saved.path)
     assert back.progress == TrainProgress(7, 14, 21)
     assert back.identity == {"train.batch_size": 4}
     assert torch.equal(back.tensors["weights"]["w"], torch.full((8,), 3.5))
@@ -30,23 +30,23 @@ def test_what_is_read_is_what_was_saved(tmp_path):
 
 def test_the_newest_stay_by_number_not_by_name(tmp_path):
     for step in (999_998, 999_999, 1_000_000):
-        checkpoint.save(tmp_path, snapshot(step), keep=2)
-    assert [p.name for p in checkpoint.complete(tmp_path)] == ["step-999999", "step-1000000"]
+        checkpoint.save_snapshot(tmp_path, snapshot(step), keep=2)
+    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
 
 
 def test_one_without_a_manifest_does_not_count(tmp_path):
-    checkpoint.save(tmp_path, snapshot(1), keep=3)
-    torn = checkpoint.save(tmp_path, snapshot(2), keep=3).path
+    checkpoint.save_snapshot(tmp_path, snapshot(1), keep=3)
+    torn = checkpoint.save_snapshot(tmp_path, snapshot(2), keep=3).path
     (torn / "manifest.json").unlink()
-    found = checkpoint.find(tmp_path, "auto", warn=pytest.fail)
+    found = checkpoint.find_snapshot(tmp_path, "auto", warn=pytest.fail)
     assert found is not None
     assert found.progress.step == 1
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "json", "format"])
 def test_damage_is_found_and_the_one_before_it_is_used(tmp_path, harm):
-    checkpoint.save(tmp_path, snapshot(1), keep=3)
-    path = checkpoint.save(tmp_path, snapshot(2), keep=3).path
+    checkpoint.save_snapshot(tmp_path, snapshot(1), keep=3)
+    path = checkpoint.save_snapshot(tmp_path, snapshot(2), keep=3).path
     weights, manifest = path / "weights.safetensors", path / "manifest.json"
     if harm == "flip":
         data = bytearray(weights.read_bytes())
@@ -61,57 +61,57 @@ def test_damage_is_found_and_the_one_before_it_is_used(tmp_path, harm):
     else:
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
     with pytest.raises(CheckpointError, match="step-000002"):
-        checkpoint.read(path)
+        checkpoint.load_snapshot(path)
     warnings = []
-    found = checkpoint.find(tmp_path, "auto", warnings.append)
+    found = checkpoint.find_snapshot(tmp_path, "auto", warnings.append)
     assert found is not None
     assert found.progress.step == 1
     assert "Going back" in warnings[0]
 
 
 def test_resume_by_path_and_none(tmp_path):
-    path = checkpoint.save(tmp_path, snapshot(4), keep=1).path
-    assert checkpoint.find(tmp_path, "none", pytest.fail) is None
-    found = checkpoint.find(tmp_path / "elsewhere", str(path), pytest.fail)
+    path = checkpoint.save_snapshot(tmp_path, snapshot(4), keep=1).path
+    assert checkpoint.find_snapshot(tmp_path, "none", pytest.fail) is None
+    found = checkpoint.find_snapshot(tmp_path / "elsewhere", str(path), pytest.fail)
     assert found is not None
     assert found.progress.step == 4
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
-        checkpoint.find(tmp_path, str(tmp_path), pytest.fail)
+        checkpoint.find_snapshot(tmp_path, str(tmp_path), pytest.fail)
 
 
 def test_a_write_that_fails_half_way_leaves_the_one_before(tmp_path):
     """The kernel itself refuses bytes past a limit, as a full disk would."""
-    checkpoint.save(tmp_path, snapshot(1), keep=1)
+    checkpoint.save_snapshot(tmp_path, snapshot(1), keep=1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, before[1]))
     try:
         with pytest.raises(CheckpointError, match="step-000001"):
-            checkpoint.save(tmp_path, snapshot(2, size=100_000), keep=1)
+            checkpoint.save_snapshot(tmp_path, snapshot(2, size=100_000), keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
-    assert checkpoint.read(tmp_path / "step-000001").progress.step == 1
+    assert checkpoint.load_snapshot(tmp_path / "step-000001").progress.step == 1
 
 
 def test_the_one_just_written_is_never_dropped(tmp_path):
-    checkpoint.save(tmp_path, snapshot(12), keep=1)
-    saved = checkpoint.save(tmp_path, snapshot(10), keep=1)
-    assert checkpoint.complete(tmp_path) == [saved.path]
+    checkpoint.save_snapshot(tmp_path, snapshot(12), keep=1)
+    saved = checkpoint.save_snapshot(tmp_path, snapshot(10), keep=1)
+    assert checkpoint.complete_checkpoints(tmp_path) == [saved.path]
 
 
 def test_setting_aside_keeps_what_is_past_a_step_whole(tmp_path):
-    early = checkpoint.save(tmp_path, snapshot(8), keep=9).path
-    checkpoint.save(tmp_path, snapshot(12, value=7.0), keep=9)
-    (aside,) = checkpoint.set_aside(tmp_path, 8)
-    assert checkpoint.complete(tmp_path) == [early]
-    assert checkpoint.read(aside).tensors["weights"]["w"][0] == 7.0
+    early = checkpoint.save_snapshot(tmp_path, snapshot(8), keep=9).path
+    checkpoint.save_snapshot(tmp_path, snapshot(12, value=7.0), keep=9)
+    (aside,) = checkpoint.set_aside_newer(tmp_path, 8)
+    assert checkpoint.complete_checkpoints(tmp_path) == [early]
+    assert checkpoint.load_snapshot(aside).tensors["weights"]["w"][0] == 7.0
 
 
 def test_too_little_room_is_seen_before_anything_is_written(tmp_path, monkeypatch):
     usage = checkpoint.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=100))
     with pytest.raises(CheckpointError, match=r"100 B are free\. There is none before it"):
-        checkpoint.save(tmp_path, snapshot(1), keep=1)
+        checkpoint.save_snapshot(tmp_path, snapshot(1), keep=1)
     assert list(tmp_path.iterdir()) == []

@@ -27,7 +27,7 @@ def test_the_model_holds_the_averages_only_inside_the_block():
     live = {"w": torch.nn.Parameter(torch.zeros(2))}
     ema = Ema(live, decay=0.5)
     live["w"].data.fill_(4.0)
-    with ema.in_place():
+    with ema.swapped_in():
         assert live["w"].tolist() == [0.0, 0.0]
     assert live["w"].tolist() == [4.0, 4.0]
 
@@ -36,6 +36,6 @@ def test_weights_come_back_also_after_an_error():
     live = {"w": torch.nn.Parameter(torch.ones(1))}
     ema = Ema({"w": live["w"]}, decay=0.5)
     live["w"].data.fill_(2.0)
-    with pytest.raises(RuntimeError), ema.in_place():
+    with pytest.raises(RuntimeError), ema.swapped_in():
         raise RuntimeError
     assert live["w"].item() == 2.0

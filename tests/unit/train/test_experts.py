@@ -9,22 +9,22 @@ from gracetune.config.schema import DatasetSection, RunFile, TrainSection
 from gracetune.data.loader import BatchOrder, BucketGroup
 from gracetune.errors import ConfigError
 from gracetune.train.experts import (
-    ALONE,
-    ONE_SIZE,
-    expected_mix,
-    mix_of,
-    plan_turns,
-    report_turns,
+    SINGLE_TRANSFORMER,
+    SINGLE_SIZE,
+    expected_token_counts,
+    drawn_token_counts,
+    build_expert_schedule,
+    describe_schedule,
 )
 from gracetune.train.state import TrainProgress
-from gracetune.train.timesteps import DISTRIBUTIONS, draw_levels, expert_windows, share_of
+from gracetune.train.timesteps import DISTRIBUTIONS, sample_timesteps, expert_windows, window_probability
 
 SAMPLINGS = sorted(DISTRIBUTIONS)
 
 
 def share_or_none(section, window, tokens):
     try:
-        return share_of(section, window, tokens)
+        return window_probability(section, window, tokens)
     except ConfigError:
         return None
 
@@ -56,9 +56,9 @@ def test_every_level_is_its_experts(
     windows = expert_windows(boundary).values()
     shares = [share_or_none(section, window, tokens) for window in windows]
     assume(all(shares))  # a tail that nobody meant is refused, not rounded
-    plan = plan_turns(section, boundary, {tokens: 1})
+    plan = build_expert_schedule(section, boundary, {tokens: 1})
     turn = plan.at(step)
-    levels = draw_levels(section, 64, torch.Generator().manual_seed(seed), turn.window, tokens)
+    levels = sample_timesteps(section, 64, torch.Generator().manual_seed(seed), turn.window, tokens)
     assert experts in ("both", turn.expert)
     if turn.expert == "high":
         assert (levels.double() >= boundary).all()
@@ -72,7 +72,7 @@ def test_every_level_is_its_experts(
 
 @given(every=st.integers(1, 9), steps=st.integers(1, 400))
 def test_alternating_turns_differ_by_one_at_most(every, steps):
-    plan = plan_turns(TrainSection(switch_every=every), 0.875)
+    plan = build_expert_schedule(TrainSection(switch_every=every), 0.875)
     high = sum(plan.at(step).expert == "high" for step in range(steps))
     assert abs(high - (steps - high)) <= every
 
@@ -82,9 +82,9 @@ def test_proportional_turns_follow_the_distribution_at_every_length(shift, steps
     section = TrainSection(
         expert_turns="proportional", timestep_shift=shift, timestep_sampling="uniform"
     )
-    plan = plan_turns(section, 0.875)
+    plan = build_expert_schedule(section, 0.875)
     high = sum(plan.at(step).expert == "high" for step in range(steps))
-    assert abs(high - steps * share_of(section, plan.windows["high"])) <= 1
+    assert abs(high - steps * window_probability(section, plan.windows["high"])) <= 1
 
 
 def test_shares_are_those_that_a_global_draw_would_have():
@@ -93,7 +93,7 @@ def test_shares_are_those_that_a_global_draw_would_have():
         section = TrainSection(
             expert_turns="proportional", timestep_shift=shift, timestep_sampling="uniform"
         )
-        assert plan_turns(section, 0.875).high_share == pytest.approx(share, abs=5e-4)
+        assert build_expert_schedule(section, 0.875).high_share == pytest.approx(share, abs=5e-4)
 
 
 def test_shares_are_means_over_what_is_drawn_of_each_size():
@@ -101,18 +101,18 @@ def test_shares_are_means_over_what_is_drawn_of_each_size():
         expert_turns="proportional", timestep_shift="sd3", timestep_sampling="uniform"
     )
     picture, clip = 4096, 21 * 4096
-    alone = [plan_turns(section, 0.875, {tokens: 1}).high_share for tokens in (picture, clip)]
+    alone = [build_expert_schedule(section, 0.875, {tokens: 1}).high_share for tokens in (picture, clip)]
     assert alone[0] == pytest.approx(0.3, abs=1e-3)  # shift 3: 0.875 comes from 0.7
     assert alone[1] == pytest.approx(0.6626, abs=1e-3)  # shift 13.75
-    both = plan_turns(section, 0.875, {picture: 3, clip: 1}).high_share
+    both = build_expert_schedule(section, 0.875, {picture: 3, clip: 1}).high_share
     assert both == pytest.approx((3 * alone[0] + alone[1]) / 4)
 
 
 def test_a_size_that_has_no_level_of_an_expert_is_refused_before_it_is_drawn():
     section = TrainSection(timestep_shift="flux", timestep_sampling="logit_normal")
-    plan_turns(section, 0.875, {4096: 1})
+    build_expert_schedule(section, 0.875, {4096: 1})
     with pytest.raises(ConfigError, match=r"too few to draw from"):
-        plan_turns(section, 0.875, {4096: 999, 40 * 4096: 1})
+        build_expert_schedule(section, 0.875, {4096: 999, 40 * 4096: 1})
 
 
 class Sized:
@@ -135,7 +135,7 @@ def test_before_the_data_are_read_every_length_of_clip_is_expected():
             DatasetSection(id="clips", dataset_type="video", resolution=512, frames=(1, 81)),
         )
     )
-    assert expected_mix(run, Sized()) == {4096: 1, 1024: 1, 21 * 1024: 1}
+    assert expected_token_counts(run, Sized()) == {4096: 1, 1024: 1, 21 * 1024: 1}
 
 
 def test_what_a_run_draws_is_counted_by_tokens():
@@ -144,40 +144,40 @@ def test_what_a_run_draws_is_counted_by_tokens():
         return BucketGroup(samples, repeats, 0.0, size)
 
     order = BatchOrder([group((64, 64), 3), group((32, 128), 2), group((64, 64, 9), 1, 5)], 2, 0)
-    assert mix_of(order, Sized()) == {16: 5, 48: 5}
+    assert drawn_token_counts(order, Sized()) == {16: 5, 48: 5}
     single = Sized()
     single.boundary = None
-    assert mix_of(order, single) == ONE_SIZE
+    assert drawn_token_counts(order, single) == SINGLE_SIZE
 
 
 def test_a_level_on_the_boundary_is_high_noise():
-    windows = plan_turns(TrainSection(), 0.875).windows
+    windows = build_expert_schedule(TrainSection(), 0.875).windows
     assert windows["high"] == (0.875, 1.0)
     assert windows["low"] == (0.0, 0.875)
 
 
 def test_one_transformer_has_no_turns_and_refuses_experts_by_name():
-    plan = plan_turns(TrainSection(), None)
-    assert plan.at(17) == ALONE
-    assert plan.all() == [ALONE]
-    assert report_turns(plan, None) is None
+    plan = build_expert_schedule(TrainSection(), None)
+    assert plan.at(17) == SINGLE_TRANSFORMER
+    assert plan.turns() == [SINGLE_TRANSFORMER]
+    assert describe_schedule(plan, None) is None
     with pytest.raises(ConfigError, match=r"train\.experts is 'low', but the model has one"):
-        plan_turns(TrainSection(experts="low"), None)
+        build_expert_schedule(TrainSection(experts="low"), None)
 
 
 def test_a_window_without_levels_of_an_expert_is_refused():
     section = TrainSection(timestep_window=(0.0, 0.5))
     with pytest.raises(ConfigError, match="train the other expert"):
-        plan_turns(section, 0.875)
-    assert set(plan_turns(section.model_copy(update={"experts": "low"}), 0.875).windows) == {"low"}
+        build_expert_schedule(section, 0.875)
+    assert set(build_expert_schedule(section.model_copy(update={"experts": "low"}), 0.875).windows) == {"low"}
 
 
 def test_what_is_told():
-    both = report_turns(plan_turns(TrainSection(switch_every=3), 0.875), 0.875)
+    both = describe_schedule(build_expert_schedule(TrainSection(switch_every=3), 0.875), 0.875)
     assert both is not None
     assert "high noise from level 0.875 on" in both
     assert "3 steps a turn, 50.0%" in both
-    one = report_turns(plan_turns(TrainSection(experts="high"), 0.9), 0.9)
+    one = describe_schedule(build_expert_schedule(TrainSection(experts="high"), 0.9), 0.9)
     assert one is not None
     assert "only the high-noise one is trained" in one
 

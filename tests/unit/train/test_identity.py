@@ -3,14 +3,14 @@ import pytest
 from gracetune.config.schema import RunFile
 from gracetune.data.sample import Sample
 from gracetune.errors import CheckpointError
-from gracetune.train.identity import check_same, identity_of
+from gracetune.train.identity import check_same_run, run_identity
 
 SAMPLES = [Sample("a", "1.png", "one", "d1", 8, 8), Sample("a", "2.png", "two", "d2", 8, 8)]
 
 
 def identity(samples=SAMPLES, weights="w", precision="no", **sections):
     sections.setdefault("datasets", [{"id": "a", "instance_data_dir": "x"}])
-    return identity_of(RunFile.model_validate(sections), samples, weights, precision)
+    return run_identity(RunFile.model_validate(sections), samples, weights, precision)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def identity(samples=SAMPLES, weights="w", precision="no", **sections):
 )
 def test_what_shapes_the_weights_is_refused_by_name(change, name):
     with pytest.raises(CheckpointError, match=name):
-        check_same(identity(), identity(**change))
+        check_same_run(identity(), identity(**change))
 
 
 @pytest.mark.parametrize(
@@ -46,20 +46,20 @@ def test_what_shapes_the_weights_is_refused_by_name(change, name):
     ],
 )
 def test_what_does_not_may_change(change):
-    check_same(identity(), identity(**change))
+    check_same_run(identity(), identity(**change))
 
 
 def test_more_steps_are_another_run_only_where_the_schedule_stretches():
     short = {"optimizer": {"schedule": "cosine"}, "train": {"max_train_steps": 10}}
     long = {"optimizer": {"schedule": "cosine"}, "train": {"max_train_steps": 20}}
     with pytest.raises(CheckpointError, match=r"train\.max_train_steps was 10, is 20"):
-        check_same(identity(**short), identity(**long))
+        check_same_run(identity(**short), identity(**long))
 
 
 def test_a_changed_caption_is_noticed():
     changed = [SAMPLES[0], Sample("a", "2.png", "zwei", "d2", 8, 8)]
     with pytest.raises(CheckpointError, match="captions"):
-        check_same(identity(), identity(samples=changed))
+        check_same_run(identity(), identity(samples=changed))
 
 
 def test_settings_of_masks_mean_something_only_with_masks():

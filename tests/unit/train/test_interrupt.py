@@ -5,16 +5,16 @@ import sys
 
 import pytest
 
-from gracetune.train.run import Interrupt
+from gracetune.train.run import SignalHandler
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_only_noted(number, capsys):
     before = signal.getsignal(number)
-    with Interrupt() as interrupt, interrupt.between_steps():
-        assert interrupt.asked is None
+    with SignalHandler() as interrupt, interrupt.deferred():
+        assert interrupt.received is None
         os.kill(os.getpid(), number)
-        assert interrupt.asked == number.name
+        assert interrupt.received == number.name
     assert signal.getsignal(number) is before
     assert "finishing the step" in capsys.readouterr().err
 
@@ -37,6 +37,6 @@ def test_the_second_leaves_at_once():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_before_the_first_step_either_ends_the_run_at_once(number):
-    with pytest.raises(KeyboardInterrupt), Interrupt():
+    with pytest.raises(KeyboardInterrupt), SignalHandler():
         os.kill(os.getpid(), number)
         signal.pause()

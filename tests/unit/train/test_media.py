@@ -7,12 +7,12 @@ import torch
 from PIL import Image
 
 from gracetune.models.family import Sampled
-from gracetune.train.validate import contact_sheet, require_packages, spectrogram, write
+from gracetune.train.validate import contact_sheet, require_packages, spectrogram, write_sample
 
 
 def test_a_picture_is_written_as_it_is(tmp_path):
     data = torch.linspace(-1.2, 1.2, 3 * 4 * 6).view(3, 4, 6)
-    still = write(Sampled("image", data), tmp_path, "000")
+    still = write_sample(Sampled("image", data), tmp_path, "000")
     assert [path.name for path in tmp_path.iterdir()] == ["000.png"]
     saved = np.asarray(Image.open(tmp_path / "000.png"))
     assert saved.shape == (4, 6, 3)
@@ -24,7 +24,7 @@ def test_a_picture_is_written_as_it_is(tmp_path):
 def test_a_clip_plays_with_its_frames_and_rate(tmp_path):
     shades = torch.linspace(-0.8, 0.8, 9)
     data = shades.view(1, 9, 1, 1).expand(3, 9, 32, 48)
-    write(Sampled("video", data, 16.0), tmp_path, "007")
+    write_sample(Sampled("video", data, 16.0), tmp_path, "007")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["007.mp4", "007.png"]
     with av.open(str(tmp_path / "007.mp4")) as container:
         stream = container.streams.video[0]
@@ -51,7 +51,7 @@ def test_a_sound_is_written_with_its_rate_and_channels(tmp_path):
     time = torch.arange(8000) / 8000
     tone = torch.sin(2 * torch.pi * 1000 * time)
     data = torch.stack([tone * 0.5, tone * 2])  # the second is cut off at full scale
-    write(Sampled("audio", data, 8000), tmp_path, "000")
+    write_sample(Sampled("audio", data, 8000), tmp_path, "000")
     with wave.open(str(tmp_path / "000.wav")) as file:
         assert (file.getnchannels(), file.getframerate(), file.getnframes()) == (2, 8000, 8000)
         samples = np.frombuffer(file.readframes(8000), "<i2").reshape(-1, 2)

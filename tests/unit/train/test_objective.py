@@ -7,7 +7,7 @@ from gracetune.train import objective
 
 def test_the_two_ends_are_picture_and_noise():
     x0, noise = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
-    ends = objective.noisy(x0, noise, torch.tensor([0.0, 1.0]))
+    ends = objective.add_noise(x0, noise, torch.tensor([0.0, 1.0]))
     assert torch.equal(ends[0], x0[0])
     assert torch.equal(ends[1], noise[1])
 
@@ -15,14 +15,14 @@ def test_the_two_ends_are_picture_and_noise():
 def test_velocity_is_the_derivative_of_the_path():
     x0, noise = torch.randn(1, 3, 4, 4).double(), torch.randn(1, 3, 4, 4).double()
     s, h = torch.tensor([0.3]).double(), 1e-6
-    slope = (objective.noisy(x0, noise, s + h) - objective.noisy(x0, noise, s)) / h
+    slope = (objective.add_noise(x0, noise, s + h) - objective.add_noise(x0, noise, s)) / h
     torch.testing.assert_close(slope, objective.velocity(x0, noise), rtol=1e-6, atol=1e-8)
 
 
 def test_losses_are_per_sample_and_in_fp32():
     predicted = torch.zeros(2, 3, 2, 2, dtype=torch.bfloat16)
     target = torch.stack([torch.ones(3, 2, 2), torch.full((3, 2, 2), 2.0)])
-    losses = objective.losses(predicted, target)
+    losses = objective.sample_losses(predicted, target)
     assert losses.dtype == torch.float32
     assert losses.tolist() == [1.0, 4.0]
 
@@ -31,20 +31,20 @@ def test_losses_are_per_sample_and_in_fp32():
 def test_cells_count_as_their_weights_say(frames):
     predicted, target = (torch.randn(2, 5, *frames, 2, 3) for _ in range(2))
     weights = torch.rand(2, 2, 3)
-    found = objective.losses(predicted, target, weights)
+    found = objective.sample_losses(predicted, target, weights)
     squared = (predicted - target).square()
     by_hand = [
         sum(squared[n, ..., y, x].mean() * weights[n, y, x] for y in range(2) for x in range(3)) / 6
         for n in range(2)
     ]
     torch.testing.assert_close(found, torch.stack(by_hand))
-    plain = objective.losses(predicted, target)
-    assert torch.equal(objective.losses(predicted, target, torch.ones(2, 2, 3)), plain)
+    plain = objective.sample_losses(predicted, target)
+    assert torch.equal(objective.sample_losses(predicted, target, torch.ones(2, 2, 3)), plain)
 
 
 def test_levels_broadcast_over_video_too():
     x0 = torch.zeros(2, 3, 5, 4, 4)
-    out = objective.noisy(x0, torch.ones_like(x0), torch.tensor([0.25, 0.75]))
+    out = objective.add_noise(x0, torch.ones_like(x0), torch.tensor([0.25, 0.75]))
     assert out[0].unique().tolist() == [0.25]
     assert out[1].unique().tolist() == [0.75]
 
@@ -52,7 +52,7 @@ def test_levels_broadcast_over_video_too():
 @pytest.mark.parametrize("prediction", ["flow", "epsilon", "v"])
 def test_every_path_leads_from_picture_to_noise(prediction):
     x0, noise = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
-    ends = objective.noisy(x0, noise, torch.tensor([0.0, 1.0]), prediction)
+    ends = objective.add_noise(x0, noise, torch.tensor([0.0, 1.0]), prediction)
     torch.testing.assert_close(ends[0], x0[0])
     torch.testing.assert_close(ends[1], noise[1])
 
@@ -62,7 +62,7 @@ def test_the_target_and_the_noisy_latent_give_the_picture_back(prediction):
     """What makes a prediction a prediction: x0 follows from it, by the published formulas."""
     x0, noise = torch.randn(5, 3, 4, 4).double(), torch.randn(5, 3, 4, 4).double()
     s = torch.linspace(0.1, 0.9, 5).double()
-    x = objective.noisy(x0, noise, s, prediction)
+    x = objective.add_noise(x0, noise, s, prediction)
     said = objective.target(x0, noise, s, prediction)
     alpha, sigma = (t.view(-1, 1, 1, 1) for t in objective.alpha_sigma(s, prediction))
     found = {
@@ -103,11 +103,11 @@ def test_weights_are_numbers_at_both_ends(prediction):
 
 def test_what_min_snr_does_to_flow_matching_is_told():
     section = TrainSection(min_snr_gamma=5)
-    (identity,) = objective.notes_on_weights(section, "flow")
+    (identity,) = objective.min_snr_notes(section, "flow")
     assert "min_snr_gamma 5 changes nothing" in identity
-    (exact,) = objective.notes_on_weights(
+    (exact,) = objective.min_snr_notes(
         section.model_copy(update={"min_snr_in_flow": "exact"}), "flow"
     )
     assert "0.016 at 0.875" in exact
-    assert objective.notes_on_weights(section, "v") == []
-    assert objective.notes_on_weights(TrainSection(), "flow") == []
+    assert objective.min_snr_notes(section, "v") == []
+    assert objective.min_snr_notes(TrainSection(), "flow") == []

@@ -46,7 +46,7 @@ def test_a_target_between_multiples_rounds_up_and_says_so():
 
 def test_a_start_below_one_micro_batch_rounds_up_and_a_flat_ramp_says_so():
     ramp, notes = build_ramp(run_file(batch=32, initial_effective_batch_size=4), world_size=1)
-    assert ramp.flat
+    assert ramp.is_constant
     assert any("rounded up to 32" in note for note in notes)
     assert any("the ramp changes nothing" in note for note in notes)
 

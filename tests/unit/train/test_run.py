@@ -9,7 +9,7 @@ import torch
 
 from gracetune.config.schema import RunFile
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.events.types import (
     CheckpointSaved,
     Notice,
@@ -37,7 +37,7 @@ def test_a_full_training_leaves_a_model_that_can_be_trained_on(tiny_run, told, t
     assert told.of(RunEnded) == [ended]
 
     section = RunFile.model_validate({"model": {"path": ended.outputs["result"]}}).model
-    averages = checkpoint.read(tmp_path / "run/checkpoints/step-000003").tensors["ema"]
+    averages = checkpoint.load_snapshot(tmp_path / "run/checkpoints/step-000003").tensors["ema"]
     weights = dict(load_family(section).transformer.named_parameters())
     assert all(torch.equal(weights[name], averages[name]) for name in averages)
 
@@ -188,8 +188,8 @@ def test_a_loss_that_explodes_fails_the_run_and_keeps_what_was_good(tiny_run, to
     with pytest.raises(RunFailedError, match="the gradient's norm is"):
         run_training(tiny_run(train=train, optimizer={"lr": 1e30}), sinks=[told])
     assert told.of(RunEnded)[0].status == "failed"
-    for path in checkpoint.complete(tmp_path / "run/checkpoints"):
-        checkpoint.read(path)
+    for path in checkpoint.complete_checkpoints(tmp_path / "run/checkpoints"):
+        checkpoint.load_snapshot(path)
 
 
 def test_a_users_copy_of_a_checkpoint_is_left_alone(tiny_run, told, tmp_path):
@@ -261,7 +261,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tiny_run, told, tmp_path)
 
 
 def test_a_folder_in_use_is_refused_and_the_other_run_is_left_alone(tiny_run, tmp_path):
-    requests = Requests(tmp_path / "run")
+    requests = RunControl(tmp_path / "run")
     requests.open(1)  # the first process, which lives as long as the machine
     with pytest.raises(ConfigError, match="in use by process 1"):
         run_training(tiny_run())
@@ -312,7 +312,7 @@ def test_resuming_before_newer_checkpoints_sets_them_aside_unless_it_is_refused(
     kept = list((folder / "set-aside").iterdir())
     assert len(kept) == 2
     assert all(any(str(path) in text for text in told.texts()) for path in kept)
-    assert [p.name for p in checkpoint.complete(folder)] == ["step-000001", "step-000002"]
+    assert [p.name for p in checkpoint.complete_checkpoints(folder)] == ["step-000001", "step-000002"]
 
 
 def test_a_file_in_the_way_of_the_pictures_is_named(tiny_run, tmp_path):
@@ -324,7 +324,7 @@ def test_a_file_in_the_way_of_the_pictures_is_named(tiny_run, tmp_path):
 
 
 def test_a_full_disk_costs_the_pictures_and_no_step(tiny_run, told, tmp_path, monkeypatch):
-    write, calls = media.write, itertools.count()
+    write, calls = media.write_sample, itertools.count()
 
     def writing(*arguments):
         if next(calls) == 1:
@@ -339,7 +339,7 @@ def test_a_full_disk_costs_the_pictures_and_no_step(tiny_run, told, tmp_path, mo
     assert "step-000002.png" in text
     assert text.endswith("Training goes on.")
     assert [event.step for event in told.of(Validated)] == [0, 4, 6]
-    assert [p.name for p in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step-000006"]
+    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path / "run/checkpoints")] == ["step-000006"]
 
 
 def test_the_launchers_accumulation_does_not_weigh_gradients(tiny_run, told, monkeypatch, tmp_path):

@@ -30,7 +30,7 @@ def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened():
     model, optimizer = trained()
     step(model, optimizer, x)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-    tensors = {k: t.clone() for k, t in state.optimizer_tensors(optimizer, named(model)).items()}
+    tensors = {k: t.clone() for k, t in state.flatten_optimizer_state(optimizer, named(model)).items()}
     assert "0.weight|exp_avg" in tensors
     step(model, optimizer, x)
 
@@ -75,7 +75,7 @@ def test_every_process_wide_generator_comes_back():
         )
 
     random.gauss(0, 1)  # leaves a second value waiting
-    saved = state.generator_tensors()
+    saved = state.rng_state()
     first = draw()
-    state.restore_generators(saved)
+    state.restore_rng(saved)
     assert draw() == first

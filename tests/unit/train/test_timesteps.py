@@ -10,15 +10,15 @@ from gracetune.config.schema import TrainSection
 from gracetune.errors import ConfigError
 from gracetune.train.timesteps import (
     DISTRIBUTIONS,
-    WHOLE,
-    Window,
-    draw_levels,
-    edges,
+    FULL_WINDOW,
+    TimestepWindow,
+    sample_timesteps,
+    fp32_bounds,
     expert_windows,
-    overlap,
-    share_of,
-    shift_of,
-    shifted,
+    intersect,
+    window_probability,
+    shift_for,
+    apply_shift,
 )
 
 SHIFTS = [0.5, 1.0, 3.0, 12.0]
@@ -35,7 +35,7 @@ def section(name="logit_normal", shift=1.0, **settings):
 @pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_levels_stay_between_picture_and_noise(name, shift):
-    s = draw_levels(section(name, shift), 10_000, generator())
+    s = sample_timesteps(section(name, shift), 10_000, generator())
     assert s.dtype == torch.float32
     assert s.min() >= 0
     assert s.max() <= 1
@@ -43,25 +43,25 @@ def test_levels_stay_between_picture_and_noise(name, shift):
 
 def test_the_shift_is_the_published_map():
     s = torch.tensor([0.0, 0.5, 1.0])
-    assert shifted(s, 3.0).tolist() == [0.0, 0.75, 1.0]
-    assert torch.equal(shifted(s, 1.0), s)
+    assert apply_shift(s, 3.0).tolist() == [0.0, 0.75, 1.0]
+    assert torch.equal(apply_shift(s, 1.0), s)
 
 
 def test_logit_normal_has_its_median_in_the_middle():
-    s = draw_levels(TrainSection(), 100_000, generator())
+    s = sample_timesteps(TrainSection(), 100_000, generator())
     assert abs(s.median().item() - 0.5) < 0.01
 
 
 def test_the_mean_and_spread_of_logit_normal_are_those_of_its_logits():
-    s = draw_levels(section(timestep_mean=0.7, timestep_std=0.4), 100_000, generator())
+    s = sample_timesteps(section(timestep_mean=0.7, timestep_std=0.4), 100_000, generator())
     logits = s.double().logit()
     assert logits.mean().item() == pytest.approx(0.7, abs=0.01)
     assert logits.std().item() == pytest.approx(0.4, abs=0.01)
 
 
-@pytest.mark.parametrize("window", [WHOLE, Window(0.2, 0.9)])
+@pytest.mark.parametrize("window", [FULL_WINDOW, TimestepWindow(0.2, 0.9)])
 def test_the_same_generator_draws_the_same_levels(window):
-    draws = [draw_levels(TrainSection(), 8, generator(5), window) for _ in range(2)]
+    draws = [sample_timesteps(TrainSection(), 8, generator(5), window) for _ in range(2)]
     assert torch.equal(*draws)
 
 
@@ -78,7 +78,7 @@ def test_the_density_is_the_published_one(name):
         theirs = compute_density_for_timestep_sampling(
             scheme, 100_000, 0.0, 1.0, 1.29, generator=generator(1)
         )
-    ours = draw_levels(section(name), 100_000, generator(2))
+    ours = sample_timesteps(section(name), 100_000, generator(2))
     marks = torch.linspace(0.02, 0.98, 25)
     torch.testing.assert_close(
         torch.quantile(ours, marks), torch.quantile(theirs.float(), marks), rtol=0, atol=0.01
@@ -90,7 +90,7 @@ def test_quantile_and_share_are_inverse(name):
     distribution, settings_ = DISTRIBUTIONS[name], section(name)
     for share in (0.001, 0.1, 0.5, 0.87, 0.999):
         level = distribution.quantile(torch.tensor(share).double(), settings_).item()
-        assert distribution.share_below(level, settings_) == pytest.approx(share, abs=1e-6)
+        assert distribution.cdf(level, settings_) == pytest.approx(share, abs=1e-6)
 
 
 @given(
@@ -102,12 +102,12 @@ def test_quantile_and_share_are_inverse(name):
 )
 @settings(max_examples=100, deadline=None)
 def test_a_window_holds_every_draw_and_keeps_the_shape(name, shift, low, width, seed):
-    window = Window(low, min(1.0, low + width))
-    s = draw_levels(section(name, shift), 400, generator(seed), window)
+    window = TimestepWindow(low, min(1.0, low + width))
+    s = sample_timesteps(section(name, shift), 400, generator(seed), window)
     for compared in (s, s.double()):  # as fp32 and as Python numbers see the edges
         assert bool((compared >= window.low).all())
         assert bool((compared < window.high).all())
-    whole = draw_levels(section(name, shift), 60_000, generator(seed + 1))
+    whole = sample_timesteps(section(name, shift), 60_000, generator(seed + 1))
     inside = whole[(whole >= window.low) & (whole < window.high)]
     if len(inside) > 2000:  # Kolmogorov and Smirnov: the two samples are of one distribution
         marks = torch.cat([s, inside]).sort().values
@@ -121,7 +121,7 @@ def test_a_window_holds_every_draw_and_keeps_the_shape(name, shift, low, width, 
 def test_no_level_reaches_the_wrong_expert(boundary, name):
     windows = expert_windows(boundary)
     for stage, window in windows.items():
-        s = draw_levels(section(name, 5.0), 500, generator(), window)
+        s = sample_timesteps(section(name, 5.0), 500, generator(), window)
         assert bool(((s >= boundary) == (stage == "high")).all())
         assert all((level >= boundary) == (stage == "high") for level in s.tolist())
 
@@ -130,7 +130,7 @@ def test_no_level_reaches_the_wrong_expert(boundary, name):
 @pytest.mark.parametrize("boundary", [0.875, 0.9])
 def test_a_window_is_covered_up_to_its_edges(name, boundary):
     for window in expert_windows(boundary).values():
-        s = draw_levels(section(name, 3.0), 200_000, generator(), window)
+        s = sample_timesteps(section(name, 3.0), 200_000, generator(), window)
         width = window.high - window.low
         assert s.min() < window.low + 0.06 * width
         assert s.max() > window.high - 0.06 * width
@@ -139,11 +139,11 @@ def test_a_window_is_covered_up_to_its_edges(name, boundary):
 def test_edges_are_the_outermost_numbers_of_a_window():
     below_nine_tenths = np.float32(0.9)  # 0.89999998
     assert float(below_nine_tenths) < 0.9
-    low, _ = edges(Window(0.9, 1.0))
-    _, high = edges(Window(0.0, 0.9))
+    low, _ = fp32_bounds(TimestepWindow(0.9, 1.0))
+    _, high = fp32_bounds(TimestepWindow(0.0, 0.9))
     assert low == float(np.nextafter(below_nine_tenths, np.float32(1)))
     assert high == float(np.nextafter(below_nine_tenths, np.float32(0)))
-    assert edges(Window(0.875, 1.0)) == (0.875, float(np.nextafter(np.float32(1), np.float32(0))))
+    assert fp32_bounds(TimestepWindow(0.875, 1.0)) == (0.875, float(np.nextafter(np.float32(1), np.float32(0))))
 
 
 @pytest.mark.parametrize(
@@ -152,35 +152,35 @@ def test_edges_are_the_outermost_numbers_of_a_window():
 )
 def test_the_share_of_the_high_expert_is_what_sampling_everywhere_gives_it(name, shift, share):
     high = expert_windows(0.875)["high"]
-    assert share_of(section(name, shift), high) == pytest.approx(share, abs=1e-3)
-    drawn = draw_levels(section(name, shift), 100_000, generator())
+    assert window_probability(section(name, shift), high) == pytest.approx(share, abs=1e-3)
+    drawn = sample_timesteps(section(name, shift), 100_000, generator())
     assert (drawn >= 0.875).float().mean().item() == pytest.approx(share, abs=5e-3)
 
 
 def test_the_run_files_window_narrows_every_other():
     half = section(timestep_window=(0.25, 0.5))
-    s = draw_levels(half, 2000, generator())
+    s = sample_timesteps(half, 2000, generator())
     assert s.min() >= 0.25
     assert s.max() < 0.5
-    assert share_of(half, Window(0.0, 1.0)) == 1.0
-    assert share_of(half, Window(0.0, 0.375)) < 0.5
-    assert overlap(Window(0.1, 0.6), Window(0.3, 0.9)) == Window(0.3, 0.6)
+    assert window_probability(half, TimestepWindow(0.0, 1.0)) == 1.0
+    assert window_probability(half, TimestepWindow(0.0, 0.375)) < 0.5
+    assert intersect(TimestepWindow(0.1, 0.6), TimestepWindow(0.3, 0.9)) == TimestepWindow(0.3, 0.6)
 
 
 def test_windows_without_a_level_are_refused():
     with pytest.raises(ConfigError, match=r"no noise level is both in .* Widen"):
-        draw_levels(section(timestep_window=(0.0, 0.5)), 1, generator(), Window(0.5, 1.0))
+        sample_timesteps(section(timestep_window=(0.0, 0.5)), 1, generator(), TimestepWindow(0.5, 1.0))
     with pytest.raises(ConfigError, match=r"Set train\.timestep_sampling: uniform"):
-        draw_levels(section(timestep_std=0.1), 1, generator(), Window(0.99, 1.0))
+        sample_timesteps(section(timestep_std=0.1), 1, generator(), TimestepWindow(0.99, 1.0))
 
 
 def test_shifts_by_resolution_are_those_of_the_models():
-    assert shift_of(section(shift=2.5), 77) == 2.5
-    assert shift_of(section(shift="flux"), 256) == pytest.approx(math.exp(0.5))
-    assert shift_of(section(shift="flux"), 4096) == pytest.approx(math.exp(1.15))
-    assert shift_of(section(shift="qwen_image"), 8192) == pytest.approx(math.exp(0.9))
-    assert shift_of(section(shift="sd3"), 4096) == 3.0
-    assert shift_of(section(shift="sd3"), 1024) == 1.5
+    assert shift_for(section(shift=2.5), 77) == 2.5
+    assert shift_for(section(shift="flux"), 256) == pytest.approx(math.exp(0.5))
+    assert shift_for(section(shift="flux"), 4096) == pytest.approx(math.exp(1.15))
+    assert shift_for(section(shift="qwen_image"), 8192) == pytest.approx(math.exp(0.9))
+    assert shift_for(section(shift="sd3"), 4096) == 3.0
+    assert shift_for(section(shift="sd3"), 1024) == 1.5
 
 
 @pytest.mark.parametrize("rule", ["flux", "qwen_image"])
@@ -192,12 +192,12 @@ def test_the_shift_equals_diffusers_own(rule):
         "qwen_image": ((256, 0.5), (8192, 0.9)),
     }[rule]
     mu = calculate_shift(1536, x0, x1, y0, y1)
-    assert shift_of(section(shift=rule), 1536) == pytest.approx(math.exp(mu))
+    assert shift_for(section(shift=rule), 1536) == pytest.approx(math.exp(mu))
 
 
 def test_larger_pictures_are_drawn_noisier():
     small, large = (
-        draw_levels(section(shift="flux"), 1000, generator(), num_tokens=n).mean()
+        sample_timesteps(section(shift="flux"), 1000, generator(), num_tokens=n).mean()
         for n in (256, 4096)
     )
     assert large > small + 0.05

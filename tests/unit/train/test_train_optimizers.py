@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from gracetune.events.log import read_events
 from gracetune.events.types import RatesSpread, StepDone
 from gracetune.optim.automagic import Automagic
-from gracetune.train.loop import rates_of
+from gracetune.train.loop import learning_rate_histograms
 from gracetune.train.run import run_training
 
 
@@ -62,11 +62,11 @@ def test_rates_are_told_as_a_histogram_and_the_mean_as_the_rate(tiny_run, told):
 
 def test_other_optimizers_have_no_spread_to_tell():
     p = torch.nn.Parameter(torch.zeros(2))
-    assert rates_of(torch.optim.SGD([p], lr=0.1))(3) == []
+    assert learning_rate_histograms(torch.optim.SGD([p], lr=0.1))(3) == []
     p.grad = torch.ones(2)
     optimizer = Automagic([{"params": [p], "stage": "low"}])
     optimizer.step()
-    (spread,) = rates_of(optimizer)(3)
+    (spread,) = learning_rate_histograms(optimizer)(3)
     assert (spread.expert, sum(spread.counts)) == ("low", 2)
 
 
