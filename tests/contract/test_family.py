@@ -9,13 +9,13 @@ from gracetune.adapters.inject import matches
 from gracetune.config.schema import ModelSection
 from gracetune.models.family import (
     EXPERTS,
-    FAMILIES,
     Experts,
     SampleRequest,
     load_family,
     routed,
     transformers_of,
 )
+from gracetune.models.registry import FAMILIES
 
 MADE = {
     "flux": "flux",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gracetune.config.schema import STAGED, InMemorySection
 from gracetune.errors import ConfigError
+from gracetune.models.registry import FAMILIES
 from gracetune.optim.registry import OPTIMIZERS, optimizer_info
 
 if TYPE_CHECKING:
@@ -315,26 +316,15 @@ def _idle_holdout(run: RunFile) -> Iterator[str]:
         )
 
 
-FAMILIES = frozenset(("flux", "qwen_image", "stable_audio", "tiny", "wan22"))
-FOLDERS = FAMILIES - {"tiny"}
-FAMILY_SETTINGS = {
-    "model.init_seed": frozenset(("tiny",)),
-    "model.revision": FOLDERS,
-    "model.task": frozenset(("wan22",)),
-    "model.transformer_file": FOLDERS,
-    "model.transformer_2_file": frozenset(("wan22",)),
-    "train.expert_turns": frozenset(("wan22",)),
-    "train.switch_every": frozenset(("wan22",)),
-}
-"""Which of our families have a setting that not all have; a package's may have any."""
-
-
 def _idle_family(run: RunFile) -> Iterator[str]:
-    family = run.model.family
-    for setting, having in FAMILY_SETTINGS.items():
+    info = FAMILIES.get(run.model.family)
+    if info is None:  # a family of another package may use any setting
+        return
+    optional = frozenset[str]().union(*(each.settings for each in FAMILIES.values()))
+    for setting in sorted(optional - info.settings):
         name, key = setting.split(".")
-        if family in FAMILIES - having and _differs(getattr(run, name), key):
-            yield f"{setting} has no effect: {family} has no such setting."
+        if _differs(run.model if name == "model" else run.train, key):
+            yield f"{setting} has no effect: model.family {run.model.family} does not use it."
 
 
 def _idle_adapter(run: RunFile) -> Iterator[str]:

@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch.autograd import Function
 
-from gracetune.adapters.compute.fused_lora import share_input
+from gracetune.adapters.compute.fused_lora import fuse_shared_input
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gracetune.adapters.compute.fused_lora import SharedInput
+    from gracetune.adapters.compute.fused_lora import SharedInputLora
 
 
 PICTURE = ("to_q", "to_k", "to_v")
@@ -31,14 +31,14 @@ TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 class _TwoStreams:
     """The LoRA layers of each stream's queries, keys and values as one, where they can be."""
 
-    picture: SharedInput | None = None
-    text: SharedInput | None = None
+    picture: SharedInputLora | None = None
+    text: SharedInputLora | None = None
 
     def share(self, attn: Any) -> None:
         """Look which of its layers can compute together."""
-        self.picture = share_input([attn.get_submodule(name) for name in PICTURE])
+        self.picture = fuse_shared_input([attn.get_submodule(name) for name in PICTURE])
         if attn.added_kv_proj_dim is not None:
-            self.text = share_input([attn.get_submodule(name) for name in TEXT])
+            self.text = fuse_shared_input([attn.get_submodule(name) for name in TEXT])
 
 
 class FluxRotating(_TwoStreams, FluxAttnProcessor):  # type: ignore[misc]
@@ -127,7 +127,7 @@ class QwenRotating(_TwoStreams, QwenDoubleStreamAttnProcessor2_0):  # type: igno
 
 
 def _heads(
-    attn: Any, names: tuple[str, ...], shared: SharedInput | None, x: Tensor, width: int
+    attn: Any, names: tuple[str, ...], shared: SharedInputLora | None, x: Tensor, width: int
 ) -> list[Tensor]:
     """Queries, keys and values of one stream."""
     given = [attn.get_submodule(name)(x) for name in names] if shared is None else shared(x)
@@ -165,12 +165,12 @@ def _attend(processor: Any, joint: tuple[Tensor, Tensor, Tensor], mask: Tensor |
 class RotatingProcessor(WanAttnProcessor):  # type: ignore[misc]
     """As diffusers', where a query is rotated; everything else is left to it."""
 
-    shared: SharedInput | None = None
+    shared: SharedInputLora | None = None
     """The LoRA layers of queries, keys and values as one, where they can be."""
 
     def share(self, attn: Any) -> None:
         """Look which of its layers can compute together."""
-        self.shared = share_input([attn.to_q, attn.to_k, attn.to_v])
+        self.shared = fuse_shared_input([attn.to_q, attn.to_k, attn.to_v])
 
     def __call__(
         self,

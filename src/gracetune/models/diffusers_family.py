@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gracetune.errors import ModelError
+from gracetune.models.family import EncodedShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import SampleRequest
+    from gracetune.models.family import Config, SampleRequest, SampleShape
 
 
 class FolderFamily:
@@ -362,3 +363,17 @@ def digest_of_weights(module: nn.Module) -> str:
         contiguous = tensor.detach().cpu().contiguous()
         hasher.update(contiguous.flatten().view(torch.uint8).numpy().data)
     return hasher.hexdigest(length=16)
+
+
+def packed_shape(config: Config, sample: SampleShape, text_length: int) -> EncodedShape:
+    """Return what the planner assumes: 8 pixels per latent cell, two by two cells per token."""
+    cells = (sample.height // 16) * EDGE, (sample.width // 16) * EDGE
+    return EncodedShape(
+        (config["in_channels"] // EDGE**2, *cells), (text_length, config["joint_attention_dim"])
+    )
+
+
+def num_patches(latent_shape: Sequence[int]) -> int:
+    """Return the number of tokens that latents (C, H, W) are packed into."""
+    _, height, width = latent_shape
+    return (height // EDGE) * (width // EDGE)

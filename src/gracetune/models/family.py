@@ -8,32 +8,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
+import torch
 from torch import nn
 
 from gracetune import registry
+from gracetune.models.registry import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    import torch
     from torch import Tensor
 
+    from gracetune.adapters.files.keys import KeyTable
     from gracetune.config.schema import ModelSection
 
+    Config = Mapping[str, Any]
     Forward = Callable[..., Any]
     """A transformer, a wrapper around it, or one expert of a pair."""
 
-
-FAMILIES = {
-    "flux": "gracetune.models.flux:load",
-    "qwen_image": "gracetune.models.qwen_image:load",
-    "stable_audio": "gracetune.models.stable_audio:load",
-    "tiny": "gracetune.models.tiny:load",
-    "wan22": "gracetune.models.wan22:load",
-}
 
 Kind = Literal["image", "video", "audio"]
 Prediction = Literal["flow", "epsilon", "v"]
@@ -205,8 +201,16 @@ class LoadFamily(Protocol):
 
 def load_family(section: ModelSection) -> Family:
     """Load the model that the run file names."""
-    load = cast("LoadFamily", registry.load("family", section.family, FAMILIES))
+    loaders = {name: f"{info.module}:load" for name, info in FAMILIES.items()}
+    load = cast("LoadFamily", registry.load("family", section.family, loaders))
     return load(section)
+
+
+def key_tables() -> dict[str, KeyTable]:
+    """Return the key table of every family that other tools write adapters for, by its name."""
+    modules = (import_module(info.module) for info in FAMILIES.values() if info.has_key_table)
+    tables: list[KeyTable] = [module.KEY_TABLE for module in modules]
+    return {table.family: table for table in tables}
 
 
 # ------------------------------------------------------------------------------------------
@@ -278,3 +282,85 @@ def routed(transformer: Forward, expert: Expert | None) -> Forward:
 def transformers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Each transformer by its expert's name; a single one by the empty name."""
     return {"high": model.high, "low": model.low} if isinstance(model, Experts) else {"": model}
+
+
+# Shapes for the planner
+
+
+@dataclass(frozen=True, slots=True)
+class SampleShape:
+    """The size of one training sample in pixels. An image is a video of one frame."""
+
+    width: int
+    height: int
+    frames: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedShape:
+    """The shapes of one sample in the cache."""
+
+    latent_shape: tuple[int, ...]
+    text_shape: tuple[int, int]
+    """Tokens of the longest caption, with padding, and the width of each token."""
+
+
+@dataclass(frozen=True)
+class PlannerShapes:
+    """A family's transformer as the planner builds and calls it, without its weights.
+
+    A family module subclasses it and puts one instance into `PLANNER_SHAPES`. `config` in the
+    methods is the transformer's full diffusers configuration.
+    """
+
+    class_name: str
+    """Class of the transformer in diffusers."""
+    published_config: Config
+    """Differences between the published model and the defaults of that class."""
+    published_name: str
+    """The published model in words, for the plan's report."""
+    blocks: tuple[str, ...]
+    """Attributes of the transformer that hold its repeated blocks, in the order of forward."""
+    targets: tuple[str, ...]
+    """Modules that an adapter is placed on by default."""
+    probe_config: Config
+    """Changes that give a dozen very narrow blocks, to time kernel launches on the CPU.
+
+    With fewer blocks the CPU would find them all in its caches and look faster than it is.
+    """
+    experts: int = 1
+    """Number of transformers of this shape."""
+    dtype: torch.dtype = torch.bfloat16
+    """Type of the weights, unless `model.dtype` is float32."""
+
+    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
+        """Return the shapes of a sample's latents and text."""
+        raise NotImplementedError
+
+    def inputs(
+        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return uninitialised tensors for the transformer's forward pass, by argument name."""
+        raise NotImplementedError
+
+    def extra_arguments(self, encoded: EncodedShape, batch_size: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return the arguments of the forward pass that are not tensors."""
+        return {}
+
+
+def planner_shapes(family: str) -> PlannerShapes:
+    """Return the shapes of one of the `PLANNABLE` families."""
+    shapes: PlannerShapes = import_module(FAMILIES[family].module).PLANNER_SHAPES
+    return shapes
+
+
+PLANNABLE = tuple(sorted(name for name, info in FAMILIES.items() if info.has_planner_shapes))
+"""Families whose runs can be planned without loading the model."""
+
+PROBE_ATTENTION = {"num_attention_heads": 2, "attention_head_dim": 16}
+PROBE_JOINT_ATTENTION = {
+    **PROBE_ATTENTION,
+    "joint_attention_dim": 16,
+    "axes_dims_rope": (4, 6, 6),
+}
+"""Parts of `PlannerShapes.probe_config` that several families share."""

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from gracetune.models.attention_processors import with_dense_gradients
+from gracetune.adapters.files.keys import FusedProjection, KeyTable
 from gracetune.models.diffusers_family import (
     EDGE,
     FolderFamily,
     check_class,
     digest_of_folder,
     locate,
+    num_patches,
     packed,
+    packed_shape,
     read_index,
     read_part,
     read_scheduler,
@@ -28,14 +29,23 @@ from gracetune.models.diffusers_family import (
     too_long,
     unpacked,
 )
-from gracetune.models.family import Sampled
+from gracetune.models.family import PROBE_JOINT_ATTENTION, PlannerShapes, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction, SampleRequest, Sound
+    from gracetune.models.family import (
+        Config,
+        EncodedShape,
+        Forward,
+        Kind,
+        Prediction,
+        SampleRequest,
+        SampleShape,
+        Sound,
+    )
 
 TEXT_LENGTH = 512
 """T5 is asked without a mask: what it makes of the padding is a part of the caption."""
@@ -62,7 +72,11 @@ TARGETS = (
 
 def load(section: ModelSection) -> Flux:
     """Read every part of the folder `model.path`."""
+    # Imported here: key tables are read without loading diffusers, which takes seconds.
+    from diffusers import AutoencoderKL, FluxTransformer2DModel
     from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+
+    from gracetune.models.attention_processors import with_dense_gradients
 
     folder = locate(section)
     index = read_index(folder)
@@ -160,8 +174,7 @@ class Flux(FolderFamily):
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
         """One a patch."""
-        _, height, width = latent_shape
-        return (height // EDGE) * (width // EDGE)
+        return num_patches(latent_shape)
 
     def cut_captions(self, captions: Sequence[str]) -> list[str]:
         """By the tokenizer's count."""
@@ -254,3 +267,118 @@ def _places(rows: int, columns: int, like: Tensor) -> Tensor:
     places[..., 1] = torch.arange(rows, device=like.device)[:, None]
     places[..., 2] = torch.arange(columns, device=like.device)[None]
     return places.view(-1, 3)
+
+
+# Key names of FLUX.1. The original checkpoint fuses query, key and value (and, in single blocks, the
+# MLP) into one projection; diffusers keeps them separate.
+
+DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
+FUSED_PROJECTIONS = (
+    FusedProjection(
+        f"{DOUBLE}.attn.to_qkv",
+        ((f"{DOUBLE}.attn.to_q", 1), (f"{DOUBLE}.attn.to_k", 1), (f"{DOUBLE}.attn.to_v", 1)),
+    ),
+    FusedProjection(
+        f"{DOUBLE}.attn.to_added_qkv",
+        (
+            (f"{DOUBLE}.attn.add_q_proj", 1),
+            (f"{DOUBLE}.attn.add_k_proj", 1),
+            (f"{DOUBLE}.attn.add_v_proj", 1),
+        ),
+    ),
+    FusedProjection(
+        f"{SINGLE}.attn.to_qkv_mlp_proj",
+        (
+            (f"{SINGLE}.attn.to_q", 1),
+            (f"{SINGLE}.attn.to_k", 1),
+            (f"{SINGLE}.attn.to_v", 1),
+            (f"{SINGLE}.proj_mlp", 4),
+        ),
+    ),
+)
+"""The wholes go by the names that diffusers gives to fused projections elsewhere."""
+
+KEY_TABLE = KeyTable(
+    family="flux",
+    aliases=("flux1",),
+    rows=(
+        ("double_blocks.{}.img_attn.qkv", f"{DOUBLE}.attn.to_qkv"),
+        ("double_blocks.{}.txt_attn.qkv", f"{DOUBLE}.attn.to_added_qkv"),
+        ("double_blocks.{}.img_attn.proj", f"{DOUBLE}.attn.to_out.0"),
+        ("double_blocks.{}.txt_attn.proj", f"{DOUBLE}.attn.to_add_out"),
+        ("double_blocks.{}.img_mlp.0", f"{DOUBLE}.ff.net.0.proj"),
+        ("double_blocks.{}.img_mlp.2", f"{DOUBLE}.ff.net.2"),
+        ("double_blocks.{}.txt_mlp.0", f"{DOUBLE}.ff_context.net.0.proj"),
+        ("double_blocks.{}.txt_mlp.2", f"{DOUBLE}.ff_context.net.2"),
+        ("double_blocks.{}.img_mod.lin", f"{DOUBLE}.norm1.linear"),
+        ("double_blocks.{}.txt_mod.lin", f"{DOUBLE}.norm1_context.linear"),
+        ("single_blocks.{}.linear1", f"{SINGLE}.attn.to_qkv_mlp_proj"),
+        ("single_blocks.{}.linear2", f"{SINGLE}.proj_out"),
+        ("single_blocks.{}.modulation.lin", f"{SINGLE}.norm.linear"),
+        ("img_in", "x_embedder"),
+        ("txt_in", "context_embedder"),
+        ("time_in.in_layer", "time_text_embed.timestep_embedder.linear_1"),
+        ("time_in.out_layer", "time_text_embed.timestep_embedder.linear_2"),
+        ("vector_in.in_layer", "time_text_embed.text_embedder.linear_1"),
+        ("vector_in.out_layer", "time_text_embed.text_embedder.linear_2"),
+        ("guidance_in.in_layer", "time_text_embed.guidance_embedder.linear_1"),
+        ("guidance_in.out_layer", "time_text_embed.guidance_embedder.linear_2"),
+        ("final_layer.adaLN_modulation.1", "norm_out.linear"),
+        ("final_layer.linear", "proj_out"),
+    ),
+    unfused=tuple(part for fused in FUSED_PROJECTIONS for part, _ in fused.parts),
+    fused=FUSED_PROJECTIONS,
+    swapped_halves=frozenset({"norm_out.linear"}),
+    block_linears=(
+        *(part for fused in FUSED_PROJECTIONS for part, _ in fused.parts),
+        f"{DOUBLE}.attn.to_out.0",
+        f"{DOUBLE}.attn.to_add_out",
+        f"{DOUBLE}.ff.net.0.proj",
+        f"{DOUBLE}.ff.net.2",
+        f"{DOUBLE}.ff_context.net.0.proj",
+        f"{DOUBLE}.ff_context.net.2",
+        f"{SINGLE}.proj_out",
+    ),
+    max_blocks=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
+)
+
+
+class FluxShapes(PlannerShapes):
+    """The transformer of FLUX.1 for the planner."""
+
+    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
+        """Return packed latents and the padded T5 embeddings."""
+        return packed_shape(config, sample, TEXT_LENGTH)
+
+    def inputs(
+        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return the tensors that `Flux.predict` passes."""
+        tokens = num_patches(encoded.latent_shape)
+        pooled_width = config["pooled_projection_dim"]
+        inputs = {
+            "hidden_states": torch.empty(batch_size, tokens, config["in_channels"], dtype=dtype),
+            "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
+            "pooled_projections": torch.empty(batch_size, pooled_width, dtype=dtype),
+            "timestep": torch.empty(batch_size, dtype=dtype),
+            "img_ids": torch.empty(tokens, 3),
+            "txt_ids": torch.empty(encoded.text_shape[0], 3),
+        }
+        if config["guidance_embeds"]:
+            inputs["guidance"] = torch.empty(batch_size, dtype=dtype)
+        return inputs
+
+
+PLANNER_SHAPES = FluxShapes(
+    class_name="FluxTransformer2DModel",
+    published_config={"guidance_embeds": True},
+    published_name="the published FLUX.1-dev, 12 B",
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+    targets=TARGETS,
+    probe_config={
+        **PROBE_JOINT_ATTENTION,
+        "num_layers": 4,
+        "num_single_layers": 8,
+        "pooled_projection_dim": 16,
+    },
+)

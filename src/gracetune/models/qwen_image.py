@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from PIL import Image
 from torch import Tensor, nn
 
+from gracetune.adapters.files.keys import KeyTable
 from gracetune.models.diffusers_family import (
     EDGE,
     FolderFamily,
@@ -21,7 +21,9 @@ from gracetune.models.diffusers_family import (
     digest_of_folder,
     locate,
     mask_of,
+    num_patches,
     packed,
+    packed_shape,
     padded,
     read_index,
     read_part,
@@ -31,14 +33,23 @@ from gracetune.models.diffusers_family import (
     too_long,
     unpacked,
 )
-from gracetune.models.family import Sampled
+from gracetune.models.family import PROBE_JOINT_ATTENTION, PlannerShapes, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction, SampleRequest, Sound
+    from gracetune.models.family import (
+        Config,
+        EncodedShape,
+        Forward,
+        Kind,
+        Prediction,
+        SampleRequest,
+        SampleShape,
+        Sound,
+    )
 
 
 PIPELINES = ("QwenImagePipeline", "QwenImageEditPipeline")
@@ -61,6 +72,8 @@ TARGETS = (
 
 def load(section: ModelSection) -> QwenImage:
     """Read every part of the folder `model.path`."""
+    # Imported here: key tables are read without loading diffusers, which takes seconds.
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import (
         AutoImageProcessor,
         AutoTokenizer,
@@ -169,8 +182,7 @@ class QwenImage(FolderFamily):
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
         """One a patch of what is noised."""
-        _, height, width = latent_shape
-        return (height // EDGE) * (width // EDGE)
+        return num_patches(latent_shape)
 
     def cut_captions(self, captions: Sequence[str]) -> list[str]:
         """By the tokenizer's count."""
@@ -348,3 +360,88 @@ def _states(encoder: Any, inputs: Any) -> Tensor:
     with torch.no_grad():
         states: Tensor = encoder(**moved, output_hidden_states=True).hidden_states[-1][0]
     return states
+
+
+# Key names of Qwen-Image and its edit models, which were published with diffusers' names.
+
+BLOCK_LINEARS = tuple(
+    f"transformer_blocks.{{}}.{name}"
+    for name in (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    )
+)
+OTHER_MODULES = (
+    *(
+        f"transformer_blocks.{{}}.{name}"
+        for name in (
+            "img_mod.1",
+            "txt_mod.1",
+            "attn.norm_q",
+            "attn.norm_k",
+            "attn.norm_added_q",
+            "attn.norm_added_k",
+        )
+    ),
+    "img_in",
+    "txt_in",
+    "txt_norm",
+    "time_text_embed.timestep_embedder.linear_1",
+    "time_text_embed.timestep_embedder.linear_2",
+    "norm_out.linear",
+    "proj_out",
+)
+
+KEY_TABLE = KeyTable(
+    family="qwen_image",
+    aliases=("qwen",),
+    rows=tuple((name, name) for name in (*BLOCK_LINEARS, *OTHER_MODULES)),
+    block_linears=BLOCK_LINEARS,
+    max_blocks=(("transformer_blocks", 60),),
+)
+
+
+class QwenImageShapes(PlannerShapes):
+    """The transformer of Qwen-Image for the planner."""
+
+    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
+        """Return packed latents and the text of a long caption."""
+        return packed_shape(config, sample, PLANNED_TEXT_LENGTH)
+
+    def inputs(
+        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return the tensors that `QwenImage.predict` passes."""
+        tokens = num_patches(encoded.latent_shape)
+        return {
+            "hidden_states": torch.empty(batch_size, tokens, config["in_channels"], dtype=dtype),
+            "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
+            "timestep": torch.empty(batch_size, dtype=dtype),
+        }
+
+    def extra_arguments(self, encoded: EncodedShape, batch_size: int) -> dict[str, Any]:
+        """Return the number of frames, rows and columns of patches in each image."""
+        _, height, width = encoded.latent_shape
+        return {"img_shapes": [[(1, height // EDGE, width // EDGE)]] * batch_size}
+
+
+PLANNED_TEXT_LENGTH = 512
+"""Tokens per caption in a plan. Captions are not padded, and few come near the limit of 1024."""
+PLANNER_SHAPES = QwenImageShapes(
+    class_name="QwenImageTransformer2DModel",
+    published_config={},
+    published_name="the published Qwen-Image, 20 B",
+    blocks=("transformer_blocks",),
+    targets=TARGETS,
+    probe_config={**PROBE_JOINT_ATTENTION, "num_layers": 12},
+)

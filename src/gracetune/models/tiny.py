@@ -22,13 +22,21 @@ from torch.nn import functional
 
 from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import digest_of_weights
-from gracetune.models.family import Sampled
+from gracetune.models.family import EncodedShape, PlannerShapes, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction, SampleRequest, Sound
+    from gracetune.models.family import (
+        Config,
+        Forward,
+        Kind,
+        Prediction,
+        SampleRequest,
+        SampleShape,
+        Sound,
+    )
 
     Predict = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
     Text = Mapping[str, Tensor]
@@ -269,3 +277,35 @@ def euler(
             v = v_empty + guidance * (v_text - v_empty)
         x = x + (s_next - s) * v
     return x
+
+
+class TinyShapes(PlannerShapes):
+    """The transformer of `tiny` for the planner."""
+
+    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
+        """Return the folded pixels and the words of one caption."""
+        latents = (config["in_channels"], sample.height // CELL, sample.width // CELL)
+        return EncodedShape(latents, (TOKEN_STEP, config["joint_attention_dim"]))
+
+    def inputs(
+        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return the tensors that `Tiny.predict` passes."""
+        pooled_width = config["pooled_projection_dim"]
+        return {
+            "hidden_states": torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),
+            "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
+            "pooled_projections": torch.empty(batch_size, pooled_width, dtype=dtype),
+            "timestep": torch.empty(batch_size, dtype=dtype),
+        }
+
+
+PLANNER_SHAPES = TinyShapes(
+    class_name="SD3Transformer2DModel",
+    published_config=CONFIG,
+    published_name="the family's own",
+    blocks=("transformer_blocks",),
+    targets=Tiny.adapter_targets,
+    probe_config={},  # it is narrow enough as it is
+    dtype=torch.float32,
+)

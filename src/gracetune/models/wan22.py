@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor, nn
 
+from gracetune.adapters.files.keys import KeyTable
 from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import (
     FolderFamily,
@@ -31,14 +31,29 @@ from gracetune.models.diffusers_family import (
     tokens_of,
     too_long,
 )
-from gracetune.models.family import Experts, Sampled, transformers_of
+from gracetune.models.family import (
+    PROBE_ATTENTION,
+    EncodedShape,
+    Experts,
+    PlannerShapes,
+    Sampled,
+    transformers_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction, SampleRequest, Sound
+    from gracetune.models.family import (
+        Config,
+        Forward,
+        Kind,
+        Prediction,
+        SampleRequest,
+        SampleShape,
+        Sound,
+    )
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 TEXT_LENGTH = 512
@@ -59,6 +74,9 @@ TARGETS = (
 
 def load(section: ModelSection) -> Wan22:
     """Read every part of the folder `model.path`."""
+    # Imported here: key tables are read without loading diffusers, which takes seconds.
+    from diffusers import WanTransformer3DModel
+
     folder = locate(section)
     index = read_index(folder)
     check_class(folder, index, PIPELINES, "wan22")
@@ -82,6 +100,7 @@ def with_transformers(
     section: ModelSection, folder: Path, index: Mapping[str, Any], high: Any, low: Any | None
 ) -> Wan22:
     """The folder's other parts around transformers that are there; no `low`: there is one."""
+    from diffusers import AutoencoderKLWan
     from transformers import AutoTokenizer, UMT5EncoderModel
 
     vae = read_part(
@@ -180,6 +199,8 @@ class Wan22(FolderFamily):
 
     def enable_gradient_checkpointing(self) -> None:
         """As diffusers does it, block by block."""
+        from diffusers import WanTransformer3DModel
+
         for transformer in transformers_of(self.transformer).values():
             assert isinstance(transformer, WanTransformer3DModel)
             transformer.enable_gradient_checkpointing()
@@ -314,6 +335,8 @@ class Wan22(FolderFamily):
 
     def export(self, folder: Path) -> None:
         """A whole pipeline's folder; what was not trained is linked or copied."""
+        from diffusers import WanTransformer3DModel
+
         for expert, transformer in transformers_of(self.transformer).items():
             assert isinstance(transformer, WanTransformer3DModel)
             transformer.save_pretrained(folder / FOLDERS[expert])
@@ -365,3 +388,109 @@ class Wan22(FolderFamily):
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
+
+
+# Key names of Wan 2.1 and 2.2 (T2V, I2V and TI2V, both experts): the original next to diffusers.
+
+ATTENTION_KEYS = (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
+ATTENTION_KINDS = (("self_attn", "attn1"), ("cross_attn", "attn2"))
+LINEAR_KEYS = (
+    *(
+        (f"blocks.{{}}.{original}.{key}", f"blocks.{{}}.{diffusers}.{name}")
+        for original, diffusers in ATTENTION_KINDS
+        for key, name in ATTENTION_KEYS
+    ),
+    ("blocks.{}.ffn.0", "blocks.{}.ffn.net.0.proj"),
+    ("blocks.{}.ffn.2", "blocks.{}.ffn.net.2"),
+)
+IMAGE_KEYS = (
+    ("blocks.{}.cross_attn.k_img", "blocks.{}.attn2.add_k_proj"),
+    ("blocks.{}.cross_attn.v_img", "blocks.{}.attn2.add_v_proj"),
+)
+"""Wan 2.1 I2V alone has these."""
+REPLACED_NAMES = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj")
+
+KEY_TABLE = KeyTable(
+    family="wan",
+    aliases=("wan22", "wan21"),
+    rows=(
+        *LINEAR_KEYS,
+        *IMAGE_KEYS,
+        ("blocks.{}.self_attn.norm_q", "blocks.{}.attn1.norm_q"),
+        ("blocks.{}.self_attn.norm_k", "blocks.{}.attn1.norm_k"),
+        ("blocks.{}.cross_attn.norm_q", "blocks.{}.attn2.norm_q"),
+        ("blocks.{}.cross_attn.norm_k", "blocks.{}.attn2.norm_k"),
+        ("blocks.{}.cross_attn.norm_k_img", "blocks.{}.attn2.norm_added_k"),
+        ("blocks.{}.norm3", "blocks.{}.norm2"),
+        ("blocks.{}.modulation", "blocks.{}.scale_shift_table"),
+        ("patch_embedding", "patch_embedding"),
+        ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
+        ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
+        ("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
+        ("time_embedding.2", "condition_embedder.time_embedder.linear_2"),
+        ("time_projection.1", "condition_embedder.time_proj"),
+        ("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),
+        ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
+        ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
+        ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
+        ("head.head", "proj_out"),
+        ("head.modulation", "scale_shift_table"),
+    ),
+    # The old converter looked for `to_out.0` and `ffn.net.0.proj` with their dots, where
+    # underscored names have none: it replaced the other words and left these.
+    mixed_rows=(
+        *((a, b) for a, b in (*LINEAR_KEYS, *IMAGE_KEYS) if b.endswith(REPLACED_NAMES)),
+        ("blocks.{}.self_attn.to_out.0", "blocks.{}.attn1.to_out.0"),
+        ("blocks.{}.cross_attn.to_out.0", "blocks.{}.attn2.to_out.0"),
+        ("blocks.{}.ffn.net.0.proj", "blocks.{}.ffn.net.0.proj"),
+        ("blocks.{}.ffn.net.2", "blocks.{}.ffn.net.2"),
+    ),
+    bare_parameters=frozenset({"blocks.{}.scale_shift_table", "scale_shift_table"}),
+    block_linears=tuple(diffusers for _, diffusers in LINEAR_KEYS),
+    max_blocks=(("blocks", 40),),
+    has_stages=True,
+    # ComfyUI knows no diffusers' names of Wan; diffusers reads the original's.
+    default_formats=(("other", "comfyui"),),
+)
+
+
+class WanShapes(PlannerShapes):
+    """A transformer of Wan 2.2 for the planner. TI2V-5B is known by its 48 latent channels."""
+
+    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
+        """Return the latents of a clip and the text padded to its full length."""
+        cell = 16 if config["in_channels"] == 48 else 8  # TI2V-5B has its own VAE
+        frames = (sample.frames - 1) // 4 + 1
+        latents = (config["in_channels"], frames, sample.height // cell, sample.width // cell)
+        return EncodedShape(latents, (TEXT_LENGTH, config["text_dim"]))
+
+    def inputs(
+        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return the tensors that `Wan22.predict` passes."""
+        _, frames, height, width = encoded.latent_shape
+        patch_frames, patch_height, patch_width = config["patch_size"]
+        tokens = (frames // patch_frames) * (height // patch_height) * (width // patch_width)
+        per_token = config["in_channels"] == 48  # TI2V-5B: every token has its own timestep
+        return {
+            "hidden_states": torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),
+            "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
+            "timestep": torch.empty((batch_size, tokens) if per_token else (batch_size,)),
+        }
+
+
+PLANNER_SHAPES = WanShapes(
+    class_name="WanTransformer3DModel",
+    published_config={},
+    published_name="the published A14B, with two experts",
+    blocks=("blocks",),
+    targets=TARGETS,
+    probe_config={
+        **PROBE_ATTENTION,
+        "num_layers": 12,
+        "ffn_dim": 32,
+        "text_dim": 16,
+        "freq_dim": 16,
+    },
+    experts=2,
+)

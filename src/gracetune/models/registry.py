@@ -1,0 +1,49 @@
+"""List the model families that come with gracetune. A new family is one file and one line here.
+
+This module does not import torch, so that `config` can check a run file without it. Other packages
+add families with an entry point of the group `gracetune.family`; see docs/adding-a-family.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FOLDER_SETTINGS = frozenset(("model.revision", "model.transformer_file"))
+"""Settings of families that are read from a diffusers folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyInfo:
+    """The facts about a family that are known before its module is imported."""
+
+    module: str
+    """Module whose `load(section)` returns the family."""
+    settings: frozenset[str] = FOLDER_SETTINGS
+    """Run-file settings it uses, of those that not every family uses."""
+    has_key_table: bool = False
+    """True if the module has a `KEY_TABLE`: the names of its weights in other tools' files."""
+    has_planner_shapes: bool = True
+    """True if the module has `PLANNER_SHAPES`, so that a run can be planned without the weights."""
+
+
+FAMILIES: Mapping[str, FamilyInfo] = {
+    "wan22": FamilyInfo(
+        "gracetune.models.wan22",
+        settings=FOLDER_SETTINGS
+        | {
+            "model.task",
+            "model.transformer_2_file",
+            "train.expert_turns",
+            "train.switch_every",
+        },
+        has_key_table=True,
+    ),
+    "flux": FamilyInfo("gracetune.models.flux", has_key_table=True),
+    "qwen_image": FamilyInfo("gracetune.models.qwen_image", has_key_table=True),
+    "stable_audio": FamilyInfo("gracetune.models.stable_audio", has_planner_shapes=False),
+    "tiny": FamilyInfo("gracetune.models.tiny", settings=frozenset(("model.init_seed",))),
+}
