@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file, save_file
 
-from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, whole_pages
-from gracetune.cache.shard_reader import DirectQueue, Wanted
+from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_page_aligned
+from gracetune.cache.shard_reader import AioQueue, ReadRequest
 from gracetune.cache.shard_store import ShardStore
 from gracetune.units import GIB
 
@@ -72,12 +72,12 @@ class Reading:
         some = torch.randn(64, *shape, generator=torch.Generator().manual_seed(0)).bfloat16()
         self._some = some
         self._nbytes = some[0].nbytes
-        self._slab = whole_pages(BATCH * self._nbytes)
+        self._slab = allocate_page_aligned(BATCH * self._nbytes)
         self._batch = self._slab.view(torch.bfloat16).view(BATCH, *shape)
         self._write()
         self._disk = ShardStore(folder / "disk")
-        self._memory = ArenaStore(
-            "latents", HostMemoryBudget(8 * GIB), self._disk, print, whole_pages, Tally()
+        self._memory = MemoryTier(
+            "latents", HostMemoryBudget(8 * GIB), self._disk, print, allocate_page_aligned, HitCounts()
         )
         self._plain = torch.empty(0)
 
@@ -135,7 +135,7 @@ class Reading:
     def _readers(self) -> dict[str, Read]:
         """How ours have a batch in the slab."""
 
-        def ours(store: ArenaStore | ShardStore) -> Read:
+        def ours(store: MemoryTier | ShardStore) -> Read:
             def read(numbers: Sequence[int]) -> None:
                 keys = [key(n) for n in numbers]
                 assert store.gather(keys, "latents", lambda nbytes: self._slab[:nbytes]) is not None
@@ -169,7 +169,7 @@ class Reading:
     def _hands(self) -> dict[str, Read]:
         """How each way has the tensors of a batch, wherever they lie."""
 
-        def ours(store: ArenaStore | ShardStore) -> Read:
+        def ours(store: MemoryTier | ShardStore) -> Read:
             return lambda numbers: [
                 entry["latents"]
                 for entry in store.get_many([key(n) for n in numbers])
@@ -203,7 +203,7 @@ class Reading:
     def _copied(self, numbers: Sequence[int]) -> None:
         """From one place in memory to another."""
         if not len(self._plain):
-            plain = whole_pages(self._counts["copy"] * self._nbytes).fill_(1)
+            plain = allocate_page_aligned(self._counts["copy"] * self._nbytes).fill_(1)
             self._plain = plain.view(torch.bfloat16).view(-1, *self._batch.shape[1:])
         torch.index_select(self._plain, 0, torch.tensor(numbers), out=self._batch[: len(numbers)])
 
@@ -251,16 +251,16 @@ class Raw:
         ]
         self._rooms = slab.numpy().reshape(BATCH, nbytes)
         self._nbytes = nbytes
-        self._queue = DirectQueue()
+        self._queue = AioQueue()
 
     def __call__(self, numbers: Sequence[int]) -> None:
         """One batch; the numbers only say which places."""
         places = [self._places[number % len(self._places)] for number in numbers]
         wanted = [
-            Wanted(file, place * self._nbytes, room)
+            ReadRequest(file, place * self._nbytes, room)
             for (file, place), room in zip(places, self._rooms, strict=False)
         ]
-        tickets = self._queue.begin(wanted)
+        tickets = self._queue.submit(wanted)
         assert tickets is not None, self._queue.refusal
         assert all(self._queue.wait(ticket) == self._nbytes for ticket in tickets)
 

@@ -25,9 +25,9 @@ import results
 import torch
 
 from gracetune.memory.diagnose import DeviceBytes
-from gracetune.memory.hints import Hint, Hints, Span, Verdict, span_of, torch_stream
+from gracetune.memory.hints import Hint, Hints, Span, Verdict, page_span, torch_stream
 from gracetune.memory.platform import open_machine
-from gracetune.memory.pool import CudaPools, PoolSettings, UnifiedPool, open_pool
+from gracetune.memory.pool import TorchMemPools, PoolSettings, ManagedPool, open_pool
 from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, build_shim, find_shim
 from gracetune.units import GIB, MIB, format_bytes
 
@@ -67,7 +67,7 @@ def main() -> int:
     arguments = parser.parse_args()
     machine = open_machine()
     if machine.driver is None:
-        print(f"no GPU: {machine.platform.why['link']}")
+        print(f"no GPU: {machine.platform.reasons['link']}")
         return 2
     torch.zeros(1, device="cuda")
     free, total = torch.cuda.mem_get_info(0)
@@ -116,11 +116,11 @@ class Bench:
         self.hints = Hints(driver, platform, current_stream=torch_stream)
 
     def in_pool(
-        self, settings: PoolSettings, measure: Callable[[UnifiedPool], dict[str, float]]
+        self, settings: PoolSettings, measure: Callable[[ManagedPool], dict[str, float]]
     ) -> dict[str, float]:
         """Measure something whose tensors are gone when it returns; then give everything back."""
-        pool = open_pool(self.platform, self.shim, settings, CudaPools(), emit=show)
-        assert isinstance(pool, UnifiedPool), pool.reason
+        pool = open_pool(self.platform, self.shim, settings, TorchMemPools(), emit=show)
+        assert isinstance(pool, ManagedPool), pool.reason
         figures = measure(pool)
         gc.collect()
         counters = pool.counters()
@@ -158,7 +158,7 @@ class Bench:
         settings = PoolSettings(self.cap_bytes, AccessPattern.BALANCED, no_split=True)
         return self.in_pool(settings, self._time_hints)
 
-    def _fetch_and_copy(self, nbytes: int, pool: UnifiedPool) -> dict[str, float]:
+    def _fetch_and_copy(self, nbytes: int, pool: ManagedPool) -> dict[str, float]:
         with pool.allocating():
             tensor = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
         pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -190,7 +190,7 @@ class Bench:
             "ratio": median(faulting) / median(prefetched),
         }
 
-    def _time_hints(self, pool: UnifiedPool) -> dict[str, float]:
+    def _time_hints(self, pool: ManagedPool) -> dict[str, float]:
         """A batch's worth of hints in a row, as a run gives them, and one alone, all idle else."""
         hints = self.hints
         with pool.allocating():
@@ -203,7 +203,7 @@ class Bench:
             return hints.prefetch_to_device(latent, "cpu")
 
         def driver_alone(latent: torch.Tensor) -> Hint:
-            span = span_of(latent, self.platform.page_bytes)
+            span = page_span(latent, self.platform.page_bytes)
             assert isinstance(span, Span), span
             code = self.driver.prefetch(span.pointer, span.nbytes, 0, torch_stream(0))
             return Hint("driver", Verdict.APPLIED if code == 0 else Verdict.FAILED, code=code)
@@ -228,7 +228,7 @@ class Bench:
         }
 
 
-def compare_steps(pool: UnifiedPool) -> dict[str, float]:
+def compare_steps(pool: ManagedPool) -> dict[str, float]:
     """Blocks of steps in turn, so that clocks and heat are the same for both."""
     steps = {"native_s": make_step(nullcontext), "managed_s": make_step(pool.allocating)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -10,7 +10,7 @@ SRC = Path(__file__).parents[1] / "src" / "gracetune"
 FORKPORT = SRC.parent / "forkport"
 MAX_LINES = 800
 
-GROUND = {"errors", "units", "durable"}
+GROUND = {"errors", "units", "atomic_files"}
 DATA = GROUND | {"registry", "config", "events", "memory"}
 PARTS = GROUND | {"registry", "config", "memory", "offload"}
 TRAINED = DATA | {"offload", "plan", "data", "cache", "adapters", "models", "optim"}
@@ -18,7 +18,7 @@ TRAINED = DATA | {"offload", "plan", "data", "cache", "adapters", "models", "opt
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
-    "durable": set(),
+    "atomic_files": set(),
     "registry": GROUND,
     "config": GROUND | {"models", "optim"},
     "events": GROUND,

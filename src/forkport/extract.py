@@ -20,7 +20,7 @@ from forkport.patches import (
     write_manifest,
 )
 from forkport.source_index import both_paths
-from gracetune.durable import new_folder
+from gracetune.atomic_files import atomic_folder
 from gracetune.errors import PortError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def extract(
     churn = upstream_churn(git, base, tip)
     sizes = _sizes(git, base, head)
     grouped = group_changes(changes, groups)
-    with new_folder(folder) as staging:
+    with atomic_folder(folder) as staging:
         patches = []
         for number, (title, members) in enumerate(grouped.items(), start=1):
             name = f"{number:02d}-{_slug(title)}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gracetune.durable import write_text
+from gracetune.atomic_files import write_text
 from gracetune.errors import PortError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from forkport.patches import read_manifest
-from gracetune.durable import new_folder, write_text
+from gracetune.atomic_files import atomic_folder, write_text
 from gracetune.errors import PortError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def forget_state(git: Git, stamp: str) -> Path:
 def adopt_patches(git: Git, folder: Path) -> Manifest:
     """Copy a patch set to where a switch of branches cannot take it away."""
     manifest = read_manifest(folder)
-    with new_folder(patches_of(git)) as staging:
+    with atomic_folder(patches_of(git)) as staging:
         shutil.copytree(folder, staging, dirs_exist_ok=True)
     return manifest
 

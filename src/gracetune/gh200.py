@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.events.types import Notice
-    from gracetune.memory.hints import Hint, Place, Whereabouts
-    from gracetune.memory.pool import UnifiedPool, Unsupported
+    from gracetune.memory.hints import Hint, Location, Residency
+    from gracetune.memory.pool import ManagedPool, PoolUnavailable
     from gracetune.memory.stages import Stage
     from gracetune.memory.stats import Stats
 
@@ -70,12 +70,12 @@ _process = MemorySession(
 
 def gh200_uvm_enabled() -> bool:
     """Whether hints are wanted: by the override, else the environment, else coherent hardware."""
-    return _process.enabled
+    return _process.hints_enabled
 
 
 def set_uvm_hint_override(value: bool | None) -> None:
     """Turn hints on or off whatever the environment says; none: let it decide again."""
-    _process.override = value
+    _process.hints_override = value
 
 
 def prefer_cpu_residency(tensor: Tensor) -> Hint:
@@ -89,7 +89,7 @@ def prefer_gpu_residency(tensor: Tensor) -> Hint:
 
 
 def prefetch_to_device(
-    tensor: Tensor, device: Place = None, stream: torch.cuda.Stream | int | None = None
+    tensor: Tensor, device: Location = None, stream: torch.cuda.Stream | int | None = None
 ) -> Hint:
     """Move the tensor before it is needed."""
     return _process.hints.prefetch_to_device(tensor, device, stream)
@@ -100,7 +100,7 @@ def discard(tensor: Tensor, stream: torch.cuda.Stream | int | None = None) -> Hi
     return _process.hints.discard(tensor, stream)
 
 
-def residency(tensor: Tensor) -> Whereabouts:
+def residency(tensor: Tensor) -> Residency:
     """Where the tensor lives."""
     return _process.hints.residency(tensor)
 
@@ -110,14 +110,14 @@ def optimize_batch_for_gh200(batch: object, table: PlacementTable = DEFAULT_TABL
     return place_batch(batch, _process.hints, table)
 
 
-def unified_pool() -> UnifiedPool | Unsupported:
+def unified_pool() -> ManagedPool | PoolUnavailable:
     """The process's managed pool, to allocate in with `pool.allocating()`; or why there is none."""
     return _process.pool()
 
 
 def manage_memory() -> Stage:
     """Take a reading, reclaim if the stage calls for it; call it between steps."""
-    return _process.observe(act=True)
+    return _process.observe(reclaim=True)
 
 
 def memory_stats() -> Stats:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from gracetune.errors import RunFailedError
-from gracetune.memory.driver import HOST, Advice, Code, PointerKind, RangeState
+from gracetune.memory.driver import HOST, Advice, CudaCode, PointerKind, RangeState
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class SimulatedDriver:
     def allocate_managed(self, nbytes: int) -> tuple[int, int]:
         """Addresses alone: pages come to life where they are first touched."""
         if not any(spec.attributes.get("managed_memory") for spec in self.devices):
-            return Code.NOT_SUPPORTED, 0
+            return CudaCode.NOT_SUPPORTED, 0
         room = sum(self._memory.capacity.values()) - self._memory.promised_bytes()
         return self._allocate("allocate_managed", nbytes, PointerKind.MANAGED, HOST, room)
 
@@ -104,9 +104,9 @@ class SimulatedDriver:
         if "free" in self._failing:
             return self._failing["free"]
         if found is None or found.pointer != pointer:
-            return Code.INVALID_VALUE
+            return CudaCode.INVALID_VALUE
         self._memory.remove(found)
-        return Code.SUCCESS
+        return CudaCode.SUCCESS
 
     def pointer_kind(self, pointer: int) -> PointerKind:
         """The kind of the allocation around the address."""
@@ -122,7 +122,7 @@ class SimulatedDriver:
             found.pages.update(run.first, run.last, lambda state: _advised(state, advice, place))
             if advice is Advice.UNSET_READ_MOSTLY:
                 self._memory.keep_one_copy(found, run)
-        return Code.SUCCESS
+        return CudaCode.SUCCESS
 
     def prefetch(self, pointer: int, nbytes: int, place: int, stream: int) -> int:
         """Bring pages to a place, in stream order; the caller is held for part of the way."""
@@ -143,8 +143,8 @@ class SimulatedDriver:
                 rate = rates.prefetch_out if home == HOST else rates.prefetch_in
                 busy_s += self._transfer(moved, rate, max(run.state.places), home, stream)
                 self.traffic.prefetched.add(home, moved)
-        self.time.now_s += rates.prefetch_held_share * busy_s
-        return Code.SUCCESS
+        self.time.now_s += rates.prefetch_blocking_share * busy_s
+        return CudaCode.SUCCESS
 
     def discard(self, pointer: int, nbytes: int, stream: int) -> int:
         """Forget contents: no write-back now, none when the pages would be evicted."""
@@ -153,7 +153,7 @@ class SimulatedDriver:
             return code
         self.traffic.discarded += self._memory.drop(found, pointer, nbytes)
         self.time.run((Queue("stream", stream),), 0.0)
-        return Code.SUCCESS
+        return CudaCode.SUCCESS
 
     def range_state(self, pointer: int, nbytes: int) -> RangeState:
         """What holds for every page of the range, as CUDA answers it."""
@@ -199,7 +199,7 @@ class SimulatedDriver:
     def copy(self, nbytes: int, source: int, target: int, stream: int) -> None:
         """A copy engine moves pinned or device memory; the call returns at once."""
         rates = self._rates(max(source, target))
-        self.time.now_s += rates.call_s
+        self.time.now_s += rates.copy_call_s
         rate = rates.copy_out if target == HOST else rates.copy_in
         self._transfer(nbytes, rate, source, target, stream)
         self.traffic.copied.add(target, nbytes)
@@ -234,10 +234,10 @@ class SimulatedDriver:
         if verb in self._failing:
             return self._failing[verb], 0
         if nbytes <= 0:
-            return Code.INVALID_VALUE, 0
+            return CudaCode.INVALID_VALUE, 0
         if nbytes > room:
-            return Code.OUT_OF_MEMORY, 0
-        return Code.SUCCESS, self._memory.add(nbytes, kind, place).pointer
+            return CudaCode.OUT_OF_MEMORY, 0
+        return CudaCode.SUCCESS, self._memory.add(nbytes, kind, place).pointer
 
     def _managed(
         self, verb: str, pointer: int, nbytes: int, place: int
@@ -247,13 +247,13 @@ class SimulatedDriver:
             return None, self._failing[verb]
         found = self._memory.find(pointer, nbytes)
         if found is None or found.kind is not PointerKind.MANAGED:
-            return None, Code.INVALID_VALUE
+            return None, CudaCode.INVALID_VALUE
         if place != HOST and not 0 <= place < len(self.devices):
-            return None, Code.INVALID_DEVICE
+            return None, CudaCode.INVALID_DEVICE
         asked = range(len(self.devices)) if place == HOST else (place,)
         if not any(self.attribute("concurrent_managed_access", device) for device in asked):
-            return None, Code.INVALID_DEVICE
-        return found, Code.SUCCESS
+            return None, CudaCode.INVALID_DEVICE
+        return found, CudaCode.SUCCESS
 
     def _touch(self, found: Range, run: Run, place: int, stream: int, *, write: bool) -> None:
         rates, home = self._rates(place), self._home(place)

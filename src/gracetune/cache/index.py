@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 """Of the tables below and of the shards; another one is refused."""
-WAIT_S = 60.0
+BUSY_TIMEOUT_S = 60.0
 """How long one process waits for another's commit."""
 MAPPED_NBYTES = 1024**3
 """As much of the file is mapped: the kernel then reads around a row, and rows are found all over.
@@ -65,32 +65,32 @@ class DamagedIndexError(CacheError):
     """The file itself is damaged, and can be made again from the shards."""
 
 
-class TensorPlace(NamedTuple):
+class TensorSlice(NamedTuple):
     """One tensor of an entry; `begin` counts from the entry's own."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    begin: int
+    offset: int
     nbytes: int
 
 
 class EntryRow(NamedTuple):
     """One entry: where its bytes are, what they must hash to, and what it was made of."""
 
-    number: int
+    row_id: int
     key: str
     shard: str
-    begin: int
+    offset: int
     nbytes: int
-    tensors: tuple[TensorPlace, ...]
+    tensors: tuple[TensorSlice, ...]
     checksum: bytes
     about: Mapping[str, str]
 
     @property
     def end(self) -> int:
         """Where the next entry may begin."""
-        return self.begin + self.nbytes
+        return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class ShardRow:
     """One file: its name without suffix, the room for its header, and how far it is filled."""
 
     name: str
-    room: int
+    data_offset: int
     length: int
     """Bytes past this were never committed. Deleting an entry does not lower it: someone may still
     look at the bytes."""
@@ -126,9 +126,9 @@ class CacheIndex:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._forms: dict[str, tuple[TensorPlace, ...]] = {}
+        self._forms: dict[str, tuple[TensorSlice, ...]] = {}
         try:
-            self._db = sqlite3.connect(path, WAIT_S, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         except sqlite3.DatabaseError as error:
             raise _refused(path, error) from error
         try:
@@ -142,7 +142,7 @@ class CacheIndex:
         self._db.close()
 
     @_told
-    def find(self, keys: Sequence[str]) -> dict[str, EntryRow]:
+    def find_rows(self, keys: Sequence[str]) -> dict[str, EntryRow]:
         """The rows of those keys that have one."""
         found: dict[str, EntryRow] = {}
         for chunk in _chunks(keys):
@@ -151,7 +151,7 @@ class CacheIndex:
         return found
 
     @_told
-    def which(self, keys: Sequence[str]) -> set[str]:
+    def existing_keys(self, keys: Sequence[str]) -> set[str]:
         """Those of these keys that have a row."""
         found: set[str] = set()
         for chunk in _chunks(keys):
@@ -160,7 +160,7 @@ class CacheIndex:
         return found
 
     @_told
-    def ends(self, keys: Sequence[str]) -> dict[str, tuple[str, int]]:
+    def entry_ends(self, keys: Sequence[str]) -> dict[str, tuple[str, int]]:
         """The file of each of these keys that has a row, and where its entry ends there."""
         found: dict[str, tuple[str, int]] = {}
         for chunk in _chunks(keys):
@@ -172,25 +172,25 @@ class CacheIndex:
         return found
 
     @_told
-    def page(self, after: int) -> list[tuple[int, str]]:
+    def page_after(self, after: int) -> list[tuple[int, str]]:
         """Numbers and keys of the next entries past a number; nothing is locked between pages."""
         question = "SELECT id, key FROM entries WHERE id > ? ORDER BY id LIMIT 10000"
         return self._db.execute(question, (after,)).fetchall()
 
     @_told
-    def in_shard(self, name: str) -> list[EntryRow]:
+    def rows_in_shard(self, name: str) -> list[EntryRow]:
         """What one file holds, in its order."""
         question = f"{_ROW} WHERE s.name = ? ORDER BY e.begin"
         return [self._row(row) for row in self._db.execute(question, (name,))]
 
     @_told
-    def made_of(self, part: str, value: str) -> list[EntryRow]:
+    def rows_made_of(self, part: str, value: str) -> list[EntryRow]:
         """Entries whose explanation has this value."""
         question = f"{_ROW} WHERE json_extract(e.about, ?) = ? ORDER BY e.id"
         return [self._row(row) for row in self._db.execute(question, (f"$.{part}", value))]
 
     @_told
-    def beginning(self, prefix: str) -> list[EntryRow]:
+    def rows_with_prefix(self, prefix: str) -> list[EntryRow]:
         """Entries whose key begins so."""
         question = f"{_ROW} WHERE e.key >= ? AND e.key < ? ORDER BY e.key LIMIT 20"
         return [
@@ -234,7 +234,7 @@ class CacheIndex:
         """A new file, empty so far."""
         self._db.execute(
             "INSERT INTO shards (name, room, length) VALUES (?, ?, ?)",
-            (shard.name, shard.room, shard.length),
+            (shard.name, shard.data_offset, shard.length),
         )
 
     @_told
@@ -253,7 +253,7 @@ class CacheIndex:
             self._db.execute("UPDATE shards SET length = ? WHERE id = ?", (length, number))
 
     @_told
-    def drop(self, keys: Sequence[str]) -> int:
+    def delete(self, keys: Sequence[str]) -> int:
         """Forget entries; how many there were. Their bytes stay until the shard is compacted."""
         with self._transaction():
             return sum(
@@ -264,12 +264,12 @@ class CacheIndex:
             )
 
     @_told
-    def drop_row(self, row: EntryRow) -> None:
+    def delete_row(self, row: EntryRow) -> None:
         """Forget this entry, but not another one that took its key since."""
-        self._db.execute("DELETE FROM entries WHERE id = ?", (row.number,))
+        self._db.execute("DELETE FROM entries WHERE id = ?", (row.row_id,))
 
     @_told
-    def drop_shard(self, name: str) -> bool:
+    def delete_empty_shard(self, name: str) -> bool:
         """Forget a file that no entry is in; whether that is so."""
         with self._transaction():
             done = self._db.execute(
@@ -287,14 +287,14 @@ class CacheIndex:
             raise sqlite3.DatabaseError(f"the row of {key} is no row of ours") from error
         return EntryRow(number, key, shard, begin, nbytes, places, checksum, parts)
 
-    def _form(self, tensors: str) -> tuple[TensorPlace, ...]:
+    def _form(self, tensors: str) -> tuple[TensorSlice, ...]:
         """The same object for entries of one form, which makes them cheap to compare too."""
         places = self._forms.get(tensors)
         if places is None:
             if len(self._forms) == _MOST_FORMS:
                 self._forms.clear()
             places = self._forms[tensors] = tuple(
-                TensorPlace(name, dtype, tuple(shape), start, size)
+                TensorSlice(name, dtype, tuple(shape), start, size)
                 for name, dtype, shape, start, size in json.loads(tensors)
             )
         return places
@@ -317,7 +317,7 @@ class CacheIndex:
 
     def _log_ahead(self) -> None:
         """Ranks open a new index at the same moment, and for this one lock SQLite never waits."""
-        until = time.monotonic() + WAIT_S
+        until = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
                 self._db.execute("PRAGMA journal_mode=WAL")
@@ -342,7 +342,7 @@ class CacheIndex:
         self._db.execute("COMMIT")
 
 
-def unwritable(folder: Path, why: object) -> CacheError:
+def unwritable_error(folder: Path, why: object) -> CacheError:
     """The error where nothing can be written to a cache's folder; reading a cache takes that too,
     for SQLite's locks and for what turns out to be damaged."""
     if _is_read_only(folder):
@@ -362,7 +362,7 @@ def _refused(path: Path, error: sqlite3.DatabaseError) -> CacheError:
     # What Python finds in a row, text that is none, has no code of SQLite.
     kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & _PRIMARY
     if kind in _NOT_THE_FILE:
-        return unwritable(path.parent, error)
+        return unwritable_error(path.parent, error)
     what = f"The cache index {path} cannot be used: {error}."
     if kind == sqlite3.SQLITE_BUSY:
         way_out = "Another process holds it: end that, or name another cache_config.cache_dir."
@@ -381,10 +381,10 @@ def _is_read_only(folder: Path) -> bool:
 
 def _values(row: EntryRow, shard: int) -> dict[str, object]:
     return {
-        "number": row.number,
+        "number": row.row_id,
         "key": str(row.key),
         "shard": shard,
-        "begin": row.begin,
+        "begin": row.offset,
         "nbytes": row.nbytes,
         "tensors": json.dumps(row.tensors, separators=(",", ":")),
         "checksum": row.checksum,

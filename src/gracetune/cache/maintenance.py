@@ -10,7 +10,7 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from gracetune.cache.index import DamagedIndexError
-from gracetune.cache.shard_format import OPEN, SEALED, checksum_at, find_file, hold_shard, map_file
+from gracetune.cache.shard_format import OPEN_SUFFIX, SEALED_SUFFIX, entry_checksum, open_shard, lock_shard, map_file
 from gracetune.cache.shard_store import ShardStore, is_cache
 from gracetune.errors import CacheError
 from gracetune.events.types import StageProgress
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class DamagedEntry:
     """An entry whose bytes are not what was put."""
 
     row: EntryRow
@@ -33,24 +33,24 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """What verifying a cache found."""
 
     num_entries: int
     nbytes: int
-    damaged: tuple[Damage, ...]
-    headers: tuple[str, ...]
+    damaged: tuple[DamagedEntry, ...]
+    bad_headers: tuple[str, ...]
     """Sealed files that other tools cannot read; their entries are judged on their own."""
-    index: tuple[str, ...]
+    index_problems: tuple[str, ...]
     """What SQLite finds wrong with its own file; the rest is then what it could still tell."""
 
     @property
-    def clean(self) -> bool:
+    def is_clean(self) -> bool:
         """Whether nothing is wrong."""
-        return not (self.damaged or self.headers or self.index)
+        return not (self.damaged or self.bad_headers or self.index_problems)
 
 
-def verify(store: ShardStore, emit: Callable[[Event], None]) -> Report:
+def verify(store: ShardStore, emit: Callable[[Event], None]) -> VerifyReport:
     """Read everything; changes nothing, and may run while others write."""
     with store.index() as index:
         problems = index.problems()
@@ -59,7 +59,7 @@ def verify(store: ShardStore, emit: Callable[[Event], None]) -> Report:
         _look_through(store, found, emit)
     except DamagedIndexError as error:
         problems = problems or [str(error)]
-    return Report(
+    return VerifyReport(
         found.num_entries,
         found.nbytes,
         tuple(found.damaged),
@@ -68,20 +68,20 @@ def verify(store: ShardStore, emit: Callable[[Event], None]) -> Report:
     )
 
 
-def repair(store: ShardStore, report: Report) -> None:
+def repair(store: ShardStore, report: VerifyReport) -> None:
     """Forget what is damaged, so that the next build encodes it again; write headers again.
 
     A damaged index is made anew first: what it said of entries may be as wrong.
     """
-    if report.index:
-        store.renew_index()
+    if report.index_problems:
+        store.rebuild_index()
         report = verify(store, lambda _: None)
     store.delete([damage.row.key for damage in report.damaged])
-    for name in report.headers:
-        path = store.shards / f"{name}{SEALED}"
+    for name in report.bad_headers:
+        path = store.shards / f"{name}{SEALED_SUFFIX}"
         with store.index() as index:
-            shard = hold_shard(path, index)
-            rows = index.in_shard(name)
+            shard = lock_shard(path, index)
+            rows = index.rows_in_shard(name)
             if shard is not None and rows:
                 shard.seal(rows)
             elif shard is not None:
@@ -95,7 +95,7 @@ class _Found:
 
     num_entries: int = 0
     nbytes: int = 0
-    damaged: list[Damage] = field(default_factory=list)
+    damaged: list[DamagedEntry] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
 
 
@@ -104,7 +104,7 @@ def _look_through(store: ShardStore, found: _Found, emit: Callable[[Event], None
         shards = [shard.name for shard in index.shards()]
     for done, name in enumerate(shards, 1):
         with store.index() as index:
-            rows = index.in_shard(name)
+            rows = index.rows_in_shard(name)
         found.damaged += _check_shard(store, name, rows)
         if rows and not _header_is_good(store, name):
             found.headers.append(name)
@@ -113,11 +113,11 @@ def _look_through(store: ShardStore, found: _Found, emit: Callable[[Event], None
         emit(StageProgress("verifying", done, len(shards), "shards"))
 
 
-def _check_shard(store: ShardStore, name: str, rows: list[EntryRow]) -> list[Damage]:
-    suspects: list[Damage] = []
-    descriptor = find_file(store.shards, name)
+def _check_shard(store: ShardStore, name: str, rows: list[EntryRow]) -> list[DamagedEntry]:
+    suspects: list[DamagedEntry] = []
+    descriptor = open_shard(store.shards, name)
     if descriptor is None:
-        suspects = [Damage(row, f"shard {name} is gone") for row in rows]
+        suspects = [DamagedEntry(row, f"shard {name} is gone") for row in rows]
     else:
         try:
             data = map_file(descriptor)
@@ -125,18 +125,18 @@ def _check_shard(store: ShardStore, name: str, rows: list[EntryRow]) -> list[Dam
             os.close(descriptor)
         for row in rows:
             if row.end > len(data):
-                suspects.append(Damage(row, f"shard {name} ends before it"))
-            elif checksum_at(data.numpy(), row.begin, row.tensors) != row.checksum:
-                suspects.append(Damage(row, "its bytes differ from their checksum"))
+                suspects.append(DamagedEntry(row, f"shard {name} ends before it"))
+            elif entry_checksum(data.numpy(), row.offset, row.tensors) != row.checksum:
+                suspects.append(DamagedEntry(row, "its bytes differ from their checksum"))
     # Another process may have moved or deleted an entry since the rows were read.
     with store.index() as index:
-        now = index.find([damage.row.key for damage in suspects])
+        now = index.find_rows([damage.row.key for damage in suspects])
     return [damage for damage in suspects if now.get(damage.row.key) == damage.row]
 
 
 def _header_is_good(store: ShardStore, name: str) -> bool:
     """Only of a sealed file; one that grows has none yet."""
-    path = store.shards / f"{name}{SEALED}"
+    path = store.shards / f"{name}{SEALED_SUFFIX}"
     try:
         with safe_open(path, "pt"):
             return True
@@ -150,13 +150,13 @@ def _header_is_good(store: ShardStore, name: str) -> bool:
 # Giving bytes back: entries that nobody needs, and files that hold more gaps than entries.
 
 
-WORTH_MOVING = 0.5
+MIN_LIVE_SHARE = 0.5
 """A file is written again when less than this share of it is entries."""
 _TOGETHER = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Leftovers:
+class UnusedEntries:
     """Entries that no named run needs."""
 
     keys: tuple[str, ...]
@@ -165,18 +165,18 @@ class Leftovers:
     """How many, by what they are and which encoder made them."""
 
 
-def find_leftovers(store: ShardStore, wanted: Collection[str]) -> Leftovers:
+def find_unused(store: ShardStore, wanted: Collection[str]) -> UnusedEntries:
     """What may go; entries that come after this question are not among it."""
     keys = tuple(key for key in store.keys() if key not in wanted)  # noqa: SIM118  not a mapping
     nbytes, kinds = 0, dict[str, int]()
     for start in range(0, len(keys), _TOGETHER):
         with store.index() as index:
-            rows = index.find(keys[start : start + _TOGETHER]).values()
+            rows = index.find_rows(keys[start : start + _TOGETHER]).values()
         for row in rows:
             name = f"{row.about.get('kind', 'unexplained')} by {row.about.get('encoder', '?')}"
             kinds[name] = kinds.get(name, 0) + 1
             nbytes += row.nbytes
-    return Leftovers(keys, nbytes, kinds)
+    return UnusedEntries(keys, nbytes, kinds)
 
 
 def compact(store: ShardStore) -> int:
@@ -189,24 +189,24 @@ def compact(store: ShardStore) -> int:
 
 
 def _compact_file(store: ShardStore, path: Path) -> int:
-    if path.suffix not in (OPEN, SEALED) or not path.exists():
+    if path.suffix not in (OPEN_SUFFIX, SEALED_SUFFIX) or not path.exists():
         return 0
     before = disk_nbytes(path)
     with store.index() as index:
-        shard = hold_shard(path, index)
+        shard = lock_shard(path, index)
         if shard is None:
             return 0 if path.exists() else before
-        rows = index.in_shard(shard.row.name)
+        rows = index.rows_in_shard(shard.row.name)
     live = sum(row.nbytes for row in rows)
-    if live >= WORTH_MOVING * (shard.row.length - shard.row.room) and rows:
-        if path.suffix == OPEN:
+    if live >= MIN_LIVE_SHARE * (shard.row.length - shard.row.data_offset) and rows:
+        if path.suffix == OPEN_SUFFIX:
             shard.seal(rows)
         else:
             shard.release()
         return 0
     _move(store, rows)
     with store.index() as index:
-        empty = index.drop_shard(shard.row.name)
+        empty = index.delete_empty_shard(shard.row.name)
     if not empty:  # an entry came from nowhere: keep the file, the next call looks again
         shard.release()
         return 0
@@ -234,7 +234,7 @@ def disk_nbytes(path: Path) -> int:
 # What an entry is and why it has the key it has; how much a cache holds.
 
 
-MEANING = {
+KEY_PARTS = {
     "kind": "what was encoded",
     "sample": "digest of the file's bytes: another one once the file is edited",
     "caption": "the text itself",
@@ -245,7 +245,7 @@ MEANING = {
 """What each part of a key stands for."""
 
 
-def caches_in(folder: Path) -> list[Path]:
+def find_caches(folder: Path) -> list[Path]:
     """The caches of a folder: itself, or those right below it."""
     found = [folder] if is_cache(folder) else []
     if not found and folder.is_dir():
@@ -258,19 +258,19 @@ def caches_in(folder: Path) -> list[Path]:
     return found
 
 
-def find(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
+def find_entries(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
     """Entries by the beginning of their key, by a sample's file, or by a caption's."""
     with store.index() as index:
         if not file.is_file():
-            return index.beginning(what)
+            return index.rows_with_prefix(what)
         data = file.read_bytes()
-        rows = index.made_of("sample", blake3(data).hexdigest())
+        rows = index.rows_made_of("sample", blake3(data).hexdigest())
         if file.suffix == ".txt":
-            rows += index.made_of("caption", data.decode(errors="replace").strip())
+            rows += index.rows_made_of("caption", data.decode(errors="replace").strip())
         return rows
 
 
-def explain(row: EntryRow) -> dict[str, object]:
+def explain_entry(row: EntryRow) -> dict[str, object]:
     """An entry in words and numbers."""
     return {
         "key": row.key,
@@ -278,12 +278,12 @@ def explain(row: EntryRow) -> dict[str, object]:
         "tensors": {p.name: {"dtype": p.dtype, "shape": list(p.shape)} for p in row.tensors},
         "nbytes": row.nbytes,
         "shard": row.shard,
-        "offset": row.begin,
+        "offset": row.offset,
         "checksum": row.checksum.hex(),
     }
 
 
-def stats(store: ShardStore) -> dict[str, object]:
+def cache_stats(store: ShardStore) -> dict[str, object]:
     """How much there is, of what, and how much of the disk is gaps."""
     with store.index() as index:
         kinds = [
@@ -297,7 +297,7 @@ def stats(store: ShardStore) -> dict[str, object]:
         "entries": sum(int(str(kind["entries"])) for kind in kinds),
         "nbytes": sum(int(str(kind["nbytes"])) for kind in kinds),
         "disk_nbytes": sum(disk_nbytes(path) for path in files),
-        "written_nbytes": sum(shard.length - shard.room for shard in shards),
+        "written_nbytes": sum(shard.length - shard.data_offset for shard in shards),
         "shards": len(shards),
         "kinds": kinds,
     }

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from gracetune.cache.shard_format import aligned, alignment
-from gracetune.cache.store import stack_entries, stack_in
+from gracetune.cache.shard_format import align_up, entry_alignment
+from gracetune.cache.store import stack_entries, stack_into
 from gracetune.data.gather import MissingGather, find_gather
 from gracetune.data.prefetch import default_workers, ordered_map
 from gracetune.errors import ConfigError
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from gracetune.cache.store import Allocate, Entry, Room, Store
+    from gracetune.cache.store import TryAllocate, Entry, Allocate, Store
     from gracetune.data.gather import Gather
     from gracetune.events.types import Event
 
 
 SLAB_NBYTES = 64 * 1024**2
 """A power of two: pinned memory is handed out in powers of two, whatever is asked for."""
-LEAST_NBYTES = 4096
-LOADED_TOGETHER = 64
-REMEMBERED = 4096
+MIN_SLAB_NBYTES = 4096
+WARM_CHUNK_SIZE = 64
+MAX_PENDING_USES = 4096
 """Batches whose use is still to be counted; what was used before them counts as not used since."""
 
 
@@ -52,7 +52,7 @@ class HostMemoryBudget:
         self.used = 0
         self._lock = threading.RLock()  # a slab may die, and give back, while another is taken
 
-    def take(self, nbytes: int) -> bool:
+    def reserve(self, nbytes: int) -> bool:
         """Whether there was as much left; then it is taken."""
         with self._lock:
             if self.used + nbytes > self.nbytes:
@@ -60,14 +60,14 @@ class HostMemoryBudget:
             self.used += nbytes
             return True
 
-    def give(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """Somebody else may have it."""
         with self._lock:
             self.used -= nbytes
 
 
 @dataclass(slots=True)
-class Tally:
+class HitCounts:
     """Where entries were found."""
 
     hits: int = 0
@@ -76,32 +76,32 @@ class Tally:
     """In files."""
 
 
-class ArenaStore:
+class MemoryTier:
     """Entries of one kind, within a budget that is never exceeded."""
 
     def __init__(
         self,
         what: str,
         budget: HostMemoryBudget,
-        behind: Store | None,
+        backing: Store | None,
         emit: Callable[[Event], None],
         allocate: Callable[[int], Tensor],
-        tally: Tally,
+        hit_counts: HitCounts,
         find: Callable[[], Gather | MissingGather] = find_gather,
     ) -> None:
         """`what` is for messages; `allocate` gives so many bytes of host memory; `find` looks for
         the helper that copies batches."""
         self._what = what
-        self._behind = behind
+        self._behind = backing
         self._emit = emit
-        self._slabs = Slabs(budget, allocate)
+        self._slabs = SlabAllocator(budget, allocate)
         self._budget = budget
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._rows = Rows(find())
-        self._used: deque[Sequence[str]] = deque(maxlen=REMEMBERED)
+        self._rows = GatherTable(find())
+        self._used: deque[Sequence[str]] = deque(maxlen=MAX_PENDING_USES)
         self._lock = threading.Lock()
         self._told = False
-        self._tally = tally
+        self._tally = hit_counts
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +128,7 @@ class ArenaStore:
             found |= read
         return [found.get(key) for key in keys]
 
-    def gather(self, keys: Sequence[str], name: str, room: Room) -> Tensor | None:
+    def gather(self, keys: Sequence[str], name: str, room: Allocate) -> Tensor | None:
         """Copy them side by side; all at once where all are here, which is the usual case."""
         with self._lock:
             rows = self._rows.find(keys, name)
@@ -139,7 +139,7 @@ class ArenaStore:
             return stack_entries(self.get_many(keys), name, room)
         return self._rows.joined(rows, room)
 
-    def load(self, keys: Sequence[str], allocate: Allocate) -> list[Entry | None]:  # noqa: ARG002
+    def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:  # noqa: ARG002
         """Views of memory here; what has to be read is kept here, where it fits."""
         return self.get_many(keys)
 
@@ -185,13 +185,13 @@ class ArenaStore:
             return []
         with self._lock:
             lacking = [key for key in dict.fromkeys(keys) if key not in self._entries]
-        chunks = [lacking[i : i + LOADED_TOGETHER] for i in range(0, len(lacking), LOADED_TOGETHER)]
-        behind, full = self._behind, threading.Event()
+        chunks = [lacking[i : i + WARM_CHUNK_SIZE] for i in range(0, len(lacking), WARM_CHUNK_SIZE)]
+        backing, full = self._behind, threading.Event()
 
         def bring(chunk: Sequence[str]) -> list[str]:
             if full.is_set():
                 return []
-            found = self._brought(behind, chunk, evict=False)
+            found = self._brought(backing, chunk, evict=False)
             if not self._here(found):
                 full.set()
             return [key for key in chunk if key not in found]
@@ -204,7 +204,7 @@ class ArenaStore:
         if self._behind is not None:
             self._behind.close()
 
-    def _brought(self, behind: Store, keys: Sequence[str], *, evict: bool) -> dict[str, Entry]:
+    def _brought(self, backing: Store, keys: Sequence[str], *, evict: bool) -> dict[str, Entry]:
         """What lies behind, read into room of ours; where there is none, as it lies there."""
         rooms: set[int] = set()
 
@@ -217,7 +217,7 @@ class ArenaStore:
             return room
 
         found = {}
-        for key, entry in zip(keys, behind.load(keys, allocate), strict=True):
+        for key, entry in zip(keys, backing.load(keys, allocate), strict=True):
             if entry is None:
                 continue
             if all(t.untyped_storage().data_ptr() in rooms for t in entry.values() if t.nbytes):
@@ -279,7 +279,7 @@ class ArenaStore:
             self._emit(Notice(text, level="warning", fallback=True))
 
 
-class Slabs:
+class SlabAllocator:
     """Room in a few large pieces of host memory. Whoever calls holds a lock."""
 
     def __init__(self, budget: HostMemoryBudget, allocate: Callable[[int], Tensor]) -> None:
@@ -294,8 +294,8 @@ class Slabs:
         """So many bytes; they come back by themselves when the last view of them is gone."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        to = alignment(nbytes)
-        length = aligned(nbytes, to)
+        to = entry_alignment(nbytes)
+        length = align_up(nbytes, to)
         found = self._first_fit(length, to)
         if found is None:
             self._collect()
@@ -313,7 +313,7 @@ class Slabs:
     def _first_fit(self, length: int, to: int) -> tuple[int, int] | None:
         for slab, spans in enumerate(self._free):
             for at, (start, size) in enumerate(spans):
-                begin = aligned(start, to)
+                begin = align_up(start, to)
                 left = start + size - begin - length
                 if left >= 0:
                     pieces = [(start, begin - start), (begin + length, left)]
@@ -334,31 +334,31 @@ class Slabs:
     def _grow(self, length: int) -> bool:
         """Another slab, as large as all so far: few are looked through, however much there is."""
         size = max(SLAB_NBYTES, _power_up(length), _power_up(self.nbytes + 1) // 2)
-        while not self._budget.take(size):
+        while not self._budget.reserve(size):
             size //= 2
-            if size < max(LEAST_NBYTES, length):
+            if size < max(MIN_SLAB_NBYTES, length):
                 return False
         slab: NDArray[np.uint8] = self._allocate(size).numpy()
-        weakref.finalize(slab, self._budget.give, size).atexit = False
+        weakref.finalize(slab, self._budget.release, size).atexit = False
         self._slabs.append(slab)
         self._free.append([(0, size)])
         self.nbytes += size
         return True
 
 
-def pageable(nbytes: int) -> Tensor:
+def allocate_pageable(nbytes: int) -> Tensor:
     """Plain host memory."""
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def whole_pages(nbytes: int) -> Tensor:
+def allocate_page_aligned(nbytes: int) -> Tensor:
     """Plain host memory that begins with a page: a disk can write to it directly."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def pinned(nbytes: int) -> Tensor:
+def allocate_pinned(nbytes: int) -> Tensor:
     """Host memory that a GPU's copy engine reads directly."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -368,7 +368,7 @@ def _layout(entry: Entry) -> tuple[dict[str, tuple[int, Tensor]], int]:
     places, end = {}, 0
     for name, tensor in entry.items():
         places[name] = (end, tensor)
-        end += aligned(tensor.nbytes)
+        end += align_up(tensor.nbytes)
     return places, end
 
 
@@ -395,7 +395,7 @@ def _merged(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 # tensor is spread over five objects, and all that a copy needs of it is in one row.
 
 
-class TensorForm(NamedTuple):
+class TensorSpec(NamedTuple):
     """What tensors of one batch have in common; one object for all of them."""
 
     dtype: torch.dtype
@@ -403,32 +403,32 @@ class TensorForm(NamedTuple):
     nbytes: int
 
 
-class TensorRow(NamedTuple):
+class GatherRow(NamedTuple):
     """Where a tensor begins; whoever has the row has the memory too."""
 
-    form: TensorForm
+    form: TensorSpec
     address: int
     tensor: Tensor
 
 
-class Rows:
+class GatherTable:
     """Rows by name and key. Whoever calls holds a lock."""
 
     def __init__(self, gather: Gather | MissingGather) -> None:
         self._gather = None if isinstance(gather, MissingGather) else gather
-        self._rows: dict[str, dict[str, TensorRow]] = {}
-        self._forms: dict[TensorForm, TensorForm] = {}
+        self._rows: dict[str, dict[str, GatherRow]] = {}
+        self._forms: dict[TensorSpec, TensorSpec] = {}
 
     def add(self, key: str, entry: Entry) -> None:
         """Of an entry that is new, or takes the place of another."""
         self.forget(key)
         for name, tensor in entry.items():
             assert tensor.is_contiguous(), f"{name} of {key} has strides {tensor.stride()}"
-            form = TensorForm(tensor.dtype, tensor.shape, tensor.nbytes)
-            row = TensorRow(self._forms.setdefault(form, form), tensor.data_ptr(), tensor)
+            form = TensorSpec(tensor.dtype, tensor.shape, tensor.nbytes)
+            row = GatherRow(self._forms.setdefault(form, form), tensor.data_ptr(), tensor)
             self._rows.setdefault(name, {})[key] = row
 
-    def find(self, keys: Sequence[str], name: str) -> list[TensorRow] | None:
+    def find(self, keys: Sequence[str], name: str) -> list[GatherRow] | None:
         """Those of a batch; none where one is missing."""
         try:
             return [*map(self._rows[name].__getitem__, keys)]
@@ -440,7 +440,7 @@ class Rows:
         for rows in self._rows.values():
             rows.pop(key, None)
 
-    def joined(self, rows: Sequence[TensorRow], room: Room) -> Tensor:
+    def joined(self, rows: Sequence[GatherRow], room: Allocate) -> Tensor:
         """Copy them side by side into memory that is asked for; needs no lock.
 
         With several threads, torch shares a batch out among them; for one, the helper is faster.
@@ -449,7 +449,7 @@ class Rows:
         forms, addresses, tensors = zip(*rows, strict=True)
         form, count = forms[0], len(rows)
         if self._gather is None or forms.count(form) < count or torch.get_num_threads() > 1:
-            return stack_in(tensors, room)
+            return stack_into(tensors, room)
         out = room(count * form.nbytes).view(form.dtype).view(count, *form.shape)
         self._gather.join(out.data_ptr(), addresses, form.nbytes)
         return out

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_digest, xxh3_128
 
-from gracetune.cache.index import ShardRow, TensorPlace
-from gracetune.durable import sync
+from gracetune.cache.index import ShardRow, TensorSlice
+from gracetune.atomic_files import fsync_path
 from gracetune.errors import CacheError
 from gracetune.units import MIB
 
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 
-ROOM = MIB
-FULL = 256 * MIB
+DEFAULT_DATA_OFFSET = MIB
+MAX_SHARD_NBYTES = 256 * MIB
 """A file this large is sealed for good."""
-OPEN, SEALED = ".open", ".safetensors"
+OPEN_SUFFIX, SEALED_SUFFIX = ".open", ".safetensors"
 _ROOM_MARK = b"gtshard1"
 """What a file begins with until it has a header; the length of its room follows."""
 
@@ -59,18 +59,18 @@ class ShardFile:
         self.header_nbytes = 0
         self._descriptor = descriptor
 
-    def has_room(self, cost: int) -> bool:
+    def fits_entry(self, cost: int) -> bool:
         """Whether one more entry fits, with a header of so many bytes."""
-        return self.end < FULL and self.header_nbytes + cost <= self.row.room
+        return self.end < MAX_SHARD_NBYTES and self.header_nbytes + cost <= self.row.data_offset
 
-    def append(self, packed: Packed, cost: int) -> int:
+    def append(self, packed: PackedEntry, cost: int) -> int:
         """Write an entry past the end; where it begins. Not durable yet, and in no index."""
-        record = aligned(self.end)
-        begin = aligned(record + len(packed.record), alignment(packed.nbytes))
+        record = align_up(self.end)
+        begin = align_up(record + len(packed.record), entry_alignment(packed.nbytes))
         padded = packed.record.ljust(begin - record, b"\0")
         _write_all(self._descriptor, memoryview(padded), record)
         for place, part in zip(packed.places, packed.parts, strict=True):
-            _write_all(self._descriptor, part.data, begin + place.begin)
+            _write_all(self._descriptor, part.data, begin + place.offset)
         self.end = begin + packed.nbytes
         self.header_nbytes += cost
         return begin
@@ -83,11 +83,11 @@ class ShardFile:
         """Write the header and rename; the file is a safetensors file from now on."""
         # The last entry may end in empty tensors or in nothing at all: the header must agree.
         os.ftruncate(self._descriptor, self.end)
-        _write_all(self._descriptor, memoryview(header(rows, self.row.room, self.end)), 0)
+        _write_all(self._descriptor, memoryview(build_header(rows, self.row.data_offset, self.end)), 0)
         self.sync()
-        sealed = self.path.with_suffix(SEALED)
+        sealed = self.path.with_suffix(SEALED_SUFFIX)
         os.replace(self.path, sealed)
-        sync(sealed.parent)
+        fsync_path(sealed.parent)
         self.path = sealed
         self.release()
 
@@ -101,19 +101,19 @@ class ShardFile:
         os.close(self._descriptor)
 
 
-def new_shard(folder: Path, index: CacheIndex, cost: int) -> ShardFile:
+def create_shard(folder: Path, index: CacheIndex, cost: int) -> ShardFile:
     """An empty file, held and known to the index; its room holds at least one header of `cost`."""
     while True:
-        path = folder / f"{secrets.token_hex(8)}{OPEN}"
+        path = folder / f"{secrets.token_hex(8)}{OPEN_SUFFIX}"
         path.touch()
         descriptor = _lock(path)
         if descriptor is None:
             continue  # someone cleaning up was faster
-        room = aligned(max(ROOM, cost + _FIXED_COST))
+        room = align_up(max(DEFAULT_DATA_OFFSET, cost + _FIXED_COST))
         os.ftruncate(descriptor, room)
         _write_all(descriptor, memoryview(_ROOM_MARK + room.to_bytes(8, "little")), 0)
         os.fsync(descriptor)
-        sync(folder)
+        fsync_path(folder)
         row = ShardRow(path.stem, room, room)
         index.add_shard(row)
         shard = ShardFile(path, descriptor, row)
@@ -123,26 +123,26 @@ def new_shard(folder: Path, index: CacheIndex, cost: int) -> ShardFile:
 
 def adopt_shard(folder: Path, index: CacheIndex, cost: int) -> ShardFile | None:
     """Go on with a file that nobody writes: one left open, or one sealed when it was small."""
-    for path in candidates(folder):
-        shard = hold_shard(path, index)
+    for path in appendable_shards(folder):
+        shard = lock_shard(path, index)
         if shard is None:
             continue
-        rows = index.in_shard(shard.row.name)
+        rows = index.rows_in_shard(shard.row.name)
         shard.header_nbytes = _FIXED_COST + sum(header_cost(row.key, row.tensors) for row in rows)
-        if not shard.has_room(cost):
-            if path.suffix == OPEN:
+        if not shard.fits_entry(cost):
+            if path.suffix == OPEN_SUFFIX:
                 shard.seal(rows)
             else:
                 shard.release()
             continue
-        if path.suffix == SEALED:
-            shard.path = path.with_suffix(OPEN)
+        if path.suffix == SEALED_SUFFIX:
+            shard.path = path.with_suffix(OPEN_SUFFIX)
             os.replace(path, shard.path)
         return shard
     return None
 
 
-def hold_shard(path: Path, index: CacheIndex) -> ShardFile | None:
+def lock_shard(path: Path, index: CacheIndex) -> ShardFile | None:
     """Lock a file that is there and that the index knows; none where another process has it."""
     descriptor = _lock(path)
     if descriptor is None:
@@ -152,23 +152,23 @@ def hold_shard(path: Path, index: CacheIndex) -> ShardFile | None:
         path.unlink()
         os.close(descriptor)
         return None
-    if path.suffix == OPEN:
-        os.ftruncate(descriptor, max(row.length, row.room))
+    if path.suffix == OPEN_SUFFIX:
+        os.ftruncate(descriptor, max(row.length, row.data_offset))
     return ShardFile(path, descriptor, row)
 
 
-def candidates(folder: Path) -> Iterator[Path]:
+def appendable_shards(folder: Path) -> Iterator[Path]:
     """Files that a writer may go on with: open ones first, then sealed ones under half full."""
     files = sorted(folder.iterdir())
-    yield from (path for path in files if path.suffix == OPEN)
+    yield from (path for path in files if path.suffix == OPEN_SUFFIX)
     for path in files:
-        if path.suffix == SEALED and _size(path) < FULL // 2:
+        if path.suffix == SEALED_SUFFIX and _size(path) < MAX_SHARD_NBYTES // 2:
             yield path
 
 
-def find_file(folder: Path, name: str, flags: int = 0) -> int | None:
+def open_shard(folder: Path, name: str, flags: int = 0) -> int | None:
     """A descriptor of this file, open or sealed; it may be renamed while we look."""
-    for suffix in (SEALED, OPEN, SEALED, OPEN):
+    for suffix in (SEALED_SUFFIX, OPEN_SUFFIX, SEALED_SUFFIX, OPEN_SUFFIX):
         try:
             return os.open(folder / f"{name}{suffix}", os.O_RDONLY | os.O_CLOEXEC | flags)
         except FileNotFoundError:
@@ -176,9 +176,9 @@ def find_file(folder: Path, name: str, flags: int = 0) -> int | None:
     return None
 
 
-def length_of(folder: Path, name: str) -> int:
+def shard_length(folder: Path, name: str) -> int:
     """The bytes of this file; none where it is gone."""
-    descriptor = find_file(folder, name)
+    descriptor = open_shard(folder, name)
     if descriptor is None:
         return 0
     try:
@@ -196,7 +196,7 @@ def map_file(descriptor: int) -> Tensor:
     )
 
 
-def room_of(data: Bytes) -> int:
+def read_data_offset(data: Bytes) -> int:
     """Where the entries of a file begin, by its first bytes: the mark, or the header."""
     mark, length = data[:8].tobytes(), int.from_bytes(data[8:16].tobytes(), "little")
     if mark == _ROOM_MARK:
@@ -205,14 +205,14 @@ def room_of(data: Bytes) -> int:
         told = json.loads(data[8 : 8 + int.from_bytes(mark, "little")].tobytes())
         return int(told["__metadata__"]["room"])
     except (ValueError, KeyError, TypeError):  # killed while the header was written
-        return ROOM
+        return DEFAULT_DATA_OFFSET
 
 
 _FIXED_COST = 256
 """Of the length, the note that says what this is, and the gap up to the first entry."""
 
 
-def header_cost(key: str, places: Iterable[TensorPlace]) -> int:
+def header_cost(key: str, places: Iterable[TensorSlice]) -> int:
     """An upper bound of what an entry takes in the header, with a gap before each tensor."""
     return sum(
         260 + len(json.dumps(f"{key}/{place.name}")) + len(json.dumps(place.shape))
@@ -220,15 +220,15 @@ def header_cost(key: str, places: Iterable[TensorPlace]) -> int:
     )
 
 
-def header(rows: Sequence[EntryRow], room: int, length: int) -> bytes:
+def build_header(rows: Sequence[EntryRow], room: int, length: int) -> bytes:
     """The head of a safetensors file whose entries begin at `room`."""
     # Offsets count from the header's end, and their digits change its length: pad to the bound.
-    size = aligned(_FIXED_COST + sum(header_cost(row.key, row.tensors) for row in rows)) - 8
+    size = align_up(_FIXED_COST + sum(header_cost(row.key, row.tensors) for row in rows)) - 8
     assert 8 + size <= room, f"a header of {size} bytes in room for {room}"
     metadata = {"format": "gracetune cache, 2", "room": f"{room}"}
     table: dict[str, object] = {"__metadata__": metadata}
     at = 8 + size
-    pieces = ((row, place, row.begin + place.begin) for row in rows for place in row.tensors)
+    pieces = ((row, place, row.offset + place.offset) for row in rows for place in row.tensors)
     for row, place, begin in pieces:
         _add_gap(table, at, begin, 8 + size)
         at = begin + place.nbytes
@@ -273,7 +273,7 @@ def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:  # another process renamed it
-        return FULL
+        return MAX_SHARD_NBYTES
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -290,16 +290,16 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 # files alone.
 
 
-ALIGN = 64
+TENSOR_ALIGNMENT = 64
 PAGE = 4096
-LARGE = 64 * 1024
+LARGE_ENTRY_NBYTES = 64 * 1024
 """Entries from this size on begin and end with a page, so that they can be read past the kernel's
 page cache."""
-RECORD = b"gtentry1"
+RECORD_MAGIC = b"gtentry1"
 """What a record begins with; its length and the checksum of its text follow."""
 _HEAD_NBYTES = 24
 _MOST_RECORD_NBYTES = 16 * 1024**2
-_LOOKED_AT = 1024 * ALIGN
+_LOOKED_AT = 1024 * TENSOR_ALIGNMENT
 DTYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -323,10 +323,10 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedEntry:
     """An entry as it is written: where each tensor lies, the bytes, and what they hash to."""
 
-    places: tuple[TensorPlace, ...]
+    places: tuple[TensorSlice, ...]
     parts: tuple[Bytes, ...]
     """One of bytes for each place, none of them copied."""
     nbytes: int
@@ -334,20 +334,20 @@ class Packed:
     record: bytes
 
 
-class Recorded(NamedTuple):
+class EntryRecord(NamedTuple):
     """What a record says, and where its entry begins."""
 
     key: str
     begin: int
     nbytes: int
-    tensors: tuple[TensorPlace, ...]
+    tensors: tuple[TensorSlice, ...]
     checksum: bytes
     about: Mapping[str, str]
 
 
-def pack(key: str, entry: Mapping[str, Tensor], about: Mapping[str, str]) -> Packed:
+def pack(key: str, entry: Mapping[str, Tensor], about: Mapping[str, str]) -> PackedEntry:
     """Lay the tensors of an entry out one after the other, each aligned."""
-    places: list[TensorPlace] = []
+    places: list[TensorSlice] = []
     parts: list[Bytes] = []
     end = 0
     for name, tensor in entry.items():
@@ -356,21 +356,21 @@ def pack(key: str, entry: Mapping[str, Tensor], about: Mapping[str, str]) -> Pac
                 f"Entry {key}: {name} is of {tensor.dtype}, which a cache cannot keep. "
                 f"Known: {', '.join(sorted(DTYPES.values()))}."
             )
-        begin, data = aligned(end), tensor_bytes(tensor)
+        begin, data = align_up(end), tensor_bytes(tensor)
         places.append(
-            TensorPlace(name, DTYPES[tensor.dtype], tuple(tensor.shape), begin, data.nbytes)
+            TensorSlice(name, DTYPES[tensor.dtype], tuple(tensor.shape), begin, data.nbytes)
         )
         parts.append(data)
         end = begin + data.nbytes
     summed = checksum(parts)
     told = {"key": str(key), "tensors": places, "checksum": summed.hex(), "about": dict(about)}
-    return Packed(tuple(places), tuple(parts), end, summed, _record(told))
+    return PackedEntry(tuple(places), tuple(parts), end, summed, _record(told))
 
 
-def unpack(data: Tensor, begin: int, places: Iterable[TensorPlace]) -> dict[str, Tensor]:
+def unpack(data: Tensor, begin: int, places: Iterable[TensorSlice]) -> dict[str, Tensor]:
     """The tensors of an entry that begins there, as views."""
     return {
-        place.name: data[begin + place.begin : begin + place.begin + place.nbytes]
+        place.name: data[begin + place.offset : begin + place.offset + place.nbytes]
         .view(TORCH_DTYPES[place.dtype])
         .view(place.shape)
         for place in places
@@ -396,55 +396,55 @@ def checksum(parts: Iterable[Bytes]) -> bytes:
     return hasher.digest()
 
 
-def checksum_at(data: Bytes, begin: int, places: Iterable[TensorPlace]) -> bytes:
+def entry_checksum(data: Bytes, begin: int, places: Iterable[TensorSlice]) -> bytes:
     """What the bytes of an entry that begins there hash to."""
-    starts = ((begin + place.begin, place.nbytes) for place in places)
+    starts = ((begin + place.offset, place.nbytes) for place in places)
     return checksum(data[start : start + nbytes] for start, nbytes in starts)
 
 
-def aligned(offset: int, to: int = ALIGN) -> int:
+def align_up(offset: int, to: int = TENSOR_ALIGNMENT) -> int:
     """Up to the next place where a tensor may begin."""
     return -(-offset // to) * to
 
 
-def alignment(nbytes: int) -> int:
+def entry_alignment(nbytes: int) -> int:
     """Where an entry of this size may begin."""
-    return PAGE if nbytes >= LARGE else ALIGN
+    return PAGE if nbytes >= LARGE_ENTRY_NBYTES else TENSOR_ALIGNMENT
 
 
-def room_for(nbytes: int) -> int:
+def padded_nbytes(nbytes: int) -> int:
     """What an entry of this size takes, in a file and in memory."""
-    return aligned(nbytes, PAGE) if nbytes >= LARGE else nbytes
+    return align_up(nbytes, PAGE) if nbytes >= LARGE_ENTRY_NBYTES else nbytes
 
 
-def read_record(data: Bytes, at: int) -> Recorded | None:
+def read_record(data: Bytes, at: int) -> EntryRecord | None:
     """The record that begins there; none where no whole one does."""
     head = data[at : at + _HEAD_NBYTES].tobytes()
     length = int.from_bytes(head[8:16], "little")
-    if head[:8] != RECORD or length > _MOST_RECORD_NBYTES:
+    if head[:8] != RECORD_MAGIC or length > _MOST_RECORD_NBYTES:
         return None
     text = data[at + _HEAD_NBYTES : at + _HEAD_NBYTES + length].tobytes()
     if len(text) < length or xxh3_64_digest(text) != head[16:]:
         return None
     told = json.loads(text)
-    places = tuple(TensorPlace(n, d, tuple(s), b, size) for n, d, s, b, size in told["tensors"])
-    end = max((place.begin + place.nbytes for place in places), default=0)
-    begin = aligned(at + _HEAD_NBYTES + length, alignment(end))
-    return Recorded(told["key"], begin, end, places, bytes.fromhex(told["checksum"]), told["about"])
+    places = tuple(TensorSlice(n, d, tuple(s), b, size) for n, d, s, b, size in told["tensors"])
+    end = max((place.offset + place.nbytes for place in places), default=0)
+    begin = align_up(at + _HEAD_NBYTES + length, entry_alignment(end))
+    return EntryRecord(told["key"], begin, end, places, bytes.fromhex(told["checksum"]), told["about"])
 
 
 def find_record(data: Bytes, at: int) -> int | None:
     """Where the next record begins, there or later; what follows tells whether it is whole."""
     while at + _HEAD_NBYTES <= len(data):
         some = data[at : at + _LOOKED_AT]
-        heads = some[: len(some) // ALIGN * ALIGN].reshape(-1, ALIGN)[:, :8]
-        found = np.flatnonzero((heads == np.frombuffer(RECORD, np.uint8)).all(axis=1))
+        heads = some[: len(some) // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT].reshape(-1, TENSOR_ALIGNMENT)[:, :8]
+        found = np.flatnonzero((heads == np.frombuffer(RECORD_MAGIC, np.uint8)).all(axis=1))
         if len(found):
-            return at + int(found[0]) * ALIGN
+            return at + int(found[0]) * TENSOR_ALIGNMENT
         at += _LOOKED_AT
     return None
 
 
 def _record(told: Mapping[str, object]) -> bytes:
     text = json.dumps(told, separators=(",", ":")).encode()
-    return RECORD + len(text).to_bytes(8, "little") + xxh3_64_digest(text) + text
+    return RECORD_MAGIC + len(text).to_bytes(8, "little") + xxh3_64_digest(text) + text

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gracetune.cache.shard_format import LARGE, PAGE, find_file, map_file
+from gracetune.cache.shard_format import LARGE_ENTRY_NBYTES, PAGE, open_shard, map_file
 from gracetune.errors import CacheError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ SLOW_S, SLOW_RATE = 0.02, 200e6
 worth asking in advance."""
 
 
-class Descriptor:
+class FileDescriptor:
     """An open file, closed when its last user is gone."""
 
     def __init__(self, number: int) -> None:
@@ -48,7 +48,7 @@ class Descriptor:
         os.close(self.number)
 
 
-class OpenShards:
+class ShardReader:
     """The most recently used files of a folder, open for reading; any thread."""
 
     def __init__(
@@ -56,14 +56,14 @@ class OpenShards:
     ) -> None:
         self._folder = folder
         self._most = most
-        self._open: OrderedDict[tuple[str, bool], Descriptor] = OrderedDict()
+        self._open: OrderedDict[tuple[str, bool], FileDescriptor] = OrderedDict()
         self._lock = threading.Lock()
         self._residency = PageCacheResidency()
-        self._queue = DirectQueue()
+        self._queue = AioQueue()
         self._clock = clock
-        self.is_slow = False
+        self.is_slow_disk = False
         """Whether the last entries that had to come from the disk took their time."""
-        self.no_direct = ""
+        self.direct_read_refusal = ""
         """Why files are not read past the page cache; empty where they are, or were not yet."""
 
     def read(
@@ -84,31 +84,31 @@ class OpenShards:
         direct = [place for place in late if _is_pages(*pairs[place])]
         began = self._clock()
         coming = dict(zip(direct, self._begin([pairs[place] for place in direct]), strict=False))
-        self.ask_disk([rows[place] for place in late if place not in coming])
+        self.read_ahead([rows[place] for place in late if place not in coming])
         found: list[bool | None] = []
         try:
             for place, (row, room) in enumerate(pairs):
                 came = self._came(coming.pop(place, 0), row) or self._read_through(row, room)
                 found.append(is_whole(row, room) if came else None)
         finally:
-            self._queue.settle(coming.values())
+            self._queue.drain(coming.values())
         if direct:
             nbytes = sum(rows[place].nbytes for place in direct)
-            self.is_slow = self._clock() - began > max(SLOW_S, nbytes / SLOW_RATE)
+            self.is_slow_disk = self._clock() - began > max(SLOW_S, nbytes / SLOW_RATE)
         return found
 
-    def hold(self, rows: Iterable[EntryRow]) -> bool:
+    def in_page_cache(self, rows: Iterable[EntryRow]) -> bool:
         """Whether all of these are in the page cache: copying them from a mapped file takes half
         the time of reading them."""
         return all(self._is_cached(row) for row in rows)
 
-    def ask_disk(self, rows: Iterable[EntryRow]) -> None:
+    def read_ahead(self, rows: Iterable[EntryRow]) -> None:
         """Start reading these rows, all at once, instead of a page at a time when touched."""
         for shard, alike in groupby(sorted(rows, key=_place), key=lambda row: row.shard):
             file = self._file(shard)
             if file is not None:
                 for row in alike:
-                    os.posix_fadvise(file.number, row.begin, row.nbytes, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(file.number, row.offset, row.nbytes, os.POSIX_FADV_WILLNEED)
 
     def clear(self) -> None:
         """Close what nobody reads."""
@@ -118,13 +118,13 @@ class OpenShards:
 
     def _is_cached(self, row: EntryRow) -> bool:
         file = self._file(row.shard)
-        return file is None or self._residency.holds(file.number, row.begin, row.nbytes)
+        return file is None or self._residency.holds(file.number, row.offset, row.nbytes)
 
     def _read_through(self, row: EntryRow, room: Bytes) -> bool:
         """By way of the page cache."""
         file, done = self._file(row.shard), 0
         while file is not None and done < row.nbytes:
-            count = os.preadv(file.number, [room[done : row.nbytes].data], row.begin + done)
+            count = os.preadv(file.number, [room[done : row.nbytes].data], row.offset + done)
             if count == 0:
                 return False
             done += count
@@ -135,15 +135,15 @@ class OpenShards:
         asked so."""
         files = [self._file(row.shard, direct=True) for row, _ in pairs]
         wanted = [
-            Wanted(file.number, row.begin, room)
+            ReadRequest(file.number, row.offset, room)
             for file, (row, room) in zip(files, pairs, strict=True)
             if file is not None
         ]
         if len(wanted) < len(pairs):  # refused; or one is gone, which shows when it is read
             return []
-        tickets = self._queue.begin(wanted)
+        tickets = self._queue.submit(wanted)
         if tickets is None:
-            self.no_direct = f"the kernel has no queue for direct reads ({self._queue.refusal})"
+            self.direct_read_refusal = f"the kernel has no queue for direct reads ({self._queue.refusal})"
         return tickets or []
 
     def _came(self, ticket: int, row: EntryRow) -> bool:
@@ -153,11 +153,11 @@ class OpenShards:
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
-            self.no_direct = "a disk cannot write to the memory that is given"
+            self.direct_read_refusal = "a disk cannot write to the memory that is given"
             return False
 
-    def _file(self, shard: str, direct: bool = False) -> Descriptor | None:
-        if direct and self.no_direct:
+    def _file(self, shard: str, direct: bool = False) -> FileDescriptor | None:
+        if direct and self.direct_read_refusal:
             return None
         with self._lock:
             file = self._open.get((shard, direct))
@@ -165,7 +165,7 @@ class OpenShards:
                 number = self._opened(shard, direct)
                 if number is None:
                     return None
-                file = self._open[shard, direct] = Descriptor(number)
+                file = self._open[shard, direct] = FileDescriptor(number)
                 if len(self._open) > self._most:
                     self._open.popitem(last=False)
             self._open.move_to_end((shard, direct))
@@ -173,11 +173,11 @@ class OpenShards:
 
     def _opened(self, shard: str, direct: bool) -> int | None:
         try:
-            number = find_file(self._folder, shard, os.O_DIRECT if direct else 0)
+            number = open_shard(self._folder, shard, os.O_DIRECT if direct else 0)
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
-            self.no_direct = f"{self._folder} is on a file system that takes no direct reads"
+            self.direct_read_refusal = f"{self._folder} is on a file system that takes no direct reads"
             return None
         if number is not None and not direct:
             # Entries are read in any order: what lies beside one is not wanted next.
@@ -197,7 +197,7 @@ class MappedShards:
         """The bytes of the file that has this row; none where it is gone or too short."""
         data = self._maps.get(row.shard)
         if data is None or len(data) < row.end:
-            descriptor = find_file(self._folder, row.shard)
+            descriptor = open_shard(self._folder, row.shard)
             if descriptor is None:
                 return None
             try:
@@ -215,7 +215,7 @@ class MappedShards:
         self._maps.clear()
 
 
-class Bits:
+class Bitset:
     """One bit a number: a million checked entries take 125 kB."""
 
     def __init__(self) -> None:
@@ -235,13 +235,13 @@ class Bits:
 
 def _is_pages(row: EntryRow, room: Bytes) -> bool:
     """Whether a disk can write an entry to its room by itself."""
-    if room.nbytes < LARGE or room.nbytes % PAGE:
+    if room.nbytes < LARGE_ENTRY_NBYTES or room.nbytes % PAGE:
         return False
-    return row.begin % PAGE == 0 and room.ctypes.data % PAGE == 0
+    return row.offset % PAGE == 0 and room.ctypes.data % PAGE == 0
 
 
 def _place(row: EntryRow) -> tuple[str, int]:
-    return row.shard, row.begin
+    return row.shard, row.offset
 
 
 # ------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ _EVENT = np.dtype([("ticket", "u8"), ("request", "u8"), ("result", "i8"), ("more
 """`struct io_event`."""
 
 
-class Wanted(NamedTuple):
+class ReadRequest(NamedTuple):
     """So many bytes of an open file, for this memory: both and the offset in whole pages."""
 
     descriptor: int
@@ -281,7 +281,7 @@ class Wanted(NamedTuple):
     room: Bytes
 
 
-class DirectQueue:
+class AioQueue:
     """Reads that were begun, and what became of them; any thread."""
 
     def __init__(self, machine: str = os.uname().machine) -> None:
@@ -296,7 +296,7 @@ class DirectQueue:
         self.refusal = "" if self._numbers else f"none is known for {machine}"
         """Why the kernel has no queue for us; empty where it has, or was not asked."""
 
-    def begin(self, wanted: Sequence[Wanted]) -> list[int] | None:
+    def submit(self, wanted: Sequence[ReadRequest]) -> list[int] | None:
         """Ask for all; a ticket for each. None where the kernel has no queue for us."""
         requests = np.zeros(len(wanted), _REQUEST)
         requests["ticket"] = tickets = [next(self._tickets) for _ in wanted]
@@ -319,7 +319,7 @@ class DirectQueue:
                 if not taken:
                     self._reap()
         except OSError:
-            self.settle(tickets[:asked])
+            self.drain(tickets[:asked])
             raise
         return tickets
 
@@ -333,7 +333,7 @@ class DirectQueue:
             raise OSError(-result, os.strerror(-result))
         return result
 
-    def settle(self, tickets: Iterable[int]) -> None:
+    def drain(self, tickets: Iterable[int]) -> None:
         """Wait until the disk writes nothing more for these, whatever became of them."""
         for ticket in tickets:
             while ticket in self._begun:

@@ -9,32 +9,32 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from gracetune.cache.index import FORMAT, CacheIndex, EntryRow, ShardRow, unwritable
-from gracetune.cache.keys import about
+from gracetune.cache.index import FORMAT, CacheIndex, EntryRow, ShardRow, unwritable_error
+from gracetune.cache.keys import key_components
 from gracetune.cache.shard_format import (
-    ALIGN,
-    LARGE,
-    OPEN,
-    SEALED,
+    TENSOR_ALIGNMENT,
+    LARGE_ENTRY_NBYTES,
+    OPEN_SUFFIX,
+    SEALED_SUFFIX,
     TORCH_DTYPES,
     adopt_shard,
-    aligned,
-    checksum_at,
-    find_file,
+    align_up,
+    entry_checksum,
+    open_shard,
     find_record,
     header_cost,
-    length_of,
+    shard_length,
     map_file,
-    new_shard,
+    create_shard,
     pack,
     read_record,
-    room_for,
-    room_of,
+    padded_nbytes,
+    read_data_offset,
     unpack,
 )
-from gracetune.cache.shard_reader import Bits, MappedShards, OpenShards
+from gracetune.cache.shard_reader import Bitset, MappedShards, ShardReader
 from gracetune.cache.store import stack_entries
-from gracetune.durable import write_text
+from gracetune.atomic_files import write_text
 from gracetune.errors import CacheError
 from gracetune.events.types import Notice
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.cache.shard_format import Bytes, ShardFile
-    from gracetune.cache.store import Allocate, Entry, Room
+    from gracetune.cache.store import TryAllocate, Entry, Allocate
     from gracetune.events.types import Event
 
 
@@ -69,11 +69,11 @@ class ShardStore:
     """
 
     _pid: int
-    _in_use: IndexInUse
+    _in_use: IndexUseLock
     _index: CacheIndex
     _writer: ShardWriter | None
     _maps: MappedShards
-    _files: OpenShards
+    _files: ShardReader
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class ShardStore:
         check: bool = True,
         max_maps: int = 1024,
         max_open: int = 64,
-        max_ready: int = 65536,
+        max_cached_entries: int = 65536,
     ) -> None:
         """`check`: compare each entry with its checksum when it is first read. At most so many
         files are mapped or open for the next reader, and so many places and views kept ready
         (about 1 kB each)."""
         self.folder = folder
-        _, self.shards, _ = places_in(folder)
+        _, self.shards, _ = cache_paths(folder)
         self._emit = emit
         self._told = False
         self._lossy: set[str] = set()
@@ -97,14 +97,14 @@ class ShardStore:
         self._check = check
         self._max_maps = max_maps
         self._max_open = max_open
-        self._max_ready = max_ready
+        self._max_ready = max_cached_entries
         self._lock, self._write_lock = threading.RLock(), threading.RLock()
         try:
-            mark_folder(folder)
+            write_marker(folder)
             self.shards.mkdir(exist_ok=True)
-            restore_index(*places_in(folder), emit)
+            rebuild_missing_index(*cache_paths(folder), emit)
         except OSError as error:
-            raise unwritable(folder, error.strerror or error) from error
+            raise unwritable_error(folder, error.strerror or error) from error
         self._begin()
 
     def get(self, key: str) -> Entry | None:
@@ -120,7 +120,7 @@ class ShardStore:
                 return [self._ready[key] for key in keys]
         return self._view(keys)
 
-    def gather(self, keys: Sequence[str], name: str, room: Room) -> Tensor | None:
+    def gather(self, keys: Sequence[str], name: str, room: Allocate) -> Tensor | None:
         """Copied from the page cache where it has them, else read to where they belong; entries of
         several tensors are read as a whole, and then copied."""
         self._at_home()
@@ -130,18 +130,18 @@ class ShardStore:
             return None
         places = rows[0].tensors
         alone = [place.name for place in places] == [name] and places[0].nbytes > 0
-        if alone and all(row.tensors == places for row in rows) and not self._files.hold(rows):
+        if alone and all(row.tensors == places for row in rows) and not self._files.in_page_cache(rows):
             place = places[0]
             slab = room(len(rows) * place.nbytes)
             if all(self._read(rows, [*slab.numpy().reshape(len(rows), place.nbytes)])):
                 return slab.view(TORCH_DTYPES[place.dtype]).view(len(rows), *place.shape)
         return stack_entries(self.get_many(keys), name, room)
 
-    def load(self, keys: Sequence[str], allocate: Allocate) -> list[Entry | None]:
+    def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:
         """Read into memory that is given; as views of the files where none is."""
         self._at_home()
         rows = self._rows(keys)
-        rooms = {key: allocate(room_for(row.nbytes)) for key, row in rows.items()}
+        rooms = {key: allocate(padded_nbytes(row.nbytes)) for key, row in rows.items()}
         given = {key: room for key, room in rooms.items() if room is not None}
         read = self._read([rows[key] for key in given], [room.numpy() for room in given.values()])
         entries: dict[str, Entry | None] = {}
@@ -165,13 +165,13 @@ class ShardStore:
         """Ask the index, and the files only for their lengths; what a file has lost is told and
         forgotten."""
         with self.index() as index:
-            found = index.ends(keys)
+            found = index.entry_ends(keys)
         lengths = {
-            name: length_of(self.shards, name) for name in {name for name, _ in found.values()}
+            name: shard_length(self.shards, name) for name in {name for name, _ in found.values()}
         }
         short = [key for key, (name, end) in found.items() if end > lengths[name]]
         with self.index() as index:
-            suspects = index.find(short)
+            suspects = index.find_rows(short)
         lost = {key for key in short if key not in suspects or self._is_lost(suspects[key])}
         return [key in found and key not in lost for key in keys]
 
@@ -180,7 +180,7 @@ class ShardStore:
         last = 0
         while True:
             with self.index() as index:
-                page = index.page(last)
+                page = index.page_after(last)
             if not page:
                 return
             yield from (key for _, key in page)
@@ -191,7 +191,7 @@ class ShardStore:
         with self.index() as index:
             for key in keys:
                 self._forget(key)
-            return index.drop(keys)
+            return index.delete(keys)
 
     def move(self, rows: Sequence[EntryRow], entries: Sequence[Entry]) -> None:
         """Write entries again, elsewhere, for whoever empties a file that is held."""
@@ -203,13 +203,13 @@ class ShardStore:
         with self._writing() as writer:
             writer.finish()
 
-    def renew_index(self) -> None:
+    def rebuild_index(self) -> None:
         """Make the index anew from the files, for whoever found it damaged."""
         with self._write_lock, self._lock:
             if self._writer is not None:
                 self._writer.release()  # sealing would ask the old one
             self.close()
-            renew_index(*places_in(self.folder), self._emit)
+            rebuild_index(*cache_paths(self.folder), self._emit)
 
     def will_need(self, keys: Sequence[str]) -> None:
         """Have the disk read ahead what is worth it; returns at once.
@@ -219,8 +219,8 @@ class ShardStore:
         """
         self._at_home()
         rows = self._rows(keys).values()
-        eager = self._files.is_slow or bool(self._files.no_direct)
-        self._files.ask_disk([row for row in rows if eager or row.nbytes < LARGE])
+        eager = self._files.is_slow_disk or bool(self._files.direct_read_refusal)
+        self._files.read_ahead([row for row in rows if eager or row.nbytes < LARGE_ENTRY_NBYTES])
 
     def close(self) -> None:
         """Seal the file that is being written, and let go of all; who asks again opens it again."""
@@ -261,11 +261,11 @@ class ShardStore:
             try:
                 yield self._writer
             except OSError as error:
-                raise unwritable(self.folder, error.strerror or error) from error
+                raise unwritable_error(self.folder, error.strerror or error) from error
 
     def _begin(self) -> None:
         """State of this process; a forked child has its own."""
-        self._in_use = IndexInUse(self.shards)
+        self._in_use = IndexUseLock(self.shards)
         try:
             self._index = CacheIndex(self.folder / INDEX)
         except BaseException:
@@ -273,10 +273,10 @@ class ShardStore:
             raise
         self._writer = None
         self._maps = MappedShards(self.shards, self._max_maps)
-        self._files = OpenShards(self.shards, self._max_open)
+        self._files = ShardReader(self.shards, self._max_open)
         self._ready: dict[str, Entry] = {}
         self._known: dict[str, EntryRow] = {}
-        self._checked = Bits()
+        self._checked = Bitset()
         self._pid = os.getpid()
 
     def _at_home(self) -> None:
@@ -298,7 +298,7 @@ class ShardStore:
         with self._lock:
             rows = {key: self._known[key] for key in keys if key in self._known}
             if len(rows) < len(keys):
-                new = self._index.find([key for key in keys if key not in rows])
+                new = self._index.find_rows([key for key in keys if key not in rows])
                 _remember(self._known, new, self._max_ready)
                 rows |= new
         return rows
@@ -306,7 +306,7 @@ class ShardStore:
     def _view(self, keys: Sequence[str]) -> list[Entry | None]:
         rows = self._rows(keys)
         if len(keys) > 1:
-            self._files.ask_disk([r for r in rows.values() if r.number not in self._checked])
+            self._files.read_ahead([r for r in rows.values() if r.row_id not in self._checked])
         entries = {key: self._entry(row) for key, row in rows.items()}
         whole = {key: entry for key, entry in entries.items() if entry is not None}
         with self._lock:
@@ -318,8 +318,8 @@ class ShardStore:
             data = self._maps.data(row)
         if data is None:
             return self._entry_elsewhere(row)
-        whole = self._is_whole(row, data.numpy(), row.begin)
-        return unpack(data, row.begin, row.tensors) if whole else None
+        whole = self._is_whole(row, data.numpy(), row.offset)
+        return unpack(data, row.offset, row.tensors) if whole else None
 
     def _read(self, rows: Sequence[EntryRow], rooms: Sequence[Bytes]) -> list[bool | None]:
         """Whether each is there and what was put; none where it could not be read."""
@@ -329,30 +329,30 @@ class ShardStore:
 
     def _is_whole(self, row: EntryRow, data: Bytes, begin: int) -> bool:
         """Whether an entry's bytes are what was put; each process looks once."""
-        if not self._check or row.number in self._checked:
+        if not self._check or row.row_id in self._checked:
             return True
-        if checksum_at(data, begin, row.tensors) != row.checksum:
+        if entry_checksum(data, begin, row.tensors) != row.checksum:
             self._lose(row, "its bytes differ from their checksum")
             return False
         with self._lock:
-            self._checked.add(row.number)
+            self._checked.add(row.row_id)
         return True
 
     def _entry_elsewhere(self, before: EntryRow) -> Entry | None:
         """The file is gone: another process moved the entry or deleted it, or it is lost."""
         self._forget(before.key)
         with self.index() as index:
-            row = index.find([before.key]).get(before.key)
+            row = index.find_rows([before.key]).get(before.key)
         if row is None:
             return None
-        if (row.shard, row.begin) == (before.shard, before.begin):
+        if (row.shard, row.offset) == (before.shard, before.offset):
             self._lose(row, f"shard {row.shard} is gone or too short")
             return None
         return self._entry(row)
 
     def _is_lost(self, row: EntryRow) -> bool:
         """Whether a file ends before an entry that the index has there."""
-        if row.end <= length_of(self.shards, row.shard):
+        if row.end <= shard_length(self.shards, row.shard):
             return False
         return self._entry_elsewhere(row) is None
 
@@ -360,7 +360,7 @@ class ShardStore:
         """Never in silence: whoever asked encodes it again. One entry of a file is named."""
         self._forget(row.key)
         with self.index() as index:
-            index.drop_row(row)
+            index.delete_row(row)
             told = row.shard in self._lossy
             self._lossy.add(row.shard)
         if not told:
@@ -370,9 +370,9 @@ class ShardStore:
 
     def _report_refusal(self) -> None:
         """Said once; the files are read through the page cache, which keeps a second copy."""
-        if self._files.no_direct and not self._told:
+        if self._files.direct_read_refusal and not self._told:
             self._told = True
-            text = f"{self._files.no_direct}: entries pass through the page cache"
+            text = f"{self._files.direct_read_refusal}: entries pass through the page cache"
             self._emit(Notice(text, level="warning", fallback=True))
 
     def _forget(self, key: str) -> None:
@@ -388,12 +388,12 @@ def _remember(kept: dict[str, Kept], new: Mapping[str, Kept], most: int) -> None
         del kept[next(iter(kept))]
 
 
-def places_in(folder: Path) -> tuple[Path, Path, Path]:
+def cache_paths(folder: Path) -> tuple[Path, Path, Path]:
     """The index of a cache, its shards and its marker."""
     return folder / INDEX, folder / "shards", folder / MARKER
 
 
-def mark_folder(folder: Path) -> None:
+def write_marker(folder: Path) -> None:
     """Say that a folder is a cache of ours; nothing is ever deleted from one that does not."""
     if not is_cache(folder):
         write_text(folder / MARKER, json.dumps({"gracetune cache": FORMAT}) + "\n")
@@ -419,7 +419,7 @@ class ShardWriter:
 
     def put(self, entries: Mapping[str, Entry]) -> None:
         """Keep what is not there yet."""
-        known = self._index.which([*entries])
+        known = self._index.existing_keys([*entries])
         self._append([(_fresh(k, e), e) for k, e in entries.items() if k not in known], moved=False)
 
     def move(self, rows: Sequence[EntryRow], entries: Sequence[Entry]) -> None:
@@ -431,10 +431,10 @@ class ShardWriter:
         if self._file is None:
             return
         file, self._file = self._file, None
-        rows = self._index.in_shard(file.row.name)
+        rows = self._index.rows_in_shard(file.row.name)
         if rows:
             file.seal(rows)
-        elif self._index.drop_shard(file.row.name):
+        elif self._index.delete_empty_shard(file.row.name):
             file.remove()
 
     def close(self) -> None:
@@ -456,16 +456,16 @@ class ShardWriter:
                 packed = pack(before.key, entry, before.about)
                 cost = header_cost(before.key, packed.places)
                 file = self._file
-                if file is None or not file.has_room(cost):
+                if file is None or not file.fits_entry(cost):
                     self._commit(rows, moved)
                     rows = []
                     self.finish()
                     file = adopt_shard(self._folder, self._index, cost)
-                    file = self._file = file or new_shard(self._folder, self._index, cost)
+                    file = self._file = file or create_shard(self._folder, self._index, cost)
                 rows.append(
                     before._replace(
                         shard=file.row.name,
-                        begin=file.append(packed, cost),
+                        offset=file.append(packed, cost),
                         nbytes=packed.nbytes,
                         tensors=packed.places,
                         checksum=packed.checksum,
@@ -486,7 +486,7 @@ class ShardWriter:
 def _fresh(key: str, entry: Entry) -> EntryRow:
     """A row that has no place yet."""
     assert entry is not None, f"{key} has nothing to keep"
-    return EntryRow(0, str(key), "", 0, 0, (), b"", about(key))
+    return EntryRow(0, str(key), "", 0, 0, (), b"", key_components(key))
 
 
 # ------------------------------------------------------------------------------------------
@@ -501,7 +501,7 @@ _TOGETHER = 1024
 """Rows committed at once."""
 
 
-class IndexInUse:
+class IndexUseLock:
     """Held as long as a process has the index open; waits while it is made anew."""
 
     def __init__(self, shards: Path) -> None:
@@ -518,25 +518,25 @@ class IndexInUse:
     __del__ = close
 
 
-def renew_index(path: Path, shards: Path, marker: Path, emit: Callable[[Event], None]) -> None:
+def rebuild_index(path: Path, shards: Path, marker: Path, emit: Callable[[Event], None]) -> None:
     """Make a damaged index anew, unless it is in use: what is put through the old one is lost."""
     descriptor = _open_folder(shards)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
-        restore_index(path, shards, marker, emit)
+        rebuild_missing_index(path, shards, marker, emit)
     except BlockingIOError as error:
         raise CacheError(
             f"The index of {path.parent} is damaged, and another process has it open. End that, "
             "then repair."
         ) from error
     except OSError as error:
-        raise unwritable(path.parent, error.strerror or error) from error
+        raise unwritable_error(path.parent, error.strerror or error) from error
     finally:
         os.close(descriptor)
 
 
-def restore_index(
+def rebuild_missing_index(
     path: Path, shards: Path, marker: Path, emit: Callable[[Event], None]
 ) -> int | None:
     """Make the index anew where it is gone and files are left; how many entries it has then.
@@ -566,18 +566,18 @@ def restore_index(
 
 def _files(shards: Path) -> list[str]:
     """The names of files, whether they grow or are sealed."""
-    return sorted({path.stem for path in shards.iterdir() if path.suffix in (OPEN, SEALED)})
+    return sorted({path.stem for path in shards.iterdir() if path.suffix in (OPEN_SUFFIX, SEALED_SUFFIX)})
 
 
 def _add_file(index: CacheIndex, shards: Path, name: str) -> int:
-    descriptor = find_file(shards, name)
+    descriptor = open_shard(shards, name)
     if descriptor is None:
         return 0
     try:
         data = map_file(descriptor).numpy()
     finally:
         os.close(descriptor)
-    room = room_of(data)
+    room = read_data_offset(data)
     index.add_shard(ShardRow(name, room, room))
     rows, end = [*_rows(data, name, room)], room
     for start in range(0, len(rows), _TOGETHER):
@@ -589,19 +589,19 @@ def _add_file(index: CacheIndex, shards: Path, name: str) -> int:
 
 def _rows(whole: Bytes, name: str, room: int) -> Iterator[EntryRow]:
     """Entries that are whole; a broken record costs its own entry alone."""
-    at = find_record(whole, aligned(room))
+    at = find_record(whole, align_up(room))
     while at is not None:
         told = read_record(whole, at)
         if told is None:
-            at = find_record(whole, at + ALIGN)
+            at = find_record(whole, at + TENSOR_ALIGNMENT)
             continue
         row = EntryRow(
             0, told.key, name, told.begin, told.nbytes, told.tensors, told.checksum, told.about
         )
         fits = row.end <= len(whole)
-        if fits and checksum_at(whole, row.begin, row.tensors) == row.checksum:
+        if fits and entry_checksum(whole, row.offset, row.tensors) == row.checksum:
             yield row
-        at = find_record(whole, aligned(row.end) if fits else row.begin)
+        at = find_record(whole, align_up(row.end) if fits else row.offset)
 
 
 def _open_folder(folder: Path) -> int:

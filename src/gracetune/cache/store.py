@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Entry = Mapping[str, Tensor]
-    Room = Callable[[int], Tensor]
+    Allocate = Callable[[int], Tensor]
     """So many bytes of host memory."""
-    Allocate = Callable[[int], Tensor | None]
+    TryAllocate = Callable[[int], Tensor | None]
     """The same; none where there is no room."""
 
 
@@ -29,12 +29,12 @@ class Store(Protocol):
         """The same for a batch, in the order of the keys: one question instead of many."""
         ...
 
-    def gather(self, keys: Sequence[str], name: str, room: Room) -> Tensor | None:
+    def gather(self, keys: Sequence[str], name: str, room: Allocate) -> Tensor | None:
         """One tensor of each entry, of one shape, side by side in memory that is asked for; none
         where one is missing."""
         ...
 
-    def load(self, keys: Sequence[str], allocate: Allocate) -> list[Entry | None]:
+    def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:
         """Like `get_many`, with what is in files read into memory that is asked for; what is in
         memory already comes as it is."""
         ...
@@ -60,7 +60,7 @@ class Store(Protocol):
         ...
 
 
-class MemoryStore:
+class DictStore:
     """Entries that live as long as the run."""
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class MemoryStore:
         """Look them up."""
         return [self._entries.get(key) for key in keys]
 
-    def gather(self, keys: Sequence[str], name: str, room: Room) -> Tensor | None:
+    def gather(self, keys: Sequence[str], name: str, room: Allocate) -> Tensor | None:
         """Copy them."""
         return stack_entries(self.get_many(keys), name, room)
 
-    def load(self, keys: Sequence[str], allocate: Allocate) -> list[Entry | None]:  # noqa: ARG002
+    def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:  # noqa: ARG002
         """They are in memory."""
         return self.get_many(keys)
 
@@ -101,15 +101,15 @@ class MemoryStore:
         """There are no files."""
 
 
-def stack_entries(entries: Sequence[Entry | None], name: str, room: Room) -> Tensor | None:
+def stack_entries(entries: Sequence[Entry | None], name: str, room: Allocate) -> Tensor | None:
     """Copy one tensor of each entry side by side; none where one is missing."""
     tensors = [entry[name] for entry in entries if entry is not None]
     if len(tensors) < len(entries):
         return None
-    return stack_in(tensors, room)
+    return stack_into(tensors, room)
 
 
-def stack_in(tensors: Sequence[Tensor], room: Room) -> Tensor:
+def stack_into(tensors: Sequence[Tensor], room: Allocate) -> Tensor:
     """Copy tensors of one shape side by side into memory that is asked for."""
     first, count = tensors[0], len(tensors)
     out = room(count * first.nbytes).view(first.dtype).view(count, *first.shape)

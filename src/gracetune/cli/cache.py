@@ -93,16 +93,16 @@ def _verify(args: argparse.Namespace, emit: Emit) -> int:
             reports.append((store, report))
             if args.repair and not report.is_clean:
                 repair(store, report)
-    clean = all(report.clean for _, report in reports)
+    clean = all(report.is_clean for _, report in reports)
     if args.repair and not clean and _is_run_file(args.where):
         _fill(_persistent(args.where), emit)
     lines, told = [], []
     for store, report in reports:
         damage = {f"entry {one.row.key}": one.why for one in report.damaged}
-        damage |= {f"shard {name}": "its header cannot be read" for name in report.headers}
-        damage |= {f"index {place}": text for place, text in enumerate(report.index)}
+        damage |= {f"shard {name}": "its header cannot be read" for name in report.bad_headers}
+        damage |= {f"index {place}": text for place, text in enumerate(report.index_problems)}
         told.append({"folder": str(store.folder), "entries": report.num_entries, "damage": damage})
-        verdict = "all whole" if report.clean else f"{len(damage)} damaged"
+        verdict = "all whole" if report.is_clean else f"{len(damage)} damaged"
         size = f"{report.num_entries} entries, {format_bytes(report.nbytes)}"
         lines.append(f"{store.folder}: {size}: {verdict}")
         lines += [f"  {what}: {why}" for what, why in damage.items()]

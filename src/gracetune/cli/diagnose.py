@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gracetune import __version__
-from gracetune.cli.env import describe_effects, our_variables
+from gracetune.cli.env import describe_effects, variables_in_use
 from gracetune.config.environment import environment_settings, process_environment
 from gracetune.errors import ConfigError
 from gracetune.memory.diagnose import (
@@ -33,9 +33,9 @@ from gracetune.memory.diagnose import (
     check_versions,
     exit_code,
     fail,
-    lines,
+    format_findings,
     read_kernel,
-    report,
+    build_report,
     skip,
 )
 from gracetune.memory.platform import Machine, open_machine
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gracetune.events.types import Notice
-    from gracetune.memory.diagnose import Bench, PoolTrial
+    from gracetune.memory.diagnose import DeviceBench, PoolTrial
     from gracetune.memory.driver import Driver
     from gracetune.memory.platform import Platform
-    from gracetune.memory.pool import Unsupported
+    from gracetune.memory.pool import PoolUnavailable
 
 HELP = "check this machine: versions, link, memory, bandwidths, hints; say what to do"
 DEVICE_CHECKS = (
@@ -89,9 +89,9 @@ class Tools(NamedTuple):
 
     find_torch: Callable[[], Torch]
     open_machine: Callable[[int], Machine]
-    open_bench: Callable[[Driver, Platform, int], Bench]
+    open_bench: Callable[[Driver, Platform, int], DeviceBench]
     """A bench whose copies are of so many bytes."""
-    try_pool: Callable[[Bench], PoolTrial | Unsupported]
+    try_pool: Callable[[DeviceBench], PoolTrial | PoolUnavailable]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,12 +144,12 @@ def diagnose(args: argparse.Namespace, tools: Tools) -> int:
         findings = [finding for finding in findings if finding.name in ALLOCATION_CHECKS]
     has_gpu = machine.driver is not None or torch.sees_gpu
     code = exit_code(findings, has_gpu=has_gpu, allow_cpu=args.allow_cpu)
-    document = report(findings, code, datetime.now(UTC).date().isoformat(), __version__)
+    document = build_report(findings, code, datetime.now(UTC).date().isoformat(), __version__)
     text = json.dumps(document, indent=2, ensure_ascii=False)
     if args.json:
         print(text)
     else:
-        print(*lines(findings), sep="\n")
+        print(*format_findings(findings), sep="\n")
     _write(Path(args.output), text)
     if not args.json:
         print(f"The report is in {args.output}.")
@@ -194,7 +194,7 @@ def _host_findings(torch: Torch, machine: Machine) -> Iterator[Finding]:
 
 
 def _environment() -> Finding:
-    variables = our_variables(process_environment())
+    variables = variables_in_use(process_environment())
     try:
         settings = environment_settings(process_environment())
     except ConfigError as error:
@@ -242,23 +242,23 @@ def _no_device(torch: Torch, machine: Machine) -> str:
     return ""
 
 
-def _open_bench(driver: Driver, platform: Platform, nbytes: int) -> Bench:
-    from gracetune.memory.diagnose import torch_bench
+def _open_bench(driver: Driver, platform: Platform, nbytes: int) -> DeviceBench:
+    from gracetune.memory.diagnose import open_torch_bench
 
-    return torch_bench(driver, platform, nbytes)
+    return open_torch_bench(driver, platform, nbytes)
 
 
-def _try_pool(bench: Bench) -> PoolTrial | Unsupported:
+def _try_pool(bench: DeviceBench) -> PoolTrial | PoolUnavailable:
     from gracetune.memory.diagnose import try_pool
-    from gracetune.memory.pool import CudaPools, PoolSettings, Unsupported, open_pool
+    from gracetune.memory.pool import TorchMemPools, PoolSettings, PoolUnavailable, open_pool
     from gracetune.memory.shim import find_shim
 
     settings = PoolSettings(cap_bytes=64 * MIB)
-    pool = open_pool(bench.platform, find_shim(), settings, CudaPools(), _say)
-    return pool if isinstance(pool, Unsupported) else try_pool(pool, bench.driver, 16 * MIB)
+    pool = open_pool(bench.platform, find_shim(), settings, TorchMemPools(), _say)
+    return pool if isinstance(pool, PoolUnavailable) else try_pool(pool, bench.driver, 16 * MIB)
 
 
-def _oversubscription(bench: Bench, args: argparse.Namespace) -> Finding:
+def _oversubscription(bench: DeviceBench, args: argparse.Namespace) -> Finding:
     if args.skip_allocation:
         return skip("oversubscription", "--skip-allocation was given")
     scale: float = args.oversubscription_scale

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def our_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def variables_in_use(environment: Mapping[str, str]) -> dict[str, str]:
     """Those of our variables that are set."""
     return {each.name: environment[each.name] for each in VARIABLES if environment.get(each.name)}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gracetune.data.source import FileRange
-    from gracetune.memory.shared_arena import Hand
+    from gracetune.memory.shared_arena import SegmentWriter
 
 ABI = 2
 """Raised together with the one in gather.c whenever the two must change together."""
@@ -67,7 +67,7 @@ class Gather:
         self._join(target, array("Q", pieces).tobytes(), len(pieces), nbytes)
 
     def __call__(
-        self, hand: Hand, places: Sequence[FileRange], sizes: Sequence[int]
+        self, hand: SegmentWriter, places: Sequence[FileRange], sizes: Sequence[int]
     ) -> tuple[list[int], list[int]]:
         """Copy files of known lengths into the arena: where each lies, and how long it is or ODD.
 
@@ -86,7 +86,7 @@ class Gather:
                 raise OSError(-done, os.strerror(-done))
             return done
 
-        first = hand.receive(write)
+        first = hand.write_with(write)
         return [first + start for start in starts.tolist()], nbytes.tolist()
 
 

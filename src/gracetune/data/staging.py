@@ -28,7 +28,7 @@ from gracetune.errors import DataError
 from gracetune.events.dispatcher import ProgressReporter
 from gracetune.events.types import Notice
 from gracetune.memory.platform import read_host
-from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, share
+from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, share_arena
 from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gracetune.data.gather import Gather
     from gracetune.data.source import FileRange, Source
     from gracetune.events.dispatcher import Emit
-    from gracetune.memory.shared_arena import Hand, Ticket
+    from gracetune.memory.shared_arena import SegmentWriter, ArenaHandle
 
 
 RESERVE_NBYTES = 4 * GIB
@@ -51,7 +51,7 @@ WATCH_NBYTES = 256 * MIB
 def host_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
     """Bytes that could be staged now; negative where the reserve is gone already."""
     host = read_host(proc, sys, os.sysconf("SC_PAGE_SIZE"))
-    return host.room_bytes() - min(RESERVE_NBYTES, int(RESERVE_SHARE * host.size_bytes()))
+    return host.usable_bytes() - min(RESERVE_NBYTES, int(RESERVE_SHARE * host.capacity_bytes()))
 
 
 class StagingBudget:
@@ -184,37 +184,37 @@ class StagedSource:
         if meet_in is None:
             return cls(make())
         what = source.describe()
-        shared = share(
+        shared = share_arena(
             meet_in,
             _identity(source, keys, sizes, section),
             make,
             lambda: emit(Notice(f"waiting for another process that is staging {what}")),
         )
-        if shared.refused is not None:
+        if shared.attach_error is not None:
             emit(
                 Notice(
                     f"another process has {what} in memory, but it cannot be mapped "
-                    f"({shared.refused}); this one holds a copy of its own. Run both as one user",
+                    f"({shared.attach_error}); this one holds a copy of its own. Run both as one user",
                     level="warning",
                     fallback=True,
                 )
             )
         staged = cls(shared.arena)
-        if not shared.is_ours:
-            emit(Notice(f"sharing {what} with process {shared.made_by}, which staged it"))
+        if not shared.is_owner:
+            emit(Notice(f"sharing {what} with process {shared.owner_pid}, which staged it"))
         return staged
 
     @classmethod
-    def attach(cls, ticket: Ticket) -> StagedSource:
+    def attach(cls, ticket: ArenaHandle) -> StagedSource:
         """Map what another process of this machine has staged; OSError where it is gone."""
         return cls(Arena.attach(ticket))
 
     @property
-    def ticket(self) -> Ticket:
+    def ticket(self) -> ArenaHandle:
         """What `attach` needs: plain numbers, for a process that was not forked from this one."""
-        return self._arena.ticket
+        return self._arena.handle
 
-    def __reduce__(self) -> tuple[Callable[[Ticket], StagedSource], tuple[Ticket]]:
+    def __reduce__(self) -> tuple[Callable[[ArenaHandle], StagedSource], tuple[ArenaHandle]]:
         """What a worker process is handed is the ticket: it maps the arena, nothing is copied."""
         return StagedSource.attach, (self.ticket,)
 
@@ -405,7 +405,7 @@ class _Rows:
 class _Gathered:
     """Small files on their way into the arena, written together."""
 
-    def __init__(self, hand: Hand, rows: _Rows) -> None:
+    def __init__(self, hand: SegmentWriter, rows: _Rows) -> None:
         self._hand = hand
         self._rows = rows
         self._waiting: list[bytes] = []
@@ -453,7 +453,7 @@ class _Filler:
         """Bring one run of files into the arena."""
         rows = _Rows(numbers.start)
         places = self._places(numbers)
-        with self._writer.hand() as hand:
+        with self._writer.segment_writer() as hand:
             starts, lengths = self._brought(numbers, places, hand)
             if ODD not in lengths:
                 return rows.filled(starts, lengths)
@@ -486,7 +486,7 @@ class _Filler:
         ]
 
     def _brought(
-        self, numbers: range, places: Sequence[FileRange | None], hand: Hand
+        self, numbers: range, places: Sequence[FileRange | None], hand: SegmentWriter
     ) -> tuple[list[int], list[int]]:
         """Place and length of what came by one call; ODD for what did not."""
         sizes = self._sizes[numbers.start : numbers.stop]
@@ -504,7 +504,7 @@ class _Filler:
         self._budget.take(missing, missing)
         return starts, lengths
 
-    def _copied(self, number: int, place: FileRange | None, rows: _Rows, hand: Hand) -> bool:
+    def _copied(self, number: int, place: FileRange | None, rows: _Rows, hand: SegmentWriter) -> bool:
         """Whether the kernel could copy it as it is."""
         size = self._sizes[number]
         if size < SMALL_NBYTES or place is None:
@@ -524,7 +524,7 @@ class _Filler:
         rows.add(at, done, done, PLAIN)
         return True
 
-    def _rest(self, descriptor: int, size: int, done: int, hand: Hand) -> int:
+    def _rest(self, descriptor: int, size: int, done: int, hand: SegmentWriter) -> int:
         """What a file has gained since it was sized; the budget learns of both directions."""
         more = max(0, os.fstat(descriptor).st_size - done) if done > size else 0
         self._budget.take(done + more - size, done + more - size)

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from gracetune.memory.shared_arena import OFFSET_BITS, OFFSETS
+from gracetune.memory.shared_arena import OFFSET_BITS, OFFSET_MASK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -93,7 +93,7 @@ def write_index(
         "by_name": by_name.tobytes(),
     }
     places = {}
-    with writer.hand() as hand:
+    with writer.segment_writer() as hand:
         for name, table in tables.items():
             places[name] = (hand.write(memoryview(table)), len(table))
         about = {
@@ -120,7 +120,7 @@ def _records(
     rows["nbytes"] = columns.nbytes[order]
     rows["codec"] = columns.codec[order]
     rows["last"] = np.append(buckets[1:] != buckets[:-1], [True])[: len(names)]
-    rows["start"] = at & np.uint64(OFFSETS)
+    rows["start"] = at & np.uint64(OFFSET_MASK)
     rows["stop"] = rows["start"] + columns.stored_nbytes[order]
     rows["segment"] = at >> np.uint64(OFFSET_BITS)
     rows["kind"] = lengths[order]

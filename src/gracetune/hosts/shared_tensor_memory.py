@@ -28,7 +28,7 @@ import torch
 
 from gracetune.events.types import Notice
 from gracetune.hosts.tensor_memory import Held, copied, counted, identity, versions_of
-from gracetune.memory.shared_arena import who_can_meet
+from gracetune.memory.shared_arena import pid_namespace_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ class NodeMemory:
         self._emit = emit
         self._told: set[str] = set()
         self._proc = proc
-        self._place = folder / f"tensors-{who_can_meet(proc)}"
+        self._place = folder / f"tensors-{pid_namespace_id(proc)}"
         self._place.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._pid = os.getpid()
         self._log = Log(self._place / f"{self._pid}-{time.time_ns()}.log")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.memory.driver import HOST, Advice, PointerKind
 from gracetune.memory.platform import Link
-from gracetune.memory.pool import Unsupported
+from gracetune.memory.pool import PoolUnavailable
 from gracetune.units import GIB, KIB, MIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from gracetune.memory.driver import Driver
     from gracetune.memory.platform import Platform
-    from gracetune.memory.pool import UnifiedPool
+    from gracetune.memory.pool import ManagedPool
 
 
 Figure = int | float | str | bool | None
@@ -43,7 +43,7 @@ class Status(StrEnum):
     """Not tried, for the reason given."""
 
 
-MARKS = MappingProxyType({"OK": "✅", "WARN": "⚠️", "FAIL": "❌", "SKIP": "⏭️"})
+STATUS_MARKS = MappingProxyType({"OK": "✅", "WARN": "⚠️", "FAIL": "❌", "SKIP": "⏭️"})
 """The forks' checklist looks for these in the report."""
 
 
@@ -90,7 +90,7 @@ def exit_code(findings: Sequence[Finding], *, has_gpu: bool, allow_cpu: bool) ->
     return int(failed or not (has_gpu or allow_cpu))
 
 
-def report(findings: Sequence[Finding], code: int, date: str, version: str) -> dict[str, object]:
+def build_report(findings: Sequence[Finding], code: int, date: str, version: str) -> dict[str, object]:
     """The whole diagnosis as plain data; it names no host, user or path."""
     counts = Counter(finding.status for finding in findings)
     return {
@@ -104,7 +104,7 @@ def report(findings: Sequence[Finding], code: int, date: str, version: str) -> d
                 "number": number,
                 "name": finding.name,
                 "status": str(finding.status),
-                "mark": MARKS[finding.status],
+                "mark": STATUS_MARKS[finding.status],
                 "text": finding.text,
                 "advice": finding.advice,
                 "figures": dict(finding.figures),
@@ -114,7 +114,7 @@ def report(findings: Sequence[Finding], code: int, date: str, version: str) -> d
     }
 
 
-def lines(findings: Sequence[Finding]) -> Iterator[str]:
+def format_findings(findings: Sequence[Finding]) -> Iterator[str]:
     """The diagnosis as a person reads it."""
     width = max((len(finding.name) for finding in findings), default=0)
     for number, finding in enumerate(findings, start=1):
@@ -130,11 +130,11 @@ def lines(findings: Sequence[Finding]) -> Iterator[str]:
 # diagnosed too.
 
 
-OLDEST_TORCH = (2, 11)
+MIN_TORCH_VERSION = (2, 11)
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelInfo:
     """What the kernel is set to; empty where it does not say."""
 
     release: str
@@ -146,12 +146,12 @@ class Kernel:
     """The version of NVIDIA's kernel module."""
 
 
-def read_kernel(proc: Path, sys: Path, release: str, machine: str) -> Kernel:
+def read_kernel(proc: Path, sys: Path, release: str, machine: str) -> KernelInfo:
     """Read the settings that matter to large host memory."""
     chosen = re.search(r"\[(\w+)\]", _text(sys / "kernel/mm/transparent_hugepage/enabled"))
     driver = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", _text(proc / "driver/nvidia/version"))
     nodes = sys / "devices/system/node"
-    return Kernel(
+    return KernelInfo(
         release=release,
         machine=machine,
         numa_balancing=_text(proc / "sys/kernel/numa_balancing").strip(),
@@ -180,7 +180,7 @@ def _cpus(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def check_versions(versions: Mapping[str, str | None], kernel: Kernel) -> Finding:
+def check_versions(versions: Mapping[str, str | None], kernel: KernelInfo) -> Finding:
     """Python, torch and the packages beside it; none stands for what cannot be imported."""
     figures = {name: version or "absent" for name, version in versions.items()}
     figures |= {"kernel": kernel.release, "machine": kernel.machine}
@@ -192,7 +192,7 @@ def check_versions(versions: Mapping[str, str | None], kernel: Kernel) -> Findin
             "versions", text, "pip install 'torch>=2.11': nothing can train without it.", **figures
         )
     numbers = tuple(int(part) for part in re.findall(r"\d+", torch)[:2])
-    if numbers < OLDEST_TORCH:
+    if numbers < MIN_TORCH_VERSION:
         return fail(
             "versions",
             text,
@@ -245,10 +245,10 @@ def check_torch_build(
 
 def check_platform(platform: Platform) -> Finding:
     """What the link between host and device is, and why we say so."""
-    why = platform.why["link"]
+    why = platform.reasons["link"]
     figures: dict[str, Figure] = {
         "link": platform.link.value,
-        **{f"why_{name}": reason for name, reason in platform.why.items()},
+        **{f"why_{name}": reason for name, reason in platform.reasons.items()},
     }
     text = f"{platform.link.value}: {why}"
     if platform.link is Link.NONE:
@@ -297,7 +297,7 @@ def check_memory(platform: Platform, device_free: int) -> Finding:
     return ok("memory", text, **figures)
 
 
-def check_pages(platform: Platform, kernel: Kernel) -> Finding:
+def check_pages(platform: Platform, kernel: KernelInfo) -> Finding:
     """The page size that hints are rounded to, and huge pages."""
     huge_pages = kernel.huge_pages or "unknown"
     figures: dict[str, Figure] = {"page_bytes": platform.page_bytes, "huge_pages": huge_pages}
@@ -314,7 +314,7 @@ def check_pages(platform: Platform, kernel: Kernel) -> Finding:
     return ok("pages", text, **figures)
 
 
-def check_numa(platform: Platform, kernel: Kernel, affinity: frozenset[int]) -> Finding:
+def check_numa(platform: Platform, kernel: KernelInfo, affinity: frozenset[int]) -> Finding:
     """Whether this process runs, and allocates, near its device."""
     node = platform.host_node
     figures: dict[str, Figure] = {
@@ -353,12 +353,12 @@ def check_numa(platform: Platform, kernel: Kernel, affinity: frozenset[int]) -> 
 # and therefore runs only where that is safe.
 
 
-SLOW_COPY = {Link.COHERENT: 200e9, Link.MANAGED: 12e9, Link.COPY: 6e9}
+MIN_COPY_RATE = {Link.COHERENT: 200e9, Link.MANAGED: 12e9, Link.COPY: 6e9}
 """Pinned copies under this are far below any healthy link of the kind."""
-FAULT_GAIN = 5.0
+MIN_PREFETCH_GAIN = 5.0
 """A first touch after a prefetch should be at least so many times faster than a faulting one."""
-PIECE = 256 * MIB
-HOST_RESERVE = 8 * GIB
+SWEEP_CHUNK_BYTES = 256 * MIB
+HOST_RESERVE_BYTES = 8 * GIB
 """Left to the rest of the machine when a device is oversubscribed on purpose."""
 
 
@@ -381,7 +381,7 @@ def _check(code: int, doing: str) -> None:
         raise DriverRefusedError(f"{doing} failed with code {code}")
 
 
-def check_copies(bench: Bench, nbytes: int) -> Finding:
+def check_copies(bench: DeviceBench, nbytes: int) -> Finding:
     """Pinned copies in both directions."""
     name, device = "pinned copies", bench.platform.device
     bench.copy(nbytes, HOST, device)
@@ -389,7 +389,7 @@ def check_copies(bench: Bench, nbytes: int) -> Finding:
     rate_out = nbytes / bench.seconds(lambda: bench.copy(nbytes, device, HOST))
     figures = {"in_gb_per_s": gb_per_s(rate_in), "out_gb_per_s": gb_per_s(rate_out)}
     text = f"{gb_per_s(rate_in)} GB/s in, {gb_per_s(rate_out)} GB/s out"
-    if bench.platform.link in SLOW_COPY and rate_in < SLOW_COPY[bench.platform.link]:
+    if bench.platform.link in MIN_COPY_RATE and rate_in < MIN_COPY_RATE[bench.platform.link]:
         return warn(
             name,
             text,
@@ -400,7 +400,7 @@ def check_copies(bench: Bench, nbytes: int) -> Finding:
     return ok(name, text, **figures)
 
 
-def check_faults(bench: Bench, nbytes: int) -> Finding:
+def check_faults(bench: DeviceBench, nbytes: int) -> Finding:
     """A first touch that faults, against one after a prefetch."""
     name = "faults against prefetch"
     refusal = _no_managed(bench)
@@ -435,14 +435,14 @@ def check_faults(bench: Bench, nbytes: int) -> Finding:
         f"{figures['prefetch_in_gb_per_s']} in and {figures['prefetch_out_gb_per_s']} out, "
         f"a first touch {figures['first_touch_gain']} times faster after it"
     )
-    if bench.platform.link is Link.MANAGED and faulting_s < FAULT_GAIN * touched_s:
+    if bench.platform.link is Link.MANAGED and faulting_s < MIN_PREFETCH_GAIN * touched_s:
         return warn(
             name, text, "Prefetching gains little here; measure before using it.", **figures
         )
     return ok(name, text, **figures)
 
 
-def check_hints(bench: Bench, nbytes: int) -> Finding:
+def check_hints(bench: DeviceBench, nbytes: int) -> Finding:
     """Hints are asked for, then read back from the driver."""
     name = "hint round trip"
     refusal = _no_managed(bench)
@@ -469,10 +469,10 @@ def check_hints(bench: Bench, nbytes: int) -> Finding:
     return ok(name, "preferred location, accessed-by and prefetch read back as asked")
 
 
-def check_pool(trial: PoolTrial | Unsupported) -> Finding:
+def check_pool(trial: PoolTrial | PoolUnavailable) -> Finding:
     """A tensor of ordinary torch in managed memory, made, used and given back."""
     name = "pool round trip"
-    if isinstance(trial, Unsupported):
+    if isinstance(trial, PoolUnavailable):
         return skip(name, trial.reason)
     figures: dict[str, Figure] = {
         "kind": trial.kind.value,
@@ -493,7 +493,7 @@ def check_pool(trial: PoolTrial | Unsupported) -> Finding:
     return ok(name, text, **figures)
 
 
-def check_oversubscription(bench: Bench, scale: float, *, force: bool) -> Finding:
+def check_oversubscription(bench: DeviceBench, scale: float, *, force: bool) -> Finding:
     """Managed memory larger than the device, every page of it touched by the device."""
     name = "oversubscription"
     refusal = _no_managed(bench)
@@ -507,8 +507,8 @@ def check_oversubscription(bench: Bench, scale: float, *, force: bool) -> Findin
             "Give --force-oversubscription if the machine is yours to restart.",
         )
     free, total = bench.driver.memory_info(platform.device)
-    nbytes = int(scale * total) // PIECE * PIECE
-    on_host = max(0, nbytes - free) + HOST_RESERVE
+    nbytes = int(scale * total) // SWEEP_CHUNK_BYTES * SWEEP_CHUNK_BYTES
+    on_host = max(0, nbytes - free) + HOST_RESERVE_BYTES
     if on_host > platform.host_bytes:
         return skip(
             name,
@@ -518,7 +518,7 @@ def check_oversubscription(bench: Bench, scale: float, *, force: bool) -> Findin
         )
     if nbytes == 0:
         return skip(
-            name, f"{scale} times the device is less than one piece of {format_bytes(PIECE)}"
+            name, f"{scale} times the device is less than one piece of {format_bytes(SWEEP_CHUNK_BYTES)}"
         )
     try:
         with _managed(bench.driver, nbytes) as pointer:
@@ -535,16 +535,16 @@ def check_oversubscription(bench: Bench, scale: float, *, force: bool) -> Findin
     )
 
 
-def _sweep(bench: Bench, pointer: int, nbytes: int) -> None:
+def _sweep(bench: DeviceBench, pointer: int, nbytes: int) -> None:
     """Bring each piece before it is touched: what is out of room goes to the host meanwhile."""
     device = bench.platform.device
-    for offset in range(0, nbytes, PIECE):
-        code = bench.driver.prefetch(pointer + offset, PIECE, device, bench.stream)
+    for offset in range(0, nbytes, SWEEP_CHUNK_BYTES):
+        code = bench.driver.prefetch(pointer + offset, SWEEP_CHUNK_BYTES, device, bench.stream)
         _check(code, f"the prefetch at {format_bytes(offset)}")
-        bench.touch(pointer + offset, PIECE, device)
+        bench.touch(pointer + offset, SWEEP_CHUNK_BYTES, device)
 
 
-def _no_managed(bench: Bench) -> str:
+def _no_managed(bench: DeviceBench) -> str:
     """Why managed memory is not to be tried here, or nothing."""
     link = bench.platform.link
     if link is Link.COPY:
@@ -561,7 +561,7 @@ def _no_managed(bench: Bench) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class DeviceBench:
     """One device, ready to be timed."""
 
     driver: Driver
@@ -615,7 +615,7 @@ class PoolTrial:
     """Managed bytes still out after the pool was closed."""
 
 
-def try_pool(pool: UnifiedPool, driver: Driver, nbytes: int) -> PoolTrial:
+def try_pool(pool: ManagedPool, driver: Driver, nbytes: int) -> PoolTrial:
     """Make a tensor in the pool, use it, let it go and close the pool."""
     import torch
 
@@ -628,7 +628,7 @@ def try_pool(pool: UnifiedPool, driver: Driver, nbytes: int) -> PoolTrial:
     return PoolTrial(kind, correct, live_bytes, pool.close().held_bytes)
 
 
-def torch_bench(driver: Driver, platform: Platform, copy_bytes: int) -> Bench:
+def open_torch_bench(driver: Driver, platform: Platform, copy_bytes: int) -> DeviceBench:
     """The bench of a real device; copies use one pair of buffers of `copy_bytes`, made here."""
     import torch
 
@@ -648,7 +648,7 @@ def torch_bench(driver: Driver, platform: Platform, copy_bytes: int) -> Bench:
         else:
             torch.as_tensor(DeviceBytes(pointer, nbytes), device=device).view(torch.int64).sum()
 
-    return Bench(
+    return DeviceBench(
         driver=driver,
         platform=platform,
         clock=time.perf_counter,

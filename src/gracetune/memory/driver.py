@@ -23,7 +23,7 @@ HOST = -1
 """The place that is not a device."""
 
 
-class Code(IntEnum):
+class CudaCode(IntEnum):
     """The driver's codes that this package makes or tells apart, by their CUDA numbers."""
 
     SUCCESS = 0
@@ -161,7 +161,7 @@ class CudaDriver:
         if code:
             raise NoDriverError(
                 f"the NVIDIA driver does not start: cuInit returned {code} "
-                f"({self.code_name(code)}). `nvidia-smi` shows whether a GPU is usable."
+                f"({self.error_name(code)}). `nvidia-smi` shows whether a GPU is usable."
             )
         self.device_count = int(bindings.cuDeviceGetCount()[1])
         if self.device_count == 0:
@@ -180,7 +180,7 @@ class CudaDriver:
         self._places = {place: self._location(place) for place in range(HOST, self.device_count)}
         self._advices = {advice: bindings.CUmem_advise(advice.value) for advice in Advice}
 
-    def code_name(self, code: int) -> str:
+    def error_name(self, code: int) -> str:
         """CUDA's name for a code."""
         try:
             failed, name = self._cuda.cuGetErrorName(self._cuda.CUresult(code))
@@ -200,12 +200,12 @@ class CudaDriver:
     def memory_info(self, device: int) -> tuple[int, int]:
         """Free and total bytes of the device."""
         code = int(self._cuda.cuCtxPushCurrent(self._context(device))[0])
-        assert code == Code.SUCCESS, f"device {device}: {self.code_name(code)}"
+        assert code == CudaCode.SUCCESS, f"device {device}: {self.error_name(code)}"
         try:
             failed, free, total = self._cuda.cuMemGetInfo()
         finally:
             self._cuda.cuCtxPopCurrent()
-        assert int(failed) == Code.SUCCESS, f"device {device}: {self.code_name(int(failed))}"
+        assert int(failed) == CudaCode.SUCCESS, f"device {device}: {self.error_name(int(failed))}"
         return int(free), int(total)
 
     def allocate_managed(self, nbytes: int) -> tuple[int, int]:
@@ -241,28 +241,28 @@ class CudaDriver:
     def advise(self, pointer: int, nbytes: int, advice: Advice, place: int) -> int:
         """Pass the advice on."""
         if place not in self._places:
-            return Code.INVALID_DEVICE
+            return CudaCode.INVALID_DEVICE
         self._need_context()
         return int(self._advise(pointer, nbytes, self._advices[advice], self._places[place])[0])
 
     def prefetch(self, pointer: int, nbytes: int, place: int, stream: int) -> int:
         """Pass the prefetch on."""
         if place not in self._places:
-            return Code.INVALID_DEVICE
+            return CudaCode.INVALID_DEVICE
         self._need_context()
         return int(self._prefetch(pointer, nbytes, self._places[place], 0, stream)[0])
 
     def discard(self, pointer: int, nbytes: int, stream: int) -> int:
         """Pass the discard on; it came with CUDA 13, in the bindings and in the driver."""
         if self._discard is None:
-            return Code.NOT_SUPPORTED
+            return CudaCode.NOT_SUPPORTED
         self._need_context()
         pointers = [self._cuda.CUdeviceptr(pointer)]
         ordered = _PER_THREAD_STREAM if stream == _LEGACY_STREAM else stream
         try:
             return int(self._discard(pointers, [nbytes], 1, 0, ordered)[0])
         except RuntimeError:  # the bindings know the call, the driver is older
-            return Code.NOT_SUPPORTED
+            return CudaCode.NOT_SUPPORTED
 
     def range_state(self, pointer: int, nbytes: int) -> RangeState:
         """What holds for every page of the range; nothing does for memory that is not managed."""
@@ -297,7 +297,7 @@ class CudaDriver:
 
     def _device(self, ordinal: int) -> object:
         code, device = self._cuda.cuDeviceGet(ordinal)
-        assert int(code) == Code.SUCCESS, f"device {ordinal}: {self.code_name(int(code))}"
+        assert int(code) == CudaCode.SUCCESS, f"device {ordinal}: {self.error_name(int(code))}"
         return device
 
     def _context(self, ordinal: int) -> object:
@@ -306,7 +306,7 @@ class CudaDriver:
             code, context = self._cuda.cuDevicePrimaryCtxRetain(self._device(ordinal))
             if int(code):
                 raise NoDriverError(
-                    f"device {ordinal} cannot be used: {self.code_name(int(code))}. Another "
+                    f"device {ordinal} cannot be used: {self.error_name(int(code))}. Another "
                     "process may hold it exclusively, or its memory may be full."
                 )
             self._contexts[ordinal] = context

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from gracetune.events.types import Notice
-from gracetune.memory.driver import HOST, Advice, Code, PointerKind, RangeState
+from gracetune.memory.driver import HOST, Advice, CudaCode, PointerKind, RangeState
 from gracetune.memory.platform import Link, Platform
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from gracetune.memory.driver import Driver
 
-Place = int | str | torch.device | None
+Location = int | str | torch.device | None
 """A device ordinal, `HOST`, what torch calls a device, or none: the platform's own device."""
 
 HINTS_OFF = (
@@ -74,7 +74,7 @@ class Hint:
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts(Hint):
+class Residency(Hint):
     """Where a tensor lives, as far as anyone was asked to put it somewhere."""
 
     place: int | None = None
@@ -118,7 +118,7 @@ def torch_stream(device: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
-def say_nothing(notice: Notice) -> None:
+def ignore_notice(notice: Notice) -> None:
     """For callers who read verdicts themselves."""
 
 
@@ -132,7 +132,7 @@ class Hints:
         *,
         enabled: bool = True,
         current_stream: Callable[[int], int] = legacy_stream,
-        emit: Callable[[Notice], None] = say_nothing,
+        emit: Callable[[Notice], None] = ignore_notice,
     ) -> None:
         """`driver` is none exactly where there is no GPU; `tell` hears each refusal once."""
         assert (driver is None) == (platform.link is Link.NONE), platform.link
@@ -156,7 +156,7 @@ class Hints:
         return self._advise("prefer_gpu_residency", tensor, self._device_of(tensor))
 
     def prefetch_to_device(
-        self, tensor: Tensor, device: Place = None, stream: torch.cuda.Stream | int | None = None
+        self, tensor: Tensor, device: Location = None, stream: torch.cuda.Stream | int | None = None
     ) -> Hint:
         """Move it now, in stream order, so that no kernel faults for it; `"cpu"` moves it back."""
         verb = "prefetch_to_device"
@@ -182,7 +182,7 @@ class Hints:
         code = driver.discard(span.pointer, span.nbytes, self._stream(tensor, stream))
         return self._done(verb, span, code, "discarded")
 
-    def residency(self, tensor: Tensor) -> Whereabouts:
+    def residency(self, tensor: Tensor) -> Residency:
         """Where the tensor lives; a question, so it is answered even where hints are off."""
         found = self._residency(tensor)
         self._count(found, "")
@@ -193,19 +193,19 @@ class Hints:
         with self._lock:
             return self._counts.copy()
 
-    def _residency(self, tensor: Tensor) -> Whereabouts:
-        span = span_of(tensor, page_bytes=1)
+    def _residency(self, tensor: Tensor) -> Residency:
+        span = page_span(tensor, page_bytes=1)
         if isinstance(span, str):
-            return Whereabouts("residency", Verdict.UNSUPPORTED, span)
+            return Residency("residency", Verdict.UNSUPPORTED, span)
         if self._driver is None:
             why = f"{_NO_HINTS_HERE[Link.NONE]}: all memory is the host's"
-            return Whereabouts("residency", Verdict.APPLIED, why, span.nbytes, place=HOST)
+            return Residency("residency", Verdict.APPLIED, why, span.nbytes, place=HOST)
         kind = self._driver.pointer_kind(span.pointer)
         if kind is not PointerKind.MANAGED:
             place = self._device_of(tensor) if kind is PointerKind.DEVICE else HOST
             why = _NOT_MANAGED[kind]
-            return Whereabouts("residency", Verdict.APPLIED, why, span.nbytes, 0, place, kind)
-        pages = span_of(tensor, self.platform.page_bytes)
+            return Residency("residency", Verdict.APPLIED, why, span.nbytes, 0, place, kind)
+        pages = page_span(tensor, self.platform.page_bytes)
         asked = span if isinstance(pages, str) else pages  # of less than a page, what there is
         state = self._driver.range_state(asked.pointer, asked.nbytes)
         place_asked = state.preferred if state.last_prefetch is None else state.last_prefetch
@@ -214,7 +214,7 @@ class Hints:
             if place_asked is None
             else "managed; the place last asked for, since CUDA does not tell where pages are"
         )
-        return Whereabouts(
+        return Residency(
             "residency", Verdict.APPLIED, why, span.nbytes, 0, place_asked, kind, state
         )
 
@@ -224,7 +224,7 @@ class Hints:
             return target
         driver, span = target
         code = driver.advise(span.pointer, span.nbytes, Advice.SET_PREFERRED_LOCATION, home)
-        if code == Code.SUCCESS:
+        if code == CudaCode.SUCCESS:
             device = self._device_of(tensor)
             code = driver.advise(span.pointer, span.nbytes, Advice.SET_ACCESSED_BY, device)
         return self._done(
@@ -237,7 +237,7 @@ class Hints:
             return self._unsupported(verb, HINTS_OFF)
         if self._driver is None or self._refusal:
             return self._unsupported(verb, self._refusal)
-        span = span_of(tensor, self.platform.page_bytes)
+        span = page_span(tensor, self.platform.page_bytes)
         if isinstance(span, str):
             return self._unsupported(verb, span)
         kind = self._driver.pointer_kind(span.pointer)
@@ -250,7 +250,7 @@ class Hints:
         index = tensor.get_device()
         return self.platform.device if index < 0 else index
 
-    def _place(self, tensor: Tensor, device: Place) -> int | None:
+    def _place(self, tensor: Tensor, device: Location) -> int | None:
         if device is None:
             return self._device_of(tensor)
         if isinstance(device, int):
@@ -273,12 +273,12 @@ class Hints:
         return stream.cuda_stream
 
     def _done(self, verb: str, span: Span, code: int, counted: str) -> Hint:
-        if code == Code.SUCCESS:
+        if code == CudaCode.SUCCESS:
             key = (verb, span.nbytes)
             if key not in self._applied:
                 self._applied[key] = Hint(verb, Verdict.APPLIED, nbytes=span.nbytes)
             hint = self._applied[key]
-        elif code == Code.NOT_SUPPORTED:
+        elif code == CudaCode.NOT_SUPPORTED:
             why = "the driver or its bindings are too old for it"
             hint = Hint(verb, Verdict.UNSUPPORTED, why, span.nbytes, code)
         else:
@@ -310,10 +310,10 @@ def _refusal(platform: Platform) -> str:
     """Why no hint makes sense on this platform, or nothing."""
     if platform.link not in _NO_HINTS_HERE:
         return ""
-    return f"{_NO_HINTS_HERE[platform.link]}: {platform.why['link']}"
+    return f"{_NO_HINTS_HERE[platform.link]}: {platform.reasons['link']}"
 
 
-def span_of(tensor: Tensor, page_bytes: int) -> Span | str:
+def page_span(tensor: Tensor, page_bytes: int) -> Span | str:
     """The whole pages inside a tensor's own bytes, or why there are none."""
     if tensor.layout is not torch.strided:
         return "a sparse tensor has no one range of bytes; hint its indices and values"

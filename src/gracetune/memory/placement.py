@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gracetune.memory.hints import Hint, Hints
 
 
-class Home(StrEnum):
+class Placement(StrEnum):
     """Where tensors of a role live."""
 
     HOST = "host"
@@ -44,10 +44,10 @@ class PlacementTable:
     """The policy: the role of each name, and the home of each role."""
 
     roles: Mapping[str, str]
-    homes: Mapping[str, Home]
+    placements: Mapping[str, Placement]
 
     def __post_init__(self) -> None:
-        homeless = sorted(set(self.roles.values()) - set(self.homes))
+        homeless = sorted(set(self.roles.values()) - set(self.placements))
         if homeless:
             raise ConfigError(
                 f"The placement table gives no home to {', '.join(homeless)}; every role needs one."
@@ -84,13 +84,13 @@ DEFAULT_TABLE = PlacementTable(
             "encoder_attention_mask": "masks",
         }
     ),
-    homes=MappingProxyType(
+    placements=MappingProxyType(
         {
-            "latents": Home.HOST,
-            "audio": Home.HOST,
-            "text": Home.DEVICE,
-            "pooled": Home.DEVICE,
-            "masks": Home.DEVICE,
+            "latents": Placement.HOST,
+            "audio": Placement.HOST,
+            "text": Placement.DEVICE,
+            "pooled": Placement.DEVICE,
+            "masks": Placement.DEVICE,
         }
     ),
 )
@@ -104,7 +104,7 @@ class PlacedTensor:
     path: str
     """Where it was found: `audio_latents.left[0]`."""
     role: str
-    home: Home
+    placement: Placement
     hints: tuple[Hint, ...]
 
 
@@ -113,7 +113,7 @@ class BatchReport:
     """What became of a batch; truthy when something was placed and every hint was applied."""
 
     placed: tuple[PlacedTensor, ...]
-    unnamed: tuple[str, ...]
+    unknown: tuple[str, ...]
     """Tensors whose name the table does not know; nothing was done to them."""
 
     @property
@@ -129,22 +129,22 @@ def placement_table(
     changes: Mapping[str, str], table: PlacementTable = DEFAULT_TABLE
 ) -> PlacementTable:
     """The table with other homes for some roles, or for single names: `{"latents": "staged"}`."""
-    roles, homes = dict(table.roles), dict(table.homes)
+    roles, homes = dict(table.roles), dict(table.placements)
     for name, value in changes.items():
-        if value not in list(Home):
+        if value not in list(Placement):
             raise ConfigError(
                 f"gh200_optimizations.placement.{name} is {value!r}; "
-                f"a home is one of {', '.join(Home)}."
+                f"a home is one of {', '.join(Placement)}."
             )
-        if name in table.homes:
-            homes[name] = Home(value)
+        if name in table.placements:
+            homes[name] = Placement(value)
         elif name in roles:
             roles[name] = name
-            homes[name] = Home(value)
+            homes[name] = Placement(value)
         else:
             raise ConfigError(
                 f"gh200_optimizations.placement.{name} is no role and no name of a batch's tensor."
-                f"{_did_you_mean(name, table)} Roles: {', '.join(table.homes)}. "
+                f"{_did_you_mean(name, table)} Roles: {', '.join(table.placements)}. "
                 f"Names: {', '.join(table.roles)}."
             )
     return PlacementTable(MappingProxyType(roles), MappingProxyType(homes))
@@ -158,17 +158,17 @@ def place_batch(batch: object, hints: Hints, table: PlacementTable = DEFAULT_TAB
             unnamed.append(path)
             continue
         role = table.roles[name]
-        home = table.homes[role]
+        home = table.placements[role]
         placed.append(PlacedTensor(path, role, home, _send_home(tensor, home, hints)))
     return BatchReport(tuple(placed), tuple(unnamed))
 
 
-def _send_home(tensor: Tensor, home: Home, hints: Hints) -> tuple[Hint, ...]:
-    if home is Home.HOST:
+def _send_home(tensor: Tensor, home: Placement, hints: Hints) -> tuple[Hint, ...]:
+    if home is Placement.HOST:
         return (hints.prefer_cpu_residency(tensor),)
-    if home is Home.STAGED:
+    if home is Placement.STAGED:
         return hints.prefer_cpu_residency(tensor), hints.prefetch_to_device(tensor)
-    if home is Home.DEVICE:
+    if home is Placement.DEVICE:
         return hints.prefer_gpu_residency(tensor), hints.prefetch_to_device(tensor)
     return ()
 
@@ -211,5 +211,5 @@ def _inside(value: object) -> Iterator[tuple[str | int, object]]:
 
 
 def _did_you_mean(name: str, table: PlacementTable) -> str:
-    close = get_close_matches(name, [*table.homes, *table.roles], n=1)
+    close = get_close_matches(name, [*table.placements, *table.roles], n=1)
     return f" Did you mean {close[0]}?" if close else ""

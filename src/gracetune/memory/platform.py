@@ -34,11 +34,11 @@ __all__ = [
     "NvmlFacts",
     "Platform",
     "Rates",
-    "detect",
+    "detect_platform",
     "import_nvml",
     "read_host",
     "read_nvml",
-    "without_gpu",
+    "platform_without_gpu",
 ]
 
 
@@ -78,11 +78,11 @@ class Rates:
     """The CPU reading or writing host memory."""
     both_ways_share: float = 1.0
     """What is left of each direction's rate while the other is busy too."""
-    call_s: float = 6e-6
+    copy_call_s: float = 6e-6
     """What issuing one copy costs the calling thread."""
     prefetch_call_s: float = 18e-6
     """What issuing one prefetch costs the calling thread, however small."""
-    prefetch_held_share: float = 0.7
+    prefetch_blocking_share: float = 0.7
     """Share of a prefetch's transfer during which the call does not return."""
 
 
@@ -117,7 +117,7 @@ class Platform:
     c2c: bool | None
     """Whether an NVLink-C2C link is up; none: nobody could tell."""
     rates: Rates | None
-    why: Mapping[str, str] = field(hash=False)
+    reasons: Mapping[str, str] = field(hash=False)
     """The reason for each field, by its name."""
     numa_nodes: tuple[NumaNode, ...] = ()
     """Every node with memory, the devices' own among them."""
@@ -139,7 +139,7 @@ NO_GPU = Platform(
     device_node=None,
     c2c=None,
     rates=None,
-    why={"link": "there is no CUDA device"},
+    reasons={"link": "there is no CUDA device"},
 )
 """The platform of a machine without a GPU, where host memory was not asked about either."""
 
@@ -149,8 +149,8 @@ class LinkRule:
     """A link, and the facts that prove it."""
 
     link: Link
-    needs: Mapping[str, int]
-    why: str
+    required: Mapping[str, int]
+    reason: str
 
 
 LINK_RULES = (
@@ -190,7 +190,7 @@ _LINK_ATTRIBUTES = (
 )
 
 
-def detect(
+def detect_platform(
     driver: Driver,
     device: int,
     host: HostFacts,
@@ -199,7 +199,7 @@ def detect(
 ) -> Platform:
     """What one device is, asked of the driver, the kernel's files and, where there is one, NVML."""
     facts = {name: driver.attribute(name, device) for name in _LINK_ATTRIBUTES}
-    c2c, c2c_why = _c2c(nvml)
+    c2c, c2c_reason = _c2c(nvml)
     rule = _rule(facts | {"c2c": c2c})
     host_node = _node(driver.attribute("host_numa_id", device))
     device_node, node_why = _device_node(driver, device, host)
@@ -213,15 +213,15 @@ def detect(
         device=device,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        host_total_bytes=host.own_bytes(device_node),
+        host_total_bytes=host.total_host_bytes(device_node),
         page_bytes=host.page_bytes,
         host_node=host_node,
         device_node=device_node,
         c2c=None if c2c is None else bool(c2c),
         rates=rates,
         numa_nodes=host.nodes,
-        why={
-            "link": f"{rule.why} ({_spell(facts)}){_addressing(nvml)}",
+        reasons={
+            "link": f"{rule.reason} ({_spell(facts)}){_addressing(nvml)}",
             "device_bytes": device_why,
             "host_bytes": host_why,
             "host_total_bytes": "MemTotal, less the memory nodes that are GPUs",
@@ -232,7 +232,7 @@ def detect(
                 else "the node the driver names as nearest"
             ),
             "device_node": node_why,
-            "c2c": c2c_why,
+            "c2c": c2c_reason,
             "numa_nodes": "the kernel's list of nodes with memory",
             "rates": (
                 "not measured yet: `gracetune diagnose` measures them"
@@ -243,7 +243,7 @@ def detect(
     )
 
 
-def without_gpu(host: HostFacts, reason: str) -> Platform:
+def platform_without_gpu(host: HostFacts, reason: str) -> Platform:
     """The platform of a machine whose GPU is missing or unusable, with its host memory."""
     host_bytes, host_why = _host_bytes(host, None)
     return Platform(
@@ -258,13 +258,13 @@ def without_gpu(host: HostFacts, reason: str) -> Platform:
         c2c=None,
         rates=None,
         numa_nodes=host.nodes,
-        why={"link": reason, "host_bytes": host_why, "page_bytes": "the kernel's page size"},
+        reasons={"link": reason, "host_bytes": host_why, "page_bytes": "the kernel's page size"},
     )
 
 
 def _rule(facts: Mapping[str, int | None]) -> LinkRule:
     for rule in LINK_RULES:
-        if all(facts[name] == value for name, value in rule.needs.items()):
+        if all(facts[name] == value for name, value in rule.required.items()):
             return rule
     raise AssertionError(f"the last rule needs nothing, yet none fits {facts}")
 
@@ -279,12 +279,12 @@ def _c2c(nvml: NvmlFacts | None) -> tuple[int | None, str]:
     if nvml is None:
         return None, "NVML was not asked"
     if nvml.c2c is None:
-        return None, nvml.c2c_why
-    return int(nvml.c2c), nvml.c2c_why
+        return None, nvml.c2c_reason
+    return int(nvml.c2c), nvml.c2c_reason
 
 
 def _addressing(nvml: NvmlFacts | None) -> str:
-    return "" if nvml is None or nvml.addressing is None else f"; {nvml.addressing_why}"
+    return "" if nvml is None or nvml.addressing is None else f"; {nvml.addressing_reason}"
 
 
 def _node(value: int | None) -> int | None:
@@ -304,8 +304,8 @@ def _device_node(driver: Driver, device: int, host: HostFacts) -> tuple[int | No
 
 def _host_bytes(host: HostFacts, device_node: int | None) -> tuple[int, str]:
     """MemAvailable, less what it counts that is a GPU's, and no more than a container may take."""
-    nbytes, nodes = host.room_bytes(device_node), host.gpu_nodes(device_node)
-    if nbytes == host.limit_bytes:
+    nbytes, nodes = host.usable_bytes(device_node), host.gpu_nodes(device_node)
+    if nbytes == host.cgroup_free_bytes:
         return nbytes, "what the memory limit of this container (cgroup) leaves"
     if not nodes:
         return nbytes, "MemAvailable"
@@ -320,7 +320,7 @@ def _host_bytes(host: HostFacts, device_node: int | None) -> tuple[int, str]:
 # answered Not Supported. Neither is an error; each becomes a reason.
 
 
-ADDRESSING = {0: "none", 1: "hmm", 2: "ats"}
+ADDRESSING_MODES = {0: "none", 1: "hmm", 2: "ats"}
 """NVML's addressing modes by number."""
 
 
@@ -330,10 +330,10 @@ class NvmlFacts:
 
     c2c: bool | None
     """Whether the NVLink-C2C link is up; none: not said."""
-    c2c_why: str
+    c2c_reason: str
     addressing: str | None
     """`ats`, `hmm` or `none`; none: not said."""
-    addressing_why: str
+    addressing_reason: str
 
 
 class C2cMode(Protocol):
@@ -373,14 +373,14 @@ def read_nvml(nvml: Nvml | None, driver: Driver, device: int) -> NvmlFacts:
     except nvml.NVMLError as error:
         return _nothing(f"NVML did not start: {error}")
     try:
-        return _ask(nvml, bus_id(driver, device))
+        return _ask(nvml, pci_bus_id(driver, device))
     except nvml.NVMLError as error:
         return _nothing(f"NVML does not know the device: {error}")
     finally:
         nvml.nvmlShutdown()
 
 
-def bus_id(driver: Driver, device: int) -> str:
+def pci_bus_id(driver: Driver, device: int) -> str:
     """The device's PCI address; ordinals differ between CUDA and NVML, addresses do not."""
     domain, bus, slot = (
         driver.attribute(name, device) or 0
@@ -395,16 +395,16 @@ def _ask(nvml: Nvml, address: str) -> NvmlFacts:
     addressing: str | None = None
     try:
         c2c = bool(nvml.nvmlDeviceGetC2cModeInfoV(handle).isC2cEnabled)
-        c2c_why = f"NVML says NVLink-C2C is {'on' if c2c else 'off'}"
+        c2c_reason = f"NVML says NVLink-C2C is {'on' if c2c else 'off'}"
     except (nvml.NVMLError, AttributeError) as error:  # older bindings lack the newer questions
-        c2c_why = f"NVML does not say whether there is a C2C link: {error}"
+        c2c_reason = f"NVML does not say whether there is a C2C link: {error}"
     try:
         mode = nvml.nvmlDeviceGetAddressingMode(handle)
-        addressing = ADDRESSING.get(mode)
-        addressing_why = f"NVML says addressing mode {addressing or mode}"
+        addressing = ADDRESSING_MODES.get(mode)
+        addressing_reason = f"NVML says addressing mode {addressing or mode}"
     except (nvml.NVMLError, AttributeError) as error:
-        addressing_why = f"NVML does not say the addressing mode: {error}"
-    return NvmlFacts(c2c, c2c_why, addressing, addressing_why)
+        addressing_reason = f"NVML does not say the addressing mode: {error}"
+    return NvmlFacts(c2c, c2c_reason, addressing, addressing_reason)
 
 
 def _nothing(reason: str) -> NvmlFacts:
@@ -441,35 +441,35 @@ class HostFacts:
     available_bytes: int
     page_bytes: int
     nodes: tuple[NumaNode, ...] = ()
-    limit_bytes: int | None = None
+    cgroup_free_bytes: int | None = None
     """What the cgroup leaves us; none: no limit."""
     coherent_memory_mode: str = ""
     """The NVIDIA module's parameter: `driver` is CDMM; empty: default, or no module."""
 
-    counts_gpus: bool = False
+    includes_gpu_memory: bool = False
     """Whether memory of GPUs is counted as the kernel's own."""
 
     def gpu_nodes(self, known: int | None = None) -> tuple[NumaNode, ...]:
         """Memory without CPUs is some GPU's where one GPU's is a node: by the driver, which may
         have named one, or by the kernel's files."""
-        if known is None and not (self.counts_gpus and any(node.has_cpus for node in self.nodes)):
+        if known is None and not (self.includes_gpu_memory and any(node.has_cpus for node in self.nodes)):
             return ()
         return tuple(node for node in self.nodes if not node.has_cpus or node.id == known)
 
-    def room_bytes(self, gpu_node: int | None = None) -> int:
+    def usable_bytes(self, gpu_node: int | None = None) -> int:
         """What a process could still take of the host's own memory."""
         elsewhere = sum(node.available_bytes for node in self.gpu_nodes(gpu_node))
         room = max(0, self.available_bytes - elsewhere)
-        return room if self.limit_bytes is None else min(room, self.limit_bytes)
+        return room if self.cgroup_free_bytes is None else min(room, self.cgroup_free_bytes)
 
-    def own_bytes(self, gpu_node: int | None = None) -> int:
+    def total_host_bytes(self, gpu_node: int | None = None) -> int:
         """All of the host's own memory."""
         return self.total_bytes - sum(node.total_bytes for node in self.gpu_nodes(gpu_node))
 
-    def size_bytes(self) -> int:
+    def capacity_bytes(self) -> int:
         """As much of it as a process may take."""
-        own = self.own_bytes()
-        return own if self.limit_bytes is None else min(own, self.limit_bytes)
+        own = self.total_host_bytes()
+        return own if self.cgroup_free_bytes is None else min(own, self.cgroup_free_bytes)
 
 
 def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
@@ -486,13 +486,13 @@ def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
         available_bytes=memory["MemAvailable"],
         page_bytes=page_bytes,
         nodes=_nodes(sys / "devices/system/node"),
-        limit_bytes=_cgroup_leaves(proc, sys / "fs/cgroup"),
+        cgroup_free_bytes=_cgroup_leaves(proc, sys / "fs/cgroup"),
         coherent_memory_mode=_coherent_mode(proc / "driver/nvidia/params"),
-        counts_gpus=_counts_gpus(proc),
+        includes_gpu_memory=_counts_gpus(proc),
     )
 
 
-def private_nbytes(proc: Path, spans: Iterable[tuple[int, int]]) -> int:
+def anonymous_nbytes(proc: Path, spans: Iterable[tuple[int, int]]) -> int:
     """Of spans of this process, each an address and its bytes, those that no file backs.
 
     Letting go of them makes room. Pages of a file that is mapped count as available anyway.
@@ -607,11 +607,11 @@ def open_machine(
     try:
         driver = open_driver()
     except NoDriverError as error:
-        return Machine(None, without_gpu(host, str(error)))
+        return Machine(None, platform_without_gpu(host, str(error)))
     if not 0 <= device < driver.device_count:
         raise ConfigError(
             f"device is {device}; this machine shows {driver.device_count} GPU(s), counted from 0. "
             "CUDA_VISIBLE_DEVICES may hide others."
         )
     nvml = read_nvml(import_nvml(), driver, device)
-    return Machine(driver, detect(driver, device, host, nvml))
+    return Machine(driver, detect_platform(driver, device, host, nvml))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gracetune.memory.platform import Platform
     from gracetune.memory.shim import Shim, ShimCounters
 
-LONGEST_OPEN_S = 5.0
+MAX_OPEN_S = 5.0
 """A pool open for longer is around a loop, not around an allocation."""
 
 
@@ -39,7 +39,7 @@ class PoolError(GracetuneError):
 
 
 @dataclass(frozen=True, slots=True)
-class Unsupported:
+class PoolUnavailable:
     """There is no managed pool here, and why."""
 
     reason: str
@@ -54,13 +54,13 @@ class PoolSettings:
     pattern: AccessPattern = AccessPattern.GPU_FIRST
     no_split: bool = False
     """One tensor a segment, so that a hint for one never reaches a neighbour."""
-    lend_on_oom: bool = False
+    use_on_oom: bool = False
     """Let allocations outside use what this pool has cached before they fail."""
     driver_library: str = DRIVER_LIBRARY
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class PoolCloseResult:
     """What closing a pool gave back."""
 
     freed_bytes: int
@@ -72,18 +72,18 @@ class Released:
         return self.held_bytes == 0
 
 
-class TorchPools(Protocol):
+class MemPoolApi(Protocol):
     """The part of torch that pools are made of; all differences between releases live behind it."""
 
     def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
         """A MemPool over a slot of the shim."""
         ...
 
-    def routing(self, pool: object, device: int) -> AbstractContextManager[None]:
+    def use_pool(self, pool: object, device: int) -> AbstractContextManager[None]:
         """While it is open, this thread's allocations come from the pool."""
         ...
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on this thread's stream."""
         ...
 
@@ -91,12 +91,12 @@ class TorchPools(Protocol):
         """Wait for the device."""
         ...
 
-    def release_cached(self) -> None:
+    def empty_cache(self) -> None:
         """Give cached segments without an owner back to their allocators."""
         ...
 
 
-class CudaPools:
+class TorchMemPools:
     """torch 2.11 to 2.15."""
 
     def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
@@ -112,10 +112,10 @@ class CudaPools:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
         with torch.cuda.device(device):  # a pool belongs to the device that is current here
             return torch.cuda.MemPool(
-                handle, use_on_oom=settings.lend_on_oom, no_split=settings.no_split
+                handle, use_on_oom=settings.use_on_oom, no_split=settings.no_split
             )
 
-    def routing(self, pool: object, device: int) -> AbstractContextManager[None]:
+    def use_pool(self, pool: object, device: int) -> AbstractContextManager[None]:
         """torch's own context manager, on the pool's device."""
         import torch
 
@@ -123,7 +123,7 @@ class CudaPools:
         opened: AbstractContextManager[None] = torch.cuda.use_mem_pool(pool, device)
         return opened
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Whether this thread's stream is being captured."""
         import torch
 
@@ -135,7 +135,7 @@ class CudaPools:
 
         torch.cuda.synchronize(device)
 
-    def release_cached(self) -> None:
+    def empty_cache(self) -> None:
         """Of every pool that nobody holds any more."""
         import torch
 
@@ -146,10 +146,10 @@ def open_pool(
     platform: Platform,
     shim: Shim | MissingShim,
     settings: PoolSettings,
-    torch_pools: TorchPools,
+    torch_pools: MemPoolApi,
     emit: Callable[[Notice], None],
     clock: Callable[[], float] = time.monotonic,
-) -> UnifiedPool | Unsupported:
+) -> ManagedPool | PoolUnavailable:
     """A managed pool on the platform's device, or why it cannot have one."""
     if settings.cap_bytes <= 0:
         raise ConfigError(
@@ -157,23 +157,23 @@ def open_pool(
             "uvm_oversubscription_ratio, or turn use_uvm off."
         )
     if not platform.has_managed:
-        return Unsupported(f"no managed memory: {platform.why['link']}")
+        return PoolUnavailable(f"no managed memory: {platform.reasons['link']}")
     if platform.link is Link.INTEGRATED:
-        return Unsupported(f"nothing to oversubscribe: {platform.why['link']}")
+        return PoolUnavailable(f"nothing to oversubscribe: {platform.reasons['link']}")
     if isinstance(shim, MissingShim):
-        return Unsupported(shim.reason)
+        return PoolUnavailable(shim.reason)
     try:
         slot = shim.open(settings.pattern, settings.cap_bytes, settings.driver_library)
     except ShimError as error:
-        return Unsupported(str(error))
+        return PoolUnavailable(str(error))
     with ExitStack() as undo:  # torch may refuse; the slot must not stay taken
         undo.callback(shim.close, slot)
-        pool = UnifiedPool(shim, slot, platform.device, settings, torch_pools, emit, clock)
+        pool = ManagedPool(shim, slot, platform.device, settings, torch_pools, emit, clock)
         undo.pop_all()
     return pool
 
 
-class UnifiedPool:
+class ManagedPool:
     """Managed segments behind torch's caching allocator, for one device."""
 
     def __init__(
@@ -182,7 +182,7 @@ class UnifiedPool:
         slot: int,
         device: int,
         settings: PoolSettings,
-        torch_pools: TorchPools,
+        torch_pools: MemPoolApi,
         emit: Callable[[Notice], None],
         clock: Callable[[], float],
     ) -> None:
@@ -201,7 +201,7 @@ class UnifiedPool:
     @contextmanager
     def allocating(self) -> Iterator[None]:
         """Allocate from this pool inside the block, on this thread; keep the block short."""
-        if self._torch.capturing():
+        if self._torch.is_capturing():
             raise PoolError(
                 "a managed pool was opened while a CUDA graph is captured; its prefetches would "
                 "break the capture. Allocate before capturing."
@@ -213,7 +213,7 @@ class UnifiedPool:
             self._num_open += 1
         began = self._clock()
         try:
-            with self._torch.routing(pool, self.device):
+            with self._torch.use_pool(pool, self.device):
                 yield
         finally:
             del pool  # a reference left here would keep a closed pool's segments
@@ -235,7 +235,7 @@ class UnifiedPool:
                 raise PoolError("this managed pool is closed; it has no cap to move.")
             self._shim.set_cap(self._slot, cap_bytes)
 
-    def close(self) -> Released:
+    def close(self) -> PoolCloseResult:
         """Give every segment without a living tensor back; call again when the last is gone."""
         with self._lock:
             if self._num_open:
@@ -244,18 +244,18 @@ class UnifiedPool:
                     "Leave every `with pool.allocating():` first."
                 )
             if self._slot is None:
-                return Released(0, 0)
+                return PoolCloseResult(0, 0)
             before = self._shim.counters(self._slot).live_bytes
             self._torch.synchronize(self.device)  # kernels may still use what is freed next
             self._pool = None  # torch gives the pool's cached segments back here
-            self._torch.release_cached()
+            self._torch.empty_cache()
             held = self._shim.counters(self._slot).live_bytes
             if self._shim.close(self._slot):
                 self._slot = None
-            return Released(before - held, held)
+            return PoolCloseResult(before - held, held)
 
     def _warn_once(self, seconds: float) -> None:
-        if seconds <= LONGEST_OPEN_S or self._told_long:
+        if seconds <= MAX_OPEN_S or self._told_long:
             return
         self._told_long = True
         self._emit(

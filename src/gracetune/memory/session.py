@@ -14,11 +14,11 @@ import torch
 from gracetune.memory.hints import Hints, legacy_stream, torch_stream
 from gracetune.memory.platform import Link, read_this_host
 from gracetune.memory.pool import (
-    CudaPools,
+    TorchMemPools,
     PoolError,
     PoolSettings,
-    UnifiedPool,
-    Unsupported,
+    ManagedPool,
+    PoolUnavailable,
     open_pool,
 )
 from gracetune.memory.shim import AccessPattern, find_shim
@@ -32,7 +32,7 @@ from gracetune.memory.stages import (
     managed_cap,
     read_memory,
 )
-from gracetune.memory.stats import MemoryAccounting, Tier, count_faults, import_cupti, memory_stats
+from gracetune.memory.stats import MemoryAccounting, Tier, start_fault_counter, import_cupti, memory_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,11 +69,11 @@ class MemorySession:
         read_settings: Callable[[], MemorySettings],
         emit: Callable[[Notice], None],
     ) -> None:
-        self.override: bool | None = None
+        self.hints_override: bool | None = None
         self._open_machine = open_machine
         self._read_settings = read_settings
         self._emit = emit
-        self._pool: UnifiedPool | Unsupported | None = None
+        self._pool: ManagedPool | PoolUnavailable | None = None
         self.trimmers: list[Callable[[], int]] = [self._collect_garbage]
 
     @property
@@ -87,23 +87,23 @@ class MemorySession:
         return self._open_machine()
 
     @property
-    def enabled(self) -> bool:
+    def hints_enabled(self) -> bool:
         """The override, else the environment, else whether the GPU is coherent with the host."""
-        if self.override is not None:
-            return self.override
+        if self.hints_override is not None:
+            return self.hints_override
         wanted = self.settings.uvm_hints
         return self.machine.platform.link is Link.COHERENT if wanted is None else wanted
 
     @property
-    def pooled(self) -> bool:
+    def wants_pool(self) -> bool:
         """Whether a managed pool is wanted: by `use_uvm` where it is set, else where hints are."""
         wanted = self.settings.use_uvm
-        return self.enabled if wanted is None else wanted
+        return self.hints_enabled if wanted is None else wanted
 
     @property
     def hints(self) -> Hints:
         """The verbs, on or off as of now."""
-        self._hints.enabled = self.enabled
+        self._hints.enabled = self.hints_enabled
         return self._hints
 
     @cached_property
@@ -128,15 +128,15 @@ class MemorySession:
         )
 
     @property
-    def cap(self) -> int:
+    def managed_cap(self) -> int:
         """Most managed bytes: the ratio, bounded by the host."""
         platform = self.machine.platform
         return managed_cap(self.policy, platform.device_bytes, platform.host_bytes)
 
     @cached_property
-    def ledger(self) -> MemoryAccounting:
+    def accounting(self) -> MemoryAccounting:
         """The books of what this process holds, with the cap on managed bytes."""
-        return MemoryAccounting({Tier.MANAGED: self.cap})
+        return MemoryAccounting({Tier.MANAGED: self.managed_cap})
 
     @cached_property
     def stages(self) -> Stages:
@@ -149,45 +149,45 @@ class MemorySession:
     def faults(self) -> FaultCounter | str:
         """CUPTI's counters, started on first use."""
         if self.machine.driver is None:
-            return f"no GPU: {self.machine.platform.why['link']}"
+            return f"no GPU: {self.machine.platform.reasons['link']}"
         cupti = import_cupti()
         return (
-            cupti if isinstance(cupti, str) else count_faults(cupti, self.machine.platform.device)
+            cupti if isinstance(cupti, str) else start_fault_counter(cupti, self.machine.platform.device)
         )
 
-    def pool(self) -> UnifiedPool | Unsupported:
+    def pool(self) -> ManagedPool | PoolUnavailable:
         """The managed pool of this process, as the environment describes it."""
         if self._pool is None:
             platform = self.machine.platform
             if self.machine.driver is None:
-                self._pool = Unsupported(f"no managed memory: {platform.why['link']}")
+                self._pool = PoolUnavailable(f"no managed memory: {platform.reasons['link']}")
                 return self._pool
             pattern = AccessPattern(self.settings.access_pattern or AccessPattern.GPU_FIRST.value)
             self._pool = open_pool(
-                platform, find_shim(), PoolSettings(self.cap, pattern), CudaPools(), self._emit
+                platform, find_shim(), PoolSettings(self.managed_cap, pattern), TorchMemPools(), self._emit
             )
         return self._pool
 
-    def observe(self, *, act: bool) -> Stage:
+    def observe(self, *, reclaim: bool) -> Stage:
         """Take a reading of the device, and reclaim if `act` and the stage calls for it.
 
         Stages are about managed memory: without a pool of it there is nothing to oversubscribe.
         """
-        if not isinstance(self._pool, UnifiedPool):
+        if not isinstance(self._pool, ManagedPool):
             return self.stages.state.stage
         device = self.machine.platform.device
-        reading = read_memory(device, read_this_host().room_bytes())
-        return self.stages.observe(reading) if act else self.stages.look(reading)
+        reading = read_memory(device, read_this_host().usable_bytes())
+        return self.stages.update_and_reclaim(reading) if reclaim else self.stages.update(reading)
 
     def stats(self) -> Stats:
         """Torch's dictionary and ours."""
-        self.observe(act=False)
+        self.observe(reclaim=False)
         return memory_stats(
             torch.cuda.memory_stats(),
             self.machine.platform,
             self._hints.counts(),
             self.stages.state,
-            self.ledger,
+            self.accounting,
             self.faults,
             self._pool_counters(),
         )
@@ -200,7 +200,7 @@ class MemorySession:
         return before - torch.cuda.memory_allocated(device)
 
     def _pool_counters(self) -> ShimCounters | str:
-        if isinstance(self._pool, UnifiedPool):
+        if isinstance(self._pool, ManagedPool):
             try:
                 return self._pool.counters()
             except PoolError as error:

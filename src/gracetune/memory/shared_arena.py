@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gracetune.durable import write_text
+from gracetune.atomic_files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ _COPY_NBYTES = 512 * 1024
 """The buffer where it cannot: large enough for a disk, small enough for a core's cache."""
 OFFSET_BITS = 44
 """A place is the number of a segment and an offset of so many bits: segments of up to 16 TiB."""
-OFFSETS = (1 << OFFSET_BITS) - 1
+OFFSET_MASK = (1 << OFFSET_BITS) - 1
 
 
 class ArenaFullError(Exception):
@@ -47,17 +47,17 @@ class ArenaWriter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._hands: list[Hand] = []
-        self._free: list[Hand] = []
+        self._hands: list[SegmentWriter] = []
+        self._free: list[SegmentWriter] = []
 
     @contextmanager
-    def hand(self) -> Iterator[Hand]:
+    def segment_writer(self) -> Iterator[SegmentWriter]:
         """A way in that no one else uses meanwhile; there are as many as were needed at once."""
         with self._lock:
             if self._free:
                 hand = self._free.pop()
             else:
-                hand = Hand(len(self._hands))
+                hand = SegmentWriter(len(self._hands))
                 self._hands.append(hand)
         try:
             yield hand
@@ -70,7 +70,7 @@ class ArenaWriter:
         return Arena([hand.seal() for hand in self._hands])
 
 
-class Hand:
+class SegmentWriter:
     """Fills one segment from its start, without gaps."""
 
     def __init__(self, number: int) -> None:
@@ -92,7 +92,7 @@ class Hand:
             raise ArenaFullError(error.strerror) from error
         return place
 
-    def receive(self, write: Callable[[int], int]) -> int:
+    def write_with(self, write: Callable[[int], int]) -> int:
         """Let `write` put bytes behind all else, through the descriptor that it is given; their
         place. It tells how many they were; what it raises is that there was no room for them."""
         place = self._base + self._end
@@ -149,7 +149,7 @@ class Hand:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class ArenaHandle:
     """Where another process of this machine finds an arena, as long as its holder lives."""
 
     pid: int
@@ -169,7 +169,7 @@ class Arena:
         """Everything, in place; slices cost nothing and keep the mapping alive."""
 
     @classmethod
-    def attach(cls, ticket: Ticket) -> Arena:
+    def attach(cls, ticket: ArenaHandle) -> Arena:
         """Map what another process holds; OSError where it is gone or not ours to see."""
         opened: list[int] = []
         try:
@@ -183,13 +183,13 @@ class Arena:
 
     def view(self, place: int, nbytes: int) -> memoryview:
         """What `write` or `copy_from` put at a place."""
-        offset = place & OFFSETS
+        offset = place & OFFSET_MASK
         return self.segments[place >> OFFSET_BITS][offset : offset + nbytes]
 
     @property
-    def ticket(self) -> Ticket:
+    def handle(self) -> ArenaHandle:
         """For a process that is neither this one nor its fork."""
-        return Ticket(os.getpid(), tuple((fd, *_identity(os.fstat(fd))) for fd in self._fds))
+        return ArenaHandle(os.getpid(), tuple((fd, *_identity(os.fstat(fd))) for fd in self._fds))
 
     @property
     def resident_nbytes(self) -> int:
@@ -225,35 +225,35 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 # leaves an offer. The kernel releases the lock of a process that dies, so the next one takes over.
 
 
-class Shared(NamedTuple):
+class SharedArena(NamedTuple):
     """An arena, and how this process came by it."""
 
     arena: Arena
-    made_by: int
+    owner_pid: int
     """The process that filled it."""
-    refused: str | None
+    attach_error: str | None
     """Why an arena that is there could not be mapped; none: it was, or there was none."""
 
     @property
-    def is_ours(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this process made it."""
-        return self.made_by == os.getpid()
+        return self.owner_pid == os.getpid()
 
 
-def share(
+def share_arena(
     folder: Path,
     name: str,
     make: Callable[[], Arena],
     waiting: Callable[[], None],
     proc: Path = Path("/proc"),
-) -> Shared:
+) -> SharedArena:
     """Map what another process of this machine offers under `name`, or make and offer it.
 
     `waiting` is called once where another process is at it. `name` must say all that the contents
     depend on.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    place = folder / f"{name}-{who_can_meet(proc)}"
+    place = folder / f"{name}-{pid_namespace_id(proc)}"
     with _alone(place.with_name(f"{place.name}.lock"), waiting):
         offer = place.with_name(f"{place.name}.json")
         refused = None
@@ -261,17 +261,17 @@ def share(
         # Who asks a second time wants what is there now, not what it made before.
         if ticket is not None and ticket.pid != os.getpid():
             try:
-                return Shared(Arena.attach(ticket), ticket.pid, None)
+                return SharedArena(Arena.attach(ticket), ticket.pid, None)
             except FileNotFoundError:
                 pass  # the number belongs to another process by now
             except PermissionError as error:
                 refused = str(error)
         arena = make()
-        write_text(offer, json.dumps(asdict(arena.ticket)))
-        return Shared(arena, os.getpid(), refused)
+        write_text(offer, json.dumps(asdict(arena.handle)))
+        return SharedArena(arena, os.getpid(), refused)
 
 
-def who_can_meet(proc: Path) -> str:
+def pid_namespace_id(proc: Path) -> str:
     """The same text for processes that see each other's numbers: one boot, one pid namespace."""
     boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{(proc / 'self/ns/pid').stat().st_ino}"
@@ -291,10 +291,10 @@ def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _read(offer: Path) -> Ticket | None:
+def _read(offer: Path) -> ArenaHandle | None:
     """Offers are written whole, so one that does not read is not one of ours."""
     try:
         found = json.loads(offer.read_text(encoding="utf-8"))
-        return Ticket(int(found["pid"]), tuple((a, b, c) for a, b, c in found["segments"]))
+        return ArenaHandle(int(found["pid"]), tuple((a, b, c) for a, b, c in found["segments"]))
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None

@@ -92,13 +92,13 @@ class StagePolicy:
                 "bytes cannot be negative, and the interval is at least 1."
             )
 
-    def enter_below(self, device_total: int) -> int:
+    def stage2_below(self, device_total: int) -> int:
         """Free bytes under which stage 2 begins."""
         return max(int(self.threshold * device_total), self.min_free_bytes)
 
-    def leave_above(self, device_total: int) -> int:
+    def stage1_above(self, device_total: int) -> int:
         """Free bytes over which stage 1 returns."""
-        return self.enter_below(device_total) + int(self.hysteresis * device_total)
+        return self.stage2_below(device_total) + int(self.hysteresis * device_total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ class StageState:
     transitions: int = 0
     light_reclamations: int = 0
     hard_reclamations: int = 0
-    since_light: int | None = None
+    readings_since_light: int | None = None
     """Readings since the last light reclamation; none: there was none."""
-    since_hard: int | None = None
+    readings_since_hard: int | None = None
 
 
 def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> int:
@@ -133,35 +133,35 @@ def advance(policy: StagePolicy, state: StageState, reading: Reading) -> tuple[S
         state,
         stage=stage,
         transitions=state.transitions + (stage is not state.stage),
-        since_light=_aged(state.since_light),
-        since_hard=_aged(state.since_hard),
+        readings_since_light=_aged(state.readings_since_light),
+        readings_since_hard=_aged(state.readings_since_hard),
     )
     action = _choose(policy, aged, reading, entered=entered)
     if action is Action.LIGHT:
-        aged = replace(aged, light_reclamations=aged.light_reclamations + 1, since_light=0)
+        aged = replace(aged, light_reclamations=aged.light_reclamations + 1, readings_since_light=0)
     elif action is Action.HARD:
-        aged = replace(aged, hard_reclamations=aged.hard_reclamations + 1, since_hard=0)
+        aged = replace(aged, hard_reclamations=aged.hard_reclamations + 1, readings_since_hard=0)
     return aged, action
 
 
 def _next_stage(policy: StagePolicy, stage: Stage, reading: Reading) -> Stage:
-    if reading.device_free < policy.enter_below(reading.device_total):
+    if reading.device_free < policy.stage2_below(reading.device_total):
         return Stage.OVERSUBSCRIBED
-    if reading.device_free > policy.leave_above(reading.device_total):
+    if reading.device_free > policy.stage1_above(reading.device_total):
         return Stage.RESIDENT
     return stage
 
 
 def _choose(policy: StagePolicy, state: StageState, reading: Reading, *, entered: bool) -> Action:
     """Light first; hard only where giving back the cache would lift us over the threshold."""
-    enter_below = policy.enter_below(reading.device_total)
-    if reading.device_free >= enter_below:
+    stage2_below = policy.stage2_below(reading.device_total)
+    if reading.device_free >= stage2_below:
         return Action.NONE
-    if _due(state.since_light, policy.interval):
+    if _due(state.readings_since_light, policy.interval):
         return Action.LIGHT
     cached = reading.reserved - reading.allocated
-    helps = reading.device_free + cached >= enter_below
-    if not entered and helps and _due(state.since_hard, policy.interval):
+    helps = reading.device_free + cached >= stage2_below
+    if not entered and helps and _due(state.readings_since_hard, policy.interval):
         return Action.HARD
     return Action.NONE
 
@@ -192,14 +192,14 @@ class Stages:
         self._hard = hard
         self._emit = emit
 
-    def look(self, reading: Reading) -> Stage:
+    def update(self, reading: Reading) -> Stage:
         """Take one reading and reclaim nothing: for who only wants to know."""
         seen, _ = advance(self.policy, self.state, reading)
         return self._enter(
             replace(self.state, stage=seen.stage, transitions=seen.transitions), reading
         )
 
-    def observe(self, reading: Reading) -> Stage:
+    def update_and_reclaim(self, reading: Reading) -> Stage:
         """Take one reading and act on it; call it between steps, never inside one."""
         state, action = advance(self.policy, self.state, reading)
         self._enter(state, reading)
@@ -275,13 +275,13 @@ def hard_reclamation(device: int) -> Callable[[], int]:
 # do in some dozens, and takes as long as a short step, in the middle of one.
 
 
-class Aside:
+class GcFreeze:
     """What this process has set aside. Whoever did so before us keeps it as it is."""
 
     def __init__(self) -> None:
         self._is_ours = False
 
-    def set(self) -> None:
+    def freeze(self) -> None:
         """Collections look only at what is made from here on, until `take_back`."""
         if gc.get_freeze_count() and not self._is_ours:
             return
@@ -289,7 +289,7 @@ class Aside:
         gc.freeze()
         self._is_ours = True
 
-    def take_back(self) -> None:
+    def unfreeze(self) -> None:
         """They look at everything again."""
         if self._is_ours:
             gc.unfreeze()
@@ -304,5 +304,5 @@ class Aside:
             gc.freeze()
 
 
-ASIDE = Aside()
+ASIDE = GcFreeze()
 """The one of this process, as its collector is one."""

@@ -33,7 +33,7 @@ def memory_stats(
     platform: Platform,
     hints: HintCounts,
     stages: StageState,
-    ledger: MemoryAccounting,
+    accounting: MemoryAccounting,
     faults: FaultCounter | str,
     pool: ShimCounters | str,
 ) -> Stats:
@@ -42,7 +42,7 @@ def memory_stats(
         **torch_stats,
         "uvm.platform": platform.link.value,
         **_stage_stats(stages),
-        **_ledger_stats(ledger),
+        **_ledger_stats(accounting),
         **_hint_stats(hints),
         **_fault_stats(faults),
         **_pool_stats(pool),
@@ -61,7 +61,7 @@ def _stage_stats(stages: StageState) -> Stats:
 def _ledger_stats(ledger: MemoryAccounting) -> Stats:
     stats: Stats = {}
     for tier in Tier:
-        stats[f"uvm.bytes.{tier}.current"] = ledger.held(tier)
+        stats[f"uvm.bytes.{tier}.current"] = ledger.current(tier)
         stats[f"uvm.bytes.{tier}.peak"] = ledger.peak(tier)
         if tier in ledger.caps:
             stats[f"uvm.bytes.{tier}.cap"] = ledger.caps[tier]
@@ -137,7 +137,7 @@ class MemoryAccounting:
         self._peak: Counter[Tier] = Counter()
         self._denied: Counter[Tier] = Counter()
 
-    def take(self, tier: Tier, role: str, nbytes: int) -> bool:
+    def reserve(self, tier: Tier, role: str, nbytes: int) -> bool:
         """Book bytes before allocating them; false, and nothing booked, past the cap."""
         assert nbytes >= 0, f"{role} takes {nbytes} bytes"
         with self._lock:
@@ -150,7 +150,7 @@ class MemoryAccounting:
             self._peak[tier] = max(self._peak[tier], total)
             return True
 
-    def give_back(self, tier: Tier, role: str, nbytes: int) -> None:
+    def release(self, tier: Tier, role: str, nbytes: int) -> None:
         """Unbook bytes after freeing them."""
         with self._lock:
             held = self._held[tier, role]
@@ -158,7 +158,7 @@ class MemoryAccounting:
             self._held[tier, role] -= nbytes
             self._total[tier] -= nbytes
 
-    def held(self, tier: Tier) -> int:
+    def current(self, tier: Tier) -> int:
         """Bytes of a tier that are out now."""
         return self._total[tier]
 
@@ -187,7 +187,7 @@ _BUFFER_BYTES = 1 << 20
 _ANY_NUMBER_OF_RECORDS = 0
 _FLUSH_NORMALLY = 0
 
-COUNTED = (
+CUPTI_COUNTERS = (
     "BYTES_TRANSFER_HTOD",
     "BYTES_TRANSFER_DTOH",
     "CPU_PAGE_FAULT_COUNT",
@@ -265,10 +265,10 @@ def import_cupti() -> Cupti | str:
     return module
 
 
-def count_faults(cupti: Cupti, device: int) -> FaultCounter | str:
+def start_fault_counter(cupti: Cupti, device: int) -> FaultCounter | str:
     """Start counting on one device, or say why CUPTI would not."""
     counter = FaultCounter(cupti)
-    kinds = [cupti.ActivityUnifiedMemoryCounterKind[name] for name in COUNTED]
+    kinds = [cupti.ActivityUnifiedMemoryCounterKind[name] for name in CUPTI_COUNTERS]
     config = cupti.ActivityUnifiedMemoryCounterConfig(len(kinds))
     config.scope = cupti.ActivityUnifiedMemoryCounterScope["PROCESS_SINGLE_DEVICE"]
     config.device_id = device
@@ -276,7 +276,7 @@ def count_faults(cupti: Cupti, device: int) -> FaultCounter | str:
     for index, kind in enumerate(kinds):
         config[index].kind = kind
     try:
-        cupti.activity_register_callbacks(_offer_buffer, counter.take)
+        cupti.activity_register_callbacks(_offer_buffer, counter.add_records)
         cupti.activity_configure_unified_memory_counter(config.ptr, len(kinds))
         cupti.activity_enable(cupti.ActivityKind["UNIFIED_MEMORY_COUNTER"])
     except (cupti.cuptiError, RuntimeError) as error:  # the second: a library it needs is missing
@@ -299,7 +299,7 @@ class FaultCounter:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def take(self, records: Sequence[FaultRecord]) -> None:
+    def add_records(self, records: Sequence[FaultRecord]) -> None:
         """Add a buffer of records."""
         with self._lock:
             for record in records:

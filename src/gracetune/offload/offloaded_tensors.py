@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.memory.platform import read_this_host
-from gracetune.offload.autosize import PassWindow
+from gracetune.offload.autosize import StallWindows
 from gracetune.offload.copies import POISON, CopyStream
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from gracetune.offload.copies import Arrival, CopyEngine
-    from gracetune.offload.stall_timer import Lap, Waits
+    from gracetune.offload.copies import PendingCopy, CopyEngine
+    from gracetune.offload.stall_timer import StallWindow, StallTotals
 
 
-MOSTLY = 7 / 8
+MIN_SAVED_SHARE = 7 / 8
 """Of a storage: what autograd must have saved of it before it is worth sending."""
 WINDOW = 3
 """Passes that are looked at before the distance changes."""
@@ -36,10 +36,10 @@ GAIN = 0.9
 """A longer distance must bring waiting below this part of what it was."""
 
 
-class SavedTensor(NamedTuple):
+class SavedView(NamedTuple):
     """What autograd keeps instead of a tensor: a view of a parcel."""
 
-    parcel: OffloadedTensor
+    storage: OffloadedStorage
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -51,20 +51,20 @@ class SavedTensor(NamedTuple):
         return start.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
 
-class Remains(NamedTuple):
+class ReleasedStorage(NamedTuple):
     """Of a parcel that autograd has let go of."""
 
     host: Tensor
     device: Tensor | None
     """Memory that a copy may still be writing to."""
-    arrival: Arrival | None
+    pending_copy: PendingCopy | None
     """That copy, where nobody has waited for it."""
 
 
-class OffloadedTensor:
+class OffloadedStorage:
     """One storage, on the device, in host memory, or both."""
 
-    def __init__(self, call: OffloadedCall, tensor: Tensor, left: list[Remains]) -> None:
+    def __init__(self, call: BlockCall, tensor: Tensor, left: list[ReleasedStorage]) -> None:
         self.call = call
         self.nbytes = tensor.untyped_storage().nbytes()
         self.version = tensor._version
@@ -74,11 +74,11 @@ class OffloadedTensor:
         """None: not sent."""
         self.device: Tensor | None = None
         """Brought back, or on its way."""
-        self.arrival: Arrival | None = None
+        self.pending_copy: PendingCopy | None = None
         """None: waited for."""
-        self.foreseen = False
+        self.prefetched = False
         """Whether it was brought before it was asked for."""
-        self.changed = False
+        self.modified = False
         self._views: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
         self._covered = 0
         self._saved = 0
@@ -88,12 +88,12 @@ class OffloadedTensor:
     def __del__(self) -> None:
         """Leave what others must not use yet to who clears up."""
         if self.host is not None:
-            device = None if self.arrival is None else self.device
-            self._left.append(Remains(self.host, device, self.arrival))
+            device = None if self.pending_copy is None else self.device
+            self._left.append(ReleasedStorage(self.host, device, self.pending_copy))
 
-    def save(self, tensor: Tensor) -> SavedTensor:
+    def add_view(self, tensor: Tensor) -> SavedView:
         """One more view."""
-        saved = SavedTensor(
+        saved = SavedView(
             self, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
         )
         view = (saved.offset * tensor.element_size(), saved.size, saved.stride)
@@ -103,19 +103,19 @@ class OffloadedTensor:
         self._saved += 1
         return saved
 
-    def worth_sending(self) -> bool:
+    def is_worth_sending(self) -> bool:
         """Whether nearly all of the storage was saved; not again if it is sent."""
-        return self.host is None and self._covered >= MOSTLY * self.nbytes
+        return self.host is None and self._covered >= MIN_SAVED_SHARE * self.nbytes
 
-    def was_changed(self) -> bool:
+    def was_modified(self) -> bool:
         """Whether someone wrote to it in place, so that host memory may hold either state."""
         if self.original is not None and self.original._version != self.version:
-            self.changed = True
-        return self.changed
+            self.modified = True
+        return self.modified
 
-    def brought(self, device: Tensor, arrival: Arrival, foreseen: bool) -> None:
+    def begin_fetch(self, device: Tensor, arrival: PendingCopy, foreseen: bool) -> None:
         """It is on its way back."""
-        self.device, self.arrival, self.foreseen = device, arrival, foreseen
+        self.device, self.pending_copy, self.prefetched = device, arrival, foreseen
         self._unread = self._saved
 
     def read(self) -> Tensor:
@@ -123,9 +123,9 @@ class OffloadedTensor:
         if self.original is not None:
             return self.original
         assert self.device is not None, "a parcel was read that nobody brought"
-        if self.arrival is not None:
-            self.arrival.wait(self.foreseen)
-            self.arrival = None
+        if self.pending_copy is not None:
+            self.pending_copy.wait(self.prefetched)
+            self.pending_copy = None
         device = self.device
         self._unread -= 1
         if self._unread == 0:
@@ -134,83 +134,83 @@ class OffloadedTensor:
 
 
 @dataclass(slots=True, eq=False)
-class OffloadedCall:
+class BlockCall:
     """One call of one block: what it saved, and which call came before."""
 
-    before: OffloadedCall | None
+    previous: BlockCall | None
     """Of the same pass: backward comes to it next."""
-    stays: frozenset[int]
+    kept_storages: frozenset[int]
     """Storages that are not sent: weights, and inputs that other blocks have too."""
-    only: frozenset[int] | None
+    only_storages: frozenset[int] | None
     """The only storages that are; none: all others."""
-    parcels: list[weakref.ref[OffloadedTensor]] = field(default_factory=list)
+    sent: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
     """Those sent, in order."""
-    leaving: list[tuple[weakref.ref[OffloadedTensor], Tensor]] = field(default_factory=list)
+    outgoing: list[tuple[weakref.ref[OffloadedStorage], Tensor]] = field(default_factory=list)
     """Device memory that copies may still read."""
-    left: Arrival | None = None
+    last_copy: PendingCopy | None = None
     """The last of these copies."""
     nbytes: int = 0
-    gathered: dict[tuple[int, int], OffloadedTensor] = field(default_factory=dict)
+    by_storage: dict[tuple[int, int], OffloadedStorage] = field(default_factory=dict)
     """While the block runs: by storage and state."""
 
-    def sent(self, parcel: OffloadedTensor, arrival: Arrival) -> None:
+    def sent(self, parcel: OffloadedStorage, arrival: PendingCopy) -> None:
         """A parcel is on its way out."""
         assert parcel.original is not None, "a parcel was sent that is away"
         reference = weakref.ref(parcel)
-        self.parcels.append(reference)
-        self.leaving.append((reference, parcel.original))
-        self.left = arrival
+        self.sent.append(reference)
+        self.outgoing.append((reference, parcel.original))
+        self.last_copy = arrival
         self.nbytes += parcel.nbytes
 
-    def away(self) -> Iterator[OffloadedTensor]:
+    def offloaded(self) -> Iterator[OffloadedStorage]:
         """Parcels that are in host memory alone, the first that backward reads first."""
-        for reference in reversed(self.parcels):
+        for reference in reversed(self.sent):
             parcel = reference()
             if parcel is not None and parcel.original is None and parcel.device is None:
                 yield parcel
 
-    def land(self) -> list[Tensor]:
+    def release_outgoing(self) -> list[Tensor]:
         """Let go of what has left: device memory that nobody copies from any more."""
-        if self.left is not None:
-            self.left.wait(ahead=True)
-            self.left = None
-        gone, self.leaving = self.leaving, []
+        if self.last_copy is not None:
+            self.last_copy.wait(prefetched=True)
+            self.last_copy = None
+        gone, self.outgoing = self.outgoing, []
         for reference, _ in gone:
             parcel = reference()
             if parcel is not None:
-                parcel.was_changed()
+                parcel.was_modified()
                 parcel.original = None
         return [original for _, original in gone]
 
 
-class Distance:
+class PrefetchDistance:
     """How many blocks are brought ahead: one more while backward waits and that helps."""
 
-    def __init__(self, ahead: int, limit_nbytes: int | None, begin: Callable[[], Lap]) -> None:
-        self.ahead = ahead
+    def __init__(self, ahead: int, limit_nbytes: int | None, begin: Callable[[], StallWindow]) -> None:
+        self.blocks = ahead
         self._limit_nbytes = limit_nbytes
         """Device memory for blocks brought ahead; none: the distance stays as it is."""
-        self._laps = PassWindow(begin, WINDOW)
+        self._laps = StallWindows(begin, WINDOW)
         self._waited_before: float | None = None
         """What a window waited before the distance was last changed; none: it was not."""
         self._settled = limit_nbytes is None
 
-    def observe(self, block_nbytes: int) -> str:
+    def training_pass(self, block_nbytes: int) -> str:
         """At the start of a pass: how the distance changed."""
-        lap = None if self._settled else self._laps.last()
+        lap = None if self._settled else self._laps.start_pass()
         if lap is None:
             return ""
         assert self._limit_nbytes is not None
-        if self._waited_before is not None and lap.seconds > GAIN * self._waited_before:
+        if self._waited_before is not None and lap.stalled_s > GAIN * self._waited_before:
             self._settled = True
-            self.ahead -= 1
-            return f"{self.ahead} again: more did not help, the link is busy all the time"
+            self.blocks -= 1
+            return f"{self.blocks} again: more did not help, the link is busy all the time"
         self._waited_before = None
-        if lap.late == 0 or (self.ahead + 1) * block_nbytes > self._limit_nbytes:
+        if lap.late == 0 or (self.blocks + 1) * block_nbytes > self._limit_nbytes:
             return ""
-        self._waited_before = lap.seconds
-        self.ahead += 1
-        return f"{self.ahead}: backward waited {lap.seconds / WINDOW * 1e3:.1f} ms a pass"
+        self._waited_before = lap.stalled_s
+        self.blocks += 1
+        return f"{self.blocks}: backward waited {lap.stalled_s / WINDOW * 1e3:.1f} ms a pass"
 
 
 # ------------------------------------------------------------------------------------------
@@ -231,11 +231,11 @@ HOST_RESERVE = 2 * GIB
 """Of host memory, left to others where no limit is given."""
 
 
-def room_for(limit_nbytes: int | None, taken_nbytes: int) -> int:
+def available_host_nbytes(limit_nbytes: int | None, taken_nbytes: int) -> int:
     """What is left of a limit; without one, of what the host and our container have."""
     if limit_nbytes is not None:
         return limit_nbytes - taken_nbytes
-    return read_this_host().room_bytes() - HOST_RESERVE
+    return read_this_host().usable_bytes() - HOST_RESERVE
 
 
 class OffloadCopies:
@@ -243,77 +243,77 @@ class OffloadCopies:
 
     def __init__(self, mover: CopyEngine, pool: HostPool, poison: bool) -> None:
         self.sent = self.sent_nbytes = 0
-        self.brought_nbytes = self.on_demand = 0
-        self.left: list[Remains] = []
+        self.fetched_nbytes = self.on_demand = 0
+        self.released: list[ReleasedStorage] = []
         """Where parcels leave what is to be cleared up."""
         self._mover = mover
         self._pool = pool
         self._poison = poison
-        self._flights: list[OffloadedCall] = []
+        self._flights: list[BlockCall] = []
         """Calls whose memory is leaving, oldest first."""
 
-    def send(self, parcel: OffloadedTensor) -> bool:
+    def send(self, parcel: OffloadedStorage) -> bool:
         """On its way out; false: the host has no memory left."""
         assert parcel.original is not None, "a parcel was sent that is away"
         host = self._pool.take(parcel.nbytes)
         if host is None:
             return False
         parcel.host = host
-        arrival = self._mover.copy(host, bytes_of(parcel.original), False, CopyStream.OUT)
+        arrival = self._mover.copy(host, bytes_of(parcel.original), False, CopyStream.ACTIVATIONS_OUT)
         parcel.call.sent(parcel, arrival)
         self.sent += 1
         self.sent_nbytes += parcel.nbytes
         return True
 
-    def bring(self, parcel: OffloadedTensor, foreseen: bool) -> None:
+    def fetch(self, parcel: OffloadedStorage, prefetched: bool) -> None:
         """On its way back; `foreseen`: before anyone asked for it."""
         assert parcel.host is not None, "a parcel is away that was never sent"
         device = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._mover.device)
-        arrival = self._mover.copy(device, parcel.host, self._poison, CopyStream.BACK)
-        parcel.brought(device, arrival, foreseen)
-        self.on_demand += not foreseen
-        self.brought_nbytes += parcel.nbytes
+        arrival = self._mover.copy(device, parcel.host, self._poison, CopyStream.ACTIVATIONS_IN)
+        parcel.begin_fetch(device, arrival, prefetched)
+        self.on_demand += not prefetched
+        self.fetched_nbytes += parcel.nbytes
 
-    def depart(self, call: OffloadedCall) -> None:
+    def track_outgoing(self, call: BlockCall) -> None:
         """A call is over; its memory is leaving."""
-        if call.leaving:
+        if call.outgoing:
             self._flights.append(call)
 
-    def land(self, but: Collection[OffloadedCall] = ()) -> None:
+    def release_outgoing(self, keep: Collection[BlockCall] = ()) -> None:
         """Let device memory go, but for that of some calls."""
-        for call in [call for call in self._flights if call not in but]:
+        for call in [call for call in self._flights if call not in keep]:
             self._flights.remove(call)
-            gone = call.land()
+            gone = call.release_outgoing()
             while gone:
                 self._spoil(gone.pop())
 
-    def clear_up(self) -> None:
+    def reclaim_host_buffers(self) -> None:
         """Take host memory back from parcels that autograd is through with."""
-        while self.left:
-            host, device, arrival = self.left.pop()
+        while self.released:
+            host, device, arrival = self.released.pop()
             if arrival is not None:
-                arrival.wait(ahead=True)
+                arrival.wait(prefetched=True)
             if device is not None:
                 self._spoil(device)
             if self._poison:
                 nans = torch.full(
                     (len(host),), POISON, dtype=torch.uint8, device=self._mover.device
                 )
-                self._mover.copy(host, nans, False, CopyStream.OUT).wait(ahead=True)
+                self._mover.copy(host, nans, False, CopyStream.ACTIVATIONS_OUT).wait(prefetched=True)
             self._pool.put_back(host)
 
-    def waits(self) -> tuple[Waits, Waits]:
+    def waits(self) -> tuple[StallTotals, StallTotals]:
         """Out and back; waits for the device itself."""
-        return self._mover.waits(CopyStream.OUT), self._mover.waits(CopyStream.BACK)
+        return self._mover.stalls(CopyStream.ACTIVATIONS_OUT), self._mover.stalls(CopyStream.ACTIVATIONS_IN)
 
-    def lap(self) -> Lap:
+    def lap(self) -> StallWindow:
         """Of the way back, from here on."""
-        return self._mover.lap(CopyStream.BACK)
+        return self._mover.begin_stall_window(CopyStream.ACTIVATIONS_IN)
 
     def close(self) -> None:
         """Wait for what is under way and give host memory up."""
-        self.land()
-        self.clear_up()
+        self.release_outgoing()
+        self.reclaim_host_buffers()
         self._pool.close()
 
     def _spoil(self, memory: Tensor) -> None:
@@ -364,7 +364,7 @@ class HostPool:
     def close(self) -> None:
         """Give all memory up."""
         for slab in self._slabs:
-            self._mover.let_go(slab)
+            self._mover.free_host(slab)
         self._slabs, self._cut = [], []
         self._free.clear()
         self.nbytes = 0
@@ -382,7 +382,7 @@ class HostPool:
         room = self.room()
         if nbytes > room:
             return None
-        slab = self._mover.landing_memory(max(nbytes, min(self._slab_nbytes, room)))
+        slab = self._mover.allocate_pinned(max(nbytes, min(self._slab_nbytes, room)))
         self._slabs.append(slab)
         self._cut.append(nbytes)
         self.nbytes += len(slab)

@@ -54,7 +54,7 @@ def walk(driver: CudaDriver) -> dict[str, object]:
         "state": repr(driver.range_state(managed, MIB)),
         "pinned_state": repr(driver.range_state(pinned, 8)),
         "free": [driver.free(pinned), driver.free(managed), driver.free(managed)],
-        "names": [driver.code_name(code) for code in (2, 1, 123456)],
+        "names": [driver.error_name(code) for code in (2, 1, 123456)],
     }
     return told
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from gracetune.cache import memory_tier
 from gracetune.cache.memory_tier import (
-    ArenaStore,
+    MemoryTier,
     HostMemoryBudget,
-    Slabs,
-    Tally,
-    pageable,
-    whole_pages,
+    SlabAllocator,
+    HitCounts,
+    allocate_pageable,
+    allocate_page_aligned,
 )
-from gracetune.cache.store import MemoryStore
+from gracetune.cache.store import DictStore
 from gracetune.errors import ConfigError
 
 KIB = 1024
@@ -26,8 +26,8 @@ def entry(number, count=256):
     return {"x": torch.full((count,), float(number))}  # 1 KiB
 
 
-def store(told, budget=64 * KIB, behind=None):
-    return ArenaStore("latents", HostMemoryBudget(budget), behind, told, pageable, Tally())
+def store(told, budget=64 * KIB, backing=None):
+    return MemoryTier("latents", HostMemoryBudget(budget), backing, told, allocate_pageable, HitCounts())
 
 
 def test_entries_of_any_dtype_and_shape_come_back(told):
@@ -57,8 +57,8 @@ def test_an_entry_is_a_view_and_not_a_copy(told):
 
 
 def test_the_least_recently_used_leaves_and_is_read_from_behind(told):
-    tally, behind = Tally(), MemoryStore()
-    kept = ArenaStore("latents", HostMemoryBudget(4 * KIB), behind, told, pageable, tally)
+    hit_counts, backing = HitCounts(), DictStore()
+    kept = MemoryTier("latents", HostMemoryBudget(4 * KIB), backing, told, allocate_pageable, hit_counts)
     for number in range(4):
         kept.put(f"{number}", entry(number))
     assert told.events == []
@@ -67,11 +67,11 @@ def test_the_least_recently_used_leaves_and_is_read_from_behind(told):
     assert len(told.texts()) == 1
     assert "host_budget_gb" in told.texts()[0]
     assert told.events[0].fallback
-    tally.hits = tally.reads = 0
+    hit_counts.hits = hit_counts.reads = 0
     assert [kept.get(key)["x"][0].item() for key in "0234"] == [0, 2, 3, 4]
-    assert (tally.hits, tally.reads) == (4, 0)
+    assert (hit_counts.hits, hit_counts.reads) == (4, 0)
     assert kept.get("1")["x"][0].item() == 1
-    assert (tally.hits, tally.reads) == (4, 1)
+    assert (hit_counts.hits, hit_counts.reads) == (4, 1)
     assert len(told.texts()) == 1
     assert kept.nbytes <= 4 * KIB
 
@@ -79,16 +79,16 @@ def test_the_least_recently_used_leaves_and_is_read_from_behind(told):
 @given(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4), max_size=40))
 @settings(deadline=None, max_examples=40)
 def test_what_leaves_is_what_was_used_longest_ago(batches):
-    tally, behind = Tally(), MemoryStore()
-    behind.put_many({f"{number}": entry(number) for number in range(8)})
-    kept = ArenaStore(
-        "latents", HostMemoryBudget(4 * KIB), behind, lambda event: None, pageable, tally
+    hit_counts, backing = HitCounts(), DictStore()
+    backing.put_many({f"{number}": entry(number) for number in range(8)})
+    kept = MemoryTier(
+        "latents", HostMemoryBudget(4 * KIB), backing, lambda event: None, allocate_pageable, hit_counts
     )
     used = {}
     for turn, batch in enumerate(batches):
-        here, tally.hits = {*kept._entries}, 0
+        here, hit_counts.hits = {*kept._entries}, 0
         kept.get_many([f"{number}" for number in batch])
-        assert tally.hits == sum(f"{number}" in here for number in batch)
+        assert hit_counts.hits == sum(f"{number}" in here for number in batch)
         used |= {f"{number}": turn for number in batch}
         assert len(kept._entries) == min(4, len(used))
         left = [used[key] for key in used if key not in kept._entries]
@@ -96,8 +96,8 @@ def test_what_leaves_is_what_was_used_longest_ago(batches):
 
 
 def test_uses_are_counted_in_bounded_memory(told, monkeypatch):
-    monkeypatch.setattr(memory_tier, "REMEMBERED", 2)
-    kept = store(told, 4 * KIB, MemoryStore())
+    monkeypatch.setattr(memory_tier, "MAX_PENDING_USES", 2)
+    kept = store(told, 4 * KIB, DictStore())
     kept.put_many({f"{number}": entry(number) for number in range(4)})
     for key in "3210":
         kept.get(key)
@@ -115,14 +115,14 @@ def test_without_files_what_does_not_fit_is_refused_by_the_name_of_the_setting(t
 
 
 def test_an_entry_larger_than_the_budget_is_read_from_behind(told):
-    kept = store(told, budget=4 * KIB, behind=MemoryStore())
+    kept = store(told, budget=4 * KIB, backing=DictStore())
     kept.put("large", entry(1, 4096))
     assert kept.get("large")["x"].sum().item() == 4096
     assert len(told.texts()) == 1
 
 
 def test_room_is_not_used_again_while_someone_reads_it(told):
-    kept = store(told, budget=4 * KIB, behind=MemoryStore())
+    kept = store(told, budget=4 * KIB, backing=DictStore())
     for number in range(4):
         kept.put(f"{number}", entry(number))
     derived = kept.get("0")["x"][3:7].view(2, 2).T  # a view of a view of the room
@@ -133,20 +133,20 @@ def test_room_is_not_used_again_while_someone_reads_it(told):
 
 
 def test_warming_stops_at_the_budget_and_evicts_nothing(told):
-    behind = MemoryStore()
-    behind.put_many({f"{number}": entry(number) for number in range(500)})
-    tally = Tally()
-    kept = ArenaStore("latents", HostMemoryBudget(256 * KIB), behind, told, pageable, tally)
+    backing = DictStore()
+    backing.put_many({f"{number}": entry(number) for number in range(500)})
+    hit_counts = HitCounts()
+    kept = MemoryTier("latents", HostMemoryBudget(256 * KIB), backing, told, allocate_pageable, hit_counts)
     kept.warm([f"{number}" for number in range(500)], num_workers=1)
     assert kept.nbytes == 256 * KIB
     kept.get_many([f"{number}" for number in range(256)])
-    assert (tally.hits, tally.reads) == (256, 0)
+    assert (hit_counts.hits, hit_counts.reads) == (256, 0)
     store(told).warm(["nothing behind"])
 
 
 def test_a_store_that_goes_gives_its_budget_back(told):
     budget = HostMemoryBudget(8 * KIB)
-    first = ArenaStore("one", budget, None, told, pageable, Tally())
+    first = MemoryTier("one", budget, None, told, allocate_pageable, HitCounts())
     first.put("a", entry(1))
     held = first.get("a")
     assert budget.used == 8 * KIB
@@ -161,8 +161,8 @@ def test_a_store_that_goes_gives_its_budget_back(told):
 def test_slabs_double_so_that_few_are_looked_through(monkeypatch):
     monkeypatch.setattr(memory_tier, "SLAB_NBYTES", 4 * KIB)
     sizes = []
-    slabs = Slabs(
-        HostMemoryBudget(1024 * KIB), lambda nbytes: sizes.append(nbytes) or pageable(nbytes)
+    slabs = SlabAllocator(
+        HostMemoryBudget(1024 * KIB), lambda nbytes: sizes.append(nbytes) or allocate_pageable(nbytes)
     )
     rooms = [slabs.take(KIB) for _ in range(1024)]
     assert None not in rooms
@@ -178,7 +178,7 @@ def test_slabs_double_so_that_few_are_looked_through(monkeypatch):
 )
 @settings(deadline=None, max_examples=40)
 def test_no_sequence_exceeds_the_budget_or_mixes_entries_up(steps, budget_kib):
-    kept = store(lambda event: None, budget_kib * KIB, MemoryStore())
+    kept = store(lambda event: None, budget_kib * KIB, DictStore())
     sizes, held = {}, []
     for number, count in steps:
         sizes.setdefault(number, count)
@@ -192,7 +192,7 @@ def test_no_sequence_exceeds_the_budget_or_mixes_entries_up(steps, budget_kib):
 
 
 def test_threads_may_share_it(told):
-    kept = store(told, 16 * KIB, MemoryStore())
+    kept = store(told, 16 * KIB, DictStore())
     kept.put_many({f"{number}": entry(number) for number in range(64)})
     wrong = []
 
@@ -213,7 +213,7 @@ def test_threads_may_share_it(told):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_pages_are_a_process_s_own():
-    memory = whole_pages(8 * KIB)
+    memory = allocate_page_aligned(8 * KIB)
     memory[:] = 1
     assert memory.data_ptr() % 4096 == 0
     child = os.fork()

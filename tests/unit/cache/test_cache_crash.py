@@ -107,20 +107,20 @@ def survive(folder, rounds, seed, emit):
                 maybe.discard(which)
         with ShardStore(folder, emit) as store:
             report = verify(store, emit)
-            assert report.clean, (number, work.__name__, report)
+            assert report.is_clean, (number, work.__name__, report)
             for which in there:
                 for key, entry in batch(which).items():
                     got = store.get(key)
                     assert got is not None, (number, work.__name__, key)
                     assert all(torch.equal(got[name], t) for name, t in entry.items())
             compact(store)
-            assert verify(store, emit).clean
+            assert verify(store, emit).is_clean
     return there
 
 
 def check(tmp_path, told, monkeypatch, rounds, seed):
     monkeypatch.setattr(
-        shard_format, "FULL", shard_format.ROOM + 8192
+        shard_format, "MAX_SHARD_NBYTES", shard_format.DEFAULT_DATA_OFFSET + 8192
     )  # so that files are sealed all the time
     folder = tmp_path / "cache"
     there = survive(folder, rounds, seed, told)
@@ -129,7 +129,7 @@ def check(tmp_path, told, monkeypatch, rounds, seed):
     for path in folder.glob(f"{INDEX}*"):
         path.unlink()
     with ShardStore(folder, told) as store:
-        assert verify(store, told).clean, "the index that is made again is right"
+        assert verify(store, told).is_clean, "the index that is made again is right"
         every = [key for which in there for key in batch(which)]
         assert all(store.has(every)), "and has all that the lost one had"
         store.delete([*store.keys()])

@@ -6,12 +6,12 @@ import torch
 
 from gracetune.cache import shard_reader
 from gracetune.cache.maintenance import compact
-from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, pageable, whole_pages
-from gracetune.cache.shard_format import LARGE, PAGE
+from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_pageable, allocate_page_aligned
+from gracetune.cache.shard_format import LARGE_ENTRY_NBYTES, PAGE
 from gracetune.cache.shard_reader import PageCacheResidency
 from gracetune.cache.shard_store import ShardStore
 
-WORDS = LARGE // 4 + PAGE // 4  # a float entry of whole pages
+WORDS = LARGE_ENTRY_NBYTES // 4 + PAGE // 4  # a float entry of whole pages
 
 
 def entry(number, words=WORDS):
@@ -59,7 +59,7 @@ def damages(told):
 class Rooms:
     """Memory in one piece, and how often it was asked for."""
 
-    def __init__(self, allocate=whole_pages):
+    def __init__(self, allocate=allocate_page_aligned):
         self.allocate = allocate
         self.given = []
 
@@ -76,7 +76,7 @@ def store(tmp_path, told):
 
 @pytest.mark.parametrize("cold", [False, True], ids=["cached", "cold"])
 @pytest.mark.parametrize("words", [WORDS, WORDS + 3, 5], ids=["pages", "odd", "small"])
-@pytest.mark.parametrize("allocate", [whole_pages, pageable])
+@pytest.mark.parametrize("allocate", [allocate_page_aligned, allocate_pageable])
 def test_a_batch_is_gathered_where_it_is_wanted(store, cold, words, allocate):
     fill(store, range(6), words)
     if cold:
@@ -114,8 +114,8 @@ def test_a_gathered_batch_with_something_missing_is_none(store):
 def test_entries_of_several_tensors_or_shapes_are_stacked(store):
     both = {"x": torch.ones(2), "latents": torch.arange(3.0)}
     store.put_many({"a": both, "b": {"latents": torch.zeros(3)}})
-    assert store.gather(["a", "b"], "latents", pageable).tolist() == [[0, 1, 2], [0, 0, 0]]
-    assert store.gather(["a", "a"], "x", pageable).tolist() == [[1, 1], [1, 1]]
+    assert store.gather(["a", "b"], "latents", allocate_pageable).tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert store.gather(["a", "a"], "x", allocate_pageable).tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("words", [WORDS, 5], ids=["pages", "small"])
@@ -123,10 +123,10 @@ def test_damage_is_found_when_a_batch_is_gathered(tmp_path, told, words):
     with ShardStore(tmp_path) as store:
         fill(store, range(3), words)
         with store.index() as index:
-            row = index.find(["k1"])["k1"]
+            row = index.find_rows(["k1"])["k1"]
     (path,) = store.shards.iterdir()
     with path.open("r+b") as file:
-        file.seek(row.begin + 9)
+        file.seek(row.offset + 9)
         file.write(b"\x07")
     forget(store)
     with ShardStore(tmp_path, told) as store:
@@ -155,10 +155,10 @@ def test_damage_is_told_once_when_an_entry_is_loaded(tmp_path, told):
     with ShardStore(tmp_path) as store:
         fill(store, range(2))
         with store.index() as index:
-            row = index.find(["k1"])["k1"]
+            row = index.find_rows(["k1"])["k1"]
     (path,) = store.shards.iterdir()
     with path.open("r+b") as file:
-        file.seek(row.begin)
+        file.seek(row.offset)
         file.write(b"\x07")
     with ShardStore(tmp_path, told) as store:
         assert store.load(["k1", "k0"], Rooms())[0] is None
@@ -167,9 +167,9 @@ def test_damage_is_told_once_when_an_entry_is_loaded(tmp_path, told):
 
 def test_tensors_are_gathered_by_name_and_may_be_empty(store):
     store.put_many({f"k{n}": {"empty": torch.zeros(0, 4)} for n in range(2)})
-    assert store.gather(["k0", "k1"], "empty", pageable).shape == (2, 0, 4)
+    assert store.gather(["k0", "k1"], "empty", allocate_pageable).shape == (2, 0, 4)
     with pytest.raises(KeyError, match="latents"):
-        store.gather(["k0", "k1"], "latents", pageable)
+        store.gather(["k0", "k1"], "latents", allocate_pageable)
 
 
 def test_loaded_entries_lie_in_the_memory_that_was_given(store):
@@ -186,11 +186,11 @@ def test_loaded_entries_lie_in_the_memory_that_was_given(store):
 
 
 def test_few_files_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("gracetune.cache.shard_format.FULL", 1)
+    monkeypatch.setattr("gracetune.cache.shard_format.MAX_SHARD_NBYTES", 1)
     with ShardStore(tmp_path, max_open=3) as store:
         fill(store, range(12), 5)
         before = len(os.listdir("/proc/self/fd"))
-        batch = store.gather([f"k{n}" for n in range(12)], "latents", pageable)
+        batch = store.gather([f"k{n}" for n in range(12)], "latents", allocate_pageable)
         assert batch[:, 0].tolist() == [*range(12)]
         assert len(os.listdir("/proc/self/fd")) <= before + 3
 
@@ -289,10 +289,10 @@ def test_what_cannot_be_opened_for_another_reason_is_an_error(store, monkeypatch
 def test_a_disk_is_asked_in_advance_where_it_is_slow_or_entries_are_small(tmp_path, seconds, asked):
     told = []
 
-    class Spied(shard_reader.OpenShards):
-        def ask_disk(self, rows):
+    class Spied(shard_reader.ShardReader):
+        def read_ahead(self, rows):
             told.extend(row.key for row in rows)
-            super().ask_disk(rows)
+            super().read_ahead(rows)
 
     with ShardStore(tmp_path) as store:
         fill(store, range(2))
@@ -347,15 +347,15 @@ def test_an_arena_reads_straight_into_its_slabs(store, told):
     fill(store, range(5))
     store.put("small", {"x": torch.arange(3.0)})
     forget(store)
-    tally = Tally()
-    arena = ArenaStore("latents", HostMemoryBudget(2**26), store, told, whole_pages, tally)
+    hit_counts = HitCounts()
+    arena = MemoryTier("latents", HostMemoryBudget(2**26), store, told, allocate_page_aligned, hit_counts)
     arena.will_need(["k0", "small"])
     arena.warm([f"k{n}" for n in range(3)], num_workers=2)
-    batch = arena.gather(["k2", "k0", "k4"], "latents", pageable)
+    batch = arena.gather(["k2", "k0", "k4"], "latents", allocate_pageable)
     assert batch[:, -1].tolist() == [2, 0, 4]
-    assert (tally.hits, tally.reads) == (2, 1)
+    assert (hit_counts.hits, hit_counts.reads) == (2, 1)
     assert arena.get("small")["x"].tolist() == [0, 1, 2]
     arena.will_need(["k2", "small"])
     arena.close()
-    assert arena.load(["k2"], pageable)[0]["latents"][0] == 2
-    assert arena.gather(["k2", "absent"], "latents", pageable) is None
+    assert arena.load(["k2"], allocate_pageable)[0]["latents"][0] == 2
+    assert arena.gather(["k2", "absent"], "latents", allocate_pageable) is None

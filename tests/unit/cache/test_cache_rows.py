@@ -3,8 +3,8 @@ import threading
 import pytest
 import torch
 
-from gracetune.cache.memory_tier import ArenaStore, HostMemoryBudget, Tally, pageable
-from gracetune.cache.store import MemoryStore
+from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_pageable
+from gracetune.cache.store import DictStore
 from gracetune.data.gather import Gather, MissingGather, find_gather
 
 KIB = 1024
@@ -26,9 +26,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def store(find, told, budget=64 * KIB, behind=None, tally=None):
-    return ArenaStore(
-        "latents", HostMemoryBudget(budget), behind, told, pageable, tally or Tally(), find=find
+def store(find, told, budget=64 * KIB, backing=None, hit_counts=None):
+    return MemoryTier(
+        "latents", HostMemoryBudget(budget), backing, told, allocate_pageable, hit_counts or HitCounts(), find=find
     )
 
 
@@ -69,14 +69,14 @@ def test_a_batch_is_what_was_put_bit_for_bit(told, find, shape, dtype):
 
     def room(nbytes):
         asked.append(nbytes)
-        return pageable(nbytes)
+        return allocate_pageable(nbytes)
 
     batch = kept.gather(keys, "x", room)
     expected = torch.stack([made[key]["x"] for key in keys])
     assert batch.dtype == dtype
     assert same_bits(batch, expected)
     assert asked == [expected.nbytes]
-    assert kept.gather(keys, "y", pageable).tolist() == [[4], [0], [0], [2]]
+    assert kept.gather(keys, "y", allocate_pageable).tolist() == [[4], [0], [0], [2]]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -87,7 +87,7 @@ def test_any_number_of_threads_copies_the_same(told, find, threads):
     kept.put_many(made)
     torch.set_num_threads(threads)
     try:
-        batch = kept.gather([*made], "x", pageable)
+        batch = kept.gather([*made], "x", allocate_pageable)
     finally:
         torch.set_num_threads(before)
     assert same_bits(batch, torch.stack([entry["x"] for entry in made.values()]))
@@ -98,34 +98,34 @@ def test_as_many_bytes_of_another_shape_are_no_batch(told, find):
     kept = store(find, told)
     kept.put_many({"wide": {"x": torch.zeros(4, 8)}, "high": {"x": torch.zeros(8, 4)}})
     with pytest.raises(RuntimeError, match="equal size"):
-        kept.gather(["wide", "high"], "x", pageable)
+        kept.gather(["wide", "high"], "x", allocate_pageable)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_what_is_missing_comes_from_behind_or_not_at_all(told, find):
-    tally, behind = Tally(), MemoryStore()
-    kept = store(find, told, behind=behind, tally=tally)
+    hit_counts, backing = HitCounts(), DictStore()
+    kept = store(find, told, backing=backing, hit_counts=hit_counts)
     kept.put("a", {"x": torch.tensor([1.0])})
-    behind.put("b", {"x": torch.tensor([2.0])})
-    assert kept.gather(["a", "b"], "x", pageable).tolist() == [[1], [2]]
-    assert (tally.hits, tally.reads) == (1, 1)
-    assert kept.gather(["b", "a"], "x", pageable).tolist() == [[2], [1]]
-    assert (tally.hits, tally.reads) == (3, 1)
-    assert kept.gather(["a", "absent"], "x", pageable) is None
+    backing.put("b", {"x": torch.tensor([2.0])})
+    assert kept.gather(["a", "b"], "x", allocate_pageable).tolist() == [[1], [2]]
+    assert (hit_counts.hits, hit_counts.reads) == (1, 1)
+    assert kept.gather(["b", "a"], "x", allocate_pageable).tolist() == [[2], [1]]
+    assert (hit_counts.hits, hit_counts.reads) == (3, 1)
+    assert kept.gather(["a", "absent"], "x", allocate_pageable) is None
     with pytest.raises(KeyError, match="z"):
-        kept.gather(["a"], "z", pageable)
+        kept.gather(["a"], "z", allocate_pageable)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_rooms_of_what_has_left_are_used_again(told, find):
     """A row that outlived its entry would keep its room."""
-    kept = store(find, told, 8 * KIB, MemoryStore())
+    kept = store(find, told, 8 * KIB, DictStore())
     for number in range(40):
         kept.put(f"{number}", {"x": torch.full((256,), float(number))})
-        kept.gather([f"{max(0, number - 3)}", f"{number}"], "x", pageable)
+        kept.gather([f"{max(0, number - 3)}", f"{number}"], "x", allocate_pageable)
     assert {*kept._entries} == {*kept._rows._rows["x"]}
     assert len(kept._entries) == 8
-    batch = kept.gather([f"{number}" for number in (39, 0, 35)], "x", pageable)
+    batch = kept.gather([f"{number}" for number in (39, 0, 35)], "x", allocate_pageable)
     assert batch[:, 0].tolist() == [39, 0, 35]
     assert kept.nbytes == 8 * KIB
 
@@ -135,12 +135,12 @@ def test_an_entry_that_is_put_again_takes_no_second_room(told, find):
     kept = store(find, told, 4 * KIB)  # nothing behind: what does not fit is an error
     for _ in range(10):
         kept.put("a", {"x": torch.full((256,), 1.0)})
-    assert kept.gather(["a"], "x", pageable)[0, 0] == 1
+    assert kept.gather(["a"], "x", allocate_pageable)[0, 0] == 1
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_what_leaves_while_it_is_copied_is_copied_whole(told, find):
-    kept = store(find, told, 4 * KIB, MemoryStore())
+    kept = store(find, told, 4 * KIB, DictStore())
     kept.put_many({f"{n}": {"x": torch.full((256,), float(n))} for n in range(3)})
 
     def room(nbytes):
@@ -150,7 +150,7 @@ def test_what_leaves_while_it_is_copied_is_copied_whole(told, find):
         thread.start()
         thread.join()
         assert not {"0", "1", "2"} & {*kept._entries}
-        return pageable(nbytes)
+        return allocate_pageable(nbytes)
 
     batch = kept.gather(["0", "1", "2"], "x", room)
     assert torch.equal(batch, torch.arange(3.0)[:, None].expand(3, 256))

@@ -9,13 +9,13 @@ from blake3 import blake3
 from gracetune.cache import shard_format
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.maintenance import (
-    caches_in,
+    find_caches,
     compact,
-    explain,
-    find,
-    find_leftovers,
+    explain_entry,
+    find_entries,
+    find_unused,
     repair,
-    stats,
+    cache_stats,
     verify,
 )
 from gracetune.cache.shard_store import ShardStore
@@ -36,7 +36,7 @@ def values(store, numbers):
 
 def row_of(store, key):
     with store.index() as index:
-        return index.find([key])[key]
+        return index.find_rows([key])[key]
 
 
 def flip(path, offset):
@@ -55,7 +55,7 @@ def test_a_whole_cache_is_clean_while_it_is_written_and_after(store, told):
     fill(store, range(5))
     for _ in range(2):
         report = verify(store, told)
-        assert report.clean
+        assert report.is_clean
         assert (report.num_entries, report.nbytes) == (5, 5 * 4 * SIZE)
         store.seal()
 
@@ -64,13 +64,13 @@ def test_verify_names_each_damaged_entry_and_repair_forgets_it(store, told):
     fill(store, range(5))
     store.seal()
     (path,) = store.shards.iterdir()
-    flip(path, row_of(store, "k3").begin + 17)
+    flip(path, row_of(store, "k3").offset + 17)
     report = verify(store, told)
     assert [damage.row.key for damage in report.damaged] == ["k3"]
     assert store.has(["k3"]) == [True], "verifying changes nothing"
     repair(store, report)
     assert store.has(["k3"]) == [False]
-    assert verify(store, told).clean
+    assert verify(store, told).is_clean
     fill(store, [3])
     assert values(store, range(5)) == [0, 1, 2, 3, 4]
 
@@ -83,12 +83,12 @@ def test_verify_finds_lost_shards(store, told, how):
     if how == "gone":
         path.unlink()
     else:
-        os.truncate(path, row_of(store, "k2").begin + 5)
+        os.truncate(path, row_of(store, "k2").offset + 5)
     report = verify(store, told)
     assert len(report.damaged) == (3 if how == "gone" else 1)
     assert ("gone" if how == "gone" else "ends before") in report.damaged[-1].why
     repair(store, report)
-    assert verify(store, told).clean
+    assert verify(store, told).is_clean
     assert values(store, range(2)) == ([None, None] if how == "gone" else [0, 1])
 
 
@@ -98,9 +98,9 @@ def test_a_damaged_header_costs_no_entry_and_is_written_again(store, told):
     (path,) = store.shards.iterdir()
     flip(path, 8)
     report = verify(store, told)
-    assert (report.damaged, len(report.headers)) == ((), 1)
+    assert (report.damaged, len(report.bad_headers)) == ((), 1)
     repair(store, report)
-    assert verify(store, told).clean
+    assert verify(store, told).is_clean
     assert values(store, range(3)) == [0, 1, 2]
 
 
@@ -120,9 +120,9 @@ def test_a_damaged_index_is_told_and_made_again_by_a_repair(tmp_path, told):
         with pytest.raises(CacheError, match=r"index\.sqlite cannot be used: .*--repair"):
             store.get_many([f"k{n}" for n in range(200)])
         report = verify(store, told)
-        assert report.index
+        assert report.index_problems
         repair(store, report)
-        assert verify(store, told).clean
+        assert verify(store, told).is_clean
         assert values(store, range(200)) == [*range(200)]
 
 
@@ -130,7 +130,7 @@ def test_an_index_in_use_is_not_made_again_under_its_user(tmp_path, told):
     """What a process puts through an index that is gone would be lost, or read as another's."""
     with ShardStore(tmp_path) as user, ShardStore(tmp_path) as store:
         fill(user, range(3))
-        broken = replace(verify(store, told), index=("malformed",))
+        broken = replace(verify(store, told), index_problems=("malformed",))
         with pytest.raises(CacheError, match="another process has it open"):
             repair(store, broken)
         fill(user, range(3, 6))
@@ -145,9 +145,9 @@ def test_a_row_that_is_none_of_ours_is_damage_of_the_index(store, told):
     with sqlite3.connect(store.folder / "index.sqlite") as db:
         db.execute("UPDATE entries SET tensors = '[' WHERE key = 'k1'")
     report = verify(store, told)
-    assert [text for text in report.index if "the row of k1 is no row of ours" in text]
+    assert [text for text in report.index_problems if "the row of k1 is no row of ours" in text]
     repair(store, report)
-    assert verify(store, told).clean
+    assert verify(store, told).is_clean
     assert values(store, range(3)) == [0, 1, 2]
 
 
@@ -162,7 +162,7 @@ def test_compacting_moves_entries_out_of_files_that_are_mostly_gaps(store, told)
         assert values(store, [98, 99]) == values(reader, [98, 99]) == before == [98, 99]
     with ShardStore(store.folder, told) as later:
         assert values(later, [98, 99]) == [98, 99]
-        assert verify(later, told).clean
+        assert verify(later, told).is_clean
     assert told.texts() == []
     assert row_of(store, "k98").about == {}
 
@@ -200,7 +200,7 @@ def test_a_reader_follows_an_entry_that_was_moved_before_it_looked(store, monkey
     store.seal()
     with ShardStore(store.folder) as reader:
         with reader.index() as index:
-            old = index.find(["k99"])["k99"]
+            old = index.find_rows(["k99"])["k99"]
         store.delete([f"k{n}" for n in range(99)])
         compact(store)
         assert reader._entry(old)["x"][0] == 99
@@ -212,11 +212,11 @@ def test_a_reader_follows_an_entry_that_was_moved_before_it_looked(store, monkey
 def test_leftovers_are_what_no_one_wants_by_kind(store):
     keep, drop = text_key("kept", "e1"), text_key("dropped", "e1")
     store.put_many({key: {"x": torch.ones(2)} for key in (keep, drop, "bare")})
-    left = find_leftovers(store, {keep})
+    left = find_unused(store, {keep})
     assert set(left.keys) == {drop, "bare"}
     assert left.kinds == {"text by e1": 1, "unexplained by ?": 1}
     assert left.nbytes == 16
-    assert find_leftovers(store, {keep, drop, "bare"}).keys == ()
+    assert find_unused(store, {keep, drop, "bare"}).keys == ()
 
 
 def test_an_entry_is_found_by_key_file_and_caption(store, tmp_path):
@@ -226,29 +226,29 @@ def test_an_entry_is_found_by_key_file_and_caption(store, tmp_path):
     sample = Sample("d", "cat.png", "a cat", blake3(b"pixels").hexdigest(), 8, 8)
     latents, text = latent_key(sample, (8, 8), "vae"), text_key("a cat", "clip")
     store.put_many({latents: {"latents": torch.ones(2, 3)}, text: {"tokens": torch.ones(4)}})
-    assert [row.key for row in find(store, str(picture), picture)] == [latents]
-    assert [row.key for row in find(store, str(caption), caption)] == [text]
-    (row,) = find(store, latents[:9], tmp_path / latents[:9])
-    told = explain(row)
+    assert [row.key for row in find_entries(store, str(picture), picture)] == [latents]
+    assert [row.key for row in find_entries(store, str(caption), caption)] == [text]
+    (row,) = find_entries(store, latents[:9], tmp_path / latents[:9])
+    told = explain_entry(row)
     assert told["made_of"]["geometry"].endswith("8x8")
     assert told["tensors"] == {"latents": {"dtype": "F32", "shape": [2, 3]}}
-    assert find(store, "zz", tmp_path / "zz") == []
+    assert find_entries(store, "zz", tmp_path / "zz") == []
 
 
 def test_stats_count_entries_bytes_and_gaps(store):
     store.put_many({text_key(c, "e"): {"x": torch.ones(16)} for c in "abc"})
-    told = stats(store)
+    told = cache_stats(store)
     assert (told["entries"], told["nbytes"], told["shards"]) == (3, 3 * 64, 1)
     assert told["kinds"] == [{"kind": "text", "encoder": "e", "entries": 3, "nbytes": 192}]
     assert told["written_nbytes"] >= 192
-    assert told["disk_nbytes"] < shard_format.ROOM
+    assert told["disk_nbytes"] < shard_format.DEFAULT_DATA_OFFSET
 
 
 def test_caches_are_found_by_their_marker(tmp_path):
     with pytest.raises(CacheError, match="no marker file"):
-        caches_in(tmp_path)
+        find_caches(tmp_path)
     for kind in ("text", "latents"):
         ShardStore(tmp_path / kind).close()
     (tmp_path / "others").mkdir()
-    assert [path.name for path in caches_in(tmp_path)] == ["latents", "text"]
-    assert caches_in(tmp_path / "text") == [tmp_path / "text"]
+    assert [path.name for path in find_caches(tmp_path)] == ["latents", "text"]
+    assert find_caches(tmp_path / "text") == [tmp_path / "text"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gracetune.cache import shard_reader
-from gracetune.cache.memory_tier import whole_pages
-from gracetune.cache.shard_reader import DEPTH, DirectQueue, Wanted
+from gracetune.cache.memory_tier import allocate_page_aligned
+from gracetune.cache.shard_reader import DEPTH, AioQueue, ReadRequest
 
 PAGE = 4096
 PAGES = 3 * DEPTH
@@ -30,14 +30,14 @@ def pages(tmp_path_factory):
 
 @pytest.fixture
 def queue():
-    made = DirectQueue()
+    made = AioQueue()
     yield made
     made.close()
 
 
 def wanted(descriptor, numbers):
-    rooms = whole_pages(len(numbers) * PAGE).numpy().reshape(len(numbers), PAGE)
-    return [Wanted(descriptor, n * PAGE, room) for n, room in zip(numbers, rooms, strict=True)]
+    rooms = allocate_page_aligned(len(numbers) * PAGE).numpy().reshape(len(numbers), PAGE)
+    return [ReadRequest(descriptor, n * PAGE, room) for n, room in zip(numbers, rooms, strict=True)]
 
 
 def holds(one):
@@ -47,16 +47,16 @@ def holds(one):
 def test_more_than_the_kernel_takes_at_once_come_in_any_order(queue, pages):
     numbers = [*np.random.default_rng(0).permutation(PAGES)]
     asked = wanted(pages, numbers)
-    tickets = queue.begin(asked)
+    tickets = queue.submit(asked)
     for place in reversed(range(PAGES)):
         assert queue.wait(tickets[place]) == PAGE
         assert holds(asked[place]) == {numbers[place]}
-    assert queue.begin([]) == []
+    assert queue.submit([]) == []
 
 
 def test_the_end_of_a_file_comes_short(queue, pages):
-    inside, tail, behind = queue.begin(wanted(pages, [PAGES - 1, PAGES, PAGES + 1]))
-    assert [queue.wait(ticket) for ticket in (behind, tail, inside)] == [0, 4, PAGE]
+    inside, tail, past_end = queue.submit(wanted(pages, [PAGES - 1, PAGES, PAGES + 1]))
+    assert [queue.wait(ticket) for ticket in (past_end, tail, inside)] == [0, 4, PAGE]
 
 
 def test_threads_share_a_queue(queue, pages):
@@ -67,7 +67,7 @@ def test_threads_share_a_queue(queue, pages):
         for _ in range(20):
             numbers = draw.integers(0, PAGES, 16)
             asked = wanted(pages, numbers)
-            for number, one, ticket in zip(numbers, asked, queue.begin(asked), strict=True):
+            for number, one, ticket in zip(numbers, asked, queue.submit(asked), strict=True):
                 if queue.wait(ticket) != PAGE or holds(one) != {number}:
                     wrong.append(number)
 
@@ -81,19 +81,19 @@ def test_threads_share_a_queue(queue, pages):
 
 
 def test_a_closed_queue_is_made_again(queue, pages):
-    begun = queue.begin(wanted(pages, range(8)))
+    begun = queue.submit(wanted(pages, range(8)))
     queue.close()
     assert [queue.wait(ticket) for ticket in begun] == [PAGE] * 8  # closing waited for all
     queue.close()
-    (ticket,) = queue.begin(wanted(pages, [5]))
+    (ticket,) = queue.submit(wanted(pages, [5]))
     assert queue.wait(ticket) == PAGE
 
 
 def test_what_nobody_waits_for_is_settled(queue, pages):
     asked = wanted(pages, range(32))
-    tickets = queue.begin(asked)
+    tickets = queue.submit(asked)
     queue.wait(tickets[3])
-    queue.settle(tickets)
+    queue.drain(tickets)
     assert [holds(one) for one in asked] == [{n} for n in range(32)]
     with pytest.raises(AssertionError, match="no read"):
         queue.wait(tickets[0])
@@ -102,14 +102,14 @@ def test_what_nobody_waits_for_is_settled(queue, pages):
 def test_one_bad_request_leaves_nothing_under_way(queue, pages):
     good, bad = wanted(pages, range(4)), wanted(10**6, [4])
     with pytest.raises(OSError, match="Bad file descriptor"):
-        queue.begin([*good, *bad])
+        queue.submit([*good, *bad])
     assert [holds(one) for one in good] == [{n} for n in range(4)]
     assert queue._begun == queue._done == {}
 
 
 def test_what_a_disk_reports_is_raised_for_that_read_alone(queue, pages, monkeypatch):
-    bad, good = queue.begin(wanted(pages, [0, 1]))
-    queue.settle([])
+    bad, good = queue.submit(wanted(pages, [0, 1]))
+    queue.drain([])
     while queue._begun:
         queue._reap()
     queue._done[bad] = -errno.EIO
@@ -129,12 +129,12 @@ def test_a_signal_does_not_end_a_wait(queue, pages):
         return real(number, *rest)
 
     queue._call = interrupted
-    (ticket,) = queue.begin(wanted(pages, [7]))
+    (ticket,) = queue.submit(wanted(pages, [7]))
     assert queue.wait(ticket) == PAGE
 
 
 def test_a_wait_that_fails_is_an_error(queue, pages, monkeypatch):
-    (ticket,) = queue.begin(wanted(pages, [7]))
+    (ticket,) = queue.submit(wanted(pages, [7]))
     with monkeypatch.context() as patched:
         patched.setattr(queue, "_call", refuse(errno.EINVAL))
         with pytest.raises(OSError, match="Invalid argument"):
@@ -151,23 +151,23 @@ def refuse(code):
 
 
 def test_a_kernel_without_a_queue_says_why_and_is_asked_once(pages, monkeypatch):
-    queue = DirectQueue()
+    queue = AioQueue()
     monkeypatch.setattr(queue, "_call", refuse(errno.EPERM))
-    assert queue.begin(wanted(pages, [1])) is None
+    assert queue.submit(wanted(pages, [1])) is None
     assert queue.refusal == "Operation not permitted"
     monkeypatch.undo()
-    assert queue.begin(wanted(pages, [1])) is None
+    assert queue.submit(wanted(pages, [1])) is None
 
 
 def test_an_unknown_machine_has_no_queue(pages):
-    queue = DirectQueue("vax")
-    assert queue.begin(wanted(pages, [1])) is None
+    queue = AioQueue("vax")
+    assert queue.submit(wanted(pages, [1])) is None
     assert "vax" in queue.refusal
 
 
 def test_a_queue_that_is_let_go_is_given_back_by_its_own_process(pages):
-    queue, calls = DirectQueue(), []
-    (ticket,) = queue.begin(wanted(pages, [1]))
+    queue, calls = AioQueue(), []
+    (ticket,) = queue.submit(wanted(pages, [1]))
     queue.wait(ticket)
     context = queue._context.value
     shard_reader._destroy(lambda *words: calls.append(words), 1, context, os.getpid() + 1)

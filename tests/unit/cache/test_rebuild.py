@@ -33,7 +33,7 @@ def everything(store):
 
 @pytest.mark.parametrize("words", [3, 40_000])
 def test_a_lost_index_is_made_again_from_sealed_and_open_shards(tmp_path, told, monkeypatch, words):
-    monkeypatch.setattr(shard_format, "FULL", shard_format.ROOM + 400_000)
+    monkeypatch.setattr(shard_format, "MAX_SHARD_NBYTES", shard_format.DEFAULT_DATA_OFFSET + 400_000)
     key = text_key("a cat", "encoder")
     with ShardStore(tmp_path) as store:
         fill(store, range(20), words)
@@ -49,10 +49,10 @@ def test_a_lost_index_is_made_again_from_sealed_and_open_shards(tmp_path, told, 
         (text,) = told.texts()
         assert "31 entries" in text
         with store.index() as index:
-            (row,) = index.made_of("caption", "a cat")
-        assert row.about == key.about
+            (row,) = index.rows_made_of("caption", "a cat")
+        assert row.about == key.components
         fill(store, [99], words)
-        assert verify(store, told).clean
+        assert verify(store, told).is_clean
         assert store.get("k99")["latents"][0] == 99
 
 
@@ -60,12 +60,12 @@ def test_a_torn_tail_and_damaged_entries_stay_out_and_all_others_come_back(tmp_p
     with ShardStore(tmp_path) as store:
         fill(store, range(6))
         with store.index() as index:
-            rows = index.find([f"k{n}" for n in range(6)])
+            rows = index.find_rows([f"k{n}" for n in range(6)])
     (path,) = store.shards.iterdir()
     with path.open("r+b") as file:
-        file.seek(rows["k1"].begin)
+        file.seek(rows["k1"].offset)
         file.write(b"\x55")  # its bytes
-        file.seek(rows["k3"].begin - 100)
+        file.seek(rows["k3"].offset - 100)
         file.write(b"\x00" * 40)  # its record
         file.truncate(rows["k5"].end - 1)
     lose_index(store)
@@ -103,19 +103,19 @@ def test_an_empty_folder_has_no_index_to_make_again(tmp_path, told):
 
 
 def test_the_room_of_a_header_is_told_by_the_file_or_is_the_usual(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_format, "ROOM", 4096)
+    monkeypatch.setattr(shard_format, "DEFAULT_DATA_OFFSET", 4096)
     with ShardStore(tmp_path) as store:
         store.put("many", {f"part {n}": torch.ones(1) for n in range(60)})
         with store.index() as index:
             (shard,) = index.shards()
-        assert shard.room > 4096
+        assert shard.data_offset > 4096
         (path,) = store.shards.iterdir()
         opened = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
-        assert shard_format.room_of(opened.numpy()) == shard.room
+        assert shard_format.read_data_offset(opened.numpy()) == shard.data_offset
     (path,) = store.shards.iterdir()
     sealed = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
-    assert shard_format.room_of(sealed.numpy()) == shard.room
-    assert shard_format.room_of(torch.zeros(100, dtype=torch.uint8).numpy()) == 4096
+    assert shard_format.read_data_offset(sealed.numpy()) == shard.data_offset
+    assert shard_format.read_data_offset(torch.zeros(100, dtype=torch.uint8).numpy()) == 4096
 
 
 @given(
@@ -123,29 +123,29 @@ def test_the_room_of_a_header_is_told_by_the_file_or_is_the_usual(tmp_path, monk
     st.dictionaries(st.text(max_size=20), st.text(max_size=40), max_size=4),
     st.integers(0, 3000),
 )
-@example(before=shard_format.RECORD, about={}, words=0)
+@example(before=shard_format.RECORD_MAGIC, about={}, words=0)
 @settings(deadline=None, max_examples=60)
 def test_a_record_is_found_and_read_wherever_it_lies(before, about, words):
     """What has the mark of one and is none is passed over."""
     packed = pack("key \N{SNOWMAN}", {"x": torch.zeros(words)}, about)
-    at = shard_format.aligned(len(before))
+    at = shard_format.align_up(len(before))
     data = torch.frombuffer(
         bytearray(before.ljust(at, b"g") + packed.record), dtype=torch.uint8
     ).numpy()
     found = find_record(data, 0)
     while found < at:
-        assert before[found:].startswith(shard_format.RECORD)
+        assert before[found:].startswith(shard_format.RECORD_MAGIC)
         assert read_record(data, found) is None
-        found = find_record(data, found + shard_format.ALIGN)
+        found = find_record(data, found + shard_format.TENSOR_ALIGNMENT)
     assert found == at
     told = read_record(data, at)
     assert (told.key, told.about, told.checksum) == ("key \N{SNOWMAN}", about, packed.checksum)
-    assert told.begin % shard_format.alignment(words * 4) == 0
+    assert told.begin % shard_format.entry_alignment(words * 4) == 0
     assert read_record(data[:-1], at) is None
     assert read_record(data, at + 1) is None
-    assert find_record(data, at + shard_format.ALIGN) is None
+    assert find_record(data, at + shard_format.TENSOR_ALIGNMENT) is None
 
 
 def test_a_record_with_a_mad_length_is_none():
-    data = bytearray(shard_format.RECORD + (2**60).to_bytes(8, "little") + bytes(48))
+    data = bytearray(shard_format.RECORD_MAGIC + (2**60).to_bytes(8, "little") + bytes(48))
     assert read_record(torch.frombuffer(data, dtype=torch.uint8).numpy(), 0) is None

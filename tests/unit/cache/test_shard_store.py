@@ -9,9 +9,9 @@ from safetensors import safe_open
 from gracetune.cache import shard_format
 from gracetune.cache.index import FORMAT, CacheIndex
 from gracetune.cache.keys import text_key
-from gracetune.cache.shard_reader import Bits
+from gracetune.cache.shard_reader import Bitset
 from gracetune.cache.shard_store import INDEX, MARKER, ShardStore, is_cache
-from gracetune.cache.store import MemoryStore
+from gracetune.cache.store import DictStore
 from gracetune.errors import CacheError
 
 DTYPES = [*shard_format.DTYPES]
@@ -66,7 +66,7 @@ def test_an_entry_without_tensors_is_an_entry(store):
     assert store.get("nothing") == {}
 
 
-@pytest.mark.parametrize("make", [lambda path: MemoryStore(), ShardStore], ids=["memory", "shards"])
+@pytest.mark.parametrize("make", [lambda path: DictStore(), ShardStore], ids=["memory", "shards"])
 def test_batches_are_answered_in_order_with_what_is_missing(tmp_path, make):
     store = make(tmp_path)
     fill(store, range(3))
@@ -86,7 +86,7 @@ def test_a_sealed_shard_is_a_safetensors_file_that_others_can_read(tmp_path):
         assert torch.equal(file.get_tensor("k7/latents"), entry(7)["latents"])
         assert file.get_tensor("odd/x").tolist() == [0, 1, 2]
         assert file.get_tensor("odd/empty").shape == (0,)
-    assert path.stat().st_blocks * 512 < shard_format.ROOM, "the room for the header is a hole"
+    assert path.stat().st_blocks * 512 < shard_format.DEFAULT_DATA_OFFSET, "the room for the header is a hole"
 
 
 def test_entries_are_views_of_the_file_and_writing_to_one_changes_no_file(tmp_path):
@@ -109,7 +109,7 @@ def test_the_next_writer_goes_on_with_a_small_shard(tmp_path):
 
 
 def test_full_shards_are_sealed_and_new_ones_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_format, "FULL", shard_format.ROOM + 4096)
+    monkeypatch.setattr(shard_format, "MAX_SHARD_NBYTES", shard_format.DEFAULT_DATA_OFFSET + 4096)
     with ShardStore(tmp_path) as store:
         fill(store, range(20), size=256)
         assert len(files(store)) == 10
@@ -122,7 +122,7 @@ def test_full_shards_are_sealed_and_new_ones_begun(tmp_path, monkeypatch):
 
 
 def test_a_shard_is_full_when_its_header_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(shard_format, "ROOM", 4096)
+    monkeypatch.setattr(shard_format, "DEFAULT_DATA_OFFSET", 4096)
     with ShardStore(tmp_path) as store:
         fill(store, range(30))
         many = {f"part {n}": torch.ones(1) for n in range(200)}
@@ -186,7 +186,7 @@ def test_damage_is_told_forgotten_and_encoded_again(tmp_path, told):
         fill(store, range(3))
         row = index_rows(store, "k1")
     (path,) = store.shards.iterdir()
-    flip(path, row.begin)
+    flip(path, row.offset)
     with ShardStore(tmp_path, told) as store:
         assert store.get("k1") is None
         assert "k1" in told.texts()[0]
@@ -201,7 +201,7 @@ def test_checking_can_be_left_to_verify(tmp_path):
     with ShardStore(tmp_path) as store:
         fill(store, [1])
         row = index_rows(store, "k1")
-    flip(next(store.shards.iterdir()), row.begin)
+    flip(next(store.shards.iterdir()), row.offset)
     with ShardStore(tmp_path, check=False) as store:
         assert store.get("k1") is not None
 
@@ -292,7 +292,7 @@ def test_deleted_entries_are_gone_and_views_of_them_stay_good(store):
 
 
 def test_few_views_are_kept_ready(tmp_path):
-    with ShardStore(tmp_path, max_ready=3) as store:
+    with ShardStore(tmp_path, max_cached_entries=3) as store:
         fill(store, range(10))
         for n in range(10):
             assert store.get(f"k{n}")["latents"][0, 0] == n
@@ -302,7 +302,7 @@ def test_few_views_are_kept_ready(tmp_path):
 def test_what_a_key_is_made_of_is_kept_beside_the_entry(store):
     key = text_key("a cat", "encoder 1")
     store.put(key, entry(1))
-    (row,) = store_index(store, lambda index: index.made_of("caption", "a cat"))
+    (row,) = store_index(store, lambda index: index.rows_made_of("caption", "a cat"))
     assert row.about == {"kind": "text", "caption": "a cat", "encoder": "encoder 1", "schema": "1"}
     assert row.key == key
 
@@ -345,7 +345,7 @@ def test_what_a_file_has_lost_is_not_there_and_told_once(tmp_path, told, how):
 
 
 def test_bits_remember_numbers():
-    bits = Bits()
+    bits = Bitset()
     for number in (0, 9, 100_000):
         assert number not in bits
         bits.add(number)
@@ -355,7 +355,7 @@ def test_bits_remember_numbers():
 def test_a_copy_of_a_key_still_explains_itself():
     key = text_key("a cat", "e")
     assert copy.deepcopy(key) == key
-    assert copy.deepcopy(key).about == key.about
+    assert copy.deepcopy(key).components == key.components
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -394,7 +394,7 @@ def store_index(store, ask):
 
 
 def index_rows(store, key):
-    return store_index(store, lambda index: index.find([key]))[key]
+    return store_index(store, lambda index: index.find_rows([key]))[key]
 
 
 def flip(path, offset):

@@ -15,7 +15,7 @@ from forked import holds_in_a_fork
 
 from gracetune.data.gather import LIBRARY, ODD, SOURCE, Gather, MissingGather, find_gather
 from gracetune.data.source import FileRange
-from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, Hand
+from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, SegmentWriter
 from gracetune.memory.shim import COMPILE_FLAGS, build_shim
 
 
@@ -37,7 +37,7 @@ def _gathered(
     gather: Gather, places: list[FileRange], sizes: list[int]
 ) -> tuple[Arena, list[int], list[int]]:
     writer = ArenaWriter()
-    with writer.hand() as hand:
+    with writer.segment_writer() as hand:
         hand.write(b"what was there before")
         starts, lengths = gather(hand, places, sizes)
         hand.write(b"what comes after")
@@ -108,7 +108,7 @@ def test_a_file_that_ends_before_its_length_is_as_long_as_it_is(
 @pytest.mark.parametrize("length", [100, 2_000_000], ids=["at the end", "in between"])
 def test_a_target_that_takes_no_more_is_full(tmp_path: Path, gather: Gather, length: int) -> None:
     (path,) = _made(tmp_path, [length])
-    hand = Hand(0)
+    hand = SegmentWriter(0)
     fcntl.fcntl(hand._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     with pytest.raises(ArenaFullError, match="Operation not permitted"):
         gather(hand, [FileRange(str(path), 0, None)], [length])
@@ -118,7 +118,7 @@ def test_without_descriptors_every_file_is_odd(tmp_path: Path, gather: Gather) -
     (path,) = _made(tmp_path, [100])
 
     def all_odd() -> bool:
-        with ArenaWriter().hand() as hand:
+        with ArenaWriter().segment_writer() as hand:
             used = max(map(int, os.listdir("/proc/self/fd")))
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, used))
             return gather(hand, [FileRange(str(path), 0, None)] * 2, [100] * 2)[1] == [ODD, ODD]

@@ -153,7 +153,7 @@ import resource, signal, sys
 from gracetune.memory.shared_arena import ArenaFullError, ArenaWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-with ArenaWriter().hand() as hand:
+with ArenaWriter().segment_writer() as hand:
     hand.write(bytes(90_000))
     try:
         hand.write(bytes(90_000))
@@ -206,8 +206,8 @@ def test_pages_are_counted_once() -> None:
 
 ATTACH = """
 import sys
-from gracetune.memory.shared_arena import Arena, Ticket
-ticket = Ticket(int(sys.argv[1]), ((int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])),))
+from gracetune.memory.shared_arena import Arena, ArenaHandle
+ticket = ArenaHandle(int(sys.argv[1]), ((int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])),))
 view = Arena.attach(ticket).segments[0]
 print(bytes(view[:5]), len(view), view.readonly)
 """
@@ -249,7 +249,7 @@ def test_nothing_is_left_after_kill_9() -> None:
 import os, signal
 from gracetune.memory.shared_arena import ArenaWriter
 writer = ArenaWriter()
-with writer.hand() as hand:
+with writer.segment_writer() as hand:
     hand.write(bytes({256 * MIB}))
 arena = writer.seal()
 print("ready", flush=True)

@@ -110,7 +110,7 @@ def test_each_machine_is_what_it_is(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_each_conclusion_has_its_reason(name: str) -> None:
     platform, _ = detected(name)
-    concluded = {field.name for field in dataclasses.fields(Platform)} - {"device", "why"}
+    concluded = {field.name for field in dataclasses.fields(Platform)} - {"device", "reasons"}
     assert set(platform.reasons) == concluded
     assert all(platform.reasons.values())
 
@@ -118,7 +118,7 @@ def test_each_conclusion_has_its_reason(name: str) -> None:
 def test_a_platform_becomes_json() -> None:
     platform, _ = detected("gh200-numa")
     text = json.dumps(dataclasses.asdict(platform), default=lambda value: value.value)
-    assert json.loads(text)["why"]["link"].startswith("the device translates addresses")
+    assert json.loads(text)["reasons"]["link"].startswith("the device translates addresses")
 
 
 def test_gpu_memory_that_is_a_node_is_not_host_memory() -> None:

@@ -131,7 +131,7 @@ def settings(fake_libcuda: Callable[..., Path]) -> PoolSettings:
 
 
 def platform(link: Link) -> Platform:
-    return replace(NO_GPU, link=link, device=0, why={"link": f"a test of {link.value}"})
+    return replace(NO_GPU, link=link, device=0, reasons={"link": f"a test of {link.value}"})
 
 
 def opened(shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch) -> ManagedPool:

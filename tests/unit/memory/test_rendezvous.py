@@ -20,7 +20,7 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from gracetune.memory.shared_arena import ArenaWriter
-from gracetune.memory.shared_arena import share
+from gracetune.memory.shared_arena import share_arena
 
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
 
@@ -28,12 +28,12 @@ def make():
     print("making", flush=True)
     time.sleep(seconds)
     writer = ArenaWriter()
-    with writer.hand() as hand:
+    with writer.segment_writer() as hand:
         hand.write(b"made by %d" % os.getpid())
     return writer.seal()
 
-shared = share(folder, "data", make, lambda: print("waiting", flush=True))
-print(shared.is_ours, bytes(shared.arena.segments[0]).decode(), flush=True)
+shared = share_arena(folder, "data", make, lambda: print("waiting", flush=True))
+print(shared.is_owner, bytes(shared.arena.segments[0]).decode(), flush=True)
 signal.pause()
 """
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
-from gracetune.durable import write_text
+from gracetune.atomic_files import write_text
 from gracetune.errors import HostError
 from gracetune.hosts.ai_toolkit.hooks import KNOWN, NEEDS
 from gracetune.hosts.probe import Installed, probe, probe_lines

@@ -85,7 +85,7 @@ class AIToolkitPlugin:
         rest, blocks = take_blocks(config, self.environment)
         for text in blocks.notices:
             self.say(text)
-        self._session.override = blocks.gh200.enable_uvm_hints
+        self._session.hints_override = blocks.gh200.enable_uvm_hints
         if blocks.cache is not None:
             self._hold_caches(blocks.cache)
         return rest, blocks
@@ -199,7 +199,7 @@ class AIToolkitPlugin:
 
     def place(self, blocks: AIToolkitBlocks, batch: Mapping[str, object]) -> None:
         """Hint where the tensors of a batch live."""
-        if self._session.enabled:
+        if self._session.hints_enabled:
             place_batch(batch, self._session.hints, placement_table(blocks.gh200.placement))
 
 

@@ -171,7 +171,7 @@ def check_one(path: Path, stage: Stage | None, modules: list[str] | None, say: S
             raise
         say(f"warning: {path} was not checked: {error}")
         return
-    found.demand()
+    found.raise_if_failed()
     say(f"{path} holds {found.expected} modules. {' '.join(found.lines())}")
 
 

@@ -82,7 +82,7 @@ class SimpleTunerPlugin:
             log.info("%s", text)
         for text in self.blocks.unused:
             log.warning("%s", text)
-        self._session.override = self.blocks.gh200.enable_uvm_hints
+        self._session.hints_override = self.blocks.gh200.enable_uvm_hints
         cache = self.blocks.cache
         if cache is not None and {cache.vae_cache_type, cache.text_cache_type} & {*IN_MEMORY}:
             self.memory = self._open_memory(cache.host_budget_gb)
@@ -144,13 +144,13 @@ class SimpleTunerPlugin:
 
     def place(self, batch: object) -> None:
         """Hint where the tensors of a batch live; at the end of an epoch there is no batch."""
-        if isinstance(batch, dict) and self._session.enabled:
+        if isinstance(batch, dict) and self._session.hints_enabled:
             table = placement_table(self.blocks.gh200.placement)
             place_batch(batch, self._session.hints, table)
 
     def attach(self, trainer: SimpleNamespace) -> None:
         """Once accelerator and configuration are there: the ramp, and what is told of us."""
-        self.runtime = {"uvm_hints_enabled": self._session.enabled}
+        self.runtime = {"uvm_hints_enabled": self._session.hints_enabled}
         if not self.blocks.gh200.enable_batch_size_rampup or trainer.accelerator is None:
             return
         accelerator, config = trainer.accelerator, trainer.config

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """A staging folder that becomes `path` when the block ends well, and vanishes when it does not.
 
     A folder that is already there is replaced.
@@ -29,37 +29,37 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         yield staging
         for file in sorted(staging.rglob("*")):
-            sync(file)
-        sync(staging)
+            fsync_path(file)
+        fsync_path(staging)
         _swap_in(staging, path)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """The same for one file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
     try:
         yield staging
-        sync(staging)
+        fsync_path(staging)
         os.replace(staging, path)
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a small text file."""
-    with new_file(path) as staging:
+    with atomic_file(path) as staging:
         staging.write_text(text, encoding="utf-8")
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until the disk has it; an error here fails the write."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -68,7 +68,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def clear_staging(folder: Path) -> None:
+def remove_stale_staging(folder: Path) -> None:
     """Remove what killed processes left behind; a folder that had stepped aside comes back."""
     for old in folder.glob(".*.old.staging"):
         name = old.name.removeprefix(".").removesuffix(".old.staging").rpartition(".")[0]

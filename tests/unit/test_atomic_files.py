@@ -2,11 +2,11 @@ import os
 
 import pytest
 
-from gracetune import durable
+from gracetune import atomic_files
 
 
 def test_a_folder_appears_whole(tmp_path):
-    with durable.new_folder(tmp_path / "a" / "b") as staging:
+    with atomic_files.atomic_folder(tmp_path / "a" / "b") as staging:
         (staging / "x").write_text("1")
         assert not (tmp_path / "a" / "b").exists()
     assert (tmp_path / "a" / "b" / "x").read_text() == "1"
@@ -15,9 +15,9 @@ def test_a_folder_appears_whole(tmp_path):
 
 def test_a_failed_folder_leaves_the_old_one(tmp_path):
     target = tmp_path / "kept"
-    with durable.new_folder(target) as staging:
+    with atomic_files.atomic_folder(target) as staging:
         (staging / "x").write_text("old")
-    with pytest.raises(OSError, match="no"), durable.new_folder(target) as staging:
+    with pytest.raises(OSError, match="no"), atomic_files.atomic_folder(target) as staging:
         (staging / "x").write_text("new")
         raise OSError("no")
     assert (target / "x").read_text() == "old"
@@ -27,7 +27,7 @@ def test_a_failed_folder_leaves_the_old_one(tmp_path):
 def test_a_folder_replaces_the_old_one_whole(tmp_path):
     target = tmp_path / "kept"
     for name in ("old", "new"):
-        with durable.new_folder(target) as staging:
+        with atomic_files.atomic_folder(target) as staging:
             (staging / name).write_text(name)
     assert [p.name for p in target.iterdir()] == ["new"]
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
@@ -35,8 +35,8 @@ def test_a_folder_replaces_the_old_one_whole(tmp_path):
 
 def test_a_file_is_whole_or_as_before(tmp_path):
     file = tmp_path / "f.json"
-    durable.write_text(file, "old")
-    with pytest.raises(RuntimeError), durable.new_file(file) as staging:
+    atomic_files.write_text(file, "old")
+    with pytest.raises(RuntimeError), atomic_files.atomic_file(file) as staging:
         staging.write_text("half")
         raise RuntimeError
     assert file.read_text() == "old"
@@ -48,7 +48,7 @@ def test_what_killed_processes_left_is_cleared(tmp_path):
     (tmp_path / ".step-1.77.staging" / "x").write_text("")
     (tmp_path / ".file.78.staging").write_text("")
     (tmp_path / "step-1").mkdir()
-    durable.clear_staging(tmp_path)
+    atomic_files.remove_stale_staging(tmp_path)
     assert os.listdir(tmp_path) == ["step-1"]
 
 
@@ -57,6 +57,6 @@ def test_a_folder_that_had_stepped_aside_when_the_process_died_comes_back(tmp_pa
     old.mkdir()
     (old / "x").write_text("kept")
     (tmp_path / ".step-000001.77.staging").mkdir()
-    durable.clear_staging(tmp_path)
+    atomic_files.remove_stale_staging(tmp_path)
     assert os.listdir(tmp_path) == ["step-000001"]
     assert (tmp_path / "step-000001" / "x").read_text() == "kept"
