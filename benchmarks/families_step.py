@@ -44,16 +44,16 @@ import torch
 from proof_ways import Asked
 from wan14b import in_a_row, let_go, step_of
 
-from gracetune.adapters.compute.fused_lora import freeze_in_fp8_for
+from gracetune.adapters.compute.fused_lora import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
 from gracetune.offload.copies import open_copy_engine
-from gracetune.plan.apply import Layout, compute_faster, place
-from gracetune.plan.controller import choice_of
-from gracetune.plan.device_benchmark import measure
-from gracetune.plan.launch_probe import Probe, narrow
-from gracetune.plan.machines import FITTED, basics_of
+from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
+from gracetune.plan.controller import candidate_of
+from gracetune.plan.device_benchmark import measure_device
+from gracetune.plan.launch_probe import LaunchProbe, build_probe_model
+from gracetune.plan.machines import FITTED_CONSTANTS, machine_rates
 from gracetune.plan.report import describe
-from gracetune.plan.search import Constraints, PlanBudget, PlanError, choose, predict
+from gracetune.plan.search import Constraints, PlanBudget, PlanError, find_best_plan, predict
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
     from gracetune.plan.cost import CostModel
-    from gracetune.plan.machines import Basics
-    from gracetune.plan.memory import Fixed
+    from gracetune.plan.machines import MachineRates
+    from gracetune.plan.memory import FixedMemory
     from gracetune.plan.result import Plan
     from gracetune.plan.shapes import ModelShapes
     from gracetune.plan.simulate import PlanCandidate
@@ -94,14 +94,14 @@ class Bench:
 
     device: torch.device
     link: Link
-    basics: Basics
+    basics: MachineRates
     rehearse: bool
     out: Path
     commit: str
     figures: dict[str, Any]
     records: list[dict[str, Any]]
     traces: dict[str, ModelShapes] = field(default_factory=dict)
-    probes: dict[str, Probe] = field(default_factory=dict)
+    probes: dict[str, LaunchProbe] = field(default_factory=dict)
     probes_nbytes: int = 0
     """Of device memory that they hold, which a run has let go of before its first step."""
 
@@ -109,7 +109,7 @@ class Bench:
         """As asked for, or narrow."""
         return families.rehearsed(case) if self.rehearse else case
 
-    def plan_model(self, name: str, case: Case) -> tuple[CostModel, Fixed]:
+    def plan_model(self, name: str, case: Case) -> tuple[CostModel, FixedMemory]:
         """The planner's view of a model, each family traced once, on this host as fast as it is
         now.
         """
@@ -121,11 +121,13 @@ class Bench:
             self.basics = replace(self.basics, host=self._probe(case.family).measure(LOOKS))
         return case.plan_model(self.traces[name], self.basics)
 
-    def _probe(self, family: str) -> Probe:
+    def _probe(self, family: str) -> LaunchProbe:
         if family not in self.probes:
             before = torch.cuda.memory_allocated(self.device)
-            small = partial(narrow, family)
-            self.probes[family] = Probe(self.device, self.synchronize, time.perf_counter, small)
+            small = partial(build_probe_model, family)
+            self.probes[family] = LaunchProbe(
+                self.device, self.synchronize, time.perf_counter, small
+            )
             self.probes[family].measure(1)
             self.probes_nbytes += torch.cuda.memory_allocated(self.device) - before
         return self.probes[family]
@@ -204,11 +206,11 @@ def open_bench(rehearse: bool, out: Path, commit: str) -> Bench:
     if rehearse:
         from gracetune.plan.machines import MACHINES
 
-        basics = basics_of(MACHINES["h200-pcie"])
+        basics = machine_rates(MACHINES["h200-pcie"])
         device = torch.device("cpu")
     else:
         device = torch.device("cuda", 0)
-        basics = measure(device, torch.cuda.synchronize)
+        basics = measure_device(device, torch.cuda.synchronize)
     commit = commit or results.this_commit()
     return Bench(device, machine.platform.link, basics, rehearse, out, commit, found, records)
 
@@ -220,7 +222,7 @@ def compare(bench: Bench, name: str) -> None:
     case = bench.case(families.FULL[name])
     model = case.model(bench.device)
     measure_plain(bench, name, case, model)
-    compute_faster(model)
+    fuse_operations(model)
     let_go()
     measure_ours(bench, name, case, model)
     ours, plain = (float(bench.figures[f"{name}_{who}_samples_s"]) for who in ("96", "plain"))
@@ -267,14 +269,18 @@ def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
     raise RuntimeError(f"{name}: no plan fits")
 
 
-def best_plan(planner: CostModel, fixed: Fixed, nbytes: int, wishes: Constraints = ANY) -> Plan:
+def best_plan(
+    planner: CostModel, fixed: FixedMemory, nbytes: int, wishes: Constraints = ANY
+) -> Plan:
     """The fastest of all batches."""
-    budget = PlanBudget(nbytes, HOST_NBYTES, FITTED["fragmentation"].value)  # as a run does it
+    budget = PlanBudget(
+        nbytes, HOST_NBYTES, FITTED_CONSTANTS["fragmentation"].value
+    )  # as a run does it
     plans = []
     for batch in BATCHES:
         wishes = replace(wishes, samples=batch, batches=(batch,))
         try:
-            plans.append(choose(planner, fixed, budget, wishes, simulated=False).best)
+            plans.append(find_best_plan(planner, fixed, budget, wishes, simulated=False).best)
         except PlanError as small:
             print(f"batch {batch}: {small}", flush=True)
     if not plans:
@@ -294,8 +300,8 @@ def prove(
         model = case.model(bench.device)
         if case.frozen_compute == "fp8":
             shown, _ = case.call(model, 1, bench.device)
-            freeze_in_fp8_for(shown, case.blocks(model), bench.device)
-        compute_faster(model)
+            convert_to_fp8_calibrated(shown, case.blocks(model), bench.device)
+        fuse_operations(model)
         for way in ways:
             title = f"{name}, {way}"
             try:
@@ -322,7 +328,7 @@ def run_plan(
 ) -> dict[str, Any]:
     """What was chosen, which its record tells; the next choice for the same takes its place."""
     print(f"{title}: {describe(plan)}", flush=True)
-    record = run_choice(bench, name, title, case, model, choice_of(plan), steps)
+    record = run_choice(bench, name, title, case, model, candidate_of(plan), steps)
     record["plan"] = describe(plan)
     bench.save()
     return record
@@ -339,10 +345,10 @@ def run_choice(
 ) -> dict[str, Any]:
     """Predict, then measure, some times in turns; all in one record."""
     blocks = case.blocks(model)
-    layout = Layout(choice.blocks, choice.compiled, choice.slots)
+    layout = PlanLayout(choice.blocks, choice.compiled, choice.slots)
     mover = open_copy_engine(bench.device, bench.link)
     backend = "aot_eager_decomp_partition" if bench.rehearse else "inductor"
-    placed = place(model, {model: blocks}, layout, mover, show, backend)
+    placed = apply_plan(model, {model: blocks}, layout, mover, show, backend)
     let_go()
     bench.limit(BUDGET_NBYTES)
     try:

@@ -16,19 +16,19 @@ import torch
 from diffusers import WanTransformer3DModel
 from peft.tuners.lora import Linear as LoraLinear
 
-from gracetune.adapters.compute.fused_lora import freeze_in_fp8_for
-from gracetune.adapters.inject import NAME, add_adapter
+from gracetune.adapters.compute.fused_lora import convert_to_fp8_calibrated
+from gracetune.adapters.inject import ADAPTER_NAME, add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection, OptimizerSection, TrainSection
 from gracetune.data.shapes import draw, drawn
 from gracetune.models import tiny
 from gracetune.models.wan22 import TARGETS
-from gracetune.offload.checkpointing import run_blocks
+from gracetune.offload.checkpointing import wrap_blocks
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.schedule import rate_share, set_rates
-from gracetune.plan.apply import compute_faster
+from gracetune.optim.schedule import lr_scale, set_lr
+from gracetune.plan.apply import fuse_operations
 from gracetune.train import objective
-from gracetune.train.step import scale_and_clip
-from gracetune.train.timesteps import draw_levels
+from gracetune.train.step import scale_and_clip_gradients
+from gracetune.train.timesteps import sample_timesteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -132,10 +132,12 @@ def make_arm(
         to_bf16(model)
     add_adapter({"": model}, AdapterSection(rank=rank), TARGETS, seed=0)
     if way == "fp8":
-        freeze_in_fp8_for(lambda: losses(model, shown, autocast=False), list(model.blocks), device)
+        convert_to_fp8_calibrated(
+            lambda: losses(model, shown, autocast=False), list(model.blocks), device
+        )
     if way in ("bf16", "fp8"):
-        compute_faster(model)
-        run_blocks(model.blocks, ["keep"] * shape.layers, compiler=None)
+        fuse_operations(model)
+        wrap_blocks(model.blocks, ["keep"] * shape.layers, compiler=None)
     return model.train()
 
 
@@ -152,7 +154,7 @@ def restart(model: nn.Module, seed: int) -> None:
     torch.manual_seed(seed)
     for layer in model.modules():
         if isinstance(layer, LoraLinear):
-            layer.reset_lora_parameters(NAME, init_lora_weights=True)
+            layer.reset_lora_parameters(ADAPTER_NAME, init_lora_weights=True)
 
 
 def adapter_of(model: nn.Module) -> dict[str, Tensor]:
@@ -172,7 +174,7 @@ def give_adapter(model: nn.Module, adapter: Mapping[str, Tensor]) -> None:
 def ask(pictures: Pictures, levels: Tensor, noise: Tensor) -> Asked:
     """Along the path of flow matching."""
     return Asked(
-        objective.noisy(pictures.latents, noise, levels),
+        objective.add_noise(pictures.latents, noise, levels),
         levels,
         pictures.words,
         objective.target(pictures.latents, noise, levels, "flow"),
@@ -189,7 +191,7 @@ def losses(model: nn.Module, asked: Asked, autocast: bool) -> Tensor:
             encoder_hidden_states=asked.words.to(dtype),
             return_dict=False,
         )
-    return objective.losses(said, asked.target)
+    return objective.sample_losses(said, asked.target)
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class Backward:
         chosen = torch.randint(len(latents), (self.batch,), generator=generator, device=device)
         shape = (self.batch, *latents.shape[1:])
         noise = torch.randn(shape, generator=generator, device=device)
-        return Drawn(chosen, noise, draw_levels(TRAIN, self.batch, generator))
+        return Drawn(chosen, noise, sample_timesteps(TRAIN, self.batch, generator))
 
     def __call__(self, drawn: Drawn) -> None:
         """Leave gradients with the parameters."""
@@ -275,8 +277,8 @@ def train(
     curve = {0: held_out()}
     for step in range(course.steps):
         backward(backward.draw(generator))
-        scale_and_clip(list(trained.values()), whole, TRAIN.max_grad_norm)
-        set_rates(optimizer, rate_share(course.optimizer, step, course.steps))
+        scale_and_clip_gradients(list(trained.values()), whole, TRAIN.max_grad_norm)
+        set_lr(optimizer, lr_scale(course.optimizer, step, course.steps))
         optimizer.step()
         if (step + 1) % course.every == 0 or step + 1 == course.steps:
             curve[step + 1] = held_out()

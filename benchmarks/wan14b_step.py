@@ -27,11 +27,11 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from wan14b import DEVICE, LAYERS, ask, let_go, make_model, make_step, time_step
 
-from gracetune.adapters.compute.fused_lora import freeze_in_fp8_for
+from gracetune.adapters.compute.fused_lora import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
 from gracetune.offload.activations import OffloadSettings
 from gracetune.offload.copies import open_copy_engine
-from gracetune.plan.apply import Layout, compute_faster, place
+from gracetune.plan.apply import PlanLayout, fuse_operations, apply_plan
 from gracetune.plan.result import BlockPlan
 from gracetune.units import GIB
 
@@ -68,7 +68,7 @@ class Way:
     sends_inputs: bool = False
     """Whether what recomputed blocks start from waits in host memory."""
 
-    def layout(self) -> Layout:
+    def layout(self) -> PlanLayout:
         """Each kind spread evenly, so that links and kernels are busy at the same time."""
         streamed = spread(self.streamed, range(LAYERS))
         left = list(range(LAYERS))
@@ -82,7 +82,7 @@ class Way:
             replace(doing[index], weights="streamed" if index in streamed else "resident")
             for index in range(LAYERS)
         ]
-        return Layout(blocks, compiled=True, offload=OffloadSettings(ahead=2))
+        return PlanLayout(blocks, compiled=True, offload=OffloadSettings(prefetch_blocks=2))
 
 
 OURS = {
@@ -182,9 +182,9 @@ def measure_way(
     """Place, narrow the memory, time."""
     model = make_model()
     if name.startswith("fp8"):
-        freeze_in_fp8_for(ask(model, 1)[0], list(model.blocks), DEVICE)
-    compute_faster(model)
-    placed = place(
+        convert_to_fp8_calibrated(ask(model, 1)[0], list(model.blocks), DEVICE)
+    fuse_operations(model)
+    placed = apply_plan(
         model, {model: list(model.blocks)}, way.layout(), open_copy_engine(DEVICE, link), show
     )
     let_go()
@@ -198,7 +198,7 @@ def measure_way(
             figures[f"{name}_ratio"] = float(figures[f"{name}_images_s"]) / float(
                 figures["plain_images_s"]
             )
-        figures[f"{name}_waiting_s"] = placed.waited_s() / (wan14b.WARM_UP + STEPS)
+        figures[f"{name}_waiting_s"] = placed.stall_seconds() / (wan14b.WARM_UP + STEPS)
         print("   ", figures[f"{name}_layout"], figures.get(f"{name}_ratio"), flush=True)
         print("   ", placed.ring and placed.ring.counters(), flush=True)
         print("   ", placed.offload and placed.offload.counters(), flush=True)

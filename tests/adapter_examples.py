@@ -21,7 +21,7 @@ def shape_of(module, hidden=HIDDEN, ffn=FFN):
 
 
 def wan_modules(num_blocks=2):
-    return [one.format(n) for n in range(num_blocks) for one in WAN.surface]
+    return [one.format(n) for n in range(num_blocks) for one in WAN.block_linears]
 
 
 def make_lora(out, into, generator, rank=RANK, alpha=None, dora=False, dtype=torch.float32):

@@ -10,10 +10,10 @@ import torch
 from adapter_examples import RANK, TABLES, WAN, same, shape_of
 from safetensors.torch import save_file
 
-from gracetune.adapters.files.formats import FORMS
+from gracetune.adapters.files.formats import FORMATS
 from gracetune.adapters.files.io import read_adapter, write_adapter, write_stages
-from gracetune.adapters.files.keys import LayerPath, form_named
-from gracetune.adapters.files.layers import at_stage, delta
+from gracetune.adapters.files.keys import LayerPath, get_format
+from gracetune.adapters.files.layers import with_stage, delta
 from gracetune.errors import AdapterError
 
 MODULES = (
@@ -200,19 +200,19 @@ def file_of(tmp_path):
 def test_what_a_tool_wrote_is_understood(row, file_of):
     form, _, _, stage = ROWS[row]
     adapter = read_adapter(file_of(row), TABLES)
-    assert adapter.form == form
+    assert adapter.format == form
     assert adapter.table.family == "wan"
     assert set(adapter.layers) == {LayerPath(stage, module) for module in MODULES}
 
 
-@pytest.mark.parametrize("form", [form.name for form in FORMS])
+@pytest.mark.parametrize("form", [form.name for form in FORMATS])
 @pytest.mark.parametrize("row", ROWS)
 def test_written_in_any_form_it_reads_back_the_same(row, form, file_of, tmp_path):
     adapter = read_adapter(file_of(row), TABLES)
-    wanted = form_named(form)
+    wanted = get_format(form)
     # `transformer.` alone says no stage, so that form is written for the low one.
     stage = "low" if form == "diffusers-both" else adapter.stages[0] or "high"
-    given = at_stage(adapter, stage if wanted.stages else None)
+    given = with_stage(adapter, stage if wanted.stages else None)
     path = write_adapter(tmp_path / "out.safetensors", given, wanted)
     back = read_adapter(path, TABLES)
     assert set(back.layers) == set(given.layers)
@@ -221,7 +221,7 @@ def test_written_in_any_form_it_reads_back_the_same(row, form, file_of, tmp_path
         for place, layer in given.layers.items():
             torch.testing.assert_close(delta(back.layers[place]), delta(layer))
     else:
-        assert same(replace(given, form=None), back)
+        assert same(replace(given, format=None), back)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -277,7 +277,7 @@ def test_a_file_with_both_prefixes_of_diffusers_is_of_both_stages(tmp_path):
     save_file(tensors, path)
     adapter = read_adapter(path, TABLES)
     assert adapter.stages == ("high", "low")
-    assert adapter.form == "diffusers-both"
+    assert adapter.format == "diffusers-both"
 
 
 def test_two_stages_do_not_fit_a_form_of_one(tmp_path):
@@ -299,7 +299,7 @@ def test_lightning_with_whole_differences_beside_its_lora(tmp_path):
     path = tmp_path / "lightning.safetensors"
     save_file(tensors, path)
     adapter = read_adapter(path, TABLES)
-    assert adapter.form == "lightning"
+    assert adapter.format == "lightning"
     norm = adapter.layers[
         LayerPath(None, "blocks.0.norm2")
     ]  # the two namings count norms differently

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from gracetune.adapters.files.check import check_file
 from gracetune.adapters.files.io import AdapterMetadata, read_adapter, read_tensors, write_adapter
 from gracetune.adapters.files.keys import LayerPath
-from gracetune.adapters.files.layers import Adapter, Layer, delta, merged
+from gracetune.adapters.files.layers import Adapter, Layer, delta, merge_weight
 from gracetune.errors import AdapterError
 
 STAGES = ("high", "low")
@@ -84,7 +84,7 @@ def merged_copy(model, adapter):
     with torch.no_grad():
         for place, layer in adapter.layers.items():
             module = changed.get_submodule(place.module)
-            module.weight.copy_(merged(layer, module.weight))
+            module.weight.copy_(merge_weight(layer, module.weight))
             if "diff_b" in layer.tensors:
                 module.bias.add_(layer.tensors["diff_b"])
     return changed
@@ -123,7 +123,7 @@ def test_a_lora_loads_in_either_expert_and_does_what_our_maths_says(
     found = check_file(path, TABLES)
     assert found.stage == stage
     assert found.ok
-    assert found.targets[0].matched == found.targets[0].expected == ALL
+    assert found.results[0].matched == found.results[0].expected == ALL
 
 
 def test_a_dora_loads_with_its_magnitudes(pipeline, tmp_path):
@@ -137,12 +137,12 @@ def test_a_dora_loads_with_its_magnitudes(pipeline, tmp_path):
     expected = predict(merged_copy(pipeline.transformer, adapter))
     pipeline.load_lora_weights(str(tmp_path), weight_name=path.name, local_files_only=True)
     torch.testing.assert_close(predict(pipeline.transformer), expected, rtol=1e-4, atol=1e-5)
-    assert check_file(path, TABLES).targets[0].loads
+    assert check_file(path, TABLES).results[0].loads
 
     refused = check_file(write_adapter(tmp_path / "b.safetensors", adapter, "comfyui"), TABLES)
-    assert "refuses the file" in refused.targets[0].reason
-    assert refused.targets[1].loads
-    assert "norms of the unchanged weight" in refused.targets[1].reason
+    assert "refuses the file" in refused.results[0].reason
+    assert refused.results[1].loads
+    assert "norms of the unchanged weight" in refused.results[1].reason
 
 
 def test_magnitudes_that_diffusers_drops_are_noticed(tmp_path):
@@ -158,8 +158,8 @@ def test_magnitudes_that_diffusers_drops_are_noticed(tmp_path):
     save_file(tensors, tmp_path / "a.safetensors")
     found = check_file(tmp_path / "a.safetensors", TABLES)
     assert not found.ok
-    assert found.targets[0].wrong
-    assert "drops the magnitudes" in found.targets[0].reason
+    assert found.results[0].is_wrong
+    assert "drops the magnitudes" in found.results[0].reason
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -178,7 +178,7 @@ def test_a_lokr_loads_into_a_transformer_and_does_what_our_maths_says(
     assert not torch.allclose(expected, plain, atol=1e-3)
     found = check_file(path, TABLES)
     assert found.ok
-    assert found.targets[0].matched == ALL
+    assert found.results[0].matched == ALL
 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "lokr-whole"])
@@ -211,10 +211,10 @@ def test_what_no_tool_loads_is_told(form, tmp_path):
     path = write_adapter(tmp_path / "a.safetensors", make_wan("lora"), form)
     found = check_file(path, TABLES)
     assert not found.ok
-    assert NOWHERE[form] in found.targets[0].reason
-    assert found.targets[1].matched == 0
+    assert NOWHERE[form] in found.results[0].reason
+    assert found.results[1].matched == 0
     with pytest.raises(AdapterError, match="does not load as it should") as caught:
-        found.demand()
+        found.raise_if_failed()
     assert caught.value.kind == "partial"
 
 
@@ -223,16 +223,16 @@ def test_the_low_stages_prefix_loads_nothing_even_when_asked_to(tmp_path):
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers-both")
     found = check_file(path, TABLES)
     assert found.stage == "low"
-    assert [target.matched for target in found.targets] == [0, 0]
-    assert "does not say so" in found.targets[0].reason
+    assert [target.matched for target in found.results] == [0, 0]
+    assert "does not say so" in found.results[0].reason
 
 
 def test_kohya_needs_every_linear_module_in_diffusers(tmp_path):
     attention = {p: x for p, x in make_wan().layers.items() if "attn" in p.module}
     path = write_adapter(tmp_path / "a.safetensors", Adapter(WAN, attention), "kohya")
     found = check_file(path, TABLES)
-    assert "KeyError" in found.targets[0].reason
-    assert found.targets[1].loads
+    assert "KeyError" in found.results[0].reason
+    assert found.results[1].loads
     assert found.ok
     assert not check_file(path, TABLES, demanded=("diffusers",)).ok
     path = write_adapter(tmp_path / "b.safetensors", Adapter(WAN, attention), "comfyui")
@@ -244,8 +244,8 @@ def test_other_algorithms_load_in_comfyui_alone(kind, tmp_path):
     for form, loads in (("comfyui", True), ("kohya", True), ("lycoris", False)):
         path = write_adapter(tmp_path / "a.safetensors", make_wan(kind), form)
         found = check_file(path, TABLES)
-        assert found.targets[0].matched == 0
-        assert found.targets[1].loads == found.ok == loads
+        assert found.results[0].matched == 0
+        assert found.results[1].loads == found.ok == loads
 
 
 def test_a_combined_file_is_refused_by_its_second_stages_first_key(tmp_path):
@@ -271,8 +271,8 @@ def test_a_file_for_a_model_of_another_size_is_refused_by_it(made, tmp_path):
     path = write_adapter(tmp_path / "a.safetensors", make_wan(), "comfyui")
     config = dict(made.transformer.config) | {"ffn_dim": 64}
     found = check_file(path, TABLES, config=config)
-    assert not found.targets[0].loads
-    assert "size mismatch" in found.targets[0].reason
+    assert not found.results[0].loads
+    assert "size mismatch" in found.results[0].reason
     assert check_file(path, TABLES, config=dict(made.transformer.config)).ok
 
 
@@ -287,7 +287,7 @@ def test_a_file_of_the_real_size_needs_no_model(tmp_path):
     found = check_file(path, TABLES)
     assert found.ok
     assert found.stage == "low"
-    assert [target.matched for target in found.targets] == [ALL, ALL]
+    assert [target.matched for target in found.results] == [ALL, ALL]
 
 
 def test_a_wrong_scale_would_be_noticed(tmp_path, monkeypatch):
@@ -303,8 +303,8 @@ def test_a_wrong_scale_would_be_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "_load", doubling)
     found = check_file(path, TABLES)
     assert not found.ok
-    assert found.targets[0].first == "blocks.1.attn2.to_v"
-    assert "another dW" in found.targets[0].reason
+    assert found.results[0].first_missing == "blocks.1.attn2.to_v"
+    assert "another dW" in found.results[0].reason
 
 
 def test_the_known_change_is_the_files(tmp_path):
@@ -318,7 +318,7 @@ def test_the_known_change_is_the_files(tmp_path):
 def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path):
     from diffusers import SD3Transformer2DModel
 
-    from gracetune.adapters.files.keys import open_table
+    from gracetune.adapters.files.keys import any_name_table
 
     config = {
         "sample_size": 8,
@@ -337,12 +337,12 @@ def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path
     for kind, make in (("lora", make_lora), ("lokr", make_lokr)):
         layer = make(16, 16, generator, rank=1)
         adapter = Adapter(
-            open_table("tiny"), {LayerPath(None, "transformer_blocks.0.attn.to_q"): layer}
+            any_name_table("tiny"), {LayerPath(None, "transformer_blocks.0.attn.to_q"): layer}
         )
         path = write_adapter(tmp_path / f"{kind}.safetensors", adapter, "diffusers")
         found = check_file(path, TABLES, cls=SD3Transformer2DModel, config=config)
         assert found.ok
-        assert found.targets[0].matched == 1
+        assert found.results[0].matched == 1
     wrong = check_file(
         path, TABLES, cls=SD3Transformer2DModel, config=config | {"num_attention_heads": 3}
     )
@@ -356,7 +356,7 @@ def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path
     save_file(raw, path, {"gracetune.family": "tiny"})
     lost = check_file(path, TABLES, cls=SD3Transformer2DModel, config=config)
     assert not lost.ok
-    assert lost.targets[0].wrong
+    assert lost.results[0].is_wrong
     loha = Adapter(
         adapter.table, {LayerPath(None, "context_embedder"): make_loha(16, 8, generator)}
     )
@@ -367,7 +367,7 @@ def test_a_family_without_a_pipeline_is_loaded_into_its_own_transformer(tmp_path
     )
     untried = check_file(path, TABLES)
     assert untried.ok
-    assert untried.demand() is untried
+    assert untried.raise_if_failed() is untried
     assert "not loaded" in untried.lines()[0]
     with pytest.raises(AdapterError, match="does not load as it should"):
-        check_file(path, TABLES, demanded=("comfyui",)).demand()
+        check_file(path, TABLES, demanded=("comfyui",)).raise_if_failed()

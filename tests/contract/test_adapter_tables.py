@@ -31,7 +31,7 @@ with torch.device("meta"):
 
 def names_of(table):
     wholes = {one.whole for one in table.fused}
-    return ({ours for _, ours in table.rows} | set(table.parts)) - wholes
+    return ({ours for _, ours in table.rows} | set(table.unfused)) - wholes
 
 
 @pytest.mark.parametrize("family", TABLES)
@@ -57,8 +57,8 @@ def test_the_surface_is_the_linear_modules_of_blocks(family):
         for name, module in MODELS[family].named_modules()
         if isinstance(module, nn.Linear) and "blocks." in name
     }
-    assert set(table.surface) <= inside
-    left_out = {name.rpartition("}.")[2] for name in inside - set(table.surface)}
+    assert set(table.block_linears) <= inside
+    left_out = {name.rpartition("}.")[2] for name in inside - set(table.block_linears)}
     modulation = {"norm1.linear", "norm1_context.linear", "norm.linear", "img_mod.1", "txt_mod.1"}
     assert left_out <= modulation | {"attn2.add_k_proj", "attn2.add_v_proj"}
 
@@ -69,7 +69,7 @@ def original_wan():
     for theirs, ours in TABLES["wan"].rows:
         for number in (0, 1) if "{}" in theirs else ("",):
             name = theirs.format(number)
-            tail = "" if ours in TABLES["wan"].bare else ".weight"
+            tail = "" if ours in TABLES["wan"].bare_parameters else ".weight"
             names.append((name + tail, ours.format(number) + tail))
     return names
 
@@ -168,4 +168,4 @@ def test_a_flux_lora_of_fused_projections_loads_in_diffusers(form, tmp_path):
     }
     path = write_adapter(tmp_path / "a.safetensors", Adapter(TABLES["flux"], layers), form)
     found = check_file(path, TABLES, table=TABLES["flux"])
-    assert [target.matched for target in found.targets] == [7, 7], found.lines()
+    assert [target.matched for target in found.results] == [7, 7], found.lines()

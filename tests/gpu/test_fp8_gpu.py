@@ -12,19 +12,19 @@ from torch.nn import functional
 
 from gracetune.adapters.compute.fused_lora import (
     Fp8Linear,
-    InFp8,
-    check_fp8,
-    freeze_in_fp8,
-    freeze_in_fp8_for,
+    Fp8Conversion,
+    check_fp8_support,
+    convert_to_fp8,
+    convert_to_fp8_calibrated,
     fuse_lora,
 )
-from gracetune.adapters.compute.lora_matmul import FrozenProductFp8, LoraProductFp8, round_rows
-from gracetune.adapters.compute.outlier_subspace import main_directions
+from gracetune.adapters.compute.lora_matmul import FrozenMatmulFp8, LoraMatmulFp8, quantize_rows
+from gracetune.adapters.compute.outlier_subspace import find_outlier_subspace
 from gracetune.events.types import Notice, StepDone
 from gracetune.memory.platform import Link
-from gracetune.offload.checkpointing import Compiler, run_blocks
+from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
 from gracetune.offload.copies import open_copy_engine
-from gracetune.offload.host_weights import lay_out, load_resident_weights
+from gracetune.offload.host_weights import select_streamed_weights, load_resident_weights
 from gracetune.offload.ring import stream_weights
 from gracetune.train.run import run_training
 
@@ -61,23 +61,23 @@ def there_and_back(product, rows, device, turned=False, knows=False):
     if turned:
         x, grad = x.t().contiguous().t(), grad.t().contiguous().t()
     x.requires_grad_()
-    weight, scales = round_rows(layer(device).weight)
+    weight, scales = quantize_rows(layer(device).weight)
     halves = [drawn(8, 96, seed=3), drawn(160, 8, seed=4)]
     halves = [half.mul_(0.1).to(device).requires_grad_() for half in halves]
     directions = (None, None)
     if knows:
-        along = main_directions(drawn(256, 96, seed=5).float()).bfloat16()
+        along = find_outlier_subspace(drawn(256, 96, seed=5).float()).bfloat16()
         across = (layer("cpu").weight.float() @ along.float().t()).bfloat16()
         directions = (along.to(device), across.to(device))
     given = (x, weight, scales, layer(device).bias, *directions)
-    if product is LoraProductFp8:
+    if product is LoraMatmulFp8:
         y = product.apply(*given, *halves, 0.5)
         return [y, *torch.autograd.grad(y, [x, *halves], grad)]
     y = product.apply(*given)
     return [y, *torch.autograd.grad(y, [x], grad)]
 
 
-@pytest.mark.parametrize("product", [FrozenProductFp8, LoraProductFp8])
+@pytest.mark.parametrize("product", [FrozenMatmulFp8, LoraMatmulFp8])
 @pytest.mark.parametrize("rows", [1, 17, 256])
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_kernel_gives_what_is_computed_by_hand(product, rows, knows):
@@ -88,7 +88,7 @@ def test_a_kernel_gives_what_is_computed_by_hand(product, rows, knows):
         assert apart(found, by_hand) < BY_HAND
 
 
-@pytest.mark.parametrize("product", [FrozenProductFp8, LoraProductFp8])
+@pytest.mark.parametrize("product", [FrozenMatmulFp8, LoraMatmulFp8])
 def test_operands_may_lie_the_other_way_round(product):
     expected = there_and_back(product, 64, DEVICE)
     for found, straight in zip(
@@ -102,8 +102,8 @@ def test_long_sums_keep_enough_bits():
     x, weight = drawn(64, 13824, seed=1), drawn(128, 13824, seed=2)
     found = []
     for device in ("cpu", DEVICE):
-        values, scales = round_rows(weight.to(device))
-        found.append(FrozenProductFp8.apply(x.to(device), values, scales, None, None, None))
+        values, scales = quantize_rows(weight.to(device))
+        found.append(FrozenMatmulFp8.apply(x.to(device), values, scales, None, None, None))
     assert apart(found[1], found[0]) < BY_HAND
 
 
@@ -135,12 +135,12 @@ def by_blocks(model, inputs):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_every_block_point_where_those_of_bf16_do(compiled, told):
     usual, rounded = wan(), wan()
-    assert freeze_shown(rounded) == InFp8(10 * LAYERS, 0)
-    compiler = Compiler(told) if compiled else None
+    assert freeze_shown(rounded) == Fp8Conversion(10 * LAYERS, 0)
+    compiler = BlockCompiler(told) if compiled else None
     found = []
     for model in (usual, rounded):
         fuse_lora(model)
-        run_blocks(model.blocks, ["keep"] * LAYERS, compiler)
+        wrap_blocks(model.blocks, ["keep"] * LAYERS, compiler)
         found.append(by_blocks(model, batch(0)))
     if compiler is not None:
         compiler.close()
@@ -152,7 +152,7 @@ def test_gradients_of_every_block_point_where_those_of_bf16_do(compiled, told):
 
 
 def freeze_shown(model):
-    return freeze_in_fp8_for(lambda: forward(model, batch(1)), list(model.blocks), DEVICE)
+    return convert_to_fp8_calibrated(lambda: forward(model, batch(1)), list(model.blocks), DEVICE)
 
 
 def test_streamed_fp8_weights_give_the_gradients_of_resident_ones(told):
@@ -160,7 +160,7 @@ def test_streamed_fp8_weights_give_the_gradients_of_resident_ones(told):
     model = wan()
     freeze_shown(model)
     own = model.blocks[0].attn1
-    assert own.to_q.base_layer.along is own.to_k.base_layer.along
+    assert own.to_q.base_layer.outlier_basis is own.to_k.base_layer.outlier_basis
     fuse_lora(model)
     inputs = batch(0)
     expected = step(model, inputs)
@@ -180,7 +180,7 @@ def test_an_fp32_model_goes_on_in_its_own_types(autocast):
     exact = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 32))
     exact.requires_grad_(False).to(DEVICE)
     rounded = copy.deepcopy(exact)
-    assert freeze_in_fp8([rounded]) == InFp8(2, 0, blind=2)
+    assert convert_to_fp8([rounded]) == Fp8Conversion(2, 0, uncalibrated=2)
     x = drawn(48, 64, seed=1).float().to(DEVICE).requires_grad_()
     results = []
     for model in (exact, rounded):
@@ -197,7 +197,7 @@ def test_blocks_come_to_the_device_for_their_turn_and_go_home():
     resident, waiting = wan(), wan()
     for block in waiting.blocks:
         block.to("cpu")
-    load_resident_weights(waiting, lay_out(waiting, list(waiting.blocks)), DEVICE)
+    load_resident_weights(waiting, select_streamed_weights(waiting, list(waiting.blocks)), DEVICE)
     assert next(waiting.blocks[0].parameters()).is_cuda
     for model in (resident, waiting):
         freeze_shown(model)
@@ -212,13 +212,13 @@ def test_layers_whose_sides_fit_no_kernel_compute_as_before():
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 32), nn.Linear(32, 16))
     block.requires_grad_(False).to(DEVICE, torch.bfloat16)
-    assert freeze_in_fp8([block]) == InFp8(1, 2, blind=1)
+    assert convert_to_fp8([block]) == Fp8Conversion(1, 2, uncalibrated=1)
     assert isinstance(block[2], Fp8Linear)
     assert block(drawn(5, 32, seed=1).to(DEVICE)).isfinite().all()
 
 
 def test_this_device_has_fp8_products():
-    check_fp8(DEVICE)
+    check_fp8_support(DEVICE)
 
 
 def test_a_run_in_fp8_trains_as_one_in_bf16(tiny_run, told, tmp_path):

@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from gracetune.adapters.compute.lycoris import Adapted, adapt
+from gracetune.adapters.compute.lycoris import AdaptedLayer, add_lycoris_adapter
 from gracetune.adapters.files.keys import LayerPath
 from gracetune.adapters.files.layers import Adapter, make_layer
 from gracetune.errors import ConfigError
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.keys import NameTable, Stage
+    from gracetune.adapters.files.keys import KeyTable, Stage
     from gracetune.adapters.files.layers import Layer
     from gracetune.config.schema import AdapterSection
 
 
-NAME = "default"
+ADAPTER_NAME = "default"
 """peft's name for the one adapter that is trained."""
-BY_PEFT = frozenset(("lora", "dora"))
+PEFT_KINDS = frozenset(("lora", "dora"))
 
 
 def add_adapter(
@@ -41,23 +41,23 @@ def add_adapter(
     section: AdapterSection,
     default_targets: Sequence[str],
     seed: int,
-) -> dict[str, dict[str, Setting]]:
+) -> dict[str, dict[str, ModuleSettings]]:
     """Freeze every transformer and put adapters beside its targets; says which modules, and how.
 
     New weights are fp32, whatever the frozen ones are. A new adapter changes no output.
     """
-    chosen = choose(transformers, section, default_targets)
+    chosen = select_modules(transformers, section, default_targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for expert, modules in chosen.items():
             model = transformers[expert].requires_grad_(False)
             if not modules:
                 continue
-            if section.kind in BY_PEFT:
+            if section.kind in PEFT_KINDS:
                 _by_peft(model, section, modules)
             else:
                 for name, setting in modules.items():
-                    adapt(model, name, section, setting)
+                    add_lycoris_adapter(model, name, section, setting)
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.float()
@@ -68,17 +68,19 @@ def adapter_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """What was added to a transformer: by module, each tensor by the role that files name it by."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Adapted):
+        if isinstance(module, AdaptedLayer):
             found[name] = {role: t.detach() for role, t in module.adapter.state_dict().items()}
     for name, parameter in model.named_parameters():
         # peft's names: MODULE.lora_A.default.weight, MODULE.lora_magnitude_vector.default.weight
-        at = re.fullmatch(rf"(.*)\.(lora_\w+)\.{NAME}\.(\w+)", name)
+        at = re.fullmatch(rf"(.*)\.(lora_\w+)\.{ADAPTER_NAME}\.(\w+)", name)
         if at:
             found.setdefault(at[1], {})[f"{at[2]}.{at[3]}"] = parameter.detach()
     return found
 
 
-def _by_peft(model: nn.Module, section: AdapterSection, modules: Mapping[str, Setting]) -> None:
+def _by_peft(
+    model: nn.Module, section: AdapterSection, modules: Mapping[str, ModuleSettings]
+) -> None:
     config = LoraConfig(
         r=section.rank,
         lora_alpha=alpha_of(section),
@@ -91,11 +93,11 @@ def _by_peft(model: nn.Module, section: AdapterSection, modules: Mapping[str, Se
     with warnings.catch_warnings():
         # It could not merge into a quantised layer; nobody asks it to.
         warnings.filterwarnings("ignore", r".*get_apply_tensor_subclass", UserWarning)
-        inject_adapter_in_model(config, model, adapter_name=NAME)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
     for name, setting in modules.items():
         if setting.dropout != section.dropout:
             dropouts = model.get_submodule(f"{name}.lora_dropout")
-            dropouts.add_module(NAME, nn.Dropout(setting.dropout))
+            dropouts.add_module(ADAPTER_NAME, nn.Dropout(setting.dropout))
 
 
 def alpha_of(section: AdapterSection) -> float:
@@ -110,16 +112,16 @@ def alpha_of(section: AdapterSection) -> float:
 # than it seems to, stops the run with the list of what there is.
 
 
-LINEAR: tuple[type[nn.Module], ...] = (nn.Linear,)
-CONVOLVED: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-ADAPTABLE = {"lora": LINEAR, "dora": LINEAR}
+LINEAR_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear,)
+LINEAR_AND_CONV_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS_BY_KIND = {"lora": LINEAR_LAYERS, "dora": LINEAR_LAYERS}
 """What each kind can sit on; all others take convolutions too."""
-EXPRESSION = "re:"
-WILD = frozenset("*?[")
+REGEX_PREFIX = "re:"
+WILDCARDS = frozenset("*?[")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ModuleSettings:
     """What one module's adapter is made with."""
 
     rank: int
@@ -128,12 +130,12 @@ class Setting:
     factor: int
 
 
-def choose(
+def select_modules(
     transformers: Mapping[str, nn.Module], section: AdapterSection, defaults: Sequence[str]
-) -> dict[str, dict[str, Setting]]:
+) -> dict[str, dict[str, ModuleSettings]]:
     """By transformer (an expert's name, or the empty one), each module with its settings."""
     targets = section.targets or tuple(defaults)
-    kinds = ADAPTABLE.get(section.kind, CONVOLVED)
+    kinds = LAYERS_BY_KIND.get(section.kind, LINEAR_AND_CONV_LAYERS)
     names = {
         expert: {name: module for name, module in model.named_modules() if name}
         for expert, model in transformers.items()
@@ -151,12 +153,12 @@ def choose(
     for pattern in section.overrides:
         _check_matches(pattern, "adapter.overrides", chosen, names)
     return {
-        expert: {name: setting_of(section, name, expert) for name in found}
+        expert: {name: settings_for(section, name, expert) for name in found}
         for expert, found in chosen.items()
     }
 
 
-def setting_of(section: AdapterSection, name: str, expert: str = "") -> Setting:
+def settings_for(section: AdapterSection, name: str, expert: str = "") -> ModuleSettings:
     """The section's own settings, with what overrides say of this module."""
     rank, alpha = section.rank, section.alpha
     dropout, factor = section.dropout, section.factor
@@ -167,15 +169,15 @@ def setting_of(section: AdapterSection, name: str, expert: str = "") -> Setting:
             alpha = alpha if other.alpha is None else other.alpha
             dropout = dropout if other.dropout is None else other.dropout
             factor = factor if other.factor is None else other.factor
-    return Setting(rank, float(rank if alpha is None else alpha), dropout, factor)
+    return ModuleSettings(rank, float(rank if alpha is None else alpha), dropout, factor)
 
 
 def matches(name: str, target: str, expert: str = "") -> bool:
     """Whether a target means this module; `high.` or `low.` before a name means one expert's."""
     full = f"{expert}.{name}" if expert else name
-    if target.startswith(EXPRESSION):
-        return re.fullmatch(target.removeprefix(EXPRESSION), full) is not None
-    if WILD & set(target):
+    if target.startswith(REGEX_PREFIX):
+        return re.fullmatch(target.removeprefix(REGEX_PREFIX), full) is not None
+    if WILDCARDS & set(target):
         return fnmatchcase(full, target) or fnmatchcase(full, f"*.{target}")
     return full == target or full.endswith(f".{target}")
 
@@ -199,7 +201,7 @@ def _check_matches(
     ]
     here = f" of the {empty[0]}-noise expert" if empty[0] else ""
     what = f" It matches {others[0]}, which cannot be adapted so." if others else ""
-    endings = sorted({ending(name) for name in fitting[empty[0]]})
+    endings = sorted({target_suffix(name) for name in fitting[empty[0]]})
     raise ConfigError(
         f"{setting}: {target!r} matches no module{here} that takes part.{what} "
         f"There are: {', '.join(endings)}."
@@ -211,9 +213,9 @@ def _names_one(target: str, experts: Iterable[str]) -> bool:
 
 
 def _check_expression(target: str, setting: str) -> None:
-    if target.startswith(EXPRESSION):
+    if target.startswith(REGEX_PREFIX):
         try:
-            re.compile(target.removeprefix(EXPRESSION))
+            re.compile(target.removeprefix(REGEX_PREFIX))
         except re.error as error:
             raise ConfigError(
                 f"{setting}: {target!r} is no regular expression: {error}. Mend it, or write a "
@@ -221,7 +223,7 @@ def _check_expression(target: str, setting: str) -> None:
             ) from error
 
 
-def ending(name: str) -> str:
+def target_suffix(name: str) -> str:
     """A name without its block number, as a target would be written."""
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
@@ -233,7 +235,7 @@ def ending(name: str) -> str:
 # The adapter that a model carries now, in the words of `layers`: what files are written from.
 
 
-ROLES = {
+ROLE_OF_PARAMETER = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
     "lora_magnitude_vector.weight": "dora",
@@ -244,10 +246,10 @@ ROLES = {
 """What peft and LyCORIS call a tensor; other names are roles as they stand."""
 
 
-def live_adapter(
+def adapter_from_model(
     transformers: Mapping[str, nn.Module],
-    modules: Mapping[str, Mapping[str, Setting]],
-    table: NameTable,
+    modules: Mapping[str, Mapping[str, ModuleSettings]],
+    table: KeyTable,
 ) -> Adapter:
     """Of every expert that has one; each adapted module must be there with all its tensors."""
     layers: dict[LayerPath, Layer] = {}
@@ -255,7 +257,7 @@ def live_adapter(
         found = adapter_weights(transformers[expert])
         assert found.keys() == settings.keys(), found.keys() ^ settings.keys()
         for name, tensors in found.items():
-            named = {ROLES.get(role, role): tensor for role, tensor in tensors.items()}
+            named = {ROLE_OF_PARAMETER.get(role, role): tensor for role, tensor in tensors.items()}
             named.setdefault("alpha", torch.tensor(settings[name].alpha))
             place = LayerPath(cast("Stage", expert) if expert else None, name)
             layers[place] = make_layer(named, {role: f"{name}.{role}" for role in named})

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gracetune.adapters.files.check import Check
+    from gracetune.adapters.files.check import CheckReport
     from gracetune.adapters.files.formats import KeyFormat
     from gracetune.adapters.files.inspect import Inspection
     from gracetune.adapters.files.io import AdapterMetadata
-    from gracetune.adapters.files.keys import NameTable, Stage
-    from gracetune.adapters.files.lowrank import Cut
+    from gracetune.adapters.files.keys import KeyTable, Stage
+    from gracetune.adapters.files.lowrank import TruncationLoss
 
 
 HELP = (
@@ -150,21 +150,23 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from gracetune.adapters.files.keys import form_named
-    from gracetune.adapters.files.lowrank import as_lora
+    from gracetune.adapters.files.keys import get_format
+    from gracetune.adapters.files.lowrank import convert_to_lora
 
-    form = form_named(args.to)
+    form = get_format(args.to)
     out = args.out or args.files[0].with_name(f"{args.files[0].stem}-{form.name}.safetensors")
     require_file(out)
     adapter = _one_or_two(args)
     cut = None
     if args.lora_rank is not None:
-        adapter, cut = as_lora(adapter, positive("--lora-rank", args.lora_rank), generator())
+        adapter, cut = convert_to_lora(
+            adapter, positive("--lora-rank", args.lora_rank), generator()
+        )
     written = write_new(args, out, adapter, form)
     lines = [*adapter.notices, *cut_lines(cut)]
     counts = [len(adapter.layers)]
     if len(written) > 1:
-        counts = [len(adapter.only(stage).layers) for stage in adapter.stages]
+        counts = [len(adapter.select_stage(stage).layers) for stage in adapter.stages]
     pairs = zip(written, counts, strict=True)
     lines += [f"{form.name}: {path} ({count} modules)" for path, count in pairs]
     if form.caution:
@@ -190,13 +192,13 @@ def _check(args: argparse.Namespace) -> int:
 
 def _one_or_two(args: argparse.Namespace) -> Adapter:
     """One file's adapter, or that of a high and a low stage's file, in any order."""
-    from gracetune.adapters.files.layers import at_stage, join_stages
+    from gracetune.adapters.files.layers import with_stage, join_stages
 
     given = [read(path, args) for path in args.files]
     if len(given) == 1:
         adapter, stage = given[0]
-        single = len(adapter.stages) == 1 and adapter.table.staged
-        return at_stage(adapter, stage) if single else adapter
+        single = len(adapter.stages) == 1 and adapter.table.has_stages
+        return with_stage(adapter, stage) if single else adapter
     if len(given) > 2:
         raise AdapterError(f"convert takes one file or two stages; {len(given)} are given.")
     by_stage = {stage: adapter for adapter, stage in given}
@@ -282,7 +284,7 @@ def draw(found: Inspection, path: Path) -> None:
 
 
 def check_files(
-    args: argparse.Namespace, table: NameTable | None
+    args: argparse.Namespace, table: KeyTable | None
 ) -> tuple[list[dict[str, object]], list[str], int]:
     """Check each file; what to tell machines, what to tell people, and the exit code."""
     from gracetune.adapters.files.check import check_file
@@ -317,7 +319,7 @@ def check_files(
     return told, lines, code
 
 
-def _told(found: Check, ok: bool) -> dict[str, object]:
+def _told(found: CheckReport, ok: bool) -> dict[str, object]:
     return {
         "path": str(found.path),
         "ok": ok,
@@ -334,15 +336,15 @@ def _told(found: Check, ok: bool) -> dict[str, object]:
                 "matched": t.matched,
                 "expected": t.expected,
                 "reason": t.reason,
-                "first": t.first,
+                "first": t.first_missing,
             }
-            for t in found.targets
+            for t in found.results
         ],
         "notices": list(found.notices),
     }
 
 
-def _lines(found: Check, ok: bool) -> list[str]:
+def _lines(found: CheckReport, ok: bool) -> list[str]:
     what = f"{found.family}, {found.form or 'mixed forms'}, stage {found.stage or 'not said'}"
     verdict = "loads" if ok else "does NOT load as it should"
     return [
@@ -394,9 +396,9 @@ def _shade(share: float) -> tuple[int, int, int]:
 
 def merge(args: argparse.Namespace) -> int:
     """Several adapters into one, or one and more into a model."""
-    from gracetune.adapters.files.io import interchange_form
-    from gracetune.adapters.files.keys import form_named
-    from gracetune.adapters.files.lowrank import combine
+    from gracetune.adapters.files.io import default_format
+    from gracetune.adapters.files.keys import get_format
+    from gracetune.adapters.files.lowrank import combine_adapters
 
     strengths = finite("--strength", args.strength or [1.0] * len(args.files))
     if len(strengths) != len(args.files):
@@ -411,8 +413,8 @@ def merge(args: argparse.Namespace) -> int:
     require_one_stage([stage for _, stage in given])
     rank = None if args.rank is None else positive("--rank", args.rank)
     pairs = [(adapter, s) for (adapter, _), s in zip(given, strengths, strict=True)]
-    adapter, cut = combine(pairs, rank, generator())
-    form = form_named(args.to) if args.to else interchange_form(adapter)
+    adapter, cut = combine_adapters(pairs, rank, generator())
+    form = get_format(args.to) if args.to else default_format(adapter)
     written = write_new(args, args.out, adapter, form, given[0][1])
     lines = [*cut_lines(cut), *(f"{form.name}: {path}" for path in written)]
     told = {
@@ -426,7 +428,7 @@ def merge(args: argparse.Namespace) -> int:
 
 
 def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
-    from gracetune.adapters.files.layers import at_stage
+    from gracetune.adapters.files.layers import with_stage
     from gracetune.adapters.files.merge import holds_transformers, merge_into, merge_into_pipeline
 
     if args.into.is_dir():
@@ -437,7 +439,7 @@ def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
     for path, strength in zip(args.files, strengths, strict=True):
         adapter, stage = read(path, args)
         for one in adapter.stages:
-            part = (at_stage(adapter.only(one), None), strength)
+            part = (with_stage(adapter.select_stage(one), None), strength)
             by_stage.setdefault(one or stage, []).append(part)
     table = next(iter(by_stage.values()))[0][0].table
     if holds_transformers(args.into):
@@ -461,8 +463,8 @@ def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
 def extract(args: argparse.Namespace) -> int:
     """The LoRA of a rank between two models."""
     from gracetune.adapters.files import lowrank
-    from gracetune.adapters.files.io import interchange_form, write_adapter
-    from gracetune.adapters.files.keys import form_named
+    from gracetune.adapters.files.io import default_format, write_adapter
+    from gracetune.adapters.files.keys import get_format
     from gracetune.models.family import key_tables
 
     if args.family is None:
@@ -472,21 +474,21 @@ def extract(args: argparse.Namespace) -> int:
     rank = positive("--rank", args.rank)
     require_file(args.out)
     found = lowrank.extract(args.base, args.tuned, table, rank, generator(), args.keep_rest)
-    form = form_named(args.to) if args.to else interchange_form(found.adapter)
+    form = get_format(args.to) if args.to else default_format(found.adapter)
     about = about_of(args, found.adapter)
     path = write_adapter(args.out, found.adapter, form, about, dtype_of(args))
-    lines = [f"{form.name}: {path} ({len(found.adapter.layers)} modules)", *cut_lines(found.cut)]
-    if found.rest:
+    lines = [f"{form.name}: {path} ({len(found.adapter.layers)} modules)", *cut_lines(found.loss)]
+    if found.left_out:
         lines.append(
-            f"{len(found.rest)} other weights differ and are left out, {found.rest[0]} first: "
+            f"{len(found.left_out)} other weights differ and are left out, {found.left_out[0]} first: "
             "--keep-rest keeps them."
         )
     told = {
         "form": form.name,
         "file": str(path),
         "modules": len(found.adapter.layers),
-        "lost": asdict(found.cut),
-        "left_out": list(found.rest),
+        "lost": asdict(found.loss),
+        "left_out": list(found.left_out),
     }
     show(args, told, lines)
     return 0
@@ -502,14 +504,14 @@ SEED = 0
 
 def read(path: Path, args: argparse.Namespace) -> tuple[Adapter, Stage | None]:
     """An adapter and the stage it is for; the user's word counts most."""
-    from gracetune.adapters.files.io import read_adapter, resolve, stage_of
+    from gracetune.adapters.files.io import read_adapter, resolve_path, find_stage
     from gracetune.models.family import key_tables
 
-    path = resolve(path)
+    path = resolve_path(path)
     adapter = read_adapter(path, key_tables(), table_of(args))
     if args.stage is not None and len(adapter.stages) > 1:
-        adapter = adapter.only(args.stage)
-    stage, _ = stage_of(adapter, path)
+        adapter = adapter.select_stage(args.stage)
+    stage, _ = find_stage(adapter, path)
     return adapter, args.stage or stage
 
 
@@ -533,12 +535,12 @@ def about_of(
     return AdapterMetadata(args.base_model, args.stage or stage or known, None, args.trigger)
 
 
-def table_of(args: argparse.Namespace) -> NameTable | None:
+def table_of(args: argparse.Namespace) -> KeyTable | None:
     """The family that the user names, if one."""
-    from gracetune.adapters.files.keys import table_named
+    from gracetune.adapters.files.keys import get_table
     from gracetune.models.family import key_tables
 
-    return None if args.family is None else table_named(args.family, key_tables())
+    return None if args.family is None else get_table(args.family, key_tables())
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
@@ -609,7 +611,7 @@ def require_new_folder(out: Path, model: Path) -> None:
         )
 
 
-def cut_lines(cut: Cut | None) -> list[str]:
+def cut_lines(cut: TruncationLoss | None) -> list[str]:
     """What an approximation lost, if there was one."""
     if cut is None:
         return []

@@ -12,7 +12,7 @@ from gracetune.atomic_files import atomic_folder
 from gracetune.errors import CheckpointError, ConfigError
 from gracetune.events.types import Notice
 from gracetune.models.family import key_tables, transformers_of
-from gracetune.optim.schedule import averaged
+from gracetune.optim.schedule import averaged_weights
 from gracetune.train.identity import identity_settings
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from gracetune.adapters.inject import Setting
+    from gracetune.adapters.inject import ModuleSettings
     from gracetune.config.schema import RunFile
     from gracetune.events.types import Event
     from gracetune.train.step import TrainState
 
     Emit = Callable[[Event], None]
-    AdaptedModules = Mapping[str, Mapping[str, Setting]]
+    AdaptedModules = Mapping[str, Mapping[str, ModuleSettings]]
 
 STAGE_FILES = {"high": "high_noise.safetensors", "low": "low_noise.safetensors"}
 
@@ -39,19 +39,19 @@ def result_folder(run: RunFile) -> Path:
 def check_exportable(transformers: Mapping[str, nn.Module], modules: AdaptedModules, family: str) -> None:
     """Refuse an adapter that no file could hold: now, not when it is trained."""
     # peft takes seconds to import
-    from gracetune.adapters.files.convert import lost_in
-    from gracetune.adapters.files.io import interchange_form
-    from gracetune.adapters.files.keys import table_named
-    from gracetune.adapters.inject import live_adapter
+    from gracetune.adapters.files.convert import find_unsupported
+    from gracetune.adapters.files.io import default_format
+    from gracetune.adapters.files.keys import get_table
+    from gracetune.adapters.inject import adapter_from_model
 
-    whole = live_adapter(transformers, modules, table_named(family, key_tables()))
-    form = interchange_form(whole)
-    lost = lost_in(whole, form)
+    whole = adapter_from_model(transformers, modules, get_table(family, key_tables()))
+    form = default_format(whole)
+    lost = find_unsupported(whole, form)
     if lost is not None:
         kind = "" if lost.is_nameless else ", or choose another adapter.kind"
         raise ConfigError(
             f"adapter.targets means {lost.module} of {family}, and what is trained there cannot be "
-            f"written in the form {form.name}: {lost.why}. Leave it out of adapter.targets{kind}."
+            f"written in the form {form.name}: {lost.reason}. Leave it out of adapter.targets{kind}."
         )
 
 
@@ -60,7 +60,7 @@ def export_result(t: TrainState, modules: AdaptedModules, base_weights: str, emi
     adapter, path = t.run.adapter, result_folder(t.run)
     try:
         with (
-            t.ema.swapped_in() if t.ema is not None else averaged(t.optimizer),
+            t.ema.swapped_in() if t.ema is not None else averaged_weights(t.optimizer),
             atomic_folder(path) as staging,
         ):
             if adapter is None:
@@ -84,17 +84,17 @@ def _export_adapter(
     from gracetune.adapters.files.io import (
         FILE_NAME,
         AdapterMetadata,
-        interchange_form,
+        default_format,
         write_adapter,
     )
-    from gracetune.adapters.files.keys import table_named
-    from gracetune.adapters.files.layers import at_stage
-    from gracetune.adapters.inject import live_adapter
+    from gracetune.adapters.files.keys import get_table
+    from gracetune.adapters.files.layers import with_stage
+    from gracetune.adapters.inject import adapter_from_model
 
     tables = key_tables()
-    table = table_named(t.family.name, tables)
-    whole = live_adapter(transformers_of(t.family.transformer), modules, table)
-    form = interchange_form(whole)
+    table = get_table(t.family.name, tables)
+    whole = adapter_from_model(transformers_of(t.family.transformer), modules, table)
+    form = default_format(whole)
     for stage in whole.stages:
         about = AdapterMetadata(
             base_model=f"{_model_name(t)} {base_weights}",
@@ -103,7 +103,7 @@ def _export_adapter(
             trigger=t.run.datasets[0].instance_prompt or "",
             run_digest=run_digest(t),
         )
-        part = at_stage(whole.only(stage), None)
+        part = with_stage(whole.select_stage(stage), None)
         name = FILE_NAME if stage is None else STAGE_FILES[stage]
         path = write_adapter(folder / name, part, form, about)
         expected = modules[stage or ""]

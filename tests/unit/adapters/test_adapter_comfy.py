@@ -3,11 +3,11 @@
 import pytest
 from adapter_examples import TABLES
 
-from gracetune.adapters.files.check import blocks_of, key_map, simulate
+from gracetune.adapters.files.check import count_blocks, comfyui_key_map, simulate_comfyui
 
-WAN = key_map(TABLES["wan"], {"blocks": 2})
-FLUX = key_map(TABLES["flux"], {"transformer_blocks": 1, "single_transformer_blocks": 1})
-QWEN = key_map(TABLES["qwen_image"], {"transformer_blocks": 1})
+WAN = comfyui_key_map(TABLES["wan"], {"blocks": 2})
+FLUX = comfyui_key_map(TABLES["flux"], {"transformer_blocks": 1, "single_transformer_blocks": 1})
+QWEN = comfyui_key_map(TABLES["qwen_image"], {"transformer_blocks": 1})
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_prefixes_that_it_looks_for(known, prefix, module):
 )
 def test_prefixes_that_it_does_not_know_for_wan(prefix):
     assert prefix not in WAN
-    result = simulate([f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"], WAN)
+    result = simulate_comfyui([f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"], WAN)
     assert not result.modules
-    assert len(result.left) == 2
+    assert len(result.ignored) == 2
 
 
 Q = "diffusion_model.blocks.0.self_attn.q"
@@ -67,32 +67,34 @@ Q = "diffusion_model.blocks.0.self_attn.q"
     ],
 )
 def test_endings_that_it_takes(endings):
-    result = simulate([f"{Q}.{ending}" for ending in endings], WAN)
+    result = simulate_comfyui([f"{Q}.{ending}" for ending in endings], WAN)
     assert result.modules == {"blocks.0.attn1.to_q"}
-    assert result.left == ()
+    assert result.ignored == ()
 
 
 def test_endings_that_it_leaves():
     keys = [f"{Q}.lora_A.weight", f"{Q}.lora_B.weight", f"{Q}.lora_magnitude_vector"]
-    result = simulate(keys, WAN)
-    assert result.left == (f"{Q}.lora_magnitude_vector",)
+    result = simulate_comfyui(keys, WAN)
+    assert result.ignored == (f"{Q}.lora_magnitude_vector",)
     mid_beside_peft = [*keys[:2], f"{Q}.lora_mid.weight"]
-    assert simulate(mid_beside_peft, WAN).left == (f"{Q}.lora_mid.weight",)
+    assert simulate_comfyui(mid_beside_peft, WAN).ignored == (f"{Q}.lora_mid.weight",)
 
 
 def test_a_missing_partner_ends_the_load():
-    assert simulate([f"{Q}.lora_up.weight"], WAN).broken == f"{Q}.lora_down.weight"
-    assert simulate([f"{Q}.hada_w1_a", f"{Q}.hada_w1_b"], WAN).broken == f"{Q}.hada_w2_a"
+    assert simulate_comfyui([f"{Q}.lora_up.weight"], WAN).missing_key == f"{Q}.lora_down.weight"
+    assert (
+        simulate_comfyui([f"{Q}.hada_w1_a", f"{Q}.hada_w1_b"], WAN).missing_key == f"{Q}.hada_w2_a"
+    )
 
 
 def test_wan_fun_is_recognised_by_one_key():
     name = "lora_unet__blocks_0_cross_attn_k"
     keys = [f"{name}.lora_down.weight", f"{name}.lora_up.weight", f"{name}.alpha"]
-    assert simulate(keys, WAN).modules == {"blocks.0.attn2.to_k"}
+    assert simulate_comfyui(keys, WAN).modules == {"blocks.0.attn2.to_k"}
     other = [key.replace("cross_attn_k", "self_attn_q") for key in keys]
-    assert simulate(other, WAN).left == tuple(other)
+    assert simulate_comfyui(other, WAN).ignored == tuple(other)
 
 
 def test_blocks_are_counted_by_kind():
     modules = ["transformer_blocks.4.attn.to_q", "single_transformer_blocks.7.proj_mlp", "proj_out"]
-    assert blocks_of(modules) == {"transformer_blocks": 5, "single_transformer_blocks": 8}
+    assert count_blocks(modules) == {"transformer_blocks": 5, "single_transformer_blocks": 8}

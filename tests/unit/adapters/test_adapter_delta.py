@@ -7,14 +7,14 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional
 
-from gracetune.adapters.files.convert import canonical
-from gracetune.adapters.files.keys import open_table
+from gracetune.adapters.files.convert import import_tensors
+from gracetune.adapters.files.keys import any_name_table
 from gracetune.adapters.files.layers import (
     Layer,
     delta,
     delta_shape,
-    merged,
-    norm,
+    merge_weight,
+    delta_norm,
     rank_of,
     scale_of,
 )
@@ -47,7 +47,7 @@ def conv(kernel=3):
 
 def layer_of(module):
     state = {f"transformer.x.{role}": t for role, t in module.custom_state_dict().items()}
-    adapter = canonical(state, {}, TABLES, open_table("any"))
+    adapter = import_tensors(state, {}, TABLES, any_name_table("any"))
     (layer,) = adapter.layers.values()
     return layer
 
@@ -87,7 +87,7 @@ CASES = [
 def test_a_lycoris_module_answers_as_our_merged_weight(kind, make, options):
     base = make()
     module, layer = live_change(kind, base, **dict(options))
-    weight = merged(layer, base.weight)
+    weight = merge_weight(layer, base.weight)
     x = torch.randn(
         2, *((base.in_features,) if isinstance(base, nn.Linear) else (base.in_channels, 5, 5))
     )
@@ -120,10 +120,12 @@ def test_a_whole_difference_is_what_it_says():
         "transformer.x.diff": module.weight.detach(),
         "transformer.x.diff_b": module.bias.detach(),
     }
-    (layer,) = canonical(state, {}, TABLES, open_table("any")).layers.values()
-    torch.testing.assert_close(merged(layer, base.weight), (base.weight + module.weight).detach())
+    (layer,) = import_tensors(state, {}, TABLES, any_name_table("any")).layers.values()
+    torch.testing.assert_close(
+        merge_weight(layer, base.weight), (base.weight + module.weight).detach()
+    )
     assert rank_of(layer) is None
-    assert norm(layer) == pytest.approx(float(module.weight.detach().norm()))
+    assert delta_norm(layer) == pytest.approx(float(module.weight.detach().norm()))
 
 
 @pytest.mark.parametrize("alpha", [9999999999.0, float("inf")])
@@ -134,7 +136,7 @@ def test_alpha_has_no_part_in_a_lokr_of_whole_matrices(alpha):
         "diffusion_model.blocks.0.self_attn.q.lokr_w2": w2,
         "diffusion_model.blocks.0.self_attn.q.alpha": torch.tensor(alpha),
     }
-    adapter = canonical(state, {}, TABLES)
+    adapter = import_tensors(state, {}, TABLES)
     (layer,) = adapter.layers.values()
     assert scale_of(layer) == 1.0
     torch.testing.assert_close(delta(layer), torch.kron(w1, w2))
@@ -164,23 +166,23 @@ def test_a_peft_module_answers_as_our_merged_weight(config, extra):
         if "base_layer" not in name
     }
     settings = {"r": config.r, "lora_alpha": 6, "alpha": 6} | extra
-    adapter = canonical(state, {}, TABLES, open_table("any"), settings)
+    adapter = import_tensors(state, {}, TABLES, any_name_table("any"), settings)
     (layer,) = adapter.layers.values()
     x = torch.randn(3, 16)
     with torch.no_grad():
         live = model(x)
-        ours = functional.linear(x, merged(layer, base.weight), base.bias)
+        ours = functional.linear(x, merge_weight(layer, base.weight), base.bias)
     torch.testing.assert_close(ours, live, rtol=1e-4, atol=1e-4)
-    assert adapter.form == "peft-live"
+    assert adapter.format == "peft-live"
 
 
 def test_strength_goes_part_of_the_way():
     base = linear()
     for options in ({}, {"weight_decompose": True}):
         _, layer = live_change("locon", base, **options)
-        whole, half = merged(layer, base.weight), merged(layer, base.weight, 0.5)
+        whole, half = merge_weight(layer, base.weight), merge_weight(layer, base.weight, 0.5)
         torch.testing.assert_close(half, (whole + base.weight) / 2)
-        torch.testing.assert_close(merged(layer, base.weight, 0.0), base.weight.detach())
+        torch.testing.assert_close(merge_weight(layer, base.weight, 0.0), base.weight.detach())
 
 
 @pytest.mark.parametrize(("kind", "make", "options"), CASES)
@@ -188,7 +190,7 @@ def test_norm_and_shape_are_those_of_the_computed_change(kind, make, options):
     base = make()
     _, layer = live_change(kind, base, **dict(options))
     change = delta(layer, base.weight.shape)
-    assert norm(layer) == pytest.approx(float(change.norm()), rel=1e-4)
+    assert delta_norm(layer) == pytest.approx(float(change.norm()), rel=1e-4)
     assert torch.Size(delta_shape(layer)).numel() == base.weight.numel()
     assert delta_shape(layer)[0] == base.weight.shape[0]
 
@@ -196,15 +198,15 @@ def test_norm_and_shape_are_those_of_the_computed_change(kind, make, options):
 def test_a_change_of_the_bias_alone_leaves_the_weight():
     layer = Layer("full", {"diff_b": torch.ones(24)})
     base = linear()
-    assert torch.equal(merged(layer, base.weight), base.weight)
-    assert norm(layer) == 0.0
+    assert torch.equal(merge_weight(layer, base.weight), base.weight)
+    assert delta_norm(layer) == 0.0
 
 
 def test_merging_keeps_the_dtype_and_rounds_once():
     base = linear().weight.detach().bfloat16()
     layer = Layer("lora", {"down": torch.randn(4, 16) * 1e-3, "up": torch.randn(24, 4)})
     expected = (base.float() + delta(layer)).bfloat16()
-    assert torch.equal(merged(layer, base), expected)
+    assert torch.equal(merge_weight(layer, base), expected)
 
 
 def test_lycoris_scalar_is_multiplied_in():
@@ -215,7 +217,7 @@ def test_lycoris_scalar_is_multiplied_in():
     state["lycoris_x.alpha"] = torch.tensor(2.0)
     from gracetune.adapters.files.keys import table_of_modules
 
-    (layer,) = canonical(state, {}, TABLES, table_of_modules("any", ("x",))).layers.values()
+    (layer,) = import_tensors(state, {}, TABLES, table_of_modules("any", ("x",))).layers.values()
     module.org_forward = base.forward
     with torch.no_grad():
         live = module(torch.eye(16)).T - base(torch.eye(16)).T

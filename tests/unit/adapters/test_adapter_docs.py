@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from gracetune.adapters.files.formats import FORMS
+from gracetune.adapters.files.formats import FORMATS
 from gracetune.cli.adapter import add_arguments
 
 TEXT = (Path(__file__).parents[3] / "docs" / "adapters.md").read_text(encoding="utf-8")
@@ -13,7 +13,7 @@ TEXT = (Path(__file__).parents[3] / "docs" / "adapters.md").read_text(encoding="
 
 def test_every_form_is_told_with_its_tools():
     rows = dict(re.findall(r"^\| `([\w-]+)` \| (.+?) \|$", TEXT.partition("## Forms")[2], re.M))
-    assert {form.name: form.tools for form in FORMS}.items() <= rows.items()
+    assert {form.name: form.tools for form in FORMATS}.items() <= rows.items()
 
 
 def test_every_command_is_one_that_is_understood():

@@ -19,28 +19,28 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from gracetune.adapters.files.convert import canonical, lost_in
-from gracetune.adapters.files.formats import ENDINGS
+from gracetune.adapters.files.convert import import_tensors, find_unsupported
+from gracetune.adapters.files.formats import SUFFIXES
 from gracetune.adapters.files.fused_projections import join_fused
 from gracetune.adapters.files.io import (
     AdapterMetadata,
-    describe,
-    interchange_form,
+    describe_adapter,
+    default_format,
     read_adapter,
     read_tensors,
-    stage_of,
+    find_stage,
     write_adapter,
 )
-from gracetune.adapters.files.keys import LayerPath, table_named
+from gracetune.adapters.files.keys import LayerPath, get_table
 from gracetune.adapters.files.layers import (
-    SHAPES,
+    TENSOR_SETS,
     Adapter,
     Layer,
-    at_stage,
+    with_stage,
     delta,
     delta_shape,
     join_stages,
-    norm,
+    delta_norm,
     split_stages,
 )
 from gracetune.errors import AdapterError
@@ -209,7 +209,7 @@ def test_a_header_is_kept_when_a_file_is_rewritten(path, tmp_path):
 
 
 def test_descriptions_of_whole_matrices_have_no_rank():
-    said = describe(make_wan("lokr-whole"))
+    said = describe_adapter(make_wan("lokr-whole"))
     assert said["gracetune.rank"] == "full"
     assert said["gracetune.alpha"] == "none"
 
@@ -238,7 +238,7 @@ def test_a_peft_folder_loads_in_peft(tmp_path):
     from torch import nn
 
     layer = make_lora(6, 5, torch.Generator().manual_seed(0), alpha=3.0)
-    table = table_named("any", TABLES)
+    table = get_table("any", TABLES)
     adapter = Adapter(table, {LayerPath(None, "x"): layer})
     write_adapter(tmp_path / "adapter_model.safetensors", adapter, "peft")
     model = nn.Sequential()
@@ -254,7 +254,7 @@ def test_a_peft_folder_loads_in_peft(tmp_path):
 
 def test_the_config_of_a_fused_adapter_is_of_what_is_written(tmp_path):
     """The whole has the ranks of its parts added up, and so another alpha."""
-    table = table_named("flux", TABLES)
+    table = get_table("flux", TABLES)
     parts = {
         LayerPath(None, f"transformer_blocks.0.attn.to_{name}"): make_lora(
             12, 12, torch.Generator().manual_seed(seed), 4, alpha=2.0
@@ -324,20 +324,20 @@ def test_folding_alpha_into_narrow_floats_does_not_round(path):
 
 def test_who_says_the_stage(tmp_path):
     named = write_adapter(tmp_path / "run_low_noise.safetensors", make_wan(), "comfyui")
-    assert stage_of(read_adapter(named, TABLES), named) == ("low", "its name")
+    assert find_stage(read_adapter(named, TABLES), named) == ("low", "its name")
     said = write_adapter(
         tmp_path / "x.safetensors", make_wan(), "comfyui", AdapterMetadata(stage="high")
     )
-    assert stage_of(read_adapter(said, TABLES), said) == ("high", "its header")
+    assert find_stage(read_adapter(said, TABLES), said) == ("high", "its header")
     keyed = make_wan(stages=("low",))
     path = write_adapter(tmp_path / "y.safetensors", keyed, "ai-toolkit-combined")
-    assert stage_of(read_adapter(path, TABLES), path) == ("low", "its keys")
+    assert find_stage(read_adapter(path, TABLES), path) == ("low", "its keys")
     plain = write_adapter(tmp_path / "z.safetensors", make_wan(), "comfyui")
-    assert stage_of(read_adapter(plain, TABLES), plain) == (None, "")
+    assert find_stage(read_adapter(plain, TABLES), plain) == (None, "")
     wrong = AdapterMetadata(stage="high")
     path = write_adapter(tmp_path / "w.safetensors", keyed, "ai-toolkit-combined", wrong)
     with pytest.raises(AdapterError, match=r"header .* says stage high, its keys say low"):
-        stage_of(read_adapter(path, TABLES), path)
+        find_stage(read_adapter(path, TABLES), path)
 
 
 def test_a_form_that_names_stages_needs_one(path):
@@ -383,20 +383,22 @@ def test_magnitudes_by_columns_have_no_place_in_peft(path):
 
 
 def test_the_form_that_most_tools_load():
-    assert interchange_form(make_wan()).name == "comfyui"
-    assert interchange_form(make_wan("lokr")).name == "comfyui"
+    assert default_format(make_wan()).name == "comfyui"
+    assert default_format(make_wan("lokr")).name == "comfyui"
     generator = torch.Generator().manual_seed(0)
     place = LayerPath(None, "transformer_blocks.0.attn.to_q")
-    for table in (TABLES["flux"], TABLES["qwen_image"], table_named("tiny", TABLES)):
+    for table in (TABLES["flux"], TABLES["qwen_image"], get_table("tiny", TABLES)):
         for make, form in ((make_lora, "diffusers"), (make_lokr, "diffusers")):
             adapter = Adapter(table, {place: make(8, 8, generator)})
-            assert interchange_form(adapter).name == form
+            assert default_format(adapter).name == form
         adapter = Adapter(table, {place: make_loha(8, 8, generator)})
-        assert interchange_form(adapter).name == ("diffusers" if table.open else "lycoris")
+        assert default_format(adapter).name == (
+            "diffusers" if table.accepts_any_name else "lycoris"
+        )
     dora = Adapter(
         WAN, {LayerPath(None, "blocks.0.attn1.to_q"): make_lora(4, 4, generator, dora=True)}
     )
-    assert interchange_form(dora).name == "diffusers"
+    assert default_format(dora).name == "diffusers"
 
 
 @pytest.mark.parametrize("make", [make_lora, make_loha, make_lokr, make_full])
@@ -406,9 +408,9 @@ def test_a_family_without_a_table_has_a_form_for_every_algorithm(make, path):
         LayerPath(None, "context_embedder"),
         LayerPath(None, "transformer_blocks.0.attn.to_q"),
     )
-    adapter = Adapter(table_named("tiny", TABLES), dict.fromkeys(places, layer))
-    form = interchange_form(adapter)
-    assert lost_in(adapter, form) is None
+    adapter = Adapter(get_table("tiny", TABLES), dict.fromkeys(places, layer))
+    form = default_format(adapter)
+    assert find_unsupported(adapter, form) is None
     back = read_adapter(write_adapter(path, adapter, form), TABLES)
     assert back.layers.keys() == adapter.layers.keys()
     for place in places:
@@ -418,10 +420,10 @@ def test_a_family_without_a_table_has_a_form_for_every_algorithm(make, path):
 def test_a_form_that_is_advised_holds_the_adapter(path):
     generator = torch.Generator().manual_seed(0)
     place = LayerPath(None, "context_embedder")
-    adapter = Adapter(table_named("tiny", TABLES), {place: make_loha(8, 6, generator)})
+    adapter = Adapter(get_table("tiny", TABLES), {place: make_loha(8, 6, generator)})
     with pytest.raises(AdapterError, match=r"form comfyui: .* Write the form diffusers\.$"):
         write_adapter(path, adapter, "comfyui")
-    adapter = Adapter(table_named("tiny", TABLES), {place: make_full(8, 6, generator)})
+    adapter = Adapter(get_table("tiny", TABLES), {place: make_full(8, 6, generator)})
     with pytest.raises(AdapterError, match=r"Write the form simpletuner-comfyui\..*--lora-rank"):
         write_adapter(path, adapter, "diffusers")
     write_adapter(path, adapter, "simpletuner-comfyui")
@@ -430,7 +432,7 @@ def test_a_form_that_is_advised_holds_the_adapter(path):
 @pytest.mark.parametrize("name", ["to-q", "0.attn", "attn.to q"])
 def test_a_name_that_could_not_be_read_back_is_not_written(name, path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
-    adapter = Adapter(table_named("tiny", TABLES), {LayerPath(None, name): layer})
+    adapter = Adapter(get_table("tiny", TABLES), {LayerPath(None, name): layer})
     with pytest.raises(AdapterError, match=r"No form has one: leave the module out\.$"):
         write_adapter(path, adapter, "diffusers")
 
@@ -444,7 +446,7 @@ def test_stages_are_split_and_joined():
     other = Adapter(TABLES["flux"], {})
     with pytest.raises(AdapterError, match="two files of one model"):
         join_stages(parts["high"], other)
-    assert at_stage(parts["low"], "low").stages == ("low",)
+    assert with_stage(parts["low"], "low").stages == ("low",)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +475,7 @@ def test_core_tensors_of_two_kernels(path):
     assert verdict(path, tensors).key == f"{PREFIX}.hada_t1"
 
 
-SETS = [roles for sets in SHAPES.values() for roles in sets]
+SETS = [roles for sets in TENSOR_SETS.values() for roles in sets]
 """Complete layers; what varies below is their shapes."""
 
 
@@ -494,16 +496,16 @@ def layers_of_any_shape(draw):
 @settings(max_examples=500, deadline=None)
 def test_any_shapes_are_a_layer_that_computes_or_a_verdict(shapes, alpha):
     """Whatever a file holds, nothing but a verdict comes out of reading it, and no traceback."""
-    tensors = {f"{PREFIX}{ENDINGS['kohya'][role]}": torch.ones(s) for role, s in shapes.items()}
+    tensors = {f"{PREFIX}{SUFFIXES['kohya'][role]}": torch.ones(s) for role, s in shapes.items()}
     if alpha is not None:
         tensors[f"{PREFIX}.alpha"] = torch.tensor(alpha)
     try:
-        (layer,) = canonical(tensors, {}, TABLES).layers.values()
+        (layer,) = import_tensors(tensors, {}, TABLES).layers.values()
     except AdapterError as error:
         event(error.kind)
         return
     event("read")
-    assert norm(layer) >= 0.0
+    assert delta_norm(layer) >= 0.0
     if layer.algorithm != "full":
         assert delta(layer).numel() == torch.Size(delta_shape(layer)).numel()
 
@@ -515,10 +517,10 @@ def test_settings_that_were_escaped_are_found(tmp_path):
         f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
     }
     config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {r"^blocks\.0\.attn1\.to_q": 2, "x": 9}}
-    (layer,) = canonical(tensors, {}, TABLES, None, config).layers.values()
+    (layer,) = import_tensors(tensors, {}, TABLES, None, config).layers.values()
     assert layer.alpha == 2.0
     config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {"x": 9}}
-    (layer,) = canonical(tensors, {}, TABLES, None, config).layers.values()
+    (layer,) = import_tensors(tensors, {}, TABLES, None, config).layers.values()
     assert layer.alpha is None
 
 
@@ -529,7 +531,7 @@ def rank_and_alpha(pattern, module="blocks.0.attn1.to_q"):
         f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
     }
     config = {"r": 4, "lora_alpha": 4, "alpha_pattern": {pattern: 2}}
-    (layer,) = canonical(tensors, {}, TABLES, None, config).layers.values()
+    (layer,) = import_tensors(tensors, {}, TABLES, None, config).layers.values()
     return layer.alpha
 
 
@@ -574,10 +576,10 @@ def test_patterns_that_have_no_part_in_a_scale_are_not_looked_at():
         f"{prefix}.lora_B.weight": torch.ones(HIDDEN, 4),
     }
     config = {"r": 4, "lora_alpha": 2, "rank_pattern": {"(a+)+b": 8}}
-    (layer,) = canonical(tensors, {}, TABLES, None, config).layers.values()
+    (layer,) = import_tensors(tensors, {}, TABLES, None, config).layers.values()
     assert layer.alpha == 2.0
     tensors[f"{prefix}.alpha"] = torch.tensor(3.0)
-    (layer,) = canonical(
+    (layer,) = import_tensors(
         tensors, {}, TABLES, None, {"alpha_pattern": {"(a+)+b": 8}}
     ).layers.values()
     assert layer.alpha == 3.0

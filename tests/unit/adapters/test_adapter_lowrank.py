@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gracetune.adapters.files.keys import LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer, delta
-from gracetune.adapters.files.lowrank import as_lora, combine, factor
+from gracetune.adapters.files.lowrank import convert_to_lora, combine_adapters, factorize
 from gracetune.errors import AdapterError
 
 PLACE = LayerPath(None, "blocks.0.attn1.to_q")
@@ -33,7 +33,7 @@ def test_loras_add_up_exactly_by_rank(parts):
         (one(make_lora(10, 8, generator(i), rank, alpha)), strength)
         for i, (rank, alpha, strength) in enumerate(parts)
     ]
-    made, cut = combine(given_, None, generator())
+    made, cut = combine_adapters(given_, None, generator())
     assert cut is None
     expected = sum(strength * delta(adapter.layers[PLACE]) for adapter, strength in given_)
     torch.testing.assert_close(delta(made.layers[PLACE]), expected, rtol=1e-4, atol=1e-4)
@@ -42,7 +42,7 @@ def test_loras_add_up_exactly_by_rank(parts):
 
 def test_a_cut_of_a_sum_is_the_best_there_is_and_says_what_it_lost():
     adapters = [(one(make_lora(20, 16, generator(i), 4)), 1.0) for i in range(3)]
-    made, cut = combine(adapters, 5, generator())
+    made, cut = combine_adapters(adapters, 5, generator())
     whole = sum(delta(adapter.layers[PLACE]) for adapter, _ in adapters)
     u, s, v = torch.linalg.svd(whole, full_matrices=False)
     best = (u[:, :5] * s[:5]) @ v[:5]
@@ -53,17 +53,17 @@ def test_a_cut_of_a_sum_is_the_best_there_is_and_says_what_it_lost():
 
 def test_a_rank_that_holds_everything_loses_nothing():
     adapters = [(one(make_lora(20, 16, generator(i), 4)), 1.0) for i in range(3)]
-    _, cut = combine(adapters, 12, generator())
+    _, cut = combine_adapters(adapters, 12, generator())
     assert cut.worst == 0.0
-    _, cut = combine(adapters[:1], 3, generator())
+    _, cut = combine_adapters(adapters[:1], 3, generator())
     assert cut.worst > 0.1
 
 
 def test_other_algorithms_need_a_rank():
     pair = [(one(make_loha(12, 8, generator())), 1.0), (one(make_lora(12, 8, generator(1))), 0.5)]
     with pytest.raises(AdapterError, match=r"lora and loha.*--rank|loha and lora.*--rank"):
-        combine(pair, None, generator())
-    made, cut = combine(pair, 8, generator())
+        combine_adapters(pair, None, generator())
+    made, cut = combine_adapters(pair, 8, generator())
     whole = sum(strength * delta(adapter.layers[PLACE]) for adapter, strength in pair)
     torch.testing.assert_close(delta(made.layers[PLACE]), whole, rtol=1e-3, atol=1e-3)
     assert cut.worst < 1e-3
@@ -71,13 +71,13 @@ def test_other_algorithms_need_a_rank():
 
 def test_whole_matrices_and_biases_add_up():
     pair = [(one(make_full(6, 4, generator(i))), 0.5) for i in (1, 2)]
-    made, _ = combine(pair, None, generator())
+    made, _ = combine_adapters(pair, None, generator())
     layer = made.layers[PLACE]
     assert layer.algorithm == "full"
     for role in ("diff", "diff_b"):
         expected = sum(0.5 * adapter.layers[PLACE].tensors[role] for adapter, _ in pair)
         torch.testing.assert_close(layer.tensors[role], expected)
-    cut_made, _ = combine(pair, 4, generator())
+    cut_made, _ = combine_adapters(pair, 4, generator())
     assert cut_made.layers[PLACE].algorithm == "lora"
     assert "diff_b" in cut_made.layers[PLACE].tensors
 
@@ -88,7 +88,7 @@ def test_modules_of_one_file_alone_come_along():
         (one(make_lora(6, 4, generator())), 1.0),
         (one(make_lora(6, 4, generator(1)), other), 2.0),
     ]
-    made, _ = combine(pair, None, generator())
+    made, _ = combine_adapters(pair, None, generator())
     assert set(made.layers) == {PLACE, other}
     torch.testing.assert_close(delta(made.layers[other]), 2 * delta(pair[1][0].layers[other]))
 
@@ -96,13 +96,13 @@ def test_modules_of_one_file_alone_come_along():
 def test_files_that_cannot_be_one_are_refused():
     flux = Adapter(TABLES["flux"], {PLACE: make_lora(4, 4, generator())})
     with pytest.raises(AdapterError, match="flux adapter cannot be one"):
-        combine([(one(make_lora(4, 4, generator())), 1.0), (flux, 1.0)], None, generator())
+        combine_adapters([(one(make_lora(4, 4, generator())), 1.0), (flux, 1.0)], None, generator())
     pair = [(one(make_lora(4, 4, generator())), 1.0), (one(make_lora(8, 4, generator())), 1.0)]
     with pytest.raises(AdapterError, match="4x4 and 8x4"):
-        combine(pair, None, generator())
+        combine_adapters(pair, None, generator())
     dora = one(make_lora(4, 4, generator(), dora=True))
     with pytest.raises(AdapterError, match="--into MODEL"):
-        combine([(dora, 1.0)], None, generator())
+        combine_adapters([(dora, 1.0)], None, generator())
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -114,7 +114,7 @@ def test_a_fused_projection_and_its_parts_add_up(rank, order):
     part = make_lora(12, 12, generator(1), 4)
     fused = Adapter(FLUX, {LayerPath(None, "transformer_blocks.0.attn.to_qkv"): whole})
     split = Adapter(FLUX, {LayerPath(None, names[1]): part})
-    made, _ = combine([(fused, 1.0), (split, 0.5)][::order], rank, generator())
+    made, _ = combine_adapters([(fused, 1.0), (split, 0.5)][::order], rank, generator())
     assert {place.module for place in made.layers} == set(names)
     for name, rows in zip(names, delta(whole).split(12), strict=True):
         expected = rows + (0.5 * delta(part) if name == names[1] else 0)
@@ -128,12 +128,12 @@ def test_a_lokr_that_cannot_be_cut_is_added_to_parts_with_a_rank():
     place = LayerPath(None, "transformer_blocks.0.attn.to_v")
     part = make_lora(24, 24, generator(), 4)
     pair = [(fused, 1.0), (Adapter(FLUX, {place: part}), 0.5)]
-    made, _ = combine(pair, 24, generator())
+    made, _ = combine_adapters(pair, 24, generator())
     expected = delta(whole)[48:] + 0.5 * delta(part)
     torch.testing.assert_close(delta(made.layers[place]), expected, rtol=1e-3, atol=1e-3)
     assert len(made.layers) == 3
     with pytest.raises(AdapterError, match="--rank where adapters are merged"):
-        combine(pair, None, generator())
+        combine_adapters(pair, None, generator())
 
 
 def test_fused_projections_of_other_blocks_stay_whole():
@@ -143,41 +143,41 @@ def test_fused_projections_of_other_blocks_stay_whole():
         (Adapter(FLUX, {place: make_lokr(36, 12, generator())}), 1.0),
         (Adapter(FLUX, {part: make_lora(12, 12, generator())}), 1.0),
     ]
-    made, _ = combine(both, 8, generator())
+    made, _ = combine_adapters(both, 8, generator())
     assert set(made.layers) == {place, part}
 
 
 def test_fused_projections_alone_stay_whole():
     place = LayerPath(None, "transformer_blocks.0.attn.to_qkv")
     pair = [(Adapter(FLUX, {place: make_loha(36, 12, generator(i))}), 1.0) for i in (1, 2)]
-    made, _ = combine(pair, 8, generator())
+    made, _ = combine_adapters(pair, 8, generator())
     assert set(made.layers) == {place}
 
 
 def test_a_bare_parameter_is_added_up_and_never_made_a_lora():
     place = LayerPath(None, "blocks.0.scale_shift_table")
     pair = [(one(Layer("full", {"diff": torch.randn(6, 24)}), place), 1.0) for _ in range(2)]
-    made, _ = combine(pair, 2, generator())
+    made, _ = combine_adapters(pair, 2, generator())
     total = sum(adapter.layers[place].tensors["diff"] for adapter, _ in pair)
     torch.testing.assert_close(made.layers[place].tensors["diff"], total)
-    made, _ = as_lora(pair[0][0], 2, generator())
+    made, _ = convert_to_lora(pair[0][0], 2, generator())
     assert made.layers[place].algorithm == "full"
 
 
 def test_magnitudes_are_not_dropped_on_the_way_to_a_smaller_lora():
     with pytest.raises(AdapterError, match=r"to_q has magnitudes \(DoRA\).*--into MODEL"):
-        as_lora(one(make_lora(6, 4, generator(), 3, dora=True)), 2, generator())
+        convert_to_lora(one(make_lora(6, 4, generator(), 3, dora=True)), 2, generator())
 
 
 @pytest.mark.parametrize("kind", ["loha", "lokr", "lokr-whole", "full"])
 def test_anything_becomes_a_lora_of_a_rank(kind):
     adapter = make_wan(kind, num_blocks=1)
-    made, cut = as_lora(adapter, 24, generator())
+    made, cut = convert_to_lora(adapter, 24, generator())
     assert {layer.algorithm for layer in made.layers.values()} == {"lora"}
     assert cut.worst < 1e-3
     for place, layer in adapter.layers.items():
         torch.testing.assert_close(delta(made.layers[place]), delta(layer), rtol=1e-2, atol=1e-2)
-    _, coarse = as_lora(adapter, 1, generator())
+    _, coarse = convert_to_lora(adapter, 1, generator())
     assert coarse.worst > 0.1
 
 
@@ -185,7 +185,7 @@ def test_small_loras_and_changes_without_a_rank_stay():
     small = make_lora(6, 4, generator(), rank=2)
     norm = Layer("full", {"diff": torch.ones(6)})
     other = LayerPath(None, "blocks.0.norm2")
-    made, cut = as_lora(Adapter(WAN, {PLACE: small, other: norm}), 3, generator())
+    made, cut = convert_to_lora(Adapter(WAN, {PLACE: small, other: norm}), 3, generator())
     assert made.layers[PLACE] is small
     assert made.layers[other] is norm
     assert cut.worst == 0.0
@@ -193,7 +193,7 @@ def test_small_loras_and_changes_without_a_rank_stay():
 
 def test_a_convolution_keeps_its_kernel():
     change = torch.randn(6, 4, 3, 3)
-    layer, lost = factor(change, 6, generator())
+    layer, lost = factorize(change, 6, generator())
     assert layer.tensors["down"].shape == (6, 4, 3, 3)
     assert layer.tensors["up"].shape == (6, 6, 1, 1)
     torch.testing.assert_close(delta(layer), change, rtol=1e-4, atol=1e-4)
@@ -205,22 +205,22 @@ def test_a_large_matrix_is_cut_by_a_random_range_as_well_as_by_a_whole_svd():
     matrix = torch.randn(1100, 6, generator=generator(2)) @ torch.randn(
         6, 1200, generator=generator(3)
     )
-    layer, lost = factor(matrix + 0.01 * noise, 6, generator())
+    layer, lost = factorize(matrix + 0.01 * noise, 6, generator())
     singular = torch.linalg.svdvals(matrix + 0.01 * noise)
     best = float(singular[6:].norm() / singular.norm())
     assert lost == pytest.approx(best, rel=0.01)
-    again, _ = factor(matrix + 0.01 * noise, 6, generator())
+    again, _ = factorize(matrix + 0.01 * noise, 6, generator())
     assert torch.equal(layer.tensors["up"], again.tensors["up"])
 
 
 def test_a_change_of_nothing_loses_nothing():
-    layer, lost = factor(torch.zeros(4, 4), 2, generator())
+    layer, lost = factorize(torch.zeros(4, 4), 2, generator())
     assert lost == 0.0
     assert not delta(layer).any()
 
 
 def test_a_lokr_is_cut_at_its_own_rank():
     lokr = make_lokr(16, 16, generator(), "w2", rank=1, factor=4)  # rank 4 x 1
-    made, cut = as_lora(one(lokr), 4, generator())
+    made, cut = convert_to_lora(one(lokr), 4, generator())
     assert cut.worst < 1e-3
     torch.testing.assert_close(delta(made.layers[PLACE]), delta(lokr), rtol=1e-3, atol=1e-3)

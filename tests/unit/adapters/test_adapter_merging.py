@@ -16,7 +16,7 @@ from adapter_examples import (
 from safetensors.torch import load_file, save_file
 
 from gracetune.adapters.files.keys import KeyIndex, LayerPath
-from gracetune.adapters.files.layers import Adapter, Layer, delta, merged
+from gracetune.adapters.files.layers import Adapter, Layer, delta, merge_weight
 from gracetune.adapters.files.lowrank import extract
 from gracetune.adapters.files.merge import merge_into, merge_into_pipeline, open_model
 from gracetune.errors import AdapterError
@@ -31,15 +31,15 @@ def wan_weights(naming="diffusers", prefix="", dtype=torch.float32, seed=7):
     index, g = KeyIndex(WAN), generator(seed)
     tensors = {}
     for name in wan_modules():
-        spelled = prefix + index.spell(name, naming, ".")
+        spelled = prefix + index.from_diffusers(name, naming, ".")
         tensors[f"{spelled}.weight"] = torch.randn(shape_of(name), generator=g).to(dtype)
         tensors[f"{spelled}.bias"] = torch.randn(shape_of(name)[0], generator=g).to(dtype)
-    norm = prefix + index.spell("blocks.0.norm2", naming, ".")
+    norm = prefix + index.from_diffusers("blocks.0.norm2", naming, ".")
     return tensors | {f"{norm}.weight": torch.ones(24).to(dtype)}
 
 
 def key_of(module, naming, prefix=""):
-    return f"{prefix}{KeyIndex(WAN).spell(module, naming, '.')}.weight"
+    return f"{prefix}{KeyIndex(WAN).from_diffusers(module, naming, '.')}.weight"
 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "lokr-whole", "full"])
@@ -84,7 +84,9 @@ def test_two_adapters_in_one_merge_and_a_folder_of_shards(tmp_path):
     )
     place = LayerPath(None, "blocks.1.attn2.to_v")
     key = key_of(place.module, "diffusers")
-    expected = merged(second.layers[place], merged(first.layers[place], base[key].float()))
+    expected = merge_weight(
+        second.layers[place], merge_weight(first.layers[place], base[key].float())
+    )
     assert torch.equal(out[key], expected.bfloat16())
     assert out[key].dtype == torch.bfloat16
 
@@ -156,7 +158,7 @@ def test_magnitudes_and_swapped_halves_in_a_fused_model(tmp_path):
     out = load_file(tmp_path / "o.safetensors")
     linear1 = base["single_blocks.0.linear1.weight"]
     torch.testing.assert_close(
-        out["single_blocks.0.linear1.weight"][36:], merged(mlp, linear1[36:])
+        out["single_blocks.0.linear1.weight"][36:], merge_weight(mlp, linear1[36:])
     )
     key = "final_layer.adaLN_modulation.1.weight"
     torch.testing.assert_close(out[key], base[key] + delta(norm).roll(12, 0))
@@ -223,8 +225,8 @@ def test_what_was_merged_is_extracted_again(naming, tmp_path):
     adapter = make_wan(alpha=2.0)
     merge_into(base, tuned, [(adapter, 1.0)], WAN)
     found = extract(base, tuned, WAN, 4, generator(), keep_rest=False)
-    assert found.cut.worst < 1e-2
-    assert found.rest == ()
+    assert found.loss.worst < 1e-2
+    assert found.left_out == ()
     assert set(found.adapter.layers) == set(adapter.layers)
     for place, layer in adapter.layers.items():
         torch.testing.assert_close(
@@ -241,10 +243,10 @@ def test_norms_and_biases_are_told_or_kept(tmp_path):
     changed["blocks.0.norm2.weight"] += 1
     save_file(changed, tuned)
     found = extract(base, tuned, WAN, 4, generator(), keep_rest=False)
-    assert len(found.rest) == 21
-    assert found.cut.worst > 0.1
+    assert len(found.left_out) == 21
+    assert found.loss.worst > 0.1
     kept = extract(base, tuned, WAN, 24, generator(), keep_rest=True)
-    assert kept.rest == ()
+    assert kept.left_out == ()
     out = tmp_path / "out.safetensors"
     merge_into(base, out, [(kept.adapter, 1.0)], WAN)
     for key, tensor in load_file(out).items():
@@ -258,7 +260,7 @@ def test_a_bare_parameter_is_among_the_rest(tmp_path):
     merge_into(base, tuned, [(make_wan(), 1.0)], WAN)
     save_file(load_file(tuned) | {name: tensor + 1 for name, tensor in table.items()}, tuned)
     found = extract(base, tuned, WAN, 4, generator(), keep_rest=False)
-    assert found.rest == tuple(table)
+    assert found.left_out == tuple(table)
     kept = extract(base, tuned, WAN, 4, generator(), keep_rest=True)
     layer = kept.adapter.layers[LayerPath(None, "blocks.0.scale_shift_table")]
     assert torch.equal(layer.tensors["diff"], torch.ones(1, 6, 24))

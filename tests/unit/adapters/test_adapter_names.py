@@ -3,22 +3,22 @@ from adapter_examples import TABLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.adapters.files.formats import ENDINGS, FORMS
+from gracetune.adapters.files.formats import SUFFIXES, FORMATS
 from gracetune.adapters.files.keys import (
     KeyIndex,
     LayerPath,
-    choose_table,
-    detect_form,
-    form_named,
-    forms_in,
+    detect_table,
+    detect_format,
+    get_format,
+    count_formats,
     nearest_key,
-    open_table,
-    read_key,
-    settle_stages,
-    table_named,
+    any_name_table,
+    parse_key,
+    resolve_stages,
+    get_table,
     table_of_modules,
     template_of,
-    write_key,
+    build_key,
 )
 from gracetune.errors import AdapterError
 
@@ -27,17 +27,19 @@ WAN, FLUX, QWEN = (KeyIndex(TABLES[name]) for name in ("wan", "flux", "qwen_imag
 
 def places(index, form):
     """Every kind of module that a form has a name for, at every stage that it can say."""
-    stages = [stage for stage, _ in form.stages] if form.stages and index.table.staged else [None]
-    names = {ours for _, ours in index.table.rows} | set(index.table.parts)
+    stages = (
+        [stage for stage, _ in form.stages] if form.stages and index.table.has_stages else [None]
+    )
+    names = {ours for _, ours in index.table.rows} | set(index.table.unfused)
     for template in sorted(names):
         for stage in stages:
-            if index.spell(template.format(0), form.naming, form.joint) is not None:
+            if index.from_diffusers(template.format(0), form.naming, form.separator) is not None:
                 yield LayerPath(stage, template)
 
 
 INDEXES = (WAN, FLUX, QWEN)
 SPELLABLE = [
-    (index, form, place) for index in INDEXES for form in FORMS for place in places(index, form)
+    (index, form, place) for index in INDEXES for form in FORMATS for place in places(index, form)
 ]
 
 
@@ -46,13 +48,13 @@ SPELLABLE = [
 def test_a_written_key_is_read_as_what_it_was(spellable, number, data):
     index, form, place = spellable
     place = LayerPath(place.stage, place.module.format(number))
-    role = data.draw(st.sampled_from(sorted(ENDINGS[form.style])))
-    key = read_key(write_key(form, index, place, role), index)
+    role = data.draw(st.sampled_from(sorted(SUFFIXES[form.style])))
+    key = parse_key(build_key(form, index, place, role), index)
     assert key is not None
     unsaid = form.name == "diffusers-both" and place.stage != "low"
-    assert key.place == (LayerPath(None, place.module) if unsaid else place)
+    assert key.path == (LayerPath(None, place.module) if unsaid else place)
     assert key.role == role
-    assert unsaid or form.name in key.forms
+    assert unsaid or form.name in key.formats
 
 
 @pytest.mark.parametrize("family", TABLES)
@@ -81,8 +83,8 @@ def test_no_two_modules_have_one_name(family):
     ],
 )
 def test_underscored_and_unusual_spellings_are_decoded_by_table(key, module, role):
-    found = read_key(key, WAN)
-    assert (found.place, found.role) == (LayerPath(None, module), role)
+    found = parse_key(key, WAN)
+    assert (found.path, found.role) == (LayerPath(None, module), role)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_underscored_and_unusual_spellings_are_decoded_by_table(key, module, rol
     ],
 )
 def test_flux_keys(key, module):
-    assert read_key(key, FLUX).place == LayerPath(None, module)
+    assert parse_key(key, FLUX).path == LayerPath(None, module)
 
 
 @pytest.mark.parametrize(
@@ -129,18 +131,18 @@ def test_flux_keys(key, module):
     ],
 )
 def test_qwen_image_keys(key):
-    assert read_key(key, QWEN).place.module == "transformer_blocks.59.img_mlp.net.0.proj"
+    assert parse_key(key, QWEN).path.module == "transformer_blocks.59.img_mlp.net.0.proj"
 
 
 def test_flux_and_qwen_image_are_told_apart_or_asked_about():
     shared = "transformer.transformer_blocks.{}.attn.to_q.lora_A.weight"
     with pytest.raises(AdapterError, match="--family") as caught:
-        choose_table([shared.format(0)], TABLES, None)
+        detect_table([shared.format(0)], TABLES, None)
     assert caught.value.kind == "ambiguous"
-    assert choose_table([shared.format(0)], TABLES, "flux").family == "flux"
-    assert choose_table([shared.format(n) for n in range(60)], TABLES, None).family == "qwen_image"
+    assert detect_table([shared.format(0)], TABLES, "flux").family == "flux"
+    assert detect_table([shared.format(n) for n in range(60)], TABLES, None).family == "qwen_image"
     single = "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight"
-    assert choose_table([shared.format(0), single], TABLES, None).family == "flux"
+    assert detect_table([shared.format(0), single], TABLES, None).family == "flux"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_flux_and_qwen_image_are_told_apart_or_asked_about():
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest(wrong, near):
-    assert read_key(wrong, WAN) is None
+    assert parse_key(wrong, WAN) is None
     assert nearest_key(wrong, [TABLES["wan"]]) == near
 
 
@@ -174,25 +176,25 @@ def test_what_is_like_nothing_has_no_nearest():
 
 
 def test_forms_are_found_by_name_and_by_tool():
-    assert form_named("musubi").name == "kohya"
-    assert form_named("ai-toolkit").name == "comfyui"
+    assert get_format("musubi").name == "kohya"
+    assert get_format("ai-toolkit").name == "comfyui"
     with pytest.raises(AdapterError, match="Did you mean 'diffusers'"):
-        form_named("difusers")
+        get_format("difusers")
 
 
 def test_families_go_by_our_own_names_too():
-    assert table_named("wan22", TABLES).family == "wan"
-    assert table_named("tiny", TABLES).open
+    assert get_table("wan22", TABLES).family == "wan"
+    assert get_table("tiny", TABLES).accepts_any_name
 
 
 def test_a_family_without_a_table_takes_dotted_names_as_they_are():
-    index = KeyIndex(open_table("tiny"))
-    key = read_key("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", index)
-    assert key.place.module == "transformer_blocks.0.attn.to_q"
-    assert read_key("lycoris_transformer_blocks_0_attn_to_q.lokr_w1", index) is None
+    index = KeyIndex(any_name_table("tiny"))
+    key = parse_key("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", index)
+    assert key.path.module == "transformer_blocks.0.attn.to_q"
+    assert parse_key("lycoris_transformer_blocks_0_attn_to_q.lokr_w1", index) is None
     known = KeyIndex(table_of_modules("tiny", ("transformer_blocks.0.attn.to_q",)))
-    key = read_key("lycoris_transformer_blocks_0_attn_to_q.lokr_w1", known)
-    assert key.place.module == "transformer_blocks.0.attn.to_q"
+    key = parse_key("lycoris_transformer_blocks_0_attn_to_q.lokr_w1", known)
+    assert key.path.module == "transformer_blocks.0.attn.to_q"
 
 
 @pytest.mark.parametrize(
@@ -205,10 +207,10 @@ def test_a_family_without_a_table_takes_dotted_names_as_they_are():
 )
 @pytest.mark.parametrize(("number", "stage"), [("1", "high"), ("2", "low")])
 def test_experts_are_read_with_and_without_an_underscore(text, number, stage):
-    index = KeyIndex(table_named("wan", TABLES))
-    usual, unparted = (read_key(text.format(part), index) for part in (f"_{number}", number))
-    assert usual.place == unparted.place == LayerPath(stage, "blocks.0.attn1.to_q")
-    assert usual.forms == unparted.forms
+    index = KeyIndex(get_table("wan", TABLES))
+    usual, unparted = (parse_key(text.format(part), index) for part in (f"_{number}", number))
+    assert usual.path == unparted.path == LayerPath(stage, "blocks.0.attn1.to_q")
+    assert usual.formats == unparted.formats
 
 
 def test_a_file_that_mixes_forms_is_of_none():
@@ -216,10 +218,10 @@ def test_a_file_that_mixes_forms_is_of_none():
         "diffusion_model.blocks.0.self_attn.q.lora_A.weight",
         "lora_unet_blocks_0_self_attn_k.lora_down.weight",
     ]
-    keys = [read_key(text, WAN) for text in texts]
-    assert detect_form(keys) is None
-    assert set(forms_in(keys)) >= {"comfyui", "kohya"}
-    assert settle_stages(keys) == keys
+    keys = [parse_key(text, WAN) for text in texts]
+    assert detect_format(keys) is None
+    assert set(count_formats(keys)) >= {"comfyui", "kohya"}
+    assert resolve_stages(keys) == keys
 
 
 def test_templates_keep_fixed_numbers():

@@ -17,15 +17,15 @@ from adapter_examples import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.adapters.files.convert import canonical, spell
+from gracetune.adapters.files.convert import import_tensors, export_tensors
 from gracetune.adapters.files.fused_projections import (
     join_fused,
     split_fused,
     swap_halves,
-    take_rows,
+    select_rows,
 )
-from gracetune.adapters.files.keys import LayerPath, form_named
-from gracetune.adapters.files.layers import Adapter, Layer, delta, merged, scale_of
+from gracetune.adapters.files.keys import LayerPath, get_format
+from gracetune.adapters.files.layers import Adapter, Layer, delta, merge_weight, scale_of
 from gracetune.errors import AdapterError
 
 QKV = [f"transformer_blocks.0.attn.to_{x}" for x in "qkv"]
@@ -147,10 +147,10 @@ def test_magnitudes_go_with_their_rows():
     whole = make_lora(36, HIDDEN, generator(), dora=True)
     parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
     rows = [
-        merged(parts.layers[LayerPath(None, n)], base[i * 12 : i * 12 + 12])
+        merge_weight(parts.layers[LayerPath(None, n)], base[i * 12 : i * 12 + 12])
         for i, n in enumerate(QKV)
     ]
-    torch.testing.assert_close(torch.cat(rows), merged(whole, base))
+    torch.testing.assert_close(torch.cat(rows), merge_weight(whole, base))
     assert same_layer(join_fused(parts).layers[WHOLE], whole)
 
 
@@ -190,15 +190,15 @@ def test_scale_and_shift_change_places_between_the_namings():
     swapped = swap_halves(adapter).layers[name]
     torch.testing.assert_close(delta(swapped), delta(layer).roll(4, 0))
     assert same(swap_halves(swap_halves(adapter)), adapter)
-    original = spell(adapter, form_named("comfyui"))
+    original = export_tensors(adapter, get_format("comfyui"))
     up = original["diffusion_model.final_layer.adaLN_modulation.1.lora_B.weight"]
     assert torch.equal(up, layer.tensors["up"].roll(4, 0))
-    assert same(canonical(original, {}, TABLES), adapter)
+    assert same(import_tensors(original, {}, TABLES), adapter)
 
 
 def test_rows_of_a_bias_go_along():
     layer = make_full(36, HIDDEN, generator())
-    part = take_rows("x", layer, [(12, 24)])
+    part = select_rows("x", layer, [(12, 24)])
     assert torch.equal(part.tensors["diff_b"], layer.tensors["diff_b"][12:24])
 
 
@@ -218,14 +218,14 @@ def test_a_bias_beside_loras_on_a_diagonal_goes_along_too():
     "form", ["comfyui", "kohya", "diffusers", "lycoris", "onetrainer", "ai-toolkit-live"]
 )
 def test_a_flux_lora_reads_back_from_every_naming(form):
-    names = [one.format(0) for one in FLUX.surface] + ["x_embedder", "proj_out"]
+    names = [one.format(0) for one in FLUX.block_linears] + ["x_embedder", "proj_out"]
     layers = {}
     for i, name in enumerate(names):
         out = 48 if name.endswith(("proj_mlp", "net.0.proj")) else 12
         into = 60 if name.endswith("blocks.0.proj_out") else 48 if name.endswith("net.2") else 12
         layers[name] = make_lora(out, into, generator(i))
     adapter = adapter_of(layers)
-    tensors = spell(adapter, form_named(form))
-    back = split_fused(canonical(tensors, {}, TABLES))
+    tensors = export_tensors(adapter, get_format(form))
+    back = split_fused(import_tensors(tensors, {}, TABLES))
     assert same(adapter, back)
-    assert back.form == form
+    assert back.format == form

@@ -13,17 +13,17 @@ from torch.nn import functional
 from gracetune.adapters.compute import lora_matmul
 from gracetune.adapters.compute.fused_lora import (
     Fp8Linear,
-    InFp8,
-    freeze_in_fp8,
-    freeze_in_fp8_for,
+    Fp8Conversion,
+    convert_to_fp8,
+    convert_to_fp8_calibrated,
     fuse_lora,
 )
 from gracetune.adapters.compute.outlier_subspace import (
     MAX_ROWS,
-    MOST,
+    MAX_DIMENSIONS,
     InputObserver,
-    main_directions,
-    num_directions,
+    find_outlier_subspace,
+    num_dimensions,
 )
 from gracetune.errors import GracetuneError
 
@@ -49,24 +49,26 @@ def apart(one, other):
 
 @pytest.mark.parametrize("columns", [64, 256])
 def test_they_hold_as_much_of_the_rows_as_any_can(columns):
-    rows = alike(500, columns, directions=num_directions(columns) // 2)
-    found = main_directions(rows)
+    rows = alike(500, columns, directions=num_dimensions(columns) // 2)
+    found = find_outlier_subspace(rows)
     torch.testing.assert_close(found @ found.t(), torch.eye(len(found)), atol=1e-5, rtol=0)
     left = (rows - rows @ found.t() @ found).square().sum()
     best = torch.linalg.svdvals(rows)[len(found) :].square().sum()
     assert left < 1.1 * best
     assert left < 0.01 * rows.square().sum()
-    assert torch.equal(found, main_directions(rows))
+    assert torch.equal(found, find_outlier_subspace(rows))
 
 
-@pytest.mark.parametrize(("columns", "count"), [(16, 8), (96, 24), (128, 32), (5120, MOST)])
+@pytest.mark.parametrize(
+    ("columns", "count"), [(16, 8), (96, 24), (128, 32), (5120, MAX_DIMENSIONS)]
+)
 def test_wide_layers_have_more(columns, count):
-    assert num_directions(columns) == count
+    assert num_dimensions(columns) == count
 
 
 @pytest.mark.parametrize("rows", [torch.zeros(4, 32), torch.ones(1, 32)])
 def test_rows_that_span_nothing_are_no_obstacle(rows):
-    found = main_directions(rows)
+    found = find_outlier_subspace(rows)
     assert found.shape == (8, 32)
     assert found.isfinite().all()
 
@@ -75,7 +77,7 @@ def layers(bias=True):
     """One layer exactly, and in fp8 with and without main directions of its input."""
     torch.manual_seed(0)
     exact = nn.Linear(128, 96, bias=bias).requires_grad_(False).bfloat16()
-    along = nn.Parameter(main_directions(alike(500, 128)).bfloat16(), requires_grad=False)
+    along = nn.Parameter(find_outlier_subspace(alike(500, 128)).bfloat16(), requires_grad=False)
     return exact, Fp8Linear(exact), Fp8Linear(exact, along)
 
 
@@ -132,20 +134,22 @@ def model(rank=0, dtype=torch.float32):
 
 
 def freeze_for(blocks, seen):
-    return freeze_in_fp8_for(lambda: nn.Sequential(*blocks)(seen), list(blocks), CPU)
+    return convert_to_fp8_calibrated(lambda: nn.Sequential(*blocks)(seen), list(blocks), CPU)
 
 
 def test_a_pass_shows_blocks_their_directions():
     exact, blind, knowing = model(), model(), model()
-    assert freeze_in_fp8(blind) == InFp8(6, 0, blind=6)
-    assert freeze_for(knowing, alike(512, 64)) == InFp8(6, 0)
+    assert convert_to_fp8(blind) == Fp8Conversion(6, 0, uncalibrated=6)
+    assert freeze_for(knowing, alike(512, 64)) == Fp8Conversion(6, 0)
     x = alike(128, 64, seed=2)
     expected = exact(x)
     lost = [apart(made(x), expected) for made in (blind, knowing)]
     assert lost[1] < lost[0] / 2
     block = knowing[0]
-    assert block.left.along is block.right.along, "one parameter for an input in common"
-    assert block.left.along is not block.down.along
+    assert block.left.outlier_basis is block.right.outlier_basis, (
+        "one parameter for an input in common"
+    )
+    assert block.left.outlier_basis is not block.down.outlier_basis
     assert not any(p.requires_grad for p in knowing.parameters())
     assert not block._forward_hooks
     assert not block._forward_pre_hooks
@@ -170,7 +174,7 @@ def test_a_lora_and_main_directions_share_a_product(compiled):
     for way in ("exact", "blind", "knowing"):
         made = model(rank=4, dtype=torch.bfloat16)
         if way == "blind":
-            freeze_in_fp8(made)
+            convert_to_fp8(made)
         if way == "knowing":
             with torch.autocast("cpu", torch.bfloat16):
                 freeze_for(made, alike(512, 64).bfloat16())
@@ -226,26 +230,26 @@ class Around(nn.Module):
 def test_a_layer_that_its_adapter_never_calls_is_shown_its_input_too():
     made = nn.Sequential(Around(nn.Linear(64, 64).requires_grad_(False)))
     seen = alike(512, 64)
-    assert freeze_for([made], seen) == InFp8(1, 0)
-    expected = main_directions(seen).bfloat16()
-    assert torch.equal(made[0].base_layer.along, expected)
+    assert freeze_for([made], seen) == Fp8Conversion(1, 0)
+    expected = find_outlier_subspace(seen).bfloat16()
+    assert torch.equal(made[0].base_layer.outlier_basis, expected)
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_tracers_expect_what_comes_of_taking_an_input_apart(turned):
-    x, along = alike(32, 64), main_directions(alike(100, 64))
+    x, along = alike(32, 64), find_outlier_subspace(alike(100, 64))
     given = (x.t().contiguous().t() if turned else x, along)
-    torch.library.opcheck(lora_matmul.apart, given)
-    main, rest = lora_matmul.apart(*given)
+    torch.library.opcheck(lora_matmul.split_outliers, given)
+    main, rest = lora_matmul.split_outliers(*given)
     torch.testing.assert_close(main @ along + rest, x)
 
 
 def test_blocks_that_no_pass_reached_know_none():
     made, blind = model(), model()
-    freeze_in_fp8(blind)
-    frozen = freeze_in_fp8_for(lambda: made[0](drawn(8, 64)), list(made), CPU)
-    assert frozen == InFp8(6, 0, blind=3)
-    assert made[1].left.along is None
+    convert_to_fp8(blind)
+    frozen = convert_to_fp8_calibrated(lambda: made[0](drawn(8, 64)), list(made), CPU)
+    assert frozen == Fp8Conversion(6, 0, uncalibrated=3)
+    assert made[1].left.outlier_basis is None
     assert torch.equal(made[1](drawn(2, 64)), blind[1](drawn(2, 64)))
     assert not made[1]._forward_hooks
 
@@ -275,7 +279,7 @@ def test_a_block_goes_home_to_where_its_large_weights_wait():
     block.table = nn.Parameter(torch.empty(2, device=device), requires_grad=False)
     assert next(block.parameters()) is block.table
     block.to = went.append
-    freeze_in_fp8_for(lambda: block(drawn(8, 64)), [block], device)
+    convert_to_fp8_calibrated(lambda: block(drawn(8, 64)), [block], device)
     assert went == [device, CPU, CPU]
     assert block.left.weight.device == CPU
 
@@ -288,7 +292,7 @@ def test_a_pass_that_fails_leaves_no_hooks():
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        freeze_in_fp8_for(fail, list(made), CPU)
+        convert_to_fp8_calibrated(fail, list(made), CPU)
     assert not made[1]._forward_hooks
     assert not made[1]._forward_pre_hooks
 
@@ -296,7 +300,7 @@ def test_a_pass_that_fails_leaves_no_hooks():
 def test_blocks_that_nothing_can_be_rounded_in_are_refused_after_a_pass_too():
     block = nn.Linear(8, 24).requires_grad_(False)
     with pytest.raises(GracetuneError, match=r"none of 1 frozen linear.*multiples of 16.*bf16"):
-        freeze_in_fp8_for(lambda: None, [nn.Sequential(block)], CPU)
+        convert_to_fp8_calibrated(lambda: None, [nn.Sequential(block)], CPU)
 
 
 def test_what_is_not_finite_is_not_known():
@@ -304,8 +308,8 @@ def test_what_is_not_finite_is_not_known():
     watch = InputObserver([(seen, seen), (unseen, unseen)])
     with torch.no_grad():
         seen(torch.full((2, 16), torch.inf))
-    assert watch.directions(seen) is None
-    assert watch.directions(unseen) is None
+    assert watch.basis(seen) is None
+    assert watch.basis(unseen) is None
 
 
 def test_of_many_rows_some_are_looked_at_from_everywhere_until_it_is_closed():
@@ -314,9 +318,9 @@ def test_of_many_rows_some_are_looked_at_from_everywhere_until_it_is_closed():
     x = torch.zeros(2 * MAX_ROWS, 16)
     x[0, 3], x[-2, 5] = 1.0, 2.0
     layer(x)
-    found = watch.directions(layer)
+    found = watch.basis(layer)
     held = found.float().square().sum(0)  # of each column
     torch.testing.assert_close(held[[3, 5]], torch.ones(2), atol=0.02, rtol=0)
     watch.close()
     layer(drawn(3, 16))
-    assert watch.directions(layer) is found
+    assert watch.basis(layer) is found

@@ -11,14 +11,14 @@ from torch.nn import functional
 from gracetune.adapters.compute.fused_lora import (
     Fp8Linear,
     FusedLora,
-    InFp8,
-    check_capability,
-    check_fp8,
-    computes_in,
-    freeze_in_fp8,
+    Fp8Conversion,
+    check_fp8_capability,
+    check_fp8_support,
+    runs_in_dtype,
+    convert_to_fp8,
     fuse_lora,
 )
-from gracetune.adapters.compute.lora_matmul import FP8_MAX, round_rows
+from gracetune.adapters.compute.lora_matmul import FP8_MAX, quantize_rows
 from gracetune.errors import GracetuneError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -81,19 +81,19 @@ def test_what_was_fused_can_be_as_it_was_and_fused_again():
 
 def test_a_model_computes_in_a_type_where_all_of_it_is_in_that_or_copied_to_it():
     model = make(torch.bfloat16)
-    assert not computes_in(model, torch.bfloat16), "its LoRA is in fp32"
+    assert not runs_in_dtype(model, torch.bfloat16), "its LoRA is in fp32"
     fuse_lora(model)
-    assert computes_in(model, torch.bfloat16)
-    assert not computes_in(model, torch.float32)
+    assert runs_in_dtype(model, torch.bfloat16)
+    assert not runs_in_dtype(model, torch.float32)
     model.norm = nn.LayerNorm(4).requires_grad_(False)
-    assert not computes_in(model, torch.bfloat16), "a norm is in fp32"
+    assert not runs_in_dtype(model, torch.bfloat16), "a norm is in fp32"
 
 
 def test_layers_in_fp8_compute_in_what_they_were_before():
     model = make(torch.bfloat16)
-    freeze_in_fp8([model])
+    convert_to_fp8([model])
     fuse_lora(model)
-    assert computes_in(model, torch.bfloat16)
+    assert runs_in_dtype(model, torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 32)])
@@ -175,7 +175,7 @@ def test_a_switched_off_adapter_is_off():
 
 def test_rounded_rows_use_the_whole_range_and_zero_rows_stay_zero():
     x = torch.tensor([[1e-3, -2e-3], [0.0, 0.0], [3e4, 1.0]])
-    rounded, scales = round_rows(x)
+    rounded, scales = quantize_rows(x)
     assert rounded.float().abs().amax(dim=1).tolist() == [FP8_MAX, 0.0, FP8_MAX]
     torch.testing.assert_close(rounded.float() * scales, x, rtol=0.07, atol=1e-6)
 
@@ -188,7 +188,7 @@ def test_fp8_products_point_where_the_exact_ones_do(has_lora):
         exact, model = Net().requires_grad_(False), Net().requires_grad_(False)
         model.load_state_dict(exact.state_dict())
     expected = gradients(exact, x)
-    assert freeze_in_fp8([model]) == InFp8(2, 0, blind=2)
+    assert convert_to_fp8([model]) == Fp8Conversion(2, 0, uncalibrated=2)
     assert fuse_lora(model) == (2 if has_lora else 0)
     for ours, theirs in zip(gradients(model, x), expected, strict=True):
         assert functional.cosine_similarity(ours.flatten(), theirs.flatten(), 0) > 0.998
@@ -197,7 +197,7 @@ def test_fp8_products_point_where_the_exact_ones_do(has_lora):
 def test_fp8_weights_take_half_the_bytes_and_trained_ones_stay():
     linear = nn.Linear(64, 64, bias=False).bfloat16()
     block = nn.ModuleDict({"frozen": linear.requires_grad_(False), "trained": nn.Linear(4, 4)})
-    freeze_in_fp8([block])
+    convert_to_fp8([block])
     assert type(block["trained"]) is nn.Linear
     frozen = block["frozen"]
     assert isinstance(frozen, Fp8Linear)
@@ -207,13 +207,13 @@ def test_fp8_weights_take_half_the_bytes_and_trained_ones_stay():
 
 def test_fp8_is_refused_by_name_where_there_is_none():
     with pytest.raises(GracetuneError, match=r"frozen_compute.*cpu has none"):
-        check_fp8(torch.device("cpu"))
+        check_fp8_support(torch.device("cpu"))
 
 
 def test_a_gpu_that_is_too_old_is_refused_by_its_name():
-    check_capability("NVIDIA L4", (8, 9))
+    check_fp8_capability("NVIDIA L4", (8, 9))
     with pytest.raises(GracetuneError, match=r"capability 8\.9 or more\); NVIDIA A100 has none"):
-        check_capability("NVIDIA A100", (8, 0))
+        check_fp8_capability("NVIDIA A100", (8, 0))
 
 
 @pytest.mark.parametrize("has_lora", [True, False])
@@ -224,7 +224,7 @@ def test_fp8_gives_the_type_that_the_layer_gave(has_lora, dtype, autocast):
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = model(x)
-        freeze_in_fp8([model])
+        convert_to_fp8([model])
         fuse_lora(model)
         found = model(x)
     assert found.dtype == expected.dtype
@@ -237,11 +237,11 @@ def test_fp8_gives_the_type_that_the_layer_gave(has_lora, dtype, autocast):
 def test_layers_whose_sides_fit_no_kernel_stay_as_they_are():
     block = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 32), nn.Linear(32, 16))
     block.requires_grad_(False)
-    assert freeze_in_fp8([block]) == InFp8(1, 2, blind=1)
+    assert convert_to_fp8([block]) == Fp8Conversion(1, 2, uncalibrated=1)
     assert [type(layer) for layer in block] == [nn.Linear, nn.Linear, Fp8Linear]
 
 
 def test_blocks_that_nothing_can_be_rounded_in_are_refused():
     block = nn.Sequential(nn.Linear(8, 24)).requires_grad_(False)
     with pytest.raises(GracetuneError, match=r"none of 1 frozen linear.*multiples of 16.*bf16"):
-        freeze_in_fp8([block])
+        convert_to_fp8([block])

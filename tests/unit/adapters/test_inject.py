@@ -2,17 +2,17 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.adapters.compute.lycoris import Adapted
-from gracetune.adapters.files.keys import open_table
+from gracetune.adapters.compute.lycoris import AdaptedLayer
+from gracetune.adapters.files.keys import any_name_table
 from gracetune.adapters.files.layers import delta, delta_bias, scale_of
 from gracetune.adapters.inject import (
     adapter_weights,
     add_adapter,
-    choose,
-    ending,
-    live_adapter,
+    select_modules,
+    target_suffix,
+    adapter_from_model,
     matches,
-    setting_of,
+    settings_for,
 )
 from gracetune.config.schema import AdapterSection
 from gracetune.errors import ConfigError
@@ -62,16 +62,19 @@ def shaken(model, by=0.2):
 
 def test_targets_match_names_endings_patterns_and_expressions(model):
     section = AdapterSection(targets=("blocks.1.attn.to_q",))
-    assert list(choose({"": model}, section, ())[""]) == ["blocks.1.attn.to_q"]
+    assert list(select_modules({"": model}, section, ())[""]) == ["blocks.1.attn.to_q"]
     section = AdapterSection(targets=("to_q",))
-    assert list(choose({"": model}, section, ())[""]) == [
+    assert list(select_modules({"": model}, section, ())[""]) == [
         "blocks.0.attn.to_q",
         "blocks.1.attn.to_q",
     ]
     section = AdapterSection(targets=("blocks.0.*",))
-    assert list(choose({"": model}, section, ())[""]) == ["blocks.0.attn.to_q", "blocks.0.ff.0"]
+    assert list(select_modules({"": model}, section, ())[""]) == [
+        "blocks.0.attn.to_q",
+        "blocks.0.ff.0",
+    ]
     section = AdapterSection(targets=(r"re:blocks\.\d+\.ff\.0",))
-    assert list(choose({"": model}, section, ())[""]) == ["blocks.0.ff.0", "blocks.1.ff.0"]
+    assert list(select_modules({"": model}, section, ())[""]) == ["blocks.0.ff.0", "blocks.1.ff.0"]
 
 
 def test_whole_words_match_and_parts_of_them_do_not():
@@ -84,20 +87,20 @@ def test_whole_words_match_and_parts_of_them_do_not():
 def test_a_target_that_matches_nothing_lists_what_there_is(model, target):
     section = AdapterSection(targets=("attn.to_q", target))
     with pytest.raises(ConfigError, match=r"adapter\.targets: .* There are: .*attn\.to_q"):
-        choose({"": model}, section, ())
+        select_modules({"": model}, section, ())
 
 
 def test_a_module_that_cannot_be_adapted_is_named(model):
     section = AdapterSection(targets=("attn.norm",))
     with pytest.raises(ConfigError, match=r"blocks\.0\.attn\.norm \(LayerNorm\), which cannot"):
-        choose({"": model}, section, ())
+        select_modules({"": model}, section, ())
     with pytest.raises(ConfigError, match=r"patch \(Conv2d\)"):
-        choose({"": model}, AdapterSection(targets=("patch",)), ())
+        select_modules({"": model}, AdapterSection(targets=("patch",)), ())
 
 
 def test_a_broken_expression_is_refused(model):
     with pytest.raises(ConfigError, match="is no regular expression"):
-        choose({"": model}, AdapterSection(targets=("re:(",)), ())
+        select_modules({"": model}, AdapterSection(targets=("re:(",)), ())
 
 
 def test_a_target_must_match_in_both_experts_unless_it_names_one(model):
@@ -106,8 +109,8 @@ def test_a_target_must_match_in_both_experts_unless_it_names_one(model):
     other.blocks[1].attn["to_q"] = nn.Identity()
     both = {"high": model, "low": other}
     with pytest.raises(ConfigError, match="of the low-noise expert"):
-        choose(both, AdapterSection(targets=("attn.to_q",)), ())
-    chosen = choose(both, AdapterSection(targets=("high.blocks.*.to_q",)), ())
+        select_modules(both, AdapterSection(targets=("attn.to_q",)), ())
+    chosen = select_modules(both, AdapterSection(targets=("high.blocks.*.to_q",)), ())
     assert (len(chosen["high"]), len(chosen["low"])) == (2, 0)
 
 
@@ -122,20 +125,20 @@ def test_overrides_change_what_they_match_and_the_later_counts(model):
         },
     )
     first, second, plain = (
-        setting_of(section, name)
+        settings_for(section, name)
         for name in ("blocks.0.attn.to_q", "blocks.1.attn.to_q", "blocks.0.ff.0")
     )
     assert (first.rank, first.alpha, first.dropout, first.factor) == (2, 2.0, 0.1, -1)
     assert (second.rank, second.alpha, second.dropout, second.factor) == (2, 6.0, 0.5, 3)
     assert (plain.rank, plain.alpha, plain.dropout) == (8, 4.0, 0.1)
-    chosen = choose({"": model}, section, TARGETS)[""]
+    chosen = select_modules({"": model}, section, TARGETS)[""]
     assert chosen["blocks.1.attn.to_q"] == second
 
 
 def test_an_override_that_matches_nothing_adapted_is_refused(model):
     section = AdapterSection(overrides={"ff.0": {"rank": 2}})
     with pytest.raises(ConfigError, match=r"adapter\.overrides: 'ff\.0' matches no module"):
-        choose({"": model}, section, ("attn.to_q",))
+        select_modules({"": model}, section, ("attn.to_q",))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha"])
@@ -144,7 +147,7 @@ def test_overrides_reach_the_modules(model, kind):
         kind=kind, rank=4, overrides={"ff.0": {"rank": 2, "alpha": 1, "dropout": 0.25}}
     )
     add_adapter({"": model}, section, TARGETS, seed=1)
-    adapter = live_adapter({"": model}, choose_again(model, section), open_table("toy"))
+    adapter = adapter_from_model({"": model}, choose_again(model, section), any_name_table("toy"))
     ranks = {
         place.module: min(t.shape[0] for t in layer.tensors.values() if t.dim() == 2)
         for place, layer in adapter.layers.items()
@@ -161,7 +164,7 @@ def test_overrides_reach_the_modules(model, kind):
 
 
 def choose_again(model, section):
-    return {"": {name: setting_of(section, name) for name in adapter_weights(model)}}
+    return {"": {name: settings_for(section, name) for name in adapter_weights(model)}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,7 +220,7 @@ def test_the_live_forward_is_the_frozen_one_plus_the_delta(model, kind, alpha):
     section = AdapterSection(kind=kind, rank=2, alpha=alpha)
     chosen = add_adapter({"": model}, section, TARGETS, seed=1)
     shaken(model)
-    adapter = live_adapter({"": model}, chosen, open_table("toy"))
+    adapter = adapter_from_model({"": model}, chosen, any_name_table("toy"))
     x = torch.randn(3, 24, generator=torch.Generator().manual_seed(2))
     name = "blocks.0.attn.to_q"
     (layer,) = [layer for place, layer in adapter.layers.items() if place.module == name]
@@ -231,10 +234,10 @@ def test_convolutions_can_be_adapted(model, picture, kind):
     before = model(picture)
     section = AdapterSection(kind=kind, rank=2, targets=("patch",))
     chosen = add_adapter({"": model}, section, (), seed=1)
-    assert isinstance(model.patch, Adapted)
+    assert isinstance(model.patch, AdaptedLayer)
     torch.testing.assert_close(model(picture), before)
     shaken(model)
-    (layer,) = live_adapter({"": model}, chosen, open_table("toy")).layers.values()
+    (layer,) = adapter_from_model({"": model}, chosen, any_name_table("toy")).layers.values()
     conv = model.patch.base_layer
     more = delta_bias(layer)
     wanted = nn.functional.conv2d(
@@ -289,6 +292,6 @@ def test_experts_that_no_target_means_stay_as_they_are(model):
 
 
 def test_endings_are_what_a_target_would_be():
-    assert ending("blocks.12.attn.to_q") == "attn.to_q"
-    assert ending("proj_out") == "proj_out"
-    assert ending("head.0") == "head.0"
+    assert target_suffix("blocks.12.attn.to_q") == "attn.to_q"
+    assert target_suffix("proj_out") == "proj_out"
+    assert target_suffix("head.0") == "head.0"

@@ -7,14 +7,14 @@ from torch.nn import functional
 
 from gracetune.adapters.compute import lycoris
 from gracetune.adapters.compute.lycoris import (
-    Adapted,
-    KroneckerAdapted,
+    AdaptedLayer,
+    LokrLinear,
     kron_linear,
-    thin_kron_linear,
+    low_rank_kron_linear,
 )
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection
-from gracetune.offload.checkpointing import PRODUCTS
+from gracetune.offload.checkpointing import MATMUL_OPS
 
 
 def made(*shape, seed=0):
@@ -31,10 +31,10 @@ def test_a_row_is_multiplied_as_by_the_whole_matrix(rows, up, u, down, v):
 @pytest.mark.parametrize("most", [0, 256])
 @pytest.mark.parametrize("rows", [(), (2, 3)])
 def test_a_thin_one_is_the_same_joined_or_not(monkeypatch, rows, most):
-    monkeypatch.setattr(lycoris, "MOST_JOINED", most)
+    monkeypatch.setattr(lycoris, "MAX_FUSED_ROWS", most)
     w1, a, b = made(4, 3), made(7, 2, seed=1), made(2, 5, seed=2)
     x = made(*rows, 15, seed=3)
-    torch.testing.assert_close(thin_kron_linear(x, w1, a, b), x @ torch.kron(w1, a @ b).T)
+    torch.testing.assert_close(low_rank_kron_linear(x, w1, a, b), x @ torch.kron(w1, a @ b).T)
 
 
 class Net(nn.Module):
@@ -80,8 +80,8 @@ def test_training_sees_what_lycoris_computes(settings):
     ours, theirs = adapted(**settings), adapted(**settings)
     for name in ("inner", "outer"):
         layer = theirs.get_submodule(name)
-        assert type(layer) is KroneckerAdapted
-        layer.forward = Adapted.forward.__get__(layer)
+        assert type(layer) is LokrLinear
+        layer.forward = AdaptedLayer.forward.__get__(layer)
     for one, other in zip(answers(ours, x), answers(theirs, x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -119,7 +119,7 @@ def test_autocast_of_fp32_layers_is_left_to_torch():
 
 
 def test_products_are_what_a_memory_policy_keeps():
-    assert torch.ops.gracetune.kron_linear.default.name().split(".")[0] in PRODUCTS
+    assert torch.ops.gracetune.kron_linear.default.name().split(".")[0] in MATMUL_OPS
 
 
 def saved_nbytes(model, x):
@@ -150,6 +150,6 @@ def test_what_is_kept_for_backward_is_thin():
     add_adapter({"": holder}, AdapterSection(kind="lokr", rank=4, factor=4), ["layer"], seed=0)
     x = torch.randn(4096, 512, requires_grad=True)
     ours = saved_nbytes(holder["layer"], x)
-    holder["layer"].forward = Adapted.forward.__get__(holder["layer"])
+    holder["layer"].forward = AdaptedLayer.forward.__get__(holder["layer"])
     assert ours < 1.1 * x.nbytes
     assert saved_nbytes(holder["layer"], x) > 1.9 * x.nbytes

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from gracetune.adapters.compute.fused_lora import fuse_lora, share_input
+from gracetune.adapters.compute.fused_lora import fuse_lora, fuse_shared_input
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """torch's tracer looks at what torch warns of looking at."""
@@ -43,7 +43,7 @@ def make(alpha=8, dtype=torch.float64, bias=True, **settings):
 
 def shared(model):
     assert fuse_lora(model) == 3
-    model.shared = share_input([model.query, model.key, model.value])
+    model.shared = fuse_shared_input([model.query, model.key, model.value])
     assert model.shared is not None
     return model
 
@@ -107,9 +107,9 @@ def test_a_switched_off_adapter_is_off():
 def test_layers_that_are_too_different_stay_alone(settings):
     model = make(**settings)
     fuse_lora(model)
-    assert share_input([model.query, model.key, model.value]) is None
+    assert fuse_shared_input([model.query, model.key, model.value]) is None
 
 
 def test_layers_without_a_lora_stay_alone():
     model = Three()
-    assert share_input([model.query, model.key, model.value]) is None
+    assert fuse_shared_input([model.query, model.key, model.value]) is None

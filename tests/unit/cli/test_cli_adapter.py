@@ -8,12 +8,12 @@ from safetensors.torch import load_file, save_file
 
 from gracetune.adapters.files.io import (
     AdapterMetadata,
-    interchange_form,
+    default_format,
     read_adapter,
     read_tensors,
     write_adapter,
 )
-from gracetune.adapters.files.keys import LayerPath, open_table
+from gracetune.adapters.files.keys import LayerPath, any_name_table
 from gracetune.adapters.files.layers import Adapter, delta
 from gracetune.cli.main import main
 
@@ -284,7 +284,7 @@ def test_a_form_whose_keys_could_not_be_read_again_is_refused(capsys, tmp_path):
     (layer, *_) = make_wan().layers.values()
     layers = {LayerPath(None, "context_embedder"): layer}
     path = tmp_path / "a.safetensors"
-    write_adapter(path, Adapter(open_table("other"), layers), "diffusers")
+    write_adapter(path, Adapter(any_name_table("other"), layers), "diffusers")
     for form in ("bare", "diffusers-both"):
         assert "tells where the name of a module begins" in _error(
             capsys, "convert", path, "--to", form, "-o", tmp_path / "x.safetensors"
@@ -391,13 +391,13 @@ def test_check_of_other_families(capsys, family, make, tmp_path):
     generator = torch.Generator().manual_seed(0)
     kinds = {"proj_mlp": (48, 12), "net.0.proj": (48, 12), "net.2": (12, 48)}
     layers = {}
-    for template in TABLES[family].surface:
+    for template in TABLES[family].block_linears:
         module = template.format(0)
         shape = next((s for end, s in kinds.items() if module.endswith(end)), (12, 12))
         shape = (12, 60) if module.endswith("blocks.0.proj_out") else shape
         layers[LayerPath(None, module)] = make(*shape, generator)
     adapter = Adapter(TABLES[family], layers)
-    path = write_adapter(tmp_path / "a.safetensors", adapter, interchange_form(adapter))
+    path = write_adapter(tmp_path / "a.safetensors", adapter, default_format(adapter))
     (found,) = told(capsys, "check", path, "--for", "diffusers", "--for", "comfyui")
     assert found["ok"]
     assert {t["matched"] for t in found["targets"]} == {len(layers)}
@@ -405,9 +405,9 @@ def test_check_of_other_families(capsys, family, make, tmp_path):
 
 def test_a_family_without_a_pipeline_is_told(capsys, tmp_path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
-    from gracetune.adapters.files.keys import open_table
+    from gracetune.adapters.files.keys import any_name_table
 
-    adapter = Adapter(open_table("tiny"), {LayerPath(None, "a.b"): layer})
+    adapter = Adapter(any_name_table("tiny"), {LayerPath(None, "a.b"): layer})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
     assert "no pipeline is known" in run(capsys, "check", path)
     run(capsys, "check", path, "--for", "diffusers", code=1)

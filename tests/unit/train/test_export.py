@@ -39,7 +39,7 @@ def test_the_demos_family_exports_every_kind(kind, tiny_run, told):
     run = tiny_run(adapter={"kind": kind, "rank": 2}, train={"max_train_steps": 1})
     ended = run_training(run, sinks=[told])
     adapter = exported(ended)
-    assert adapter.form == FORMS[kind]
+    assert adapter.format == FORMS[kind]
     assert "context_embedder" in {place.module for place in adapter.layers}
     (said,) = [text for text in told.texts() if "is of the form" in text]
     assert FORMS[kind] in said
@@ -94,7 +94,7 @@ def test_what_no_file_can_hold_is_refused_before_the_first_step(tiny_run, told, 
 
 
 def test_a_kind_that_a_form_cannot_hold_is_refused_with_another(monkeypatch):
-    table = replace(table_of_modules("tiny", ("x",)), interchange=(("other", "diffusers"),))
+    table = replace(table_of_modules("tiny", ("x",)), default_formats=(("other", "diffusers"),))
     monkeypatch.setattr("gracetune.train.export.key_tables", lambda: {"tiny": table})
     model = nn.ModuleDict({"x": nn.Linear(4, 4)})
     modules = add_adapter({"": model}, AdapterSection(kind="full"), ("x",), seed=0)

@@ -15,12 +15,12 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from gracetune.adapters.compute.lora_matmul import (
-    FP8_GIVES,
-    FrozenProductFp8,
-    LoraProduct,
-    LoraProductFp8,
-    beside,
-    round_rows,
+    FP8_OUTPUT_DTYPE,
+    FrozenMatmulFp8,
+    LoraMatmul,
+    LoraMatmulFp8,
+    lora_output,
+    quantize_rows,
 )
 from gracetune.adapters.compute.outlier_subspace import InputObserver
 from gracetune.errors import GracetuneError
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
 
-LEAST_FP8 = (8, 9)
+MIN_FP8_CAPABILITY = (8, 9)
 """The compute capability from which on there are fp8 products."""
-FP8_STEP = 16
+FP8_ALIGNMENT = 16
 """Kernels want both sides of a weight in multiples of this."""
-BASE = "base_layer"
+BASE_LAYER = "base_layer"
 """What adapters, peft's and ours, call the layer that they are around."""
 
 
@@ -50,71 +50,74 @@ class Fp8Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
         """Of the layer that this was."""
-        weight, scales = round_rows(linear.weight.detach())
+        weight, scales = quantize_rows(linear.weight.detach())
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scales = nn.Parameter(scales, requires_grad=False)
         self.bias = linear.bias
-        self.along, self.across = along, None if along is None else _met(linear.weight, along)
+        self.outlier_basis, self.outlier_weight = (
+            along,
+            None if along is None else _met(linear.weight, along),
+        )
         """The directions, and the weight as it is met along them."""
 
     @property
-    def frozen(self) -> tuple[Tensor | None, ...]:
+    def frozen_tensors(self) -> tuple[Tensor | None, ...]:
         """All that the products take of this layer, in order."""
-        return self.weight, self.weight_scales, self.bias, self.along, self.across
+        return self.weight, self.weight_scales, self.bias, self.outlier_basis, self.outlier_weight
 
     def forward(self, x: Tensor) -> Tensor:
         """As the linear layer, within the rounding."""
-        y: Tensor = FrozenProductFp8.apply(  # type: ignore[no-untyped-call]
-            x.to(FP8_GIVES).flatten(0, -2), *self.frozen
+        y: Tensor = FrozenMatmulFp8.apply(  # type: ignore[no-untyped-call]
+            x.to(FP8_OUTPUT_DTYPE).flatten(0, -2), *self.frozen_tensors
         )
-        return self.as_the_layer_gives(y).view(*x.shape[:-1], -1)
+        return self.to_layer_dtype(y).view(*x.shape[:-1], -1)
 
-    def as_the_layer_gives(self, y: Tensor) -> Tensor:
+    def to_layer_dtype(self, y: Tensor) -> Tensor:
         """A product in the type that whoever comes next was made for."""
-        if self.dtype == FP8_GIVES or torch.is_autocast_enabled(y.device.type):
+        if self.dtype == FP8_OUTPUT_DTYPE or torch.is_autocast_enabled(y.device.type):
             return y
         return y.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class InFp8:
+class Fp8Conversion:
     """What became of the frozen linear layers of some blocks."""
 
-    count: int
+    converted: int
     """Computed in fp8 from now on."""
-    left: int
+    skipped: int
     """As they were: no kernel takes their sides."""
-    blind: int = 0
+    uncalibrated: int = 0
     """Of those, without main directions: nothing was seen of what comes into them."""
 
 
-def check_fp8(device: torch.device) -> None:
+def check_fp8_support(device: torch.device) -> None:
     """Refuse fp8 products by name where the hardware has none."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
-        check_capability(torch.cuda.get_device_name(device), capability)
+        check_fp8_capability(torch.cuda.get_device_name(device), capability)
     else:
-        check_capability(str(device), (0, 0))
+        check_fp8_capability(str(device), (0, 0))
 
 
-def check_capability(name: str, capability: tuple[int, int]) -> None:
+def check_fp8_capability(name: str, capability: tuple[int, int]) -> None:
     """The same for a device by its name and compute capability."""
-    if capability >= LEAST_FP8:
+    if capability >= MIN_FP8_CAPABILITY:
         return
     raise GracetuneError(
         f"model.frozen_compute: fp8 needs a GPU with fp8 products (compute capability "
-        f"{'.'.join(map(str, LEAST_FP8))} or more); {name} has none. Set it to bf16."
+        f"{'.'.join(map(str, MIN_FP8_CAPABILITY))} or more); {name} has none. Set it to bf16."
     )
 
 
-def freeze_in_fp8(blocks: Iterable[nn.Module]) -> InFp8:
+def convert_to_fp8(blocks: Iterable[nn.Module]) -> Fp8Conversion:
     """Store every frozen linear weight of the blocks in fp8, where a kernel takes its sides."""
     return _check_any([_freeze(block, None) for block in blocks])
 
 
-def freeze_in_fp8_for(
+def convert_to_fp8_calibrated(
     run: Callable[[], object], blocks: Sequence[nn.Module], device: torch.device
-) -> InFp8:
+) -> Fp8Conversion:
     """The same with the main directions of what comes in when `run` passes each block first.
 
     Each block is on the device for its turn alone, and then back where it was. `run` may try again
@@ -133,14 +136,14 @@ def freeze_in_fp8_for(
 @torch.no_grad()
 def _met(weight: Tensor, along: Tensor) -> nn.Parameter:
     across = weight.float() @ along.float().t()
-    return nn.Parameter(across.to(FP8_GIVES), requires_grad=False)
+    return nn.Parameter(across.to(FP8_OUTPUT_DTYPE), requires_grad=False)
 
 
 class _Turn:
     """One block's part in the pass that shows layers their inputs."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
-        self.frozen: InFp8 | None = None
+        self.frozen: Fp8Conversion | None = None
         frozen = [p for p in block.parameters() if not p.requires_grad]
         self._block = block
         # Small ones may be on the device already.
@@ -163,7 +166,7 @@ class _Turn:
         block.to(self._device)
         if self.frozen is None:
             self._watch = InputObserver(
-                (module if name == BASE else child, child)
+                (module if name == BASE_LAYER else child, child)
                 for module, name, child in _frozen_linears(block)
             )
 
@@ -182,17 +185,17 @@ class _Turn:
         self._block.to(self._home)
 
 
-def _freeze(block: nn.Module, seen: InputObserver | None) -> InFp8:
+def _freeze(block: nn.Module, seen: InputObserver | None) -> Fp8Conversion:
     count = left = blind = 0
     for module, name, child in _frozen_linears(block):
-        if child.in_features % FP8_STEP or child.out_features % FP8_STEP:
+        if child.in_features % FP8_ALIGNMENT or child.out_features % FP8_ALIGNMENT:
             left += 1
             continue
-        along = None if seen is None else seen.directions(child)
+        along = None if seen is None else seen.basis(child)
         module._modules[name] = Fp8Linear(child, along)
         count += 1
         blind += along is None
-    return InFp8(count, left, blind)
+    return Fp8Conversion(count, left, blind)
 
 
 def _frozen_linears(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
@@ -203,15 +206,15 @@ def _frozen_linears(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linea
                 yield module, name, child
 
 
-def _check_any(parts: Sequence[InFp8]) -> InFp8:
+def _check_any(parts: Sequence[Fp8Conversion]) -> Fp8Conversion:
     """All of them together."""
     count, left, blind = (sum(each) for each in zip(*map(astuple, parts), strict=True))
     if not count:
         raise GracetuneError(
             f"model.frozen_compute is fp8, but none of {left} frozen linear layers has sides that "
-            f"are multiples of {FP8_STEP}, which fp8 products need. Set it to bf16."
+            f"are multiples of {FP8_ALIGNMENT}, which fp8 products need. Set it to bf16."
         )
-    return InFp8(count, left, blind)
+    return Fp8Conversion(count, left, blind)
 
 
 def fuse_lora(model: nn.Module, undo: ExitStack | None = None) -> int:
@@ -227,11 +230,11 @@ def fuse_lora(model: nn.Module, undo: ExitStack | None = None) -> int:
     if undo is not None:
         undo.callback(hook.remove)
         for one in fused:
-            undo.callback(setattr, one.layer, "forward", one.by_peft)
+            undo.callback(setattr, one.layer, "forward", one.peft_forward)
     return len(fused)
 
 
-def computes_in(model: nn.Module, dtype: torch.dtype) -> bool:
+def runs_in_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether all of a model is in this type, or is used in copies that are: nobody has to cast."""
     copied = {
         weight
@@ -239,7 +242,7 @@ def computes_in(model: nn.Module, dtype: torch.dtype) -> bool:
         if isinstance(layer.forward, MethodType)
         and isinstance(one := layer.forward.__self__, FusedLora)
         and one.dtype == dtype
-        for weight in one.trained
+        for weight in one.weights
     }
     return all(
         parameter.dtype == dtype or parameter in copied
@@ -255,15 +258,17 @@ class FusedLora:
     def __init__(self, layer: LoraLinear) -> None:
         (self.name,) = layer.lora_A
         self.base = layer.get_base_layer()
-        self.dtype = FP8_GIVES if isinstance(self.base, Fp8Linear) else self.base.weight.dtype
+        self.dtype = (
+            FP8_OUTPUT_DTYPE if isinstance(self.base, Fp8Linear) else self.base.weight.dtype
+        )
         self.layer = layer
-        self.by_peft = layer.forward
-        self.copies: tuple[Tensor, Tensor] | None = None
+        self.peft_forward = layer.forward
+        self.cast_weights: tuple[Tensor, Tensor] | None = None
         """The halves in the type of the products, where they are trained in another."""
         layer.forward = self.forward
 
     @property
-    def trained(self) -> tuple[Tensor, Tensor]:
+    def weights(self) -> tuple[Tensor, Tensor]:
         """Both halves as the layer has them now: whoever traces it puts others in their place."""
         down, up = self.layer.lora_A[self.name], self.layer.lora_B[self.name]
         return down.weight, up.weight
@@ -274,11 +279,11 @@ class FusedLora:
         scaling: float = self.layer.scaling[self.name]
         return scaling
 
-    def halves(self) -> tuple[Tensor, Tensor]:
+    def compute_weights(self) -> tuple[Tensor, Tensor]:
         """Both halves in the type of the products."""
-        return self.trained if self.copies is None else self.copies
+        return self.weights if self.cast_weights is None else self.cast_weights
 
-    def is_at_work(self, x: Tensor) -> bool:
+    def is_active(self, x: Tensor) -> bool:
         """Whether this is a plain LoRA now: neither switched off nor merged."""
         layer = self.layer
         off = layer.disable_adapters or layer.merged or layer.active_adapters != [self.name]
@@ -288,24 +293,24 @@ class FusedLora:
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """What peft gives, where that is a plain LoRA at work."""
-        if not self.is_at_work(x):
-            plain: Tensor = self.by_peft(x, *args, **kwargs)
+        if not self.is_active(x):
+            plain: Tensor = self.peft_forward(x, *args, **kwargs)
             return plain
         base, rows = self.base, x.to(self.dtype).flatten(0, -2)
         y: Tensor
         if isinstance(base, Fp8Linear):
-            y = LoraProductFp8.apply(  # type: ignore[no-untyped-call]
-                rows, *base.frozen, *self.halves(), self.scale
+            y = LoraMatmulFp8.apply(  # type: ignore[no-untyped-call]
+                rows, *base.frozen_tensors, *self.compute_weights(), self.scale
             )
-            y = base.as_the_layer_gives(y)
+            y = base.to_layer_dtype(y)
         else:
-            y = LoraProduct.apply(  # type: ignore[no-untyped-call]
-                rows, base.weight, base.bias, *self.halves(), self.scale
+            y = LoraMatmul.apply(  # type: ignore[no-untyped-call]
+                rows, base.weight, base.bias, *self.compute_weights(), self.scale
             )
         return y.view(*x.shape[:-1], -1)
 
 
-class CastTogether(torch.autograd.Function):
+class MultiTensorCast(torch.autograd.Function):
     """Many small tensors in another type by a few kernels; their gradients come back likewise."""
 
     @staticmethod
@@ -328,14 +333,14 @@ def _refresh(fused: Sequence[FusedLora]) -> None:
     """Once a pass: the halves as they are now, in the type of the products."""
     for dtype in {one.dtype for one in fused}:
         alike = [one for one in fused if one.dtype == dtype]
-        weights = [weight for one in alike for weight in one.trained]
+        weights = [weight for one in alike for weight in one.weights]
         if all(weight.dtype == dtype for weight in weights):
             for one in alike:
-                one.copies = None
+                one.cast_weights = None
             continue
-        copies = CastTogether.apply(dtype, *weights)  # type: ignore[no-untyped-call]
+        copies = MultiTensorCast.apply(dtype, *weights)  # type: ignore[no-untyped-call]
         for one, down, up in zip(alike, copies[::2], copies[1::2], strict=True):
-            one.copies = (down, up)
+            one.cast_weights = (down, up)
 
 
 def _copied(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -378,14 +383,14 @@ def lora_linears(
     narrow = x @ down.t()
     parts = narrow.chunk(len(ups), dim=1)
     given = [
-        beside(part, up, bias, scale).addmm_(x, weight.t())
+        lora_output(part, up, bias, scale).addmm_(x, weight.t())
         for part, up, bias, weight in zip(parts, ups, biases, weights, strict=True)
     ]
     return [*given, narrow]
 
 
 @torch.library.custom_op("gracetune::lora_gradients_of_all", mutates_args=())
-def lora_gradients_of_all(
+def lora_linears_gradients(
     grads: list[Tensor], x: Tensor, narrow: Tensor, ups: list[Tensor], scale: float
 ) -> list[Tensor]:
     """What the lower halves get, the narrow gradient between, and what each upper half gets."""
@@ -401,7 +406,7 @@ def lora_gradients_of_all(
 
 
 @torch.library.custom_op("gracetune::lora_input_gradient_of_all", mutates_args=())
-def lora_input_gradient_of_all(
+def lora_linears_input_gradient(
     grads: list[Tensor], between: Tensor, weights: list[Tensor], down: Tensor
 ) -> Tensor:
     """What the input gets from all paths."""
@@ -417,19 +422,19 @@ lora_linears.register_fake(
         x.new_empty(len(x), len(down)),
     ]
 )
-lora_gradients_of_all.register_fake(
+lora_linears_gradients.register_fake(
     lambda _, x, narrow, ups, __: [
         x.new_empty(narrow.shape[1], x.shape[1]),
         torch.empty_like(narrow),
         *(torch.empty_like(up) for up in ups),
     ]
 )
-lora_input_gradient_of_all.register_fake(
+lora_linears_input_gradient.register_fake(
     lambda grads, _, weights, __: grads[0].new_empty(len(grads[0]), weights[0].shape[1])
 )
 
 
-class LoraProducts(torch.autograd.Function):
+class SharedInputLoraMatmul(torch.autograd.Function):
     """`lora_linears` that can be trained; weights, biases and upper halves come in a row."""
 
     @staticmethod
@@ -449,14 +454,14 @@ class LoraProducts(torch.autograd.Function):
         x, narrow, down, *rest = ctx.saved_tensors
         weights, ups = rest[: len(grads)], rest[len(grads) :]
         given = list(grads)
-        grad_down, between, *grad_ups = lora_gradients_of_all(given, x, narrow, ups, ctx.scale)
+        grad_down, between, *grad_ups = lora_linears_gradients(given, x, narrow, ups, ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = lora_input_gradient_of_all(given, between, weights, down)
+            grad_x = lora_linears_input_gradient(given, between, weights, down)
         return grad_x, grad_down, None, *([None] * (2 * len(grads))), *grad_ups
 
 
-class SharedInput:
+class SharedInputLora:
     """LoRA layers that are always given the same."""
 
     def __init__(self, layers: Sequence[FusedLora]) -> None:
@@ -465,10 +470,10 @@ class SharedInput:
     def __call__(self, x: Tensor) -> list[Tensor]:
         """What each layer gives, in order."""
         layers = self._layers
-        if not all(layer.is_at_work(x) for layer in layers):
+        if not all(layer.is_active(x) for layer in layers):
             return [layer.forward(x) for layer in layers]
-        halves = [layer.halves() for layer in layers]
-        given = LoraProducts.apply(  # type: ignore[no-untyped-call]
+        halves = [layer.compute_weights() for layer in layers]
+        given = SharedInputLoraMatmul.apply(  # type: ignore[no-untyped-call]
             x.to(layers[0].dtype).flatten(0, -2),
             torch.cat([down for down, _ in halves]),
             layers[0].scale,
@@ -479,7 +484,7 @@ class SharedInput:
         return [y.view(*x.shape[:-1], -1) for y in given]
 
 
-def share_input(layers: Sequence[nn.Module]) -> SharedInput | None:
+def fuse_shared_input(layers: Sequence[nn.Module]) -> SharedInputLora | None:
     """Let fused LoRA layers compute together; none where they are too different for that."""
     fused = [
         layer.forward.__self__
@@ -488,9 +493,9 @@ def share_input(layers: Sequence[nn.Module]) -> SharedInput | None:
     ]
     if len(fused) < len(layers):
         return None
-    kinds = {(one.dtype, one.scale, *one.trained[0].shape) for one in fused}
+    kinds = {(one.dtype, one.scale, *one.weights[0].shape) for one in fused}
     plain = all(type(one.base) is nn.Linear and one.base.bias is not None for one in fused)
-    return SharedInput(fused) if plain and len(kinds) == 1 else None
+    return SharedInputLora(fused) if plain and len(kinds) == 1 else None
 
 
 def _thirds(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-FP8_GIVES = torch.bfloat16
+FP8_OUTPUT_DTYPE = torch.bfloat16
 """What a product of fp8 is given out in: the one type that every kernel for it has."""
-LEAST_SCALE = 1e-12
+MIN_SCALE = 1e-12
 """A row of zeros has no scale of its own."""
 
 
@@ -38,7 +38,7 @@ def lora_linear(
 ) -> tuple[Tensor, Tensor]:
     """The product with its LoRA, and the narrow tensor between the LoRA's two halves."""
     narrow = functional.linear(x, down)
-    return beside(narrow, up, bias, scale).addmm_(x, weight.t()), narrow
+    return lora_output(narrow, up, bias, scale).addmm_(x, weight.t()), narrow
 
 
 @torch.library.custom_op("gracetune::lora_linear_fp8", mutates_args=())
@@ -68,7 +68,7 @@ def lora_linear_fp8(  # noqa: PLR0913  an operator has no objects to hold its ar
 
 
 @torch.library.custom_op("gracetune::apart", mutates_args=())
-def apart(x: Tensor, along: Tensor) -> tuple[Tensor, Tensor]:
+def split_outliers(x: Tensor, along: Tensor) -> tuple[Tensor, Tensor]:
     """How far each row goes along the main directions, and what is left of it.
 
     An operator, so that memory policies do not take it for a product that is worth keeping.
@@ -111,7 +111,9 @@ lora_linear_fp8.register_fake(
         x, weight, down
     )
 )
-apart.register_fake(lambda x, along: (x.new_empty(len(x), len(along)), x.new_empty(x.shape)))
+split_outliers.register_fake(
+    lambda x, along: (x.new_empty(len(x), len(along)), x.new_empty(x.shape))
+)
 lora_gradients.register_fake(
     lambda _, x, narrow, up, __: (
         x.new_empty(up.shape[1], x.shape[1]),
@@ -131,16 +133,16 @@ def _wide_and_narrow(x: Tensor, weight: Tensor, down: Tensor) -> tuple[Tensor, T
     return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(down))
 
 
-def beside(narrow: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def lora_output(narrow: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """The LoRA's own product, and the bias: what the frozen product adds itself to."""
     if bias is None:
         return (narrow * scale) @ up.t()
     return torch.addmm(bias, narrow, up.t(), alpha=scale)
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each row in fp8, and what to multiply it with to have it back."""
-    scales = x.abs().amax(dim=-1, keepdim=True).float().clamp(min=LEAST_SCALE) / FP8_MAX
+    scales = x.abs().amax(dim=-1, keepdim=True).float().clamp(min=MIN_SCALE) / FP8_MAX
     return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
@@ -152,7 +154,7 @@ def input_gradient_fp8(
     return _scaled(rounded, turned.t(), row_scales, ones, dtype, None)
 
 
-class LoraProduct(torch.autograd.Function):
+class LoraMatmul(torch.autograd.Function):
     """`lora_linear` that can be trained: gradients for the input and both halves of the LoRA."""
 
     @staticmethod
@@ -184,7 +186,7 @@ class LoraProduct(torch.autograd.Function):
         return grad_x, None, None, grad_down, grad_up, None
 
 
-class LoraProductFp8(torch.autograd.Function):
+class LoraMatmulFp8(torch.autograd.Function):
     """`LoraProduct` whose frozen products are in fp8, both ways."""
 
     @staticmethod
@@ -201,8 +203,8 @@ class LoraProductFp8(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         """`weight` is in fp8, `weight_scales` has one number a row of it."""
-        main, rest = (None, x) if along is None else apart(x, along)
-        sides = (*round_rows(rest), weight, weight_scales, bias, main, across)
+        main, rest = (None, x) if along is None else split_outliers(x, along)
+        sides = (*quantize_rows(rest), weight, weight_scales, bias, main, across)
         y: Tensor
         y, narrow = lora_linear_fp8(x, *sides, down, up, scale)
         ctx.save_for_backward(x, narrow, weight, weight_scales, down, up)
@@ -217,13 +219,13 @@ class LoraProductFp8(torch.autograd.Function):
         grad_down, grad_up, between = lora_gradients(grad, x, narrow, up, ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            rounded = round_rows(grad.float() * weight_scales.t())
+            rounded = quantize_rows(grad.float() * weight_scales.t())
             turned = weight.t().contiguous()
             grad_x = lora_input_gradient_fp8(*rounded, between, turned, down)
         return grad_x, None, None, None, None, None, grad_down, grad_up, None
 
 
-class FrozenProductFp8(torch.autograd.Function):
+class FrozenMatmulFp8(torch.autograd.Function):
     """A frozen product in fp8 with nothing beside it."""
 
     @staticmethod
@@ -238,8 +240,8 @@ class FrozenProductFp8(torch.autograd.Function):
     ) -> Tensor:
         """`x` is (rows, columns)."""
         ctx.save_for_backward(weight, weight_scales)
-        main, rest = (None, x) if along is None else apart(x, along)
-        y = _scaled(*_sides(*round_rows(rest), weight, weight_scales), x.dtype, bias)
+        main, rest = (None, x) if along is None else split_outliers(x, along)
+        y = _scaled(*_sides(*quantize_rows(rest), weight, weight_scales), x.dtype, bias)
         return y if main is None or across is None else torch.addmm(y, main, across.t())
 
     @staticmethod
@@ -247,7 +249,7 @@ class FrozenProductFp8(torch.autograd.Function):
         """For the input alone."""
         grad = grads[0]
         weight, weight_scales = ctx.saved_tensors
-        rounded = round_rows(grad.float() * weight_scales.t())
+        rounded = quantize_rows(grad.float() * weight_scales.t())
         turned = weight.t().contiguous()
         return input_gradient_fp8(*rounded, turned, grad.dtype), *[None] * 5
 

@@ -17,18 +17,18 @@ from gracetune.adapters.compute.lora_matmul import lora_input_gradient
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gracetune.adapters.inject import Setting
+    from gracetune.adapters.inject import ModuleSettings
     from gracetune.config.schema import AdapterSection
 
 
-MODULES = {
+LYCORIS_MODULES = {
     "locon": ("lycoris.modules.locon", "LoConModule"),
     "loha": ("lycoris.modules.loha", "LohaModule"),
     "lokr": ("lycoris.modules.lokr", "LokrModule"),
 }
 
 
-class Adapted(nn.Module):
+class AdaptedLayer(nn.Module):
     """y = layer(x) + adapter(dropout(x)).
 
     Models ask a layer for its weight's dtype and for its sizes: it answers for the frozen one.
@@ -76,14 +76,14 @@ class Adapted(nn.Module):
         return base + beside.to(base.dtype)
 
 
-class KroneckerAdapted(Adapted):
+class LokrLinear(AdaptedLayer):
     """y = layer(x) + kron(w1, w2) dropout(x), with the weights of LyCORIS's LoKr."""
 
     def __init__(self, base_layer: nn.Module, adapter: Any, dropout: float) -> None:
         super().__init__(base_layer, adapter, dropout)
-        thin = not adapter.use_w2 and can_join(adapter.lokr_w1, adapter.lokr_w2_b)
+        thin = not adapter.use_w2 and can_fuse(adapter.lokr_w1, adapter.lokr_w2_b)
         plain = type(base_layer.weight) is nn.Parameter  # neither quantised nor packed
-        self.joins = thin and plain and not dropout
+        self.is_fused = thin and plain and not dropout
         """Whether it is one product with the frozen layer, as long as that is what it was."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class KroneckerAdapted(Adapted):
         layer = self._one_product_with(x)
         if layer is not None:
             a, b, dtype = adapter.lokr_w2_a, adapter.lokr_w2_b, layer.weight.dtype
-            y: Tensor = KroneckerProduct.apply(  # type: ignore[no-untyped-call]
+            y: Tensor = LokrMatmul.apply(  # type: ignore[no-untyped-call]
                 x.to(dtype).flatten(0, -2),
                 layer.weight,
                 layer.bias,
@@ -106,19 +106,19 @@ class KroneckerAdapted(Adapted):
         if adapter.use_w2:
             beside = kron_linear(x, w1.to(x.dtype), adapter.lokr_w2.to(x.dtype))
         else:
-            beside = thin_kron_linear(x, w1, adapter.lokr_w2_a, adapter.lokr_w2_b)
+            beside = low_rank_kron_linear(x, w1, adapter.lokr_w2_a, adapter.lokr_w2_b)
         return base + beside.to(base.dtype)
 
     def _one_product_with(self, x: Tensor) -> nn.Linear | None:
         """The frozen layer; none where autocast would round what this product does not."""
         layer = self.base_layer
-        if not self.joins or type(layer) is not nn.Linear:
+        if not self.is_fused or type(layer) is not nn.Linear:
             return None
         in_fp32 = layer.weight.dtype == torch.float32
         return None if in_fp32 and torch.is_autocast_enabled(x.device.type) else layer
 
 
-class Difference(nn.Module):
+class FullDelta(nn.Module):
     """A whole matrix, and a bias where the layer has one, that start at nothing.
 
     LyCORIS has the same as `full`, but copies every frozen weight and cannot work beside it.
@@ -142,22 +142,24 @@ class Difference(nn.Module):
         return functional.linear(x, weight, bias)
 
 
-def adapt(model: nn.Module, name: str, section: AdapterSection, setting: Setting) -> None:
+def add_lycoris_adapter(
+    model: nn.Module, name: str, section: AdapterSection, setting: ModuleSettings
+) -> None:
     """Put an adapter beside one layer, in the layer's place."""
     layer = model.get_submodule(name)
     if section.kind == "full":
-        adapter: nn.Module = Difference(layer)
+        adapter: nn.Module = FullDelta(layer)
     else:
         adapter = _lycoris(layer, section, setting)
     adapter.to(next(layer.parameters()).device)
     by_kronecker = section.kind == "lokr" and isinstance(layer, nn.Linear)
-    cls = KroneckerAdapted if by_kronecker else Adapted
+    cls = LokrLinear if by_kronecker else AdaptedLayer
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, cls(layer, adapter, setting.dropout))
 
 
-def _lycoris(layer: nn.Module, section: AdapterSection, setting: Setting) -> nn.Module:
-    where, cls = MODULES[section.kind]
+def _lycoris(layer: nn.Module, section: AdapterSection, setting: ModuleSettings) -> nn.Module:
+    where, cls = LYCORIS_MODULES[section.kind]
     try:
         module = import_module(where)
     except ImportError as error:
@@ -198,12 +200,12 @@ def _shapes(layer: nn.Module) -> tuple[torch.Size | tuple[int, int], torch.Size 
 # is trained adds itself onto the frozen product in place, and a memory policy keeps one tensor.
 
 
-MOST_JOINED = 256
+MAX_FUSED_ROWS = 256
 """Rows of kron(w1, b) up to which it is worth its arithmetic: a LoRA of that rank."""
 
 
 @torch.library.custom_op("gracetune::kron_linear", mutates_args=())
-def kron_beside_linear(
+def lokr_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, joined: Tensor, a: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`x W^T` with a thin LoKr, and the narrow tensor between; `joined` is kron(w1, b)."""
@@ -214,7 +216,7 @@ def kron_beside_linear(
 
 
 @torch.library.custom_op("gracetune::kron_gradients", mutates_args=())
-def kron_gradients(
+def lokr_gradients(
     grad: Tensor, x: Tensor, narrow: Tensor, a: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `joined` and `a` get, and the narrow gradient between them."""
@@ -223,13 +225,13 @@ def kron_gradients(
     return between.t() @ x, groups.t() @ narrow.view(-1, a.shape[1]), between
 
 
-kron_beside_linear.register_fake(
+lokr_linear.register_fake(
     lambda x, weight, _, joined, __: (
         x.new_empty(len(x), len(weight)),
         x.new_empty(len(x), len(joined)),
     )
 )
-kron_gradients.register_fake(
+lokr_gradients.register_fake(
     lambda _, x, narrow, a: (
         x.new_empty(narrow.shape[1], x.shape[1]),
         torch.empty_like(a),
@@ -238,7 +240,7 @@ kron_gradients.register_fake(
 )
 
 
-class KroneckerProduct(torch.autograd.Function):
+class LokrMatmul(torch.autograd.Function):
     """`kron_beside_linear` that can be trained; `x` is (rows, columns)."""
 
     @staticmethod
@@ -247,7 +249,7 @@ class KroneckerProduct(torch.autograd.Function):
     ) -> Tensor:
         """Both products at once."""
         y: Tensor
-        y, narrow = kron_beside_linear(x, weight, bias, joined, a)
+        y, narrow = lokr_linear(x, weight, bias, joined, a)
         ctx.save_for_backward(x, narrow, weight, joined, a)
         return y
 
@@ -255,21 +257,21 @@ class KroneckerProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The frozen weight gets none."""
         x, narrow, weight, joined, a = ctx.saved_tensors
-        grad_joined, grad_a, between = kron_gradients(grads[0], x, narrow, a)
+        grad_joined, grad_a, between = lokr_gradients(grads[0], x, narrow, a)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = lora_input_gradient(grads[0], between, weight, joined)
         return grad_x, None, None, grad_joined, grad_a
 
 
-def can_join(w1: Tensor, b: Tensor) -> bool:
+def can_fuse(w1: Tensor, b: Tensor) -> bool:
     """Whether kron(w1, b) is thin enough to be made."""
-    return len(w1) * len(b) <= MOST_JOINED
+    return len(w1) * len(b) <= MAX_FUSED_ROWS
 
 
-def thin_kron_linear(x: Tensor, w1: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def low_rank_kron_linear(x: Tensor, w1: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`kron(w1, a b) x` for every row x; the weights may be of another type than the rows."""
-    if can_join(w1, b):
+    if can_fuse(w1, b):
         narrow = functional.linear(x, torch.kron(w1, b).to(x.dtype))
         groups = _cut(narrow, len(w1))
     else:

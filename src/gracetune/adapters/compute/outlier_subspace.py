@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gracetune.adapters.compute.lora_matmul import FP8_GIVES
+from gracetune.adapters.compute.lora_matmul import FP8_OUTPUT_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-MOST = 32
+MAX_DIMENSIONS = 32
 """Directions of a layer; more found little that is left."""
-LEAST_SHARE = 4
+COLUMNS_PER_DIMENSION = 4
 """Of the columns of a narrow layer, one direction for so many."""
-STEP = 8
+ALIGNMENT = 8
 """Kernels for bf16 want them in multiples of this."""
 MAX_ROWS = 8192
 """Of an input, evenly spread, that are looked at."""
-PASSES = 8
+ITERATIONS = 8
 """Over those rows; each brings directions nearer to where they should be."""
 
 
@@ -46,7 +46,7 @@ class InputObserver:
             called.register_forward_pre_hook(partial(self._look, layer)) for called, layer in layers
         ]
 
-    def directions(self, layer: nn.Module) -> nn.Parameter | None:
+    def basis(self, layer: nn.Module) -> nn.Parameter | None:
         """Of this layer's input; none where nothing came, or something that is not finite.
 
         Layers with one input in common, as those of queries, keys and values, have one parameter.
@@ -64,26 +64,28 @@ class InputObserver:
         x = inputs[0]
         if self._last is None or self._last[0] is not x:
             rows = x.detach().flatten(0, -2)
-            found = main_directions(rows[:: -(-len(rows) // MAX_ROWS)])
-            self._last = x, nn.Parameter(found.to(FP8_GIVES), requires_grad=False)
+            found = find_outlier_subspace(rows[:: -(-len(rows) // MAX_ROWS)])
+            self._last = x, nn.Parameter(found.to(FP8_OUTPUT_DTYPE), requires_grad=False)
         self._found[layer] = self._last[1]
 
 
-def num_directions(columns: int) -> int:
+def num_dimensions(columns: int) -> int:
     """How many a layer with so many inputs is given."""
-    return min(MOST, max(STEP, columns // LEAST_SHARE // STEP * STEP))
+    return min(
+        MAX_DIMENSIONS, max(ALIGNMENT, columns // COLUMNS_PER_DIMENSION // ALIGNMENT * ALIGNMENT)
+    )
 
 
 @torch.no_grad()
-def main_directions(rows: Tensor) -> Tensor:
+def find_outlier_subspace(rows: Tensor) -> Tensor:
     """Those that most of the squares of these rows lie along, by subspace iteration; (directions,
     columns), orthonormal, always the same for the same rows.
     """
     columns = rows.shape[1]
     start = torch.Generator().manual_seed(0)
-    basis = torch.randn(columns, num_directions(columns), generator=start).to(rows.device)
+    basis = torch.randn(columns, num_dimensions(columns), generator=start).to(rows.device)
     with torch.autocast(rows.device.type, enabled=False):
         exact = rows.float()
-        for _ in range(PASSES):
+        for _ in range(ITERATIONS):
             basis, _ = torch.linalg.qr(exact.t() @ (exact @ basis))
     return basis.t().contiguous()

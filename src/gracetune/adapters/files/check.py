@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from gracetune.adapters.files.fused_projections import split_fused
-from gracetune.adapters.files.io import read_with_tensors, resolve, stage_of
-from gracetune.adapters.files.keys import BLOCK, KeyIndex, read_key
-from gracetune.adapters.files.layers import Adapter, Layer, at_stage, delta, delta_shape, rank_of
+from gracetune.adapters.files.io import read_adapter_and_tensors, resolve_path, find_stage
+from gracetune.adapters.files.keys import BLOCK, KeyIndex, parse_key
+from gracetune.adapters.files.layers import Adapter, Layer, with_stage, delta, delta_shape, rank_of
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.keys import NameTable, Naming, Stage
+    from gracetune.adapters.files.keys import KeyTable, Naming, Stage
 
 
-NAME = "checked"
+ADAPTER_NAME = "checked"
 TOLERANCE = 2e-2
 """How far a probe may be off: diffusers multiplies alpha in where the file's dtype rounds."""
 LOADER_FAULTS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError)
 """What diffusers' loaders raise on files they do not understand."""
-UNTRIED = "no pipeline is known for its family: it was read back and counted, not loaded"
+NOT_TRIED = "no pipeline is known for its family: it was read back and counted, not loaded"
 ONLY_LORA = {
     "loha": "diffusers has no loader for LoHa. Merge it into the model, or convert it with "
     "--lora-rank.",
@@ -47,7 +47,7 @@ ONLY_LORA = {
 
 
 @dataclass(frozen=True)
-class Target:
+class ToolResult:
     """What one tool makes of the file."""
 
     name: str
@@ -55,9 +55,9 @@ class Target:
     expected: int
     reason: str = ""
     """Why not all of it loads; or how it loads, where that is not the usual way."""
-    first: str | None = None
+    first_missing: str | None = None
     """The first key or module that is lost."""
-    wrong: bool = False
+    is_wrong: bool = False
     """Whether it loads and computes something else, which is worse than not at all."""
 
     @property
@@ -66,7 +66,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckReport:
     """The verdict on a file."""
 
     path: Path
@@ -76,35 +76,35 @@ class Check:
     algorithms: tuple[str, ...]
     ranks: tuple[int, ...]
     expected: int
-    targets: tuple[Target, ...]
-    demanded: tuple[str, ...]
+    results: tuple[ToolResult, ...]
+    required_tools: tuple[str, ...]
     """Tools that must load it; none: any one will do, and none may load a part."""
     notices: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        if not self.targets:
-            return not self.demanded
-        if any(t.wrong for t in self.targets):
+        if not self.results:
+            return not self.required_tools
+        if any(t.is_wrong for t in self.results):
             return False
-        if self.demanded:
-            return all(t.loads for t in self.targets if t.name in self.demanded)
-        whole_or_nothing = all(t.loads or t.matched == 0 for t in self.targets)
-        return whole_or_nothing and any(t.loads for t in self.targets)
+        if self.required_tools:
+            return all(t.loads for t in self.results if t.name in self.required_tools)
+        whole_or_nothing = all(t.loads or t.matched == 0 for t in self.results)
+        return whole_or_nothing and any(t.loads for t in self.results)
 
     def lines(self) -> list[str]:
         """The verdict, a line a tool."""
-        if not self.targets:
-            return [f"{self.expected} modules: {UNTRIED}"]
+        if not self.results:
+            return [f"{self.expected} modules: {NOT_TRIED}"]
         return [
             f"{t.name}: {t.matched} of {t.expected} modules" + (f": {t.reason}" if t.reason else "")
-            for t in self.targets
+            for t in self.results
         ]
 
-    def demand(self) -> Check:
+    def raise_if_failed(self) -> CheckReport:
         """Itself, if the file loads; otherwise the reason as an error."""
         if not self.ok:
-            first = next((t.first for t in self.targets if not t.loads), None)
+            first = next((t.first_missing for t in self.results if not t.loads), None)
             raise AdapterError(
                 f"{self.path} does not load as it should. " + " ".join(self.lines()),
                 kind="partial",
@@ -115,15 +115,15 @@ class Check:
 
 def check_file(
     path: Path,
-    tables: Mapping[str, NameTable],
+    tables: Mapping[str, KeyTable],
     *,
-    table: NameTable | None = None,
+    table: KeyTable | None = None,
     stage: Stage | None = None,
     config: Mapping[str, object] | None = None,
     cls: type[nn.Module] | None = None,
     modules: Iterable[str] | None = None,
     demanded: tuple[str, ...] = (),
-) -> Check:
+) -> CheckReport:
     """Load the file where others would, and count.
 
     `modules` are those it must hold, by diffusers' names; `config` is the transformer's, and
@@ -131,11 +131,11 @@ def check_file(
     into a transformer of the class `cls`. A file that cannot be read, or that holds both stages,
     is an error by itself.
     """
-    path = resolve(path)
-    adapter, tensors = read_with_tensors(path, tables, table)
+    path = resolve_path(path)
+    adapter, tensors = read_adapter_and_tensors(path, tables, table)
     _refuse_two_stages(adapter, list(tensors))
-    told, _ = stage_of(adapter, path)
-    adapter = at_stage(adapter, None)
+    told, _ = find_stage(adapter, path)
+    adapter = with_stage(adapter, None)
     layers = {place.module: layer for place, layer in split_fused(adapter).layers.items()}
     wanted = list(layers) if modules is None else sorted(modules)
     missing = [module for module in wanted if module not in layers]
@@ -147,7 +147,7 @@ def check_file(
             key=missing[0],
         )
     if adapter.table.family in PREFIXES:
-        targets: tuple[Target, ...] = (
+        targets: tuple[ToolResult, ...] = (
             _in_diffusers(path, tensors, adapter, layers, stage or told, config),
             _in_comfyui(tensors, adapter, layers),
         )
@@ -155,16 +155,16 @@ def check_file(
         targets = (_in_transformer(path, layers, cls, config),)
     else:
         targets = ()
-    return Check(
+    return CheckReport(
         path=path,
         family=adapter.table.family,
-        form=adapter.form,
+        form=adapter.format,
         stage=stage or told,
         algorithms=tuple(sorted({layer.algorithm for layer in layers.values()})),
         ranks=tuple(sorted({rank for layer in layers.values() if (rank := rank_of(layer))})),
         expected=len(wanted),
-        targets=targets,
-        demanded=demanded,
+        results=targets,
+        required_tools=demanded,
         notices=adapter.notices,
     )
 
@@ -173,7 +173,7 @@ def _refuse_two_stages(adapter: Adapter, keys: list[str]) -> None:
     if len(adapter.stages) < 2:
         return
     index = KeyIndex(adapter.table)
-    stages = [(key, found.place.stage) for key in keys if (found := read_key(key, index))]
+    stages = [(key, found.path.stage) for key in keys if (found := parse_key(key, index))]
     first = next(key for key, stage in stages if stage != stages[0][1])
     raise AdapterError(
         f"{first!r} is of another stage than {stages[0][0]!r}: the file mixes both, and no tool "
@@ -186,23 +186,23 @@ def _refuse_two_stages(adapter: Adapter, keys: list[str]) -> None:
 
 def _in_comfyui(
     tensors: Mapping[str, Tensor], adapter: Adapter, layers: Mapping[str, Layer]
-) -> Target:
+) -> ToolResult:
     """By its key map; a fused projection counts as the parts that it is of."""
-    known = key_map(adapter.table, blocks_of(layers))
-    result = simulate(list(tensors), known)
+    known = comfyui_key_map(adapter.table, count_blocks(layers))
+    result = simulate_comfyui(list(tensors), known)
     expected = len(layers)
-    if result.broken is not None:
-        why = f"it stops at a key that is not there, {result.broken!r}"
-        return Target("comfyui", 0, expected, why, result.broken)
-    if result.left:
+    if result.missing_key is not None:
+        why = f"it stops at a key that is not there, {result.missing_key!r}"
+        return ToolResult("comfyui", 0, expected, why, result.missing_key)
+    if result.ignored:
         kept = {place.module for place in adapter.layers} & result.modules
-        lost = f"it ignores {len(result.left)} keys, {result.left[0]!r} first"
+        lost = f"it ignores {len(result.ignored)} keys, {result.ignored[0]!r} first"
         hint = "" if kept else "; convert it --to comfyui"
-        return Target("comfyui", len(kept), expected, lost + hint, result.left[0])
+        return ToolResult("comfyui", len(kept), expected, lost + hint, result.ignored[0])
     reason = ""
-    if any(layer.dora for layer in layers.values()):
+    if any(layer.is_dora for layer in layers.values()):
         reason = "it divides magnitudes (DoRA) by the norms of the unchanged weight, peft does not"
-    return Target("comfyui", expected, expected, reason)
+    return ToolResult("comfyui", expected, expected, reason)
 
 
 def _in_diffusers(
@@ -212,25 +212,25 @@ def _in_diffusers(
     layers: Mapping[str, Layer],
     stage: Stage | None,
     config: Mapping[str, object] | None,
-) -> Target:
+) -> ToolResult:
     expected = len(layers)
     algorithms = {layer.algorithm for layer in layers.values()}
-    by_model = algorithms == {"lokr"} and adapter.form == "diffusers"
+    by_model = algorithms == {"lokr"} and adapter.format == "diffusers"
     if "lora" not in algorithms and not by_model:
-        return Target("diffusers", 0, expected, ONLY_LORA[min(algorithms)], next(iter(layers)))
-    pipeline = hollow_pipeline(adapter.table.family, layers, config, _dtype(layers))
+        return ToolResult("diffusers", 0, expected, ONLY_LORA[min(algorithms)], next(iter(layers)))
+    pipeline = placeholder_pipeline(adapter.table.family, layers, config, _dtype(layers))
     model = transformer_for(pipeline, stage)
     try:
         with quiet_diffusers():
             if by_model:
                 model.load_lora_adapter(  # type: ignore[operator]
-                    dict(tensors), prefix="transformer", adapter_name=NAME
+                    dict(tensors), prefix="transformer", adapter_name=ADAPTER_NAME
                 )
             else:
                 _load(pipeline, path, stage)
     except LOADER_FAULTS as error:
         text = str(error).replace("\n", " ")[:200]
-        return Target(
+        return ToolResult(
             "diffusers", 0, expected, f"it refuses the file: {type(error).__name__} {text}"
         )
     return _counted(model, layers, by_model)
@@ -238,33 +238,40 @@ def _in_diffusers(
 
 def _in_transformer(
     path: Path, layers: Mapping[str, Layer], cls: type[nn.Module], config: Mapping[str, object]
-) -> Target:
+) -> ToolResult:
     """By the loader that every diffusers transformer has."""
-    model = hollow(cls, config, _dtype(layers))
+    model = placeholder_model(cls, config, _dtype(layers))
     algorithms = {layer.algorithm for layer in layers.values()}
     if algorithms != {"lora"} and algorithms != {"lokr"}:
-        return Target("diffusers", 0, len(layers), ONLY_LORA[max(algorithms - {"lora"})])
+        return ToolResult("diffusers", 0, len(layers), ONLY_LORA[max(algorithms - {"lora"})])
     try:
         with quiet_diffusers():
             model.load_lora_adapter(
-                str(path.parent), weight_name=path.name, prefix="transformer", adapter_name=NAME
+                str(path.parent),
+                weight_name=path.name,
+                prefix="transformer",
+                adapter_name=ADAPTER_NAME,
             )
     except LOADER_FAULTS as error:
         text = str(error).replace("\n", " ")[:200]
         why = f"it refuses the file: {type(error).__name__} {text}"
-        return Target("diffusers", 0, len(layers), why)
+        return ToolResult("diffusers", 0, len(layers), why)
     return _counted(model, layers, by_model=algorithms == {"lokr"})
 
 
 def _load(pipeline: Any, path: Path, stage: Stage | None) -> None:
     extra = {"load_into_transformer_2": True} if stage == "low" else {}
     pipeline.load_lora_weights(
-        str(path.parent), weight_name=path.name, adapter_name=NAME, local_files_only=True, **extra
+        str(path.parent),
+        weight_name=path.name,
+        adapter_name=ADAPTER_NAME,
+        local_files_only=True,
+        **extra,
     )
 
 
 @torch.no_grad()
-def _counted(model: nn.Module, layers: Mapping[str, Layer], by_model: bool) -> Target:
+def _counted(model: nn.Module, layers: Mapping[str, Layer], by_model: bool) -> ToolResult:
     """Modules that carry the adapter, and compute what the file says."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -272,36 +279,39 @@ def _counted(model: nn.Module, layers: Mapping[str, Layer], by_model: bool) -> T
     carriers: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer) and NAME in module.active_adapters
+        if isinstance(module, BaseTunerLayer) and ADAPTER_NAME in module.active_adapters
     }
     lost = [module for module in layers if module not in carriers]
     if lost:
         matched = expected - len(lost)
         why = "it loads nothing and does not say so" if not matched else f"{lost[0]} is lost"
-        return Target("diffusers", matched, expected, why, lost[0])
+        return ToolResult("diffusers", matched, expected, why, lost[0])
     generator = torch.Generator().manual_seed(0)
     for name, layer in layers.items():
-        if layer.dora:
-            if NAME not in carriers[name].lora_magnitude_vector:
+        if layer.is_dora:
+            if ADAPTER_NAME not in carriers[name].lora_magnitude_vector:
                 why = "it drops the magnitudes (DoRA); convert the file --to diffusers"
-                return Target("diffusers", 0, expected, why, name, wrong=True)
+                return ToolResult("diffusers", 0, expected, why, name, is_wrong=True)
         elif not _agrees(carriers[name], layer, generator):
             why = f"{name} would compute another dW"
-            return Target("diffusers", 0, expected, why, name, wrong=True)
+            return ToolResult("diffusers", 0, expected, why, name, is_wrong=True)
     how = "by transformer.load_lora_adapter; pipelines refuse LoKr" if by_model else ""
-    return Target("diffusers", expected, expected, how)
+    return ToolResult("diffusers", expected, expected, how)
 
 
 def _agrees(carrier: Any, layer: Layer, generator: torch.Generator) -> bool:
     """Whether a loaded module answers a random input as the file's dW does."""
     if layer.algorithm == "lokr":
-        theirs = carrier.get_delta_weight(NAME).float()
+        theirs = carrier.get_delta_weight(ADAPTER_NAME).float()
         return _near(theirs, delta(layer, theirs.shape))
-    down, up = carrier.lora_A[NAME].weight.float(), carrier.lora_B[NAME].weight.float()
+    down, up = (
+        carrier.lora_A[ADAPTER_NAME].weight.float(),
+        carrier.lora_B[ADAPTER_NAME].weight.float(),
+    )
     if down.shape != layer.tensors["down"].shape:
         return False
     probe = torch.randn(down[0].numel(), generator=generator)
-    theirs = carrier.scaling[NAME] * (up.flatten(1) @ (down.flatten(1) @ probe))
+    theirs = carrier.scaling[ADAPTER_NAME] * (up.flatten(1) @ (down.flatten(1) @ probe))
     ours = layer.tensors["up"].float().flatten(1) @ (
         layer.tensors["down"].float().flatten(1) @ probe
     )
@@ -372,31 +382,31 @@ WAN_FUN = "lora_unet__blocks_0_cross_attn_k.lora_down.weight"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class ComfyUILoad:
     """What its loader would make of a file."""
 
     modules: frozenset[str]
     """Modules that get a change, by our own names."""
-    left: tuple[str, ...]
+    ignored: tuple[str, ...]
     """Keys that it would ignore."""
-    broken: str | None = None
+    missing_key: str | None = None
     """A key whose missing partner ends the load with an error."""
 
 
-def key_map(table: NameTable, num_blocks: Mapping[str, int]) -> dict[str, str]:
+def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str, str]:
     """Prefixes of keys that are looked for, with the module each one changes."""
     index = KeyIndex(table)
     found = {}
     for prefix, joint, naming in PREFIXES[table.family]:
         for template in index.templates(naming):
             for name in _numbered(template, num_blocks):
-                module = index.find(name, naming, ".")
+                module = index.to_diffusers(name, naming, ".")
                 assert module is not None, name
                 found[f"{prefix}{name.replace('.', joint)}"] = module
     return found
 
 
-def simulate(keys: Sequence[str], known: Mapping[str, str]) -> Loaded:
+def simulate_comfyui(keys: Sequence[str], known: Mapping[str, str]) -> ComfyUILoad:
     """What would be loaded, what would be left, and what would end in an error."""
     text = {key: key for key in keys}
     if WAN_FUN in text:
@@ -406,16 +416,16 @@ def simulate(keys: Sequence[str], known: Mapping[str, str]) -> Loaded:
     for prefix, module in known.items():
         taken, lacks = _at(prefix, text)
         if lacks is not None:
-            return Loaded(frozenset(modules), (), lacks)
+            return ComfyUILoad(frozenset(modules), (), lacks)
         beside = {prefix + end for end in (".alpha", ".dora_scale") if prefix + end in text}
         loaded |= taken | beside
         if taken:
             modules.add(module)
     left = tuple(original for key, original in text.items() if key not in loaded)
-    return Loaded(frozenset(modules), left)
+    return ComfyUILoad(frozenset(modules), left)
 
 
-def blocks_of(modules: Iterable[str]) -> dict[str, int]:
+def count_blocks(modules: Iterable[str]) -> dict[str, int]:
     """How many blocks of each kind a model must have to hold these modules."""
     counts: dict[str, int] = {}
     for module in modules:
@@ -463,12 +473,12 @@ def _numbered(template: str, num_blocks: Mapping[str, int]) -> Iterable[str]:
 # and a pipeline of two 14 B experts takes no memory.
 
 
-HEAD = 128
+HEAD_WIDTH = 128
 """The width of a head in every published model of these families."""
 Sizes = dict[str, tuple[int, ...]]
 
 
-def hollow_pipeline(
+def placeholder_pipeline(
     family: str,
     layers: Mapping[str, Layer],
     config: Mapping[str, object] | None,
@@ -484,8 +494,8 @@ def hollow_pipeline(
             text_encoder=None,
             vae=None,
             scheduler=None,
-            transformer=hollow(diffusers.WanTransformer3DModel, settings, dtype),
-            transformer_2=hollow(diffusers.WanTransformer3DModel, settings, dtype),
+            transformer=placeholder_model(diffusers.WanTransformer3DModel, settings, dtype),
+            transformer_2=placeholder_model(diffusers.WanTransformer3DModel, settings, dtype),
             boundary_ratio=0.875,
         )
     if family == "flux":
@@ -496,14 +506,14 @@ def hollow_pipeline(
             tokenizer=None,
             text_encoder_2=None,
             tokenizer_2=None,
-            transformer=hollow(diffusers.FluxTransformer2DModel, settings, dtype),
+            transformer=placeholder_model(diffusers.FluxTransformer2DModel, settings, dtype),
         )
     return diffusers.QwenImagePipeline(
         scheduler=None,
         vae=None,
         text_encoder=None,
         tokenizer=None,
-        transformer=hollow(diffusers.QwenImageTransformer2DModel, settings, dtype),
+        transformer=placeholder_model(diffusers.QwenImageTransformer2DModel, settings, dtype),
     )
 
 
@@ -528,7 +538,7 @@ def quiet_diffusers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def hollow(cls: Any, config: Mapping[str, object], dtype: torch.dtype) -> Any:
+def placeholder_model(cls: Any, config: Mapping[str, object], dtype: torch.dtype) -> Any:
     """A model of a class and a configuration, every parameter one zero."""
     settings = {name: value for name, value in config.items() if not name.startswith("_")}
     try:
@@ -555,7 +565,7 @@ def _sizes(layers: Mapping[str, Layer]) -> Sizes:
         if len(shape) > 1 and shape[1]:  # neither a norm's change nor a bias' alone
             name = ".".join(part for part in module.split(".") if not part.isdigit())
             sizes.setdefault(name, shape)
-    counts = blocks_of(layers)
+    counts = count_blocks(layers)
     return sizes | {f"#{kind}": (count,) for kind, count in counts.items()}
 
 
@@ -565,7 +575,7 @@ def _first(sizes: Sizes, axis: int, default: int, *names: str) -> int:
 
 
 def _heads(width: int) -> tuple[int, int]:
-    return (width // HEAD, HEAD) if width % HEAD == 0 else (1, width)
+    return (width // HEAD_WIDTH, HEAD_WIDTH) if width % HEAD_WIDTH == 0 else (1, width)
 
 
 def _wan(sizes: Sizes) -> dict[str, object]:

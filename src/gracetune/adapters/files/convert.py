@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from gracetune.adapters.files.formats import ENDINGS, FORMS
+from gracetune.adapters.files.formats import SUFFIXES, FORMATS
 from gracetune.adapters.files.fused_projections import (
     join_fused,
     split_fused,
     swap_halves,
-    take_rows,
+    select_rows,
 )
 from gracetune.adapters.files.keys import (
     KeyIndex,
     LayerPath,
     ParsedKey,
-    choose_table,
-    detect_form,
-    read_key,
-    settle_stages,
-    unknown_key,
-    write_key,
+    detect_table,
+    detect_format,
+    parse_key,
+    resolve_stages,
+    unknown_key_error,
+    build_key,
 )
 from gracetune.adapters.files.layers import (
     Adapter,
     Layer,
-    at_stage,
+    with_stage,
     delta_shape,
-    dora_by_rows,
+    is_dora_per_row,
     lokr_sizes,
     make_layer,
     rank_of,
@@ -47,26 +47,26 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.formats import KeyFormat, Style
-    from gracetune.adapters.files.keys import NameTable
+    from gracetune.adapters.files.formats import KeyFormat, SuffixStyle
+    from gracetune.adapters.files.keys import KeyTable
 
 
 FAMILY_KEY = "gracetune.family"
-PEFT_SETTINGS = "lora_adapter_metadata"
+PEFT_SETTINGS_KEY = "lora_adapter_metadata"
 """Where diffusers keeps peft's settings in a file's header."""
 SCALARS = ("alpha", "scalar")
 MAX_TRIES = 1e9
 _OPTIONAL, _REPEATED = re.compile(r"(?<!\()\?"), re.compile(r"[*+{]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
-HUGE_ALPHA = 1e9
+UNUSED_ALPHA = 1e9
 """ai-toolkit writes 9999999999 for LoKr of whole matrices, where alpha has no part."""
 
 
-def canonical(
+def import_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
-    tables: Mapping[str, NameTable],
-    table: NameTable | None = None,
+    tables: Mapping[str, KeyTable],
+    table: KeyTable | None = None,
     peft_config: Mapping[str, object] | None = None,
 ) -> Adapter:
     """The adapter that these tensors are; the first key that shows a fault ends it.
@@ -76,12 +76,12 @@ def canonical(
     if not tensors:
         raise AdapterError("the file holds no tensors.", kind="empty")
     texts = list(tensors)
-    table = table or choose_table(texts, tables, metadata.get(FAMILY_KEY))
+    table = table or detect_table(texts, tables, metadata.get(FAMILY_KEY))
     keys = _read(texts, table, tables)
     _check_finite(tensors, keys)
     grouped: dict[LayerPath, dict[str, ParsedKey]] = {}
     for key in keys:
-        twin = grouped.setdefault(key.place, {}).setdefault(key.role, key)
+        twin = grouped.setdefault(key.path, {}).setdefault(key.role, key)
         if twin is not key:
             raise AdapterError(
                 f"{key.text!r} and {twin.text!r} are two spellings of one tensor. Remove one.",
@@ -92,36 +92,34 @@ def canonical(
     layers = {
         place: _layer(table, place, found, tensors, settings) for place, found in grouped.items()
     }
-    form = detect_form(keys)
+    form = detect_format(keys)
     return Adapter(
         table=table,
         layers=layers,
-        form=None if form is None else form.name,
+        format=None if form is None else form.name,
         metadata=dict(metadata),
         notices=tuple(_notices(grouped, layers, tensors, settings)),
     )
 
 
-def _read(
-    texts: list[str], table: NameTable, tables: Mapping[str, NameTable]
-) -> list[ParsedKey]:
+def _read(texts: list[str], table: KeyTable, tables: Mapping[str, KeyTable]) -> list[ParsedKey]:
     index = KeyIndex(table)
     keys = []
     for text in texts:
-        key = read_key(text, index)
+        key = parse_key(text, index)
         if key is None:
-            raise _other_model(text, texts, table, tables) or unknown_key(text, [table])
+            raise _other_model(text, texts, table, tables) or unknown_key_error(text, [table])
         keys.append(key)
-    return settle_stages(keys)
+    return resolve_stages(keys)
 
 
 def _other_model(
-    text: str, texts: list[str], table: NameTable, tables: Mapping[str, NameTable]
+    text: str, texts: list[str], table: KeyTable, tables: Mapping[str, KeyTable]
 ) -> AdapterError | None:
     """The verdict on a file whose keys are another family's, if they are."""
     for other in tables.values():
         index = KeyIndex(other)
-        if other is not table and all(read_key(one, index) for one in texts):
+        if other is not table and all(parse_key(one, index) for one in texts):
             return AdapterError(
                 f"{text!r} is a key of a {other.family} adapter, and {table.family} was asked for: "
                 f"the file is for another model. Give --family {other.family}, or another file.",
@@ -171,7 +169,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _layer(
-    table: NameTable,
+    table: KeyTable,
     place: LayerPath,
     found: Mapping[str, ParsedKey],
     tensors: Mapping[str, Tensor],
@@ -188,11 +186,11 @@ def _layer(
         # peft scales the bias of lora_B together with its product.
         scaled = layer.tensors["diff_b"].float() * scale_of(layer)
         layer = replace(layer, tensors={**layer.tensors, "diff_b": scaled})
-    if layer.dora:
+    if layer.is_dora:
         _check_magnitudes(layer, found["dora"].text)
-    if place.module in table.swapped and next(iter(found.values())).naming == "original":
+    if place.module in table.swapped_halves and next(iter(found.values())).naming == "original":
         half = delta_shape(layer)[0] // 2
-        layer = take_rows(place.module, layer, [(half, 2 * half), (0, half)])
+        layer = select_rows(place.module, layer, [(half, 2 * half), (0, half)])
     return layer
 
 
@@ -201,7 +199,7 @@ def _check_magnitudes(layer: Layer, key: str) -> None:
     shape, magnitude = delta_shape(layer), layer.tensors["dora"]
     number = magnitude.numel()
     fits = shape[1] % number == 0 if magnitude.dim() > 2 else shape[1] == number
-    if not (shape[0] == number if dora_by_rows(layer) else fits):
+    if not (shape[0] == number if is_dora_per_row(layer) else fits):
         raise AdapterError(
             f"{key!r} has {number} magnitudes for a weight of {shape[0]} rows and {shape[1]} "
             "columns: it is of another module or model.",
@@ -216,14 +214,14 @@ def _peft_settings(
     """peft's settings from the file's header or from beside it; empty where nobody kept them."""
     if peft_config is not None:
         return peft_config
-    text = metadata.get(PEFT_SETTINGS)
+    text = metadata.get(PEFT_SETTINGS_KEY)
     if text is None:
         return {}
     try:
         known = json.loads(text)
     except json.JSONDecodeError as error:
         raise AdapterError(
-            f"the header's {PEFT_SETTINGS} is not JSON ({error}); the scale is lost with it.",
+            f"the header's {PEFT_SETTINGS_KEY} is not JSON ({error}); the scale is lost with it.",
             kind="damaged",
         ) from error
     return {
@@ -302,7 +300,7 @@ def _notices(
         for place, found in grouped.items()
         if "alpha" in found and rank_of(layers[place]) is None
     ]
-    huge = [key for key in idle if not abs(float(tensors[key].float())) < HUGE_ALPHA]
+    huge = [key for key in idle if not abs(float(tensors[key].float())) < UNUSED_ALPHA]
     if huge:
         notices.append(
             f"{len(huge)} LoKr modules of whole matrices have an alpha of "
@@ -330,16 +328,18 @@ FOLDED_ROLE = {"lora": "up", "loha": "hada_w1_a", "lokr": "lokr_w1"}
 """The factor that takes the scale where a form has no alpha."""
 
 
-class Lost(NamedTuple):
+class UnsupportedModule(NamedTuple):
     """A module that a form cannot hold, and why."""
 
     module: str
-    why: str
+    reason: str
     is_nameless: bool = False
     """Whether no other algorithm would help it."""
 
 
-def spell(adapter: Adapter, form: KeyFormat, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def export_tensors(
+    adapter: Adapter, form: KeyFormat, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """The tensors of the file, by key; `dtype` None keeps each as it is."""
     adapter = _rewritten(_staged(adapter, form), form)
     lost = _lost(adapter, form)
@@ -350,33 +350,37 @@ def spell(adapter: Adapter, form: KeyFormat, dtype: torch.dtype | None = None) -
     for place, layer in adapter.layers.items():
         style = _style(form, layer)
         for role, tensor in _roles(layer, form, style).items():
-            key = write_key(form, index, place, role, style)
+            key = build_key(form, index, place, role, style)
             tensors[key] = _stored(key, role, tensor, dtype)
     return tensors
 
 
-def lost_in(adapter: Adapter, form: KeyFormat) -> Lost | None:
+def find_unsupported(adapter: Adapter, form: KeyFormat) -> UnsupportedModule | None:
     """The first module that a form cannot hold, found without spelling the rest."""
     return _lost(_rewritten(adapter, form), form)
 
 
-def _lost(adapter: Adapter, form: KeyFormat) -> Lost | None:
+def _lost(adapter: Adapter, form: KeyFormat) -> UnsupportedModule | None:
     """By names and shapes; no weight is read."""
     index = KeyIndex(adapter.table)
     for place, layer in adapter.layers.items():
-        if index.spell(place.module, form.naming, form.joint) is None:
-            return Lost(place.module, "it has no name for this module", is_nameless=True)
+        if index.from_diffusers(place.module, form.naming, form.separator) is None:
+            return UnsupportedModule(
+                place.module, "it has no name for this module", is_nameless=True
+            )
         style = _style(form, layer)
         for role in layer.tensors:
-            if role not in ENDINGS[style]:
+            if role not in SUFFIXES[style]:
                 what = {"diff": "a full matrix", "mid": "a core tensor (Tucker)"}.get(role, role)
-                return Lost(place.module, f"it cannot hold {what}")
+                return UnsupportedModule(place.module, f"it cannot hold {what}")
         role = next(iter(layer.tensors))
-        if adapter.table.open and not read_key(write_key(form, index, place, role, style), index):
+        if adapter.table.accepts_any_name and not parse_key(
+            build_key(form, index, place, role, style), index
+        ):
             why = "nothing in its keys tells where the name of a module begins"
-            return Lost(place.module, why, is_nameless=True)
-        if layer.dora and style in PEFT_STYLES and not dora_by_rows(layer):
-            return Lost(place.module, "its magnitudes go by rows alone")
+            return UnsupportedModule(place.module, why, is_nameless=True)
+        if layer.is_dora and style in PEFT_STYLES and not is_dora_per_row(layer):
+            return UnsupportedModule(place.module, "its magnitudes go by rows alone")
     return None
 
 
@@ -395,7 +399,7 @@ def fold_scale(layer: Layer) -> Layer:
 
 def _staged(adapter: Adapter, form: KeyFormat) -> Adapter:
     """Stages as the form wants them: all named, or none."""
-    if form.stages and adapter.table.staged:
+    if form.stages and adapter.table.has_stages:
         if None in adapter.stages:
             raise AdapterError(
                 f"the form {form.name} names the stage in each key, and this adapter does not say "
@@ -411,7 +415,7 @@ def _staged(adapter: Adapter, form: KeyFormat) -> Adapter:
             kind="mixed-stages",
             key=first.module,
         )
-    return at_stage(adapter, None)
+    return with_stage(adapter, None)
 
 
 def _rewritten(adapter: Adapter, form: KeyFormat) -> Adapter:
@@ -421,18 +425,18 @@ def _rewritten(adapter: Adapter, form: KeyFormat) -> Adapter:
     return swap_halves(join_fused(adapter))
 
 
-def _style(form: KeyFormat, layer: Layer) -> Style:
+def _style(form: KeyFormat, layer: Layer) -> SuffixStyle:
     """ComfyUI knows a core tensor (`lora_mid`) only beside lora_down and lora_up."""
     return "kohya" if form.style == "comfyui" and "mid" in layer.tensors else form.style
 
 
-def _roles(layer: Layer, form: KeyFormat, style: Style) -> dict[str, Tensor]:
+def _roles(layer: Layer, form: KeyFormat, style: SuffixStyle) -> dict[str, Tensor]:
     if form.alpha == "folded":
         layer = fold_scale(layer)
     if layer.algorithm == "lokr" and style in PEFT_STYLES:
         layer = _as_peft_makes_it(layer)
     tensors = dict(layer.tensors)
-    if layer.dora and style in PEFT_STYLES:
+    if layer.is_dora and style in PEFT_STYLES:
         tensors["dora"] = tensors["dora"].flatten()
     rank = rank_of(layer)
     if form.alpha == "always" and layer.algorithm != "full":
@@ -472,7 +476,7 @@ def _stored(key: str, role: str, tensor: Tensor, dtype: torch.dtype | None) -> T
     return stored.clone(memory_format=torch.contiguous_format)
 
 
-def _cannot(adapter: Adapter, form: KeyFormat, lost: Lost) -> AdapterError:
+def _cannot(adapter: Adapter, form: KeyFormat, lost: UnsupportedModule) -> AdapterError:
     """Whoever wrote an adapter can write another form; only `convert` can approximate it."""
     ways = [f"Write the form {other}." for other in _holding(adapter)[:1]]
     if not lost.is_nameless:
@@ -480,7 +484,7 @@ def _cannot(adapter: Adapter, form: KeyFormat, lost: Lost) -> AdapterError:
     elif not ways:
         ways.append("No form has one: leave the module out.")
     return AdapterError(
-        f"{lost.module} cannot be written in the form {form.name}: {lost.why}. {' '.join(ways)}",
+        f"{lost.module} cannot be written in the form {form.name}: {lost.reason}. {' '.join(ways)}",
         kind="not-exact",
         key=lost.module,
     )
@@ -489,9 +493,9 @@ def _cannot(adapter: Adapter, form: KeyFormat, lost: Lost) -> AdapterError:
 def _holding(adapter: Adapter) -> list[str]:
     """The forms that hold all of an adapter of one stage, those that tools load first."""
     names = []
-    for form in sorted(FORMS, key=lambda form: bool(form.caution)):
+    for form in sorted(FORMATS, key=lambda form: bool(form.caution)):
         try:
-            fits = not form.stages and lost_in(adapter, form) is None
+            fits = not form.stages and find_unsupported(adapter, form) is None
         except AdapterError:
             continue  # its rows cannot be cut so
         if fits:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from gracetune.adapters.files.keys import Naming, Stage
 
-Style = Literal["peft", "peft-live", "kohya", "comfyui"]
+SuffixStyle = Literal["peft", "peft-live", "kohya", "comfyui"]
 """How a tensor's part of the key is spelled."""
-Alpha = Literal["folded", "if-needed", "always"]
+AlphaRule = Literal["folded", "if-needed", "always"]
 """What becomes of alpha: multiplied into the weights, written where it is not the rank, written."""
 
 LYCORIS_ROLES = (
@@ -31,10 +31,10 @@ LYCORIS_ROLES = (
 ROLES = ("down", "up", "mid", *LYCORIS_ROLES, "diff", "diff_b", "dora", "alpha", "scalar")
 """What a tensor is to its module, whatever a tool calls it."""
 
-PEFT = {role: f".{role}" for role in (*LYCORIS_ROLES, "alpha", "scalar")}
-PLAIN = PEFT | {"diff": ".diff", "diff_b": ".diff_b"}
-ENDINGS: dict[Style, dict[str, str]] = {
-    "peft": PEFT
+PEFT_SUFFIXES = {role: f".{role}" for role in (*LYCORIS_ROLES, "alpha", "scalar")}
+PLAIN_SUFFIXES = PEFT_SUFFIXES | {"diff": ".diff", "diff_b": ".diff_b"}
+SUFFIXES: dict[SuffixStyle, dict[str, str]] = {
+    "peft": PEFT_SUFFIXES
     | {
         "down": ".lora_A.weight",
         "up": ".lora_B.weight",
@@ -49,17 +49,18 @@ ENDINGS: dict[Style, dict[str, str]] = {
         "dora": ".lora_magnitude_vector.default.weight",
         "diff_b": ".lora_B.default.bias",
     },
-    "kohya": PLAIN
+    "kohya": PLAIN_SUFFIXES
     | {
         "down": ".lora_down.weight",
         "up": ".lora_up.weight",
         "mid": ".lora_mid.weight",
         "dora": ".dora_scale",
     },
-    "comfyui": PLAIN | {"down": ".lora_A.weight", "up": ".lora_B.weight", "dora": ".dora_scale"},
+    "comfyui": PLAIN_SUFFIXES
+    | {"down": ".lora_A.weight", "up": ".lora_B.weight", "dora": ".dora_scale"},
 }
 """How to write each role. What is not there cannot be written in that style."""
-ALSO_READ = {
+READ_ONLY_SUFFIXES = {
     ".lora_A": "down",
     ".lora_B": "up",
     ".lora.down.weight": "down",
@@ -80,23 +81,26 @@ class KeyFormat:
     """Who writes it, and who reads it."""
     prefix: str
     naming: Naming
-    style: Style
-    joint: Literal[".", "_", "$$"] = "."
-    alpha: Alpha = "always"
+    style: SuffixStyle
+    separator: Literal[".", "_", "$$"] = "."
+    alpha: AlphaRule = "always"
     stages: tuple[tuple[Stage, str], ...] = ()
     """What stands for each expert, for forms that hold both in one file."""
     caution: str = ""
     """Why one would not want it."""
 
 
-DUAL: tuple[tuple[Stage, str], ...] = (("high", "transformer_1"), ("low", "transformer_2"))
+AI_TOOLKIT_STAGES: tuple[tuple[Stage, str], ...] = (
+    ("high", "transformer_1"),
+    ("low", "transformer_2"),
+)
 """ai-toolkit's wrapper counts from one; diffusers' `transformer_2` is its second as well."""
 STAGE_PREFIXES: tuple[tuple[Stage, str], ...] = (
     ("high", "transformer."),
     ("low", "transformer_2."),
 )
 
-FORMS: tuple[KeyFormat, ...] = (
+FORMATS: tuple[KeyFormat, ...] = (
     KeyFormat(
         "comfyui",
         "ComfyUI, ai-toolkit and diffusion-pipe; diffusers reads its LoRA",
@@ -167,7 +171,7 @@ FORMS: tuple[KeyFormat, ...] = (
         "diffusers",
         "kohya",
         "_",
-        stages=DUAL,
+        stages=AI_TOOLKIT_STAGES,
         caution="no tool loads both stages from one such file",
     ),
     KeyFormat(
@@ -186,7 +190,7 @@ FORMS: tuple[KeyFormat, ...] = (
         "original",
         "comfyui",
         alpha="if-needed",
-        stages=DUAL,
+        stages=AI_TOOLKIT_STAGES,
         caution="only ai-toolkit loads both stages from one file",
     ),
     KeyFormat(
@@ -196,7 +200,7 @@ FORMS: tuple[KeyFormat, ...] = (
         "diffusers",
         "kohya",
         "$$",
-        stages=DUAL,
+        stages=AI_TOOLKIT_STAGES,
         caution="no tool loads it from a file",
     ),
     KeyFormat(
@@ -215,7 +219,7 @@ FORMS: tuple[KeyFormat, ...] = (
         "mixed",
         "kohya",
         "_",
-        stages=DUAL,
+        stages=AI_TOOLKIT_STAGES,
         caution="neither ComfyUI nor diffusers loads it",
     ),
     KeyFormat(
@@ -225,7 +229,7 @@ FORMS: tuple[KeyFormat, ...] = (
         "diffusers",
         "kohya",
         "_",
-        stages=DUAL,
+        stages=AI_TOOLKIT_STAGES,
         caution="no tool loads it from a file",
     ),
     KeyFormat(
@@ -281,7 +285,7 @@ FORMS: tuple[KeyFormat, ...] = (
         caution="neither ComfyUI nor diffusers loads keys without a prefix for Wan",
     ),
 )
-ALIASES = {
+FORMAT_ALIASES = {
     "musubi": "kohya",
     "sd-scripts": "kohya",
     "ai-toolkit": "comfyui",

@@ -16,7 +16,7 @@ from gracetune.adapters.files.keys import LayerPath, template_of
 from gracetune.adapters.files.layers import (
     Adapter,
     Layer,
-    dora_by_rows,
+    is_dora_per_row,
     lokr_sizes,
     out_features,
     scale_of,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.keys import FusedProjection, NameTable
+    from gracetune.adapters.files.keys import FusedProjection, KeyTable
 
 Span = tuple[int, int]
 
@@ -50,7 +50,7 @@ def split_fused(adapter: Adapter, only: Collection[LayerPath] | None = None) -> 
     return replace(adapter, layers=layers)
 
 
-def parts_of(place: LayerPath, table: NameTable) -> dict[LayerPath, int]:
+def parts_of(place: LayerPath, table: KeyTable) -> dict[LayerPath, int]:
     """What a fused projection consists of, with the share of each; nothing for other modules."""
     template, number = template_of(place.module)
     fused = next((one for one in table.fused if one.whole == template), None)
@@ -84,13 +84,13 @@ def swap_halves(adapter: Adapter) -> Adapter:
     """Scale and shift in the other order, where the two namings differ in it; its own inverse."""
     layers = dict(adapter.layers)
     for place, layer in adapter.layers.items():
-        if place.module in adapter.table.swapped:
+        if place.module in adapter.table.swapped_halves:
             half = out_features(layer) // 2
-            layers[place] = take_rows(place.module, layer, [(half, 2 * half), (0, half)])
+            layers[place] = select_rows(place.module, layer, [(half, 2 * half), (0, half)])
     return replace(adapter, layers=layers)
 
 
-def take_rows(module: str, layer: Layer, spans: Sequence[Span]) -> Layer:
+def select_rows(module: str, layer: Layer, spans: Sequence[Span]) -> Layer:
     """The layer of these rows of dW, one span after the other."""
     tensors = dict(layer.tensors)
     rows, per_row = out_features(layer), 1
@@ -107,8 +107,8 @@ def take_rows(module: str, layer: Layer, spans: Sequence[Span]) -> Layer:
         tensors[role] = _cut(tensors[role], spans, axis, per_row)
     if "diff_b" in tensors:
         tensors["diff_b"] = _cut(tensors["diff_b"], spans, 0, 1)
-    if layer.dora:
-        if not dora_by_rows(layer) and spans != [(0, rows)]:
+    if layer.is_dora:
+        if not is_dora_per_row(layer) and spans != [(0, rows)]:
             raise _refusal(module, "its magnitudes (DoRA) go by columns, over all the rows")
         tensors["dora"] = _cut(tensors["dora"], spans, 0, 1)
     return replace(layer, tensors=tensors)
@@ -119,7 +119,7 @@ def _split(module: str, layer: Layer, spans: Sequence[Span]) -> list[Layer | Non
     blocks = _diagonal(layer, spans)
     if blocks is not None:
         return blocks
-    return [take_rows(module, layer, [span]) for span in spans]
+    return [select_rows(module, layer, [span]) for span in spans]
 
 
 def _diagonal(layer: Layer, spans: Sequence[Span]) -> list[Layer | None] | None:
@@ -155,10 +155,10 @@ def _trimmed(layer: Layer, up: Tensor, down: Tensor) -> Layer | None:
 
 def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
     present = list(parts.values())
-    if any(layer.dora or "diff_b" in layer.tensors for layer in present):
+    if any(layer.is_dora or "diff_b" in layer.tensors for layer in present):
         if len(parts) < len(fused.parts):
             raise _refusal(module, "its parts have magnitudes (DoRA) or biases and one is missing")
-        if not all(layer.dora == present[0].dora for layer in present):
+        if not all(layer.is_dora == present[0].is_dora for layer in present):
             raise _refusal(module, "only some of its parts have magnitudes (DoRA)")
     whole = len(parts) == len(fused.parts)
     if whole:
@@ -167,7 +167,7 @@ def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> La
         if stacked is not None:
             return stacked
     if {layer.algorithm for layer in present} != {"lora"} or any(
-        "mid" in layer.tensors or layer.dora or "diff_b" in layer.tensors for layer in present
+        "mid" in layer.tensors or layer.is_dora or "diff_b" in layer.tensors for layer in present
     ):
         raise _refusal(module, "its parts share no factor that the whole could keep")
     return _on_diagonal(fused, parts)
@@ -194,8 +194,8 @@ def _stacked(module: str, parts: Sequence[Layer]) -> Layer | None:
 def _row_axes(module: str, layer: Layer) -> dict[str, int]:
     """Which tensors go by rows of dW, and along which axis."""
     axes = {"diff_b": 0} if "diff_b" in layer.tensors else {}
-    if layer.dora:
-        if not dora_by_rows(layer):
+    if layer.is_dora:
+        if not is_dora_per_row(layer):
             raise _refusal(module, "its magnitudes (DoRA) go by columns, over all the rows")
         axes["dora"] = 0
     if layer.algorithm == "lora":

@@ -6,22 +6,22 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gracetune.adapters.files.io import read_with_tensors, resolve, stage_of
+from gracetune.adapters.files.io import read_adapter_and_tensors, resolve_path, find_stage
 from gracetune.adapters.files.keys import (
     BLOCK,
     KeyIndex,
-    form_named,
-    forms_in,
-    read_key,
+    get_format,
+    count_formats,
+    parse_key,
     template_of,
 )
-from gracetune.adapters.files.layers import norm, rank_of
+from gracetune.adapters.files.layers import delta_norm, rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from gracetune.adapters.files.keys import NameTable
+    from gracetune.adapters.files.keys import KeyTable
     from gracetune.adapters.files.layers import Adapter
 
 
@@ -57,16 +57,18 @@ class Inspection:
 
 
 def inspect(
-    path: Path, tables: Mapping[str, NameTable], table: NameTable | None = None
+    path: Path, tables: Mapping[str, KeyTable], table: KeyTable | None = None
 ) -> Inspection:
     """Read a file and describe it."""
-    path = resolve(path)
-    adapter, tensors = read_with_tensors(path, tables, table)
+    path = resolve_path(path)
+    adapter, tensors = read_adapter_and_tensors(path, tables, table)
     form, tools, caution = _form(adapter, list(tensors))
-    stage, by = stage_of(adapter, path)
+    stage, by = find_stage(adapter, path)
     keyed = tuple(one for one in adapter.stages if one is not None)
     layers = adapter.layers
-    norms = {_label(place.stage, place.module): norm(layer) for place, layer in layers.items()}
+    norms = {
+        _label(place.stage, place.module): delta_norm(layer) for place, layer in layers.items()
+    }
     return Inspection(
         path=str(path),
         nbytes=path.stat().st_size,
@@ -77,7 +79,7 @@ def inspect(
         stages=keyed or ((stage,) if stage else ()),
         stage_by="its keys" if keyed else by,
         algorithms=_counts(
-            layer.algorithm + (" + magnitudes (DoRA)" if layer.dora else "")
+            layer.algorithm + (" + magnitudes (DoRA)" if layer.is_dora else "")
             for layer in layers.values()
         ),
         ranks=_counts(str(rank_of(layer) or "whole") for layer in layers.values()),
@@ -98,11 +100,11 @@ def inspect(
 
 
 def _form(adapter: Adapter, keys: list[str]) -> tuple[str, str, str]:
-    if adapter.form is not None:
-        form = form_named(adapter.form)
+    if adapter.format is not None:
+        form = get_format(adapter.format)
         return form.name, form.tools, form.caution
     index = KeyIndex(adapter.table)
-    counts = forms_in([key for text in keys if (key := read_key(text, index)) is not None])
+    counts = count_formats([key for text in keys if (key := parse_key(text, index)) is not None])
     mixed = ", ".join(f"{name} ({count} keys)" for name, count in counts.items())
     return f"mixed: {mixed}" if mixed else "no known tool's", "", "no tool reads all of it"
 

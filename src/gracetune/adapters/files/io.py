@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from gracetune.adapters.files.convert import FAMILY_KEY, PEFT_SETTINGS, canonical, spell
+from gracetune.adapters.files.convert import (
+    FAMILY_KEY,
+    PEFT_SETTINGS_KEY,
+    import_tensors,
+    export_tensors,
+)
 from gracetune.adapters.files.fused_projections import split_fused
-from gracetune.adapters.files.keys import form_named
-from gracetune.adapters.files.layers import Adapter, at_stage, rank_of
+from gracetune.adapters.files.keys import get_format
+from gracetune.adapters.files.layers import Adapter, with_stage, rank_of
 from gracetune.atomic_files import atomic_file, write_text
 from gracetune.errors import AdapterError
 
@@ -24,15 +29,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.adapters.files.formats import KeyFormat
-    from gracetune.adapters.files.keys import NameTable, Stage
+    from gracetune.adapters.files.keys import KeyTable, Stage
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 """What diffusers' `load_lora_weights` looks for in a folder."""
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-STAGE_WORDS: dict[str, Stage] = {"high_noise": "high", "low_noise": "low"}
+STAGE_BY_FILE_NAME: dict[str, Stage] = {"high_noise": "high", "low_noise": "low"}
 """How file names tell the stage, in ai-toolkit's and in our own."""
 STAGES: dict[str, Stage] = {"high": "high", "low": "low"}
-PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
@@ -59,24 +64,24 @@ class AdapterMetadata:
 
 
 def read_adapter(
-    path: Path, tables: Mapping[str, NameTable], table: NameTable | None = None
+    path: Path, tables: Mapping[str, KeyTable], table: KeyTable | None = None
 ) -> Adapter:
     """The adapter in a file or folder; any fault is a verdict with the first key that shows it."""
-    adapter, _ = read_with_tensors(resolve(path), tables, table)
+    adapter, _ = read_adapter_and_tensors(resolve_path(path), tables, table)
     return adapter
 
 
-def read_with_tensors(
-    path: Path, tables: Mapping[str, NameTable], table: NameTable | None = None
+def read_adapter_and_tensors(
+    path: Path, tables: Mapping[str, KeyTable], table: KeyTable | None = None
 ) -> tuple[Adapter, dict[str, Tensor]]:
     """The adapter in a file, beside the file's own tensors by its own keys."""
     tensors, metadata = read_tensors(path)
-    return canonical(tensors, metadata, tables, table, _peft_config(path, tensors)), tensors
+    return import_tensors(tensors, metadata, tables, table, _peft_config(path, tensors)), tensors
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and header, on the CPU; never anything that executes what it reads."""
-    if path.suffix in PICKLED:
+    if path.suffix in PICKLE_SUFFIXES:
         raise AdapterError(
             f"{path} is a pickle by its name, which runs code when it is read. "
             "Give a .safetensors file; the tool that wrote this one can save it so.",
@@ -97,11 +102,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def stage_of(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
+def find_stage(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
     """The stage of a file that holds one, and who says so: keys, header or file name."""
     keyed = adapter.stages
     said = adapter.metadata.get("gracetune.stage")
-    named = [stage for word, stage in STAGE_WORDS.items() if word in path.stem]
+    named = [stage for word, stage in STAGE_BY_FILE_NAME.items() if word in path.stem]
     if keyed != (None,):
         if len(keyed) == 1 and said not in (None, "", keyed[0]):
             raise AdapterError(
@@ -123,16 +128,16 @@ def write_adapter(
     dtype: torch.dtype | None = None,
 ) -> Path:
     """Write one file of one form; the header says what it is, and keeps what it said before."""
-    form = form_named(form) if isinstance(form, str) else form
-    tensors = spell(adapter, form, dtype)
+    form = get_format(form) if isinstance(form, str) else form
+    tensors = export_tensors(adapter, form, dtype)
     header = {
         **adapter.metadata,
-        **describe(adapter),
+        **describe_adapter(adapter),
         **(about or AdapterMetadata()).header(),
         "gracetune.form": form.name,
         "format": "pt",
     }
-    header.pop(PEFT_SETTINGS, None)  # its alpha is in the weights or in the keys now
+    header.pop(PEFT_SETTINGS_KEY, None)  # its alpha is in the weights or in the keys now
     if len(adapter.stages) > 1:
         header.pop("gracetune.stage", None)  # joined from files of one stage each
     with atomic_file(path) as staging:
@@ -143,15 +148,15 @@ def write_adapter(
     return path
 
 
-def interchange_form(adapter: Adapter) -> KeyFormat:
+def default_format(adapter: Adapter) -> KeyFormat:
     """The form that most tools load this adapter from."""
     layers = adapter.layers.values()
     algorithms = {layer.algorithm for layer in layers}
-    if any(layer.dora for layer in layers) and algorithms == {"lora"}:
-        return form_named("diffusers")  # it alone keeps magnitudes, under peft's own name
+    if any(layer.is_dora for layer in layers) and algorithms == {"lora"}:
+        return get_format("diffusers")  # it alone keeps magnitudes, under peft's own name
     kind = algorithms.pop() if len(algorithms) == 1 else "other"
-    by_kind = dict(adapter.table.interchange)
-    return form_named(by_kind.get(kind, by_kind["other"]))
+    by_kind = dict(adapter.table.default_formats)
+    return get_format(by_kind.get(kind, by_kind["other"]))
 
 
 def write_stages(
@@ -162,7 +167,7 @@ def write_stages(
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
     """To `stage_files`, all of the adapter."""
-    form = form_named(form) if isinstance(form, str) else form
+    form = get_format(form) if isinstance(form, str) else form
     written = []
     for stage, file in stage_files(path, adapter, form).items():
         if stage is None:
@@ -171,7 +176,7 @@ def write_stages(
         told = AdapterMetadata(
             known.base_model, stage, known.boundary, known.trigger, known.run_digest
         )
-        part = at_stage(adapter.only(stage), None)
+        part = with_stage(adapter.select_stage(stage), None)
         written.append(write_adapter(file, part, form, told, dtype))
     return written
 
@@ -180,13 +185,13 @@ def stage_files(path: Path, adapter: Adapter, form: KeyFormat) -> dict[Stage | N
     """One file a stage where the form holds one, named by it; one file otherwise."""
     if form.stages or len(adapter.stages) == 1:
         return {None: path}
-    return {stage: _named(path, word) for word, stage in STAGE_WORDS.items()}
+    return {stage: _named(path, word) for word, stage in STAGE_BY_FILE_NAME.items()}
 
 
-def describe(adapter: Adapter) -> dict[str, str]:
+def describe_adapter(adapter: Adapter) -> dict[str, str]:
     """Family, algorithm, rank and alpha as header entries."""
     algorithms = sorted(
-        {("dora+" if layer.dora else "") + layer.algorithm for layer in adapter.layers.values()}
+        {("dora+" if layer.is_dora else "") + layer.algorithm for layer in adapter.layers.values()}
     )
     ranks = sorted({rank for layer in adapter.layers.values() if (rank := rank_of(layer))})
     alphas = sorted(
@@ -204,7 +209,7 @@ def describe(adapter: Adapter) -> dict[str, str]:
     }
 
 
-def resolve(path: Path) -> Path:
+def resolve_path(path: Path) -> Path:
     """A folder stands for the file that diffusers or peft would look for in it."""
     if not path.is_dir():
         return path
@@ -248,7 +253,7 @@ def _config_of(adapter: Adapter) -> dict[str, object]:
         alpha: most,
         "rank_pattern": others,
         "alpha_pattern": others,
-        "use_dora": any(layer.dora for layer in adapter.layers.values()),
+        "use_dora": any(layer.is_dora for layer in adapter.layers.values()),
         "target_modules": sorted(ranks),
     }
 

@@ -12,7 +12,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from gracetune.adapters.files.formats import ALIASES, ALSO_READ, ENDINGS, FORMS, KeyFormat, Style
+from gracetune.adapters.files.formats import (
+    FORMAT_ALIASES,
+    READ_ONLY_SUFFIXES,
+    SUFFIXES,
+    FORMATS,
+    KeyFormat,
+    SuffixStyle,
+)
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -34,29 +41,29 @@ class FusedProjection:
 
 
 @dataclass(frozen=True)
-class NameTable:
+class KeyTable:
     """The names of one family. `{}` stands for a block's number; modules go by diffusers' names."""
 
     family: str
     """The name that adapter files carry in `gracetune.family`."""
     rows: tuple[tuple[str, str], ...]
     """The original's name beside diffusers', one row a module."""
-    parts: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()
     """What diffusers alone has: the parts of fused projections."""
-    mixed: tuple[tuple[str, str], ...] = ()
+    mixed_rows: tuple[tuple[str, str], ...] = ()
     """Names that ai-toolkit's old LoKr made by replacing words in underscored text."""
     fused: tuple[FusedProjection, ...] = ()
-    swapped: frozenset[str] = frozenset()
+    swapped_halves: frozenset[str] = frozenset()
     """Modules whose two halves of rows (scale, shift) stand in the other order in the original."""
-    bare: frozenset[str] = frozenset()
+    bare_parameters: frozenset[str] = frozenset()
     """Rows that are a parameter themselves, with no `.weight` below."""
-    surface: tuple[str, ...] = ()
+    block_linears: tuple[str, ...] = ()
     """The linear modules of a block, which adapters usually sit on."""
-    num_blocks: tuple[tuple[str, int], ...] = ()
+    max_blocks: tuple[tuple[str, int], ...] = ()
     """Most blocks of each kind in any published model: a file with more is another family's."""
-    staged: bool = False
+    has_stages: bool = False
     """Whether the family has models of two experts."""
-    interchange: tuple[tuple[str, str], ...] = (
+    default_formats: tuple[tuple[str, str], ...] = (
         ("lora", "diffusers"),
         ("lokr", "diffusers"),
         ("other", "lycoris"),
@@ -64,11 +71,11 @@ class NameTable:
     """The form that most tools load, by algorithm."""
     aliases: tuple[str, ...] = ()
     """Other names that users give the family."""
-    open: bool = False
+    accepts_any_name: bool = False
     """Whether any dotted name is a module: a family without a table."""
 
 
-DOTTED_FORMATS = (
+ANY_NAME_FORMATS = (
     ("lora", "diffusers"),
     ("lokr", "diffusers"),
     ("loha", "diffusers"),
@@ -77,23 +84,23 @@ DOTTED_FORMATS = (
 """Forms that are written and read without a table: diffusers' names, with their dots."""
 
 
-def open_table(family: str) -> NameTable:
+def any_name_table(family: str) -> KeyTable:
     """For a family that we have no names of: dotted names stand as they are."""
-    return NameTable(family, rows=(), open=True, interchange=DOTTED_FORMATS)
+    return KeyTable(family, rows=(), accepts_any_name=True, default_formats=ANY_NAME_FORMATS)
 
 
-def table_of_modules(family: str, modules: tuple[str, ...]) -> NameTable:
+def table_of_modules(family: str, modules: tuple[str, ...]) -> KeyTable:
     """For a family that we have no names of, but whose model is at hand."""
     rows = tuple((name, name) for name in modules)
-    return NameTable(family, rows=rows, interchange=DOTTED_FORMATS)
+    return KeyTable(family, rows=rows, default_formats=ANY_NAME_FORMATS)
 
 
 BLOCK = re.compile(r"^(.*?blocks(?:\.|_|\$\$))(\d+)((?:\.|_|\$\$).+)$")
 """A module inside a numbered block; the number is the first one after `blocks`."""
-BOTH = "diffusers-both"
+BOTH_STAGES_FORMAT = "diffusers-both"
 _UNPARTED = re.compile(r"(?<![A-Za-z0-9])transformer([12])(?=[._$])")
 """An expert, as one fork of ai-toolkit spelled it."""
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
 class LayerPath(NamedTuple):
@@ -108,25 +115,25 @@ class ParsedKey:
     """One key, understood."""
 
     text: str
-    place: LayerPath
+    path: LayerPath
     role: str
     naming: Naming
-    forms: frozenset[str]
+    formats: frozenset[str]
     """The forms that spell it so; none where a prefix and an ending never met before."""
 
 
 class KeyIndex:
     """A table, turned so that names in any spelling are found at once."""
 
-    def __init__(self, table: NameTable) -> None:
+    def __init__(self, table: KeyTable) -> None:
         self.table = table
         identity = [(ours, ours) for _, ours in table.rows]
         whole = {one.whole for one in table.fused}
-        parts = [(part, part) for part in table.parts]
+        parts = [(part, part) for part in table.unfused]
         rows: dict[Naming, list[tuple[str, str]]] = {
             "original": list(table.rows),
             "diffusers": [row for row in identity if row[0] not in whole] + parts,
-            "mixed": list(table.mixed),
+            "mixed": list(table.mixed_rows),
         }
         self._canonical = {
             (naming, joint): {name.replace(".", joint): ours for name, ours in pairs}
@@ -137,10 +144,10 @@ class KeyIndex:
             naming: {ours: name for name, ours in pairs} for naming, pairs in rows.items()
         }
 
-    def find(self, name: str, naming: Naming, joint: str) -> str | None:
+    def to_diffusers(self, name: str, naming: Naming, joint: str) -> str | None:
         """The module that `name` is; None where the table has no such row."""
-        if self.table.open:
-            plain = joint == "." and naming == "diffusers" and DOTTED.fullmatch(name)
+        if self.table.accepts_any_name:
+            plain = joint == "." and naming == "diffusers" and DOTTED_NAME.fullmatch(name)
             return name if plain else None
         known = self._canonical[naming, joint]
         if name in known:
@@ -151,10 +158,10 @@ class KeyIndex:
         found = known.get(f"{inside[1]}{{}}{inside[3]}")
         return None if found is None else found.format(inside[2])
 
-    def spell(self, module: str, naming: Naming, joint: str) -> str | None:
+    def from_diffusers(self, module: str, naming: Naming, joint: str) -> str | None:
         """The module's name in other words; None where none would be found again."""
-        if self.table.open:
-            return self.find(module, naming, joint)
+        if self.table.accepts_any_name:
+            return self.to_diffusers(module, naming, joint)
         template, number = template_of(module)
         name = self._spelled[naming].get(template) or self._spelled[naming].get(module)
         return None if name is None else name.format(number).replace(".", joint)
@@ -170,32 +177,32 @@ def template_of(module: str) -> tuple[str, str]:
     return (f"{inside[1]}{{}}{inside[3]}", inside[2]) if inside else (module, "")
 
 
-def is_bare(module: str, table: NameTable) -> bool:
+def is_bare_parameter(module: str, table: KeyTable) -> bool:
     """Whether it is a parameter itself, which no LoRA can sit on."""
-    return template_of(module)[0] in table.bare
+    return template_of(module)[0] in table.bare_parameters
 
 
-def form_named(name: str) -> KeyFormat:
+def get_format(name: str) -> KeyFormat:
     """The form that a user asks for, by its name or by a tool's."""
-    wanted = ALIASES.get(name, name)
-    for form in FORMS:
+    wanted = FORMAT_ALIASES.get(name, name)
+    for form in FORMATS:
         if form.name == wanted:
             return form
-    known = [form.name for form in FORMS] + list(ALIASES)
+    known = [form.name for form in FORMATS] + list(FORMAT_ALIASES)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     raise AdapterError(f"--to is {name!r}, which is no form. {hint}Known: {', '.join(known)}.")
 
 
-def table_named(family: str, tables: Mapping[str, NameTable]) -> NameTable:
+def get_table(family: str, tables: Mapping[str, KeyTable]) -> KeyTable:
     """The table of a family; one that takes dotted names as they are where we have none."""
     for table in tables.values():
         if family == table.family or family in table.aliases:
             return table
-    return open_table(family)
+    return any_name_table(family)
 
 
-def split_ending(text: str) -> tuple[str, str, frozenset[Style]] | None:
+def split_suffix(text: str) -> tuple[str, str, frozenset[SuffixStyle]] | None:
     """A key without its tensor's ending, the role it names, and the styles that spell it so."""
     for ending, (role, styles) in _ENDINGS.items():
         if text.endswith(ending):
@@ -203,16 +210,16 @@ def split_ending(text: str) -> tuple[str, str, frozenset[Style]] | None:
     return None
 
 
-def read_key(text: str, index: KeyIndex) -> ParsedKey | None:
+def parse_key(text: str, index: KeyIndex) -> ParsedKey | None:
     """What one key means in one family; None where nothing in the tables spells it."""
-    parts = split_ending(text)
+    parts = split_suffix(text)
     if parts is None:
         return None
     body, role, styles = parts
     body = _UNPARTED.sub(r"transformer_\1", body)
     first: tuple[LayerPath, Naming] | None = None
     forms = set()
-    for form in FORMS:
+    for form in FORMATS:
         place = _place_in(body, form, index)
         if place is None or (first is not None and place != first[0]):
             continue
@@ -222,28 +229,28 @@ def read_key(text: str, index: KeyIndex) -> ParsedKey | None:
     return None if first is None else ParsedKey(text, first[0], role, first[1], frozenset(forms))
 
 
-def write_key(
-    form: KeyFormat, index: KeyIndex, place: LayerPath, role: str, style: Style | None = None
+def build_key(
+    form: KeyFormat, index: KeyIndex, place: LayerPath, role: str, style: SuffixStyle | None = None
 ) -> str:
     """Spell a key; the caller has made sure that the form can hold it."""
-    name = index.spell(place.module, form.naming, form.joint)
-    ending = ENDINGS[style or form.style].get(role)
+    name = index.from_diffusers(place.module, form.naming, form.separator)
+    ending = SUFFIXES[style or form.style].get(role)
     assert name is not None, f"{form.name} has no name for {place.module}"
     assert ending is not None, f"{form.name} has no ending for {role}"
     return f"{_prefix(form, place.stage)}{name}{ending}"
 
 
-def choose_table(
-    keys: Sequence[str], tables: Mapping[str, NameTable], family: str | None
-) -> NameTable:
+def detect_table(
+    keys: Sequence[str], tables: Mapping[str, KeyTable], family: str | None
+) -> KeyTable:
     """The family whose names the keys are; `family` is what the user or the file itself says."""
     if family is not None:
-        return table_named(family, tables)
+        return get_table(family, tables)
     counts = {name: _count(keys, table) for name, table in tables.items()}
     best = max(counts.values())
     leaders = [name for name, count in counts.items() if count == best]
     if best == 0:
-        raise unknown_key(keys[0], list(tables.values()))
+        raise unknown_key_error(keys[0], list(tables.values()))
     if len(leaders) > 1:
         raise AdapterError(
             f"{keys[0]!r} is a name in {' and '.join(leaders)}: the keys do not tell them apart. "
@@ -254,35 +261,37 @@ def choose_table(
     return tables[leaders[0]]
 
 
-def settle_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:
+def resolve_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:
     """Beside `transformer_2.`, `transformer.` means the high stage; alone it says none."""
-    if not any(key.forms == {BOTH} for key in keys):
+    if not any(key.formats == {BOTH_STAGES_FORMAT} for key in keys):
         return list(keys)
     return [
-        replace(key, place=LayerPath("high", key.place.module), forms=frozenset({BOTH}))
+        replace(
+            key, path=LayerPath("high", key.path.module), formats=frozenset({BOTH_STAGES_FORMAT})
+        )
         if key.text.startswith("transformer.")
         else key
         for key in keys
     ]
 
 
-def detect_form(keys: Sequence[ParsedKey]) -> KeyFormat | None:
+def detect_format(keys: Sequence[ParsedKey]) -> KeyFormat | None:
     """The one form that spells every key; None for a file that mixes them."""
-    common = frozenset.intersection(*(key.forms for key in keys)) if keys else frozenset()
-    told = {key.place.stage for key in keys} != {None}
-    fitting = [form for form in FORMS if form.name in common]
+    common = frozenset.intersection(*(key.formats for key in keys)) if keys else frozenset()
+    told = {key.path.stage for key in keys} != {None}
+    fitting = [form for form in FORMATS if form.name in common]
     # Without a stage in its keys a file is of the plain form, where there is one spelled so.
     fitting.sort(key=lambda form: bool(form.stages) != told)
     return fitting[0] if fitting else None
 
 
-def forms_in(keys: Sequence[ParsedKey]) -> Mapping[str, int]:
+def count_formats(keys: Sequence[ParsedKey]) -> Mapping[str, int]:
     """For a file that mixes forms: how many keys each of them spells, most first."""
-    counts = Counter(name for key in keys for name in key.forms)
+    counts = Counter(name for key in keys for name in key.formats)
     return dict(counts.most_common())
 
 
-def unknown_key(text: str, tables: Sequence[NameTable]) -> AdapterError:
+def unknown_key_error(text: str, tables: Sequence[KeyTable]) -> AdapterError:
     """The verdict on a key that no table has, with the nearest one that a table does have."""
     whose = " or ".join(table.family for table in tables)
     if text.startswith(("lora_te", "text_encoder", "te1", "te2")):
@@ -294,9 +303,9 @@ def unknown_key(text: str, tables: Sequence[NameTable]) -> AdapterError:
     return AdapterError(f"{text!r} is not understood: {why}.{hint}", kind="unknown-key", key=text)
 
 
-def nearest_key(text: str, tables: Sequence[NameTable]) -> str | None:
+def nearest_key(text: str, tables: Sequence[KeyTable]) -> str | None:
     """The known key that is most like a given one: the module first, then the ending."""
-    parts = split_ending(text)
+    parts = split_suffix(text)
     if parts is not None:
         body, ending = parts[0], text[len(parts[0]) :]
     else:
@@ -305,10 +314,10 @@ def nearest_key(text: str, tables: Sequence[NameTable]) -> str | None:
         body, ending = (body, close[0]) if dot and close else (text, ".lora_A.weight")
     number = BLOCK.match(body)
     bodies = {
-        f"{prefix}{name.format(number[2] if number else 0).replace('.', form.joint)}"
+        f"{prefix}{name.format(number[2] if number else 0).replace('.', form.separator)}"
         for table in tables
-        if not table.open
-        for form in FORMS
+        if not table.accepts_any_name
+        for form in FORMATS
         for _, prefix in _prefixes(form, table)
         for name in KeyIndex(table).templates(form.naming)
     }
@@ -320,17 +329,17 @@ def _place_in(body: str, form: KeyFormat, index: KeyIndex) -> LayerPath | None:
     """Where `body` sits if it is of that form."""
     for stage, prefix in _prefixes(form, index.table):
         if body.startswith(prefix):
-            module = index.find(body[len(prefix) :], form.naming, form.joint)
+            module = index.to_diffusers(body[len(prefix) :], form.naming, form.separator)
             # Without a table and a prefix, an underscored key would pass for a module's name.
-            if module is not None and (prefix or "." in module or not index.table.open):
+            if module is not None and (prefix or "." in module or not index.table.accepts_any_name):
                 return LayerPath(stage, module)
     return None
 
 
-def _prefixes(form: KeyFormat, table: NameTable) -> list[tuple[Stage | None, str]]:
+def _prefixes(form: KeyFormat, table: KeyTable) -> list[tuple[Stage | None, str]]:
     staged: list[tuple[Stage | None, str]] = [(s, _prefix(form, s)) for s, _ in form.stages]
     # The same tools train models of one stage, and leave the stage out then.
-    plain = not form.stages or (form.prefix and not table.staged)
+    plain = not form.stages or (form.prefix and not table.has_stages)
     return [*staged, (None, form.prefix)] if plain else staged
 
 
@@ -338,32 +347,34 @@ def _prefix(form: KeyFormat, stage: Stage | None) -> str:
     token = dict(form.stages).get(stage) if stage is not None else None
     if token is None:
         return form.prefix
-    return f"{form.prefix}{token}" if token.endswith(".") else f"{form.prefix}{token}{form.joint}"
+    return (
+        f"{form.prefix}{token}" if token.endswith(".") else f"{form.prefix}{token}{form.separator}"
+    )
 
 
-def _count(keys: Sequence[str], table: NameTable) -> int:
+def _count(keys: Sequence[str], table: KeyTable) -> int:
     """How many keys a table reads; none if the file has more blocks than any such model."""
     index = KeyIndex(table)
-    most = dict(table.num_blocks)
+    most = dict(table.max_blocks)
     count = 0
     for text in keys:
-        key = read_key(text, index)
+        key = parse_key(text, index)
         if key is None:
             continue
-        inside = BLOCK.match(key.place.module)
+        inside = BLOCK.match(key.path.module)
         if inside and int(inside[2]) >= most.get(inside[1].rstrip("."), 10**9):
             return 0
         count += 1
     return count
 
 
-def _endings() -> dict[str, tuple[str, frozenset[Style]]]:
+def _endings() -> dict[str, tuple[str, frozenset[SuffixStyle]]]:
     """Every ending, longest first, so that `.lora_B.default.weight` is not taken for less."""
-    styles: dict[str, tuple[str, set[Style]]] = {}
-    for style, spelled in ENDINGS.items():
+    styles: dict[str, tuple[str, set[SuffixStyle]]] = {}
+    for style, spelled in SUFFIXES.items():
         for role, ending in spelled.items():
             styles.setdefault(ending, (role, set()))[1].add(style)
-    for ending, role in ALSO_READ.items():
+    for ending, role in READ_ONLY_SUFFIXES.items():
         styles.setdefault(ending, (role, set()))
     ordered = sorted(styles.items(), key=lambda item: -len(item[0]))
     return {ending: (role, frozenset(names)) for ending, (role, names) in ordered}

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.keys import NameTable, Stage
+    from gracetune.adapters.files.keys import KeyTable, Stage
 
 
 Algorithm = Literal["lora", "loha", "lokr", "full"]
 """LoCon is LoRA on convolutions; DoRA is any of them with a magnitude (`dora`)."""
 
-SHAPES: dict[Algorithm, tuple[frozenset[str], ...]] = {
+TENSOR_SETS: dict[Algorithm, tuple[frozenset[str], ...]] = {
     "lora": (frozenset({"down", "up"}), frozenset({"down", "up", "mid"})),
     "loha": (
         frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}),
@@ -40,9 +40,9 @@ SHAPES: dict[Algorithm, tuple[frozenset[str], ...]] = {
     "full": (frozenset({"diff"}), frozenset({"diff_b"}), frozenset({"diff", "diff_b"})),
 }
 """The sets of tensors that make a layer; `diff_b` and `dora` may stand beside any."""
-BESIDE = frozenset({"diff_b", "dora"})
-ALGORITHM_OF: dict[str, Algorithm] = {
-    role: algorithm for algorithm, sets in SHAPES.items() for roles in sets for role in roles
+OPTIONAL_ROLES = frozenset({"diff_b", "dora"})
+ALGORITHM_BY_ROLE: dict[str, Algorithm] = {
+    role: algorithm for algorithm, sets in TENSOR_SETS.items() for roles in sets for role in roles
 }
 
 
@@ -55,7 +55,7 @@ class Layer:
     alpha: float | None = None
 
     @property
-    def dora(self) -> bool:
+    def is_dora(self) -> bool:
         return "dora" in self.tensors
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Layer:
@@ -67,9 +67,9 @@ class Layer:
 class Adapter:
     """A whole adapter, whatever file it came from."""
 
-    table: NameTable
+    table: KeyTable
     layers: Mapping[LayerPath, Layer]
-    form: str | None = None
+    format: str | None = None
     """The form it was read from; None where the file mixed several."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Adapter:
         order: tuple[Stage | None, ...] = (None, "high", "low")
         return tuple(stage for stage in order if stage in found)
 
-    def only(self, stage: Stage | None) -> Adapter:
+    def select_stage(self, stage: Stage | None) -> Adapter:
         """The layers of one expert."""
         kept = {place: layer for place, layer in self.layers.items() if place.stage == stage}
         return replace(self, layers=kept)
@@ -90,7 +90,7 @@ class Adapter:
 
 def split_stages(adapter: Adapter) -> dict[Stage | None, Adapter]:
     """One adapter a stage, none of them with a stage in its places: what a stage file holds."""
-    return {stage: at_stage(adapter.only(stage), None) for stage in adapter.stages}
+    return {stage: with_stage(adapter.select_stage(stage), None) for stage in adapter.stages}
 
 
 def join_stages(high: Adapter, low: Adapter) -> Adapter:
@@ -108,11 +108,11 @@ def join_stages(high: Adapter, low: Adapter) -> Adapter:
                 "Convert it alone, or split it first.",
                 kind="mixed-stages",
             )
-    layers = {**at_stage(high, "high").layers, **at_stage(low, "low").layers}
-    return replace(high, layers=layers, form=None, notices=(*high.notices, *low.notices))
+    layers = {**with_stage(high, "high").layers, **with_stage(low, "low").layers}
+    return replace(high, layers=layers, format=None, notices=(*high.notices, *low.notices))
 
 
-def at_stage(adapter: Adapter, stage: Stage | None) -> Adapter:
+def with_stage(adapter: Adapter, stage: Stage | None) -> Adapter:
     """The same layers, said to be of one stage."""
     layers = {LayerPath(stage, place.module): layer for place, layer in adapter.layers.items()}
     assert len(layers) == len(adapter.layers), "two stages cannot be laid over each other"
@@ -123,7 +123,9 @@ def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
     """A layer from its tensors by role; `keys` has the file's name of each, for verdicts."""
     roles = frozenset(tensors) - {"alpha", "scalar"}
     first = keys[min(tensors)]
-    algorithms = {ALGORITHM_OF[role] for role in roles - BESIDE} or {ALGORITHM_OF["diff_b"]}
+    algorithms = {ALGORITHM_BY_ROLE[role] for role in roles - OPTIONAL_ROLES} or {
+        ALGORITHM_BY_ROLE["diff_b"]
+    }
     if len(algorithms) > 1:
         raise AdapterError(
             f"{first!r}: its module has tensors of {' and '.join(sorted(algorithms))} at once. "
@@ -132,9 +134,9 @@ def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
             key=first,
         )
     algorithm = algorithms.pop()
-    core = roles - BESIDE if algorithm != "full" else roles
-    if core not in SHAPES[algorithm]:
-        wanted = min(SHAPES[algorithm], key=lambda one: len(one ^ core))
+    core = roles - OPTIONAL_ROLES if algorithm != "full" else roles
+    if core not in TENSOR_SETS[algorithm]:
+        wanted = min(TENSOR_SETS[algorithm], key=lambda one: len(one ^ core))
         lacks, extra = sorted(wanted - core), sorted(core - wanted)
         what = f"lacks {', '.join(lacks)}" if lacks else f"has {', '.join(extra)} without use"
         raise AdapterError(
@@ -170,7 +172,7 @@ RANK_AXES: dict[Algorithm, tuple[tuple[str, int], ...]] = {
     "full": (),
 }
 """Where the rank can be read, in order; LoKr's two halves have the same."""
-PAIRS: tuple[tuple[str, bool, str, int, str, int], ...] = (
+EQUAL_AXES: tuple[tuple[str, bool, str, int, str, int], ...] = (
     ("mid", False, "up", 1, "down", 0),
     ("mid", True, "up", 1, "mid", 0),
     ("mid", True, "mid", 1, "down", 0),
@@ -189,7 +191,7 @@ PAIRS: tuple[tuple[str, bool, str, int, str, int], ...] = (
     ("", False, "hada_w1_b", 1, "hada_w2_b", 1),
 )
 """Axes of one size: with a core tensor between the factors, or without."""
-KERNELS = ("down", "mid", "hada_t1", "hada_t2", "lokr_w2", "lokr_w2_b", "lokr_t2")
+CONV_ROLES = ("down", "mid", "hada_t1", "hada_t2", "lokr_w2", "lokr_w2_b", "lokr_t2")
 """What may have a convolution's axes; other factors are matrices."""
 
 
@@ -203,7 +205,7 @@ def _check_ranks(layer: Layer, keys: Mapping[str, str]) -> None:
                 kind="damaged",
                 key=keys[role],
             )
-    for core, between, left, i, right, j in PAIRS:
+    for core, between, left, i, right, j in EQUAL_AXES:
         if (core in tensors) != between or left not in tensors or right not in tensors:
             continue
         if tensors[left].shape[i] != tensors[right].shape[j]:
@@ -234,7 +236,7 @@ def _has_axes(role: str, shape: tuple[int, ...], beside: frozenset[str]) -> bool
         return len(shape) >= 2 and math.prod(shape[2:]) == 1  # a convolution of one point
     if role == "lokr_w2_b" and "lokr_t2" in beside:
         return len(shape) == 2  # the kernel is the core's
-    return len(shape) >= 2 if role in KERNELS else len(shape) == 2
+    return len(shape) >= 2 if role in CONV_ROLES else len(shape) == 2
 
 
 def _with_alpha(layer: Layer, tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
@@ -266,7 +268,7 @@ def _with_scalar(layer: Layer, tensors: Mapping[str, Tensor]) -> Layer:
 
 def _with_magnitude(layer: Layer) -> Layer:
     """peft's magnitudes are a plain vector, everyone else's have the weight's number of axes."""
-    if not layer.dora or layer.tensors["dora"].dim() > 1:
+    if not layer.is_dora or layer.tensors["dora"].dim() > 1:
         return layer
     order = ("mid", "hada_t1", "lokr_t2", "down", "hada_w1_a", "lokr_w2", "lokr_w2_b", "diff")
     axes = next(layer.tensors[role].dim() for role in order if role in layer.tensors)
@@ -327,7 +329,7 @@ def delta_shape(layer: Layer) -> tuple[int, ...]:
     return tuple(t["diff"].shape) if "diff" in t else (t["diff_b"].shape[0], 0)
 
 
-def merged(layer: Layer, weight: Tensor, strength: float = 1.0) -> Tensor:
+def merge_weight(layer: Layer, weight: Tensor, strength: float = 1.0) -> Tensor:
     """The weight with the adapter in it, in the weight's dtype; computed in float32.
 
     DoRA: W' = m (W + dW) / |W + dW|, the norm over the axis that `m` does not have. A strength
@@ -337,15 +339,15 @@ def merged(layer: Layer, weight: Tensor, strength: float = 1.0) -> Tensor:
     if layer.algorithm == "full" and "diff" not in layer.tensors:
         return weight.detach().clone()
     changed = base + delta(layer, base.shape)
-    if layer.dora:
+    if layer.is_dora:
         magnitude = layer.tensors["dora"].detach().float()
-        changed = _decomposed(changed, magnitude, dora_by_rows(layer))
+        changed = _decomposed(changed, magnitude, is_dora_per_row(layer))
     if strength != 1.0:
         changed = base + strength * (changed - base)
     return changed.to(weight.dtype)
 
 
-def norm(layer: Layer) -> float:
+def delta_norm(layer: Layer) -> float:
     """|dW|, by the factors where they allow it: a whole dW of a large model is large."""
     t = {role: tensor.detach().float() for role, tensor in layer.tensors.items()}
     scale = abs(scale_of(layer))
@@ -412,7 +414,7 @@ def lokr_sizes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
     return (rows1, rows2), (columns1, columns2)
 
 
-def dora_by_rows(layer: Layer) -> bool:
+def is_dora_per_row(layer: Layer) -> bool:
     """Whether the magnitude has a value a row (peft's way, LyCORIS' default) or one a column."""
     magnitude = layer.tensors["dora"]
     return magnitude.dim() == 1 or magnitude.shape[0] == magnitude.numel()

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from gracetune.adapters.files.fused_projections import parts_of, split_fused, swap_halves
-from gracetune.adapters.files.keys import LayerPath, is_bare
+from gracetune.adapters.files.keys import LayerPath, is_bare_parameter
 from gracetune.adapters.files.layers import Adapter, Layer, delta, delta_bias, delta_shape, scale_of
 from gracetune.adapters.files.merge import ModelWeights, Weight, open_model
 from gracetune.errors import AdapterError
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.keys import NameTable
+    from gracetune.adapters.files.keys import KeyTable
 
 
-EXACT_UP_TO = 1024
+MAX_FULL_SVD = 1024
 """The smaller side up to which a whole SVD is quick; beyond it, a random range finder."""
 OVERSAMPLING, POWER_ITERATIONS = 16, 3
 """Halko, Martinsson and Tropp 2011: columns beside the rank, and passes that sharpen the range."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class TruncationLoss:
     """What an approximation lost."""
 
     mean: float
@@ -42,9 +42,9 @@ class Cut:
     worst_at: str
 
 
-def combine(
+def combine_adapters(
     adapters: Sequence[tuple[Adapter, float]], rank: int | None, generator: torch.Generator
-) -> tuple[Adapter, Cut | None]:
+) -> tuple[Adapter, TruncationLoss | None]:
     """Several adapters, each with its strength, as one: exactly by rank, or cut to `rank`."""
     first = adapters[0][0]
     for other, _ in adapters[1:]:
@@ -61,28 +61,30 @@ def combine(
     layers, losses = {}, {}
     for place, parts in gathered.items():
         _check_alike(place, parts)
-        limit = None if is_bare(place.module, first.table) else rank
+        limit = None if is_bare_parameter(place.module, first.table) else rank
         layers[place], losses[place] = _sum(place, parts, limit, generator)
     metadata = {k: v for k, v in first.metadata.items() if not k.startswith("gracetune.run")}
-    made = replace(first, layers=layers, form=None, metadata=metadata)
-    return made, None if rank is None else summary(losses)
+    made = replace(first, layers=layers, format=None, metadata=metadata)
+    return made, None if rank is None else summarize_loss(losses)
 
 
-def as_lora(adapter: Adapter, rank: int, generator: torch.Generator) -> tuple[Adapter, Cut]:
+def convert_to_lora(
+    adapter: Adapter, rank: int, generator: torch.Generator
+) -> tuple[Adapter, TruncationLoss]:
     """Every layer as a LoRA of at most this rank; those that are so already stay as they are."""
     layers, losses = {}, {}
     for place, layer in adapter.layers.items():
         thin = layer.algorithm == "lora" and "mid" not in layer.tensors
         small = thin and layer.tensors["down"].shape[0] <= rank
-        if small or is_bare(place.module, adapter.table) or not _has_rank(layer):
+        if small or is_bare_parameter(place.module, adapter.table) or not _has_rank(layer):
             layers[place], losses[place] = layer, 0.0
         else:
             _check_plain(place, layer)
             layers[place], losses[place] = _sum(place, [(layer, 1.0)], rank, generator)
-    return replace(adapter, layers=layers, form=None), summary(losses)
+    return replace(adapter, layers=layers, format=None), summarize_loss(losses)
 
 
-def factor(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Layer, float]:
+def factorize(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Layer, float]:
     """The best LoRA of a rank for a change of any shape, and the share of it that is lost."""
     flat = matrix.float().flatten(1)
     rank = min(rank, *flat.shape)
@@ -97,10 +99,10 @@ def factor(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Layer
     return Layer("lora", tensors), _share(flat - (u * s) @ v, flat)
 
 
-def summary(losses: Mapping[LayerPath, float]) -> Cut:
+def summarize_loss(losses: Mapping[LayerPath, float]) -> TruncationLoss:
     """Losses of all modules in one."""
     worst = max(losses, key=lambda place: losses[place])
-    return Cut(sum(losses.values()) / len(losses), losses[worst], worst.module)
+    return TruncationLoss(sum(losses.values()) / len(losses), losses[worst], worst.module)
 
 
 def _has_rank(layer: Layer) -> bool:
@@ -152,7 +154,7 @@ def _sum(
     elif all(layer.algorithm == "full" for layer, _ in parts):
         made = _summed(parts)
         if rank is not None and made.tensors.get("diff", torch.empty(0)).dim() > 1:
-            made, lost = factor(made.tensors["diff"], rank, generator)
+            made, lost = factorize(made.tensors["diff"], rank, generator)
     elif rank is None:
         kinds = sorted({layer.algorithm for layer, _ in parts})
         raise AdapterError(
@@ -164,7 +166,7 @@ def _sum(
     else:
         shape = delta_shape(parts[0][0])
         whole = torch.stack([strength * delta(layer, shape) for layer, strength in parts]).sum(0)
-        made, lost = factor(whole, rank, generator)
+        made, lost = factorize(whole, rank, generator)
     biases = [(bias, s) for layer, s in parts if (bias := delta_bias(layer)) is not None]
     if biases:
         total = torch.stack([strength * bias for bias, strength in biases]).sum(0)
@@ -203,7 +205,7 @@ def _shrunk(layer: Layer, rank: int) -> tuple[Layer, float]:
 
 def _leading(flat: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """The leading singular triples of a matrix."""
-    if min(flat.shape) <= max(EXACT_UP_TO, 2 * rank):
+    if min(flat.shape) <= max(MAX_FULL_SVD, 2 * rank):
         u, s, v = torch.linalg.svd(flat, full_matrices=False)
         return u[:, :rank], s[:rank], v[:rank]
     guess = torch.randn(flat.shape[1], rank + OVERSAMPLING, generator=generator)
@@ -233,7 +235,7 @@ def _check_alike(place: LayerPath, parts: Sequence[tuple[Layer, float]]) -> None
 
 
 def _check_plain(place: LayerPath, layer: Layer) -> None:
-    if layer.dora:
+    if layer.is_dora:
         raise AdapterError(
             f"{place.module} has magnitudes (DoRA), whose change depends on the weight below. "
             "Merge it into the model instead: `gracetune adapter merge` with --into MODEL.",
@@ -247,23 +249,23 @@ def _check_plain(place: LayerPath, layer: Layer) -> None:
 
 
 @dataclass(frozen=True)
-class Extracted:
+class Extraction:
     """What an extraction found."""
 
     adapter: Adapter
-    cut: Cut
-    rest: tuple[str, ...]
+    loss: TruncationLoss
+    left_out: tuple[str, ...]
     """Weights that differ too and are not in the adapter: norms, biases, bare parameters."""
 
 
 def extract(
     base: Path,
     tuned: Path,
-    table: NameTable,
+    table: KeyTable,
     rank: int,
     generator: torch.Generator,
     keep_rest: bool,
-) -> Extracted:
+) -> Extraction:
     """The LoRA of a rank that comes nearest to what tuning did to each matrix."""
     before, after = open_model(base, table), open_model(tuned, table)
     if before.naming != after.naming:
@@ -281,8 +283,8 @@ def extract(
         if not bool(change.any()):
             continue
         place = LayerPath(None, weight.module)
-        if change.dim() > 1 and not weight.bias and not is_bare(weight.module, table):
-            layers[place], losses[place] = factor(change, rank, generator)
+        if change.dim() > 1 and not weight.bias and not is_bare_parameter(weight.module, table):
+            layers[place], losses[place] = factorize(change, rank, generator)
         else:
             rest.append(before.keys[weight][1])
             if keep_rest:
@@ -292,7 +294,7 @@ def extract(
     adapter = Adapter(table, layers)
     if before.naming == "original":
         adapter = swap_halves(adapter)
-    return Extracted(adapter, summary(losses), () if keep_rest else tuple(rest))
+    return Extraction(adapter, summarize_loss(losses), () if keep_rest else tuple(rest))
 
 
 def _check_same_weights(before: ModelWeights, after: ModelWeights) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from gracetune.adapters.files.fused_projections import split_fused, swap_halves
 from gracetune.adapters.files.keys import KeyIndex, template_of
-from gracetune.adapters.files.layers import delta_bias, delta_shape, merged
+from gracetune.adapters.files.layers import delta_bias, delta_shape, merge_weight
 from gracetune.atomic_files import atomic_file, atomic_folder
 from gracetune.errors import AdapterError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.keys import NameTable, Naming, Stage
+    from gracetune.adapters.files.keys import KeyTable, Naming, Stage
     from gracetune.adapters.files.layers import Adapter, Layer
 
 
@@ -56,7 +56,7 @@ class MergeReport:
 
 
 def merge_into(
-    path: Path, out: Path, adapters: Sequence[tuple[Adapter, float]], table: NameTable
+    path: Path, out: Path, adapters: Sequence[tuple[Adapter, float]], table: KeyTable
 ) -> MergeReport:
     """Write a copy of a transformer with the adapters in its weights."""
     model = open_model(path, table)
@@ -83,7 +83,7 @@ def merge_into_pipeline(
     path: Path,
     out: Path,
     by_stage: Mapping[Stage | None, Sequence[tuple[Adapter, float]]],
-    table: NameTable,
+    table: KeyTable,
 ) -> dict[str, MergeReport]:
     """Write a copy of a pipeline's folder with adapters in the transformers of their stages."""
     targets = {SUBFOLDERS[stage]: adapters for stage, adapters in by_stage.items()}
@@ -141,7 +141,7 @@ def _kinds(layer: Layer) -> list[bool]:
     return [*kinds, True] if "diff_b" in layer.tensors else kinds
 
 
-def _rows_in_wholes(table: NameTable) -> dict[str, tuple[str, tuple[int, int, int]]]:
+def _rows_in_wholes(table: KeyTable) -> dict[str, tuple[str, tuple[int, int, int]]]:
     """For parts of fused projections: the whole, and from which share to which of how many."""
     found = {}
     for fused in table.fused:
@@ -202,7 +202,7 @@ def _with_change(key: str, weight: Tensor, change: WeightUpdate) -> Tensor:
             kind="other-model",
             key=key,
         )
-    return merged(change.layer, weight, change.strength)
+    return merge_weight(change.layer, weight, change.strength)
 
 
 def _modules(adapters: Sequence[tuple[Adapter, float]]) -> set[str]:
@@ -213,7 +213,7 @@ def _modules(adapters: Sequence[tuple[Adapter, float]]) -> set[str]:
 # The weights of a model on disk, by our names: one file, or a folder of them.
 
 
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
+MODEL_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 """What may stand before a model's own names in a file."""
 
 
@@ -233,7 +233,7 @@ class ModelWeights:
     keys: Mapping[Weight, tuple[Path, str]]
 
 
-def open_model(path: Path, table: NameTable) -> ModelWeights:
+def open_model(path: Path, table: KeyTable) -> ModelWeights:
     """Find every weight of a model that the table has a name for."""
     files = tuple(sorted(path.glob("*.safetensors"))) if path.is_dir() else (path,)
     if not files:
@@ -273,13 +273,13 @@ def _only(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
 
 def _weight(key: str, naming: Naming, index: KeyIndex) -> Weight | None:
     """What a model's key is in one naming."""
-    for prefix in PREFIXES:
+    for prefix in MODEL_PREFIXES:
         if not key.startswith(prefix):
             continue
         name = key.removeprefix(prefix)
         for tail, bias in ((".weight", False), (".bias", True), ("", False)):
             if name.endswith(tail):
-                module = index.find(name.removesuffix(tail), naming, ".")
+                module = index.to_diffusers(name.removesuffix(tail), naming, ".")
                 if module is not None:
                     return Weight(module, bias)
     return None

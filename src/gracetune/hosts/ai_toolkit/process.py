@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gracetune.errors import AdapterError, ConfigError
-from gracetune.optim.build import groups_of
+from gracetune.optim.build import parameter_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -78,7 +78,7 @@ def grouped(process: Any, params: list[Any]) -> list[Any]:
     if section is None:
         return params
     named = names_by_stage(params, process.network, only_stage(process.sd))
-    groups = groups_of(named, section)
+    groups = parameter_groups(named, section)
     return [{**each, "params": [p for _, p in each["params"]]} for each in groups]
 
 
