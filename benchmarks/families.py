@@ -15,12 +15,13 @@ import torch
 
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
-from gracetune.models.attention_processors import with_dense_gradients
+from gracetune.models.attention_processors import make_attention_grads_contiguous
+from gracetune.models.family import SampleShape, planner_shapes
 from gracetune.plan.cost import CostModel
-from gracetune.plan.launch_probe import prepare
-from gracetune.plan.machines import FITTED, speeds_of
-from gracetune.plan.memory import Fixed
-from gracetune.plan.meta_models import PUBLISHED, SHAPES, SampleShape, outline
+from gracetune.plan.launch_probe import prepare_for_training
+from gracetune.plan.machines import FITTED_CONSTANTS, effective_rates
+from gracetune.plan.memory import FixedMemory
+from gracetune.plan.meta_models import build_meta_model
 from gracetune.plan.problem import TRACED_BATCH
 from gracetune.plan.trace import trace_model
 
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from gracetune.plan.machines import Basics
-    from gracetune.plan.meta_models import Outline, Shape
+    from gracetune.models.family import PlannerShapes
+    from gracetune.plan.machines import MachineRates
+    from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.result import FrozenCompute
     from gracetune.plan.shapes import ModelShapes
 
@@ -52,10 +54,10 @@ class Case:
     frozen_compute: FrozenCompute = "bf16"
     """What frozen products are computed in; it is traced in bf16 all the same, as a run does."""
 
-    def outline(self) -> Outline:
+    def outline(self) -> MetaModel:
         """On the meta device, its adapter in place, as it will be run."""
-        shape = outline(ModelSection(family=self.family), self.picture, self.config)
-        prepare(shape, AdapterSection(rank=RANK))
+        shape = build_meta_model(ModelSection(family=self.family), self.picture, self.config)
+        prepare_for_training(shape, AdapterSection(rank=RANK))
         return shape
 
     def shapes(self) -> ModelShapes:
@@ -63,28 +65,31 @@ class Case:
         subject = replace(self.outline().subject(), products=torch.bfloat16)
         return trace_model(subject, TRACED_BATCH)
 
-    def plan_model(self, shapes: ModelShapes, basics: Basics) -> tuple[CostModel, Fixed]:
+    def plan_model(
+        self, shapes: ModelShapes, basics: MachineRates
+    ) -> tuple[CostModel, FixedMemory]:
         """On a machine of these rates; and what it needs whatever is chosen."""
         assert len(shapes.kinds) == len(self.counts), f"{len(shapes.kinds)} kinds of blocks"
         order = tuple(kind for kind, count in enumerate(self.counts) for _ in range(count))
         mine = replace(shapes, order=order)
-        fixed = Fixed(
+        fixed = FixedMemory(
             optimizer_nbytes=mine.trained_nbytes // TRAINED_NBYTES * STATE_NBYTES,
-            library_nbytes=int(FITTED["library_nbytes"].value),
+            library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
             batches_ahead=0,
         )
-        return CostModel(mine, speeds_of(basics), self.frozen_compute), fixed
+        return CostModel(mine, effective_rates(basics), self.frozen_compute), fixed
 
     def model(self, device: torch.device) -> nn.Module:
         """Made on the device: random frozen weights in bf16, and a LoRA that is not zero."""
-        published = PUBLISHED[self.family]
-        cls = getattr(import_module("diffusers"), published.class_name)
+        cls = getattr(import_module("diffusers"), self._shape.class_name)
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16)
         with device:
-            model = cast("nn.Module", cls.from_config({**published.config, **self.config}))
+            model = cast(
+                "nn.Module", cls.from_config({**self._shape.published_config, **self.config})
+            )
         torch.set_default_dtype(torch.float32)
-        with_dense_gradients(model)  # for the plain loop too: without, cuDNN's backward fails
+        make_attention_grads_contiguous(model)  # for the plain loop too: without, cuDNN's backward fails
         add_adapter({"": model}, AdapterSection(rank=RANK), self._shape.targets, seed=0)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -96,11 +101,11 @@ class Case:
     ) -> tuple[Callable[[], Tensor], Tensor]:
         """A prediction for inputs that stay, and its target."""
         config = cast("Any", model).config
-        encoded = self._shape.encoded(config, self.picture)
+        encoded = self._shape.encoded_shape(config, self.picture)
         empty = self._shape.inputs(config, encoded, batch, torch.bfloat16)
         inputs = {name: torch.randn_like(tensor, device=device) for name, tensor in empty.items()}
         inputs["timestep"] = torch.rand_like(inputs["timestep"])
-        others = self._shape.others(encoded, batch)
+        others = self._shape.extra_arguments(encoded, batch)
 
         def predict() -> Tensor:
             return cast("Any", model)(**inputs, **others, return_dict=False)[0]
@@ -113,8 +118,8 @@ class Case:
         return [block for name in names for block in model.get_submodule(name).children()]
 
     @property
-    def _shape(self) -> Shape:
-        return SHAPES[PUBLISHED[self.family].class_name]
+    def _shape(self) -> PlannerShapes:
+        return planner_shapes(self.family)
 
 
 PICTURE, CLIP = SampleShape(1024, 1024), SampleShape(832, 480, 33)
@@ -146,6 +151,6 @@ SHORT |= {"fp8": replace(wan(12, PICTURE), frozen_compute="fp8")}
 
 def rehearsed(case: Case) -> Case:
     """The same code in no time, on any machine."""
-    narrow = SHAPES[PUBLISHED[case.family].class_name].narrow
+    narrow = planner_shapes(case.family).probe_config
     small = SampleShape(64, 64, min(case.picture.frames, 5))
     return replace(case, picture=small, config={**narrow, **case.config})

@@ -44,7 +44,7 @@ import torch
 from proof_ways import Asked
 from wan14b import in_a_row, let_go, step_of
 
-from gracetune.adapters.compute.fused_lora import convert_to_fp8_calibrated
+from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
 from gracetune.offload.copies import open_copy_engine
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations

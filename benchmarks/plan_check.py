@@ -42,12 +42,13 @@ from families import TRAINED_NBYTES, Case
 
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
+from gracetune.models.family import SampleShape
 from gracetune.plan.cost import CostModel
-from gracetune.plan.machines import FITTED, basics_of, machine, speeds_of
-from gracetune.plan.memory import Fixed
-from gracetune.plan.meta_models import SampleShape, outline
-from gracetune.plan.problem import traced
-from gracetune.plan.result import AHEAD, BlockPlan
+from gracetune.plan.machines import FITTED_CONSTANTS, effective_rates, find_machine, machine_rates
+from gracetune.plan.memory import FixedMemory
+from gracetune.plan.meta_models import build_meta_model
+from gracetune.plan.problem import build_cost_model
+from gracetune.plan.result import ACTIVATION_PREFETCH, BlockPlan
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import PlanCandidate
 from gracetune.units import GIB
@@ -117,9 +118,9 @@ def compare(record: dict[str, Any], machine_name: str, again: bool = False) -> C
         told["frozen_compute"],
     )
     choice = choice_of(told, model.num_blocks)
-    fixed = Fixed(
+    fixed = FixedMemory(
         optimizer_nbytes=int(trained * told.get("state_nbytes", 4)),
-        library_nbytes=int(FITTED["library_nbytes"].value),
+        library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
         batches_ahead=0,
     )
     plan = predict(model, choice, fixed, simulated=False)
@@ -138,19 +139,19 @@ def model_of(
     frozen_compute: FrozenCompute,
 ) -> tuple[CostModel, int]:
     """A traced model, and how many numbers its LoRA trains."""
-    basics = basics_of(machine(machine_name))
+    basics = machine_rates(find_machine(machine_name))
     if fused:
         case = Case(family, SampleShape(*size), json.loads(config), ())
         shapes = case.shapes()
-        model = CostModel(shapes, speeds_of(basics), frozen_compute)
+        model = CostModel(shapes, effective_rates(basics), frozen_compute)
         return model, shapes.trained_nbytes // TRAINED_NBYTES
-    shape = outline(ModelSection(family=family), SampleShape(*size), json.loads(config))
+    shape = build_meta_model(ModelSection(family=family), SampleShape(*size), json.loads(config))
     with torch.device("meta"):
-        add_adapter({"": shape.model}, AdapterSection(rank=rank), shape.shape.targets, seed=0)
+        add_adapter({"": shape.model}, AdapterSection(rank=rank), shape.shapes.targets, seed=0)
     for parameter in shape.model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     trained = sum(p.numel() for p in shape.model.parameters() if p.requires_grad)
-    return traced(shape.subject(), basics, plain_checkpointing=plain), trained
+    return build_cost_model(shape.subject(), basics, plain_checkpointing=plain), trained
 
 
 def choice_of(told: dict[str, Any], num_blocks: int) -> PlanCandidate:
@@ -167,8 +168,10 @@ def choice_of(told: dict[str, Any], num_blocks: int) -> PlanCandidate:
         for index, way in enumerate(ways)
     )
     slots = told["slots"] if inside else 0
-    ahead = told.get("ahead", AHEAD)
-    return PlanCandidate(blocks, told["batch"], 1, slots, told["compiled"], ahead=ahead)
+    ahead = told.get("ahead", ACTIVATION_PREFETCH)
+    return PlanCandidate(
+        blocks, told["batch"], 1, slots, told["compiled"], activation_prefetch=ahead
+    )
 
 
 def show(one: Compared) -> None:

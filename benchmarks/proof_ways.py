@@ -27,7 +27,7 @@ from gracetune.plan.simulate import PlanCandidate
 if TYPE_CHECKING:
     from families import Case
 
-    from gracetune.plan.result import Activations
+    from gracetune.plan.result import ActivationMode
 
 Streamed = Literal["none", "half", "all"]
 SLOTS = 3
@@ -40,9 +40,9 @@ class Way:
     compiled: bool
     batch: int
     streamed: Streamed
-    first: tuple[Activations, ...]
+    first: tuple[ActivationMode, ...]
     """Of the first half of the blocks, in turns."""
-    last: Activations
+    last: ActivationMode
     sends_inputs: bool = False
     """Whether what recomputed blocks start from waits in host memory."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cli.main import add_run_file
+from gracetune.cli.main import add_run_file_arguments
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from gracetune.config.schema import AdapterSection, PlanSection, RunFile
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Machine
-    from gracetune.plan.machines import Basics
-    from gracetune.plan.memory import Fixed
-    from gracetune.plan.meta_models import Outline
-    from gracetune.plan.problem import Trained
+    from gracetune.plan.machines import MachineRates
+    from gracetune.plan.memory import FixedMemory
+    from gracetune.plan.meta_models import MetaModel
+    from gracetune.plan.problem import TrainedSize
     from gracetune.plan.search import PlanBudget
 
 HELP = "memory and speed of a run before it is started, for this machine or a known one"
@@ -36,7 +36,7 @@ class Where:
     """The machine a plan is for."""
 
     title: str
-    basics: Basics
+    basics: MachineRates
     device_nbytes: int
     host_nbytes: int
     simulated: bool
@@ -48,7 +48,7 @@ class Where:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run file, the machine, the budget."""
-    add_run_file(parser)
+    add_run_file_arguments(parser)
     parser.add_argument(
         "--machine", metavar="NAME", help="plan for a known machine, such as gh200-96"
     )
@@ -78,29 +78,29 @@ def run(args: argparse.Namespace) -> int:
 def plan(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
-    measured: Callable[[int, str], Basics],
+    measured: Callable[[int, str], MachineRates],
 ) -> int:
     """Trace, choose, print; a test hands in the machine."""
     run_file = load_run_file(args.run_file, args.overrides).run
     where = _where(args, open_machine, measured, run_file.model.family)
 
-    from gracetune.plan.meta_models import outline
+    from gracetune.plan.meta_models import build_meta_model
     from gracetune.plan.problem import (
-        STORED_SHARES,
-        fixed_of,
+        QUANTIZED_SHARES,
+        constraints_of,
+        fixed_memory_of,
+        largest_sample,
         make_plan,
-        picture_of,
-        settings_of,
-        wishes_of,
+        plan_settings,
     )
-    from gracetune.plan.report import Heading, as_json, lines
+    from gracetune.plan.report import ReportHeading, report_json, report_lines
 
-    picture = picture_of(run_file)
-    shape = outline(run_file.model, picture)
+    picture = largest_sample(run_file)
+    shape = build_meta_model(run_file.model, picture)
     trained = _trained(run_file, shape)
-    budget, caps = _budget(args, settings_of(run_file), where)
+    budget, caps = _budget(args, plan_settings(run_file), where)
     samples = count_samples(run_file) if args.samples is None else args.samples
-    fixed = fixed_of(run_file, shape, trained, samples, budget.device_nbytes)
+    fixed = fixed_memory_of(run_file, shape, trained, samples, budget.device_nbytes)
     if budget.one_memory:
         fixed = _with_staged(fixed, run_file)
     planned = make_plan(
@@ -108,15 +108,15 @@ def plan(
         where.basics,
         fixed,
         budget,
-        wishes_of(run_file),
+        constraints_of(run_file),
         frozen_compute=run_file.model.frozen_compute,
-        stored_share=STORED_SHARES[run_file.model.quantize],
+        stored_share=QUANTIZED_SHARES[run_file.model.quantize],
         simulated=where.simulated,
     )
     ramp = run_file.gh200_optimizations
     frames = f", {picture.frames} frames" if picture.frames > 1 else ""
-    heading = Heading(
-        model=f"{shape.name} ({shape.note})",
+    heading = ReportHeading(
+        model=f"{shape.name} ({shape.source})",
         sample=f"{picture.width}x{picture.height}{frames}",
         machine=where.title,
         budget=budget,
@@ -124,9 +124,9 @@ def plan(
         has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
     )
     if args.json:
-        print(json.dumps(as_json(planned, heading), indent=2))
+        print(json.dumps(report_json(planned, heading), indent=2))
     else:
-        print(*lines(planned, heading), sep="\n")
+        print(*report_lines(planned, heading), sep="\n")
     return 0
 
 
@@ -134,7 +134,7 @@ def _budget(
     args: argparse.Namespace, settings: PlanSection, where: Where
 ) -> tuple[PlanBudget, tuple[str, ...]]:
     """What a plan may take, never more than the machine has; with notes where that cuts it."""
-    from gracetune.plan.machines import FITTED
+    from gracetune.plan.machines import FITTED_CONSTANTS
     from gracetune.plan.search import PlanBudget
 
     notes: list[str] = []
@@ -150,7 +150,7 @@ def _budget(
             )
         return min(parse_bytes(asked), there_is)
 
-    device = where.device_nbytes - int(FITTED["context_nbytes"].value)
+    device = where.device_nbytes - int(FITTED_CONSTANTS["context_nbytes"].value)
     device = most(args.hbm, "--hbm", settings.device_memory, "plan.device_memory", device)
     said = args.host_memory or settings.host_memory
     host = where.host_nbytes
@@ -159,25 +159,25 @@ def _budget(
     host = most(args.host_memory, "--host-memory", settings.host_memory, "plan.host_memory", host)
     if where.one_memory:
         host = min(host, device)
-    fragmentation = FITTED["fragmentation"].value
+    fragmentation = FITTED_CONSTANTS["fragmentation"].value
     return PlanBudget(device, host, fragmentation, where.one_memory), tuple(notes)
 
 
 def _where(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
-    measured: Callable[[int, str], Basics],
+    measured: Callable[[int, str], MachineRates],
     family: str,
 ) -> Where:
     from gracetune.memory.platform import Link
-    from gracetune.plan.machines import MACHINES, basics_of, machine
+    from gracetune.plan.machines import MACHINES, find_machine, machine_rates
 
     if args.machine is not None:
-        known = machine(args.machine)
+        known = find_machine(args.machine)
         device = int(known.device_memory.value)
         return Where(
             title=known.title,
-            basics=basics_of(known),
+            basics=machine_rates(known),
             device_nbytes=device,
             host_nbytes=known.host_bytes,
             simulated=True,
@@ -186,7 +186,7 @@ def _where(
         )
     platform = open_machine().platform
     if platform.device < 0:
-        why = platform.why["link"].rstrip(".")
+        why = platform.reasons["link"].rstrip(".")
         raise ConfigError(
             f"there is no GPU to plan for: {why}. Name a machine with --machine: "
             f"{', '.join(sorted(MACHINES))}."
@@ -201,7 +201,7 @@ def _where(
     )
 
 
-def _measured(device: int, family: str) -> Basics:
+def _measured(device: int, family: str) -> MachineRates:
     import torch
 
     from gracetune.plan.device_benchmark import measure_gpu
@@ -214,32 +214,32 @@ def _emit(notice: Notice) -> None:
     print(notice.text, file=sys.stderr)
 
 
-def _trained(run_file: RunFile, shape: Outline) -> Trained:
+def _trained(run_file: RunFile, shape: MetaModel) -> TrainedSize:
     """What one expert trains, and what the optimizer keeps for it."""
-    from gracetune.optim.build import state_nbytes_each
-    from gracetune.optim.update import Travel
-    from gracetune.plan.problem import MASTER_NBYTES, Trained
+    from gracetune.optim.build import state_nbytes_per_element
+    from gracetune.optim.offloaded_state import StateOffloadSettings
+    from gracetune.plan.problem import MASTER_NBYTES, TrainedSize
 
     count = make_trainable(shape, run_file.adapter)
     trained = [p for p in shape.model.parameters() if p.requires_grad]
     if run_file.adapter is None and not trains_in_bf16(run_file):
         for parameter in trained:
             parameter.data = parameter.data.float()
-    each = state_nbytes_each(run_file.optimizer)
+    each = state_nbytes_per_element(run_file.optimizer)
     if trained[0].dtype.itemsize < MASTER_NBYTES:
         each += MASTER_NBYTES
-    slots = Travel().slots_nbytes([p.numel() for p in trained], each)
-    return Trained(sum(p.nbytes for p in trained), int(count * each), slots)
+    slots = StateOffloadSettings().slots_nbytes([p.numel() for p in trained], each)
+    return TrainedSize(sum(p.nbytes for p in trained), int(count * each), slots)
 
 
-def make_trainable(shape: Outline, section: AdapterSection | None) -> int:
+def make_trainable(shape: MetaModel, section: AdapterSection | None) -> int:
     """Put an adapter onto the meta model as a run does, or train all of it; how many numbers."""
     if section is None:
         shape.model.requires_grad_(True)
     else:
-        from gracetune.plan.launch_probe import prepare
+        from gracetune.plan.launch_probe import prepare_for_training
 
-        prepare(shape, section)
+        prepare_for_training(shape, section)
     return sum(p.numel() for p in shape.model.parameters() if p.requires_grad)
 
 
@@ -256,7 +256,7 @@ def count_samples(run_file: RunFile) -> int | None:
     return total
 
 
-def _with_staged(fixed: Fixed, run_file: RunFile) -> Fixed:
+def _with_staged(fixed: FixedMemory, run_file: RunFile) -> FixedMemory:
     """Files that are staged are in the one memory too, beside what is encoded from them."""
     return replace(fixed, host_caches_nbytes=fixed.host_caches_nbytes + staged_nbytes(run_file))
 

@@ -17,20 +17,20 @@ import diffusers
 import torch
 from accelerate.utils import broadcast_object_list
 
-from gracetune.durable import write_text
+from gracetune.atomic_files import write_text
 from gracetune.events.types import Notice
 from gracetune.models.attention_backends import (
     BACKENDS,
-    Watching,
-    backend_of,
+    AttentionRecorder,
+    find_backend,
     fastest,
-    stopwatch_of,
-    switch_attention,
-    switchable,
+    stopwatch_for,
+    switch_backend,
+    dispatched_processors,
     time_attention,
-    without_refusals,
+    drop_incapable_backends,
 )
-from gracetune.models.family import EXPERTS, routed, transformers_of
+from gracetune.models.family import EXPERTS, bind_expert, transformers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event
-    from gracetune.models.attention_backends import Asked, BackendTiming
+    from gracetune.models.attention_backends import AttentionCall, BackendTiming
     from gracetune.train.step import TrainState
 
     Emit = Callable[[Event], None]
-    Calls = Sequence[tuple[Asked, int]]
+    Calls = Sequence[tuple[AttentionCall, int]]
     """Kinds of calls, and how often a pass makes each."""
-    Choose = Callable[[Calls, Callable[[], Sequence[Asked]]], tuple[str, str]]
+    Choose = Callable[[Calls, Callable[[], Sequence[AttentionCall]]], tuple[str, str]]
     """From the calls of the largest batch, and those of a batch of every other bucket, to a backend
     and what is told of it."""
 
@@ -54,7 +54,7 @@ LEVEL = 0.5
 """Of noise, in the pass that is watched: any would do."""
 
 
-def settle_attention(
+def autotune_attention(
     t: TrainState, feed: DataPipeline, held_out: Iterable[Batch], folder: Path, emit: Emit
 ) -> None:
     """Pick the backend of this run by measuring, where the run file leaves it open on a GPU."""
@@ -68,10 +68,10 @@ def settle_attention(
         "shapes": shapes_of(t, feed),
     }
 
-    def choose(calls: Calls, others: Callable[[], Sequence[Asked]]) -> tuple[str, str]:
-        stopwatch = stopwatch_of(device)
+    def choose(calls: Calls, others: Callable[[], Sequence[AttentionCall]]) -> tuple[str, str]:
+        stopwatch = stopwatch_for(device)
         timings = time_attention(calls, device, stopwatch)
-        timings = without_refusals(timings, others, device, stopwatch)
+        timings = drop_incapable_backends(timings, others, device, stopwatch)
         return fastest(timings), told(timings, calls)
 
     pick_attention(t, batches_of(t, feed, held_out), folder / CHOICE, here, choose, emit)
@@ -79,7 +79,7 @@ def settle_attention(
 
 def shapes_of(t: TrainState, feed: DataPipeline) -> str:
     """What decides the calls of a run: another model, precision or bucket makes others."""
-    sizes = [draw.size for draw in feed.order.of_each_size()]
+    sizes = [draw.size for draw in feed.order.one_draw_per_size()]
     model, precision = t.family.name, t.accelerator.mixed_precision
     return f"{model} in {precision}, {t.run.train.batch_size} of each of {sizes}"
 
@@ -92,7 +92,7 @@ def batches_of(
     A bucket may be held out as a whole: one batch of each shape that is follows.
     """
     count = t.run.train.batch_size
-    trained = [partial(feed.load, (draw,) * count) for draw in feed.order.of_each_size()]
+    trained = [partial(feed.load, (draw,) * count) for draw in feed.order.one_draw_per_size()]
     measured = {batch.latents.shape: batch for batch in held_out}
     return [*trained, *(partial(_itself, batch) for batch in measured.values())]
 
@@ -110,7 +110,7 @@ def pick_attention(
     The first of the batches is the largest.
     """
     transformers = list(transformers_of(t.family.transformer).values())
-    if not all(map(switchable, transformers)):
+    if not all(map(dispatched_processors, transformers)):
         return
     name = ""
     if t.accelerator.is_main_process:
@@ -118,7 +118,7 @@ def pick_attention(
         emit(notice)
     (name,) = broadcast_object_list([name])
     for transformer in transformers:
-        switch_attention(transformer, backend_of(name))
+        switch_backend(transformer, find_backend(name))
 
 
 def _kept_or_chosen(
@@ -145,32 +145,32 @@ def read_choice(kept: Path, here: dict[str, str]) -> str:
     with suppress(OSError, ValueError, RuntimeError, ImportError):  # none, torn, or uninstalled
         found = json.loads(kept.read_text(encoding="utf-8"))
         name = str(found.get("backend"))
-        if found | here == found and name in BACKENDS and backend_of(name):
+        if found | here == found and name in BACKENDS and find_backend(name):
             return name
     return ""
 
 
 def watched(
     t: TrainState, batches: Sequence[Callable[[], Batch]]
-) -> tuple[Calls, Callable[[], Sequence[Asked]]]:
+) -> tuple[Calls, Callable[[], Sequence[AttentionCall]]]:
     """The attention of a pass over the first batch, and a way to all else that is asked for."""
-    watching = Watching()
+    watching = AttentionRecorder()
     watch(t, batches[0](), watching)
-    calls = watching.most_work()
+    calls = watching.heaviest_calls()
 
     @cache
-    def others() -> Sequence[Asked]:
+    def others() -> Sequence[AttentionCall]:
         for load in batches[1:]:
             watch(t, load(), watching)
-        return watching.besides(calls)
+        return watching.other_calls(calls)
 
     return calls, others
 
 
-def watch(t: TrainState, batch: Batch, watching: Watching) -> None:
+def watch(t: TrainState, batch: Batch, watching: AttentionRecorder) -> None:
     """One pass of the model; nothing is drawn and nothing is kept."""
     device = t.accelerator.device
-    x0, given = t.family.parts(batch.latents)
+    x0, given = t.family.split_encoded(batch.latents)
     levels = torch.full((len(batch),), LEVEL, device=device)
     by_name = transformers_of(t.family.transformer)
     expert = next((e for e in EXPERTS if e in by_name and _is_trained(by_name[e])), None)
@@ -181,7 +181,7 @@ def watch(t: TrainState, batch: Batch, watching: Watching) -> None:
         t.accelerator.autocast(),
         watching,
     ):
-        transformer = routed(t.family.transformer, expert)  # not its wrapper: ranks differ here
+        transformer = bind_expert(t.family.transformer, expert)  # not its wrapper: ranks differ here
         t.family.predict(transformer, x0, levels, {**batch.text, **given})
 
 

@@ -26,18 +26,18 @@ from gracetune.plan.kernels import (
     ATTENTION_BACKWARD,
     WeightStorages,
     attention_workspace,
-    is_own,
-    is_product,
-    product_ops,
-    storage_of,
+    is_custom_op,
+    is_matmul_or_attention,
+    matmul_ops,
+    storage_id,
     tensors_of,
 )
-from gracetune.plan.shapes import Calls, Op, Trace
+from gracetune.plan.shapes import HostCalls, Op, Trace
 
 CALL = 20.0
 """Operators that a host could call while it gets into a compiled block: guards and wrappers."""
 Function = Callable[..., tuple[Tensor, ...]]
-Kept = Literal["all", "products", "attention"]
+SavedSet = Literal["all", "products", "attention"]
 """All that the compiler would keep; or what products and attention gave; or what attention did."""
 
 
@@ -58,10 +58,10 @@ def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModu
     return graph
 
 
-def cut(
+def partition(
     joint: fx.GraphModule,
     num_outputs: int,
-    kept: Kept,
+    kept: SavedSet,
     trained: Sequence[bool],
     flowing: Sequence[int],
 ) -> Trace:
@@ -72,7 +72,7 @@ def cut(
     """
     graph = _copy(joint)  # cutting uses it up
     if kept != "all":
-        _mark(graph.graph, is_product if kept == "products" else ATTENTION.__contains__)
+        _mark(graph.graph, is_matmul_or_attention if kept == "products" else ATTENTION.__contains__)
     with functorch_config.patch(activation_memory_budget=1.0):
         forward, backward = min_cut_rematerialization_partition(
             graph, None, num_fwd_outputs=num_outputs
@@ -156,11 +156,13 @@ class _Fused:
         kernels = self._kernels(graph)
         self.ops = tuple(op for kernel in kernels for op in self._ops(kernel))
         self.peak_nbytes = self._peak(graph, kernels, owned)
-        self._own = sum(is_own(kernel.node.target) for kernel in kernels)
+        self._own = sum(is_custom_op(kernel.node.target) for kernel in kernels)
 
-    def calls(self, saved: int) -> Calls:
+    def calls(self, saved: int) -> HostCalls:
         """What queueing it takes: one call, which launches kernels and calls operators of ours."""
-        return Calls(kernels=len(self.ops), own=self._own, saved=saved, entering=CALL)
+        return HostCalls(
+            kernels=len(self.ops), custom_ops=self._own, saved_tensors=saved, entry_cost=CALL
+        )
 
     def _kernels(self, graph: fx.Graph) -> list[_Kernel]:
         kernels = []
@@ -179,9 +181,9 @@ class _Fused:
             if not writes or writes.keys() <= before:  # a view, or one of several outputs
                 shared = known & writes.keys()
                 self._roots[node] = shared or known
-            elif is_product(node.target) or _is_needed_in_memory(node):
+            elif is_matmul_or_attention(node.target) or _is_needed_in_memory(node):
                 self._roots[node] = frozenset(writes)
-                kernels.append(_Kernel(node, known, writes, is_product(node.target)))
+                kernels.append(_Kernel(node, known, writes, is_matmul_or_attention(node.target)))
             else:
                 self._roots[node] = known  # folded into whoever reads it
         return kernels
@@ -194,7 +196,7 @@ class _Fused:
             return [Op("elementwise", 0.0, nbytes)]
         func = cast("torch._ops.OpOverload", node.target)
         values = tree_map(_value, node.args)
-        return product_ops(func, values, node.meta["val"], nbytes, self._weights, backward=False)
+        return matmul_ops(func, values, node.meta["val"], nbytes, self._weights, backward=False)
 
     def _peak(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
         """Of the orders that a compiler tries, it takes the one with the lowest peak."""
@@ -255,7 +257,7 @@ def _is_needed_in_memory(node: fx.Node) -> bool:
     waiting, mine = list(node.users), set(_storages(node))
     while waiting:
         user = waiting.pop()
-        if user.op == "output" or is_product(user.target):
+        if user.op == "output" or is_matmul_or_attention(user.target):
             return True
         if mine & set(_storages(user)):
             waiting += user.users
@@ -274,12 +276,12 @@ def _value(argument: object) -> Any:
 
 
 def _storages(node: fx.Node) -> list[int]:
-    return [storage_of(tensor) for tensor in tensors_of(node.meta.get("val"))]
+    return [storage_id(tensor) for tensor in tensors_of(node.meta.get("val"))]
 
 
 def _sizes(node: fx.Node) -> dict[int, int]:
     return {
-        storage_of(tensor): int(tensor.untyped_storage().nbytes())
+        storage_id(tensor): int(tensor.untyped_storage().nbytes())
         for tensor in tensors_of(node.meta.get("val"))
     }
 

@@ -13,8 +13,8 @@ import torch
 
 from gracetune.events.types import Notice, WeightsStreamed
 from gracetune.memory.stages import hard_reclamation
-from gracetune.offload.copies import StreamError
-from gracetune.plan.report import describe, speed
+from gracetune.offload.copies import OffloadError
+from gracetune.plan.report import describe, describe_speed
 from gracetune.plan.search import PlanError, predict
 from gracetune.plan.simulate import PlanCandidate
 from gracetune.units import format_bytes, format_seconds
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Emit = Callable[[Event], None]
     from gracetune.plan.cost import CostModel
-    from gracetune.plan.memory import Fixed
+    from gracetune.plan.memory import FixedMemory
 
 
 COMPILING_S = 90.0
@@ -44,7 +44,7 @@ SMALLER = (0.85, 0.92, 0.97)
 """Of what a plan needed that did not fit, what the next one may need: the first that can be."""
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """What steps take of the device."""
 
     def restart(self) -> None:
@@ -60,7 +60,7 @@ class Meter(Protocol):
         ...
 
 
-class CudaMeter:
+class CudaMemoryMeter:
     """By torch's allocator; made before anything that is planned is on the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class CudaMeter:
         hard_reclamation(self._device.index)()
 
 
-class NoMeter:
+class NullMemoryMeter:
     """A rehearsal on the CPU: nobody counts."""
 
     def restart(self) -> None:
@@ -93,7 +93,7 @@ class NoMeter:
         """Nothing is held."""
 
 
-class Settled:
+class PlanController:
     """The plan, and the transformer as it says."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Settled:
         ask: PlanProblem,
         plan: Plan,
         place_as: Callable[[Plan, int], AppliedPlan],
-        meter: Meter,
+        meter: MemoryMeter,
         largest_numel: int,
         emit: Emit,
     ) -> None:
@@ -115,17 +115,17 @@ class Settled:
         self._emit = emit
         self._checked = False
         self._ended_rings: list[RingCounters] = []
-        self._placed = place_as(plan, ask.spare(plan))
-        self.watch()
+        self._placed = place_as(plan, ask.spare_nbytes(plan))
+        self.start_measuring()
 
-    def watch(self) -> None:
+    def start_measuring(self) -> None:
         """What is measured from here on is the steps' own."""
         self._meter.restart()
         self._micro_batches = self._large = 0
-        self._waited_before = self._placed.waited_s()
+        self._waited_before = self._placed.stall_seconds()
         self._graphs_before = self._graphs
 
-    def saw(self, batch: Batch) -> Batch:
+    def count_batch(self, batch: Batch) -> Batch:
         """A micro-batch is trained on: the plan is for full ones of the largest bucket."""
         self._micro_batches += 1
         full = len(batch) >= self.plan.batch
@@ -141,7 +141,7 @@ class Settled:
 
         `left`: micro-batches still to come. True where the plan was changed.
         """
-        waited = (self._placed.waited_s() - self._waited_before) / max(self._micro_batches, 1)
+        waited = (self._placed.stall_seconds() - self._waited_before) / max(self._micro_batches, 1)
         peak = self._meter.peak_nbytes()
         self._emit(Notice(self._comparison(seconds, peak)))
         first, self._checked = not self._checked, True
@@ -150,17 +150,17 @@ class Settled:
             waited_s=waited,
             peak_nbytes=peak if self._large else None,
         )
-        if first and self._large and was_wrong(self.plan, measured):
+        if first and self._large and is_off(self.plan, measured):
             return self._correct(measured, left)
         self._let_grow(measured.peak_nbytes)
         return False
 
-    def step_down(self, reason: str) -> bool:
+    def reduce_memory(self, reason: str) -> bool:
         """Go on in clearly less memory; false where there is no way to."""
-        if self.give_back(reason):
+        if self.shrink_ring(reason):
             return True
         while (smaller := self._smaller()) is not None:
-            text = f"{reason} Going on with less: {describe(smaller)}; {speed(smaller)}"
+            text = f"{reason} Going on with less: {describe(smaller)}; {describe_speed(smaller)}"
             self._emit(Notice(text, level="warning", fallback=True))
             self._checked = True  # the device has said how much there is
             room = int(smaller.device.total * (1 + self._ask.budget.fragmentation))
@@ -170,9 +170,9 @@ class Settled:
                 return True
         return False
 
-    def give_back(self, reason: str) -> bool:
+    def shrink_ring(self, reason: str) -> bool:
         """Go on without the slots that were added to the ring; false where none were."""
-        given = self._placed.give_back()
+        given = self._placed.shrink_ring()
         if given:
             text = f"{reason} Going on without the slots that were added."
             self._emit(Notice(text, level="warning", fallback=True))
@@ -186,14 +186,14 @@ class Settled:
         counters = self._placed.ring.counters()
         return counters.slots * counters.slot_nbytes
 
-    def streamed(self, step: int) -> WeightsStreamed | None:
+    def streaming_stats(self, step: int) -> WeightsStreamed | None:
         """What streaming has cost so far, by the plans before this one too; none where no weight
         was ever streamed. Waits for the device."""
         ring = self._placed.ring
         every = self._ended_rings if ring is None else [*self._ended_rings, ring.counters()]
         if not every:
             return None
-        nbytes, waited_s = sum(c.fetched_nbytes for c in every), sum(c.waited_s for c in every)
+        nbytes, waited_s = sum(c.fetched_nbytes for c in every), sum(c.stalled_s for c in every)
         return WeightsStreamed(
             step=step,
             slots=0 if ring is None else every[-1].slots,
@@ -233,9 +233,9 @@ class Settled:
 
     def _correct(self, measured: StepMeasurement, left: int) -> bool:
         """Plan once more with what was learnt; change where that is clearly better, or needed."""
-        model, fixed = learnt(self._ask.model, self._ask.fixed, self.plan, measured)
+        model, fixed = calibrate(self._ask.model, self._ask.fixed, self.plan, measured)
         self._ask = replace(self._ask, model=model, fixed=fixed)
-        now = predict(model, choice_of(self.plan), fixed, simulated=False)
+        now = predict(model, candidate_of(self.plan), fixed, simulated=False)
         other = self._other(now, left)
         if other is None:
             self.plan = now
@@ -243,7 +243,7 @@ class Settled:
             return False
         text = (
             f"corrected once, since the first steps were not as predicted: {describe(other)}. "
-            f"Predicted from what was measured: {speed(other)}; as it was: {speed(now)}"
+            f"Predicted from what was measured: {describe_speed(other)}; as it was: {describe_speed(now)}"
         )
         self._emit(Notice(text))
         full = self._try_to_change_to(other)
@@ -257,10 +257,10 @@ class Settled:
         """A plan that is worth the change, for what is left of the run."""
         ask = replace(self._ask, micro_batches=left)
         if now.compiled:  # what is compiled already costs nothing
-            ask = replace(ask, wishes=replace(ask.wishes, compile=(True,)))
+            ask = replace(ask, constraints=replace(ask.constraints, compile=(True,)))
         with suppress(PlanError):
-            other = ask.answer(ask.budget)
-            if choice_of(other) == choice_of(now):
+            other = ask.solve(ask.budget)
+            if candidate_of(other) == candidate_of(now):
                 return None
             if not ask.fits(now):
                 return other
@@ -274,14 +274,14 @@ class Settled:
         needed = self.plan.device.total * (1 + asked.fragmentation)
         for share in SMALLER:
             with suppress(PlanError):
-                return self._ask.answer(replace(asked, device_nbytes=int(needed * share)))
+                return self._ask.solve(replace(asked, device_nbytes=int(needed * share)))
         return None
 
     def _try_to_change_to(self, plan: Plan) -> str:
         """Gives why there is no room; then nothing is placed, and no frame holds what did not."""
         try:
             self._change_to(plan)
-        except (torch.OutOfMemoryError, StreamError) as error:  # no room, or none can be pinned
+        except (torch.OutOfMemoryError, OffloadError) as error:  # no room, or none can be pinned
             self.plan = plan
             return str(error).splitlines()[0]
         return ""
@@ -291,11 +291,11 @@ class Settled:
             self._ended_rings.append(self._placed.ring.counters())
         self._placed.close()
         self._meter.clear()
-        self._placed = self._place_as(plan, self._ask.spare(plan))
+        self._placed = self._place_as(plan, self._ask.spare_nbytes(plan))
         self.plan = plan
 
     def _let_grow(self, peak_nbytes: int | None) -> None:
-        self._placed.may_grow(max(0, self._ask.spare(self.plan, peak_nbytes)))
+        self._placed.allow_ring_growth(max(0, self._ask.spare_nbytes(self.plan, peak_nbytes)))
 
 
 def _change_s(now: Plan, other: Plan) -> float:
@@ -333,14 +333,14 @@ class StepMeasurement:
     peak_nbytes: int | None
 
 
-def was_wrong(plan: Plan, measured: StepMeasurement) -> bool:
+def is_off(plan: Plan, measured: StepMeasurement) -> bool:
     """Whether the plan was clearly missed, either way, in memory or in time."""
     return _bytes_wrong(plan, measured) or _seconds_wrong(plan, measured)
 
 
-def learnt(
-    model: CostModel, fixed: Fixed, plan: Plan, measured: StepMeasurement
-) -> tuple[CostModel, Fixed]:
+def calibrate(
+    model: CostModel, fixed: FixedMemory, plan: Plan, measured: StepMeasurement
+) -> tuple[CostModel, FixedMemory]:
     """The model and what is fixed, such that this plan is predicted as it was measured."""
     if _bytes_wrong(plan, measured):
         assert measured.peak_nbytes is not None
@@ -352,7 +352,7 @@ def learnt(
     return model, fixed
 
 
-def choice_of(plan: Plan) -> PlanCandidate:
+def candidate_of(plan: Plan) -> PlanCandidate:
     """What was decided, without what it was predicted to take."""
     return PlanCandidate(
         plan.blocks, plan.batch, plan.accumulation, plan.slots, plan.compiled, plan.host_state
@@ -370,7 +370,7 @@ def _seconds_wrong(plan: Plan, measured: StepMeasurement) -> bool:
 
 
 def _at_pace(
-    model: CostModel, fixed: Fixed, plan: Plan, seconds: float, waited_s: float
+    model: CostModel, fixed: FixedMemory, plan: Plan, seconds: float, waited_s: float
 ) -> CostModel:
     """Computing first, by the time that nothing was waited for; the link by what is left."""
     predicted = plan.seconds
@@ -380,11 +380,11 @@ def _at_pace(
         slower = 1.0
 
     def step_with(link: float) -> float:
-        paced = model.paced(slower, link)
-        return predict(paced, choice_of(plan), fixed, simulated=False).seconds.step
+        paced = model.rescaled(slower, link)
+        return predict(paced, candidate_of(plan), fixed, simulated=False).seconds.step
 
     moves = predicted.link_in > 0 or predicted.link_out > 0
-    return model.paced(slower, _link_for(seconds, step_with) if moves else 1.0)
+    return model.rescaled(slower, _link_for(seconds, step_with) if moves else 1.0)
 
 
 def _link_for(seconds: float, step_with: Callable[[float], float]) -> float:

@@ -10,18 +10,18 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gracetune.plan.shapes import Calls, Op, Ways, checkpointed
+from gracetune.plan.shapes import HostCalls, Op, TracesByMode, plain_checkpointing_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.plan.machines import Speeds
-    from gracetune.plan.result import Activations, BlockPlan, FrozenCompute
+    from gracetune.plan.machines import EffectiveRates
+    from gracetune.plan.result import ActivationMode, BlockPlan, FrozenCompute
     from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PassSeconds:
     """Seconds of one pass, by what they go to."""
 
     gemm: float = 0.0
@@ -35,17 +35,17 @@ class Parts:
         """The pass."""
         return self.gemm + self.attention + self.elementwise + self.gaps
 
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(
+    def __add__(self, other: PassSeconds) -> PassSeconds:
+        return PassSeconds(
             gemm=self.gemm + other.gemm,
             attention=self.attention + other.attention,
             elementwise=self.elementwise + other.elementwise,
             gaps=self.gaps + other.gaps,
         )
 
-    def times(self, factor: float) -> Parts:
+    def scaled(self, factor: float) -> PassSeconds:
         """Each part so many times as long."""
-        return Parts(
+        return PassSeconds(
             gemm=self.gemm * factor,
             attention=self.attention * factor,
             elementwise=self.elementwise * factor,
@@ -54,11 +54,11 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ModeCosts:
     """One kind of block, run one way at one batch."""
 
-    forward: Parts
-    backward: Parts
+    forward: PassSeconds
+    backward: PassSeconds
     saved_nbytes: int
     saves_input: bool
     forward_peak_nbytes: int
@@ -73,27 +73,27 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockWays:
+class CostsByMode:
     """A block at one batch by what it keeps."""
 
-    keep: Way
-    lean: Way
-    recompute: Way
+    keep: ModeCosts
+    lean: ModeCosts
+    recompute: ModeCosts
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockCosts:
     """A block at one batch, every way it can run."""
 
     frozen_nbytes: int
     trained_nbytes: int
     input_nbytes: int
-    eager: BlockWays
-    compiled: BlockWays
+    eager: CostsByMode
+    compiled: CostsByMode
     gradients_nbytes: int
     """What its backward leaves."""
 
-    def way(self, activations: Activations, compiled: bool) -> Way:
+    def costs_of(self, activations: ActivationMode, compiled: bool) -> ModeCosts:
         """How it runs; of what is offloaded, a compiled block keeps the lean set."""
         ways = self.compiled if compiled else self.eager
         if activations == "recompute":
@@ -101,47 +101,47 @@ class Block:
         is_lean = activations == "lean" or (activations == "offload" and compiled)
         return ways.lean if is_lean else ways.keep
 
-    def again_s(self, activations: Activations, compiled: bool) -> float:
+    def recompute_seconds(self, activations: ActivationMode, compiled: bool) -> float:
         """Seconds that keeping everything would spare."""
-        mine, keep = self.way(activations, compiled), self.way("keep", compiled)
+        mine, keep = self.costs_of(activations, compiled), self.costs_of("keep", compiled)
         return (mine.forward + mine.backward).total - (keep.forward + keep.backward).total
 
     def saved_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
         """What there is between forward and backward, here or in host memory."""
-        way = self.way(plan.activations, compiled)
+        way = self.costs_of(plan.activations, compiled)
         return way.saved_nbytes + (self.input_nbytes if way.saves_input else 0)
 
-    def outgoing_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
+    def offloaded_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
         """What of it waits in host memory; what an eager checkpoint keeps itself cannot."""
-        if not is_sent(plan):
+        if not is_offloaded(plan):
             return 0
         if plan.activations == "recompute" and not compiled:
             return self.input_nbytes
         return self.saved_nbytes(plan, compiled)
 
-    def held_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
+    def resident_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
         """What of it stays on the device."""
-        return self.saved_nbytes(plan, compiled) - self.outgoing_nbytes(plan, compiled)
+        return self.saved_nbytes(plan, compiled) - self.offloaded_nbytes(plan, compiled)
 
 
-def is_sent(plan: BlockPlan) -> bool:
+def is_offloaded(plan: BlockPlan) -> bool:
     """Whether a block's activations go to the host."""
     return plan.activations == "offload" or plan.offload_input
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class ModelCosts:
     """A model at one batch on one machine."""
 
     batch: int
-    blocks: tuple[Block, ...]
-    outside: Way
+    blocks: tuple[BlockCosts, ...]
+    outside: ModeCosts
     outside_frozen_nbytes: int
     trained_nbytes: int
     batch_nbytes: int
-    copies_nbytes: int = 0
+    cast_copies_nbytes: int = 0
     """Of what is trained: in the type of the products, held from one pass to the next."""
-    update_host_s: float = 0.0
+    optimizer_host_s: float = 0.0
     """What the host needs to queue an update."""
 
     @property
@@ -156,7 +156,7 @@ class CostModel:
     def __init__(
         self,
         shapes: ModelShapes,
-        speeds: Speeds,
+        speeds: EffectiveRates,
         frozen_compute: FrozenCompute = "bf16",
         stored_share: float = 1.0,
         plain_checkpointing: bool = False,
@@ -173,7 +173,7 @@ class CostModel:
         self._plain = plain_checkpointing
         self._shapes = shapes
         self._slower = 1.0
-        self._made: dict[int, Costs] = {}
+        self._made: dict[int, ModelCosts] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -185,7 +185,7 @@ class CostModel:
         """What the optimizer updates."""
         return self._shapes.trained_nbytes
 
-    def paced(self, slower: float, link: float) -> CostModel:
+    def rescaled(self, slower: float, link: float) -> CostModel:
         """The same on a machine that was measured: so many times as slow, its link so many times as
         fast as it was thought to be.
         """
@@ -199,31 +199,31 @@ class CostModel:
         other._made = {}
         return other
 
-    def at(self, batch: int) -> Costs:
+    def at(self, batch: int) -> ModelCosts:
         """The model at this batch."""
         if batch not in self._made:
             self._made[batch] = self._make(batch)
         return self._made[batch]
 
-    def _make(self, batch: int) -> Costs:
+    def _make(self, batch: int) -> ModelCosts:
         shapes, scale = self._shapes, batch / self._shapes.batch
         kinds = [self._block(kind, scale) for kind in shapes.kinds]
-        return Costs(
+        return ModelCosts(
             batch=batch,
             blocks=tuple(kinds[kind] for kind in shapes.order),
             outside=self._way(shapes.outside, scale, compiled=False),
             outside_frozen_nbytes=shapes.outside_frozen_nbytes,
             trained_nbytes=shapes.trained_nbytes,
             batch_nbytes=int(shapes.batch_nbytes * scale),
-            copies_nbytes=shapes.copies_nbytes,
-            update_host_s=self._slower
-            * self.speeds.host.updated_s
+            cast_copies_nbytes=shapes.cast_copies_nbytes,
+            optimizer_host_s=self._slower
+            * self.speeds.host.optimizer_s
             * sum(block.num_trained for block in shapes.blocks),
         )
 
-    def _block(self, kind: BlockShapes, scale: float) -> Block:
-        beside = beside_nbytes(kind.eager.keep) if self.frozen_compute == "fp8" else 0
-        return Block(
+    def _block(self, kind: BlockShapes, scale: float) -> BlockCosts:
+        beside = fp8_extra_nbytes(kind.eager.keep) if self.frozen_compute == "fp8" else 0
+        return BlockCosts(
             frozen_nbytes=int(kind.frozen_nbytes * self._stored_share) + beside,
             trained_nbytes=kind.trained_nbytes,
             input_nbytes=int(kind.input_nbytes * scale),
@@ -232,32 +232,36 @@ class CostModel:
             gradients_nbytes=kind.gradients_nbytes,
         )
 
-    def _ways(self, kind: BlockShapes, scale: float, compiled: bool) -> BlockWays:
+    def _ways(self, kind: BlockShapes, scale: float, compiled: bool) -> CostsByMode:
         ways = kind.compiled if compiled else kind.eager
         if self.frozen_compute == "fp8":
-            ways = in_fp8(ways, compiled)
-        again = checkpointed(ways.keep, kind.input_nbytes) if self._plain else ways.recompute
+            ways = with_fp8_overhead(ways, compiled)
+        again = (
+            plain_checkpointing_trace(ways.keep, kind.input_nbytes)
+            if self._plain
+            else ways.recompute
+        )
         keep, lean, recompute = (
             self._way(trace, scale, compiled) for trace in (ways.keep, ways.lean, again)
         )
-        return BlockWays(keep, lean, recompute)
+        return CostsByMode(keep, lean, recompute)
 
-    def _way(self, trace: Trace, scale: float, compiled: bool) -> Way:
-        return Way(
-            forward=self._seconds(trace.forward, scale, compiled).times(self._slower),
-            backward=self._seconds(trace.backward, scale, compiled).times(self._slower),
+    def _way(self, trace: Trace, scale: float, compiled: bool) -> ModeCosts:
+        return ModeCosts(
+            forward=self._seconds(trace.forward, scale, compiled).scaled(self._slower),
+            backward=self._seconds(trace.backward, scale, compiled).scaled(self._slower),
             saved_nbytes=int(trace.saved_nbytes * scale),
             saves_input=trace.saves_input,
             forward_peak_nbytes=int(trace.forward_peak_nbytes * scale),
-            backward_peak_nbytes=int(trace.backward_peak_nbytes * scale) + trace.turned_nbytes,
-            forward_host_s=self.speeds.host.there_s(trace) * self._slower,
-            backward_host_s=self.speeds.host.back_s(trace) * self._slower,
+            backward_peak_nbytes=int(trace.backward_peak_nbytes * scale) + trace.transposed_nbytes,
+            forward_host_s=self.speeds.host.forward_seconds(trace) * self._slower,
+            backward_host_s=self.speeds.host.backward_seconds(trace) * self._slower,
             forward_kernels=trace.forward_calls.kernels,
-            backward_kernels=trace.again_calls.kernels + trace.backward_calls.kernels,
-            num_saved=trace.forward_calls.saved,
+            backward_kernels=trace.recompute_calls.kernels + trace.backward_calls.kernels,
+            num_saved=trace.forward_calls.saved_tensors,
         )
 
-    def _seconds(self, ops: Sequence[Op], scale: float, compiled: bool) -> Parts:
+    def _seconds(self, ops: Sequence[Op], scale: float, compiled: bool) -> PassSeconds:
         spent = {"gemm": 0.0, "attention": 0.0, "elementwise": 0.0, "gaps": 0.0}
         for op in ops:
             timed = self._timed(op, scale)
@@ -271,7 +275,7 @@ class CostModel:
             else:
                 spent[op.kind] += timed
             spent["gaps"] += self.speeds.gap_s if timed is None else 0.0  # or it was timed with it
-        return Parts(**spent)
+        return PassSeconds(**spent)
 
     def _timed(self, op: Op, scale: float) -> float | None:
         is_fp8 = op.frozen and self.frozen_compute == "fp8"  # it has rates of its own
@@ -322,18 +326,18 @@ SAVED, LOOKED_AT = 1.5, 2
 memory on the way back."""
 
 
-def beside_nbytes(keep: Trace) -> int:
+def fp8_extra_nbytes(keep: Trace) -> int:
     """Of one block: directions of every frozen weight, what it is along them, and its scales."""
     return sum(
-        DIRECTIONS * BF16_NBYTES * (op.extent[1] + op.extent[2]) + SCALE_NBYTES * op.extent[2]
+        DIRECTIONS * BF16_NBYTES * (op.dims[1] + op.dims[2]) + SCALE_NBYTES * op.dims[2]
         for op in keep.forward
-        if _is_frozen(op) and op.holds_frozen
+        if _is_frozen(op) and op.reads_frozen_weight
     )
 
 
-def in_fp8(ways: Ways, compiled: bool) -> Ways:
+def with_fp8_overhead(ways: TracesByMode, compiled: bool) -> TracesByMode:
     """The same block with its frozen products in fp8."""
-    ways = Ways(
+    ways = TracesByMode(
         *(
             _taken_apart(_queued(trace, ways.keep, compiled), ways.keep)
             for trace in (ways.keep, ways.lean, ways.recompute)
@@ -341,7 +345,7 @@ def in_fp8(ways: Ways, compiled: bool) -> Ways:
     )
     if compiled:
         lean, recompute = (_again(trace, ways.keep) for trace in (ways.lean, ways.recompute))
-        return Ways(ways.keep, lean, recompute)
+        return TracesByMode(ways.keep, lean, recompute)
     widest = max(_inputs((*ways.keep.forward, *ways.keep.backward)), default=0)
     there, back = int(EAGER_THERE * widest), int(EAGER_BACK * widest)
     most = ways.keep.backward_peak_nbytes + back
@@ -354,54 +358,60 @@ def in_fp8(ways: Ways, compiled: bool) -> Ways:
         )
         for trace in (ways.keep, ways.lean, ways.recompute)
     )
-    return Ways(keep, lean, recompute)
+    return TracesByMode(keep, lean, recompute)
 
 
 def _queued(trace: Trace, keep: Trace, compiled: bool) -> Trace:
     """With what the host has to call; a layer in fp8 computes by itself, whatever it shares."""
     rounds, layers, given = ROUNDED[compiled], _layers(keep.forward), _layers(keep.backward)
-    once = Calls(dispatched=rounds + 2, kernels=rounds + APART + PRODUCT, own=2, saved=SAVED)
-    there = _exchanged(trace.forward_calls, trace.forward, once.times(layers))
+    once = HostCalls(
+        dispatched=rounds + 2, kernels=rounds + APART + PRODUCT, custom_ops=2, saved_tensors=SAVED
+    )
+    there = _exchanged(trace.forward_calls, trace.forward, once.scaled(layers))
     twice = _layers(trace.backward) - given
     """Layers that are computed once more."""
-    back = Calls(
+    back = HostCalls(
         dispatched=2 * layers + (rounds + TURNED) * given,
         kernels=GRADIENTS * layers + (rounds + TURNED + INPUT_GRADIENT) * given,
         views=0 if compiled else LOOKED_AT * layers,
-        own=layers + given,
-        saved=SAVED * layers,
+        custom_ops=layers + given,
+        saved_tensors=SAVED * layers,
     )
     if compiled:  # in the same graph as the way back
-        back = replace(back, kernels=back.kernels + once.kernels * twice, own=back.own + 2 * twice)
+        back = replace(
+            back,
+            kernels=back.kernels + once.kernels * twice,
+            custom_ops=back.custom_ops + 2 * twice,
+        )
         back = _exchanged(trace.backward_calls, trace.backward, back)
         return replace(trace, forward_calls=there, backward_calls=back)
-    again = trace.again_calls
+    again = trace.recompute_calls
     if again.dispatched:
         share = again.dispatched / trace.forward_calls.dispatched
         repeated = trace.backward[: len(trace.backward) - len(keep.backward)]
         # Rounding is done again even where a product was kept.
         kernels = (rounds + APART) * layers * share + PRODUCT * twice
-        again = replace(there.times(share), kernels=again.kernels - _inside(repeated) + kernels)
+        again = replace(there.scaled(share), kernels=again.kernels - _inside(repeated) + kernels)
     back = _exchanged(trace.backward_calls, keep.backward, back)
-    return replace(trace, forward_calls=there, again_calls=again, backward_calls=back)
+    return replace(trace, forward_calls=there, recompute_calls=again, backward_calls=back)
 
 
-def _exchanged(calls: Calls, ops: Sequence[Op], others: Calls) -> Calls:
+def _exchanged(calls: HostCalls, ops: Sequence[Op], others: HostCalls) -> HostCalls:
     """Other operators of ours instead of those that were traced."""
-    dispatched = calls.dispatched and calls.dispatched - calls.own + others.dispatched
+    dispatched = calls.dispatched and calls.dispatched - calls.custom_ops + others.dispatched
     return replace(
         calls,
         dispatched=dispatched,
         kernels=calls.kernels - _inside(ops) + others.kernels,
         views=calls.views + others.views,
-        own=others.own,
-        saved=calls.saved + others.saved,
-        policed=calls.policed and dispatched,
+        custom_ops=others.custom_ops,
+        saved_tensors=calls.saved_tensors + others.saved_tensors,
+        policy_calls=calls.policy_calls and dispatched,
     )
 
 
 def _layers(ops: Sequence[Op]) -> int:
-    return sum(op.holds_frozen for op in ops)
+    return sum(op.reads_frozen_weight for op in ops)
 
 
 def _inside(ops: Sequence[Op]) -> int:
@@ -431,9 +441,9 @@ def _again(trace: Trace, keep: Trace) -> Trace:
     again = _done_again(trace, keep)
     if not again:
         return trace
-    turned = max(op.extent[1] * op.extent[2] for op in trace.backward if _is_frozen(op))
+    turned = max(op.dims[1] * op.dims[2] for op in trace.backward if _is_frozen(op))
     peak_nbytes = trace.backward_peak_nbytes + int(again)
-    return replace(trace, backward_peak_nbytes=peak_nbytes, turned_nbytes=turned)
+    return replace(trace, backward_peak_nbytes=peak_nbytes, transposed_nbytes=turned)
 
 
 def _inputs(ops: Sequence[Op]) -> list[int]:
@@ -442,14 +452,14 @@ def _inputs(ops: Sequence[Op]) -> list[int]:
     inside = shares = False
     """Of one of our operators; whether the input of what comes is known already."""
     for op in ops:
-        if op.own or not op.frozen:
-            inside, shares = op.own, False
+        if op.starts_custom_op or not op.frozen:
+            inside, shares = op.starts_custom_op, False
         if _is_frozen(op):
-            numbers = op.extent[0] * op.extent[1]
+            numbers = op.dims[0] * op.dims[1]
             found.append(max(found.pop(), numbers) if shares else numbers)
             shares = inside
     return found
 
 
 def _is_frozen(op: Op) -> bool:
-    return op.frozen and op.kind == "gemm" and bool(op.extent)
+    return op.frozen and op.kind == "gemm" and bool(op.dims)

@@ -8,6 +8,7 @@ comes to them: libraries are not equally good at all of them.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -18,18 +19,22 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from gracetune.events.types import Notice
-from gracetune.memory.stages import ASIDE
-from gracetune.plan.launch_probe import ROOMY_NBYTES, STAND_IN, narrow, probe_host
-from gracetune.plan.machines import USUAL_HOST, Basics
-from gracetune.plan.meta_models import PUBLISHED
+from gracetune.models.family import PLANNABLE
+from gracetune.plan.launch_probe import (
+    PROXY_FAMILY,
+    REALISTIC_NBYTES,
+    build_probe_model,
+    measure_launch_costs,
+)
+from gracetune.plan.machines import TYPICAL_LAUNCH_COSTS, MachineRates
 from gracetune.plan.search import PlanError
-from gracetune.plan.shapes import prepared, recipe_of
+from gracetune.plan.shapes import record_call, replay_on
 from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from gracetune.plan.launch_probe import Narrow
+    from gracetune.plan.launch_probe import ProbeModelFactory
     from gracetune.plan.shapes import Op, ReplayCall
 
 
@@ -46,19 +51,23 @@ BUSY = (1, 4, 16)
 of them, until they take long enough."""
 
 
-def measure(
+def measure_device(
     device: torch.device,
     synchronize: Callable[[], None],
     edge: int = EDGE,
     copied_nbytes: int = COPIED_NBYTES,
     clock: Callable[[], float] = time.perf_counter,
-    narrow: Narrow | None = None,
-) -> Basics:
+    make_probe_model: ProbeModelFactory | None = None,
+) -> MachineRates:
     """Measure for a few seconds; memory of a few GiB is taken and given back.
 
-    `narrow` makes the models by which the host is measured; none: another host stands for it.
+    `make_probe_model` makes the models by which the host is measured; none: another host stands for it.
     """
-    host = USUAL_HOST if narrow is None else probe_host(device, synchronize, clock, narrow)
+    host = (
+        TYPICAL_LAUNCH_COSTS
+        if make_probe_model is None
+        else measure_launch_costs(device, synchronize, clock, make_probe_model)
+    )
     pinned = torch.empty(copied_nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there, back = (torch.empty(copied_nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     left, right = (torch.ones(edge, edge, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -67,7 +76,7 @@ def measure(
         return _timed(work, synchronize, clock)
 
     stopwatch = KernelTimer(device, synchronize, clock, edge)
-    return Basics(
+    return MachineRates(
         flops=2.0 * edge**3 / seconds(lambda: left @ right),
         memory=2.0 * copied_nbytes / seconds(lambda: back.copy_(there)),
         link_in=copied_nbytes / seconds(lambda: there.copy_(pinned, non_blocking=True)),
@@ -117,7 +126,7 @@ class KernelTimer:
         self._edge = edge
         self._num_refused = 0
         self._known: dict[Hashable, float | None] = {}
-        self._shortest = recipe_of(torch.ops.aten.neg.default, (torch.empty(1),), {})
+        self._shortest = record_call(torch.ops.aten.neg.default, (torch.empty(1),), {})
         self._random = torch.Generator(device).manual_seed(0)  # a run's own draws are not touched
 
     def seconds(self, op: Op, scale: float) -> float | None:
@@ -125,15 +134,15 @@ class KernelTimer:
 
         What it takes grows with the batch, but for what the shortest of kernels takes.
         """
-        if op.recipe is not None:
-            once = self._replay(op.recipe) if op.nbytes <= MOST_NBYTES else None
+        if op.replay is not None:
+            once = self._replay(op.replay) if op.nbytes <= MOST_NBYTES else None
             if once is None:
                 return None
             fixed = min(once, self._replay(self._shortest) or 0.0)
             return fixed + (once - fixed) * scale
-        if not op.extent:
+        if not op.dims:
             return None
-        first, *others = max(1, round(op.extent[0] * scale)), *op.extent[1:]
+        first, *others = max(1, round(op.dims[0] * scale)), *op.dims[1:]
         if op.kind == "gemm":
             rows = min(first, MOST_ROWS)
             once = self._product(rows, *others)
@@ -160,7 +169,7 @@ class KernelTimer:
         def work() -> float:
             devices = [self._device] if self._device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                return self._time_short(prepared(recipe, self._device))
+                return self._time_short(replay_on(recipe, self._device))
 
         return self._once(recipe, work)
 
@@ -246,7 +255,7 @@ LEAST_NBYTES = MIB
 BF16_NBYTES = 2
 
 
-def measure_gpu(device: torch.device, family: str, emit: Callable[[Notice], None]) -> Basics:
+def measure_gpu(device: torch.device, family: str, emit: Callable[[Notice], None]) -> MachineRates:
     """For a few seconds, before a model is there; all memory is given back."""
     free = free_nbytes(device)
     room = free // MEASURED_SHARE
@@ -257,25 +266,27 @@ def measure_gpu(device: torch.device, family: str, emit: Callable[[Notice], None
         )
     edge = min(EDGE, 1 << int(math.log2(room / BF16_NBYTES) / 2))
     copied = min(COPIED_NBYTES, room)
-    probed = probed_by(family, free, emit)
-    basics = measure(device, torch.cuda.synchronize, edge, copied, narrow=probed)
-    ASIDE.collect()  # models that were probed hold on to themselves
+    probed = probe_model_factory(family, free, emit)
+    basics = measure_device(device, torch.cuda.synchronize, edge, copied, make_probe_model=probed)
+    gc.collect()  # probed models contain reference cycles
     return basics
 
 
-def probed_by(family: str, free: int, emit: Callable[[Notice], None]) -> Narrow:
+def probe_model_factory(
+    family: str, free: int, emit: Callable[[Notice], None]
+) -> ProbeModelFactory:
     """What makes the models that the host is measured by; told where they are not the best."""
-    if family not in PUBLISHED:
-        emit(Notice(f"how fast this host queues a step is measured by {STAND_IN} for {family}"))
-    if free >= ROOMY_NBYTES:
-        return partial(narrow, family)
+    if family not in PLANNABLE:
+        emit(Notice(f"how fast this host queues a step is measured by {PROXY_FAMILY} for {family}"))
+    if free >= REALISTIC_NBYTES:
+        return partial(build_probe_model, family)
     emit(
         Notice(
             f"only {format_bytes(free)} of device memory are free, so how fast this host queues a "
             "step is measured with small tensors: its part may be said too short"
         )
     )
-    return lambda has_adapter, _: narrow(family, has_adapter)
+    return lambda has_adapter, _: build_probe_model(family, has_adapter)
 
 
 def free_nbytes(device: torch.device, there_is: int | None = None) -> int:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.adapters.compute.fused_lora import freeze_in_fp8_for
+from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.data.loader import NO_EPOCH
 from gracetune.events.types import Notice
-from gracetune.models.family import EXPERTS, Experts, routed
-from gracetune.offload.host_weights import lay_out, load_resident_weights
+from gracetune.models.family import EXPERTS, Experts, bind_expert
+from gracetune.offload.host_weights import select_streamed_weights, load_resident_weights
 from gracetune.train import objective
-from gracetune.train.step import Draws
-from gracetune.train.timesteps import WHOLE, draw_levels, expert_windows
+from gracetune.train.step import PositionalRng
+from gracetune.train.timesteps import FULL_WINDOW, expert_windows, sample_timesteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ def freeze(
     """Frozen products in fp8, as many as there are kernels for; call it before LoRAs are fused."""
     experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
     blocks = family.blocks()
-    load_resident_weights(family.transformer, lay_out(family.transformer, blocks), device)
+    load_resident_weights(family.transformer, select_streamed_weights(family.transformer, blocks), device)
     shown: list[int] = []
 
     def show_all() -> None:
@@ -59,25 +59,25 @@ def freeze(
                 continue
             return
 
-    frozen = freeze_in_fp8_for(show_all, blocks, device)
+    frozen = convert_to_fp8_calibrated(show_all, blocks, device)
     emit(
         Notice(
-            f"{frozen.count} frozen products are computed in fp8; {frozen.count - frozen.blind} of "
+            f"{frozen.converted} frozen products are computed in fp8; {frozen.converted - frozen.uncalibrated} of "
             f"them along main directions in bf16, found in {' or '.join(map(str, shown))} samples"
         )
     )
-    if frozen.blind:
-        text = f"{frozen.blind} frozen products have no main directions: none were found"
+    if frozen.uncalibrated:
+        text = f"{frozen.uncalibrated} frozen products have no main directions: none were found"
         emit(Notice(text, level="warning", fallback=True))
-    if frozen.left:
-        text = f"{frozen.left} frozen products are not in fp8: their sides fit no kernel"
+    if frozen.skipped:
+        text = f"{frozen.skipped} frozen products are not in fp8: their sides fit no kernel"
         emit(Notice(text, level="warning", fallback=True))
 
 
 def room_for(family: Family, feed: DataPipeline) -> int:
     """How many of the first samples are shown."""
     one = feed.load(first_draws(feed.order, 1))
-    x0, _ = family.parts(one.latents)
+    x0, _ = family.split_encoded(one.latents)
     return max(1, min(SAMPLES, TOKENS // family.num_tokens(x0.shape[1:])))
 
 
@@ -87,7 +87,7 @@ def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:
     """
     draws: list[Draw] = []
     for index in range(order.epoch_length):
-        draws += (draw for draw in order.at(index) if not draws or draw.size == draws[0].size)
+        draws += (draw for draw in order.batch_at(index) if not draws or draw.size == draws[0].size)
         if len(draws) >= count:
             break
     return tuple(
@@ -99,16 +99,16 @@ def show(
     run: RunFile, family: Family, batch: Batch, expert: Expert | None, device: torch.device
 ) -> None:
     """One pass, as in training, at levels of this expert's."""
-    x0, given = family.parts(batch.latents)
-    generator = Draws(run.seed, device).at("rounding", expert or "alone")
-    window = WHOLE
+    x0, given = family.split_encoded(batch.latents)
+    generator = PositionalRng(run.seed, device).at("rounding", expert or "alone")
+    window = FULL_WINDOW
     if expert is not None and family.boundary is not None:
         window = expert_windows(family.boundary)[expert]
     tokens = family.num_tokens(x0.shape[1:])
-    levels = draw_levels(run.train, len(batch), generator, window, tokens)
+    levels = sample_timesteps(run.train, len(batch), generator, window, tokens)
     noise = torch.randn(x0.shape, generator=generator, device=device)
-    noisy = objective.noisy(x0, noise, levels, family.prediction)
+    noisy = objective.add_noise(x0, noise, levels, family.prediction)
     conditions = {**batch.text, **given}
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.autocast(device.type, torch.bfloat16):
-        family.predict(routed(family.transformer, expert), noisy, levels, conditions)
+        family.predict(bind_expert(family.transformer, expert), noisy, levels, conditions)

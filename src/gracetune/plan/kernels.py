@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gracetune.plan.shapes import Calls, Op, recipe_of
+from gracetune.plan.shapes import HostCalls, Op, record_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ GEMMS = {
     aten.convolution_backward,
     aten._scaled_mm,
 }
-OWN = "gracetune"
+CUSTOM_OP_NAMESPACE = "gracetune"
 """The namespace of our operators."""
 _ALLOCATES_ONLY = {aten.empty, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 BACKWARD_PRODUCTS = 2.5
@@ -53,7 +53,7 @@ def tensors_of(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def size_of(tensor: Tensor) -> int:
+def touched_nbytes(tensor: Tensor) -> int:
     """Bytes that a kernel touches of it; what is expanded is read once."""
     whole = int(tensor.untyped_storage().nbytes())
     return min(int(tensor.numel()) * tensor.element_size(), whole)
@@ -64,20 +64,20 @@ def attention_workspace(query: Tensor) -> int:
     return int(query.numel()) * 4
 
 
-def is_own(func: object) -> bool:
+def is_custom_op(func: object) -> bool:
     """Whether a call is one of our operators: products with something beside them."""
-    return isinstance(func, torch._ops.OpOverload) and func.namespace == OWN
+    return isinstance(func, torch._ops.OpOverload) and func.namespace == CUSTOM_OP_NAMESPACE
 
 
-def is_product(func: object) -> bool:
+def is_matmul_or_attention(func: object) -> bool:
     """Whether a call is matrix products or attention: kernels that no compiler folds."""
     if not isinstance(func, torch._ops.OpOverload):
         return False
     attends = func in ATTENTION or func in ATTENTION_BACKWARD
-    return attends or is_own(func) or func.overloadpacket in GEMMS
+    return attends or is_custom_op(func) or func.overloadpacket in GEMMS
 
 
-def storage_of(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """What tells whether two tensors share memory."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -102,38 +102,40 @@ def ops_of(
     inputs, outputs = tensors_of(args), tensors_of(out)
     if func.overloadpacket in _ALLOCATES_ONLY or not outputs:
         return []
-    known = {storage_of(tensor) for tensor in inputs}
-    makes_none = all(storage_of(tensor) in known for tensor in outputs)
+    known = {storage_id(tensor) for tensor in inputs}
+    makes_none = all(storage_id(tensor) in known for tensor in outputs)
     if inputs and not func._schema.is_mutable and makes_none:
         return []  # a view
-    written = float(sum(size_of(tensor) for tensor in outputs))
-    nbytes = written + float(sum(size_of(tensor) for tensor in inputs))
-    if not is_product(func):
-        recipe = recipe_of(func, args, kwargs)
-        return [Op("elementwise", 0.0, nbytes, backward=backward, recipe=recipe)]
-    return product_ops(func, args, out, nbytes, weights, backward)
+    written = float(sum(touched_nbytes(tensor) for tensor in outputs))
+    nbytes = written + float(sum(touched_nbytes(tensor) for tensor in inputs))
+    if not is_matmul_or_attention(func):
+        recipe = record_call(func, args, kwargs)
+        return [Op("elementwise", 0.0, nbytes, backward=backward, replay=recipe)]
+    return matmul_ops(func, args, out, nbytes, weights, backward)
 
 
-def product_ops(
+def matmul_ops(
     func: OpOverload, args: Any, out: Any, nbytes: float, weights: WeightStorages, backward: bool
 ) -> list[Op]:
     """Of products and attention; `nbytes` is what they read and write."""
-    if is_own(func):
+    if is_custom_op(func):
         return _taken_apart(func, args, weights, backward)
-    written = float(sum(size_of(tensor) for tensor in tensors_of(out)))
+    written = float(sum(touched_nbytes(tensor) for tensor in tensors_of(out)))
     if func in ATTENTION or func in ATTENTION_BACKWARD:
         return [_attention_op(func, args, nbytes, written)]
     inputs = tensors_of(args)
     read = weights.frozen | weights.trained
-    of_weights = float(sum(size_of(t) for t in inputs if storage_of(t) in read))
-    frozen = any(storage_of(tensor) in weights.frozen for tensor in inputs)
+    of_weights = float(sum(touched_nbytes(t) for t in inputs if storage_id(t) in read))
+    frozen = any(storage_id(tensor) in weights.frozen for tensor in inputs)
     packet = aten.addmm if func.overloadpacket is aten.addmm_ else func.overloadpacket
     flops = float(flop_registry[packet](*args, out_val=out))
     extent: tuple[int, ...] = ()
     if of_weights and packet in (aten.mm, aten.addmm):
         extent = int(out.shape[0]), int(inputs[-2].shape[1]), int(out.shape[1])
     made = Op("gemm", flops, nbytes, of_weights, written, frozen, backward, extent)
-    return [replace(made, holds_frozen=storage_of(inputs[-1]) in weights.frozen)]  # not the bias
+    return [
+        replace(made, reads_frozen_weight=storage_id(inputs[-1]) in weights.frozen)
+    ]  # not the bias
 
 
 def _taken_apart(func: OpOverload, args: Any, weights: WeightStorages, backward: bool) -> list[Op]:
@@ -141,9 +143,9 @@ def _taken_apart(func: OpOverload, args: Any, weights: WeightStorages, backward:
     inside = _Inside(weights, backward)
     with inside:
         out = OPDEFS[func._schema.name]._init_fn(*args)
-    written = float(sum(size_of(tensor) for tensor in tensors_of(out)))
+    written = float(sum(touched_nbytes(tensor) for tensor in tensors_of(out)))
     ops = [replace(op, frozen=True, out_nbytes=0.0) for op in inside.ops]
-    ops[0] = replace(ops[0], own=True)
+    ops[0] = replace(ops[0], starts_custom_op=True)
     ops[-1] = replace(ops[-1], out_nbytes=written)
     return ops
 
@@ -181,7 +183,7 @@ def _attention_op(func: OpOverload, args: Sequence[Any], nbytes: float, written:
     flops = 4.0 * prod(map(float, extent))
     if backward:
         flops *= BACKWARD_PRODUCTS
-    return Op("attention", flops, nbytes, out_nbytes=written, backward=backward, extent=extent)
+    return Op("attention", flops, nbytes, out_nbytes=written, backward=backward, dims=extent)
 
 
 # ------------------------------------------------------------------------------------------
@@ -199,9 +201,9 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         kinds: dict[bool, set[int]] = {False: set(), True: set()}
         for weight in weights:
-            kinds[weight.requires_grad].add(storage_of(weight))
+            kinds[weight.requires_grad].add(storage_id(weight))
         self._weights = WeightStorages(frozenset(kinds[False]), frozenset(kinds[True]))
-        self._known = kinds[False] | kinds[True] | {storage_of(tensor) for tensor in inputs}
+        self._known = kinds[False] | kinds[True] | {storage_id(tensor) for tensor in inputs}
         """Storages that were there before."""
         self._alive: dict[int, tuple[int, int]] = {}
         """Memory by its storage: a number that no other memory has, and bytes."""
@@ -216,7 +218,7 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def take(self, apart: Iterable[Tensor] = ()) -> tuple[tuple[Op, ...], int]:
         """The kernels since the last time, and the most bytes alive meanwhile, some set apart."""
-        left_out = {self._alive[s][0] for s in map(storage_of, apart) if s in self._alive}
+        left_out = {self._alive[s][0] for s in map(storage_id, apart) if s in self._alive}
         live = peak = self._begun_nbytes
         for number, change in self._changes:
             if number not in left_out:
@@ -226,14 +228,14 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops, self._changes, self._begun_nbytes = [], [], self.live_nbytes
         return taken
 
-    def take_calls(self, saved: int) -> Calls:
+    def take_calls(self, saved: int) -> HostCalls:
         """What the host had to do since the last time; `saved` tensors went through autograd."""
-        taken = Calls(
+        taken = HostCalls(
             dispatched=self._dispatched,
             kernels=self.num_ops,
             views=self._views,
-            own=self._own,
-            saved=saved,
+            custom_ops=self._own,
+            saved_tensors=saved,
         )
         self._dispatched = self._own = self._views = 0
         return taken
@@ -267,7 +269,7 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops += ops
         if func.namespace != "prim":  # what only fake tensors are asked for
             self._dispatched += 1
-            self._own += is_own(func)
+            self._own += is_custom_op(func)
             self._views += not ops
         for tensor in tensors_of(out):
             self._admit(tensor)

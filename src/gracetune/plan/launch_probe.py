@@ -27,18 +27,19 @@ from torch.utils.checkpoint import (
 
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
-from gracetune.plan.apply import compute_faster
+from gracetune.models.family import PLANNABLE, SampleShape, planner_shapes
+from gracetune.plan.apply import fuse_operations
 from gracetune.plan.kernels import CudaKernels, KernelRecorder
-from gracetune.plan.meta_models import PUBLISHED, SHAPES, Outline, SampleShape, outline
+from gracetune.plan.meta_models import MetaModel, build_meta_model
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from gracetune.plan.shapes import Calls, Trace
+    from gracetune.plan.shapes import HostCalls, Trace
 
 
-Narrow = Callable[[bool, bool], Outline]
+ProbeModelFactory = Callable[[bool, bool], MetaModel]
 """Makes a model of no size, as it is or with what a run adds to it; and with tensors of no size, or
 as large as they must be for a device to treat them as it treats real ones."""
 
@@ -47,25 +48,25 @@ SLOWEST = 0.2
 """Share of those that is not counted: something else came between. The others are, slow or not."""
 
 
-class Spent(NamedTuple):
+class HostSeconds(NamedTuple):
     """Seconds of the host's thread."""
 
-    there: float
-    back: float
+    forward: float
+    backward: float
     update: float
 
 
-def probe_host(
+def measure_launch_costs(
     device: torch.device,
     synchronize: Callable[[], None],
     clock: Callable[[], float],
-    narrow: Narrow,
-) -> Host:
+    make_model: ProbeModelFactory,
+) -> LaunchCosts:
     """Measure for a few seconds, in as much memory as the models take."""
-    return Probe(device, synchronize, clock, narrow).measure()
+    return LaunchProbe(device, synchronize, clock, make_model).measure()
 
 
-class Probe:
+class LaunchProbe:
     """The models by which a host is measured, as often as somebody asks."""
 
     def __init__(
@@ -73,37 +74,41 @@ class Probe:
         device: torch.device,
         synchronize: Callable[[], None],
         clock: Callable[[], float],
-        narrow: Narrow,
+        make_model: ProbeModelFactory,
     ) -> None:
         self._synchronize, self._clock = synchronize, clock
         _introduce(device)
-        plain, prepared = (functools.partial(narrow, has_more) for has_more in (False, True))
+        plain, prepared = (functools.partial(make_model, has_more) for has_more in (False, True))
         self._bare, self._ours = _ProbePass(plain, device), _ProbePass(prepared, device)
         self._asked = _ProbePass(prepared, device, policed=True)
         self._bare_calls, self._our_calls = self._bare.count(), self._ours.count()
 
-    def measure(self, repeats: int = REPEATS) -> Host:
+    def measure(self, repeats: int = REPEATS) -> LaunchCosts:
         """What the host takes now."""
         passes = self._bare, self._ours, self._asked
-        found: list[list[Spent]] = [[] for _ in passes]
+        found: list[list[HostSeconds]] = [[] for _ in passes]
         for _ in range(WARM_UP + repeats):  # in turns: a host is not equally fast all the time
             for one, times in zip(passes, found, strict=True):
                 self._synchronize()  # the device is done with the one before
                 times.append(one.time(self._clock))
         bare, ours, asked = (_usual(times[WARM_UP:]) for times in found)
         there, back = self._bare_calls
-        forward_s, backward_s = bare.there / operators(there), bare.back / operators(back)
+        forward_s, backward_s = (
+            bare.forward / equivalent_ops(there),
+            bare.backward / equivalent_ops(back),
+        )
         there, back = self._our_calls
-        own_s = (ours.there - operators(there) * forward_s) / there.own
-        own_back_s = (ours.back - operators(back) * backward_s) / back.own
-        return Host(
+        own_s = (ours.forward - equivalent_ops(there) * forward_s) / there.custom_ops
+        own_back_s = (ours.backward - equivalent_ops(back) * backward_s) / back.custom_ops
+        return LaunchCosts(
             forward_s=forward_s,
             backward_s=backward_s,
-            own_s=max(0.0, own_s),
-            own_back_s=max(0.0, own_back_s),
-            policed_s=max(0.0, asked.there - ours.there) / there.policed,
-            again_s=max(0.0, asked.back - ours.back - ours.there) / there.policed,
-            updated_s=ours.update / self._ours.num_trained,
+            custom_op_s=max(0.0, own_s),
+            custom_op_backward_s=max(0.0, own_back_s),
+            policy_s=max(0.0, asked.forward - ours.forward) / there.policy_calls,
+            policy_recompute_s=max(0.0, asked.backward - ours.backward - ours.forward)
+            / there.policy_calls,
+            optimizer_s=ours.update / self._ours.num_trained,
         )
 
 
@@ -114,17 +119,17 @@ def _introduce(device: torch.device) -> None:
     torch.autograd.backward(torch.ones(1, device=device, requires_grad=True).neg())
 
 
-def _usual(times: list[Spent]) -> Spent:
+def _usual(times: list[HostSeconds]) -> HostSeconds:
     """The mean: a step adds up what its calls take, quick and slow."""
     counted = len(times) - int(SLOWEST * len(times))
-    return Spent(*(fmean(sorted(way)[:counted]) for way in zip(*times, strict=True)))
+    return HostSeconds(*(fmean(sorted(way)[:counted]) for way in zip(*times, strict=True)))
 
 
 class _ProbePass:
     """There and back through the model, and an update of what is trained."""
 
     def __init__(
-        self, make: Callable[[bool], Outline], device: torch.device, policed: bool = False
+        self, make: Callable[[bool], MetaModel], device: torch.device, policed: bool = False
     ) -> None:
         self._make = make
         self._device = device
@@ -144,7 +149,7 @@ class _ProbePass:
         self.num_trained = len(trained)
         self._optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
 
-    def time(self, clock: Callable[[], float]) -> Spent:
+    def time(self, clock: Callable[[], float]) -> HostSeconds:
         """The host's seconds for each part of a step."""
         began = clock()
         out = self._there()
@@ -154,16 +159,16 @@ class _ProbePass:
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        return Spent(turned - began, arrived - turned, clock() - arrived)
+        return HostSeconds(turned - began, arrived - turned, clock() - arrived)
 
-    def count(self) -> tuple[Calls, Calls]:
+    def count(self) -> tuple[HostCalls, HostCalls]:
         """What the host does on each way, as the tracer counts it: on the CPU, in a model of its
         own. Of the first, what a policy is asked about, which is what blocks call.
         """
         kernels = nullcontext() if self._device.type == "cpu" else CudaKernels()
         return _ProbePass(self._make, torch.device("cpu")).count_as(kernels)
 
-    def count_as(self, kernels: AbstractContextManager[object]) -> tuple[Calls, Calls]:
+    def count_as(self, kernels: AbstractContextManager[object]) -> tuple[HostCalls, HostCalls]:
         """With the kernels that another device would have."""
         watch = KernelRecorder(self._model.parameters(), self._batch.values())
         inside = 0
@@ -182,7 +187,7 @@ class _ProbePass:
             block.register_forward_hook(end)
         with watch, kernels:
             out = self._there()
-            there = replace(watch.take_calls(0), policed=inside)
+            there = replace(watch.take_calls(0), policy_calls=inside)
             watch.take()
             self._back(out)
             return there, watch.take_calls(0)
@@ -244,37 +249,41 @@ SENT = (1.2, 0.65)
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class LaunchCosts:
     """Seconds of the host's thread."""
 
     forward_s: float = 0.0
     """Of an operator that a model's code calls, with its share of that code."""
     backward_s: float = 0.0
     """Of one that autograd calls."""
-    own_s: float = 0.0
+    custom_op_s: float = 0.0
     """Of one of ours that a model calls, on top of the kernels inside."""
-    own_back_s: float = 0.0
+    custom_op_backward_s: float = 0.0
     """Of one that autograd calls."""
-    policed_s: float = 0.0
+    policy_s: float = 0.0
     """What a policy adds to each call: it is asked about all of them, in Python."""
-    again_s: float = 0.0
+    policy_recompute_s: float = 0.0
     """What it adds to each when forward is done again."""
-    updated_s: float = 0.0
+    optimizer_s: float = 0.0
     """What the optimizer takes for one trained tensor, however small."""
 
-    def there_s(self, trace: Trace) -> float:
+    def forward_seconds(self, trace: Trace) -> float:
         """To queue a pass forward."""
         calls = trace.forward_calls
-        asked = calls.policed + KEPT * calls.kept
-        return self._called_by_model(calls) + asked * self.policed_s
+        asked = calls.policy_calls + KEPT * calls.policy_saves
+        return self._called_by_model(calls) + asked * self.policy_s
 
-    def back_s(self, trace: Trace) -> float:
+    def backward_seconds(self, trace: Trace) -> float:
         """To queue the way back, and what is done again on it."""
-        again, back = trace.again_calls, trace.backward_calls
-        twice = self._called_by_model(again) + again.policed * self.again_s
-        return twice + operators(back) * self.backward_s + back.own * self.own_back_s
+        again, back = trace.recompute_calls, trace.backward_calls
+        twice = self._called_by_model(again) + again.policy_calls * self.policy_recompute_s
+        return (
+            twice
+            + equivalent_ops(back) * self.backward_s
+            + back.custom_ops * self.custom_op_backward_s
+        )
 
-    def hooks_s(
+    def hook_seconds(
         self, num_saved: float, *, streamed: bool, packed: bool, sent: bool
     ) -> tuple[float, float]:
         """What the ring and the offload do for one block, there and back.
@@ -283,25 +292,25 @@ class Host:
         """
         each = SENT if sent else PACKED if packed else (0.0, 0.0)
         there, back = (
-            (num_saved * one + (use if streamed else 0.0)) * self.policed_s
+            (num_saved * one + (use if streamed else 0.0)) * self.policy_s
             for one, use in zip(each, USED, strict=True)
         )
         return there, back
 
-    def _called_by_model(self, calls: Calls) -> float:
-        return operators(calls) * self.forward_s + calls.own * self.own_s
+    def _called_by_model(self, calls: HostCalls) -> float:
+        return equivalent_ops(calls) * self.forward_s + calls.custom_ops * self.custom_op_s
 
 
-def operators(calls: Calls) -> float:
+def equivalent_ops(calls: HostCalls) -> float:
     """Calls of torch's own operators, each as dear as one with a kernel."""
-    return calls.kernels + VIEW * calls.views + calls.entering
+    return calls.kernels + VIEW * calls.views + calls.entry_cost
 
 
 # ------------------------------------------------------------------------------------------
 # Models without weights as a run prepares them; and of no size, to measure a host by.
 
 
-STAND_IN = "wan22"
+PROXY_FAMILY = "wan22"
 """For a family whose shape nobody has published."""
 EDGE, TOKENS, RANK = 64, 8, 2
 """Of a model of no size: pixels of its picture, tokens of text, its LoRA."""
@@ -309,32 +318,32 @@ ROOMY = {"attention_head_dim": 128, "axes_dims_rope": (16, 56, 56), "ffn_dim": 1
 ROOMY_EDGE, ROOMY_TOKENS = 1024, 3072
 """Of one whose tensors have a MiB or more, and heads as models have them: torch's allocator and its
 kernels treat smaller ones differently, and a host is quicker with those."""
-ROOMY_NBYTES = 2 * GIB
+REALISTIC_NBYTES = 2 * GIB
 """What must be free to measure by such models: the largest, Qwen-Image's, take 1.3 GiB for weights
 and for what they save."""
 
 
-def prepare(shape: Outline, section: AdapterSection) -> None:
+def prepare_for_training(shape: MetaModel, section: AdapterSection) -> None:
     """Give a model an adapter, and make both run as in a run."""
     with next(shape.model.parameters()).device:
-        add_adapter({"": shape.model}, section, shape.shape.targets, seed=0)
-    compute_faster(shape.model)
+        add_adapter({"": shape.model}, section, shape.shapes.targets, seed=0)
+    fuse_operations(shape.model)
 
 
-def narrow(family: str, has_adapter: bool, is_roomy: bool = False) -> Outline:
+def build_probe_model(family: str, has_adapter: bool, is_roomy: bool = False) -> MetaModel:
     """The family's model with hardly any numbers, as it is or as a run has it.
 
     A roomy one is for a GPU that has the room; a CPU would compute for seconds.
     """
-    name = family if family in PUBLISHED else STAND_IN
-    changes = SHAPES[PUBLISHED[name].class_name].narrow
+    name = family if family in PLANNABLE else PROXY_FAMILY
+    changes = planner_shapes(name).probe_config
     edge, tokens = EDGE, TOKENS
     if is_roomy and changes:  # what is small as it is stays so
         changes = {key: ROOMY.get(key, value) for key, value in changes.items()}
         edge, tokens = ROOMY_EDGE, ROOMY_TOKENS
     with torch.random.fork_rng(devices=[]):  # a run that is about to start draws as if it were not
-        shape = outline(ModelSection(family=name), SampleShape(edge, edge), changes, "cpu")
+        shape = build_meta_model(ModelSection(family=name), SampleShape(edge, edge), changes, "cpu")
         if has_adapter:
-            prepare(shape, AdapterSection(rank=RANK))
+            prepare_for_training(shape, AdapterSection(rank=RANK))
     text = tokens, shape.encoded.text_shape[1]
     return replace(shape, encoded=replace(shape.encoded, text_shape=text))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gracetune.errors import ConfigError
 from gracetune.memory.platform import DeviceSpec, Link, Platform, Rates
-from gracetune.plan.launch_probe import Host
+from gracetune.plan.launch_probe import LaunchCosts
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ class MachineSpec:
             device_node=None,
             c2c=self.link in (Link.COHERENT, Link.INTEGRATED),
             rates=self.rates(),
-            why={field.name: why for field in fields(Platform) if field.name != "why"},
+            reasons={field.name: why for field in fields(Platform) if field.name != "reasons"},
         )
 
 
-def machine(name: str) -> MachineSpec:
+def find_machine(name: str) -> MachineSpec:
     """A machine by its name; the error lists the names there are."""
     if name not in MACHINES:
         raise ConfigError(
@@ -133,9 +133,9 @@ def _device_rate(published: float, source: str) -> SourcedFigure:
 
 
 _CALLS = {
-    "call_s": _measured(6e-6),
+    "copy_call_s": _measured(6e-6),
     "prefetch_call_s": _measured(18e-6),
-    "prefetch_held_share": _measured(1010 / 1389),
+    "prefetch_blocking_share": _measured(1010 / 1389),
 }
 
 _PCIE_5 = {
@@ -303,7 +303,7 @@ _HOST = (
 )
 _KERNELS = "one kernel at a time on an H200, torch 2.11, 2026-11-15"
 
-FITTED: Mapping[str, SourcedFigure] = {
+FITTED_CONSTANTS: Mapping[str, SourcedFigure] = {
     "gemm_share": SourcedFigure(0.89, "measured", f"{_LONG}; {_STEP} would give 0.97"),
     "fp8_share": SourcedFigure(
         1353 / 769 * 0.88 / 0.97,
@@ -322,11 +322,15 @@ FITTED: Mapping[str, SourcedFigure] = {
     "gap_s": SourcedFigure(2e-6, "assumed", "between two kernels of one stream"),
     "forward_s": SourcedFigure(8e-6, "measured", f"an operator that a model calls: {_HOST}"),
     "backward_s": SourcedFigure(5e-6, "measured", f"one that autograd calls: {_HOST}"),
-    "own_s": SourcedFigure(110e-6, "measured", f"one of ours, beside its kernels: {_HOST}"),
-    "own_back_s": SourcedFigure(31e-6, "measured", f"one of ours that autograd calls: {_HOST}"),
-    "policed_s": SourcedFigure(22e-6, "measured", f"what a policy adds to a call: {_HOST}"),
-    "again_s": SourcedFigure(24e-6, "measured", f"and to one that is made again: {_HOST}"),
-    "updated_s": SourcedFigure(11e-6, "measured", f"an update of one tensor: {_HOST}"),
+    "custom_op_s": SourcedFigure(110e-6, "measured", f"one of ours, beside its kernels: {_HOST}"),
+    "custom_op_backward_s": SourcedFigure(
+        31e-6, "measured", f"one of ours that autograd calls: {_HOST}"
+    ),
+    "policy_s": SourcedFigure(22e-6, "measured", f"what a policy adds to a call: {_HOST}"),
+    "policy_recompute_s": SourcedFigure(
+        24e-6, "measured", f"and to one that is made again: {_HOST}"
+    ),
+    "optimizer_s": SourcedFigure(11e-6, "measured", f"an update of one tensor: {_HOST}"),
     "fragmentation": SourcedFigure(
         0.03,
         "assumed",
@@ -339,14 +343,16 @@ FITTED: Mapping[str, SourcedFigure] = {
     ),
 }
 """Shares are of a machine's figures: of its large bf16 products, of its device memory's rate."""
-FREE_HOST = Host()
+NO_LAUNCH_COSTS = LaunchCosts()
 """Queueing takes no time: for reckoning by hand."""
-USUAL_HOST = Host(**{field.name: FITTED[field.name].value for field in fields(Host)})
+TYPICAL_LAUNCH_COSTS = LaunchCosts(
+    **{field.name: FITTED_CONSTANTS[field.name].value for field in fields(LaunchCosts)}
+)
 """Of a machine that is only known by name; the one at hand is measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class EffectiveRates:
     """What a machine does a second, for the planner's kinds of work."""
 
     gemm: float
@@ -367,11 +373,11 @@ class Speeds:
     """What the machine itself says of a kernel; none: by the rates above."""
     step_share: float = 1.0
     """Of a product's speed by itself, what is left in the middle of a long compiled step."""
-    host: Host = FREE_HOST
+    host: LaunchCosts = NO_LAUNCH_COSTS
 
 
 @dataclass(frozen=True, slots=True)
-class Basics:
+class MachineRates:
     """What is known of a machine: measured here, or published."""
 
     flops: float
@@ -384,14 +390,14 @@ class Basics:
     """What is left of each direction while the other is busy."""
     timer: Timer | None = None
     """Times single kernels, where the machine is at hand."""
-    host: Host = USUAL_HOST
+    host: LaunchCosts = TYPICAL_LAUNCH_COSTS
     """What queueing costs: measured, or what is assumed of a host that nobody has measured."""
 
 
-def basics_of(machine: MachineSpec) -> Basics:
+def machine_rates(machine: MachineSpec) -> MachineRates:
     """The figures of a known machine."""
     rates = machine.rates()
-    return Basics(
+    return MachineRates(
         flops=machine.bf16_flops.value,
         memory=rates.device,
         link_in=rates.copy_in,
@@ -400,10 +406,12 @@ def basics_of(machine: MachineSpec) -> Basics:
     )
 
 
-def speeds_of(basics: Basics, fitted: Mapping[str, SourcedFigure] = FITTED) -> Speeds:
+def effective_rates(
+    basics: MachineRates, fitted: Mapping[str, SourcedFigure] = FITTED_CONSTANTS
+) -> EffectiveRates:
     """The basics, times the shares that a training step reaches of them."""
     share = {name: figure.value for name, figure in fitted.items()}
-    return Speeds(
+    return EffectiveRates(
         gemm=basics.flops * share["gemm_share"],
         fp8=basics.flops * share["fp8_share"],
         attention_forward=basics.flops * share["attention_forward_share"],

@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gracetune.plan.result import IN_FLIGHT, Bytes
+from gracetune.plan.result import MAX_BLOCKS_IN_FLIGHT, Bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gracetune.plan.cost import Costs
+    from gracetune.plan.cost import ModelCosts
     from gracetune.plan.simulate import PlanCandidate
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedMemory:
     """What a run needs whatever is chosen."""
 
     optimizer_nbytes: int
@@ -45,7 +45,7 @@ class Fixed:
     batches_ahead: int = 1
     """Batches on the device beside the one in use."""
 
-    def within(self, device_nbytes: int) -> Fixed:
+    def for_budget(self, device_nbytes: int) -> FixedMemory:
         """The same in another budget of device memory."""
         if not self.text_part:
             return self
@@ -64,7 +64,7 @@ class _Moment:
         return self.activations + self.workspace + self.gradients
 
 
-def device_bytes(costs: Costs, choice: PlanCandidate, fixed: Fixed) -> Bytes:
+def device_bytes(costs: ModelCosts, choice: PlanCandidate, fixed: FixedMemory) -> Bytes:
     """Device memory by role, when it is fullest."""
     top = max(_moments(costs, choice, fixed.experts), key=lambda moment: moment.total)
     resident = sum(
@@ -75,7 +75,7 @@ def device_bytes(costs: Costs, choice: PlanCandidate, fixed: Fixed) -> Bytes:
     slots = choice.slots * costs.slot_nbytes if choice.streamed else 0
     return Bytes(
         weights=fixed.experts * (costs.outside_frozen_nbytes + resident) + slots,
-        adapters=fixed.experts * (costs.trained_nbytes + costs.copies_nbytes)
+        adapters=fixed.experts * (costs.trained_nbytes + costs.cast_copies_nbytes)
         + fixed.averages_nbytes,
         gradients=top.gradients,
         optimizer=_state_on_device(choice.host_state, fixed),
@@ -85,10 +85,10 @@ def device_bytes(costs: Costs, choice: PlanCandidate, fixed: Fixed) -> Bytes:
     )
 
 
-def host_bytes(costs: Costs, choice: PlanCandidate, fixed: Fixed) -> Bytes:
+def host_bytes(costs: ModelCosts, choice: PlanCandidate, fixed: FixedMemory) -> Bytes:
     """Host memory by role; activations are in it by the end of forward."""
     out = sum(
-        block.outgoing_nbytes(plan, choice.compiled)
+        block.offloaded_nbytes(plan, choice.compiled)
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
     )
     slab = sum(costs.blocks[index].frozen_nbytes for index in choice.streamed)
@@ -100,12 +100,12 @@ def host_bytes(costs: Costs, choice: PlanCandidate, fixed: Fixed) -> Bytes:
     )
 
 
-def _state_on_device(host_share: float, fixed: Fixed) -> int:
+def _state_on_device(host_share: float, fixed: FixedMemory) -> int:
     slots = fixed.state_slots_nbytes if host_share else 0
     return fixed.optimizer_nbytes - int(host_share * fixed.optimizer_nbytes) + slots
 
 
-def _moments(costs: Costs, choice: PlanCandidate, experts: int) -> Iterator[_Moment]:
+def _moments(costs: ModelCosts, choice: PlanCandidate, experts: int) -> Iterator[_Moment]:
     """Every moment that could be the highest."""
     # From the second micro-batch on, gradients are there all the time; of two experts, maybe both.
     accumulated = experts * costs.trained_nbytes if choice.accumulation > 1 else 0
@@ -113,27 +113,29 @@ def _moments(costs: Costs, choice: PlanCandidate, experts: int) -> Iterator[_Mom
     held = [costs.outside.saved_nbytes]
     """On the device before each block's forward, and so after its backward."""
     out = [
-        block.outgoing_nbytes(plan, choice.compiled)
+        block.offloaded_nbytes(plan, choice.compiled)
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
     ]
     """What each block sends to the host; the newest may still be on their way."""
     for index, (block, plan) in enumerate(zip(costs.blocks, choice.blocks, strict=True)):
-        way = block.way(plan.activations, choice.compiled)
+        way = block.costs_of(plan.activations, choice.compiled)
         work = way.forward_peak_nbytes - way.saved_nbytes + block.input_nbytes
-        leaving = sum(out[max(0, index - IN_FLIGHT + 1) : index])
+        leaving = sum(out[max(0, index - MAX_BLOCKS_IN_FLIGHT + 1) : index])
         yield _Moment(held[-1] + leaving + way.saved_nbytes, work, gradients)
-        held.append(held[-1] + block.held_nbytes(plan, choice.compiled))
+        held.append(held[-1] + block.resident_nbytes(plan, choice.compiled))
     outside = costs.outside
     peak = max(outside.forward_peak_nbytes, outside.backward_peak_nbytes)
-    yield _Moment(held[-1] + sum(out[-IN_FLIGHT:]), peak - outside.saved_nbytes, gradients)
+    yield _Moment(
+        held[-1] + sum(out[-MAX_BLOCKS_IN_FLIGHT:]), peak - outside.saved_nbytes, gradients
+    )
     for index in range(len(costs.blocks) - 1, -1, -1):
         block, plan = costs.blocks[index], choice.blocks[index]
-        way = block.way(plan.activations, choice.compiled)
+        way = block.costs_of(plan.activations, choice.compiled)
         work = way.backward_peak_nbytes - way.saved_nbytes
-        arriving = sum(out[max(0, index - choice.ahead) : index + 1])
-        if choice.accumulation == 1 or costs.copies_nbytes:
+        arriving = sum(out[max(0, index - choice.activation_prefetch) : index + 1])
+        if choice.accumulation == 1 or costs.cast_copies_nbytes:
             gradients += block.gradients_nbytes
         yield _Moment(held[index + 1] + arriving, work, gradients)
-    if costs.copies_nbytes:  # their gradients all become those of what is trained, at once
-        yield _Moment(0, 0, costs.copies_nbytes + costs.trained_nbytes + accumulated)
+    if costs.cast_copies_nbytes:  # their gradients all become those of what is trained, at once
+        yield _Moment(0, 0, costs.cast_copies_nbytes + costs.trained_nbytes + accumulated)
     yield _Moment(0, 0, max(costs.trained_nbytes, accumulated))

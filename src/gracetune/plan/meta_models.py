@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.errors import ConfigError, ModelError
-from gracetune.models.attention_processors import with_dense_gradients
+from gracetune.models.attention_processors import make_attention_grads_contiguous
 from gracetune.models.family import PLANNABLE, planner_shapes
 from gracetune.plan.trace import TraceTarget
 
@@ -109,7 +109,7 @@ def _make(class_name: str, config: Mapping[str, Any], dtype: torch.dtype, device
         model = cast("nn.Module", cls.from_config(dict(config)))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    with_dense_gradients(model)  # as its family loads it
+    make_attention_grads_contiguous(model)  # as its family loads it
     return model.requires_grad_(False)
 
 

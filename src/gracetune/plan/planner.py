@@ -14,23 +14,34 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.adapters.compute.fused_lora import check_fp8
-from gracetune.cache.prefetch import FIRST_DEPTH
+from gracetune.adapters.compute.fp8_linear import check_fp8_support
+from gracetune.cache.batch_transfer import INITIAL_DEPTH
 from gracetune.events.types import Notice
-from gracetune.memory.platform import Link, private_nbytes, read_this_host
+from gracetune.memory.platform import Link, anonymous_nbytes, read_this_host
 from gracetune.models.family import transformers_of
 from gracetune.offload.copies import open_copy_engine
-from gracetune.optim.build import nbytes_each
-from gracetune.optim.update import Travel
-from gracetune.plan.apply import Layout, compute_faster, place
-from gracetune.plan.controller import COMPILING_S, CudaMeter, NoMeter, Settled, choice_of
-from gracetune.plan.device_benchmark import free_nbytes, measure, measure_gpu
+from gracetune.optim.build import state_nbytes_per_element_of
+from gracetune.optim.offloaded_state import StateOffloadSettings
+from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
+from gracetune.plan.controller import (
+    COMPILING_S,
+    CudaMemoryMeter,
+    NullMemoryMeter,
+    PlanController,
+    candidate_of,
+)
+from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure_gpu
 from gracetune.plan.fp8_calibration import freeze
-from gracetune.plan.machines import FITTED
-from gracetune.plan.memory import Fixed
-from gracetune.plan.problem import family_subject, settings_of, traced, wishes_of
-from gracetune.plan.report import describe, speed
-from gracetune.plan.search import PlanBudget, PlanError, choose, device_need
+from gracetune.plan.machines import FITTED_CONSTANTS
+from gracetune.plan.memory import FixedMemory
+from gracetune.plan.problem import (
+    build_cost_model,
+    constraints_of,
+    family_trace_target,
+    plan_settings,
+)
+from gracetune.plan.report import describe, describe_speed
+from gracetune.plan.search import PlanBudget, PlanError, find_best_plan, required_device_nbytes
 from gracetune.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -40,11 +51,11 @@ if TYPE_CHECKING:
     from gracetune.data.pipeline import DataPipeline
     from gracetune.events.types import Event
     from gracetune.models.family import Family
-    from gracetune.optim.update import Update
+    from gracetune.optim.offloaded_state import OptimizerStepper
     from gracetune.plan.apply import AppliedPlan
-    from gracetune.plan.controller import Meter
+    from gracetune.plan.controller import MemoryMeter
     from gracetune.plan.cost import CostModel
-    from gracetune.plan.machines import Basics
+    from gracetune.plan.machines import MachineRates
     from gracetune.plan.result import Plan
     from gracetune.plan.search import Constraints
 
@@ -56,46 +67,48 @@ CPU_EDGE, CPU_COPY = 512, 1 << 22
 """A CPU is only planned for in a rehearsal: its rates need not be good ones."""
 
 
-def settle(
+def plan_run(
     run: RunFile,
     family: Family,
     feed: DataPipeline,
-    update: Update,
+    update: OptimizerStepper,
     link: Link,
     device: torch.device,
     emit: Emit,
-) -> Settled:
+) -> PlanController:
     """Plan for what is free now, tell it, and bring the transformer where it belongs."""
     # Before anything is measured: libraries keep work space from then on, which the plan counts.
-    meter: Meter = CudaMeter(device) if device.type == "cuda" else NoMeter()
+    meter: MemoryMeter = CudaMemoryMeter(device) if device.type == "cuda" else NullMemoryMeter()
     one_memory = link is Link.INTEGRATED
     if one_memory:
         emit(Notice("host and device are one memory: nothing is streamed or offloaded"))
     device_nbytes = _device_nbytes(run, family, device, one_memory)
-    largest = feed.load(feed.order.largest())
+    largest = feed.load(feed.order.largest_draw())
     shape, text = largest.latents.shape[1:], largest.text
     rates = _rates(device, run.model.family, emit)
     with ExitStack() as undo:
         _fuse(family, undo)  # the planner looks at what will run
         family.to(torch.device("cpu"))  # where the tracer's stand-ins are
-        model = traced(family_subject(family, shape, text), rates, run.model.frozen_compute)
+        model = build_cost_model(
+            family_trace_target(family, shape, text), rates, run.model.frozen_compute
+        )
         family.to(device)
     del largest, text
-    ask = question(run, family, model, device_nbytes, one_memory=one_memory)
-    plan = ask.answer(ask.budget)
+    ask = build_problem(run, family, model, device_nbytes, one_memory=one_memory)
+    plan = ask.solve(ask.budget)
     emit(Notice(f"plan: {describe(plan)}"))
-    emit(Notice(f"predicted: {speed(plan)}"))
+    emit(Notice(f"predicted: {describe_speed(plan)}"))
     if run.model.frozen_compute == "fp8":
-        check_fp8(device)
+        check_fp8_support(device)
         freeze(run, family, feed, device, emit)  # after the plan: it knows what rounding gives
         meter.clear()
     _fuse(family)
 
     def placed(plan: Plan, spare_nbytes: int) -> AppliedPlan:
-        update.place(plan.host_state)
-        return apply(plan, family, link, device, emit, spare_nbytes)
+        update.set_host_share(plan.host_state)
+        return apply_to_family(plan, family, link, device, emit, spare_nbytes)
 
-    return Settled(ask, plan, placed, meter, shape.numel(), emit)
+    return PlanController(ask, plan, placed, meter, shape.numel(), emit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +116,34 @@ class PlanProblem:
     """What the planner is asked, and may be asked again with less memory."""
 
     model: CostModel
-    fixed: Fixed
+    fixed: FixedMemory
     budget: PlanBudget
-    wishes: Constraints
+    constraints: Constraints
     micro_batches: int
     """Of the whole run: compiling must pay for itself."""
 
-    def answer(self, budget: PlanBudget) -> Plan:
+    def solve(self, budget: PlanBudget) -> Plan:
         """The plan with which the run is done first; compiling is part of the run."""
         plans = []
-        for compiled in self.wishes.compile:
-            wishes = replace(self.wishes, compile=(compiled,))
+        for compiled in self.constraints.compile:
+            wishes = replace(self.constraints, compile=(compiled,))
             with suppress(PlanError):
-                plans.append(choose(self.model, self.fixed, budget, wishes, simulated=False).best)
+                plans.append(
+                    find_best_plan(self.model, self.fixed, budget, wishes, simulated=False).best
+                )
         if not plans:
-            return choose(self.model, self.fixed, budget, self.wishes, simulated=False).best
+            return find_best_plan(
+                self.model, self.fixed, budget, self.constraints, simulated=False
+            ).best
         return min(plans, key=self._seconds)
 
     def fits(self, plan: Plan) -> bool:
         """Whether the device has room for it."""
-        return self.spare(plan) >= 0
+        return self.spare_nbytes(plan) >= 0
 
-    def spare(self, plan: Plan, peak_nbytes: int | None = None) -> int:
+    def spare_nbytes(self, plan: Plan, peak_nbytes: int | None = None) -> int:
         """Device memory within the budget that a plan leaves; `peak_nbytes`: what it took."""
-        need = device_need(self.model, choice_of(plan), self.fixed, self.budget)
+        need = required_device_nbytes(self.model, candidate_of(plan), self.fixed, self.budget)
         more = 0 if peak_nbytes is None else peak_nbytes - plan.device.total
         return self.budget.device_nbytes - need - more
 
@@ -134,34 +151,37 @@ class PlanProblem:
         return self.micro_batches * plan.seconds.step + (COMPILING_S if plan.compiled else 0.0)
 
 
-def question(
+def build_problem(
     run: RunFile, family: Family, model: CostModel, device_nbytes: int, one_memory: bool = False
 ) -> PlanProblem:
     """For the largest bucket of a run, in so much device memory and what the host has free."""
     transformers = transformers_of(family.transformer)
     parameters = [p for p in family.transformer.parameters() if p.requires_grad]
     counts = [p.numel() for p in parameters]
-    trained, each = sum(counts), nbytes_each(run.optimizer, parameters)
+    trained, each = sum(counts), state_nbytes_per_element_of(run.optimizer, parameters)
     depth = run.cache_config.prefetch_depth
     return PlanProblem(
         model,
-        Fixed(
+        FixedMemory(
             optimizer_nbytes=int(trained * each),
             experts=len(transformers),
-            library_nbytes=int(FITTED["library_nbytes"].value),
+            library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
             averages_nbytes=4 * trained if run.train.ema_decay else 0,
-            state_slots_nbytes=Travel().slots_nbytes(counts, each),
-            batches_ahead=FIRST_DEPTH if depth == "auto" else depth,
+            state_slots_nbytes=StateOffloadSettings().slots_nbytes(counts, each),
+            batches_ahead=INITIAL_DEPTH if depth == "auto" else depth,
         ),
         PlanBudget(
-            device_nbytes, _host_nbytes(run, family), FITTED["fragmentation"].value, one_memory
+            device_nbytes,
+            _host_nbytes(run, family),
+            FITTED_CONSTANTS["fragmentation"].value,
+            one_memory,
         ),
-        replace(wishes_of(run), batches=(run.train.batch_size,)),
+        replace(constraints_of(run), batches=(run.train.batch_size,)),
         run.train.max_train_steps * run.train.gradient_accumulation_steps,
     )
 
 
-def apply(
+def apply_to_family(
     plan: Plan,
     family: Family,
     link: Link,
@@ -177,23 +197,23 @@ def apply(
         transformer: blocks[number * size : (number + 1) * size]
         for number, transformer in enumerate(transformers)
     }
-    layout = Layout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
-    return place(family.transformer, parts, layout, open_copy_engine(device, link), emit)
+    layout = PlanLayout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
+    return apply_plan(family.transformer, parts, layout, open_copy_engine(device, link), emit)
 
 
 def _fuse(family: Family, undo: ExitStack | None = None) -> None:
     for transformer in transformers_of(family.transformer).values():
-        compute_faster(transformer, undo)
+        fuse_operations(transformer, undo)
 
 
-def _rates(device: torch.device, family: str, emit: Emit) -> Basics:
+def _rates(device: torch.device, family: str, emit: Emit) -> MachineRates:
     if device.type == "cuda":
         return measure_gpu(device, family, emit)
-    return measure(device, lambda: None, CPU_EDGE, CPU_COPY)  # nobody waits for it to queue
+    return measure_device(device, lambda: None, CPU_EDGE, CPU_COPY)  # nobody waits for it to queue
 
 
 def _device_nbytes(run: RunFile, family: Family, device: torch.device, one_memory: bool) -> int:
-    asked = settings_of(run).device_memory
+    asked = plan_settings(run).device_memory
     if device.type != "cuda":
         assert asked is not None, "a rehearsal without its memory"
         return parse_bytes(asked)
@@ -207,15 +227,15 @@ def _leaving_nbytes(family: Family) -> int:
     """What frozen weights take of host memory now: wherever a plan has them, they leave that."""
     frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
     spans = [(p.data_ptr(), p.nbytes) for p in frozen if p.device.type == "cpu"]
-    return private_nbytes(Path("/proc"), spans)
+    return anonymous_nbytes(Path("/proc"), spans)
 
 
 def _host_nbytes(run: RunFile, family: Family) -> int:
-    asked = settings_of(run).host_memory
+    asked = plan_settings(run).host_memory
     free = _host_free_nbytes(family)
     return free if asked is None else min(free, parse_bytes(asked))
 
 
 def _host_free_nbytes(family: Family) -> int:
-    free = int(read_this_host().room_bytes() * (1 - HOST_RESERVE_SHARE))
+    free = int(read_this_host().usable_bytes() * (1 - HOST_RESERVE_SHARE))
     return free + _leaving_nbytes(family)

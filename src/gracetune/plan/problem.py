@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from gracetune.config.schema import PlanSection
 from gracetune.errors import ConfigError
-from gracetune.models.family import transformers_of
+from gracetune.models.family import SampleShape, transformers_of
 from gracetune.optim.registry import optimizer_info
 from gracetune.plan.cost import CostModel
-from gracetune.plan.machines import FITTED, speeds_of
-from gracetune.plan.memory import Fixed
-from gracetune.plan.meta_models import SampleShape
-from gracetune.plan.search import Constraints, choose, compared
-from gracetune.plan.trace import Subject, trace_model
+from gracetune.plan.machines import FITTED_CONSTANTS, effective_rates
+from gracetune.plan.memory import FixedMemory
+from gracetune.plan.search import Constraints, compare_with_run_file, find_best_plan
+from gracetune.plan.trace import TraceTarget, trace_model
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import CacheSection, DatasetSection, RunFile
     from gracetune.models.family import Family
-    from gracetune.plan.machines import Basics
-    from gracetune.plan.meta_models import Outline
+    from gracetune.plan.machines import MachineRates
+    from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.result import FrozenCompute
-    from gracetune.plan.search import PlanBudget, Planned
+    from gracetune.plan.search import PlanBudget, SearchResult
     from gracetune.plan.shapes import ModelShapes
 
 
@@ -39,38 +38,40 @@ TRACED_BATCH = 2
 """Of one sample, some operations would be views that are none for two."""
 
 
-def traced(
-    subject: Subject,
-    basics: Basics,
+def build_cost_model(
+    subject: TraceTarget,
+    basics: MachineRates,
     frozen_compute: FrozenCompute = "bf16",
     stored_share: float = 1.0,
     plain_checkpointing: bool = False,
 ) -> CostModel:
     """A model on a machine, ready to be asked; `stored_share` is what quantised weights take."""
     shapes = trace_model(subject, TRACED_BATCH)
-    return CostModel(shapes, speeds_of(basics), frozen_compute, stored_share, plain_checkpointing)
+    return CostModel(
+        shapes, effective_rates(basics), frozen_compute, stored_share, plain_checkpointing
+    )
 
 
 def make_plan(
-    subject: Subject,
-    basics: Basics,
-    fixed: Fixed,
+    subject: TraceTarget,
+    basics: MachineRates,
+    fixed: FixedMemory,
     budget: PlanBudget,
     wishes: Constraints,
     *,
     frozen_compute: FrozenCompute = "bf16",
     stored_share: float = 1.0,
     simulated: bool = False,
-) -> Planned:
+) -> SearchResult:
     """Trace the model and choose how to run it, beside how it would run as written."""
-    model = traced(subject, basics, frozen_compute, stored_share)
-    planned = choose(model, fixed, budget, wishes, simulated)
-    return compared(planned, model, fixed, budget, wishes)
+    model = build_cost_model(subject, basics, frozen_compute, stored_share)
+    planned = find_best_plan(model, fixed, budget, wishes, simulated)
+    return compare_with_run_file(planned, model, fixed, budget, wishes)
 
 
-def family_subject(
+def family_trace_target(
     family: Family, latent_shape: Sequence[int], text: Mapping[str, Tensor]
-) -> Subject:
+) -> TraceTarget:
     """A loaded family with its adapter in place, for the tracer; of two experts, a trained one.
 
     `latent_shape` is of one encoded sample, `text` a batch of any size as `stack_text` makes it.
@@ -96,11 +97,11 @@ def family_subject(
         return {"encoded": torch.empty(batch, *latent_shape), "levels": torch.empty(batch), **texts}
 
     def predict(called: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        noisy, given = family.parts(batch["encoded"])
+        noisy, given = family.split_encoded(batch["encoded"])
         conditions = {name: batch[name] for name in text} | given
         return family.predict(called, noisy, batch["levels"], conditions)
 
-    return Subject(family.name, model, blocks, inputs, predict, _products(model))
+    return TraceTarget(family.name, model, blocks, inputs, predict, _products(model))
 
 
 def _products(model: nn.Module) -> torch.dtype | None:
@@ -125,16 +126,16 @@ MASTER_NBYTES = 4
 """Of each trained number: a copy in fp32 that updates are added to."""
 STATE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the optimizer's state, what may live in host memory where nobody has said."""
-STORED_SHARES = {"none": 1.0, "fp8": 0.5, "int8": 0.5, "nf4": 0.2656}
+QUANTIZED_SHARES = {"none": 1.0, "fp8": 0.5, "int8": 0.5, "nf4": 0.2656}
 """Of bf16 weights, what quantised ones take: nf4 has a scale for every 64 numbers."""
 
 
-def settings_of(run: RunFile) -> PlanSection:
+def plan_settings(run: RunFile) -> PlanSection:
     """The section, also where the run file only says `auto` or `off`."""
     return run.plan if isinstance(run.plan, PlanSection) else PlanSection()
 
 
-def picture_of(run: RunFile) -> SampleShape:
+def largest_sample(run: RunFile) -> SampleShape:
     """The largest sample of the run: a plan that fits it fits all buckets."""
     if not run.datasets:
         raise ConfigError(
@@ -154,9 +155,9 @@ def _picture(section: DatasetSection) -> SampleShape:
     return SampleShape(width, edge, frames)
 
 
-def wishes_of(run: RunFile) -> Constraints:
+def constraints_of(run: RunFile) -> Constraints:
     """What the run file leaves to the planner."""
-    settings = settings_of(run)
+    settings = plan_settings(run)
     batch = run.train.batch_size
     ramp = run.gh200_optimizations
     samples = batch * run.train.gradient_accumulation_steps
@@ -170,7 +171,7 @@ def wishes_of(run: RunFile) -> Constraints:
         stream=settings.stream and run.adapter is not None,  # what is trained cannot stream
         offload=settings.offload,
         host_state=_host_state(run),
-        written=batch,
+        run_file_batch=batch,
     )
 
 
@@ -186,7 +187,7 @@ def _host_state(run: RunFile) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedSize:
     """What one expert trains."""
 
     nbytes: int
@@ -196,29 +197,29 @@ class Trained:
     """What that passes through on the device, where it lives in host memory."""
 
 
-def fixed_of(
-    run: RunFile, outline: Outline, trained: Trained, samples: int | None, device_nbytes: int
-) -> Fixed:
+def fixed_memory_of(
+    run: RunFile, outline: MetaModel, trained: TrainedSize, samples: int | None, device_nbytes: int
+) -> FixedMemory:
     """What the run takes whatever is chosen; of a data set, as far as its size is known."""
-    latents, text = cache_nbytes(outline)
+    latents, text = cached_sample_nbytes(outline)
     cache = run.cache_config
     asked = cache.device_budget_gb
     texts = sys.maxsize if samples is None else samples * text
-    fixed = Fixed(
+    fixed = FixedMemory(
         optimizer_nbytes=outline.experts * trained.state_nbytes,
         experts=outline.experts,
         device_caches_nbytes=0 if asked is None else min(texts, int(asked * GIB)),
         text_nbytes=texts,
         text_part=HOT_SHARE if asked is None else 0,
         host_caches_nbytes=_in_host(cache, latents, text, samples),
-        library_nbytes=int(FITTED["library_nbytes"].value),
+        library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
         state_slots_nbytes=trained.state_slots_nbytes,
         averages_nbytes=outline.experts * trained.nbytes if run.train.ema_decay else 0,
     )
-    return fixed.within(device_nbytes)
+    return fixed.for_budget(device_nbytes)
 
 
-def cache_nbytes(outline: Outline) -> tuple[int, int]:
+def cached_sample_nbytes(outline: MetaModel) -> tuple[int, int]:
     """Of one encoded sample: its latents, and its text with padding."""
     itemsize = outline.dtype.itemsize
     return itemsize * prod(outline.encoded.latent_shape), itemsize * prod(
@@ -252,10 +253,10 @@ class MemoryRow:
 
 
 def memory_table(
-    outline: Outline, shapes: ModelShapes, trained: Trained, samples: int
+    outline: MetaModel, shapes: ModelShapes, trained: TrainedSize, samples: int
 ) -> Iterator[MemoryRow]:
     """Of a data set of so many samples, and of a step with one of them."""
-    latents, text = cache_nbytes(outline)
+    latents, text = cached_sample_nbytes(outline)
     experts = outline.experts
     both = " of both experts" if experts == 2 else ""
     yield MemoryRow(f"latents of {samples} samples", samples * latents)
@@ -264,7 +265,7 @@ def memory_table(
     )
     yield MemoryRow(f"frozen weights{both}", experts * shapes.frozen_nbytes)
     yield MemoryRow(f"adapters{both}", experts * trained.nbytes)
-    yield MemoryRow(f"adapters{both}, copied for products", experts * shapes.copies_nbytes)
+    yield MemoryRow(f"adapters{both}, copied for products", experts * shapes.cast_copies_nbytes)
     yield MemoryRow("gradients of one step", trained.nbytes)
     yield MemoryRow(f"optimizer state{both}", experts * trained.state_nbytes)
     blocks = shapes.blocks

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from gracetune.plan.result import ROLES
-from gracetune.plan.search import CLOSE
+from gracetune.plan.search import TIE_MARGIN
 from gracetune.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gracetune.plan.result import Plan
-    from gracetune.plan.search import AsWritten, PlanBudget, Planned
+    from gracetune.plan.search import PlanBudget, RunFileBatchPlan, SearchResult
 
 WAYS = {
     ("keep", False): "kept",
@@ -28,7 +28,7 @@ NOTICEABLE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class ReportHeading:
     """What a plan is for."""
 
     model: str
@@ -42,7 +42,7 @@ class Heading:
     """Whether a ramp decides how often a micro-batch is accumulated."""
 
 
-def lines(planned: Planned, heading: Heading) -> Iterator[str]:
+def report_lines(planned: SearchResult, heading: ReportHeading) -> Iterator[str]:
     """The whole report, a line at a time."""
     best = planned.best
     simulated = ", simulated from published figures" if best.simulated else ", measured now"
@@ -51,7 +51,7 @@ def lines(planned: Planned, heading: Heading) -> Iterator[str]:
     yield from (f"note: {note}" for note in heading.notes)
     yield ""
     yield f"plan: {describe(best)}"
-    yield f"      {speed(best)}"
+    yield f"      {describe_speed(best)}"
     if planned.as_written is not None:
         yield from _as_written(planned.as_written, best, heading.has_ramp)
     yield ""
@@ -66,10 +66,10 @@ def lines(planned: Planned, heading: Heading) -> Iterator[str]:
     if planned.others:
         yield ""
         yield f"next best, of {planned.num_tried} that were predicted{_close(planned)}:"
-        yield from (f"  {speed(other)}: {describe(other)}" for other in planned.others)
+        yield from (f"  {describe_speed(other)}: {describe(other)}" for other in planned.others)
 
 
-def as_json(planned: Planned, heading: Heading) -> dict[str, object]:
+def report_json(planned: SearchResult, heading: ReportHeading) -> dict[str, object]:
     """The same for machines; bytes are plain numbers."""
     return {
         "model": heading.model,
@@ -94,7 +94,7 @@ def describe(plan: Plan) -> str:
     return f"batch {plan.batch}{times}, {how}{fp8}; {where}"
 
 
-def speed(plan: Plan) -> str:
+def describe_speed(plan: Plan) -> str:
     """How fast, and in how much memory."""
     return (
         f"{plan.samples_per_second:.3f} samples/s, {plan.seconds.step:.3f} s a micro-batch, "
@@ -102,7 +102,7 @@ def speed(plan: Plan) -> str:
     )
 
 
-def to_set(plan: Plan, has_ramp: bool) -> dict[str, int]:
+def settings_to_change(plan: Plan, has_ramp: bool) -> dict[str, int]:
     """What a run file must say for this plan's batch; a ramp finds the accumulation itself."""
     settings = {"train.batch_size": plan.batch}
     if not has_ramp:
@@ -110,7 +110,7 @@ def to_set(plan: Plan, has_ramp: bool) -> dict[str, int]:
     return settings
 
 
-def reasons(planned: Planned, budget: PlanBudget) -> list[str]:
+def reasons(planned: SearchResult, budget: PlanBudget) -> list[str]:
     """Why this plan: what each decision buys, in its own numbers."""
     best, found = planned.best, []
     seconds = best.seconds
@@ -168,22 +168,22 @@ def _within(budget: PlanBudget) -> str:
     return f"within {device} of device memory {allocator} and {host} of host memory"
 
 
-def _as_written(written: AsWritten, best: Plan, has_ramp: bool) -> Iterator[str]:
+def _as_written(written: RunFileBatchPlan, best: Plan, has_ramp: bool) -> Iterator[str]:
     yield f"as written: `gracetune train` keeps the run file's batch of {written.batch}:"
     if written.plan is None:
         yield f"      nothing fits. {written.why}"
     else:
         yield f"      {describe(written.plan)}"
-        yield f"      {speed(written.plan)}"
+        yield f"      {describe_speed(written.plan)}"
         if written.plan.samples_per_second >= best.samples_per_second:
             yield "      which is as fast: there is nothing to set"
             return
-    settings = to_set(best, has_ramp)
+    settings = settings_to_change(best, has_ramp)
     words = " and ".join(f"{key} to {value}" for key, value in settings.items())
     yield f"      for the plan's, set {words}: a step has as many samples"
 
 
-def _as_written_json(planned: Planned, heading: Heading) -> dict[str, object] | None:
+def _as_written_json(planned: SearchResult, heading: ReportHeading) -> dict[str, object] | None:
     written = planned.as_written
     if written is None:
         return None
@@ -191,15 +191,17 @@ def _as_written_json(planned: Planned, heading: Heading) -> dict[str, object] | 
         "batch": written.batch,
         "plan": None if written.plan is None else _plan_json(written.plan),
         "why": written.why,
-        "set": to_set(planned.best, heading.has_ramp),
+        "set": settings_to_change(planned.best, heading.has_ramp),
     }
 
 
-def _close(planned: Planned) -> str:
+def _close(planned: SearchResult) -> str:
     """Why a faster one may be among the others."""
     if planned.others[0].samples_per_second <= planned.best.samples_per_second:
         return ""
-    return f" (a plan with less machinery is taken before one that is up to {CLOSE:.1%} faster)"
+    return (
+        f" (a plan with less machinery is taken before one that is up to {TIE_MARGIN:.1%} faster)"
+    )
 
 
 def _activation_reason(plan: Plan) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Weights = Literal["resident", "streamed"]
-Activations = Literal["keep", "lean", "recompute", "offload"]
+WeightPlacement = Literal["resident", "streamed"]
+ActivationMode = Literal["keep", "lean", "recompute", "offload"]
 """What backward finds of a block's forward pass.
 
 `keep`: all that it saved. `lean`: outputs of matrix products and attention; cheap work between
@@ -22,9 +22,9 @@ Role = Literal[
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-IN_FLIGHT = 2
+MAX_BLOCKS_IN_FLIGHT = 2
 """Blocks whose activations may be on their way out at once, the running one among them."""
-AHEAD = 1
+ACTIVATION_PREFETCH = 1
 """Blocks whose activations are brought back before backward reaches them, as a run begins."""
 
 
@@ -32,8 +32,8 @@ AHEAD = 1
 class BlockPlan:
     """One block of the model, in the order of forward."""
 
-    weights: Weights
-    activations: Activations
+    weights: WeightPlacement
+    activations: ActivationMode
     offload_input: bool = False
     """Whether what `recompute` starts from waits in host memory."""
 

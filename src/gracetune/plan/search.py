@@ -13,24 +13,24 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from gracetune.errors import GracetuneError
-from gracetune.plan.memory import Fixed, device_bytes, host_bytes
+from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
 from gracetune.plan.result import BlockPlan, Plan
-from gracetune.plan.simulate import PlanCandidate, least_seconds, predict_seconds
+from gracetune.plan.simulate import PlanCandidate, lower_bound_seconds, predict_seconds
 from gracetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from gracetune.plan.cost import CostModel
-    from gracetune.plan.result import Activations, Weights
+    from gracetune.plan.result import ActivationMode, WeightPlacement
 
-    Treatment = tuple[Activations, bool]
+    Treatment = tuple[ActivationMode, bool]
     """Of activations, and whether a recomputed block's input is offloaded."""
 
 
-CLOSE = 0.005
+TIE_MARGIN = 0.005
 """Plans within this share of the fastest are as fast: the simpler one is taken."""
-RUNNERS_UP = 4
+MAX_ALTERNATIVES = 4
 
 
 class PlanError(GracetuneError):
@@ -38,7 +38,7 @@ class PlanError(GracetuneError):
 
 
 @dataclass(frozen=True, slots=True)
-class AsWritten:
+class RunFileBatchPlan:
     """What a run gets with the micro-batch of its run file, which training keeps."""
 
     batch: int
@@ -49,29 +49,33 @@ class AsWritten:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class SearchResult:
     """The plan, and what else there was."""
 
     best: Plan
     others: tuple[Plan, ...]
     """The best of other kinds, fastest first."""
     num_tried: int
-    as_written: AsWritten | None = None
+    as_written: RunFileBatchPlan | None = None
     """None: nobody asked, or the plan has the run file's own batch."""
 
 
-def choose(
-    model: CostModel, fixed: Fixed, budget: PlanBudget, wishes: Constraints, simulated: bool
-) -> Planned:
+def find_best_plan(
+    model: CostModel, fixed: FixedMemory, budget: PlanBudget, wishes: Constraints, simulated: bool
+) -> SearchResult:
     """The fastest plan within the budget; an error names the least that would do."""
-    wishes = wishes.within(budget)
+    wishes = wishes.for_budget(budget)
     if not wishes.batch_sizes():
         raise PlanError(
             f"a step of {wishes.samples} samples cannot be made of micro-batches of "
             f"{' or '.join(map(str, wishes.batches or ()))}. Name a batch that divides it."
         )
     open_choices = sorted(
-        (least_seconds(model.at(choice.batch), choice, model.speeds) / choice.batch, number, choice)
+        (
+            lower_bound_seconds(model.at(choice.batch), choice, model.speeds) / choice.batch,
+            number,
+            choice,
+        )
         for number, choice in enumerate(candidates(model, fixed, budget, wishes))
     )
     if not open_choices:
@@ -80,7 +84,7 @@ def choose(
     kinds: dict[object, float] = {}
     for least, _, choice in open_choices:
         fastest = sorted(kinds.values())
-        if len(fastest) > RUNNERS_UP and least > fastest[RUNNERS_UP]:
+        if len(fastest) > MAX_ALTERNATIVES and least > fastest[MAX_ALTERNATIVES]:
             break
         if least > kinds.get(_kind(choice), float("inf")):
             continue
@@ -91,24 +95,30 @@ def choose(
     best = _simplest(plans)
     best = _stream_less(model, best, fixed, budget, simulated)
     others = _others(plans, best)
-    return Planned(best, others, len(plans))
+    return SearchResult(best, others, len(plans))
 
 
-def compared(
-    planned: Planned, model: CostModel, fixed: Fixed, budget: PlanBudget, wishes: Constraints
-) -> Planned:
+def compare_with_run_file(
+    planned: SearchResult,
+    model: CostModel,
+    fixed: FixedMemory,
+    budget: PlanBudget,
+    wishes: Constraints,
+) -> SearchResult:
     """The same, with what the run file's own micro-batch would get where the plan has another."""
-    best, batch = planned.best, wishes.written
+    best, batch = planned.best, wishes.run_file_batch
     if batch is None or best.batch == batch:
         return planned
     try:
-        written = choose(model, fixed, budget, replace(wishes, batches=(batch,)), best.simulated)
+        written = find_best_plan(
+            model, fixed, budget, replace(wishes, batches=(batch,)), best.simulated
+        )
     except PlanError as error:
-        return replace(planned, as_written=AsWritten(batch, None, str(error)))
-    return replace(planned, as_written=AsWritten(batch, written.best))
+        return replace(planned, as_written=RunFileBatchPlan(batch, None, str(error)))
+    return replace(planned, as_written=RunFileBatchPlan(batch, written.best))
 
 
-def predict(model: CostModel, choice: PlanCandidate, fixed: Fixed, simulated: bool) -> Plan:
+def predict(model: CostModel, choice: PlanCandidate, fixed: FixedMemory, simulated: bool) -> Plan:
     """What one choice takes."""
     costs = model.at(choice.batch)
     return Plan(
@@ -138,7 +148,7 @@ def _kind(plan: Plan | PlanCandidate) -> object:
 def _simplest(plans: list[Plan]) -> Plan:
     """Of the fastest, the one with the least machinery."""
     top = max(plan.samples_per_second for plan in plans)
-    close = [plan for plan in plans if plan.samples_per_second >= top * (1 - CLOSE)]
+    close = [plan for plan in plans if plan.samples_per_second >= top * (1 - TIE_MARGIN)]
     return min(
         close,
         key=lambda plan: (
@@ -152,7 +162,7 @@ def _simplest(plans: list[Plan]) -> Plan:
 
 
 def _stream_less(
-    model: CostModel, plan: Plan, fixed: Fixed, budget: PlanBudget, simulated: bool
+    model: CostModel, plan: Plan, fixed: FixedMemory, budget: PlanBudget, simulated: bool
 ) -> Plan:
     """Let weights stay that have room: the coarse search leaves some."""
     few, many = 0, len(plan.streamed)
@@ -166,11 +176,11 @@ def _stream_less(
     if many == len(plan.streamed):
         return plan
     fewer = predict(model, _with_streamed(plan, many), fixed, simulated)
-    return fewer if fewer.seconds.step <= plan.seconds.step * (1 + CLOSE) else plan
+    return fewer if fewer.seconds.step <= plan.seconds.step * (1 + TIE_MARGIN) else plan
 
 
 def _with_streamed(plan: Plan, count: int) -> PlanCandidate:
-    inside = set(spread(count, len(plan.blocks))) if count else set()
+    inside = set(evenly_spaced(count, len(plan.blocks))) if count else set()
     blocks = tuple(
         replace(block, weights="streamed" if index in inside else "resident")
         for index, block in enumerate(plan.blocks)
@@ -188,15 +198,17 @@ def _others(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
         if _kind(plan) not in shown:
             shown.add(_kind(plan))
             others.append(plan)
-    return tuple(others[:RUNNERS_UP])
+    return tuple(others[:MAX_ALTERNATIVES])
 
 
-def _too_small(model: CostModel, fixed: Fixed, budget: PlanBudget, wishes: Constraints) -> str:
+def _too_small(
+    model: CostModel, fixed: FixedMemory, budget: PlanBudget, wishes: Constraints
+) -> str:
     """Which tier lacks how much, and what would help."""
-    least = leanest(model, fixed, budget, wishes)
+    least = smallest_candidate(model, fixed, budget, wishes)
 
     def need(device_nbytes: int) -> int:
-        return device_need(model, least, fixed.within(device_nbytes), budget)
+        return required_device_nbytes(model, least, fixed.for_budget(device_nbytes), budget)
 
     if need(budget.device_nbytes) > budget.device_nbytes:
         kind = "memory, which host and device share," if budget.one_memory else "device memory"
@@ -312,7 +324,7 @@ class Constraints:
     slots: tuple[int, ...] = (3, 2, 4)
     host_state: tuple[float, ...] = (0.0,)
     """Shares of the optimizer's state that may live in host memory."""
-    written: int | None = None
+    run_file_batch: int | None = None
     """The run file's own micro-batch, to hold beside a plan with another; none: nobody asks."""
 
     def batch_sizes(self) -> list[int]:
@@ -320,7 +332,7 @@ class Constraints:
         divisors = [n for n in range(self.samples, 0, -1) if self.samples % n == 0]
         return [n for n in divisors if self.batches is None or n in self.batches]
 
-    def within(self, budget: PlanBudget) -> Constraints:
+    def for_budget(self, budget: PlanBudget) -> Constraints:
         """What is left of them where host and device are one memory: there is nothing to move."""
         if not budget.one_memory:
             return self
@@ -328,7 +340,7 @@ class Constraints:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PartialCandidate:
     """A choice without its activations."""
 
     num_blocks: int
@@ -339,14 +351,16 @@ class Frame:
     compiled: bool
     host_state: float
 
-    def choice(self, first: Sequence[Treatment], last: Treatment, num_last: int) -> PlanCandidate:
+    def candidate(
+        self, first: Sequence[Treatment], last: Treatment, num_last: int
+    ) -> PlanCandidate:
         """With the first blocks treated in turns, and so many last ones in their own way."""
         inside = set(self.streamed)
         blocks = []
         for index in range(self.num_blocks):
             is_last = index >= self.num_blocks - num_last
             activations, offload_input = last if is_last else first[index % len(first)]
-            weights: Weights = "streamed" if index in inside else "resident"
+            weights: WeightPlacement = "streamed" if index in inside else "resident"
             blocks.append(BlockPlan(weights, activations, offload_input))
         accumulation = self.samples // self.batch
         return PlanCandidate(
@@ -355,7 +369,7 @@ class Frame:
 
 
 def candidates(
-    model: CostModel, fixed: Fixed, budget: PlanBudget, wishes: Constraints
+    model: CostModel, fixed: FixedMemory, budget: PlanBudget, wishes: Constraints
 ) -> Iterator[PlanCandidate]:
     """Every choice that fits, each with as many fast blocks as there is room for."""
 
@@ -370,32 +384,38 @@ def candidates(
                 yield found
 
 
-def _frames(model: CostModel, wishes: Constraints) -> Iterator[Frame]:
+def _frames(model: CostModel, wishes: Constraints) -> Iterator[PartialCandidate]:
     for batch, compiled, share in product(wishes.batch_sizes(), wishes.compile, wishes.host_state):
         for streamed, slots in _streams(model.num_blocks, wishes):
-            yield Frame(model.num_blocks, streamed, slots, batch, wishes.samples, compiled, share)
+            yield PartialCandidate(
+                model.num_blocks, streamed, slots, batch, wishes.samples, compiled, share
+            )
 
 
-def fits(model: CostModel, choice: PlanCandidate, fixed: Fixed, budget: PlanBudget) -> bool:
+def fits(model: CostModel, choice: PlanCandidate, fixed: FixedMemory, budget: PlanBudget) -> bool:
     """Whether both tiers have room."""
     host = host_bytes(model.at(choice.batch), choice, fixed).total
     return host <= budget.host_nbytes and fits_device(model, choice, fixed, budget)
 
 
-def fits_device(model: CostModel, choice: PlanCandidate, fixed: Fixed, budget: PlanBudget) -> bool:
+def fits_device(
+    model: CostModel, choice: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
+) -> bool:
     """Whether the device has room, for the allocator's losses too."""
-    return device_need(model, choice, fixed, budget) <= budget.device_nbytes
+    return required_device_nbytes(model, choice, fixed, budget) <= budget.device_nbytes
 
 
-def device_need(model: CostModel, choice: PlanCandidate, fixed: Fixed, budget: PlanBudget) -> int:
+def required_device_nbytes(
+    model: CostModel, choice: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
+) -> int:
     """Device memory at its fullest, with what an allocator loses; of one memory, the host's too."""
     costs = model.at(choice.batch)
     need = ceil(device_bytes(costs, choice, fixed).total * (1 + budget.fragmentation))
     return need + host_bytes(costs, choice, fixed).total if budget.one_memory else need
 
 
-def leanest(
-    model: CostModel, fixed: Fixed, budget: PlanBudget, wishes: Constraints
+def smallest_candidate(
+    model: CostModel, fixed: FixedMemory, budget: PlanBudget, wishes: Constraints
 ) -> PlanCandidate:
     """What needs least of the device, of all that is offered.
 
@@ -403,14 +423,14 @@ def leanest(
     accumulated, and slots, take room too.
     """
     choices = (
-        frame.choice(first, last, 0)
+        frame.candidate(first, last, 0)
         for frame in _frames(model, wishes)
         for first, last in _mixes(frame.compiled, wishes)
     )
-    return min(choices, key=lambda choice: device_need(model, choice, fixed, budget))
+    return min(choices, key=lambda choice: required_device_nbytes(model, choice, fixed, budget))
 
 
-def spread(count: int, num_blocks: int) -> tuple[int, ...]:
+def evenly_spaced(count: int, num_blocks: int) -> tuple[int, ...]:
     """So many blocks, as evenly as can be: the link then always has some work."""
     return tuple(index * num_blocks // count for index in range(count))
 
@@ -425,7 +445,7 @@ def _streams(num_blocks: int, wishes: Constraints) -> Iterator[tuple[tuple[int, 
     for count in sorted(n for n in counts if n <= num_blocks):
         for slots in wishes.slots:
             if slots < count or slots == min(wishes.slots):
-                yield spread(count, num_blocks), slots
+                yield evenly_spaced(count, num_blocks), slots
 
 
 def _mixes(
@@ -437,19 +457,19 @@ def _mixes(
 
 
 def _most(
-    frame: Frame,
+    frame: PartialCandidate,
     first: tuple[Treatment, ...],
     last: Treatment,
     fit: Callable[[PlanCandidate], bool],
 ) -> PlanCandidate | None:
     """As many last blocks as fit; none where not even the first kind does."""
     few, many = 0, frame.num_blocks
-    best = frame.choice(first, last, few)
+    best = frame.candidate(first, last, few)
     if not fit(best):
         return None
     while few < many:
         middle = (few + many + 1) // 2
-        choice = frame.choice(first, last, middle)
+        choice = frame.candidate(first, last, middle)
         if fit(choice):
             few, best = middle, choice
         else:

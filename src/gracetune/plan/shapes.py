@@ -34,19 +34,19 @@ class Op:
     frozen: bool = False
     """Whether it is a product with a frozen weight, which may be done in fp8."""
     backward: bool = False
-    extent: tuple[int, ...] = ()
+    dims: tuple[int, ...] = ()
     """Of a product with a weight: rows, inner and outer width. Of attention: samples, heads,
     queries, keys, width of a head. The first grows with the batch; empty: nobody can time it."""
-    own: bool = False
+    starts_custom_op: bool = False
     """Whether it is the first kernel of one of our operators."""
-    holds_frozen: bool = False
+    reads_frozen_weight: bool = False
     """Whether the weight is frozen itself, and not of the adapter inside one of our operators."""
-    recipe: ReplayCall | None = None
+    replay: ReplayCall | None = None
     """Of an elementwise kernel that is not compiled: the call that makes it run on a device."""
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class HostCalls:
     """What queueing one pass gives the host to do."""
 
     dispatched: float = 0.0
@@ -55,20 +55,20 @@ class Calls:
     """Kernels that are launched, those inside of our operators too."""
     views: float = 0.0
     """Operators that only look at memory, or only take it."""
-    own: float = 0.0
+    custom_ops: float = 0.0
     """Operators of ours, which are Python inside."""
-    saved: float = 0.0
+    saved_tensors: float = 0.0
     """Tensors that autograd saves in forward and reads in backward."""
-    policed: float = 0.0
+    policy_calls: float = 0.0
     """Of the operators, those that a policy is asked about."""
-    kept: float = 0.0
+    policy_saves: float = 0.0
     """Of those, the ones whose results it keeps."""
-    entering: float = 0.0
+    entry_cost: float = 0.0
     """What comes before the first kernel, in operators that the host could call meanwhile."""
 
-    def times(self, factor: float) -> Calls:
+    def scaled(self, factor: float) -> HostCalls:
         """Each kind so many times as often."""
-        return Calls(*(count * factor for count in astuple(self)))
+        return HostCalls(*(count * factor for count in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,14 @@ class Trace:
     backward_peak_nbytes: int
     """Most that backward has at once, of what is still saved and work; weights' gradients apart."""
 
-    turned_nbytes: int = 0
+    transposed_nbytes: int = 0
     """Of a weight that lies another way round beside that: it does not grow with the batch."""
-    num_read: int | None = None
+    num_needed: int | None = None
     """Kernels of forward up to the last that backward reads from; none: all of them."""
-    forward_calls: Calls = Calls()
-    again_calls: Calls = Calls()
+    forward_calls: HostCalls = HostCalls()
+    recompute_calls: HostCalls = HostCalls()
     """Of forward, made once more on the way back."""
-    backward_calls: Calls = Calls()
+    backward_calls: HostCalls = HostCalls()
 
     @property
     def flops(self) -> float:
@@ -102,7 +102,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class TracesByMode:
     """A block by what it keeps; backward has what is done again."""
 
     keep: Trace
@@ -110,21 +110,23 @@ class Ways:
     recompute: Trace
 
 
-def done_again(keep: Trace, kept: Sequence[Op], input_nbytes: int, policed: bool = True) -> Trace:
+def recomputed_trace(
+    keep: Trace, kept: Sequence[Op], input_nbytes: int, policed: bool = True
+) -> Trace:
     """A block that keeps its input and what some kernels gave, and does the others twice.
 
     Checkpointing stops where backward has all it reads; a policy is asked about every operator.
     What it has kept launches no kernel, but the host runs the Python around it again.
     """
     stays = {id(op) for op in kept}
-    again = tuple(op for op in keep.forward[: keep.num_read] if id(op) not in stays)
+    again = tuple(op for op in keep.forward[: keep.num_needed] if id(op) not in stays)
     there = keep.forward_calls
-    twice = there.times(1.0 if keep.num_read is None else keep.num_read / len(keep.forward))
+    twice = there.scaled(1.0 if keep.num_needed is None else keep.num_needed / len(keep.forward))
     twice = replace(twice, kernels=float(len(again)))
     if policed:
         num_kept = sum(op.out_nbytes > 0 for op in kept)  # of one of ours, the last kernel's
-        there = replace(there, policed=there.dispatched, kept=float(num_kept))
-        twice = replace(twice, policed=twice.dispatched)
+        there = replace(there, policy_calls=there.dispatched, policy_saves=float(num_kept))
+        twice = replace(twice, policy_calls=twice.dispatched)
     saved_nbytes = int(sum(op.out_nbytes for op in kept))
     return Trace(
         forward=keep.forward,
@@ -137,14 +139,14 @@ def done_again(keep: Trace, kept: Sequence[Op], input_nbytes: int, policed: bool
             keep.forward_peak_nbytes + input_nbytes, keep.backward_peak_nbytes
         ),
         forward_calls=there,
-        again_calls=twice,
+        recompute_calls=twice,
         backward_calls=keep.backward_calls,
     )
 
 
-def checkpointed(keep: Trace, input_nbytes: int) -> Trace:
+def plain_checkpointing_trace(keep: Trace, input_nbytes: int) -> Trace:
     """As torch's own checkpointing does it: the input alone is kept, and all is done again."""
-    return done_again(keep, (), input_nbytes, policed=False)
+    return recomputed_trace(keep, (), input_nbytes, policed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +157,9 @@ class BlockShapes:
     trained_nbytes: int
     input_nbytes: int
     """Of what flows from block to block: what `recompute` must remember."""
-    eager: Ways
-    compiled: Ways
-    copies_nbytes: int = 0
+    eager: TracesByMode
+    compiled: TracesByMode
+    cast_copies_nbytes: int = 0
     """Of what is trained, once a pass, in the type of the products; 0: it is used as it is."""
     num_trained: int = 0
     """Tensors that are trained."""
@@ -165,7 +167,7 @@ class BlockShapes:
     @property
     def gradients_nbytes(self) -> int:
         """What backward leaves: gradients of the copies, where there are any."""
-        return self.copies_nbytes or self.trained_nbytes
+        return self.cast_copies_nbytes or self.trained_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +202,9 @@ class ModelShapes:
         return self.outside_trained_nbytes + sum(block.trained_nbytes for block in self.blocks)
 
     @property
-    def copies_nbytes(self) -> int:
+    def cast_copies_nbytes(self) -> int:
         """Of those, copies in the type of the products."""
-        return sum(block.copies_nbytes for block in self.blocks)
+        return sum(block.cast_copies_nbytes for block in self.blocks)
 
 
 # ------------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ class _Several:
     members: tuple[object, ...]
 
 
-def recipe_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplayCall:
+def record_call(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplayCall:
     """What to write down of a call."""
     named = tuple((name, _described(value)) for name, value in sorted(kwargs.items()))
     placed = [_described(value) for value in args]
@@ -273,7 +275,7 @@ def recipe_of(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return ReplayCall(func, tuple(placed), named)
 
 
-def prepared(recipe: ReplayCall, device: torch.device) -> Callable[[], object]:
+def replay_on(recipe: ReplayCall, device: torch.device) -> Callable[[], object]:
     """The same call, with tensors of its own, on this device."""
     args = [_remade(value, device) for value in recipe.args]
     kwargs = {name: _remade(value, device) for name, value in recipe.kwargs}

@@ -12,50 +12,52 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from gracetune.offload.ring import prefetches, slot_to_refill
-from gracetune.plan.result import AHEAD, IN_FLIGHT, Seconds
+from gracetune.plan.result import ACTIVATION_PREFETCH, MAX_BLOCKS_IN_FLIGHT, Seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.plan.cost import Costs, Parts, Way
-    from gracetune.plan.machines import Speeds
+    from gracetune.plan.cost import ModeCosts, ModelCosts, PassSeconds
+    from gracetune.plan.machines import EffectiveRates
     from gracetune.plan.result import BlockPlan
 
 
-Lane = Literal["compute", "weights_in", "activations_in", "activations_out", "host"]
-LANES: tuple[Lane, ...] = get_args(Lane)
-INWARD = (LANES.index("weights_in"), LANES.index("activations_in"))
-OUTWARD = LANES.index("activations_out")
-COMPUTE = LANES.index("compute")
-HOST = LANES.index("host")
+Stream = Literal["compute", "weights_in", "activations_in", "activations_out", "host"]
+STREAMS: tuple[Stream, ...] = get_args(Stream)
+INWARD = (STREAMS.index("weights_in"), STREAMS.index("activations_in"))
+OUTWARD = STREAMS.index("activations_out")
+COMPUTE = STREAMS.index("compute")
+HOST = STREAMS.index("host")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """Work of so many seconds, were it alone."""
 
-    lane: int
+    stream: int
     seconds: float
-    after: tuple[int, ...] = ()
+    dependencies: tuple[int, ...] = ()
     """Numbers of tasks that must be done first; each is smaller than this task's own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class TaskTimes:
     """When each task began and ended."""
 
-    begins: tuple[float, ...]
+    starts: tuple[float, ...]
     ends: tuple[float, ...]
 
 
-def simulate(tasks: Sequence[Task], both_ways_share: float) -> Times:
+def simulate(tasks: Sequence[Task], both_ways_share: float) -> TaskTimes:
     """Run the tasks in order of events."""
-    queues: list[list[int]] = [[] for _ in LANES]
+    queues: list[list[int]] = [[] for _ in STREAMS]
     for number, task in enumerate(tasks):
-        assert all(other < number for other in task.after), f"task {number} waits for later ones"
-        queues[task.lane].append(number)
-    heads = [0] * len(LANES)
-    left = [-1.0] * len(LANES)
+        assert all(other < number for other in task.dependencies), (
+            f"task {number} waits for later ones"
+        )
+        queues[task.stream].append(number)
+    heads = [0] * len(STREAMS)
+    left = [-1.0] * len(STREAMS)
     """Seconds of work left of each lane's running task; below zero: none runs."""
     begins = [0.0] * len(tasks)
     ends = [-1.0] * len(tasks)
@@ -65,7 +67,7 @@ def simulate(tasks: Sequence[Task], both_ways_share: float) -> Times:
         for lane, queue in enumerate(queues):
             if left[lane] < 0 and heads[lane] < len(queue):
                 number = queue[heads[lane]]
-                if all(ends[other] >= 0 for other in tasks[number].after):
+                if all(ends[other] >= 0 for other in tasks[number].dependencies):
                     left[lane] = tasks[number].seconds
                     begins[number] = now
         rates = _rates(left, both_ways_share)
@@ -80,7 +82,7 @@ def simulate(tasks: Sequence[Task], both_ways_share: float) -> Times:
                 ends[queues[lane][heads[lane]]] = now
                 heads[lane] += 1
                 done += 1
-    return Times(tuple(begins), tuple(ends))
+    return TaskTimes(tuple(begins), tuple(ends))
 
 
 def _rates(left: Sequence[float], both_ways_share: float) -> list[float]:
@@ -102,9 +104,9 @@ def _rates(left: Sequence[float], both_ways_share: float) -> list[float]:
 # that, which steps in a row cannot.
 
 
-WEIGHTS_IN = LANES.index("weights_in")
-ACTIVATIONS_IN = LANES.index("activations_in")
-ACTIVATIONS_OUT = LANES.index("activations_out")
+WEIGHTS_IN = STREAMS.index("weights_in")
+ACTIVATIONS_IN = STREAMS.index("activations_in")
+ACTIVATIONS_OUT = STREAMS.index("activations_out")
 STEPS, MORE_STEPS = 2, 8
 ROUNDING_S = 1e-9
 QUEUE = 1021
@@ -126,7 +128,7 @@ class PlanCandidate:
     compiled: bool
     host_state: float = 0.0
     """Share of the optimizer's state that lives in host memory."""
-    ahead: int = AHEAD
+    activation_prefetch: int = ACTIVATION_PREFETCH
     """Blocks whose offloaded activations are brought back before backward reaches them."""
 
     @property
@@ -136,7 +138,7 @@ class PlanCandidate:
 
 
 def predict_seconds(
-    costs: Costs, choice: PlanCandidate, speeds: Speeds, optimizer_nbytes: int
+    costs: ModelCosts, choice: PlanCandidate, speeds: EffectiveRates, optimizer_nbytes: int
 ) -> Seconds:
     """How long a micro-batch takes, its share of the optimizer's update included."""
     for num_steps in (STEPS, MORE_STEPS):
@@ -154,11 +156,11 @@ def predict_seconds(
     step += waits[HOST]
     free = began
     for number, task in enumerate(script.tasks):
-        if task.lane != COMPUTE or number < first:
+        if task.stream != COMPUTE or number < first:
             continue
-        if times.begins[number] > free:
-            latest = max(task.after, key=lambda other: times.ends[other])
-            waits[script.tasks[latest].lane] += times.begins[number] - free
+        if times.starts[number] > free:
+            latest = max(task.dependencies, key=lambda other: times.ends[other])
+            waits[script.tasks[latest].stream] += times.starts[number] - free
         free = times.ends[number]
     parts = _parts(costs, choice)
     return Seconds(
@@ -177,7 +179,7 @@ def predict_seconds(
     )
 
 
-def least_seconds(costs: Costs, choice: PlanCandidate, speeds: Speeds) -> float:
+def lower_bound_seconds(costs: ModelCosts, choice: PlanCandidate, speeds: EffectiveRates) -> float:
     """What no order of events can beat: computing, queueing, or a direction of the link, alone."""
     computing = _parts(costs, choice).total + _recomputed(costs, choice)
     computing += costs.outside.forward.total + costs.outside.backward.total
@@ -185,48 +187,50 @@ def least_seconds(costs: Costs, choice: PlanCandidate, speeds: Speeds) -> float:
         computing,
         _least_queueing(costs, choice),
         _least_incoming(costs, choice) / speeds.link_in,
-        _sent_before(costs, choice, IN_FLIGHT) / speeds.link_out,
+        _sent_before(costs, choice, MAX_BLOCKS_IN_FLIGHT) / speeds.link_out,
     )
 
 
-def _least_queueing(costs: Costs, choice: PlanCandidate) -> float:
+def _least_queueing(costs: ModelCosts, choice: PlanCandidate) -> float:
     """The host's seconds for blocks."""
     ways = (
-        block.way(plan.activations, choice.compiled)
+        block.costs_of(plan.activations, choice.compiled)
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
     )
     return sum(way.forward_host_s + way.backward_host_s for way in ways)
 
 
-def _least_incoming(costs: Costs, choice: PlanCandidate) -> float:
+def _least_incoming(costs: ModelCosts, choice: PlanCandidate) -> float:
     """Bytes: weights that no slot has kept, and activations that have left."""
     weights = sorted(2 * [costs.blocks[index].frozen_nbytes for index in choice.streamed])
     uses = max(0, 2 * (len(choice.streamed) - choice.slots))
-    return sum(weights[:uses]) + _sent_before(costs, choice, min(IN_FLIGHT, 1 + choice.ahead))
+    return sum(weights[:uses]) + _sent_before(
+        costs, choice, min(MAX_BLOCKS_IN_FLIGHT, 1 + choice.activation_prefetch)
+    )
 
 
-def _sent_before(costs: Costs, choice: PlanCandidate, last: int) -> float:
+def _sent_before(costs: ModelCosts, choice: PlanCandidate, last: int) -> float:
     """Bytes that blocks send to host memory, all but the last ones, whose copies may not end."""
     first = len(choice.blocks) - last
     return sum(
-        block.outgoing_nbytes(plan, choice.compiled)
+        block.offloaded_nbytes(plan, choice.compiled)
         for block, plan in zip(costs.blocks[:first], choice.blocks[:first], strict=True)
     )
 
 
-def _parts(costs: Costs, choice: PlanCandidate) -> Parts:
+def _parts(costs: ModelCosts, choice: PlanCandidate) -> PassSeconds:
     total = None
     for block in costs.blocks:
-        way = block.way("keep", choice.compiled)
+        way = block.costs_of("keep", choice.compiled)
         both = way.forward + way.backward
         total = both if total is None else total + both
     assert total is not None, "a model without blocks"
     return total
 
 
-def _recomputed(costs: Costs, choice: PlanCandidate) -> float:
+def _recomputed(costs: ModelCosts, choice: PlanCandidate) -> float:
     return sum(
-        block.again_s(plan.activations, choice.compiled)
+        block.recompute_seconds(plan.activations, choice.compiled)
         for block, plan in zip(costs.blocks, choice.blocks, strict=True)
     )
 
@@ -244,7 +248,7 @@ class _BlockPass:
         return _BlockPass(self.seconds / of, self.queueing_s / of, self.kernels / of)
 
 
-def _passes(way: Way, queueing_s: tuple[float, float]) -> tuple[_BlockPass, _BlockPass]:
+def _passes(way: ModeCosts, queueing_s: tuple[float, float]) -> tuple[_BlockPass, _BlockPass]:
     """There and back."""
     there, back = queueing_s
     return (
@@ -257,9 +261,9 @@ def _passes(way: Way, queueing_s: tuple[float, float]) -> tuple[_BlockPass, _Blo
 class _Script:
     """Tasks in the order in which a step queues them."""
 
-    costs: Costs
+    costs: ModelCosts
     choice: PlanCandidate
-    speeds: Speeds
+    speeds: EffectiveRates
     optimizer_nbytes: int
     num_steps: int
     tasks: list[Task] = field(default_factory=list)
@@ -290,7 +294,7 @@ class _Script:
             for index, (block, plan) in enumerate(
                 zip(self.costs.blocks, self.choice.blocks, strict=True)
             )
-            if (nbytes := block.outgoing_nbytes(plan, self.choice.compiled))
+            if (nbytes := block.offloaded_nbytes(plan, self.choice.compiled))
         }
         """What each block that sends anything sends."""
         self._queues = self._queueing()
@@ -306,8 +310,8 @@ class _Script:
         found, late = [], False
         rings = bool(self.choice.streamed)
         for index, plan in enumerate(self.choice.blocks):
-            way = self.costs.blocks[index].way(plan.activations, self.choice.compiled)
-            hooks = self.speeds.host.hooks_s(
+            way = self.costs.blocks[index].costs_of(plan.activations, self.choice.compiled)
+            hooks = self.speeds.host.hook_seconds(
                 way.num_saved if plan.activations in ("keep", "offload") else 0.0,
                 streamed=plan.weights == "streamed",
                 packed=rings,
@@ -325,7 +329,7 @@ class _Script:
 
     def seconds_of(self, *lanes: int) -> float:
         """How much work the last step gives to these lanes."""
-        return sum(t.seconds for t in self.tasks[self.first_of_last_step :] if t.lane in lanes)
+        return sum(t.seconds for t in self.tasks[self.first_of_last_step :] if t.stream in lanes)
 
     def write_step(self) -> None:
         """Forward, backward, update."""
@@ -337,7 +341,7 @@ class _Script:
             self._use(index)
             after = list(self._weights(index))
             # Memory is only let go of when computing has waited for its copy.
-            after += [out[i][-1] for i in (index - IN_FLIGHT,) if i in out]
+            after += [out[i][-1] for i in (index - MAX_BLOCKS_IN_FLIGHT,) if i in out]
             forward, _ = self._passes_of(index)
             num_parts = self._num_parts(index, plan)
             for part in range(num_parts):
@@ -346,15 +350,19 @@ class _Script:
                     out.setdefault(index, []).append(self._send(index, num_parts))
         self._compute(back)
         self._write_backward(out)
-        queueing_s = self.costs.update_host_s / self.choice.accumulation if self._queues else 0.0
+        queueing_s = self.costs.optimizer_host_s / self.choice.accumulation if self._queues else 0.0
         self._compute(_BlockPass(self._update_s + self.wait_state_s, queueing_s))
 
     def _write_backward(self, out: dict[int, list[int]]) -> None:
         last = len(self.choice.blocks) - 1
         # What is near when backward begins, and still on its way out, has never left.
-        back = {i: [-1] for i in out if i > last - min(IN_FLIGHT, 1 + self.choice.ahead)}
+        back = {
+            i: [-1]
+            for i in out
+            if i > last - min(MAX_BLOCKS_IN_FLIGHT, 1 + self.choice.activation_prefetch)
+        }
         for index in range(last, -1, -1):
-            for near in range(index, max(-1, index - 1 - self.choice.ahead), -1):
+            for near in range(index, max(-1, index - 1 - self.choice.activation_prefetch), -1):
                 if near in out and near not in back:
                     back[near] = self._bring(near, out[near])
             self._use(index)
@@ -366,7 +374,7 @@ class _Script:
 
     def _passes_of(self, index: int) -> tuple[_BlockPass, _BlockPass]:
         plan, block = self.choice.blocks[index], self.costs.blocks[index]
-        way = block.way(plan.activations, self.choice.compiled)
+        way = block.costs_of(plan.activations, self.choice.compiled)
         return _passes(way, self._queues[index] if self._queues else (0.0, 0.0))
 
     def _num_parts(self, index: int, plan: BlockPlan) -> int:

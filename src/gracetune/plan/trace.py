@@ -20,28 +20,34 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gracetune.errors import ModelError
-from gracetune.plan.compiled_trace import cut, joint_graph
-from gracetune.plan.kernels import CudaKernels, KernelRecorder, size_of, storage_of, tensors_of
-from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace, Ways, done_again
+from gracetune.plan.compiled_trace import joint_graph, partition
+from gracetune.plan.kernels import (
+    CudaKernels,
+    KernelRecorder,
+    storage_id,
+    tensors_of,
+    touched_nbytes,
+)
+from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace, TracesByMode, recomputed_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from gracetune.plan.compiled_trace import Kept
+    from gracetune.plan.compiled_trace import SavedSet
 
 
-def trace_model(subject: Subject, batch: int) -> ModelShapes:
+def trace_model(subject: TraceTarget, batch: int) -> ModelShapes:
     """All that the planner wants to know of a step with this batch."""
     check_blocks(subject)
     # Tables of positions may be plain attributes, which nothing has made fake.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = fake_weights(subject.model, subject.products)
-        calls = watch_calls(subject, fakes, batch)
+        fakes = fake_weights(subject.model, subject.compute_dtype)
+        calls = record_block_calls(subject, fakes, batch)
         groups: dict[object, int] = {}
         kinds: list[BlockShapes] = []
         order = []
         for block, call in zip(subject.blocks, calls, strict=True):
-            key = likeness(block, call.leaves), call.flowing
+            key = block_signature(block, call.leaves), call.hidden
             if key not in groups:
                 groups[key] = len(kinds)
                 kinds.append(_trace_block(block, fakes, call))
@@ -76,7 +82,7 @@ def _forget_fakes(model: nn.Module) -> None:
 def _fresh(call: BlockCall) -> list[Any]:
     """The same arguments with memory of their own, those that flow ready for gradients."""
     leaves = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in call.leaves]
-    for place in call.flowing:
+    for place in call.hidden:
         leaves[place].requires_grad_(True)
     return leaves
 
@@ -85,32 +91,32 @@ def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) ->
     parameters = list(block.parameters())
     trained = [p for p in parameters if p.requires_grad]
     copies_nbytes = sum(fakes[id(p)].nbytes for p in trained if fakes[id(p)].dtype != p.dtype)
-    input_nbytes = sum(size_of(leaf) for leaf in call.flowing_leaves)
+    input_nbytes = sum(touched_nbytes(leaf) for leaf in call.hidden_states)
     cut_to = _compiled(block, fakes, call)
     return BlockShapes(
         frozen_nbytes=_nbytes(p for p in parameters if not p.requires_grad),
         trained_nbytes=_nbytes(trained),
         input_nbytes=input_nbytes,
         eager=_eager_ways(_trace_eager(block, fakes, call), input_nbytes),
-        compiled=Ways(cut_to("all"), cut_to("products"), cut_to("attention")),
-        copies_nbytes=copies_nbytes,
+        compiled=TracesByMode(cut_to("all"), cut_to("products"), cut_to("attention")),
+        cast_copies_nbytes=copies_nbytes,
         num_trained=len(trained),
     )
 
 
-def _eager_ways(keep: Trace, input_nbytes: int) -> Ways:
+def _eager_ways(keep: Trace, input_nbytes: int) -> TracesByMode:
     """What selective checkpointing keeps, it does not do again; a LoRA's sum is one product."""
     attention = [op for op in keep.forward if op.kind == "attention"]
     has_frozen = any(op.frozen for op in keep.forward)
     products = [op for op in keep.forward if op.kind == "gemm" and op.frozen == has_frozen]
-    lean = done_again(keep, [*products, *attention], input_nbytes)
-    return Ways(keep, lean, done_again(keep, attention, input_nbytes))
+    lean = recomputed_trace(keep, [*products, *attention], input_nbytes)
+    return TracesByMode(keep, lean, recomputed_trace(keep, attention, input_nbytes))
 
 
 def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) -> Trace:
-    weights = weights_of(block, fakes)
+    weights = named_fakes(block, fakes)
     leaves = _fresh(call)
-    inputs = [leaves[place] for place in call.flowing]
+    inputs = [leaves[place] for place in call.hidden]
     trained = [w for w in weights.values() if w.requires_grad]
     watch = KernelRecorder(weights.values(), tensors_of(leaves))
     saved: dict[int, int] = {}
@@ -119,7 +125,7 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) ->
     def pack(tensor: Tensor) -> Tensor:
         nonlocal num_read, num_saved
         num_saved += 1
-        saved[storage_of(tensor)] = int(tensor.untyped_storage().nbytes())
+        saved[storage_id(tensor)] = int(tensor.untyped_storage().nbytes())
         num_read = watch.num_ops
         return tensor
 
@@ -128,7 +134,7 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) ->
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = functional_call(block, weights, args, kwargs)
         outputs = [t for t in tensors_of(output) if t.requires_grad]
-        results = {storage_of(t) for t in outputs}
+        results = {storage_id(t) for t in outputs}
         forward_calls = watch.take_calls(num_saved)
         forward, forward_peak = watch.take()
         before = watch.live_nbytes
@@ -143,11 +149,11 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) ->
         forward=forward,
         backward=backward,
         saved_nbytes=kept,
-        saves_input=any(storage_of(t) in saved for t in inputs),
+        saves_input=any(storage_id(t) in saved for t in inputs),
         forward_peak_nbytes=forward_peak,
         # The block's output belongs to the next block, which is done with it by now.
         backward_peak_nbytes=backward_peak - (before - kept),
-        num_read=num_read,
+        num_needed=num_read,
         forward_calls=forward_calls,
         backward_calls=backward_calls,
     )
@@ -155,9 +161,9 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) ->
 
 def _compiled(
     block: nn.Module, fakes: dict[int, Tensor], call: BlockCall
-) -> Callable[[Kept], Trace]:
+) -> Callable[[SavedSet], Trace]:
     """One joint graph, to be cut in any way."""
-    weights = weights_of(block, fakes)
+    weights = named_fakes(block, fakes)
     names = list(weights)
     leaves = _fresh(call)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -174,12 +180,12 @@ def _compiled(
 
     arguments = [*weights.values(), *tensors_of(leaves)]
     joint = joint_graph(run, arguments)
-    return lambda kept: cut(
+    return lambda kept: partition(
         joint,
-        num_outputs=len({storage_of(tensor) for tensor in tensors_of(call.outputs)}),
+        num_outputs=len({storage_id(tensor) for tensor in tensors_of(call.outputs)}),
         kept=kept,
         trained=[weight.requires_grad for weight in weights.values()],
-        flowing=[len(names) + places.index(place) for place in call.flowing],
+        flowing=[len(names) + places.index(place) for place in call.hidden],
     )
 
 
@@ -188,21 +194,21 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def _trace_outside(
-    subject: Subject, fakes: dict[int, Tensor], calls: Sequence[BlockCall], batch: int
+    subject: TraceTarget, fakes: dict[int, Tensor], calls: Sequence[BlockCall], batch: int
 ) -> tuple[Trace, int]:
     """Embeddings, head and loss; and the bytes of the batch itself."""
-    weights = weights_of(subject.model, fakes, "model.")
+    weights = named_fakes(subject.model, fakes, "model.")
     inputs = subject.inputs(batch)
     watch = KernelRecorder(weights.values(), inputs.values())
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        saved[storage_of(tensor)] = int(tensor.untyped_storage().nbytes())
+        saved[storage_id(tensor)] = int(tensor.untyped_storage().nbytes())
         return tensor
 
-    with stand_ins(subject.blocks, calls), watch, CudaKernels():
+    with stub_blocks(subject.blocks, calls), watch, CudaKernels():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            prediction = functional_call(Whole(subject), weights, (inputs,))
+            prediction = functional_call(CalledModel(subject), weights, (inputs,))
             loss = prediction.float().square().mean()
         forward_calls = watch.take_calls(len(saved))
         forward, forward_peak = watch.take()
@@ -212,7 +218,7 @@ def _trace_outside(
         loss.backward()
         backward_calls = watch.take_calls(len(saved))
         backward, backward_peak = watch.take(apart=tensors_of([w.grad for w in weights.values()]))
-    shared = {storage_of(t): int(t.untyped_storage().nbytes()) for t in _context(calls)}
+    shared = {storage_id(t): int(t.untyped_storage().nbytes()) for t in _context(calls)}
     trace = Trace(
         forward=forward,
         backward=backward,
@@ -232,7 +238,7 @@ def _context(calls: Sequence[BlockCall]) -> list[Tensor]:
         leaf
         for call in calls
         for place, leaf in enumerate(call.leaves)
-        if isinstance(leaf, Tensor) and place not in call.flowing
+        if isinstance(leaf, Tensor) and place not in call.hidden
     ]
 
 
@@ -247,7 +253,7 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TraceTarget:
     """A model to be planned for, with its adapter in place."""
 
     name: str
@@ -258,7 +264,7 @@ class Subject:
     """A batch of so many samples, as the loader would hand it over; called on fake tensors."""
     predict: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     """One call of the model with such a batch."""
-    products: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
     """What trained weights are copied to once a pass; none: they are used as they are."""
 
 
@@ -268,22 +274,22 @@ class BlockCall:
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
-    flowing: tuple[int, ...]
+    hidden: tuple[int, ...]
     """The leaves that came from the block before, or from the embeddings where it is the first."""
     outputs: tuple[Any, ...]
     """Its leaves; a last block may give none for what nobody reads."""
     out_spec: TreeSpec
 
     @property
-    def flowing_leaves(self) -> list[Tensor]:
+    def hidden_states(self) -> list[Tensor]:
         """The leaves themselves."""
-        return [self.leaves[place] for place in self.flowing]
+        return [self.leaves[place] for place in self.hidden]
 
 
-class Whole(nn.Module):
+class CalledModel(nn.Module):
     """The model and how it is called, as one module whose weights can be exchanged."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TraceTarget) -> None:
         super().__init__()
         self.model = subject.model
         self._predict = subject.predict
@@ -292,7 +298,7 @@ class Whole(nn.Module):
         return self._predict(self.model, batch)
 
 
-def check_blocks(subject: Subject) -> None:
+def check_blocks(subject: TraceTarget) -> None:
     """Refuse a model whose blocks nobody named, and say how to."""
     if not subject.blocks:
         children = ", ".join(name for name, _ in subject.model.named_children())
@@ -313,13 +319,15 @@ def fake_weights(model: nn.Module, products: torch.dtype | None) -> dict[int, Te
     return fakes
 
 
-def weights_of(module: nn.Module, fakes: dict[int, Tensor], prefix: str = "") -> dict[str, Tensor]:
+def named_fakes(module: nn.Module, fakes: dict[int, Tensor], prefix: str = "") -> dict[str, Tensor]:
     """The fakes of a module's parameters and buffers, by name."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {prefix + name: fakes[id(tensor)] for name, tensor in named}
 
 
-def watch_calls(subject: Subject, fakes: dict[int, Tensor], batch: int) -> list[BlockCall]:
+def record_block_calls(
+    subject: TraceTarget, fakes: dict[int, Tensor], batch: int
+) -> list[BlockCall]:
     """Run the whole model once; what each block was called with."""
     seen: dict[nn.Module, BlockCall] = {}
     flowing: set[int] = set()
@@ -329,7 +337,7 @@ def watch_calls(subject: Subject, fakes: dict[int, Tensor], batch: int) -> list[
     def noting(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = tree_flatten((args, kwargs))
-            kind = likeness(block, leaves)
+            kind = block_signature(block, leaves)
             if kind not in known:
                 known[kind] = tree_flatten(forward(*args, **kwargs))
             outputs, out_spec = _fresh_outputs(known[kind][0]), known[kind][1]
@@ -337,9 +345,9 @@ def watch_calls(subject: Subject, fakes: dict[int, Tensor], batch: int) -> list[
                 place
                 for place, leaf in enumerate(leaves)
                 if isinstance(leaf, Tensor)
-                and (storage_of(leaf) in flowing or (not seen and _like_any(leaf, outputs)))
+                and (storage_id(leaf) in flowing or (not seen and _like_any(leaf, outputs)))
             ]
-            flowing.update(storage_of(tensor) for tensor in tensors_of(outputs))
+            flowing.update(storage_id(tensor) for tensor in tensors_of(outputs))
             seen[block] = BlockCall(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
             return tree_unflatten(outputs, out_spec)
 
@@ -348,8 +356,8 @@ def watch_calls(subject: Subject, fakes: dict[int, Tensor], batch: int) -> list[
     with ExitStack() as stack, torch.no_grad():
         for block in subject.blocks:
             stack.enter_context(_replaced(block, noting(block, block.forward)))
-        weights = weights_of(subject.model, fakes, "model.")
-        functional_call(Whole(subject), weights, (subject.inputs(batch),))
+        weights = named_fakes(subject.model, fakes, "model.")
+        functional_call(CalledModel(subject), weights, (subject.inputs(batch),))
     missing = [i for i, block in enumerate(subject.blocks) if block not in seen]
     if missing:
         raise ModelError(
@@ -359,7 +367,7 @@ def watch_calls(subject: Subject, fakes: dict[int, Tensor], batch: int) -> list[
     return [seen[block] for block in subject.blocks]
 
 
-def likeness(block: nn.Module, leaves: Sequence[Any]) -> object:
+def block_signature(block: nn.Module, leaves: Sequence[Any]) -> object:
     """Equal for blocks that do the same to inputs of the same shapes."""
     weights = tuple(
         (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()
@@ -380,7 +388,7 @@ def _fresh_outputs(outputs: Sequence[Any]) -> list[Any]:
             fresh.append(leaf)
             continue
         count = int(leaf.untyped_storage().nbytes()) // leaf.element_size()
-        base = bases.setdefault(storage_of(leaf), torch.empty(count, dtype=leaf.dtype))
+        base = bases.setdefault(storage_id(leaf), torch.empty(count, dtype=leaf.dtype))
         fresh.append(base.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset()))
     return fresh
 
@@ -406,14 +414,14 @@ class _StandIn(torch.autograd.Function):
 
 
 @contextmanager
-def stand_ins(blocks: Sequence[nn.Module], calls: Sequence[BlockCall]) -> Iterator[None]:
+def stub_blocks(blocks: Sequence[nn.Module], calls: Sequence[BlockCall]) -> Iterator[None]:
     """Blocks that do nothing, for as long as the rest of the model is looked at."""
     anchor = torch.empty(1, requires_grad=True)  # frozen embeddings alone would end the graph
 
     def stand_in(call: BlockCall) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = tree_flatten((args, kwargs))[0]
-            inputs = [leaves[place] for place in call.flowing]
+            inputs = [leaves[place] for place in call.hidden]
             apply: Callable[..., tuple[Tensor, ...]] = _StandIn.apply
             made = iter(apply(anchor, tensors_of(call.outputs), *inputs))
             outputs = [next(made) if isinstance(x, Tensor) else x for x in call.outputs]

@@ -15,13 +15,16 @@ def wan_shapes() -> ModelShapes:
 
     from gracetune.adapters.inject import add_adapter
     from gracetune.config.schema import AdapterSection, ModelSection
-    from gracetune.plan.meta_models import SampleShape, outline
+    from gracetune.models.family import SampleShape
+    from gracetune.plan.meta_models import build_meta_model
     from gracetune.plan.problem import TRACED_BATCH
     from gracetune.plan.trace import trace_model
 
-    shape = outline(ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1})
+    shape = build_meta_model(
+        ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1}
+    )
     with torch.device("meta"):
-        add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shape.targets, seed=0)
+        add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shapes.targets, seed=0)
     for parameter in shape.model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return trace_model(shape.subject(), TRACED_BATCH)
@@ -32,10 +35,13 @@ def fused_shapes() -> ModelShapes:
     """The same as a run trains it: LoRA in fp32, its products fused."""
     from gracetune.cli.plan import make_trainable
     from gracetune.config.schema import AdapterSection, ModelSection
-    from gracetune.plan.meta_models import SampleShape, outline
+    from gracetune.models.family import SampleShape
+    from gracetune.plan.meta_models import build_meta_model
     from gracetune.plan.problem import TRACED_BATCH
     from gracetune.plan.trace import trace_model
 
-    shape = outline(ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1})
+    shape = build_meta_model(
+        ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1}
+    )
     make_trainable(shape, AdapterSection(rank=32))
     return trace_model(shape.subject(), TRACED_BATCH)

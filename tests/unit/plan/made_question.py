@@ -1,13 +1,20 @@
 """A question to the planner in round numbers, for tests that reckon by hand."""
 
 from gracetune.plan.cost import CostModel
-from gracetune.plan.machines import Speeds
-from gracetune.plan.memory import Fixed
+from gracetune.plan.machines import EffectiveRates
+from gracetune.plan.memory import FixedMemory
 from gracetune.plan.planner import PlanProblem
 from gracetune.plan.search import Constraints, PlanBudget
-from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace, Ways, checkpointed
+from gracetune.plan.shapes import (
+    BlockShapes,
+    ModelShapes,
+    Op,
+    Trace,
+    TracesByMode,
+    plain_checkpointing_trace,
+)
 
-SPEEDS = Speeds(
+SPEEDS = EffectiveRates(
     gemm=100.0,
     fp8=200.0,
     attention_forward=50.0,
@@ -36,7 +43,7 @@ def trace(saved):
 
 def made_model(num_blocks=8, frozen_nbytes=100):
     """Blocks of 100 bytes that keep 80 bytes, or their input of 10."""
-    ways = Ways(trace(80), trace(40), checkpointed(trace(80), 10))
+    ways = TracesByMode(trace(80), trace(40), plain_checkpointing_trace(trace(80), 10))
     block = BlockShapes(
         frozen_nbytes=frozen_nbytes, trained_nbytes=2, input_nbytes=10, eager=ways, compiled=ways
     )
@@ -48,8 +55,8 @@ def made_model(num_blocks=8, frozen_nbytes=100):
 def made_question(device_nbytes, micro_batches=1000, frozen_nbytes=100, compiled=(False,)):
     return PlanProblem(
         model=made_model(frozen_nbytes=frozen_nbytes),
-        fixed=Fixed(optimizer_nbytes=16, batches_ahead=0),
+        fixed=FixedMemory(optimizer_nbytes=16, batches_ahead=0),
         budget=PlanBudget(device_nbytes, 10**6),
-        wishes=Constraints(compile=compiled, offload=False),
+        constraints=Constraints(compile=compiled, offload=False),
         micro_batches=micro_batches,
     )

@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gracetune.plan.cost import CostModel
-from gracetune.plan.machines import Speeds
+from gracetune.plan.machines import EffectiveRates
 from gracetune.plan.result import BlockPlan
-from gracetune.plan.shapes import BlockShapes, ModelShapes, Op, Trace, Ways, checkpointed
+from gracetune.plan.shapes import (
+    BlockShapes,
+    ModelShapes,
+    Op,
+    Trace,
+    TracesByMode,
+    plain_checkpointing_trace,
+)
 from gracetune.plan.simulate import PlanCandidate
 
-SPEEDS = Speeds(
+SPEEDS = EffectiveRates(
     gemm=100.0,
     fp8=200.0,
     attention_forward=50.0,
@@ -42,13 +49,15 @@ def made_trace(saved: int, again: float = 0.0) -> Trace:
     )
 
 
-def made_ways(saved: int) -> Ways:
+def made_ways(saved: int) -> TracesByMode:
     """Lean blocks keep 40 bytes; recomputed ones their input alone."""
     keep = made_trace(saved)
-    return Ways(keep, made_trace(40, again=0.1), checkpointed(keep, 10))
+    return TracesByMode(keep, made_trace(40, again=0.1), plain_checkpointing_trace(keep, 10))
 
 
-def made_model(num_blocks: int = 8, frozen_nbytes: int = 100, speeds: Speeds = SPEEDS) -> CostModel:
+def made_model(
+    num_blocks: int = 8, frozen_nbytes: int = 100, speeds: EffectiveRates = SPEEDS
+) -> CostModel:
     """Blocks of 100 bytes that keep 80 bytes a sample, or 40 lean, or their input of 10."""
 
     block = BlockShapes(

@@ -8,21 +8,21 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice
-from gracetune.models.attention_backends import Asked, BackendTiming
+from gracetune.models.attention_backends import AttentionCall, BackendTiming
 from gracetune.plan.attention_autotune import (
     CHOICE,
+    autotune_attention,
     batches_of,
     pick_attention,
     read_choice,
-    settle_attention,
     shapes_of,
     told,
     watched,
 )
-from gracetune.train.build import build, start_accelerator
-from gracetune.train.run import Interrupt
+from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.run import SignalHandler
 
 HERE = {"device": "a card", "torch": "2", "diffusers": "0"}
 
@@ -36,8 +36,8 @@ def session(tiny_run, miniature, tmp_path, told):
     data = run.datasets[0].model_copy(update={"resolution": 32})
     run = run.model_copy(update={"datasets": (data,)})
     (tmp_path / "run").mkdir()
-    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
-    yield built.session
+    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    yield built
     built.close()
 
 
@@ -47,8 +47,8 @@ def backends(trainee):
 
 
 def test_a_run_measures_once_and_goes_on_as_it_was(session, tmp_path, told):
-    t = session.trainee
-    batches = batches_of(t, session.feed)
+    t = session.state
+    batches = batches_of(t, session.pipeline)
     assert not [text for text in told.texts() if text.startswith("attention:")], (
         "a CPU is not asked"
     )
@@ -81,8 +81,8 @@ def test_a_device_without_room_to_measure_is_told_as_a_fallback(session, tmp_pat
     def choose(calls, others):
         raise torch.OutOfMemoryError("full")
 
-    t = session.trainee
-    pick_attention(t, batches_of(t, session.feed), tmp_path / CHOICE, HERE, choose, told)
+    t = session.state
+    pick_attention(t, batches_of(t, session.pipeline), tmp_path / CHOICE, HERE, choose, told)
     assert backends(t) == {"AttentionBackendName.NATIVE"}
     (notice,) = [event for event in told.of(Notice) if event.text.startswith("attention:")]
     assert notice.fallback
@@ -93,13 +93,13 @@ def test_a_device_without_room_to_measure_is_told_as_a_fallback(session, tmp_pat
 def test_nothing_is_asked_where_nothing_could_be_switched(tiny_run, tmp_path, told):
     run = tiny_run()
     (tmp_path / "run").mkdir()
-    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
+    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
 
     def choose(calls, others):
         raise AssertionError("asked for a model that cannot be switched")
 
-    pick_attention(built.session.trainee, [], tmp_path / CHOICE, HERE, choose, told)
-    settle_attention(built.session.trainee, built.session.feed, (), tmp_path, told)
+    pick_attention(built.state, [], tmp_path / CHOICE, HERE, choose, told)
+    autotune_attention(built.state, built.pipeline, (), tmp_path, told)
     assert not (tmp_path / CHOICE).exists()
     built.close()
 
@@ -107,10 +107,12 @@ def test_nothing_is_asked_where_nothing_could_be_switched(tiny_run, tmp_path, to
 def test_a_model_with_one_transformer_is_watched_as_it_is(tiny_run, tmp_path, told):
     run = tiny_run()
     (tmp_path / "run").mkdir()
-    session = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt()).session
-    calls, _ = watched(session.trainee, batches_of(session.trainee, session.feed))
+    session = build_session(
+        run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()
+    )
+    calls, _ = watched(session.state, batches_of(session.state, session.pipeline))
     assert all(count > 0 and one.query[0] == 4 for one, count in calls)
-    assert isinstance(session.trainee.accelerator, Accelerator)
+    assert isinstance(session.state.accelerator, Accelerator)
 
 
 def test_a_choice_made_elsewhere_is_not_taken(tmp_path):
@@ -131,7 +133,7 @@ def test_a_choice_that_cannot_be_had_any_more_is_not_taken(tmp_path, name):
 
 
 def test_the_choice_is_told_with_its_times():
-    asked = Asked((1, 9, 2, 8), (1, 5, 2, 8), torch.float32, None, None, False)
+    asked = AttentionCall((1, 9, 2, 8), (1, 5, 2, 8), torch.float32, None, None, False)
     timings = [
         BackendTiming("cudnn", 0.0012),
         BackendTiming("sdpa", 0.0015),
@@ -163,14 +165,14 @@ def two_buckets(tiny_run, miniature, tmp_path, told):
     model = {"family": "flux", "path": str(miniature("flux"))}
     run = tiny_run(model=model, adapter={"rank": 2}, train={"batch_size": 2}, datasets=datasets)
     (tmp_path / "run").mkdir()
-    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
-    yield built.session
+    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    yield built
     built.close()
 
 
 def test_every_bucket_is_looked_at_before_a_backend_is_taken(two_buckets, tmp_path, told):
-    t, feed = two_buckets.trainee, two_buckets.feed
-    sizes = [draw.size for draw in feed.order.of_each_size()]
+    t, feed = two_buckets.state, two_buckets.pipeline
+    sizes = [draw.size for draw in feed.order.one_draw_per_size()]
     assert sizes == [(64, 32), (32, 32)]
     seen = []
 
@@ -188,8 +190,8 @@ def test_every_bucket_is_looked_at_before_a_backend_is_taken(two_buckets, tmp_pa
 
 
 def test_a_bucket_that_is_held_out_as_a_whole_is_looked_at_too(two_buckets):
-    t, feed = two_buckets.trainee, two_buckets.feed
-    largest, other = (feed.load((draw,)) for draw in feed.order.of_each_size())
+    t, feed = two_buckets.state, two_buckets.pipeline
+    largest, other = (feed.load((draw,)) for draw in feed.order.one_draw_per_size())
     loads = batches_of(t, feed, [other, largest, other])
     assert len(loads) == 2 + 2
     assert [load() for load in loads[2:]] == [other, largest]

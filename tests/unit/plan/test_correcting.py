@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from made_question import made_question
 
-from gracetune.plan.controller import StepMeasurement, choice_of, learnt, was_wrong
-from gracetune.plan.memory import Fixed
+from gracetune.plan.controller import StepMeasurement, calibrate, candidate_of, is_off
+from gracetune.plan.memory import FixedMemory
 from gracetune.plan.search import predict
 
 ROOMY, TIGHT = 2000, 500
@@ -14,12 +14,12 @@ ROOMY, TIGHT = 2000, 500
 
 def planned(device_nbytes, **made):
     ask = made_question(device_nbytes, **made)
-    return ask, ask.answer(ask.budget)
+    return ask, ask.solve(ask.budget)
 
 
 def predicted_again(ask, plan, measured):
-    model, fixed = learnt(ask.model, ask.fixed, plan, measured)
-    return predict(model, choice_of(plan), fixed, simulated=False)
+    model, fixed = calibrate(ask.model, ask.fixed, plan, measured)
+    return predict(model, candidate_of(plan), fixed, simulated=False)
 
 
 def as_planned(plan, **differing):
@@ -30,10 +30,10 @@ def as_planned(plan, **differing):
 
 def test_a_plan_that_came_true_was_not_wrong():
     _, plan = planned(TIGHT)
-    assert not was_wrong(plan, as_planned(plan))
-    assert not was_wrong(plan, as_planned(plan, seconds=1.09 * plan.seconds.step))
-    assert not was_wrong(plan, as_planned(plan, peak_nbytes=int(0.98 * plan.device.total)))
-    assert not was_wrong(plan, StepMeasurement(None, 0.0, None))
+    assert not is_off(plan, as_planned(plan))
+    assert not is_off(plan, as_planned(plan, seconds=1.09 * plan.seconds.step))
+    assert not is_off(plan, as_planned(plan, peak_nbytes=int(0.98 * plan.device.total)))
+    assert not is_off(plan, StepMeasurement(None, 0.0, None))
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.2, 3.0])
@@ -41,7 +41,7 @@ def test_bytes_that_nobody_foresaw_are_there_whatever_is_chosen(factor):
     ask, plan = planned(TIGHT)
     peak = int(factor * plan.device.total)
     measured = as_planned(plan, peak_nbytes=peak)
-    assert was_wrong(plan, measured)
+    assert is_off(plan, measured)
     again = predicted_again(ask, plan, measured)
     assert again.device.total == peak
     assert again.seconds == plan.seconds, "time was as predicted"
@@ -66,16 +66,18 @@ def test_a_link_that_is_slower_than_it_was_measured_alone(slower):
     seconds = plan.seconds.step + (slower - 1) * plan.seconds.link_in
     computed = plan.seconds.step - plan.seconds.wait_weights
     measured = as_planned(plan, seconds=seconds, waited_s=seconds - computed)
-    model, fixed = learnt(ask.model, ask.fixed, plan, measured)
+    model, fixed = calibrate(ask.model, ask.fixed, plan, measured)
     assert model.speeds.link_in == pytest.approx(ask.model.speeds.link_in / slower, rel=0.05)
-    again = predict(model, choice_of(plan), fixed, simulated=False)
+    again = predict(model, candidate_of(plan), fixed, simulated=False)
     assert again.seconds.step == pytest.approx(seconds, rel=0.02)
     assert again.seconds.gemm == pytest.approx(plan.seconds.gemm)
 
 
 def test_a_step_that_only_waited_says_nothing_of_computing():
     ask, plan = planned(TIGHT)
-    model, _ = learnt(ask.model, Fixed(16), plan, as_planned(plan, seconds=100.0, waited_s=100.0))
+    model, _ = calibrate(
+        ask.model, FixedMemory(16), plan, as_planned(plan, seconds=100.0, waited_s=100.0)
+    )
     assert model.at(1).blocks[0].eager.keep.forward.total == pytest.approx(1.0)
 
 
@@ -83,5 +85,5 @@ def test_what_a_link_cannot_explain_is_not_laid_at_its_door():
     """Computing took as long as it did, nothing was waited for: the link stays as it was."""
     ask, plan = planned(TIGHT)
     measured = as_planned(plan, seconds=2 * plan.seconds.step, waited_s=0.0)
-    model, _ = learnt(ask.model, ask.fixed, plan, measured)
+    model, _ = calibrate(ask.model, ask.fixed, plan, measured)
     assert model.speeds.link_in == pytest.approx(ask.model.speeds.link_in, rel=0.3)

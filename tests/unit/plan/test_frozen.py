@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gracetune.adapters.compute import fused_lora
-from gracetune.adapters.compute.fused_lora import Fp8Linear
-from gracetune.adapters.compute.outlier_subspace import num_directions
+from gracetune.adapters.compute import fp8_linear
+from gracetune.adapters.compute.fp8_linear import Fp8Linear
+from gracetune.adapters.compute.outlier_subspace import num_dimensions
 from gracetune.data.loader import BatchOrder
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice
 from gracetune.plan import fp8_calibration
 from gracetune.plan.fp8_calibration import first_draws, freeze, room_for
-from gracetune.train.build import build, start_accelerator
-from gracetune.train.run import Interrupt
+from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.run import SignalHandler
 
 CPU = torch.device("cpu")
 
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 def session(tiny_run, tmp_path, told):
     """The demo's model with an adapter and dropout, not yet planned for."""
     run = tiny_run(adapter={"rank": 2, "dropout": 0.5}, plan="off")
-    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
-    yield built.session
+    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    yield built
     built.close()
 
 
@@ -34,8 +34,8 @@ def two_experts(tiny_run, miniature, tmp_path, told):
     run = tiny_run(model=model, adapter={"rank": 2}, train={"batch_size": 2}, plan="off")
     data = run.datasets[0].model_copy(update={"resolution": 32})
     run = run.model_copy(update={"datasets": (data,)})
-    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
-    yield built.session
+    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    yield built
     built.close()
 
 
@@ -44,8 +44,8 @@ def in_fp8(model):
 
 
 def frozen_of(session, told):
-    t = session.trainee
-    freeze(t.run, t.family, session.feed, CPU, told)
+    t = session.state
+    freeze(t.run, t.family, session.pipeline, CPU, told)
     return in_fp8(t.family.transformer)
 
 
@@ -55,9 +55,14 @@ def test_every_layer_of_the_blocks_is_shown_its_input(session, told):
     assert torch.equal(torch.get_rng_state(), before), "dropout draws as if nothing had happened"
     assert len(layers) == 53
     for name, layer in layers.items():
-        assert layer.along.shape == (num_directions(layer.in_features), layer.in_features), name
+        assert layer.outlier_basis.shape == (
+            num_dimensions(layer.in_features),
+            layer.in_features,
+        ), name
     attention = layers["transformer_blocks.0.attn.to_q.base_layer"]
-    assert attention.along is layers["transformer_blocks.0.attn.to_k.base_layer"].along
+    assert (
+        attention.outlier_basis is layers["transformer_blocks.0.attn.to_k.base_layer"].outlier_basis
+    )
     assert told.texts()[-1] == (
         "53 frozen products are computed in fp8; 53 of them along main directions in bf16, found "
         "in 64 samples"
@@ -67,20 +72,20 @@ def test_every_layer_of_the_blocks_is_shown_its_input(session, told):
 
 def test_a_resumed_run_finds_the_same_directions(session, tiny_run, tmp_path, told):
     """Wherever its loader stands by then."""
-    first = {name: layer.along for name, layer in frozen_of(session, told).items()}
-    run = session.trainee.run
-    again = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
-    again.session.feed.order.at(again.session.feed.order.epoch_length * 3)
-    second = frozen_of(again.session, told)
+    first = {name: layer.outlier_basis for name, layer in frozen_of(session, told).items()}
+    run = session.state.run
+    again = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    again.pipeline.order.batch_at(again.pipeline.order.epoch_length * 3)
+    second = frozen_of(again, told)
     again.close()
     assert first.keys() == second.keys()
-    assert all(torch.equal(along, second[name].along) for name, along in first.items())
+    assert all(torch.equal(along, second[name].outlier_basis) for name, along in first.items())
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # norms stay in fp32 under autocast
 def test_both_experts_are_shown_levels_of_their_own(two_experts, told, monkeypatch):
-    monkeypatch.setattr(fused_lora, "FP8_STEP", 8)  # a miniature's sides; no kernel is asked here
-    t = two_experts.trainee
+    monkeypatch.setattr(fp8_linear, "FP8_ALIGNMENT", 8)  # a miniature's sides; no kernel is asked here
+    t = two_experts.state
     asked = {}
     predict = type(t.family).predict
 
@@ -92,24 +97,24 @@ def test_both_experts_are_shown_levels_of_their_own(two_experts, told, monkeypat
     layers = frozen_of(two_experts, told)
     assert asked["high"].min() >= t.family.boundary > asked["low"].max()
     assert {name.partition(".")[0] for name in layers} == {"high", "low"}
-    assert all(layer.along is not None for layer in layers.values())
+    assert all(layer.outlier_basis is not None for layer in layers.values())
 
 
 def test_layers_that_are_shown_nothing_are_told_as_a_fallback(session, told, monkeypatch):
     monkeypatch.setattr(fp8_calibration, "show", lambda *_: None)
     layers = frozen_of(session, told)
-    assert all(layer.along is None for layer in layers.values())
+    assert all(layer.outlier_basis is None for layer in layers.values())
     (notice,) = [event for event in told.of(Notice) if event.fallback]
     assert notice.text.startswith("53 frozen products have no main directions")
 
 
 def test_samples_that_are_shown_are_few(session, monkeypatch):
-    t = session.trainee
-    assert room_for(t.family, session.feed) == 64
+    t = session.state
+    assert room_for(t.family, session.pipeline) == 64
     monkeypatch.setattr(fp8_calibration, "TOKENS", 100)  # 36 a sample
-    assert room_for(t.family, session.feed) == 2
+    assert room_for(t.family, session.pipeline) == 2
     monkeypatch.setattr(fp8_calibration, "TOKENS", 1)
-    assert room_for(t.family, session.feed) == 1
+    assert room_for(t.family, session.pipeline) == 1
 
 
 @pytest.mark.parametrize(("most", "known"), [(1, 53), (0, 14)])
@@ -117,9 +122,9 @@ def test_a_device_without_room_is_shown_one_sample_or_goes_without(
     session, told, monkeypatch, most, known
 ):
     """The pass ends before the second block, whose layers had begun to look."""
-    block, original = session.trainee.family.blocks()[1], fp8_calibration.show
+    block, original = session.state.family.blocks()[1], fp8_calibration.show
     moves = []
-    session.trainee.family.blocks()[0].to = moves.append
+    session.state.family.blocks()[0].to = moves.append
 
     def show(run, family, batch, expert, device):
         def fill_up(*_):
@@ -134,7 +139,7 @@ def test_a_device_without_room_is_shown_one_sample_or_goes_without(
 
     monkeypatch.setattr(fp8_calibration, "show", show)
     layers = frozen_of(session, told)
-    assert sum(layer.along is not None for layer in layers.values()) == known
+    assert sum(layer.outlier_basis is not None for layer in layers.values()) == known
     assert not any(m._forward_pre_hooks for m in block.modules())
     told_first = [event.text for event in told.of(Notice) if event.fallback]
     assert told_first[0] == "the device has no room to show the model 64 samples at once"
@@ -143,17 +148,19 @@ def test_a_device_without_room_is_shown_one_sample_or_goes_without(
 
 
 def test_the_first_draws_are_those_of_the_first_epoch(session):
-    order = session.feed.order
+    order = session.pipeline.order
     assert isinstance(order, BatchOrder)
     wanted = first_draws(order, 6)
-    entered = (*order.at(0), *order.at(1))[:6]
+    entered = (*order.batch_at(0), *order.batch_at(1))[:6]
     whole = [replace(draw, epoch=-1, caption=draw.sample.caption) for draw in entered]
     assert wanted == tuple(whole), "but enter none, and drop no caption"
     assert len(first_draws(order, 10**6)) == order.samples_per_epoch
 
 
 def test_products_that_stay_as_they_were_are_told_as_a_fallback(session, told, monkeypatch):
-    monkeypatch.setattr(fp8_calibration, "freeze_in_fp8_for", lambda *_: fused_lora.InFp8(3, 2))
+    monkeypatch.setattr(
+        fp8_calibration, "convert_to_fp8_calibrated", lambda *_: fp8_linear.Fp8Conversion(3, 2)
+    )
     frozen_of(session, told)
     (notice,) = [event for event in told.of(Notice) if event.fallback]
     assert notice.text == "2 frozen products are not in fp8: their sides fit no kernel"

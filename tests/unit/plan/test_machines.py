@@ -7,8 +7,8 @@ from fakes.simulated_driver import SimulatedDriver
 
 from gracetune.errors import ConfigError
 from gracetune.memory.driver import HOST
-from gracetune.memory.platform import HostFacts, Link, Platform, Rates, detect
-from gracetune.plan.machines import MACHINES, machine
+from gracetune.memory.platform import HostFacts, Link, Platform, Rates, detect_platform
+from gracetune.plan.machines import MACHINES, find_machine
 from gracetune.units import GIB
 
 NAMES = sorted(MACHINES)
@@ -33,7 +33,7 @@ def test_detection_agrees_with_the_machines_link(name: str) -> None:
     known = MACHINES[name]
     driver = SimulatedDriver([known.device()], known.host_bytes, known.page_bytes)
     host = HostFacts(known.host_bytes, known.host_bytes, known.page_bytes)
-    found = detect(driver, 0, host)
+    found = detect_platform(driver, 0, host)
     published = known.platform()
     assert found.link is published.link is known.link
     assert found.device_bytes == published.device_bytes
@@ -43,8 +43,8 @@ def test_detection_agrees_with_the_machines_link(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_published_platform_says_that_it_is_published(name: str) -> None:
     platform = MACHINES[name].platform()
-    assert set(platform.why) == {field.name for field in fields(Platform)} - {"why"}
-    assert all("not this machine" in reason for reason in platform.why.values())
+    assert set(platform.reasons) == {field.name for field in fields(Platform)} - {"why"}
+    assert all("not this machine" in reason for reason in platform.reasons.values())
     assert platform.rates == MACHINES[name].rates()
 
 
@@ -59,9 +59,9 @@ def test_the_link_of_a_gh200_is_worth_its_name() -> None:
 
 
 def test_an_unknown_machine_lists_the_known_ones() -> None:
-    assert machine("gb10") is MACHINES["gb10"]
+    assert find_machine("gb10") is MACHINES["gb10"]
     with pytest.raises(ConfigError, match=r"'gh300' is not known\. Known: b200-pcie, gb10"):
-        machine("gh300")
+        find_machine("gh300")
 
 
 def test_what_was_measured_on_an_h200_comes_out_of_its_simulation() -> None:

@@ -4,21 +4,26 @@ import pytest
 import torch
 
 from gracetune.plan import device_benchmark
-from gracetune.plan.device_benchmark import LEAST_NBYTES, MEASURED_SHARE, measure_gpu, probed_by
-from gracetune.plan.launch_probe import ROOMY_NBYTES, STAND_IN, narrow
+from gracetune.plan.device_benchmark import (
+    LEAST_NBYTES,
+    MEASURED_SHARE,
+    measure_gpu,
+    probe_model_factory,
+)
+from gracetune.plan.launch_probe import PROXY_FAMILY, REALISTIC_NBYTES, build_probe_model
 from gracetune.plan.search import PlanError
 from gracetune.units import MIB
 
 
-@pytest.mark.parametrize("free", [ROOMY_NBYTES, ROOMY_NBYTES - 1])
+@pytest.mark.parametrize("free", [REALISTIC_NBYTES, REALISTIC_NBYTES - 1])
 def test_a_host_is_measured_with_large_tensors_where_they_have_room(free, told):
-    make = probed_by("wan22", free, told)
+    make = probe_model_factory("wan22", free, told)
     small, large = (make(False, is_roomy).encoded for is_roomy in (False, True))
-    if free == ROOMY_NBYTES:
-        assert large == narrow("wan22", False, True).encoded != small
+    if free == REALISTIC_NBYTES:
+        assert large == build_probe_model("wan22", False, True).encoded != small
         assert told.texts() == []
     else:
-        assert large == small == narrow("wan22", False).encoded
+        assert large == small == build_probe_model("wan22", False).encoded
         assert told.texts() == [
             "only 2.0 GiB of device memory are free, so how fast this host queues a step is "
             "measured with small tensors: its part may be said too short"
@@ -26,10 +31,10 @@ def test_a_host_is_measured_with_large_tensors_where_they_have_room(free, told):
 
 
 def test_a_family_that_nobody_published_has_a_stand_in_and_that_is_told(told):
-    make = probed_by("unheard", ROOMY_NBYTES, told)
-    assert make(True, False).encoded == narrow(STAND_IN, True).encoded
+    make = probe_model_factory("unheard", REALISTIC_NBYTES, told)
+    assert make(True, False).encoded == build_probe_model(PROXY_FAMILY, True).encoded
     assert told.texts() == [
-        f"how fast this host queues a step is measured by {STAND_IN} for unheard"
+        f"how fast this host queues a step is measured by {PROXY_FAMILY} for unheard"
     ]
 
 

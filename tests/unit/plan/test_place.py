@@ -11,7 +11,7 @@ from gracetune.models.family import Experts
 from gracetune.offload import autosize
 from gracetune.offload.activations import OffloadSettings
 from gracetune.offload.copies import SynchronousCopyEngine
-from gracetune.plan.apply import Layout, place
+from gracetune.plan.apply import PlanLayout, apply_plan
 from gracetune.plan.result import BlockPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -74,9 +74,13 @@ def test_every_way_at_once_gives_the_same_gradients(compiled):
     expected = {expert: gradients(make(), expert) for expert in ("high", "low")}
     model, told = make(), []
     torch._dynamo.reset()
-    layout = Layout(WAYS, compiled, slots=2, offload=OffloadSettings(poison=True), least_sent=1)
+    layout = PlanLayout(
+        WAYS, compiled, slots=2, offload=OffloadSettings(poison=True), min_offload_nbytes=1
+    )
     mover = SynchronousCopyEngine()
-    placed = place(model, parts(model), layout, mover, told.append, "aot_eager_decomp_partition")
+    placed = apply_plan(
+        model, parts(model), layout, mover, told.append, "aot_eager_decomp_partition"
+    )
     for expert in ("high", "low", "low", "high", "high"):
         for ours, theirs in zip(gradients(model, expert), expected[expert], strict=True):
             if compiled:
@@ -98,21 +102,23 @@ def test_every_way_at_once_gives_the_same_gradients(compiled):
 @pytest.mark.parametrize(("ways", "added"), [("recompute", 3), ("offload", 1)])
 def test_what_is_spare_is_shared_by_slots_and_activations(ways, added, monkeypatch):
     """In room for three slots more; half of it is for activations that come back ahead."""
-    monkeypatch.setattr(autosize, "WINDOW", 1)
+    monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
     monkeypatch.setattr(autosize, "WORTH", 1e-12)
     monkeypatch.setattr(autosize, "GAIN", 100.0)
     model, told = make(), []
-    layout = Layout([BlockPlan("streamed", ways)] * len(WAYS), False, slots=2, least_sent=1)
-    placed = place(model, parts(model), layout, SynchronousCopyEngine(), told.append)
+    layout = PlanLayout(
+        [BlockPlan("streamed", ways)] * len(WAYS), False, slots=2, min_offload_nbytes=1
+    )
+    placed = apply_plan(model, parts(model), layout, SynchronousCopyEngine(), told.append)
     expected = gradients(make(), "low")
-    assert not placed.give_back()
-    placed.may_grow(3 * placed.ring.counters().slot_nbytes)
+    assert not placed.shrink_ring()
+    placed.allow_ring_growth(3 * placed.ring.counters().slot_nbytes)
     for _ in range(6):
         for ours, theirs in zip(gradients(model, "low"), expected, strict=True):
             assert torch.equal(ours, theirs)
     assert placed.ring.counters().slots == 2 + added
-    assert placed.waited_s() > 0
-    assert placed.give_back()
+    assert placed.stall_seconds() > 0
+    assert placed.shrink_ring()
     for ours, theirs in zip(gradients(model, "low"), expected, strict=True):
         assert torch.equal(ours, theirs)
     assert placed.ring.counters().slots == 2
@@ -128,7 +134,7 @@ def test_a_plan_that_fails_half_way_leaves_nothing_behind(monkeypatch):
 
     monkeypatch.setattr("gracetune.plan.apply.run_blocks", full)
     with pytest.raises(torch.OutOfMemoryError):
-        place(model, parts(model), Layout(plans, False, 2), SynchronousCopyEngine(), print)
+        apply_plan(model, parts(model), PlanLayout(plans, False, 2), SynchronousCopyEngine(), print)
     for ours, theirs in zip(gradients(model, "low"), gradients(make(), "low"), strict=True):
         assert torch.equal(ours, theirs)
     assert not model.low._forward_pre_hooks
@@ -137,11 +143,13 @@ def test_a_plan_that_fails_half_way_leaves_nothing_behind(monkeypatch):
 def test_nothing_is_wrapped_that_need_not_be():
     model = make()
     plans = [BlockPlan("resident", "keep")] * len(WAYS)
-    placed = place(model, parts(model), Layout(plans, False), SynchronousCopyEngine(), print)
+    placed = apply_plan(
+        model, parts(model), PlanLayout(plans, False), SynchronousCopyEngine(), print
+    )
     assert placed.ring is None
     assert placed.offload is None
     assert placed.compiler is None
-    assert placed.waited_s() == 0.0
-    placed.may_grow(10**9)
-    assert not placed.give_back()
+    assert placed.stall_seconds() == 0.0
+    placed.allow_ring_growth(10**9)
+    assert not placed.shrink_ring()
     placed.close()

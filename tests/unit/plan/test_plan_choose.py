@@ -9,26 +9,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_shapes import SPEEDS, made_model
 
-from gracetune.plan.memory import Fixed
+from gracetune.plan.memory import FixedMemory
 from gracetune.plan.search import (
     Constraints,
     PlanBudget,
     PlanError,
     candidates,
-    choose,
-    compared,
-    leanest,
-    spread,
+    compare_with_run_file,
+    evenly_spaced,
+    find_best_plan,
+    smallest_candidate,
 )
 from gracetune.units import parse_bytes
 
-FIXED = Fixed(optimizer_nbytes=16, batches_ahead=0)
+FIXED = FixedMemory(optimizer_nbytes=16, batches_ahead=0)
 PLENTY = 10**6
 MODEL = made_model(8)
 
 
 def planned(device: int, host: int = PLENTY, **wishes: object):
-    return choose(MODEL, FIXED, PlanBudget(device, host), Constraints(**wishes), simulated=True)
+    return find_best_plan(
+        MODEL, FIXED, PlanBudget(device, host), Constraints(**wishes), simulated=True
+    )
 
 
 def test_with_plenty_of_memory_nothing_moves_and_nothing_is_done_twice() -> None:
@@ -44,9 +46,9 @@ def test_a_plan_never_exceeds_its_budget(device: int, host: int, samples: int) -
     wishes = Constraints(samples=samples)
     if next(candidates(MODEL, FIXED, budget, wishes), None) is None:
         with pytest.raises(PlanError, match="too few"):
-            choose(MODEL, FIXED, budget, wishes, simulated=True)
+            find_best_plan(MODEL, FIXED, budget, wishes, simulated=True)
         return
-    found = choose(MODEL, FIXED, budget, wishes, simulated=True)
+    found = find_best_plan(MODEL, FIXED, budget, wishes, simulated=True)
     for plan in (found.best, *found.others):
         assert plan.device.total * 1.05 <= device
         assert plan.host.total <= host
@@ -90,12 +92,12 @@ def test_the_least_that_is_named_works_as_it_is_printed(
 ) -> None:
     """Of the device, though text takes its part of whatever there is; and of the host."""
     model = made_model(4, frozen_nbytes=nbytes)
-    fixed = Fixed(optimizer_nbytes=16, text_nbytes=10**9, text_part=part)
+    fixed = FixedMemory(optimizer_nbytes=16, text_nbytes=10**9, text_part=part)
     wishes = Constraints(samples=2, compile=(True,), slots=(2,))
 
     def plan(device: int, host: int):
         budget = PlanBudget(device, host, fragmentation)
-        return choose(model, fixed.within(device), budget, wishes, simulated=True)
+        return find_best_plan(model, fixed.for_budget(device), budget, wishes, simulated=True)
 
     with pytest.raises(PlanError, match="of device memory are too few") as caught:
         plan(0, 10**12)
@@ -111,17 +113,20 @@ def test_the_least_is_of_all_that_is_offered() -> None:
     """Two slots are more than one block, and gradients of several micro-batches are kept."""
     one = made_model(1, frozen_nbytes=1000)
     budget = PlanBudget(0, PLENTY)
-    assert not leanest(one, FIXED, budget, Constraints()).streamed
+    assert not smallest_candidate(one, FIXED, budget, Constraints()).streamed
     with pytest.raises(PlanError, match=r"no weights streamed") as caught:
-        choose(one, FIXED, budget, Constraints(), simulated=True)
+        find_best_plan(one, FIXED, budget, Constraints(), simulated=True)
     least = parse_bytes(least_in(caught.value))
     assert (
-        choose(one, FIXED, PlanBudget(least, 0), Constraints(), simulated=True).best.host.total == 0
+        find_best_plan(
+            one, FIXED, PlanBudget(least, 0), Constraints(), simulated=True
+        ).best.host.total
+        == 0
     )
     wishes = Constraints(samples=2, host_state=(0.0, 1.0))
     slots = replace(FIXED, state_slots_nbytes=100)
-    assert leanest(MODEL, slots, budget, wishes).host_state == 0.0
-    assert leanest(MODEL, FIXED, budget, wishes).host_state == 1.0
+    assert smallest_candidate(MODEL, slots, budget, wishes).host_state == 0.0
+    assert smallest_candidate(MODEL, FIXED, budget, wishes).host_state == 1.0
 
 
 def test_a_batch_that_makes_no_step_is_refused() -> None:
@@ -134,26 +139,29 @@ def test_where_host_and_device_are_one_memory_nothing_moves() -> None:
     caches = replace(FIXED, host_caches_nbytes=300)
     wishes = Constraints(samples=2, host_state=(0.0, 1.0))
     apart, one = PlanBudget(700, PLENTY), PlanBudget(1500, PLENTY, one_memory=True)
-    moved = choose(MODEL, caches, apart, wishes, simulated=True).best
+    moved = find_best_plan(MODEL, caches, apart, wishes, simulated=True).best
     assert moved.host.total > 300
-    found = choose(MODEL, caches, one, wishes, simulated=True)
+    found = find_best_plan(MODEL, caches, one, wishes, simulated=True)
     for plan in (found.best, *found.others):
         assert not plan.streamed
         assert plan.host_state == 0.0
         assert plan.host.total == plan.host.caches == 300
         assert plan.device.total + plan.host.total <= 1500
     with pytest.raises(PlanError, match="memory, which host and device share, are too") as caught:
-        choose(MODEL, caches, replace(one, device_nbytes=700), wishes, simulated=True)
+        find_best_plan(MODEL, caches, replace(one, device_nbytes=700), wishes, simulated=True)
     least = parse_bytes(least_in(caught.value))
     enough = replace(one, device_nbytes=least)
-    assert choose(MODEL, caches, enough, wishes, simulated=True).best.device.total <= least - 300
+    assert (
+        find_best_plan(MODEL, caches, enough, wishes, simulated=True).best.device.total
+        <= least - 300
+    )
 
 
 def test_the_batch_of_the_run_file_is_held_beside_another() -> None:
     def compare(device: int, batch: int):
-        budget, wishes = PlanBudget(device, PLENTY), Constraints(samples=4, written=batch)
-        found = choose(MODEL, FIXED, budget, wishes, simulated=True)
-        return found, compared(found, MODEL, FIXED, budget, wishes)
+        budget, wishes = PlanBudget(device, PLENTY), Constraints(samples=4, run_file_batch=batch)
+        found = find_best_plan(MODEL, FIXED, budget, wishes, simulated=True)
+        return found, compare_with_run_file(found, MODEL, FIXED, budget, wishes)
 
     found, same = compare(1200, planned(1200, samples=4).best.batch)
     assert same == found
@@ -197,7 +205,7 @@ def test_only_as_many_blocks_stream_as_must() -> None:
 
 
 def test_streamed_blocks_are_spread_evenly() -> None:
-    assert spread(4, 8) == (0, 2, 4, 6)
-    assert spread(3, 10) == (0, 3, 6)
-    assert spread(8, 8) == tuple(range(8))
+    assert evenly_spaced(4, 8) == (0, 2, 4, 6)
+    assert evenly_spaced(3, 10) == (0, 3, 6)
+    assert evenly_spaced(8, 8) == tuple(range(8))
     assert SPEEDS.link_in == 100.0

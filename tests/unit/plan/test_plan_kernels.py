@@ -15,10 +15,11 @@ from gracetune.adapters.compute.fused_lora import fuse_lora, lora_linears
 from gracetune.adapters.compute.lora_matmul import lora_gradients, lora_input_gradient, lora_linear
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
-from gracetune.models.attention_processors import attend_in_fewer_passes
-from gracetune.offload.checkpointing import Compiler, run_blocks
-from gracetune.plan.kernels import WeightStorages, is_product, ops_of, storage_of
-from gracetune.plan.meta_models import SampleShape, outline
+from gracetune.models.attention_processors import use_fused_processors
+from gracetune.models.family import SampleShape
+from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
+from gracetune.plan.kernels import WeightStorages, is_matmul_or_attention, ops_of, storage_id
+from gracetune.plan.meta_models import build_meta_model
 from gracetune.plan.trace import trace_model
 
 ROWS, INNER, OUTER, RANK = 64, 32, 48, 4
@@ -42,7 +43,7 @@ def operands() -> dict[str, torch.Tensor]:
 
 
 def kernels(func: Any, args: tuple[Any, ...], weight: torch.Tensor) -> list[Any]:
-    weights = WeightStorages(frozenset({storage_of(weight)}), frozenset())
+    weights = WeightStorages(frozenset({storage_id(weight)}), frozenset())
     return ops_of(func, args, {}, func(*args), weights, backward=False)
 
 
@@ -58,8 +59,8 @@ def test_a_product_with_a_lora_is_two_thin_products_and_the_frozen_one() -> None
         )
     thin = 2.0 * ROWS * RANK
     assert [op.flops for op in there] == [thin * INNER, thin * OUTER, 2.0 * ROWS * INNER * OUTER]
-    assert [op.extent for op in there if op.extent] == [(ROWS, INNER, OUTER)]
-    assert [op.extent for op in back if op.extent] == [(ROWS, OUTER, INNER)]
+    assert [op.dims for op in there if op.dims] == [(ROWS, INNER, OUTER)]
+    assert [op.dims for op in back if op.dims] == [(ROWS, OUTER, INNER)]
     assert {op.kind for op in (*there, *back)} == {"gemm"}
     # It reads x, the weight and what the LoRA gave, and writes over that.
     assert there[-1].nbytes == 2 * (ROWS * INNER + INNER * OUTER + 2 * ROWS * OUTER)
@@ -75,7 +76,7 @@ def test_gradients_of_a_lora_are_three_thin_products() -> None:
         ops = kernels(lora_gradients._opoverload, args, o["weight"])
     thin = 2.0 * ROWS * RANK
     assert [op.flops for op in ops] == [thin * OUTER, thin * OUTER, thin * INNER]
-    assert not any(op.extent for op in ops)
+    assert not any(op.dims for op in ops)
 
 
 def test_products_of_one_input_read_it_once_for_their_loras() -> None:
@@ -96,8 +97,8 @@ def test_views_are_no_kernels_and_elementwise_work_is_bytes() -> None:
         assert kernels(aten.empty_like.default, (x,), x) == []
         (op,) = kernels(aten.neg.default, (x,), made(1))
     assert (op.kind, op.nbytes) == ("elementwise", 2 * 2 * ROWS * INNER)
-    assert is_product(aten.mm.default)
-    assert not is_product(torch.relu)
+    assert is_matmul_or_attention(aten.mm.default)
+    assert not is_matmul_or_attention(torch.relu)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's tracer looks at what torch warns of looking at
@@ -106,16 +107,16 @@ def test_a_compiled_block_keeps_what_was_planned(how: str) -> None:
     """Held against what autograd is handed when torch cuts the graph itself."""
     changes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
     changes |= {"ffn_dim": 96, "text_dim": 16, "freq_dim": 16}
-    shape = outline(ModelSection(family="wan22"), SampleShape(192, 192), changes)
+    shape = build_meta_model(ModelSection(family="wan22"), SampleShape(192, 192), changes)
     model = type(shape.model)(**changes).to(torch.bfloat16)
-    add_adapter({"": model}, AdapterSection(rank=4), shape.shape.targets, seed=0)
+    add_adapter({"": model}, AdapterSection(rank=4), shape.shapes.targets, seed=0)
     fuse_lora(model)
-    attend_in_fewer_passes(model)
+    use_fused_processors(model)
     (kind,) = trace_model(replace(shape, model=model).subject(), 2).kinds
     way = getattr(kind.compiled, how)
     told: list[Any] = []
-    compiler = Compiler(told.append, "aot_eager_decomp_partition")
-    running = run_blocks(list(model.blocks), [how], compiler)  # type: ignore[list-item]
+    compiler = BlockCompiler(told.append, "aot_eager_decomp_partition")
+    running = wrap_blocks(list(model.blocks), [how], compiler)  # type: ignore[list-item]
     found = saved_inside(model, shape.subject().inputs(2))
     running.close()
     compiler.close()
@@ -153,6 +154,6 @@ def saved_inside(model: Any, inputs: dict[str, torch.Tensor]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = model(**given, return_dict=False)
     for layer in (m.forward.__self__ for m in model.modules() if type(m) is LoraLinear):
-        owned.update(half.untyped_storage().data_ptr() for half in layer.copies)
+        owned.update(half.untyped_storage().data_ptr() for half in layer.cast_weights)
     del out
     return sum(nbytes for address, nbytes in saved.items() if address not in owned)

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gracetune.config.schema import ModelSection, OptimizerSection
-from gracetune.optim.build import state_nbytes_each
+from gracetune.models.family import SampleShape
+from gracetune.optim.build import state_nbytes_per_element
 from gracetune.plan.cost import CostModel
-from gracetune.plan.machines import FITTED, MACHINES, basics_of, speeds_of
-from gracetune.plan.memory import Fixed
-from gracetune.plan.meta_models import SampleShape, outline
-from gracetune.plan.problem import Trained, memory_table
+from gracetune.plan.machines import FITTED_CONSTANTS, MACHINES, effective_rates, machine_rates
+from gracetune.plan.memory import FixedMemory
+from gracetune.plan.meta_models import build_meta_model
+from gracetune.plan.problem import TrainedSize, memory_table
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.search import predict
-from gracetune.plan.shapes import checkpointed
+from gracetune.plan.shapes import plain_checkpointing_trace
 from gracetune.plan.simulate import PlanCandidate
 from gracetune.units import GIB
 
@@ -48,7 +49,7 @@ def deep(shapes: ModelShapes, num_blocks: int) -> ModelShapes:
 
 def deviations(record: dict[str, Any], shapes: ModelShapes) -> tuple[float, float]:
     num_blocks = record.get("config", {}).get("num_layers", 40)
-    speeds = speeds_of(basics_of(MACHINES["h200-pcie"]))
+    speeds = effective_rates(machine_rates(MACHINES["h200-pcie"]))
     plain = record["checkpointing"] == "plain"
     model = CostModel(deep(shapes, num_blocks), speeds, plain_checkpointing=plain)
     every = NAMED[record["streamed"]]
@@ -60,9 +61,9 @@ def deviations(record: dict[str, Any], shapes: ModelShapes) -> tuple[float, floa
     )
     choice = PlanCandidate(blocks, record["batch"], 1, 3 if every else 0, record["compiled"])
     # bf16 moments: two numbers of the adapter's own type
-    fixed = Fixed(
+    fixed = FixedMemory(
         optimizer_nbytes=2 * model.trained_nbytes,
-        library_nbytes=int(FITTED["library_nbytes"].value),
+        library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
         batches_ahead=0,
     )
     plan = predict(model, choice, fixed, simulated=False)
@@ -86,7 +87,7 @@ def test_the_planner_is_near_what_was_measured(
 def test_the_planner_is_near_what_was_measured_later(
     record: dict[str, Any], fused_shapes: ModelShapes
 ) -> None:
-    speeds = speeds_of(basics_of(MACHINES["h200-pcie"]))
+    speeds = effective_rates(machine_rates(MACHINES["h200-pcie"]))
     rounded = record.get("frozen_compute", "bf16")
     model = CostModel(deep(fused_shapes, 40), speeds, rounded)
     inside = set(record["streamed"])
@@ -97,10 +98,12 @@ def test_the_planner_is_near_what_was_measured_later(
         )
     )
     slots = record["slots"] if inside else 0
-    choice = PlanCandidate(blocks, record["batch"], 1, slots, True, ahead=record["ahead"])
-    fixed = Fixed(
+    choice = PlanCandidate(
+        blocks, record["batch"], 1, slots, True, activation_prefetch=record["ahead"]
+    )
+    fixed = FixedMemory(
         optimizer_nbytes=2 * model.trained_nbytes,
-        library_nbytes=int(FITTED["library_nbytes"].value),
+        library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
         batches_ahead=0,
     )
     plan = predict(model, choice, fixed, simulated=False)
@@ -122,10 +125,12 @@ def test_the_docs_say_how_near(wan_shapes: ModelShapes) -> None:
 def test_the_table_of_260_pictures_in_the_docs_is_what_the_code_says(
     fused_shapes: ModelShapes,
 ) -> None:
-    shape = outline(ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1})
+    shape = build_meta_model(
+        ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1}
+    )
     shapes = deep(fused_shapes, 40)
     count = shapes.trained_nbytes // 4
-    trained = Trained(shapes.trained_nbytes, int(count * state_nbytes_each(OptimizerSection())))
+    trained = TrainedSize(shapes.trained_nbytes, int(count * state_nbytes_per_element(OptimizerSection())))
     rows = [str(row) for row in memory_table(shape, shapes, trained, 260)]
     assert len(rows) == 11
     assert "\n".join(rows) in GUIDE
@@ -141,5 +146,5 @@ def test_a_block_of_wan_holds_what_was_measured(
         assert kind.compiled.keep.saved_nbytes / sample == pytest.approx(0.776, rel=0.01)
     assert fused.compiled.lean.saved_nbytes / sample == pytest.approx(0.434, rel=0.02)
     # 371 TFLOP a step at batch 1 with recomputation, as measured for 40 blocks
-    again = checkpointed(block.eager.keep, block.input_nbytes).flops
+    again = plain_checkpointing_trace(block.eager.keep, block.input_nbytes).flops
     assert 40 * again / 1e12 / wan_shapes.batch == pytest.approx(371, rel=0.02)

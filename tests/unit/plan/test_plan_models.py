@@ -11,9 +11,9 @@ import torch
 from gracetune.cli.plan import make_trainable
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.errors import ConfigError, ModelError
-from gracetune.models.family import load_family
-from gracetune.plan.meta_models import SampleShape, outline
-from gracetune.plan.problem import family_subject
+from gracetune.models.family import SampleShape, load_family
+from gracetune.plan.meta_models import build_meta_model
+from gracetune.plan.problem import family_trace_target
 from gracetune.plan.trace import trace_model
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ SMALL = {
 def test_published_shapes_have_their_published_size(
     family: str, billions: float, experts: int, latent: tuple[int, ...]
 ) -> None:
-    shape = outline(ModelSection(family=family), SQUARE)
+    shape = build_meta_model(ModelSection(family=family), SQUARE)
     count = sum(p.numel() for p in shape.model.parameters())
     assert count / 1e9 == pytest.approx(billions, abs=0.01)
     assert shape.experts == experts
@@ -51,12 +51,12 @@ def test_published_shapes_have_their_published_size(
     ("family", "kinds"), [("wan22", (0,)), ("flux", (0, 1, 1)), ("qwen_image", (0, 0))]
 )
 def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) -> None:
-    shape = outline(ModelSection(family=family), SampleShape(64, 64), SMALL[family])
+    shape = build_meta_model(ModelSection(family=family), SampleShape(64, 64), SMALL[family])
     trained = make_trainable(shape, AdapterSection(rank=4))
     traced = trace_model(shape.subject(), 2)
     assert traced.order == kinds
     assert traced.trained_nbytes == 4 * trained
-    assert traced.copies_nbytes == 2 * trained
+    assert traced.cast_copies_nbytes == 2 * trained
     for block in traced.kinds:
         assert block.input_nbytes > 0
         assert 0 < block.compiled.lean.saved_nbytes <= block.compiled.keep.saved_nbytes
@@ -65,10 +65,10 @@ def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) ->
 
 def test_frames_and_the_small_wan_have_their_own_latents() -> None:
     clip = SampleShape(832, 480, 33)
-    big = outline(ModelSection(family="wan22"), clip, {"num_layers": 1})
+    big = build_meta_model(ModelSection(family="wan22"), clip, {"num_layers": 1})
     assert big.encoded.latent_shape == (16, 9, 60, 104)
     changes = {"num_layers": 1, "in_channels": 48, "num_attention_heads": 2, "ffn_dim": 64}
-    small = outline(ModelSection(family="wan22"), clip, changes)
+    small = build_meta_model(ModelSection(family="wan22"), clip, changes)
     assert small.encoded.latent_shape == (48, 9, 30, 52)
     assert small.subject().inputs(2)["timestep"].shape == (2, 9 * 15 * 26)
 
@@ -78,18 +78,18 @@ def test_a_folder_says_what_its_model_is(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
     section = ModelSection(family="wan22", path=str(tmp_path), dtype="float32")
-    shape = outline(section, SQUARE)
+    shape = build_meta_model(section, SQUARE)
     assert len(shape.subject().blocks) == 2
     assert (shape.experts, shape.dtype) == (1, torch.float32)
-    assert str(tmp_path) in shape.note
+    assert str(tmp_path) in shape.source
     (tmp_path / "transformer_2").mkdir()
-    assert outline(section, SQUARE).experts == 2
+    assert build_meta_model(section, SQUARE).experts == 2
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"_class_name": "UNet2DConditionModel"}', "whose blocks the planner cannot find"),
+        ('{"_class_name": "UNet2DConditionModel"}', "the transformer of wan22 is a WanTrans"),
         ('{"num_layers": 2}', "cannot be read as a model's configuration"),
         ("{", "cannot be read as a model's configuration"),
     ],
@@ -100,20 +100,22 @@ def test_a_folder_that_cannot_be_planned_is_refused(
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(text)
     with pytest.raises(ModelError, match=complaint):
-        outline(ModelSection(family="wan22", path=str(tmp_path)), SQUARE)
+        build_meta_model(ModelSection(family="wan22", path=str(tmp_path)), SQUARE)
 
 
 def test_an_unknown_family_is_told_which_are_known() -> None:
     with pytest.raises(ConfigError, match=r"'sdxl'.*flux, qwen_image, tiny, wan22.*trace_model"):
-        outline(ModelSection(family="sdxl"), SQUARE)
+        build_meta_model(ModelSection(family="sdxl"), SQUARE)
 
 
 def test_a_loaded_family_is_planned_as_its_configuration_is() -> None:
     family = load_family(ModelSection(family="tiny"))
     family.transformer.requires_grad_(False)
     text = family.stack_text(family.encode_text(["a red ring"]))
-    loaded = trace_model(family_subject(family, family.latent_shape(24, 24), text), 2)
-    published = trace_model(outline(ModelSection(family="tiny"), SampleShape(24, 24)).subject(), 2)
+    loaded = trace_model(family_trace_target(family, family.latent_shape(24, 24), text), 2)
+    published = trace_model(
+        build_meta_model(ModelSection(family="tiny"), SampleShape(24, 24)).subject(), 2
+    )
     assert loaded.order == published.order
     assert loaded.frozen_nbytes == published.frozen_nbytes
     assert [k.eager for k in loaded.kinds] == [k.eager for k in published.kinds]

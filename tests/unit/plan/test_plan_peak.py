@@ -7,16 +7,16 @@ import pytest
 from made_shapes import made_choice, made_model
 
 from gracetune.plan.cost import CostModel
-from gracetune.plan.memory import Fixed, device_bytes, host_bytes
+from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
 from gracetune.plan.result import Bytes
-from gracetune.plan.search import PlanBudget, device_need
+from gracetune.plan.search import PlanBudget, required_device_nbytes
 
-NOTHING = Fixed(optimizer_nbytes=0, batches_ahead=0)
+NOTHING = FixedMemory(optimizer_nbytes=0, batches_ahead=0)
 
 
 def test_a_kept_step_is_highest_in_the_last_blocks_backward() -> None:
     model = made_model(8)
-    peak = device_bytes(model.at(1), made_choice(model), Fixed(16, batches_ahead=1))
+    peak = device_bytes(model.at(1), made_choice(model), FixedMemory(16, batches_ahead=1))
     assert peak == Bytes(
         weights=50 + 8 * 100,
         adapters=16,
@@ -58,7 +58,7 @@ def test_streamed_blocks_leave_slots_behind_and_a_slab_in_the_host() -> None:
 
 def test_offloaded_activations_are_in_the_host() -> None:
     model = made_model(8)
-    fixed = Fixed(0, host_caches_nbytes=7, host_weights_nbytes=5)
+    fixed = FixedMemory(0, host_caches_nbytes=7, host_weights_nbytes=5)
     host = host_bytes(model.at(2), made_choice(model, "offload", batch=2), fixed)
     assert host == Bytes(weights=5, activations=8 * 2 * 50, caches=7)
 
@@ -105,7 +105,7 @@ def test_a_step_that_holds_little_else_is_highest_at_the_update() -> None:
 def test_two_experts_have_two_sets_of_weights_and_one_of_slots() -> None:
     model = made_model(8)
     choice = made_choice(model, streamed=4)
-    two = Fixed(0, experts=2, averages_nbytes=9, batches_ahead=0)
+    two = FixedMemory(0, experts=2, averages_nbytes=9, batches_ahead=0)
     device = device_bytes(model.at(1), choice, two)
     assert device.weights == 2 * (50 + 400) + 300
     assert device.adapters == 2 * 16 + 9
@@ -116,7 +116,7 @@ def with_copies(copies_nbytes: int, trained_nbytes: int = 4) -> CostModel:
     """Blocks that train so many bytes each, which are copied for their products."""
     model = made_model(8)
     (kind,) = model._shapes.kinds
-    kind = replace(kind, trained_nbytes=trained_nbytes, copies_nbytes=copies_nbytes)
+    kind = replace(kind, trained_nbytes=trained_nbytes, cast_copies_nbytes=copies_nbytes)
     return CostModel(replace(model._shapes, kinds=(kind,)), model.speeds)
 
 
@@ -142,13 +142,13 @@ def test_an_allocator_holds_more_than_is_used() -> None:
     choice = made_choice(model)
     held = device_bytes(model.at(1), choice, NOTHING)
     budget = PlanBudget(10**6, 10**6, fragmentation=0.5)
-    assert device_need(model, choice, NOTHING, budget) == ceil(held.total * 1.5)
+    assert required_device_nbytes(model, choice, NOTHING, budget) == ceil(held.total * 1.5)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_activations_that_are_brought_back_ahead_are_on_the_device(ahead: int) -> None:
     model = made_model(8)
-    sent = replace(made_choice(model, "offload"), ahead=ahead)
+    sent = replace(made_choice(model, "offload"), activation_prefetch=ahead)
     assert device_bytes(model.at(1), sent, NOTHING).activations == 3 + (1 + ahead) * 50
     # Blocks in between count too: of two neighbours one sends, and one more comes every second.
     kept = made_choice(model, "keep").blocks

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gracetune.plan.kernels import CudaKernels, KernelRecorder
-from gracetune.plan.shapes import prepared, recipe_of
+from gracetune.plan.shapes import record_call, replay_on
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -17,8 +17,8 @@ def test_a_call_is_made_again_with_tensors_that_lie_alike() -> None:
     with FakeTensorMode():
         across = torch.empty(6, 4, dtype=torch.bfloat16).t()
         spread = torch.empty(1, 6).expand(4, 6)
-        recipe = recipe_of(aten.mul.Tensor, (across, spread), {})
-    made = prepared(recipe, CPU)()
+        recipe = record_call(aten.mul.Tensor, (across, spread), {})
+    made = replay_on(recipe, CPU)()
     assert isinstance(made, torch.Tensor)
     assert (made.shape, made.dtype) == ((4, 6), torch.float32)
     assert made.stride() == torch.mul(torch.ones(6, 4).t(), torch.ones(1, 6).expand(4, 6)).stride()
@@ -27,14 +27,14 @@ def test_a_call_is_made_again_with_tensors_that_lie_alike() -> None:
 def test_equal_calls_are_one_recipe_and_others_are_not() -> None:
     def cat(dtype: torch.dtype, dim: int) -> object:
         tensors = [torch.empty(2, 3, dtype=dtype), torch.empty(2, 3, dtype=dtype)]
-        return recipe_of(aten.cat.default, (tensors, dim), {})
+        return record_call(aten.cat.default, (tensors, dim), {})
 
     bf16 = torch.bfloat16
     assert len({cat(bf16, 1), cat(bf16, 1)}) == 1
     assert len({cat(bf16, 1), cat(bf16, 0), cat(torch.float32, 1)}) == 3
     whole = torch.ones(2, dtype=torch.int64)
-    scaled = [recipe_of(aten.mul.Scalar, (whole, factor), {}) for factor in (2, 2.0, True)]
-    assert [prepared(one, CPU)().dtype for one in scaled] == [
+    scaled = [record_call(aten.mul.Scalar, (whole, factor), {}) for factor in (2, 2.0, True)]
+    assert [replay_on(one, CPU)().dtype for one in scaled] == [
         torch.int64,
         torch.float32,
         torch.int64,
@@ -44,36 +44,36 @@ def test_equal_calls_are_one_recipe_and_others_are_not() -> None:
 
 def test_a_conjugate_stays_one() -> None:
     turned = torch.ones(2, dtype=torch.complex64)
-    plain, mirrored = (recipe_of(aten.neg.default, (t,), {}) for t in (turned, turned.conj()))
+    plain, mirrored = (record_call(aten.neg.default, (t,), {}) for t in (turned, turned.conj()))
     assert plain != mirrored
-    assert prepared(recipe_of(aten.alias.default, (turned.conj(),), {}), CPU)().is_conj()
+    assert replay_on(record_call(aten.alias.default, (turned.conj(),), {}), CPU)().is_conj()
 
 
 def test_lists_types_and_devices_arrive_as_they_should() -> None:
-    recipe = recipe_of(aten.cat.default, ([torch.ones(2, 3), torch.ones(1, 3)], 0), {})
-    assert prepared(recipe, CPU)().shape == (3, 3)
-    moved = recipe_of(
+    recipe = record_call(aten.cat.default, ([torch.ones(2, 3), torch.ones(1, 3)], 0), {})
+    assert replay_on(recipe, CPU)().shape == (3, 3)
+    moved = record_call(
         aten._to_copy.default,
         (torch.ones(2),),
         {"dtype": torch.bfloat16, "device": torch.device("cpu")},
     )
-    copied = prepared(moved, torch.device("meta"))()
+    copied = replay_on(moved, torch.device("meta"))()
     assert (copied.dtype, copied.device.type) == (torch.bfloat16, "meta")
 
 
 def test_indices_are_good_ones_and_nothing_is_nothing() -> None:
     index = torch.full((5,), 3)
-    chosen = recipe_of(aten.index_select.default, (torch.ones(4, 2), 0, index), {})
-    assert prepared(chosen, CPU)().shape == (5, 2)
-    empty = recipe_of(aten.add.Tensor, (torch.empty(0, 4), 1), {})
-    assert prepared(empty, CPU)().shape == (0, 4)
+    chosen = record_call(aten.index_select.default, (torch.ones(4, 2), 0, index), {})
+    assert replay_on(chosen, CPU)().shape == (5, 2)
+    empty = record_call(aten.add.Tensor, (torch.empty(0, 4), 1), {})
+    assert replay_on(empty, CPU)().shape == (0, 4)
 
 
 def test_statistics_of_a_norm_are_what_cuda_wants() -> None:
     half = torch.ones(2, 4, dtype=torch.bfloat16)
     statistics = torch.ones(2, 1, dtype=torch.bfloat16)
     args = half, half, [4], statistics, statistics, None, None, [True, False, False]
-    recipe = recipe_of(aten.native_layer_norm_backward.default, args, {})
+    recipe = record_call(aten.native_layer_norm_backward.default, args, {})
     types = [getattr(value, "dtype", None) for value in recipe.args]
     assert types[:5] == [torch.bfloat16, torch.bfloat16, None, torch.float32, torch.float32]
 
@@ -104,7 +104,7 @@ def test_an_rms_norm_is_one_call_there_and_one_back_and_saves_its_input(
         ((2, 3, 1), torch.float32),
         ((8,), torch.bfloat16),
     ]
-    assert [str(op.recipe.func) for op in (*there, *back) if op.recipe] == [
+    assert [str(op.replay.func) for op in (*there, *back) if op.replay] == [
         "planned.rms_norm.default",
         "planned.rms_norm_backward.default",
     ]

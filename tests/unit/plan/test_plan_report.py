@@ -5,21 +5,37 @@ from dataclasses import replace
 
 from made_shapes import made_model
 
-from gracetune.plan.memory import Fixed
-from gracetune.plan.report import Heading, as_json, describe, lines, reasons, speed
+from gracetune.plan.memory import FixedMemory
+from gracetune.plan.report import (
+    ReportHeading,
+    describe,
+    describe_speed,
+    reasons,
+    report_json,
+    report_lines,
+)
 from gracetune.plan.result import ROLES
-from gracetune.plan.search import AsWritten, Constraints, PlanBudget, Planned, choose, compared
+from gracetune.plan.search import (
+    Constraints,
+    PlanBudget,
+    RunFileBatchPlan,
+    SearchResult,
+    compare_with_run_file,
+    find_best_plan,
+)
 
 
-def planned(device: int, **wishes: object) -> tuple[Planned, Heading]:
+def planned(device: int, **wishes: object) -> tuple[SearchResult, ReportHeading]:
     budget = PlanBudget(device, 10**6, fragmentation=0.03)
-    found = choose(made_model(8), Fixed(16), budget, Constraints(**wishes), simulated=True)
-    return found, Heading("made (by hand)", "8x8", "a machine", budget, ("a remark",))
+    found = find_best_plan(
+        made_model(8), FixedMemory(16), budget, Constraints(**wishes), simulated=True
+    )
+    return found, ReportHeading("made (by hand)", "8x8", "a machine", budget, ("a remark",))
 
 
 def test_the_report_has_the_plan_its_memory_its_seconds_and_why() -> None:
     found, heading = planned(900, samples=2)
-    text = "\n".join(lines(found, heading))
+    text = "\n".join(report_lines(found, heading))
     assert "made (by hand), 8x8 a sample, on a machine, simulated from published figures" in text
     assert "note: a remark" in text
     assert f"plan: {describe(found.best)}" in text
@@ -32,21 +48,23 @@ def test_the_report_has_the_plan_its_memory_its_seconds_and_why() -> None:
 
 def test_where_nothing_is_frozen_weights_are_called_trained() -> None:
     found, heading = planned(10**6)
-    assert "\nadapters " in "\n".join(lines(found, heading))
+    assert "\nadapters " in "\n".join(report_lines(found, heading))
     all_trained = replace(
         found,
         best=replace(found.best, device=replace(found.best.device, weights=0)),
     )
-    text = "\n".join(lines(all_trained, heading))
+    text = "\n".join(report_lines(all_trained, heading))
     assert "\ntrained weights " in text
     assert "\nadapters " not in text
 
 
 def test_a_plan_for_this_machine_is_not_called_simulated() -> None:
     found, heading = planned(10**6)
-    measured = choose(made_model(8), Fixed(16), heading.budget, Constraints(), simulated=False)
-    assert "simulated" not in "\n".join(lines(measured, heading))
-    assert "simulated" in "\n".join(lines(found, heading))
+    measured = find_best_plan(
+        made_model(8), FixedMemory(16), heading.budget, Constraints(), simulated=False
+    )
+    assert "simulated" not in "\n".join(report_lines(measured, heading))
+    assert "simulated" in "\n".join(report_lines(found, heading))
 
 
 def test_reasons_follow_the_choice() -> None:
@@ -69,12 +87,14 @@ def test_a_plan_that_is_taken_before_a_faster_one_says_why() -> None:
     second = replace(found.best.seconds, step=found.best.seconds.step * 0.998)
     faster = replace(found.best, batch=batch + 1, seconds=second)
     slower = replace(faster, seconds=found.best.seconds)
-    told = Planned(found.best, (faster, slower, slow, fast), 9)
-    text = "\n".join(lines(told, heading))
+    told = SearchResult(found.best, (faster, slower, slow, fast), 9)
+    text = "\n".join(report_lines(told, heading))
     assert "less machinery is taken before one that is up to 0.5% faster" in text
     gain = faster.samples_per_second / found.best.samples_per_second - 1
     assert f"batch {batch + 1} at its best would be {gain:.1%} faster" in text
-    assert "less machinery" not in "\n".join(lines(Planned(found.best, (slow, fast), 9), heading))
+    assert "less machinery" not in "\n".join(
+        report_lines(SearchResult(found.best, (slow, fast), 9), heading)
+    )
 
 
 def test_other_batches_are_compared() -> None:
@@ -87,53 +107,53 @@ def test_other_batches_are_compared() -> None:
 
 def test_a_batch_that_training_would_not_use_is_told_with_what_to_set() -> None:
     found, heading = planned(1200, samples=4)
-    wishes = Constraints(samples=4, written=4)
-    told = compared(found, made_model(8), Fixed(16), heading.budget, wishes)
+    wishes = Constraints(samples=4, run_file_batch=4)
+    told = compare_with_run_file(found, made_model(8), FixedMemory(16), heading.budget, wishes)
     written = told.as_written
     assert written is not None
     assert written.plan is not None
-    text = "\n".join(lines(told, heading))
+    text = "\n".join(report_lines(told, heading))
     best = found.best
     assert "keeps the run file's batch of 4" in text
     assert describe(written.plan) in text
-    assert speed(written.plan) in text
+    assert describe_speed(written.plan) in text
     accumulated = f" and train.gradient_accumulation_steps to {best.accumulation}"
     assert f"set train.batch_size to {best.batch}{accumulated}:" in text
     ramped = replace(heading, has_ramp=True)
-    assert accumulated not in "\n".join(lines(told, ramped))
-    asked = json.loads(json.dumps(as_json(told, heading)))["as_written"]
+    assert accumulated not in "\n".join(report_lines(told, ramped))
+    asked = json.loads(json.dumps(report_json(told, heading)))["as_written"]
     assert (asked["batch"], asked["plan"]["batch"], asked["why"]) == (4, 4, "")
     assert asked["set"] == {
         "train.batch_size": best.batch,
         "train.gradient_accumulation_steps": best.accumulation,
     }
-    as_fast = replace(told, as_written=AsWritten(4, found.best))
-    text = "\n".join(lines(as_fast, heading))
+    as_fast = replace(told, as_written=RunFileBatchPlan(4, found.best))
+    text = "\n".join(report_lines(as_fast, heading))
     assert "which is as fast: there is nothing to set" in text
     assert "set train.batch_size" not in text
-    none = replace(told, as_written=AsWritten(4, None, "too little."))
-    assert "nothing fits. too little." in "\n".join(lines(none, heading))
-    assert as_json(none, heading)["as_written"]["plan"] is None
-    assert as_json(found, heading)["as_written"] is None
-    assert "as written" not in "\n".join(lines(found, heading))
+    none = replace(told, as_written=RunFileBatchPlan(4, None, "too little."))
+    assert "nothing fits. too little." in "\n".join(report_lines(none, heading))
+    assert report_json(none, heading)["as_written"]["plan"] is None
+    assert report_json(found, heading)["as_written"] is None
+    assert "as written" not in "\n".join(report_lines(found, heading))
 
 
 def test_one_memory_is_told_as_one() -> None:
     budget = PlanBudget(1500, 10**6, one_memory=True)
-    fixed = Fixed(16, host_caches_nbytes=300)
-    found = choose(made_model(8), fixed, budget, Constraints(), simulated=True)
-    heading = Heading("made (by hand)", "8x8", "a machine", budget)
+    fixed = FixedMemory(16, host_caches_nbytes=300)
+    found = find_best_plan(made_model(8), fixed, budget, Constraints(), simulated=True)
+    heading = ReportHeading("made (by hand)", "8x8", "a machine", budget)
     first, *_, last = reasons(found, budget)
     assert first.startswith("host and device are one memory, so there is nothing to move")
     assert last == f"{1500 - found.best.device.total - 300} B of the memory's budget stay free"
-    text = "\n".join(lines(found, heading))
+    text = "\n".join(report_lines(found, heading))
     assert "within 1.5 KiB of one memory for host and device" in text
     assert "both together" in text
 
 
 def test_json_has_every_number_of_the_plan() -> None:
     found, heading = planned(900, samples=2)
-    told = json.loads(json.dumps(as_json(found, heading)))
+    told = json.loads(json.dumps(report_json(found, heading)))
     assert told["plan"]["device_total"] == found.best.device.total
     assert told["plan"]["blocks"][0]["weights"] == found.best.blocks[0].weights
     assert told["plan"]["simulated"] is True

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.plan.cost import DIRECTIONS, beside_nbytes, in_fp8
-from gracetune.plan.launch_probe import operators
-from gracetune.plan.shapes import Op, Ways
+from gracetune.plan.cost import DIRECTIONS, fp8_extra_nbytes, with_fp8_overhead
+from gracetune.plan.launch_probe import equivalent_ops
+from gracetune.plan.shapes import Op, TracesByMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,27 +26,30 @@ def traced_in_fp8(has_directions: bool) -> BlockShapes:
     import torch
     from torch import nn
 
-    from gracetune.adapters.compute.fused_lora import Fp8Linear, freeze_in_fp8
+    from gracetune.adapters.compute.fp8_linear import Fp8Linear, convert_to_fp8
     from gracetune.adapters.inject import add_adapter
     from gracetune.config.schema import AdapterSection, ModelSection
-    from gracetune.plan.apply import compute_faster
-    from gracetune.plan.meta_models import SampleShape, outline
+    from gracetune.models.family import SampleShape
+    from gracetune.plan.apply import fuse_operations
+    from gracetune.plan.meta_models import build_meta_model
     from gracetune.plan.problem import TRACED_BATCH
     from gracetune.plan.trace import trace_model
 
     def directions(width: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(DIRECTIONS, width, dtype=torch.bfloat16), False)
 
-    shape = outline(ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1})
+    shape = build_meta_model(
+        ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1}
+    )
     with torch.device("meta"):
-        add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shape.targets, seed=0)
-        freeze_in_fp8(shape.model.blocks)
+        add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shapes.targets, seed=0)
+        convert_to_fp8(shape.model.blocks)
         for layer in shape.model.modules() if has_directions else ():
             if isinstance(layer, Fp8Linear):
-                layer.along = directions(layer.in_features)
-                layer.across = nn.Parameter(directions(layer.out_features).t(), False)
-    compute_faster(shape.model)
-    (kind,) = trace_model(replace(shape.subject(), products=torch.bfloat16), TRACED_BATCH).kinds
+                layer.outlier_basis = directions(layer.in_features)
+                layer.outlier_weight = nn.Parameter(directions(layer.out_features).t(), False)
+    fuse_operations(shape.model)
+    (kind,) = trace_model(replace(shape.subject(), compute_dtype=torch.bfloat16), TRACED_BATCH).kinds
     return kind
 
 
@@ -58,7 +61,7 @@ def rounded() -> BlockShapes:
 def test_eager_rounding_takes_what_a_rounded_block_shows(
     fused_shapes: ModelShapes, rounded: BlockShapes
 ) -> None:
-    guess = in_fp8(fused_shapes.kinds[0].eager, compiled=False)
+    guess = with_fp8_overhead(fused_shapes.kinds[0].eager, compiled=False)
     for mine, truth in ((guess.keep, rounded.eager.keep), (guess.lean, rounded.eager.lean)):
         assert mine.forward_peak_nbytes == pytest.approx(truth.forward_peak_nbytes, rel=0.03)
         assert mine.backward_peak_nbytes == pytest.approx(truth.backward_peak_nbytes, rel=0.03)
@@ -82,22 +85,24 @@ def test_the_host_queues_what_a_rounded_block_calls(
     for compiled in (False, True):
         traced = fused_shapes.kinds[0].compiled if compiled else fused_shapes.kinds[0].eager
         real = truth.compiled if compiled else truth.eager
-        guess = in_fp8(traced, compiled)
+        guess = with_fp8_overhead(traced, compiled)
         for mine, before, found in (
             (guess.keep, traced.keep, real.keep),
             (guess.lean, traced.lean, real.lean),
             (guess.recompute, traced.recompute, real.recompute),
         ):
-            assert mine.forward_calls.own == found.forward_calls.own == 20
-            assert mine.backward_calls.own == found.backward_calls.own
-            assert mine.again_calls.own == pytest.approx(found.again_calls.own, rel=0.03)
-            for way in ("forward_calls", "again_calls", "backward_calls"):
+            assert mine.forward_calls.custom_ops == found.forward_calls.custom_ops == 20
+            assert mine.backward_calls.custom_ops == found.backward_calls.custom_ops
+            assert mine.recompute_calls.custom_ops == pytest.approx(
+                found.recompute_calls.custom_ops, rel=0.03
+            )
+            for way in ("forward_calls", "recompute_calls", "backward_calls"):
                 said, is_, was = (getattr(trace, way) for trace in (mine, found, before))
                 assert said.kernels == pytest.approx(is_.kernels, rel=0.15)
                 assert said.dispatched == pytest.approx(is_.dispatched, rel=0.1)
-                assert operators(said) == pytest.approx(operators(is_), rel=0.12)
+                assert equivalent_ops(said) == pytest.approx(equivalent_ops(is_), rel=0.12)
                 assert said.saved == pytest.approx(is_.saved, rel=0.2)
-                assert bool(said.policed) == bool(was.policed)
+                assert bool(said.policy_calls) == bool(was.policy_calls)
 
 
 def test_a_compiled_block_that_does_products_again_holds_their_inputs(
@@ -105,11 +110,11 @@ def test_a_compiled_block_that_does_products_again_holds_their_inputs(
 ) -> None:
     """Into attention and out of it, twice; into the wide layer and out of it; and text, twice."""
     ways, batch = fused_shapes.kinds[0].compiled, fused_shapes.batch
-    found = in_fp8(ways, compiled=True)
+    found = with_fp8_overhead(ways, compiled=True)
     inputs = batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
     more = found.recompute.backward_peak_nbytes - ways.recompute.backward_peak_nbytes
     assert more == pytest.approx(inputs, rel=0.01)
-    assert found.recompute.turned_nbytes == WIDTH * WIDE, "and one weight, whatever the batch"
+    assert found.recompute.transposed_nbytes == WIDTH * WIDE, "and one weight, whatever the batch"
     for mine, before in ((found.keep, ways.keep), (found.lean, ways.lean)):
         assert mine.backward_peak_nbytes == before.backward_peak_nbytes, "nothing is done again"
         assert mine.forward_peak_nbytes == before.forward_peak_nbytes
@@ -117,7 +122,7 @@ def test_a_compiled_block_that_does_products_again_holds_their_inputs(
 
 def test_every_input_is_taken_apart_where_it_is_computed(fused_shapes: ModelShapes) -> None:
     ways, batch = fused_shapes.kinds[0].compiled, fused_shapes.batch
-    found = in_fp8(ways, compiled=True)
+    found = with_fp8_overhead(ways, compiled=True)
     passes = 3 * 2 * batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
 
     def more(mine: Sequence[Op], before: Sequence[Op]) -> float:
@@ -136,12 +141,12 @@ def test_layers_without_an_adapter_have_inputs_of_their_own(fused_shapes: ModelS
 
     def passes(*ops: Op) -> float:
         trace = replace(keep, forward=ops, backward=())
-        found = in_fp8(Ways(trace, trace, trace), compiled=True).keep.forward
+        found = with_fp8_overhead(TracesByMode(trace, trace, trace), compiled=True).keep.forward
         return sum(op.nbytes for op in found[len(ops) :])
 
-    first = Op("gemm", 0.0, 0.0, frozen=True, extent=(10, 16, 32))
+    first = Op("gemm", 0.0, 0.0, frozen=True, dims=(10, 16, 32))
     assert passes(first, first) == 2 * passes(first)
-    assert passes(replace(first, own=True), first) == passes(first)
+    assert passes(replace(first, starts_custom_op=True), first) == passes(first)
 
 
 def test_a_layer_in_fp8_is_stored_with_its_directions(fused_shapes: ModelShapes) -> None:
@@ -149,14 +154,16 @@ def test_a_layer_in_fp8_is_stored_with_its_directions(fused_shapes: ModelShapes)
     import torch
     from torch import nn
 
-    from gracetune.adapters.compute.fused_lora import Fp8Linear
-    from gracetune.adapters.compute.outlier_subspace import MOST
+    from gracetune.adapters.compute.fp8_linear import Fp8Linear
+    from gracetune.adapters.compute.outlier_subspace import MAX_DIMENSIONS
 
-    along = nn.Parameter(torch.zeros(MOST, 256, dtype=torch.bfloat16), requires_grad=False)
+    along = nn.Parameter(
+        torch.zeros(MAX_DIMENSIONS, 256, dtype=torch.bfloat16), requires_grad=False
+    )
     linear = nn.Linear(256, 512, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    made = sum(part.nbytes for part in Fp8Linear(linear, along).frozen if part is not None)
-    product = Op("gemm", 0.0, 0.0, frozen=True, extent=(1, 256, 512), holds_frozen=True)
+    made = sum(part.nbytes for part in Fp8Linear(linear, along).frozen_tensors if part is not None)
+    product = Op("gemm", 0.0, 0.0, frozen=True, dims=(1, 256, 512), reads_frozen_weight=True)
     keep = replace(fused_shapes.kinds[0].eager.keep, forward=(product,))
-    assert made == linear.weight.nbytes // 2 + beside_nbytes(keep)
-    wan = beside_nbytes(fused_shapes.kinds[0].eager.keep)
+    assert made == linear.weight.nbytes // 2 + fp8_extra_nbytes(keep)
+    wan = fp8_extra_nbytes(fused_shapes.kinds[0].eager.keep)
     assert 0.02 < wan / (fused_shapes.kinds[0].frozen_nbytes / 2) < 0.03

@@ -6,14 +6,14 @@ import pytest
 from made_shapes import SPEEDS, made_choice, made_model
 
 from gracetune.config.schema import RunFile
-from gracetune.plan.memory import Fixed, device_bytes, host_bytes
-from gracetune.plan.problem import STATE_SHARES, wishes_of
-from gracetune.plan.report import Heading, as_json, describe, lines, reasons
-from gracetune.plan.search import Constraints, PlanBudget, PlanError, choose
+from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
+from gracetune.plan.problem import STATE_SHARES, constraints_of
+from gracetune.plan.report import ReportHeading, describe, reasons, report_json, report_lines
+from gracetune.plan.search import Constraints, PlanBudget, PlanError, find_best_plan
 from gracetune.plan.simulate import predict_seconds
 
 STATE = 2000
-FIXED = Fixed(STATE, batches_ahead=0, state_slots_nbytes=60)
+FIXED = FixedMemory(STATE, batches_ahead=0, state_slots_nbytes=60)
 ROOMY = 10_000
 
 
@@ -22,7 +22,7 @@ def choice(share, **settings):
 
 
 def chosen(device_nbytes, shares, host_nbytes=ROOMY, **wishes):
-    return choose(
+    return find_best_plan(
         made_model(),
         FIXED,
         PlanBudget(device_nbytes, host_nbytes),
@@ -60,7 +60,7 @@ def test_directions_that_slow_each_other_and_micro_batches_that_share_an_update(
 
 
 def test_a_step_of_two_experts_moves_the_state_of_one():
-    plan = choose(
+    plan = find_best_plan(
         made_model(),
         replace(FIXED, optimizer_nbytes=2 * STATE, experts=2),
         PlanBudget(ROOMY, ROOMY),
@@ -101,9 +101,9 @@ def test_the_report_says_what_is_where_and_what_it_costs():
     (reason,) = [text for text in reasons(planned, budget) if "optimizer" in text]
     assert "go to the device and back in every update" in reason
     assert not any("offloading" in text for text in reasons(planned, budget))
-    text = "\n".join(lines(planned, Heading("m", "s", "x", budget)))
+    text = "\n".join(report_lines(planned, ReportHeading("m", "s", "x", budget)))
     assert "waiting for the state" in text
-    plan = as_json(planned, Heading("m", "s", "x", budget))["plan"]
+    plan = report_json(planned, ReportHeading("m", "s", "x", budget))["plan"]
     assert plan["host_state"] == 1.0
     assert plan["seconds"]["wait_state"] > 0
 
@@ -121,4 +121,4 @@ def test_the_report_says_what_is_where_and_what_it_costs():
     ],
 )
 def test_what_a_run_file_leaves_open(settings, shares):
-    assert wishes_of(RunFile.model_validate(settings)).host_state == shares
+    assert constraints_of(RunFile.model_validate(settings)).host_state == shares

@@ -7,7 +7,7 @@ from made_shapes import SPEEDS, made_choice, made_model
 
 from gracetune.plan.cost import CostModel
 from gracetune.plan.shapes import Op
-from gracetune.plan.simulate import least_seconds, predict_seconds
+from gracetune.plan.simulate import lower_bound_seconds, predict_seconds
 
 
 def test_a_resident_step_is_its_computing() -> None:
@@ -57,7 +57,7 @@ def test_weights_slower_than_forward_are_waited_for() -> None:
         seconds.overhead, seconds.wait_weights, seconds.wait_activations,
     )  # fmt: skip
     assert sum(parts) == pytest.approx(seconds.step)
-    assert seconds.step >= least_seconds(model.at(1), choice, SPEEDS)
+    assert seconds.step >= lower_bound_seconds(model.at(1), choice, SPEEDS)
 
 
 def test_more_slots_never_slow_a_step() -> None:
@@ -146,10 +146,10 @@ def test_what_the_machine_says_of_a_kernel_is_taken_as_it_is_in_a_step() -> None
 
     def timer(op: Op, scale: float) -> float | None:
         asked.append((op.kind, scale))
-        return 3.0 if op.extent or op.kind == "elementwise" else None
+        return 3.0 if op.dims or op.kind == "elementwise" else None
 
     speeds = replace(SPEEDS, timer=timer, step_share=0.5, gap_s=7.0)
-    timed, other = Op("gemm", 100.0, 1.0, frozen=True, extent=(10, 2, 5)), Op("gemm", 100.0, 1.0)
+    timed, other = Op("gemm", 100.0, 1.0, frozen=True, dims=(10, 2, 5)), Op("gemm", 100.0, 1.0)
     (kind,) = made_model(1)._shapes.kinds
     forward = (timed, other, Op("elementwise", 0.0, 1e9))
     keep = replace(kind.compiled.keep, forward=forward)
@@ -187,6 +187,6 @@ def test_nothing_is_faster_than_what_no_order_beats(
     for slots in (2, 3, 6):
         choice = made_choice(model, activations, streamed, slots=slots, compiled=compiled)
         found = predict_seconds(model.at(1), choice, speeds, 0)
-        least = least_seconds(model.at(1), choice, speeds)
+        least = lower_bound_seconds(model.at(1), choice, speeds)
         assert least <= found.step * (1 + 1e-9)
         assert least >= 0.3 * found.step  # and it is of use

@@ -4,21 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.plan.simulate import LANES, Task, simulate
+from gracetune.plan.simulate import STREAMS, Task, simulate
 
-COMPUTE, WEIGHTS, IN, OUT, _ = range(len(LANES))
+COMPUTE, WEIGHTS, IN, OUT, _ = range(len(STREAMS))
 
 
 def test_tasks_of_a_lane_run_one_after_the_other() -> None:
     times = simulate([Task(COMPUTE, 2.0), Task(COMPUTE, 3.0)], 1.0)
-    assert times.begins == (0.0, 2.0)
+    assert times.starts == (0.0, 2.0)
     assert times.ends == (2.0, 5.0)
 
 
 def test_a_copy_hides_behind_computing_and_the_rest_of_it_is_waited_for() -> None:
     tasks = [Task(COMPUTE, 2.0), Task(WEIGHTS, 5.0), Task(COMPUTE, 1.0, (1,))]
     times = simulate(tasks, 1.0)
-    assert times.begins[2] == 5.0
+    assert times.starts[2] == 5.0
     assert times.ends[2] == 6.0
 
 
@@ -54,7 +54,7 @@ def made_tasks(draw: st.DrawFn) -> list[Task]:
     tasks: list[Task] = []
     for number in range(draw(st.integers(1, 25))):
         after = draw(st.lists(st.integers(0, number - 1), max_size=3)) if number else []
-        lane = draw(st.integers(0, len(LANES) - 1))
+        lane = draw(st.integers(0, len(STREAMS) - 1))
         tasks.append(Task(lane, draw(st.floats(0, 5)), tuple(after)))
     return tasks
 
@@ -65,8 +65,8 @@ def test_nothing_begins_too_early_and_nothing_runs_faster_than_alone(
 ) -> None:
     times = simulate(tasks, share)
     for number, task in enumerate(tasks):
-        assert all(times.begins[number] >= times.ends[other] - 1e-9 for other in task.after)
-        assert times.ends[number] - times.begins[number] >= task.seconds - 1e-6
-    longest = max(sum(t.seconds for t in tasks if t.lane == lane) for lane in range(len(LANES)))
+        assert all(times.starts[number] >= times.ends[other] - 1e-9 for other in task.dependencies)
+        assert times.ends[number] - times.starts[number] >= task.seconds - 1e-6
+    longest = max(sum(t.seconds for t in tasks if t.stream == lane) for lane in range(len(STREAMS)))
     assert max(times.ends) >= longest - 1e-6
     assert max(times.ends) <= sum(t.seconds for t in tasks) * 2 / share + 1e-6

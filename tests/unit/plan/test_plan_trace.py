@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gracetune.errors import ModelError
 from gracetune.plan.cost import CostModel
-from gracetune.plan.machines import MACHINES, basics_of, speeds_of
-from gracetune.plan.trace import Subject, trace_model
+from gracetune.plan.machines import MACHINES, effective_rates, machine_rates
+from gracetune.plan.trace import TraceTarget, trace_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,8 +86,8 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def made_subject(model: nn.Module, blocks: list[nn.Module] | None = None) -> Subject:
-    return Subject(
+def made_subject(model: nn.Module, blocks: list[nn.Module] | None = None) -> TraceTarget:
+    return TraceTarget(
         "stack",
         model,
         list(model.blocks) if blocks is None else blocks,
@@ -185,7 +185,7 @@ def test_the_less_is_kept_the_more_is_done_again(traced: ModelShapes, compiled: 
 def test_what_selective_checkpointing_keeps_is_what_the_planner_counts(
     traced: ModelShapes,
 ) -> None:
-    from gracetune.offload.checkpointing import run_blocks
+    from gracetune.offload.checkpointing import wrap_blocks
 
     block = Attending()
     x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
@@ -195,7 +195,7 @@ def test_what_selective_checkpointing_keeps_is_what_the_planner_counts(
     plain, again = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with plain:
         block(x, torch.randn(2, 1, WIDTH)).sum().backward()
-    running = run_blocks([block], ["recompute"], None, None)
+    running = wrap_blocks([block], ["recompute"], None, None)
     with again:
         block(x, torch.randn(2, 1, WIDTH)).sum().backward()
     running.close()
@@ -251,7 +251,7 @@ def test_one_trace_tells_any_batch(trains_all: bool) -> None:
         model.requires_grad_(True)
     subject = made_subject(model)
     two, five = (trace_model(subject, batch) for batch in (2, 5))
-    speeds = speeds_of(basics_of(MACHINES["h200-pcie"]))
+    speeds = effective_rates(machine_rates(MACHINES["h200-pcie"]))
     foretold, seen = CostModel(two, speeds).at(5), CostModel(five, speeds).at(5)
     (block,), (same,) = foretold.blocks, seen.blocks
     for guess, truth in (

@@ -4,15 +4,16 @@ import pytest
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 
-from gracetune.adapters.compute.fused_lora import Fp8Linear, FusedLora
+from gracetune.adapters.compute.fp8_linear import Fp8Linear
+from gracetune.adapters.compute.fused_lora import FusedLora
 from gracetune.config.checks import check_trainable
 from gracetune.config.schema import PlanSection, RunFile
 from gracetune.errors import ConfigError, GracetuneError
-from gracetune.events.run_control import Requests
+from gracetune.events.run_control import RunControl
 from gracetune.events.types import StepDone, WeightsStreamed
 from gracetune.plan import planner
-from gracetune.train.build import build, start_accelerator, why_unplanned
-from gracetune.train.run import Interrupt, run_training
+from gracetune.train.build import build_session, reason_unplanned, start_accelerator
+from gracetune.train.run import SignalHandler, run_training
 from gracetune.units import MIB
 
 LITTLE = {"device_memory": "63MB", "compile": "never"}
@@ -43,7 +44,7 @@ def test_a_plan_is_corrected_between_steps_and_no_number_changes(
 ):
     """The device turns out to hold more than was thought, which a meter says in a rehearsal."""
 
-    class Generous(planner.NoMeter):
+    class Generous(planner.NullMemoryMeter):
         def peak_nbytes(self):
             return 30 * MIB
 
@@ -82,8 +83,8 @@ def test_a_plan_enters_no_epoch(tiny_run, tmp_path, told):
     data = run.datasets[0].model_copy(update=fresh)
     run = run.model_copy(update={"datasets": (data,)})
     (tmp_path / "run").mkdir()
-    built = build(run, start_accelerator(run), told, Requests(tmp_path), Interrupt())
-    built.session.feed.close()
+    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    built.pipeline.close()
     built.close()
     assert any(text.startswith("plan:") for text in told.texts())
     assert not (tmp_path / "run" / "generations").exists()
@@ -117,11 +118,11 @@ def test_too_little_memory_is_named_with_the_least_that_would_do(tiny_run):
     ],
 )
 def test_where_no_plan_is_made_there_is_a_reason(settings, ranks, reason):
-    assert reason in why_unplanned(RunFile(**settings), CPU, ranks)
+    assert reason in reason_unplanned(RunFile(**settings), CPU, ranks)
 
 
 def test_a_gpu_alone_is_planned_for():
-    assert why_unplanned(RunFile(), torch.device("cuda", 0), 1) == ""
+    assert reason_unplanned(RunFile(), torch.device("cuda", 0), 1) == ""
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_fp8_is_planned_for_as_it_will_run(tiny_run, told, monkeypatch):
         looked_at.append(fused_layers(family.transformer))
         freeze(run, family, *given)
 
-    traced, freeze = planner.traced, planner.freeze
+    traced, freeze = planner.build_cost_model, planner.freeze
     monkeypatch.setattr(planner, "demand_fp8", lambda _device: None)
     monkeypatch.setattr(planner, "traced", trace)
     monkeypatch.setattr(planner, "freeze", look)

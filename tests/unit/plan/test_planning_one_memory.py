@@ -11,7 +11,7 @@ from gracetune.train.run import run_training
 @pytest.fixture
 def integrated(monkeypatch):
     """The platform says so; everything else is as it is here."""
-    settle = planner.settle
+    settle = planner.plan_run
 
     def settle_there(run, family, feed, update, link, device, emit):
         return settle(run, family, feed, update, Link.INTEGRATED, device, emit)

@@ -7,10 +7,10 @@ import pytest
 from made_question import made_model
 from torch import nn
 
-from gracetune.cache.prefetch import FIRST_DEPTH
+from gracetune.cache.batch_transfer import INITIAL_DEPTH
 from gracetune.config.schema import RunFile
 from gracetune.plan import planner
-from gracetune.plan.machines import FITTED
+from gracetune.plan.machines import FITTED_CONSTANTS
 from gracetune.plan.search import PlanError
 
 
@@ -36,22 +36,22 @@ def test_what_the_run_file_allows_is_a_limit_still():
     assert planner._host_nbytes(run, frozen) == 1_000_000
 
 
-@pytest.mark.parametrize(("depth", "expected"), [("auto", FIRST_DEPTH), (7, 7)])
+@pytest.mark.parametrize(("depth", "expected"), [("auto", INITIAL_DEPTH), (7, 7)])
 def test_batches_that_are_brought_ahead_have_their_room(depth, expected):
     run = RunFile.model_validate({"cache_config": {"prefetch_depth": depth}})
-    ask = planner.question(run, family_of(nn.Linear(4, 4)), made_model(), 10**9)
+    ask = planner.build_problem(run, family_of(nn.Linear(4, 4)), made_model(), 10**9)
     assert ask.fixed.batches_ahead == expected
 
 
 def test_in_one_memory_a_run_moves_nothing():
     run = RunFile.model_validate({"adapter": {"rank": 4}, "optimizer": {"state": "host"}})
-    library = int(FITTED["library_nbytes"].value)
+    library = int(FITTED_CONSTANTS["library_nbytes"].value)
 
     def answer(nbytes, one_memory):
         model, family = made_model(), family_of(nn.Linear(4, 4))
-        ask = planner.question(run, family, model, library + nbytes, one_memory=one_memory)
+        ask = planner.build_problem(run, family, model, library + nbytes, one_memory=one_memory)
         ask = replace(ask, budget=replace(ask.budget, fragmentation=0.0))
-        return ask.answer(ask.budget)
+        return ask.solve(ask.budget)
 
     little = answer(1300, one_memory=False)
     assert little.streamed

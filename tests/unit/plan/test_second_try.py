@@ -9,9 +9,9 @@ import torch
 
 from gracetune.errors import RunFailedError
 from gracetune.events.types import BatchesFed, Notice, StepDone
-from gracetune.optim.schedule import used_rate
+from gracetune.optim.schedule import effective_lr
 from gracetune.plan import planner
-from gracetune.plan.controller import Settled
+from gracetune.plan.controller import PlanController
 from gracetune.train import build as building
 from gracetune.train import step as stepping
 from gracetune.train.loop import TIMED, WARM
@@ -45,7 +45,7 @@ def fill(monkeypatch):
 
     def at(number):
         calls = itertools.count()
-        settle = planner.settle
+        settle = planner.plan_run
 
         def filling(run, family, *rest):
             settled = settle(run, family, *rest)
@@ -75,8 +75,8 @@ def test_a_plan_that_does_not_fit_gives_way_to_a_smaller_one(losses, told, fill)
 def test_what_the_smaller_plan_is_held_against_is_its_own_steps(losses, told, fill, monkeypatch):
     """Moving weights, the try that failed, and the first steps after it are no measure."""
     watched, steps = [], []
-    watch, check = Settled.watch, Settled.check
-    saw = Settled.saw
+    watch, check = PlanController.start_measuring, PlanController.check
+    saw = PlanController.count_batch
 
     def seen(self, batch):
         steps.append(batch)
@@ -90,9 +90,9 @@ def test_what_the_smaller_plan_is_held_against_is_its_own_steps(losses, told, fi
         assert len(steps) == watched[-1] + TIMED
         return check(self, seconds, left)
 
-    monkeypatch.setattr(Settled, "saw", seen)
-    monkeypatch.setattr(Settled, "watch", begun)
-    monkeypatch.setattr(Settled, "check", checked)
+    monkeypatch.setattr(PlanController, "count_batch", seen)
+    monkeypatch.setattr(PlanController, "watch", begun)
+    monkeypatch.setattr(PlanController, "check", checked)
     full_in = WARM + 2  # the second step that is timed
     fill(full_in - 1)
     losses(PLENTY, max_train_steps=9)
@@ -128,14 +128,14 @@ def test_a_batch_that_found_no_room_is_brought_again(losses, told, monkeypatch, 
 def test_batches_are_let_go_of_as_the_step_goes_on(losses, monkeypatch):
     """A second try brings them again: a large step holds no more of them than a small one."""
     seen, alive = [], []
-    saw = Settled.saw
+    saw = PlanController.count_batch
 
     def counted(self, batch):
         seen.append(weakref.ref(batch.latents))
         alive.append(sum(ref() is not None for ref in seen))
         return saw(self, batch)
 
-    monkeypatch.setattr(Settled, "saw", counted)
+    monkeypatch.setattr(PlanController, "count_batch", counted)
     losses(PLENTY, max_train_steps=2, gradient_accumulation_steps=8)
     assert len(alive) == 16
     assert max(alive) <= 2, "one in use, and the next"
@@ -143,7 +143,7 @@ def test_batches_are_let_go_of_as_the_step_goes_on(losses, monkeypatch):
 
 def test_steps_that_were_compiled_in_are_no_measure(losses, told, monkeypatch):
     compiling = itertools.chain([True, True], itertools.repeat(False))
-    monkeypatch.setattr(Settled, "has_compiled", lambda _: next(compiling))
+    monkeypatch.setattr(PlanController, "has_compiled", lambda _: next(compiling))
     window = TIMED + 1  # the clock is started after a step
     losses(PLENTY, max_train_steps=WARM + 3 * window - 1)
     assert next(compiling) is False
@@ -157,7 +157,7 @@ def test_no_update_is_made_twice(losses, told, monkeypatch):
     def full(optimizer):
         if next(calls) == 2:
             raise torch.OutOfMemoryError(FULL)
-        return used_rate(optimizer)
+        return effective_lr(optimizer)
 
     monkeypatch.setattr(stepping, "used_rate", full)
     with pytest.raises(RunFailedError, match=r"the device was full after an update \(CUDA out of"):

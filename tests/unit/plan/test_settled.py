@@ -8,10 +8,10 @@ from made_question import made_question
 
 from gracetune.data.sample import Batch
 from gracetune.events.types import Notice
-from gracetune.offload.copies import StreamError
+from gracetune.offload.copies import OffloadError
 from gracetune.offload.ring import RingCounters
 from gracetune.plan import controller
-from gracetune.plan.controller import Settled
+from gracetune.plan.controller import PlanController
 
 ROOMY, TIGHT = 2000, 500
 NUMEL = 16
@@ -54,14 +54,14 @@ class Placed:
         self.waited = 0.0
         self._added = added
 
-    def may_grow(self, nbytes):
+    def allow_ring_growth(self, nbytes):
         self.deeds.append(("may grow", nbytes))
 
-    def give_back(self):
+    def shrink_ring(self):
         given, self._added = self._added, False
         return given
 
-    def waited_s(self):
+    def stall_seconds(self):
         return self.waited
 
     def close(self):
@@ -72,7 +72,7 @@ class Placed:
 
 @dataclass
 class Case:
-    settled: Settled
+    settled: PlanController
     ask: object
     meter: Meter
     deeds: list
@@ -87,9 +87,9 @@ class Case:
 
     def check(self, seconds, peak=None, batches=3, numel=NUMEL, left=LEFT):
         self.meter.peak = peak
-        self.settled.watch()
+        self.settled.start_measuring()
         for _ in range(batches):
-            self.settled.saw(batch(numel))
+            self.settled.count_batch(batch(numel))
         return self.settled.check(seconds, left)
 
 
@@ -115,8 +115,8 @@ def case(told):
             return placed[-1]
 
         meter = Meter()
-        plan = ask.answer(ask.budget)
-        settled = Settled(ask, plan, place, meter, NUMEL, told)
+        plan = ask.solve(ask.budget)
+        settled = PlanController(ask, plan, place, meter, NUMEL, told)
         return Case(settled, ask, meter, deeds, told, placed, spares)
 
     return make
@@ -127,8 +127,8 @@ def test_a_plan_that_came_true_stays_and_the_ring_may_use_what_is_free(case):
     plan = one.plan
     assert not one.check(plan.seconds.step, peak=plan.device.total - 1)
     assert one.plan is plan
-    assert one.deeds == [("may grow", one.ask.spare(plan) + 1)]
-    assert one.ask.spare(plan) <= TIGHT - plan.device.total
+    assert one.deeds == [("may grow", one.ask.spare_nbytes(plan) + 1)]
+    assert one.ask.spare_nbytes(plan) <= TIGHT - plan.device.total
     (text,) = one.told.texts()
     assert "1.00 times the predicted time" in text
     assert "1.00 of the plan's" in text
@@ -159,7 +159,7 @@ def test_a_plan_over_its_budget_gives_way_though_that_is_slower(case):
     assert one.plan.seconds.step >= before.seconds.step
     more = 1600 - before.device.total
     assert one.plan.device.total <= 1500
-    assert one.ask.answer(one.ask.budget).device.total + more > 1500
+    assert one.ask.solve(one.ask.budget).device.total + more > 1500
 
 
 def test_another_pace_alone_changes_nothing_that_it_would_not_make_faster(case):
@@ -179,16 +179,16 @@ def test_small_batches_say_nothing_of_the_largest(case):
     assert not one.check(before.seconds.step / 4, peak=before.device.total // 2, numel=NUMEL - 1)
     assert one.plan is before
     assert "3 of 3 micro-batches were smaller" in one.told.texts()[0]
-    assert one.deeds == [("may grow", one.ask.spare(before))]
+    assert one.deeds == [("may grow", one.ask.spare_nbytes(before))]
 
 
 def test_one_large_batch_tells_the_peak_but_not_the_pace(case):
     one = case(TIGHT)
     before = one.plan
     one.meter.peak = before.device.total - 200
-    one.settled.watch()
+    one.settled.start_measuring()
     for numel in (NUMEL, 1, 1):
-        one.settled.saw(batch(numel))
+        one.settled.count_batch(batch(numel))
     assert one.settled.check(before.seconds.step / 10, LEFT)
     assert one.plan.seconds.gemm == pytest.approx(before.seconds.gemm)
     assert one.plan.device.total > before.device.total - 200
@@ -196,8 +196,8 @@ def test_one_large_batch_tells_the_peak_but_not_the_pace(case):
 
 def test_a_batch_that_is_not_full_is_not_large(case):
     one = case(TIGHT)
-    one.settled.watch()
-    one.settled.saw(Batch(torch.zeros(0, NUMEL), {}, ()))
+    one.settled.start_measuring()
+    one.settled.count_batch(Batch(torch.zeros(0, NUMEL), {}, ()))
     assert not one.settled.check(one.plan.seconds.step / 10, LEFT)
 
 
@@ -221,7 +221,7 @@ def test_weights_that_move_take_their_time_too(case, monkeypatch):
     assert case(TIGHT).check(before.seconds.step, peak=peak, left=20)
 
 
-@pytest.mark.parametrize("failure", [FULL, StreamError("8 GiB cannot be pinned")], ids=str)
+@pytest.mark.parametrize("failure", [FULL, OffloadError("8 GiB cannot be pinned")], ids=str)
 def test_a_change_that_does_not_fit_after_all_is_undone(case, failure):
     one = case(TIGHT, full_at=(1,), failure=failure)
     before = one.plan
@@ -229,7 +229,7 @@ def test_a_change_that_does_not_fit_after_all_is_undone(case, failure):
     assert one.plan.blocks == before.blocks
     assert one.plan.device.total == before.device.total - 200
     assert one.placed[-1].plan.blocks == before.blocks
-    assert one.settled.streamed(9).fetches == 14, "of two rings, none of them twice"
+    assert one.settled.streaming_stats(9).fetches == 14, "of two rings, none of them twice"
     (notice,) = [event for event in one.told.of(Notice) if event.fallback]
     assert "The plan stays as it was" in notice.text
 
@@ -237,11 +237,11 @@ def test_a_change_that_does_not_fit_after_all_is_undone(case, failure):
 def test_added_slots_go_before_a_plan_does(case):
     one = case(900, added=True)
     before = one.plan
-    assert one.settled.step_down("full.")
+    assert one.settled.reduce_memory("full.")
     assert one.plan is before
     assert one.deeds == []
     assert one.told.texts() == ["full. Going on without the slots that were added."]
-    assert one.settled.step_down("full.")
+    assert one.settled.reduce_memory("full.")
     assert one.plan.device.total < before.device.total
     assert one.deeds == [("close", before)]
     assert not one.check(before.seconds.step / 10, peak=10), "a full device is not filled again"
@@ -251,7 +251,7 @@ def test_added_slots_go_before_a_plan_does(case):
 def test_a_smaller_plan_that_does_not_fit_gives_way_to_a_smaller_one_still(case):
     one = case(900, full_at=(1, 2))
     before = one.plan
-    assert one.settled.step_down("full.")
+    assert one.settled.reduce_memory("full.")
     first, second, third = one.told.texts()
     assert first.startswith("full. Going on with less: ")
     assert second.startswith(f"{FULL} Going on with less: ")
@@ -262,25 +262,25 @@ def test_a_smaller_plan_that_does_not_fit_gives_way_to_a_smaller_one_still(case)
 
 
 def test_where_nothing_smaller_can_be_placed_it_says_so(case):
-    assert not case(900, full_at=range(1, 20)).settled.step_down("full.")
+    assert not case(900, full_at=range(1, 20)).settled.reduce_memory("full.")
 
 
 def test_compiling_in_what_is_measured_is_noticed(case):
     one = case(ROOMY)
     assert not one.settled.has_compiled()
     one.placed[-1].compiler = Compiler()
-    one.settled.watch()
+    one.settled.start_measuring()
     assert not one.settled.has_compiled()
     one.placed[-1].compiler.graphs += 1
     assert one.settled.has_compiled()
-    one.settled.watch()
+    one.settled.start_measuring()
     assert not one.settled.has_compiled()
 
 
 def test_where_nothing_smaller_is_left_it_says_so(case):
     one = case(900)
     downs = 0
-    while one.settled.step_down("full."):
+    while one.settled.reduce_memory("full."):
         downs += 1
     assert 0 < downs < 20
 
@@ -290,7 +290,7 @@ def test_what_was_streamed_before_a_change_is_not_forgotten(case):
     before = one.plan
     assert one.check(before.seconds.step, peak=before.device.total - 200)
     assert one.plan.streamed
-    event = one.settled.streamed(9)
+    event = one.settled.streaming_stats(9)
     assert (event.fetches, event.nbytes, event.late, event.on_demand) == (14, 1400, 4, 2)
     assert event.slots == 4, "those of now"
     assert event.waited_s == 6.0
@@ -301,15 +301,15 @@ def test_weights_that_all_stay_since_a_change_have_been_streamed_before(case):
     one = case(TIGHT)
     assert one.check(one.plan.seconds.step, peak=one.plan.device.total - ROOMY)
     assert not one.plan.streamed
-    event = one.settled.streamed(9)
+    event = one.settled.streaming_stats(9)
     assert (event.slots, event.fetches) == (0, 7)
 
 
 def test_streaming_is_told_in_numbers(case):
-    assert case(ROOMY).settled.streamed(3) is None
+    assert case(ROOMY).settled.streaming_stats(3) is None
     assert case(ROOMY).settled.slots_nbytes == 0
     assert case(TIGHT).settled.slots_nbytes == 4 * 100
-    event = case(TIGHT).settled.streamed(3)
+    event = case(TIGHT).settled.streaming_stats(3)
     assert (event.step, event.slots, event.late, event.on_demand) == (3, 4, 2, 1)
     assert event.waited_s == 3.0
     assert event.hidden_s == pytest.approx(700 / 100 - 3.0), "seven seconds of link, less waits"
