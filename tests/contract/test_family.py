@@ -12,7 +12,7 @@ from gracetune.models.family import (
     Experts,
     SampleRequest,
     load_family,
-    routed,
+    bind_expert,
     transformers_of,
 )
 from gracetune.models.registry import FAMILIES
@@ -72,7 +72,7 @@ def encoded(family, media):
 
 
 def forward(family):
-    return routed(family.transformer, None if family.boundary is None else "high")
+    return bind_expert(family.transformer, None if family.boundary is None else "high")
 
 
 def texts_of(family, captions):
@@ -104,7 +104,7 @@ def test_every_kind_of_picture_has_a_shape(family):
 
 
 def test_the_prediction_has_the_latents_shape_and_a_gradient(family, encoded):
-    x0, given = family.parts(encoded)
+    x0, given = family.split_encoded(encoded)
     text = conditions(family, ["one two", ""], given)
     out = family.predict(forward(family), x0, torch.tensor([0.92, 0.97]), text)
     assert out.shape == x0.shape
@@ -115,7 +115,7 @@ def test_the_prediction_has_the_latents_shape_and_a_gradient(family, encoded):
 
 
 def test_a_sample_does_not_depend_on_its_neighbours(family, encoded):
-    x0, given = family.parts(encoded)
+    x0, given = family.split_encoded(encoded)
     text = conditions(family, ["one two", "three"], given)
     levels = torch.tensor([0.91, 0.98])
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_a_sample_does_not_depend_on_its_neighbours(family, encoded):
 
 
 def test_the_caption_and_the_level_matter(family, encoded):
-    x0, given = family.parts(encoded)
+    x0, given = family.split_encoded(encoded)
     levels = torch.tensor([0.91, 0.98])
     with torch.no_grad():
         one = family.predict(forward(family), x0, levels, conditions(family, ["a", "b"], given))
@@ -149,8 +149,8 @@ def test_captions_are_encoded_alike_alone_and_together(family):
 
 def test_captions_that_are_cut_are_told(family):
     words = "a red ring on a blue box " * 400
-    assert family.cut_captions(["a red box"]) == []
-    assert family.cut_captions(["a red box", words]) in ([], [words])
+    assert family.truncated_captions(["a red box"]) == []
+    assert family.truncated_captions(["a red box", words]) in ([], [words])
 
 
 def test_blocks_are_parts_of_the_transformer(family):
@@ -184,7 +184,7 @@ def test_sampling_gives_what_was_ordered_and_again_the_same(family, shape):
     needs_image = family.starts_from == "image" or family.takes_control
     order = SampleRequest(
         texts=texts,
-        empty=empty,
+        empty_text=empty,
         shape=shape,
         seed=3,
         steps=1 if family.takes_control else 2,  # an edit always looks at a megapixel
@@ -215,7 +215,7 @@ def test_exported_weights_load_again(family, tmp_path):
 
 
 def test_checkpointing_changes_no_gradient(family, encoded):
-    x0, given = family.parts(encoded)
+    x0, given = family.split_encoded(encoded)
     text = conditions(family, ["one", "two"], given)
     family.transformer.train()
     gradients = []
@@ -232,9 +232,9 @@ def test_checkpointing_changes_no_gradient(family, encoded):
 
 
 def test_a_released_text_encoder_is_not_needed_to_train(family, encoded):
-    text = conditions(family, ["one", "two"], family.parts(encoded)[1])
+    text = conditions(family, ["one", "two"], family.split_encoded(encoded)[1])
     family.release_text_encoder()
-    x0, _ = family.parts(encoded)
+    x0, _ = family.split_encoded(encoded)
     with torch.no_grad():
         assert torch.isfinite(
             family.predict(forward(family), x0, torch.tensor([0.92, 0.95]), text)
@@ -242,9 +242,9 @@ def test_a_released_text_encoder_is_not_needed_to_train(family, encoded):
 
 
 def test_tiles_can_be_switched_and_leave_what_is_smaller_than_one_as_it_is(family, media, encoded):
-    can = family.tile(on=True)
+    can = family.set_tiling(enabled=True)
     tiled = family.encode(media)
-    assert family.tile(on=False) == can
+    assert family.set_tiling(enabled=False) == can
     if family.name in FAMILIES:  # others say for themselves
         assert can == (family.name not in WHOLE)
     assert torch.equal(tiled, encoded)

@@ -47,51 +47,51 @@ BACKENDS = {
     "sage": "sage",
     "xformers": "xformers",
 }
-UNTOUCHED = ("auto", "sdpa")
+TORCH_DEFAULT = ("auto", "sdpa")
 """What torch does on its own; `auto` is measured later, on a GPU, by what the model asks for."""
 
 
-def choose_attention(transformer: nn.Module, name: str) -> None:
+def set_attention_backend(transformer: nn.Module, name: str) -> None:
     """Switch the transformer to this backend, or say why it cannot be."""
-    if name in UNTOUCHED:
+    if name in TORCH_DEFAULT:
         return
     if name not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
         raise ConfigError(f"model.attention_mechanism {name!r} is not known. Known: {known}.")
     try:
-        backend = backend_of(name)
+        backend = find_backend(name)
     except (RuntimeError, ImportError) as error:
         raise ConfigError(
             f"model.attention_mechanism {name!r} cannot be used here: {error} "
             "Set it to auto or sdpa."
         ) from error
-    if not switch_attention(transformer, backend):
+    if not switch_backend(transformer, backend):
         raise ConfigError(
             f"model.attention_mechanism is {name!r}, but {type(transformer).__name__} does not use "
             "diffusers' attention dispatcher; set it to auto or sdpa."
         )
 
 
-def backend_of(name: str) -> AttentionBackendName:
+def find_backend(name: str) -> AttentionBackendName:
     """diffusers' own name; an error where what it needs is not installed."""
     backend = AttentionBackendName(BACKENDS[name])
     _check_attention_backend_requirements(backend)
     return backend
 
 
-def switch_attention(transformer: nn.Module, backend: AttentionBackendName) -> int:
+def switch_backend(transformer: nn.Module, backend: AttentionBackendName) -> int:
     """Give this backend to all attention that takes one; gives how many did.
 
     diffusers' own `set_attention_backend` would make it the default of the whole process too, for
     encoders and for runs to come.
     """
-    processors = switchable(transformer)
+    processors = dispatched_processors(transformer)
     for processor in processors:
         processor._attention_backend = backend
     return len(processors)
 
 
-def switchable(transformer: nn.Module) -> list[Any]:
+def dispatched_processors(transformer: nn.Module) -> list[Any]:
     """The attention processors that go through diffusers' dispatcher."""
     if not isinstance(transformer, ModelMixin):
         return []
@@ -110,26 +110,35 @@ def switchable(transformer: nn.Module) -> list[Any]:
 # longer than all of this.
 
 
-OWN = "sdpa"
+BASELINE = "sdpa"
 """torch's own choice: what the others are compared with, and what stays where none is faster."""
-TRIED = (OWN, "cudnn", "flash", "efficient", "flash_attn_2", "flash_attn_3", "xformers", "sage")
-REPEATS = 4
-SECONDS = 2.0
+CANDIDATES = (
+    BASELINE,
+    "cudnn",
+    "flash",
+    "efficient",
+    "flash_attn_2",
+    "flash_attn_3",
+    "xformers",
+    "sage",
+)
+MAX_REPEATS = 4
+TIMING_SECONDS = 2.0
 """For all backends together: what is slow is repeated less."""
-MOST_NUMEL = 1 << 26
+MAX_QUERY_NUMEL = 1 << 26
 """Of queries: a longer sequence is timed with fewer heads, which are all alike."""
-MOST_CALLS = 3
+MAX_TIMED_CALLS = 3
 """Kinds of calls that are timed: those with most work."""
-AGREES = 0.02
+TOLERANCE = 0.02
 """Relative, of outputs and gradients: bf16 differs by a fifth of it from kernel to kernel."""
-CLEARLY = 0.97
+MAX_RELATIVE_TIME = 0.97
 """Of the time of torch's own choice: what another must stay below."""
-FAILURES = (RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
+KERNEL_ERRORS = (RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
 """What kernels raise that do not fit a shape, a type or a device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class AttentionCall:
     """One kind of call, as the dispatcher takes it: samples, tokens, heads, width."""
 
     query: tuple[int, int, int, int]
@@ -160,13 +169,13 @@ class BackendTiming:
     reason: str = ""
 
 
-class Watching(TorchFunctionMode):
+class AttentionRecorder(TorchFunctionMode):
     """Notes what attention a model asks torch for while this is entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[object] = Counter()
-        self.asked: dict[object, Asked] = {}
+        self.asked: dict[object, AttentionCall] = {}
 
     def __torch_function__(
         self,
@@ -181,12 +190,12 @@ class Watching(TorchFunctionMode):
             self._note(*args, **given)
         return func(*args, **given)
 
-    def most_work(self) -> list[tuple[Asked, int]]:
+    def heaviest_calls(self) -> list[tuple[AttentionCall, int]]:
         """The kinds of calls that matter, and how often each is made."""
         every = [(asked, self.counts[kind]) for kind, asked in self.asked.items()]
-        return sorted(every, key=lambda one: -one[0].work * one[1])[:MOST_CALLS]
+        return sorted(every, key=lambda one: -one[0].work * one[1])[:MAX_TIMED_CALLS]
 
-    def besides(self, calls: Sequence[tuple[Asked, int]]) -> list[Asked]:
+    def other_calls(self, calls: Sequence[tuple[AttentionCall, int]]) -> list[AttentionCall]:
         """Every other kind, however little work it is."""
         known = [asked for asked, _ in calls]
         return [asked for asked in self.asked.values() if asked not in known]
@@ -209,29 +218,29 @@ class Watching(TorchFunctionMode):
         kind = (query.shape, key.shape, dtype, mask_shape, scale, is_causal)
         self.counts[kind] += 1
         if kind not in self.asked:
-            self.asked[kind] = Asked(
+            self.asked[kind] = AttentionCall(
                 _by_tokens(query), _by_tokens(key), dtype, attn_mask, scale, is_causal
             )
 
 
 def time_attention(
-    calls: Sequence[tuple[Asked, int]], device: torch.device, stopwatch: Stopwatch
+    calls: Sequence[tuple[AttentionCall, int]], device: torch.device, stopwatch: Stopwatch
 ) -> list[BackendTiming]:
     """Every backend that is worth a try, fastest first, torch's own among them."""
     usable: dict[str, AttentionBackendName] = {}
     timings = []
-    for name in TRIED:
+    for name in CANDIDATES:
         try:
-            usable[name] = backend_of(name)
+            usable[name] = find_backend(name)
         except (RuntimeError, ImportError):
             timings.append(BackendTiming(name, inf, "not installed"))
     seconds = dict.fromkeys(usable, 0.0)
     reasons: dict[str, str] = {}
     for asked, count in calls:
-        trial = Trial(asked, device, stopwatch, SECONDS / len(calls) / len(usable))
+        trial = BackendTrial(asked, device, stopwatch, TIMING_SECONDS / len(calls) / len(usable))
         for name, backend in usable.items():
             if name not in reasons:
-                taken, reason = trial.of(backend)
+                taken, reason = trial.time_backend(backend)
                 seconds[name] += count * taken
                 reasons |= {name: reason} if reason else {}
     timings += [
@@ -245,15 +254,15 @@ def fastest(timings: Sequence[BackendTiming]) -> str:
 
     Where that one could not be timed, no other was compared with it either.
     """
-    own = next(timing for timing in timings if timing.name == OWN)
+    own = next(timing for timing in timings if timing.name == BASELINE)
     best = min(timings, key=lambda timing: timing.seconds)
-    faster = isfinite(own.seconds) and best.seconds < CLEARLY * own.seconds
-    return best.name if faster else OWN
+    faster = isfinite(own.seconds) and best.seconds < MAX_RELATIVE_TIME * own.seconds
+    return best.name if faster else BASELINE
 
 
-def without_refusals(
+def drop_incapable_backends(
     timings: Sequence[BackendTiming],
-    others: Callable[[], Sequence[Asked]],
+    others: Callable[[], Sequence[AttentionCall]],
     device: torch.device,
     stopwatch: Stopwatch,
 ) -> list[BackendTiming]:
@@ -262,32 +271,38 @@ def without_refusals(
     Where torch's own choice is the fastest nobody asks for `others`, which take passes to find.
     """
     kept = list(timings)
-    while (name := fastest(kept)) != OWN:
-        reason = next(filter(None, (refusal(name, a, device, stopwatch) for a in others())), "")
+    while (name := fastest(kept)) != BASELINE:
+        reason = next(
+            filter(None, (why_unusable(name, a, device, stopwatch) for a in others())), ""
+        )
         if not reason:
             break
         kept = [replace(t, seconds=inf, reason=reason) if t.name == name else t for t in kept]
     return kept
 
 
-def refusal(name: str, asked: Asked, device: torch.device, stopwatch: Stopwatch) -> str:
+def why_unusable(
+    name: str, asked: AttentionCall, device: torch.device, stopwatch: Stopwatch
+) -> str:
     """Why a backend cannot stand in for torch's own choice here; empty: it can."""
-    trial = Trial(asked, device, stopwatch, seconds=0.0)
-    reason = trial.of(backend_of(OWN))[1] or trial.of(backend_of(name))[1]
+    trial = BackendTrial(asked, device, stopwatch, seconds=0.0)
+    reason = (
+        trial.time_backend(find_backend(BASELINE))[1] or trial.time_backend(find_backend(name))[1]
+    )
     return f"{reason}, for {asked}" if reason else ""
 
 
-class Trial:
+class BackendTrial:
     """One kind of call, done by one backend after the other; torch's own comes first."""
 
     def __init__(
-        self, asked: Asked, device: torch.device, stopwatch: Stopwatch, seconds: float
+        self, asked: AttentionCall, device: torch.device, stopwatch: Stopwatch, seconds: float
     ) -> None:
         self._asked = asked
         self._stopwatch = stopwatch
         self._seconds = seconds
         batch, queries, heads, width = asked.query
-        fewer = max(1, min(heads, MOST_NUMEL // (batch * queries * width)))
+        fewer = max(1, min(heads, MAX_QUERY_NUMEL // (batch * queries * width)))
         if asked.mask is not None or asked.key[2] != heads:
             fewer = heads  # a mask, or keys that heads share, would have to be cut as well
         self._part = heads / fewer
@@ -304,7 +319,7 @@ class Trial:
         self._grad = numbers(shapes[0])
         self._expected: list[Tensor] | None = None
 
-    def of(self, backend: AttentionBackendName) -> tuple[float, str]:
+    def time_backend(self, backend: AttentionBackendName) -> tuple[float, str]:
         """Seconds of one call there and back, or why it does not count."""
         try:
             with warnings.catch_warnings():
@@ -315,13 +330,13 @@ class Trial:
                 elif not _agree(found, self._expected):
                     return 0.0, "other numbers"
                 once = self._stopwatch(lambda: self._call(backend), 1)
-                repeats = min(REPEATS, int(self._seconds / max(once, 1e-9)))
+                repeats = min(MAX_REPEATS, int(self._seconds / max(once, 1e-9)))
                 taken = self._stopwatch(lambda: self._call(backend), repeats) if repeats else once
         except torch.OutOfMemoryError:
             if self._expected is None:  # torch's own call: nobody was measured
                 raise
             return 0.0, "it takes more memory than there is"
-        except FAILURES as error:
+        except KERNEL_ERRORS as error:
             return 0.0, (str(error).strip().splitlines() or [type(error).__name__])[0]
         return taken * self._part, ""
 
@@ -337,7 +352,7 @@ class Trial:
         return [out.detach(), *torch.autograd.grad(out, self._leaves, self._grad)]
 
 
-def stopwatch_of(device: torch.device) -> Stopwatch:
+def stopwatch_for(device: torch.device) -> Stopwatch:
     """By the device's own events, or by the clock where work is done when a call returns."""
 
     def by_events(work: Callable[[], object], repeats: int) -> float:
@@ -365,6 +380,6 @@ def _by_tokens(tensor: Tensor) -> tuple[int, int, int, int]:
 
 def _agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(
-        bool((one.float() - other.float()).norm() <= AGREES * other.float().norm())
+        bool((one.float() - other.float()).norm() <= TOLERANCE * other.float().norm())
         for one, other in zip(found, expected, strict=True)
     )

@@ -24,24 +24,28 @@ if TYPE_CHECKING:
     from gracetune.adapters.compute.fused_lora import SharedInputLora
 
 
-PICTURE = ("to_q", "to_k", "to_v")
-TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
+IMAGE_PROJECTIONS = ("to_q", "to_k", "to_v")
+TEXT_PROJECTIONS = ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
 class _TwoStreams:
     """The LoRA layers of each stream's queries, keys and values as one, where they can be."""
 
-    picture: SharedInputLora | None = None
-    text: SharedInputLora | None = None
+    shared_image: SharedInputLora | None = None
+    shared_text: SharedInputLora | None = None
 
     def share(self, attn: Any) -> None:
         """Look which of its layers can compute together."""
-        self.picture = fuse_shared_input([attn.get_submodule(name) for name in PICTURE])
+        self.shared_image = fuse_shared_input(
+            [attn.get_submodule(name) for name in IMAGE_PROJECTIONS]
+        )
         if attn.added_kv_proj_dim is not None:
-            self.text = fuse_shared_input([attn.get_submodule(name) for name in TEXT])
+            self.shared_text = fuse_shared_input(
+                [attn.get_submodule(name) for name in TEXT_PROJECTIONS]
+            )
 
 
-class FluxRotating(_TwoStreams, FluxAttnProcessor):  # type: ignore[misc]
+class FusedFluxAttnProcessor(_TwoStreams, FluxAttnProcessor):  # type: ignore[misc]
     """As diffusers', where queries are rotated; everything else is left to it."""
 
     def __call__(
@@ -59,17 +63,17 @@ class FluxRotating(_TwoStreams, FluxAttnProcessor):  # type: ignore[misc]
             )
             return plain
         width = attn.head_dim
-        query, key, value = _heads(attn, PICTURE, self.picture, hidden_states, width)
+        query, key, value = _heads(attn, IMAGE_PROJECTIONS, self.shared_image, hidden_states, width)
         query, key = attn.norm_q(query), attn.norm_k(key)
         if encoder_hidden_states is not None:
-            of_text = _heads(attn, TEXT, self.text, encoder_hidden_states, width)
+            of_text = _heads(attn, TEXT_PROJECTIONS, self.shared_text, encoder_hidden_states, width)
             query = torch.cat([attn.norm_added_q(of_text[0]), query], dim=1)
             key = torch.cat([attn.norm_added_k(of_text[1]), key], dim=1)
             value = torch.cat([of_text[2], value], dim=1)
         cosines, sines = (table[None, :, None] for table in image_rotary_emb)
         mixed = _attend(
             self,
-            (rotate(query, cosines, sines), rotate(key, cosines, sines), value),
+            (apply_rotary_emb(query, cosines, sines), apply_rotary_emb(key, cosines, sines), value),
             attention_mask,
         )
         if encoder_hidden_states is None:
@@ -79,7 +83,7 @@ class FluxRotating(_TwoStreams, FluxAttnProcessor):  # type: ignore[misc]
         return drawn, attn.to_add_out(mixed[:, :length].contiguous())
 
 
-class QwenRotating(_TwoStreams, QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
+class FusedQwenAttnProcessor(_TwoStreams, QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
     """As diffusers', where queries are rotated; everything else is left to it."""
 
     def __call__(
@@ -103,11 +107,14 @@ class QwenRotating(_TwoStreams, QwenDoubleStreamAttnProcessor2_0):  # type: igno
             )
             return plain
         width = attn.inner_dim // attn.heads
-        picture = _heads(attn, PICTURE, self.picture, hidden_states, width)
-        text = _heads(attn, TEXT, self.text, encoder_hidden_states, width)
+        picture = _heads(attn, IMAGE_PROJECTIONS, self.shared_image, hidden_states, width)
+        text = _heads(attn, TEXT_PROJECTIONS, self.shared_text, encoder_hidden_states, width)
         of_picture, of_text = (_tables(numbers) for numbers in image_rotary_emb)
         query, key = (
-            torch.cat([rotate(norm_text(t), *of_text), rotate(norm(p), *of_picture)], dim=1)
+            torch.cat(
+                [apply_rotary_emb(norm_text(t), *of_text), apply_rotary_emb(norm(p), *of_picture)],
+                dim=1,
+            )
             for norm_text, t, norm, p in (
                 (attn.norm_added_q, text[0], attn.norm_q, picture[0]),
                 (attn.norm_added_k, text[1], attn.norm_k, picture[1]),
@@ -162,7 +169,7 @@ def _attend(processor: Any, joint: tuple[Tensor, Tensor, Tensor], mask: Tensor |
 # on queries, keys and values reads what they share once.
 
 
-class RotatingProcessor(WanAttnProcessor):  # type: ignore[misc]
+class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
     """As diffusers', where a query is rotated; everything else is left to it."""
 
     shared: SharedInputLora | None = None
@@ -192,8 +199,8 @@ class RotatingProcessor(WanAttnProcessor):  # type: ignore[misc]
             query, key, value = self.shared(hidden_states)
         heads = (attn.heads, -1)
         mixed: Tensor = dispatch_attention_fn(
-            rotate(attn.norm_q(query).unflatten(2, heads), *rotary_emb),
-            rotate(attn.norm_k(key).unflatten(2, heads), *rotary_emb),
+            apply_rotary_emb(attn.norm_q(query).unflatten(2, heads), *rotary_emb),
+            apply_rotary_emb(attn.norm_k(key).unflatten(2, heads), *rotary_emb),
             value.unflatten(2, heads),
             attn_mask=attention_mask,
             dropout_p=0.0,
@@ -206,7 +213,7 @@ class RotatingProcessor(WanAttnProcessor):  # type: ignore[misc]
         return dropped
 
 
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def apply_rotary_emb(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Pairs of neighbours turned by their angles, which tables hold twice, once a neighbour."""
     neighbours = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
     # Made on the device: a list of numbers would be copied there, and the host would wait for it.
@@ -218,14 +225,16 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 # Attention of the models we know, each by a processor that reads memory less often.
 
 
-OURS: Mapping[type, type[RotatingProcessor | FluxRotating | QwenRotating]] = {
-    WanAttnProcessor: RotatingProcessor,
-    FluxAttnProcessor: FluxRotating,
-    QwenDoubleStreamAttnProcessor2_0: QwenRotating,
+FUSED_PROCESSORS: Mapping[
+    type, type[FusedWanAttnProcessor | FusedFluxAttnProcessor | FusedQwenAttnProcessor]
+] = {
+    WanAttnProcessor: FusedWanAttnProcessor,
+    FluxAttnProcessor: FusedFluxAttnProcessor,
+    QwenDoubleStreamAttnProcessor2_0: FusedQwenAttnProcessor,
 }
 
 
-def attend_in_fewer_passes(transformer: nn.Module, undo: ExitStack | None = None) -> int:
+def use_fused_processors(transformer: nn.Module, undo: ExitStack | None = None) -> int:
     """Give each attention that we have a processor for that one; gives how many.
 
     Call it after LoRA layers were fused, if they are. What would give theirs back is put on `undo`.
@@ -235,9 +244,9 @@ def attend_in_fewer_passes(transformer: nn.Module, undo: ExitStack | None = None
         if not isinstance(module, WanAttention | FluxAttention | Attention):
             continue
         theirs = module.processor
-        if type(theirs) not in OURS:
+        if type(theirs) not in FUSED_PROCESSORS:
             continue
-        ours = OURS[type(theirs)]()
+        ours = FUSED_PROCESSORS[type(theirs)]()
         ours._attention_backend = theirs._attention_backend
         ours._parallel_config = theirs._parallel_config
         ours.share(module)
@@ -259,7 +268,7 @@ def attend_in_fewer_passes(transformer: nn.Module, undo: ExitStack | None = None
 # H200 with torch 2.11). With rows of its own everywhere there is one layout.
 
 
-class Dense(Function):
+class ContiguousGrad(Function):
     """The tensor as it is; its gradient without gaps between rows."""
 
     @staticmethod
@@ -273,18 +282,18 @@ class Dense(Function):
         return grad.contiguous()
 
 
-def with_dense_gradients(transformer: nn.Module) -> None:
+def make_attention_grads_contiguous(transformer: nn.Module) -> None:
     """Let Flux's single blocks have it; other models need nothing."""
     if isinstance(transformer, FluxTransformer2DModel):
         for block in transformer.single_transformer_blocks:
-            take_densely(block.attn)
+            contiguous_grad(block.attn)
 
 
-def take_densely(attention: nn.Module) -> None:
+def contiguous_grad(attention: nn.Module) -> None:
     """Let a module that gives one tensor take its gradient in this way."""
     attention.register_forward_hook(_take)
 
 
 def _take(_module: nn.Module, _given: tuple[Any, ...], out: Tensor) -> Tensor:
-    dense: Tensor = Dense.apply(out)  # type: ignore[no-untyped-call]
+    dense: Tensor = ContiguousGrad.apply(out)  # type: ignore[no-untyped-call]
     return dense

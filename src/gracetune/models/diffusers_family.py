@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from gracetune.models.family import Config, SampleRequest, SampleShape
 
 
-class FolderFamily:
+class DiffusersFamily:
     """The members of `Family` that do not depend on the model."""
 
     folder: Path
     transformer: Any
     vae: Any
-    text: list[nn.Module]
+    text_encoders: list[nn.Module]
 
     def weights_digest(self) -> str:
         """Of the transformer."""
@@ -50,32 +50,32 @@ class FolderFamily:
 
     def to(self, device: torch.device) -> None:
         """The VAE, and the text encoders as long as they are there."""
-        for part in (self.vae, *self.text):
+        for part in (self.vae, *self.text_encoders):
             part.to(device)
 
     def release_text_encoder(self) -> None:
         """Gigabytes that training does not need."""
-        self.text.clear()
+        self.text_encoders.clear()
 
-    def tile(self, on: bool) -> bool:
+    def set_tiling(self, enabled: bool) -> bool:
         """The VAE's own tiles."""
-        _tile(self.vae, on)
+        _tile(self.vae, enabled)
         return True
 
-    def vae_for(self, order: SampleRequest) -> Any:
+    def sampling_vae(self, request: SampleRequest) -> Any:
         """To sample with: the same weights, but tiles and kept frames of its own.
 
         A generation may be encoded meanwhile. A VAE of clips keeps frames between its calls, and
         either would go on with the other's.
         """
         vae = copy.copy(self.vae)
-        _tile(vae, order.tiled)
+        _tile(vae, request.tiled)
         return vae
 
     def export(self, folder: Path) -> None:
         """A whole pipeline's folder; what was not trained is linked or copied."""
         self.transformer.save_pretrained(folder / "transformer")
-        copy_rest(self.folder, folder, leave_out=("transformer",))
+        copy_other_components(self.folder, folder, exclude=("transformer",))
 
 
 def _tile(vae: Any, on: bool) -> None:
@@ -86,18 +86,18 @@ def _tile(vae: Any, on: bool) -> None:
 # Where a model's parts are, and how each is read: every way it can fail names the setting.
 
 
-INDEX = "model_index.json"
+MODEL_INDEX = "model_index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-PREFIX = "model.diffusion_model."
+COMFYUI_PREFIX = "model.diffusion_model."
 """What files for ComfyUI may have before every name."""
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 """What diffusers and transformers raise on folders that are not what they seem."""
 
 Part = TypeVar("Part")
 
 
-def locate(section: ModelSection) -> Path:
+def find_model_folder(section: ModelSection) -> Path:
     """The folder of the model: `model.path` itself, or a copy of what the hub has by that name."""
     if section.path is None:
         raise ModelError(
@@ -107,24 +107,26 @@ def locate(section: ModelSection) -> Path:
     folder = Path(section.path)
     if not folder.is_dir():
         folder = _downloaded(section.path, section.revision)
-    if not (folder / INDEX).is_file():
+    if not (folder / MODEL_INDEX).is_file():
         raise ModelError(
-            f"model.path is {section.path!r}, which holds no {INDEX}. Name the folder of a whole "
+            f"model.path is {section.path!r}, which holds no {MODEL_INDEX}. Name the folder of a whole "
             "pipeline, with its vae, text_encoder and transformer beside that file."
         )
     return folder
 
 
-def read_index(folder: Path) -> dict[str, Any]:
+def read_model_index(folder: Path) -> dict[str, Any]:
     """What the pipeline's own file says: its class, its parts, its settings."""
     try:
-        index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+        index: dict[str, Any] = json.loads((folder / MODEL_INDEX).read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / INDEX} cannot be read: {error}") from error
+        raise ModelError(f"{folder / MODEL_INDEX} cannot be read: {error}") from error
     return index
 
 
-def check_class(folder: Path, index: Mapping[str, Any], known: Sequence[str], family: str) -> None:
+def check_pipeline_class(
+    folder: Path, index: Mapping[str, Any], known: Sequence[str], family: str
+) -> None:
     """Another model's folder is refused before gigabytes of it are read."""
     if index.get("_class_name") not in known:
         raise ModelError(
@@ -133,15 +135,15 @@ def check_class(folder: Path, index: Mapping[str, Any], known: Sequence[str], fa
         )
 
 
-def read_part(folder: Path, name: str, read: Callable[[Path], Part]) -> Part:
+def read_component(folder: Path, name: str, read: Callable[[Path], Part]) -> Part:
     """One part of a pipeline's folder."""
     part = folder / name
     if not part.is_dir():
         raise ModelError(f"model.path {str(folder)!r} has no folder {name!r}.")
     try:
-        with without_bars():
+        with without_progress_bars():
             return read(part)
-    except UNREADABLE as error:
+    except READ_ERRORS as error:
         raise ModelError(f"{part} cannot be read: {error}") from error
 
 
@@ -151,7 +153,7 @@ def read_transformer(
     """A transformer from its own folder, or from one file that the run file names."""
     if file is None:
         dtype = _dtype(section, lambda: sorted((folder / name).glob("*.safetensors")))
-        return read_part(
+        return read_component(
             folder,
             name,
             lambda part: _whole(
@@ -165,13 +167,13 @@ def read_transformer(
     try:
         # The shape comes from the folder: the file has weights alone.
         model = cls.from_single_file(
-            {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()},
+            {name.removeprefix(COMFYUI_PREFIX): tensor for name, tensor in load_file(path).items()},
             config=str(folder),
             subfolder=name,
             torch_dtype=dtype,
             local_files_only=True,
         )
-    except UNREADABLE as error:
+    except READ_ERRORS as error:
         raise ModelError(
             f"model.{name}_file {file!r} does not fit {folder / name}: {error}"
         ) from error
@@ -182,12 +184,12 @@ def read_scheduler(folder: Path) -> Any:
     """A fresh one, as the pipeline was published with."""
     import diffusers
 
-    name = read_index(folder)["scheduler"][1]
-    return read_part(folder, "scheduler", getattr(diffusers, name).from_pretrained)
+    name = read_model_index(folder)["scheduler"][1]
+    return read_component(folder, "scheduler", getattr(diffusers, name).from_pretrained)
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """The libraries' progress bars and advice are not what a run should print."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -219,9 +221,9 @@ def digest_of_folder(folder: Path) -> str:
     return hasher.hexdigest(length=16)
 
 
-def copy_rest(source: Path, target: Path, leave_out: Iterable[str]) -> None:
+def copy_other_components(source: Path, target: Path, exclude: Iterable[str]) -> None:
     """All of a pipeline's folder but the named parts; links where the disk is the same one."""
-    skipped = set(leave_out)
+    skipped = set(exclude)
     for entry in sorted(source.iterdir()):
         if entry.name in skipped or entry.name.startswith("."):
             continue
@@ -285,13 +287,13 @@ def _whole(model: nn.Module, source: Path) -> Any:
 # if they were long.
 
 
-def cleaned(caption: str) -> str:
+def clean_caption(caption: str) -> str:
     """Mended characters, no HTML escapes, single spaces: what Wan's pipeline does."""
     text = html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
     return re.sub(r"\s+", " ", text).strip()
 
 
-def tokens_of(
+def tokenize(
     tokenizer: Any, caption: str, length: int, *, pad: bool = False
 ) -> Mapping[str, Tensor]:
     """Ids and mask of one caption, cut after `length` tokens and padded only if asked."""
@@ -307,7 +309,7 @@ def tokens_of(
     return found
 
 
-def too_long(tokenizer: Any, captions: Sequence[str], length: int) -> list[str]:
+def captions_longer_than(tokenizer: Any, captions: Sequence[str], length: int) -> list[str]:
     """Those with more tokens than fit."""
     if not captions:
         return []
@@ -315,7 +317,7 @@ def too_long(tokenizer: Any, captions: Sequence[str], length: int) -> list[str]:
     return [caption for caption, tokens in zip(captions, ids, strict=True) if len(tokens) > length]
 
 
-def padded(texts: Sequence[Tensor], length: int) -> Tensor:
+def pad_embeddings(texts: Sequence[Tensor], length: int) -> Tensor:
     """As one batch, with zeros behind each."""
     out = texts[0].new_zeros((len(texts), length, *texts[0].shape[1:]))
     for row, text in zip(out, texts, strict=True):
@@ -323,7 +325,7 @@ def padded(texts: Sequence[Tensor], length: int) -> Tensor:
     return out
 
 
-def mask_of(texts: Sequence[Tensor], length: int) -> Tensor:
+def padding_mask(texts: Sequence[Tensor], length: int) -> Tensor:
     """Which of the padded places hold a token."""
     counts = torch.tensor([len(text) for text in texts], device=texts[0].device)
     return torch.arange(length, device=texts[0].device) < counts[:, None]
@@ -333,21 +335,25 @@ def mask_of(texts: Sequence[Tensor], length: int) -> Tensor:
 # Latents as rows of 2x2 patches, the way Flux and Qwen-Image read them.
 
 
-EDGE = 2
+PATCH_SIZE = 2
 
 
-def packed(latents_BCHW: Tensor) -> Tensor:  # noqa: N803
+def pack_latents(latents_BCHW: Tensor) -> Tensor:  # noqa: N803
     """One row a patch, in reading order; its values channel by channel."""
     count, channels, height, width = latents_BCHW.shape
-    cells = latents_BCHW.view(count, channels, height // EDGE, EDGE, width // EDGE, EDGE)
-    return cells.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * EDGE * EDGE)
+    cells = latents_BCHW.view(
+        count, channels, height // PATCH_SIZE, PATCH_SIZE, width // PATCH_SIZE, PATCH_SIZE
+    )
+    return cells.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * PATCH_SIZE * PATCH_SIZE)
 
 
-def unpacked(rows_BLC: Tensor, height: int, width: int) -> Tensor:  # noqa: N803
+def unpack_latents(rows_BLC: Tensor, height: int, width: int) -> Tensor:  # noqa: N803
     """The same patches at their places in latents of this height and width."""
     count, _, values = rows_BLC.shape
-    channels = values // (EDGE * EDGE)
-    cells = rows_BLC.view(count, height // EDGE, width // EDGE, channels, EDGE, EDGE)
+    channels = values // (PATCH_SIZE * PATCH_SIZE)
+    cells = rows_BLC.view(
+        count, height // PATCH_SIZE, width // PATCH_SIZE, channels, PATCH_SIZE, PATCH_SIZE
+    )
     return cells.permute(0, 3, 1, 4, 2, 5).reshape(count, channels, height, width)
 
 
@@ -367,13 +373,14 @@ def digest_of_weights(module: nn.Module) -> str:
 
 def packed_shape(config: Config, sample: SampleShape, text_length: int) -> EncodedShape:
     """Return what the planner assumes: 8 pixels per latent cell, two by two cells per token."""
-    cells = (sample.height // 16) * EDGE, (sample.width // 16) * EDGE
+    cells = (sample.height // 16) * PATCH_SIZE, (sample.width // 16) * PATCH_SIZE
     return EncodedShape(
-        (config["in_channels"] // EDGE**2, *cells), (text_length, config["joint_attention_dim"])
+        (config["in_channels"] // PATCH_SIZE**2, *cells),
+        (text_length, config["joint_attention_dim"]),
     )
 
 
 def num_patches(latent_shape: Sequence[int]) -> int:
     """Return the number of tokens that latents (C, H, W) are packed into."""
     _, height, width = latent_shape
-    return (height // EDGE) * (width // EDGE)
+    return (height // PATCH_SIZE) * (width // PATCH_SIZE)

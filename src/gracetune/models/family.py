@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     """A transformer, a wrapper around it, or one expert of a pair."""
 
 
-Kind = Literal["image", "video", "audio"]
-Prediction = Literal["flow", "epsilon", "v"]
+MediaKind = Literal["image", "video", "audio"]
+PredictionType = Literal["flow", "epsilon", "v"]
 """What a model says of a noisy latent: the velocity e - x0 of flow matching, the noise, or the v of
 Salimans and Ho. Loss weights depend on it."""
 
 
-class Sound(NamedTuple):
+class AudioFormat(NamedTuple):
     """What a family of sounds asks of its clips."""
 
     channels: int
@@ -65,12 +65,12 @@ class Family(Protocol):
         ...
 
     @property
-    def kinds(self) -> Sequence[Kind]:
+    def kinds(self) -> Sequence[MediaKind]:
         """The kinds of sample that `encode` takes."""
         ...
 
     @property
-    def sound(self) -> Sound | None:
+    def audio(self) -> AudioFormat | None:
         """For families of sounds."""
         ...
 
@@ -95,7 +95,7 @@ class Family(Protocol):
         ...
 
     @property
-    def prediction(self) -> Prediction:
+    def prediction(self) -> PredictionType:
         """What `predict` gives."""
         ...
 
@@ -128,7 +128,7 @@ class Family(Protocol):
         """Nothing is encoded from here on: give its memory back."""
         ...
 
-    def tile(self, on: bool) -> bool:
+    def set_tiling(self, enabled: bool) -> bool:
         """Encode by tiles from now on, or whole; whether this family can tile."""
         ...
 
@@ -139,7 +139,7 @@ class Family(Protocol):
         """
         ...
 
-    def parts(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """What is noised of an encoded batch, and what the model is given as it is."""
         ...
 
@@ -151,7 +151,7 @@ class Family(Protocol):
         """How many tokens the transformer makes of one latent: some shift noise levels by it."""
         ...
 
-    def cut_captions(self, captions: Sequence[str]) -> list[str]:
+    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
         """Those that are longer than the model reads, so that their ends are not learnt."""
         ...
 
@@ -172,7 +172,7 @@ class Family(Protocol):
         self,
         transformer: Forward,
         noisy: Tensor,
-        s_B: Tensor,  # noqa: N803  shapes are part of the name
+        sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
         """What `prediction` says, of the same shape as `noisy`; the text and the given as one.
@@ -181,7 +181,7 @@ class Family(Protocol):
         """
         ...
 
-    def sample(self, order: SampleRequest) -> list[Sampled]:
+    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
         """Make what is ordered with the weights as they are, through the family's own pipeline.
 
         Another thread may encode meanwhile.
@@ -223,7 +223,7 @@ class SampleRequest:
 
     texts: Sequence[Mapping[str, Tensor]]
     """Of each prompt, as `encode_text` gives them."""
-    empty: Mapping[str, Tensor]
+    empty_text: Mapping[str, Tensor]
     """Of no caption, for guidance."""
     shape: tuple[int, ...]
     """As buckets have them: width and height, with frames for videos; channels and samples."""
@@ -233,17 +233,17 @@ class SampleRequest:
     """1: none."""
     images: Sequence[Tensor] = ()
     """For families that start from a picture, one a prompt: CHW in [-1, 1], of the order's size."""
-    empties: Sequence[Mapping[str, Tensor]] = ()
+    empty_texts: Sequence[Mapping[str, Tensor]] = ()
     """Where the text depends on the picture: `empty` with each of them."""
     tiled: bool = False
     """Whether to decode by tiles, for a family that has them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class GeneratedSample:
     """One picture (CHW), clip (CFHW) in [-1, 1] or sound (CN), on the CPU."""
 
-    kind: Kind
+    kind: MediaKind
     data: Tensor
     rate: float = 0.0
     """Frames or samples a second."""
@@ -274,7 +274,7 @@ class Experts(nn.Module):
         return (self.high if expert == "high" else self.low)(*args, **kwargs)
 
 
-def routed(transformer: Forward, expert: Expert | None) -> Forward:
+def bind_expert(transformer: Forward, expert: Expert | None) -> Forward:
     """The transformer as a family calls it; none: there is only one."""
     return transformer if expert is None else partial(transformer, expert=expert)
 

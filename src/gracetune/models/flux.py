@@ -13,23 +13,23 @@ from torch import Tensor, nn
 
 from gracetune.adapters.files.keys import FusedProjection, KeyTable
 from gracetune.models.diffusers_family import (
-    EDGE,
-    FolderFamily,
-    check_class,
+    PATCH_SIZE,
+    DiffusersFamily,
+    captions_longer_than,
+    check_pipeline_class,
     digest_of_folder,
-    locate,
+    find_model_folder,
     num_patches,
-    packed,
+    pack_latents,
     packed_shape,
-    read_index,
-    read_part,
+    read_component,
+    read_model_index,
     read_scheduler,
     read_transformer,
-    tokens_of,
-    too_long,
-    unpacked,
+    tokenize,
+    unpack_latents,
 )
-from gracetune.models.family import PROBE_JOINT_ATTENTION, PlannerShapes, Sampled
+from gracetune.models.family import PROBE_JOINT_ATTENTION, GeneratedSample, PlannerShapes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import (
+        AudioFormat,
         Config,
         EncodedShape,
         Forward,
-        Kind,
-        Prediction,
+        MediaKind,
+        PredictionType,
         SampleRequest,
         SampleShape,
-        Sound,
     )
 
 TEXT_LENGTH = 512
@@ -76,14 +76,14 @@ def load(section: ModelSection) -> Flux:
     from diffusers import AutoencoderKL, FluxTransformer2DModel
     from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
-    from gracetune.models.attention_processors import with_dense_gradients
+    from gracetune.models.attention_processors import make_attention_grads_contiguous
 
-    folder = locate(section)
-    index = read_index(folder)
-    check_class(folder, index, ("FluxPipeline",), "flux")
+    folder = find_model_folder(section)
+    index = read_model_index(folder)
+    check_pipeline_class(folder, index, ("FluxPipeline",), "flux")
 
     def encoder(name: str, cls: Any) -> nn.Module:
-        read: nn.Module = read_part(
+        read: nn.Module = read_component(
             folder,
             name,
             lambda part: cls.from_pretrained(part, dtype="auto", local_files_only=True).eval(),
@@ -91,11 +91,11 @@ def load(section: ModelSection) -> Flux:
         return read.requires_grad_(False)
 
     def tokenizer(name: str) -> Any:
-        return read_part(
+        return read_component(
             folder, name, lambda part: AutoTokenizer.from_pretrained(part, local_files_only=True)
         )
 
-    vae = read_part(
+    vae = read_component(
         folder,
         "vae",
         lambda part: AutoencoderKL.from_pretrained(
@@ -105,43 +105,46 @@ def load(section: ModelSection) -> Flux:
     transformer = read_transformer(
         FluxTransformer2DModel, section, folder, "transformer", section.transformer_file
     )
-    with_dense_gradients(transformer)
+    make_attention_grads_contiguous(transformer)
     return Flux(
         folder=folder,
         transformer=transformer,
         vae=vae.eval().requires_grad_(False),
-        text=[encoder("text_encoder", CLIPTextModel), encoder("text_encoder_2", T5EncoderModel)],
+        text_encoders=[
+            encoder("text_encoder", CLIPTextModel),
+            encoder("text_encoder_2", T5EncoderModel),
+        ],
         tokenizers=(tokenizer("tokenizer"), tokenizer("tokenizer_2")),
-        cell=2 ** (len(vae.config.block_out_channels) - 1),
+        vae_scale=2 ** (len(vae.config.block_out_channels) - 1),
     )
 
 
 @dataclass(frozen=True)
-class Flux(FolderFamily):
+class Flux(DiffusersFamily):
     """The loaded parts. See `Family` for what each member means."""
 
     folder: Path
     transformer: Any
     vae: Any
-    text: list[nn.Module]
+    text_encoders: list[nn.Module]
     """CLIP and T5, until they are released."""
     tokenizers: tuple[Any, Any]
-    cell: int
+    vae_scale: int
     """Pixels along the edge of a latent's cell."""
     name: str = "flux"
     boundary: None = None
-    kinds: tuple[Kind, ...] = ("image",)
-    sound: Sound | None = None
+    kinds: tuple[MediaKind, ...] = ("image",)
+    audio: AudioFormat | None = None
     starts_from: Literal["text", "image"] = "text"
     takes_control: bool = False
     max_edge: int = MAX_EDGE
-    prediction: Prediction = "flow"
+    prediction: PredictionType = "flow"
     adapter_targets: tuple[str, ...] = TARGETS
 
     @property
     def pixel_step(self) -> int:
         """Whole patches."""
-        return self.cell * EDGE
+        return self.vae_scale * PATCH_SIZE
 
     def identity(self) -> dict[str, str]:
         """The encoders' own files."""
@@ -163,22 +166,22 @@ class Flux(FolderFamily):
             raw: Tensor = self.vae.encode(media.to(where)).latent_dist.mode()
         return (raw - float(config.shift_factor)) * float(config.scaling_factor)
 
-    def parts(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """All of it is noised."""
         return encoded, {}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
         """Channels, rows and columns of cells."""
         width, height = shape
-        return (self.vae.config.latent_channels, height // self.cell, width // self.cell)
+        return (self.vae.config.latent_channels, height // self.vae_scale, width // self.vae_scale)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
         """One a patch."""
         return num_patches(latent_shape)
 
-    def cut_captions(self, captions: Sequence[str]) -> list[str]:
+    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
         """By the tokenizer's count."""
-        return too_long(self.tokenizers[1], captions, TEXT_LENGTH)
+        return captions_longer_than(self.tokenizers[1], captions, TEXT_LENGTH)
 
     def encode_text(
         self,
@@ -186,12 +189,12 @@ class Flux(FolderFamily):
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
         """T5's tokens and CLIP's pooled vector."""
-        clip, t5 = self.text
+        clip, t5 = self.text_encoders
         device = next(t5.parameters()).device
         texts = []
         for caption in captions:
             short, long = (
-                tokens_of(tokenizer, caption, length, pad=True)["input_ids"].to(device)
+                tokenize(tokenizer, caption, length, pad=True)["input_ids"].to(device)
                 for tokenizer, length in zip(
                     self.tokenizers, (self.tokenizers[0].model_max_length, TEXT_LENGTH), strict=True
                 )
@@ -209,7 +212,7 @@ class Flux(FolderFamily):
         self,
         transformer: Forward,
         noisy: Tensor,
-        s_B: Tensor,  # noqa: N803
+        sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
         """One forward pass; the model counts levels from 0 to 1."""
@@ -217,24 +220,24 @@ class Flux(FolderFamily):
         dtype, tokens = self.transformer.x_embedder.weight.dtype, conditions["tokens"]
         guided = self.transformer.config.guidance_embeds
         rows: Tensor = transformer(
-            hidden_states=packed(noisy).to(dtype),
-            timestep=s_B.to(dtype),
-            guidance=torch.full_like(s_B, TRAINED_GUIDANCE) if guided else None,
+            hidden_states=pack_latents(noisy).to(dtype),
+            timestep=sigmas.to(dtype),
+            guidance=torch.full_like(sigmas, TRAINED_GUIDANCE) if guided else None,
             pooled_projections=conditions["pooled"].to(dtype),
             encoder_hidden_states=tokens.to(dtype),
-            txt_ids=s_B.new_zeros(tokens.shape[1], 3),
-            img_ids=_places(height // EDGE, width // EDGE, s_B),
+            txt_ids=sigmas.new_zeros(tokens.shape[1], 3),
+            img_ids=_places(height // PATCH_SIZE, width // PATCH_SIZE, sigmas),
             return_dict=False,
         )[0]
-        return unpacked(rows, height, width)
+        return unpack_latents(rows, height, width)
 
-    def sample(self, order: SampleRequest) -> list[Sampled]:
+    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
         """One picture a prompt; guidance is an input of the model, or nothing."""
         import diffusers
 
         pipeline = diffusers.FluxPipeline(
             scheduler=read_scheduler(self.folder),
-            vae=self.vae_for(order),
+            vae=self.sampling_vae(request),
             text_encoder=None,
             tokenizer=None,
             text_encoder_2=None,
@@ -243,21 +246,21 @@ class Flux(FolderFamily):
         )
         pipeline.set_progress_bar_config(disable=True)
         where = next(self.transformer.parameters())
-        width, height = order.shape
+        width, height = request.shape
         made = []
-        for number, text in enumerate(order.texts):
+        for number, text in enumerate(request.texts):
             stacked = {key: t.to(where) for key, t in self.stack_text([text]).items()}
             picture = pipeline(
                 prompt_embeds=stacked["tokens"],
                 pooled_prompt_embeds=stacked["pooled"],
                 width=width,
                 height=height,
-                num_inference_steps=order.steps,
-                guidance_scale=order.guidance,
-                generator=torch.Generator().manual_seed(order.seed + number),
+                num_inference_steps=request.steps,
+                guidance_scale=request.guidance,
+                generator=torch.Generator().manual_seed(request.seed + number),
                 output_type="pt",
             ).images[0]
-            made.append(Sampled("image", picture.float().cpu() * 2 - 1))
+            made.append(GeneratedSample("image", picture.float().cpu() * 2 - 1))
         return made
 
 

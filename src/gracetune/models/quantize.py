@@ -40,7 +40,7 @@ def check_quantizable(kind: Kind, adapter: AdapterSection | None) -> None:
 
 def quantize_blocks(blocks: Sequence[nn.Module], kind: Kind) -> int:
     """Quantise every linear layer inside the blocks; says how many there were."""
-    change = CHANGES[kind](_package(kind))
+    change = QUANTIZERS[kind](_package(kind))
     count = 0
     for block in blocks:
         for name, module in list(block.named_modules()):
@@ -87,7 +87,7 @@ def _by_bitsandbytes(bitsandbytes: Any) -> Callable[[nn.Module, str, nn.Linear],
     return change
 
 
-CHANGES: dict[str, Callable[[Any], Callable[[nn.Module, str, nn.Linear], None]]] = {
+QUANTIZERS: dict[str, Callable[[Any], Callable[[nn.Module, str, nn.Linear], None]]] = {
     "fp8": _by_torchao("Float8WeightOnlyConfig"),
     "int8": _by_torchao("Int8WeightOnlyConfig"),
     "nf4": _by_bitsandbytes,

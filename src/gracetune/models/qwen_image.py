@@ -15,25 +15,25 @@ from torch import Tensor, nn
 
 from gracetune.adapters.files.keys import KeyTable
 from gracetune.models.diffusers_family import (
-    EDGE,
-    FolderFamily,
-    check_class,
+    PATCH_SIZE,
+    DiffusersFamily,
+    captions_longer_than,
+    check_pipeline_class,
     digest_of_folder,
-    locate,
-    mask_of,
+    find_model_folder,
     num_patches,
-    packed,
+    pack_latents,
     packed_shape,
-    padded,
-    read_index,
-    read_part,
+    pad_embeddings,
+    padding_mask,
+    read_component,
+    read_model_index,
     read_scheduler,
     read_transformer,
-    tokens_of,
-    too_long,
-    unpacked,
+    tokenize,
+    unpack_latents,
 )
-from gracetune.models.family import PROBE_JOINT_ATTENTION, PlannerShapes, Sampled
+from gracetune.models.family import PROBE_JOINT_ATTENTION, GeneratedSample, PlannerShapes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import (
+        AudioFormat,
         Config,
         EncodedShape,
         Forward,
-        Kind,
-        Prediction,
+        MediaKind,
+        PredictionType,
         SampleRequest,
         SampleShape,
-        Sound,
     )
 
 
@@ -80,25 +80,25 @@ def load(section: ModelSection) -> QwenImage:
         Qwen2_5_VLForConditionalGeneration,
     )
 
-    folder = locate(section)
-    index = read_index(folder)
-    check_class(folder, index, PIPELINES, "qwen_image")
+    folder = find_model_folder(section)
+    index = read_model_index(folder)
+    check_pipeline_class(folder, index, PIPELINES, "qwen_image")
     edits = index["_class_name"] == "QwenImageEditPipeline"
     looker = None
     if edits:
-        looker = read_part(
+        looker = read_component(
             folder,
             "processor",
             lambda p: AutoImageProcessor.from_pretrained(p, local_files_only=True),
         )
-    vae = read_part(
+    vae = read_component(
         folder,
         "vae",
         lambda part: AutoencoderKLQwenImage.from_pretrained(
             part, torch_dtype=torch.float32, local_files_only=True
         ),
     )
-    encoder = read_part(
+    encoder = read_component(
         folder,
         "text_encoder",
         lambda part: Qwen2_5_VLForConditionalGeneration.from_pretrained(
@@ -111,44 +111,44 @@ def load(section: ModelSection) -> QwenImage:
             QwenImageTransformer2DModel, section, folder, "transformer", section.transformer_file
         ),
         vae=vae.eval().requires_grad_(False),
-        text=[encoder.eval().requires_grad_(False)],
-        tokenizer=read_part(
+        text_encoders=[encoder.eval().requires_grad_(False)],
+        tokenizer=read_component(
             folder, "tokenizer", lambda p: AutoTokenizer.from_pretrained(p, local_files_only=True)
         ),
-        looker=looker,
-        cell=2 ** len(vae.temperal_downsample),
+        image_processor=looker,
+        vae_scale=2 ** len(vae.temperal_downsample),
         takes_control=edits,
     )
 
 
 @dataclass(frozen=True)
-class QwenImage(FolderFamily):
+class QwenImage(DiffusersFamily):
     """The loaded parts. See `Family` for what each member means."""
 
     folder: Path
     transformer: Any
     vae: Any
-    text: list[nn.Module]
+    text_encoders: list[nn.Module]
     """The text encoder, until it is released."""
     tokenizer: Any
-    looker: Any
+    image_processor: Any
     """What prepares a picture for the text encoder; none where nothing is edited."""
-    cell: int
+    vae_scale: int
     """Pixels along the edge of a latent's cell."""
     name: str = "qwen_image"
     boundary: None = None
-    kinds: tuple[Kind, ...] = ("image",)
-    sound: Sound | None = None
+    kinds: tuple[MediaKind, ...] = ("image",)
+    audio: AudioFormat | None = None
     starts_from: Literal["text", "image"] = "text"
     takes_control: bool = False
     max_edge: int = MAX_EDGE
-    prediction: Prediction = "flow"
+    prediction: PredictionType = "flow"
     adapter_targets: tuple[str, ...] = TARGETS
 
     @property
     def pixel_step(self) -> int:
         """Whole patches."""
-        return self.cell * EDGE
+        return self.vae_scale * PATCH_SIZE
 
     def identity(self) -> dict[str, str]:
         """The encoders' own files."""
@@ -167,7 +167,7 @@ class QwenImage(FolderFamily):
         """Normalised latents; a control's follow its picture's as more channels."""
         return torch.cat([self._encoded(pixels) for pixels in torch.split(media, 3, dim=1)], dim=1)
 
-    def parts(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The picture; what it is an edit of is given."""
         channels = self.vae.config.z_dim
         if not self.takes_control:
@@ -178,25 +178,25 @@ class QwenImage(FolderFamily):
         """Channels, rows and columns of cells."""
         width, height = shape
         channels = self.vae.config.z_dim * (2 if self.takes_control else 1)
-        return (channels, height // self.cell, width // self.cell)
+        return (channels, height // self.vae_scale, width // self.vae_scale)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
         """One a patch of what is noised."""
         return num_patches(latent_shape)
 
-    def cut_captions(self, captions: Sequence[str]) -> list[str]:
+    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
         """By the tokenizer's count."""
-        return too_long(self.tokenizer, captions, TEXT_LENGTH)
+        return captions_longer_than(self.tokenizer, captions, TEXT_LENGTH)
 
     def encode_text(
         self, captions: Sequence[str], images: Sequence[Tensor] = ()
     ) -> list[dict[str, Tensor]]:
         """The language model's last states, from the caption or the picture on."""
-        (encoder,) = self.text
+        (encoder,) = self.text_encoders
         if not self.takes_control:
-            return [{"tokens": describe(encoder, self.tokenizer, one)} for one in captions]
+            return [{"tokens": encode_caption(encoder, self.tokenizer, one)} for one in captions]
         return [
-            {"tokens": describe_edit(encoder, self.tokenizer, self.looker, caption, picture)}
+            {"tokens": encode_edit(encoder, self.tokenizer, self.image_processor, caption, picture)}
             for caption, picture in zip(captions, images, strict=True)
         ]
 
@@ -204,62 +204,62 @@ class QwenImage(FolderFamily):
         """Zeros behind the shorter ones, and a mask that leaves them out."""
         tokens = [text["tokens"] for text in texts]
         longest = max(map(len, tokens))
-        return {"tokens": padded(tokens, longest), "mask": mask_of(tokens, longest)}
+        return {"tokens": pad_embeddings(tokens, longest), "mask": padding_mask(tokens, longest)}
 
     def predict(
         self,
         transformer: Forward,
         noisy: Tensor,
-        s_B: Tensor,  # noqa: N803
+        sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
         """One forward pass; the model counts levels from 0 to 1."""
         count, _, height, width = noisy.shape
         dtype = self.transformer.img_in.weight.dtype
-        rows = packed(noisy)
-        shape = (1, height // EDGE, width // EDGE)
+        rows = pack_latents(noisy)
+        shape = (1, height // PATCH_SIZE, width // PATCH_SIZE)
         length, shapes = rows.shape[1], [shape]
         if "reference" in conditions:
-            rows = torch.cat([rows, packed(conditions["reference"])], dim=1)
+            rows = torch.cat([rows, pack_latents(conditions["reference"])], dim=1)
             shapes = [shape, shape]
         velocity: Tensor = transformer(
             hidden_states=rows.to(dtype),
-            timestep=s_B.to(dtype),
+            timestep=sigmas.to(dtype),
             encoder_hidden_states=conditions["tokens"].to(dtype),
             encoder_hidden_states_mask=conditions["mask"],
             img_shapes=[shapes] * count,
             return_dict=False,
         )[0]
-        return unpacked(velocity[:, :length], height, width)
+        return unpack_latents(velocity[:, :length], height, width)
 
-    def sample(self, order: SampleRequest) -> list[Sampled]:
+    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
         """One picture a prompt."""
-        pipeline = self._pipeline(self.vae_for(order))
+        pipeline = self._pipeline(self.sampling_vae(request))
         device = next(self.transformer.parameters()).device
         dtype = self.transformer.img_in.weight.dtype
-        width, height = order.shape
-        empties = order.empties or [order.empty] * len(order.texts)
+        width, height = request.shape
+        empties = request.empty_texts or [request.empty_text] * len(request.texts)
         made = []
-        for number, (text, empty) in enumerate(zip(order.texts, empties, strict=True)):
+        for number, (text, empty) in enumerate(zip(request.texts, empties, strict=True)):
             tokens, nothing = (t["tokens"][None].to(device, dtype) for t in (text, empty))
             against = {
                 "negative_prompt_embeds": nothing,
                 "negative_prompt_embeds_mask": torch.ones(nothing.shape[:2], device=device).long(),
             }
-            start = {"image": picture_of(order.images[number])} if order.images else {}
+            start = {"image": to_pil(request.images[number])} if request.images else {}
             picture = pipeline(
                 prompt_embeds=tokens,
                 prompt_embeds_mask=torch.ones(tokens.shape[:2], device=device).long(),
-                **against if order.guidance > 1 else {},
+                **against if request.guidance > 1 else {},
                 **start,
                 width=width,
                 height=height,
-                num_inference_steps=order.steps,
-                true_cfg_scale=order.guidance,
-                generator=torch.Generator().manual_seed(order.seed + number),
+                num_inference_steps=request.steps,
+                true_cfg_scale=request.guidance,
+                generator=torch.Generator().manual_seed(request.seed + number),
                 output_type="pt",
             ).images[0]
-            made.append(Sampled("image", picture.float().cpu() * 2 - 1))
+            made.append(GeneratedSample("image", picture.float().cpu() * 2 - 1))
         return made
 
     def _pipeline(self, vae: Any) -> Any:
@@ -306,7 +306,7 @@ TEMPLATE = (
 )
 TEMPLATE_TOKENS = 34
 """Tokens before the caption, whose states are left out."""
-IMAGE = "<|image_pad|>"
+IMAGE_TOKEN = "<|image_pad|>"
 EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, "
     "texture, objects, background), then explain how the user's text instruction should alter or "
@@ -318,13 +318,13 @@ EDIT_TEMPLATE_TOKENS = 64
 """Tokens before the picture."""
 
 
-def describe(encoder: Any, tokenizer: Any, caption: str) -> Tensor:
+def encode_caption(encoder: Any, tokenizer: Any, caption: str) -> Tensor:
     """The text of a caption."""
-    found = tokens_of(tokenizer, TEMPLATE.format(caption), TEXT_LENGTH + TEMPLATE_TOKENS)
+    found = tokenize(tokenizer, TEMPLATE.format(caption), TEXT_LENGTH + TEMPLATE_TOKENS)
     return _states(encoder, found)[TEMPLATE_TOKENS:]
 
 
-def describe_edit(
+def encode_edit(
     encoder: Any,
     tokenizer: Any,
     looker: Any,
@@ -332,18 +332,18 @@ def describe_edit(
     picture_CHW: Tensor,  # noqa: N803
 ) -> Tensor:
     """The text of an instruction and of the picture in [-1, 1] that it is about."""
-    seen = looker(images=[picture_of(picture_CHW)], return_tensors="pt")
+    seen = looker(images=[to_pil(picture_CHW)], return_tensors="pt")
     tokens = int(seen["image_grid_thw"].prod()) // looker.merge_size**2
-    text = EDIT_TEMPLATE.format(caption).replace(IMAGE, IMAGE * tokens)
+    text = EDIT_TEMPLATE.format(caption).replace(IMAGE_TOKEN, IMAGE_TOKEN * tokens)
     length = TEXT_LENGTH + EDIT_TEMPLATE_TOKENS + tokens
-    found = dict(tokens_of(tokenizer, text, length))
+    found = dict(tokenize(tokenizer, text, length))
     image = found["input_ids"] == encoder.config.image_token_id
     return _states(encoder, {**found, **seen, "mm_token_type_ids": image.int()})[
         EDIT_TEMPLATE_TOKENS:
     ]
 
 
-def picture_of(pixels_CHW: Tensor) -> Image.Image:  # noqa: N803
+def to_pil(pixels_CHW: Tensor) -> Image.Image:  # noqa: N803
     """Pixels in [-1, 1] as a picture."""
     scaled = pixels_CHW.clamp(-1, 1).add(1).mul(127.5).round().byte()
     return Image.fromarray(scaled.permute(1, 2, 0).cpu().numpy())
@@ -432,7 +432,7 @@ class QwenImageShapes(PlannerShapes):
     def extra_arguments(self, encoded: EncodedShape, batch_size: int) -> dict[str, Any]:
         """Return the number of frames, rows and columns of patches in each image."""
         _, height, width = encoded.latent_shape
-        return {"img_shapes": [[(1, height // EDGE, width // EDGE)]] * batch_size}
+        return {"img_shapes": [[(1, height // PATCH_SIZE, width // PATCH_SIZE)]] * batch_size}
 
 
 PLANNED_TEXT_LENGTH = 512

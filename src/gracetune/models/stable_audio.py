@@ -18,27 +18,27 @@ from torch.nn import functional
 
 from gracetune.errors import ConfigError
 from gracetune.models.diffusers_family import (
-    FolderFamily,
-    check_class,
+    DiffusersFamily,
+    captions_longer_than,
+    check_pipeline_class,
     digest_of_folder,
-    locate,
-    mask_of,
-    padded,
-    read_index,
-    read_part,
+    find_model_folder,
+    pad_embeddings,
+    padding_mask,
+    read_component,
+    read_model_index,
     read_scheduler,
     read_transformer,
-    tokens_of,
-    too_long,
+    tokenize,
 )
-from gracetune.models.family import Sampled, Sound
+from gracetune.models.family import AudioFormat, GeneratedSample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, Kind, Prediction, SampleRequest
+    from gracetune.models.family import Forward, MediaKind, PredictionType, SampleRequest
 
 TARGETS = (
     "attn1.to_q",
@@ -58,23 +58,23 @@ def load(section: ModelSection) -> StableAudio:
     """Read every part of the folder `model.path`."""
     from transformers import AutoTokenizer, T5EncoderModel
 
-    folder = locate(section)
-    check_class(folder, read_index(folder), ("StableAudioPipeline",), "stable_audio")
-    vae = read_part(
+    folder = find_model_folder(section)
+    check_pipeline_class(folder, read_model_index(folder), ("StableAudioPipeline",), "stable_audio")
+    vae = read_component(
         folder,
         "vae",
         lambda part: AutoencoderOobleck.from_pretrained(
             part, torch_dtype=torch.float32, local_files_only=True
         ),
     )
-    projection = read_part(
+    projection = read_component(
         folder,
         "projection_model",
         lambda part: StableAudioProjectionModel.from_pretrained(
             part, torch_dtype=torch.float32, local_files_only=True
         ),
     )
-    encoder = read_part(
+    encoder = read_component(
         folder,
         "text_encoder",
         lambda part: T5EncoderModel.from_pretrained(part, dtype="auto", local_files_only=True),
@@ -87,11 +87,11 @@ def load(section: ModelSection) -> StableAudio:
         transformer=transformer,
         vae=vae.eval().requires_grad_(False),
         projection=projection.eval().requires_grad_(False),
-        text=[encoder.eval().requires_grad_(False)],
-        tokenizer=read_part(
+        text_encoders=[encoder.eval().requires_grad_(False)],
+        tokenizer=read_component(
             folder, "tokenizer", lambda p: AutoTokenizer.from_pretrained(p, local_files_only=True)
         ),
-        sound=Sound(
+        audio=AudioFormat(
             vae.config.audio_channels,
             vae.config.sampling_rate,
             int(transformer.config.sample_size) * vae.hop_length,
@@ -100,7 +100,7 @@ def load(section: ModelSection) -> StableAudio:
 
 
 @dataclass(frozen=True)
-class StableAudio(FolderFamily):
+class StableAudio(DiffusersFamily):
     """The loaded parts. See `Family` for what each member means."""
 
     folder: Path
@@ -108,18 +108,18 @@ class StableAudio(FolderFamily):
     vae: Any
     projection: Any
     """What makes tokens of seconds; frozen."""
-    text: list[nn.Module]
+    text_encoders: list[nn.Module]
     """The text encoder, until it is released."""
     tokenizer: Any
-    sound: Sound
+    audio: AudioFormat
     name: str = "stable_audio"
     boundary: None = None
-    kinds: tuple[Kind, ...] = ("audio",)
+    kinds: tuple[MediaKind, ...] = ("audio",)
     starts_from: Literal["text", "image"] = "text"
     takes_control: bool = False
     pixel_step: int = 1
     max_edge: int = 1
-    prediction: Prediction = "v"
+    prediction: PredictionType = "v"
     adapter_targets: tuple[str, ...] = TARGETS
 
     def identity(self) -> dict[str, str]:
@@ -128,7 +128,7 @@ class StableAudio(FolderFamily):
         text = "-".join(digest_of_folder(self.folder / name) for name in names)
         vae = digest_of_folder(self.folder / "vae")
         return {
-            "latents": f"stable-audio-mode-{self.sound.max_length}-{vae}",
+            "latents": f"stable-audio-mode-{self.audio.max_length}-{vae}",
             "text": f"stable-audio-{text}",
         }
 
@@ -138,27 +138,27 @@ class StableAudio(FolderFamily):
 
     def to(self, device: torch.device) -> None:
         """The VAE, the seconds' projection, and the text encoder as long as it is there."""
-        for part in (self.vae, self.projection, *self.text):
+        for part in (self.vae, self.projection, *self.text_encoders):
             part.to(device)
 
     def release_text_encoder(self) -> None:
         """The projection stays: seconds are told in every step."""
-        self.text.clear()
+        self.text_encoders.clear()
 
-    def tile(self, on: bool) -> bool:  # noqa: ARG002
+    def set_tiling(self, enabled: bool) -> bool:  # noqa: ARG002
         """Sounds are encoded whole."""
         return False
 
     def encode(self, media: Tensor) -> Tensor:
         """Latents of the clip and the silence after it; then one channel of its seconds."""
         where, length = next(self.vae.parameters()), media.shape[-1]
-        filled = functional.pad(media.to(where), (0, self.sound.max_length - length))
+        filled = functional.pad(media.to(where), (0, self.audio.max_length - length))
         with torch.no_grad():
             latents: Tensor = self.vae.encode(filled).latent_dist.mode()
-        seconds = torch.full_like(latents[:, :1], length / self.sound.sample_rate)
+        seconds = torch.full_like(latents[:, :1], length / self.audio.sample_rate)
         return torch.cat([latents, seconds], dim=1)
 
-    def parts(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sound; its length is told."""
         return encoded[:, :-1], {"seconds": encoded[:, -1, 0]}
 
@@ -171,9 +171,9 @@ class StableAudio(FolderFamily):
         """One a place."""
         return latent_shape[1]
 
-    def cut_captions(self, captions: Sequence[str]) -> list[str]:
+    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
         """By the tokenizer's count."""
-        return too_long(self.tokenizer, captions, self.tokenizer.model_max_length)
+        return captions_longer_than(self.tokenizer, captions, self.tokenizer.model_max_length)
 
     def encode_text(
         self,
@@ -181,11 +181,11 @@ class StableAudio(FolderFamily):
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
         """T5's states. No caption is no token at all: what guidance compares with."""
-        (encoder,) = self.text
+        (encoder,) = self.text_encoders
         device = next(encoder.parameters()).device
         texts = []
         for caption in captions:
-            found = tokens_of(self.tokenizer, caption, self.tokenizer.model_max_length)
+            found = tokenize(self.tokenizer, caption, self.tokenizer.model_max_length)
             with torch.no_grad():
                 states = encoder(
                     found["input_ids"].to(device), attention_mask=found["attention_mask"].to(device)
@@ -196,13 +196,13 @@ class StableAudio(FolderFamily):
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Zeros up to the tokenizer's length, as the model was trained."""
         tokens, length = [text["tokens"] for text in texts], self.tokenizer.model_max_length
-        return {"tokens": padded(tokens, length), "mask": mask_of(tokens, length)}
+        return {"tokens": pad_embeddings(tokens, length), "mask": padding_mask(tokens, length)}
 
     def predict(
         self,
         transformer: Forward,
         noisy: Tensor,
-        s_B: Tensor,  # noqa: N803
+        sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
         """One forward pass; the angle of the path is the model's own timestep.
@@ -229,7 +229,7 @@ class StableAudio(FolderFamily):
         )
         v: Tensor = transformer(
             noisy.to(dtype),
-            s_B.to(dtype),
+            sigmas.to(dtype),
             encoder_hidden_states=attended.to(dtype),
             global_hidden_states=global_tokens.to(dtype),
             rotary_embedding=tuple(table.to(noisy.device) for table in rotary),
@@ -237,7 +237,7 @@ class StableAudio(FolderFamily):
         )[0]
         return v
 
-    def sample(self, order: SampleRequest) -> list[Sampled]:
+    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
         """One sound a prompt."""
         import diffusers
 
@@ -251,9 +251,9 @@ class StableAudio(FolderFamily):
         )
         pipeline.set_progress_bar_config(disable=True)
         device = next(self.transformer.parameters()).device
-        _, length = order.shape
+        _, length = request.shape
         made = []
-        for number, text in enumerate(order.texts):
+        for number, text in enumerate(request.texts):
             stacked = self.stack_text([text])
             with warnings.catch_warnings():
                 # the scheduler's last level is a rounding below the first of torchsde's
@@ -262,13 +262,13 @@ class StableAudio(FolderFamily):
                     prompt_embeds=stacked["tokens"].to(device),
                     attention_mask=stacked["mask"].to(device),
                     # half a sample more, for the pipeline rounds down
-                    audio_end_in_s=(length + 0.5) / self.sound.sample_rate,
-                    num_inference_steps=order.steps,
-                    guidance_scale=order.guidance,
-                    generator=torch.Generator().manual_seed(order.seed + number),
+                    audio_end_in_s=(length + 0.5) / self.audio.sample_rate,
+                    num_inference_steps=request.steps,
+                    guidance_scale=request.guidance,
+                    generator=torch.Generator().manual_seed(request.seed + number),
                     output_type="pt",
                 ).audios[0]
-            made.append(Sampled("audio", waves.float().cpu(), self.sound.sample_rate))
+            made.append(GeneratedSample("audio", waves.float().cpu(), self.audio.sample_rate))
         return made
 
 

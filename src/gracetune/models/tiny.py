@@ -22,20 +22,20 @@ from torch.nn import functional
 
 from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import digest_of_weights
-from gracetune.models.family import EncodedShape, PlannerShapes, Sampled
+from gracetune.models.family import EncodedShape, GeneratedSample, PlannerShapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import (
+        AudioFormat,
         Config,
         Forward,
-        Kind,
-        Prediction,
+        MediaKind,
+        PredictionType,
         SampleRequest,
         SampleShape,
-        Sound,
     )
 
     Predict = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 CELL = 4
 """Pixels along the edge of one latent cell."""
 TEXT_WIDTH = 64
-TOKEN_STEP = 16
+TOKEN_MULTIPLE = 16
 """Captions are padded to multiples of this many words."""
-POSITION_SHARE = 0.3
+POSITION_WEIGHT = 0.3
 """How much of a token's vector tells its place."""
 MAX_CELLS = 16
 CONFIG = {
@@ -100,13 +100,13 @@ class Tiny:
     transformer: nn.Module
     name: str = "tiny"
     boundary: None = None
-    kinds: tuple[Kind, ...] = ("image",)
-    sound: Sound | None = None
+    kinds: tuple[MediaKind, ...] = ("image",)
+    audio: AudioFormat | None = None
     starts_from: Literal["text", "image"] = "text"
     takes_control: bool = False
     pixel_step: int = CELL
     max_edge: int = CELL * MAX_CELLS
-    prediction: Prediction = "flow"
+    prediction: PredictionType = "flow"
     adapter_targets: tuple[str, ...] = (
         "attn.to_q",
         "attn.to_k",
@@ -128,7 +128,7 @@ class Tiny:
         """The encoders are pure functions of these constants."""
         return {
             "latents": f"tiny-unshuffle-{CELL}",
-            "text": f"tiny-words-{TEXT_WIDTH}-{POSITION_SHARE}",
+            "text": f"tiny-words-{TEXT_WIDTH}-{POSITION_WEIGHT}",
         }
 
     def weights_digest(self) -> str:
@@ -150,7 +150,7 @@ class Tiny:
     def release_text_encoder(self) -> None:
         """It has no weights."""
 
-    def tile(self, on: bool) -> bool:  # noqa: ARG002
+    def set_tiling(self, enabled: bool) -> bool:  # noqa: ARG002
         """Folding needs no memory to speak of."""
         return False
 
@@ -158,7 +158,7 @@ class Tiny:
         """Fold each cell of pixels into channels."""
         return functional.pixel_unshuffle(media, CELL)
 
-    def parts(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """All of it is noised."""
         return encoded, {}
 
@@ -176,7 +176,7 @@ class Tiny:
         _, height, width = latent_shape
         return height * width
 
-    def cut_captions(self, captions: Sequence[str]) -> list[str]:  # noqa: ARG002
+    def truncated_captions(self, captions: Sequence[str]) -> list[str]:  # noqa: ARG002
         """None is too long."""
         return []
 
@@ -191,17 +191,17 @@ class Tiny:
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Pad with zeros to a multiple of `TOKEN_STEP` words; the pooled vector is their sum."""
         longest = max(len(text["tokens"]) for text in texts)
-        length = max(1, -(-longest // TOKEN_STEP)) * TOKEN_STEP
+        length = max(1, -(-longest // TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
         tokens = torch.stack(
             [functional.pad(t["tokens"], (0, 0, 0, length - len(t["tokens"]))) for t in texts]
         )
-        return {"tokens": tokens, "pooled": tokens.sum(1) / TOKEN_STEP}
+        return {"tokens": tokens, "pooled": tokens.sum(1) / TOKEN_MULTIPLE}
 
     def predict(
         self,
         transformer: Forward,
         noisy: Tensor,
-        s_B: Tensor,  # noqa: N803
+        sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
         """One forward pass; SD3 counts noise levels to 1000."""
@@ -209,20 +209,20 @@ class Tiny:
             noisy,
             encoder_hidden_states=conditions["tokens"],
             pooled_projections=conditions["pooled"],
-            timestep=s_B * 1000,
+            timestep=sigmas * 1000,
             return_dict=False,
         )[0]
         return velocity
 
-    def sample(self, order: SampleRequest) -> list[Sampled]:
+    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
         """All pictures at once, by Euler's method."""
         device = next(self.transformer.parameters()).device
-        shape, count = self.latent_shape(*order.shape), len(order.texts)
+        shape, count = self.latent_shape(*request.shape), len(request.texts)
         noise = [
-            torch.randn(shape, generator=torch.Generator().manual_seed(order.seed + number))
+            torch.randn(shape, generator=torch.Generator().manual_seed(request.seed + number))
             for number in range(count)
         ]
-        both = self.stack_text([*order.texts, *[order.empty] * count])
+        both = self.stack_text([*request.texts, *[request.empty_text] * count])
         text, empty = (
             {key: t[part].to(device) for key, t in both.items()}
             for part in (slice(None, count), slice(count, None))
@@ -232,10 +232,10 @@ class Tiny:
             torch.stack(noise).to(device),
             text,
             empty,
-            steps=order.steps,
-            guidance=order.guidance,
+            steps=request.steps,
+            guidance=request.guidance,
         )
-        return [Sampled("image", picture.cpu()) for picture in self.decode(latents)]
+        return [GeneratedSample("image", picture.cpu()) for picture in self.decode(latents)]
 
     def export(self, folder: Path) -> None:
         """As a diffusers model folder."""
@@ -247,7 +247,7 @@ class Tiny:
             return torch.zeros(0, TEXT_WIDTH)
         places = [self._vector(f"<place {i}>") for i in range(len(words))]
         vectors = [self._vector(word) for word in words]
-        return torch.stack(vectors) + POSITION_SHARE * torch.stack(places)
+        return torch.stack(vectors) + POSITION_WEIGHT * torch.stack(places)
 
     def _vector(self, word: str) -> Tensor:
         if word not in self._words:
@@ -285,7 +285,7 @@ class TinyShapes(PlannerShapes):
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
         """Return the folded pixels and the words of one caption."""
         latents = (config["in_channels"], sample.height // CELL, sample.width // CELL)
-        return EncodedShape(latents, (TOKEN_STEP, config["joint_attention_dim"]))
+        return EncodedShape(latents, (TOKEN_MULTIPLE, config["joint_attention_dim"]))
 
     def inputs(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype

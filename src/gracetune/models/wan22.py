@@ -16,27 +16,27 @@ from torch import Tensor, nn
 from gracetune.adapters.files.keys import KeyTable
 from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import (
-    FolderFamily,
-    check_class,
-    cleaned,
-    copy_rest,
+    DiffusersFamily,
+    captions_longer_than,
+    check_pipeline_class,
+    clean_caption,
+    copy_other_components,
     digest_of_folder,
     digest_of_weights,
-    locate,
-    padded,
-    read_index,
-    read_part,
+    find_model_folder,
+    pad_embeddings,
+    read_component,
+    read_model_index,
     read_scheduler,
     read_transformer,
-    tokens_of,
-    too_long,
+    tokenize,
 )
 from gracetune.models.family import (
     PROBE_ATTENTION,
     EncodedShape,
     Experts,
+    GeneratedSample,
     PlannerShapes,
-    Sampled,
     transformers_of,
 )
 
@@ -46,23 +46,23 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import (
+        AudioFormat,
         Config,
         Forward,
-        Kind,
-        Prediction,
+        MediaKind,
+        PredictionType,
         SampleRequest,
         SampleShape,
-        Sound,
     )
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 TEXT_LENGTH = 512
 """Captions are cut and padded to this many tokens; the model attends to the zeros as well."""
 NUM_TIMESTEPS = 1000
-FPS = 16.0
-BOUNDARIES = {"text": 0.875, "image": 0.9}
+FRAME_RATE = 16.0
+DEFAULT_BOUNDARIES = {"text": 0.875, "image": 0.9}
 """Where the published models change experts, for folders that do not say."""
-FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
+TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TARGETS = (
     *(f"attn1.{name}" for name in ATTENTION),
@@ -77,9 +77,9 @@ def load(section: ModelSection) -> Wan22:
     # Imported here: key tables are read without loading diffusers, which takes seconds.
     from diffusers import WanTransformer3DModel
 
-    folder = locate(section)
-    index = read_index(folder)
-    check_class(folder, index, PIPELINES, "wan22")
+    folder = find_model_folder(section)
+    index = read_model_index(folder)
+    check_pipeline_class(folder, index, PIPELINES, "wan22")
     high = read_transformer(
         WanTransformer3DModel, section, folder, "transformer", section.transformer_file
     )
@@ -93,17 +93,17 @@ def load(section: ModelSection) -> Wan22:
             f"model.transformer_2_file is {section.transformer_2_file!r}, but {folder} has one "
             "transformer. Leave it out, or name a folder with two."
         )
-    return with_transformers(section, folder, index, high, low)
+    return assemble(section, folder, index, high, low)
 
 
-def with_transformers(
+def assemble(
     section: ModelSection, folder: Path, index: Mapping[str, Any], high: Any, low: Any | None
 ) -> Wan22:
     """The folder's other parts around transformers that are there; no `low`: there is one."""
     from diffusers import AutoencoderKLWan
     from transformers import AutoTokenizer, UMT5EncoderModel
 
-    vae = read_part(
+    vae = read_component(
         folder,
         "vae",
         lambda part: AutoencoderKLWan.from_pretrained(
@@ -116,8 +116,8 @@ def with_transformers(
         folder=folder,
         transformer=high if low is None else Experts(high, low),
         vae=vae.eval().requires_grad_(False),
-        text=[
-            read_part(
+        text_encoders=[
+            read_component(
                 folder,
                 "text_encoder",
                 lambda part: UMT5EncoderModel.from_pretrained(
@@ -125,14 +125,14 @@ def with_transformers(
                 ).eval(),
             ).requires_grad_(False)
         ],
-        tokenizer=read_part(
+        tokenizer=read_component(
             folder, "tokenizer", lambda p: AutoTokenizer.from_pretrained(p, local_files_only=True)
         ),
-        boundary=None if low is None else index.get("boundary_ratio") or BOUNDARIES[task],
+        boundary=None if low is None else index.get("boundary_ratio") or DEFAULT_BOUNDARIES[task],
         starts_from=task,
         # A picture that is given whole leaves nothing to learn.
         kinds=("video",) if task == "image" else ("image", "video"),
-        expands_timesteps=bool(index.get("expand_timesteps")),
+        expand_timesteps=bool(index.get("expand_timesteps")),
         pixel_step=edge,
         max_edge=high.config.rope_max_seq_len * edge,
     )
@@ -155,26 +155,26 @@ def _task(
 
 
 @dataclass(frozen=True)
-class Wan22(FolderFamily):
+class Wan22(DiffusersFamily):
     """The loaded parts. See `Family` for what each member means."""
 
     folder: Path
     transformer: nn.Module
     vae: Any
-    text: list[nn.Module]
+    text_encoders: list[nn.Module]
     """The text encoder, until it is released."""
     tokenizer: Any
     boundary: float | None
     starts_from: Literal["text", "image"]
-    kinds: tuple[Kind, ...]
-    expands_timesteps: bool
+    kinds: tuple[MediaKind, ...]
+    expand_timesteps: bool
     """TI2V-5B: each token has a level of its own, and a given first frame has none."""
     pixel_step: int
     max_edge: int
     name: str = "wan22"
-    sound: Sound | None = None
+    audio: AudioFormat | None = None
     takes_control: bool = False
-    prediction: Prediction = "flow"
+    prediction: PredictionType = "flow"
     adapter_targets: tuple[str, ...] = TARGETS
 
     def identity(self) -> dict[str, str]:
@@ -219,7 +219,7 @@ class Wan22(FolderFamily):
         mask[:, :, 0] = 1
         return torch.cat([latents, mask, self._encoded(first)], dim=1)
 
-    def parts(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The clip; its first frame where the model starts from one."""
         channels = self.vae.config.z_dim
         latents, beside = encoded[:, :channels], encoded[:, channels:]
@@ -249,9 +249,9 @@ class Wan22(FolderFamily):
         across, up, along = self._one.config.patch_size
         return int((frames // across) * (height // up) * (width // along))
 
-    def cut_captions(self, captions: Sequence[str]) -> list[str]:
+    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
         """By the tokenizer's count."""
-        return too_long(self.tokenizer, captions, TEXT_LENGTH)
+        return captions_longer_than(self.tokenizer, captions, TEXT_LENGTH)
 
     def encode_text(
         self,
@@ -259,11 +259,11 @@ class Wan22(FolderFamily):
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
         """The encoder's last hidden states."""
-        (encoder,) = self.text
+        (encoder,) = self.text_encoders
         device = next(encoder.parameters()).device
         texts = []
         for caption in captions:
-            found = tokens_of(self.tokenizer, cleaned(caption), TEXT_LENGTH)
+            found = tokenize(self.tokenizer, clean_caption(caption), TEXT_LENGTH)
             with torch.no_grad():
                 hidden = encoder(
                     found["input_ids"].to(device), found["attention_mask"].to(device)
@@ -273,23 +273,23 @@ class Wan22(FolderFamily):
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Zeros up to 512 tokens, as the model was trained."""
-        return {"tokens": padded([text["tokens"] for text in texts], TEXT_LENGTH)}
+        return {"tokens": pad_embeddings([text["tokens"] for text in texts], TEXT_LENGTH)}
 
     def predict(
         self,
         transformer: Forward,
         noisy: Tensor,
-        s_B: Tensor,  # noqa: N803
+        sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
         """One forward pass of one expert."""
         first = conditions.get("first")
-        x, levels = noisy, s_B * NUM_TIMESTEPS
+        x, levels = noisy, sigmas * NUM_TIMESTEPS
         if first is not None:
             x = torch.cat([first, noisy[:, :, 1:]], dim=2)
         if "beside" in conditions:
             x = torch.cat([noisy, conditions["beside"]], dim=1)
-        if self.expands_timesteps:
+        if self.expand_timesteps:
             levels = self._level_of_each_token(noisy, levels, given=first is not None)
         dtype = self._one.patch_embedding.weight.dtype
         velocity: Tensor = transformer(
@@ -301,36 +301,36 @@ class Wan22(FolderFamily):
         if first is None:
             return velocity
         # What is given is known: its velocity is exact and costs no loss.
-        s = s_B.view(-1, 1, 1, 1, 1).clamp_min(torch.finfo(s_B.dtype).tiny)
+        s = sigmas.view(-1, 1, 1, 1, 1).clamp_min(torch.finfo(sigmas.dtype).tiny)
         known = ((noisy[:, :, :1] - first) / s).to(velocity.dtype)
         return torch.cat([known, velocity[:, :, 1:]], dim=2)
 
-    def sample(self, order: SampleRequest) -> list[Sampled]:
+    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
         """One clip or picture a prompt, by the pipeline that the model was published with."""
-        pipeline = self._pipeline(self.vae_for(order))
+        pipeline = self._pipeline(self.sampling_vae(request))
         device = next(self.transformer.parameters()).device
-        width, height, frames = (*order.shape, 1)[:3]
+        width, height, frames = (*request.shape, 1)[:3]
         made = []
-        for number, text in enumerate(order.texts):
-            both = self.stack_text([text, order.empty])["tokens"].to(device)
-            image = {"image": (order.images[number][None] + 1) / 2} if order.images else {}
+        for number, text in enumerate(request.texts):
+            both = self.stack_text([text, request.empty_text])["tokens"].to(device)
+            image = {"image": (request.images[number][None] + 1) / 2} if request.images else {}
             video = pipeline(
                 prompt_embeds=both[:1],
                 negative_prompt_embeds=both[1:],
                 width=width,
                 height=height,
                 num_frames=frames,
-                num_inference_steps=order.steps,
-                guidance_scale=order.guidance,
-                generator=torch.Generator().manual_seed(order.seed + number),
+                num_inference_steps=request.steps,
+                guidance_scale=request.guidance,
+                generator=torch.Generator().manual_seed(request.seed + number),
                 output_type="pt",
                 **image,
             ).frames[0]
             clip = video.permute(1, 0, 2, 3).float().cpu() * 2 - 1
             if frames == 1:
-                made.append(Sampled("image", clip[:, 0]))
+                made.append(GeneratedSample("image", clip[:, 0]))
             else:
-                made.append(Sampled("video", clip, FPS))
+                made.append(GeneratedSample("video", clip, FRAME_RATE))
         return made
 
     def export(self, folder: Path) -> None:
@@ -339,8 +339,8 @@ class Wan22(FolderFamily):
 
         for expert, transformer in transformers_of(self.transformer).items():
             assert isinstance(transformer, WanTransformer3DModel)
-            transformer.save_pretrained(folder / FOLDERS[expert])
-        copy_rest(self.folder, folder, leave_out=FOLDERS.values())
+            transformer.save_pretrained(folder / TRANSFORMER_FOLDERS[expert])
+        copy_other_components(self.folder, folder, exclude=TRANSFORMER_FOLDERS.values())
 
     @property
     def _one(self) -> Any:
@@ -349,7 +349,7 @@ class Wan22(FolderFamily):
 
     @property
     def _concatenates(self) -> bool:
-        return self.starts_from == "image" and not self.expands_timesteps
+        return self.starts_from == "image" and not self.expand_timesteps
 
     def _encoded(self, clip: Tensor) -> Tensor:
         where = next(self.vae.parameters())
@@ -384,7 +384,7 @@ class Wan22(FolderFamily):
             transformer=self._one,
             transformer_2=experts.get("low"),
             boundary_ratio=self.boundary,
-            expand_timesteps=self.expands_timesteps,
+            expand_timesteps=self.expand_timesteps,
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline

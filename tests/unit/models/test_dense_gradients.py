@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.models.attention_processors import take_densely
-from gracetune.plan.launch_probe import narrow
+from gracetune.models.attention_processors import contiguous_grad
+from gracetune.plan.launch_probe import build_probe_model
 
 
 class Double(nn.Module):
@@ -21,7 +21,7 @@ def gradient(dense):
     attention = Double()
     attention.arrived = []
     if dense:
-        take_densely(attention)
+        contiguous_grad(attention)
     torch.manual_seed(0)
     x, beside = torch.randn(2, 5, 3, requires_grad=True), torch.randn(2, 5, 7)
     joined = torch.cat([attention(x), beside], dim=2)
@@ -53,13 +53,13 @@ def test_a_compiled_block_takes_it_as_it_is():
     x = torch.randn(4, 3, requires_grad=True)
     block(x).square().sum().backward()
     expected, x.grad = x.grad, None
-    take_densely(block.attn)
+    contiguous_grad(block.attn)
     torch.compile(block, backend="aot_eager", fullgraph=True)(x).square().sum().backward()
     torch.testing.assert_close(x.grad, expected)
 
 
 def test_flux_has_it_in_its_single_blocks_and_others_nowhere():
-    flux, qwen = (narrow(family, has_adapter=False).model for family in ("flux", "qwen_image"))
+    flux, qwen = (build_probe_model(family, has_adapter=False).model for family in ("flux", "qwen_image"))
     hooked = {name for name, module in flux.named_modules() if module._forward_hooks}
     singles = range(len(flux.single_transformer_blocks))
     assert hooked == {f"single_transformer_blocks.{number}.attn" for number in singles}

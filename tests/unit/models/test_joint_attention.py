@@ -8,11 +8,11 @@ from peft import LoraConfig
 
 from gracetune.adapters.compute.fused_lora import fuse_lora
 from gracetune.models.attention_processors import (
-    FluxRotating,
-    QwenRotating,
+    FusedFluxAttnProcessor,
+    FusedQwenAttnProcessor,
     _tables,
-    attend_in_fewer_passes,
-    rotate,
+    use_fused_processors,
+    apply_rotary_emb,
 )
 
 NARROW = {"num_attention_heads": 2, "attention_head_dim": 16, "joint_attention_dim": 16}
@@ -33,7 +33,7 @@ def flux():
         "img_ids": torch.randint(0, 9, (6, 3)).float(),
         "txt_ids": torch.zeros(5, 3),
     }
-    return model, inputs, 4, FluxRotating
+    return model, inputs, 4, FusedFluxAttnProcessor
 
 
 def qwen(mask=None):
@@ -46,7 +46,7 @@ def qwen(mask=None):
         "timestep": torch.rand(2),
         "img_shapes": [[(1, 2, 3)]] * 2,
     }
-    return model, inputs, 2, QwenRotating
+    return model, inputs, 2, FusedQwenAttnProcessor
 
 
 def masked_qwen():
@@ -67,8 +67,8 @@ def trained(model, inputs):
 def test_fewer_passes_change_nothing(make):
     model, inputs, count, ours = make()
     expected = trained(model, inputs)
-    assert attend_in_fewer_passes(model) == count
-    assert attend_in_fewer_passes(model) == 0
+    assert use_fused_processors(model) == count
+    assert use_fused_processors(model) == 0
     assert type(model.transformer_blocks[0].attn.processor) is ours
     for found, theirs in zip(trained(model, inputs), expected, strict=True):
         torch.testing.assert_close(found, theirs)
@@ -81,10 +81,10 @@ def test_a_lora_reads_the_picture_and_the_text_once_each(make):
     model.add_adapter(LoraConfig(r=4, target_modules=QUERIES, init_lora_weights=False))
     expected = trained(model, inputs)
     fuse_lora(model)
-    attend_in_fewer_passes(model)
+    use_fused_processors(model)
     processor = model.transformer_blocks[0].attn.processor
-    assert processor.picture is not None
-    assert processor.text is not None
+    assert processor.shared_image is not None
+    assert processor.shared_text is not None
     for found, theirs in zip(trained(model, inputs), expected, strict=True):
         torch.testing.assert_close(found, theirs)
 
@@ -94,7 +94,7 @@ def test_rotating_by_tables_is_multiplying_complex_numbers():
     numbers = torch.polar(torch.ones_like(angles), angles)
     x = torch.randn(2, 5, 3, 16, dtype=torch.bfloat16)
     expected = apply_rotary_emb_qwen(x, numbers, use_real=False)
-    torch.testing.assert_close(rotate(x, *_tables(numbers)), expected)
+    torch.testing.assert_close(apply_rotary_emb(x, *_tables(numbers)), expected)
 
 
 def test_what_is_not_rotated_is_left_to_diffusers():
@@ -102,12 +102,12 @@ def test_what_is_not_rotated_is_left_to_diffusers():
     attn = model.single_transformer_blocks[0].attn
     x = torch.randn(1, 4, 32)
     expected = attn(x)
-    attend_in_fewer_passes(model)
+    use_fused_processors(model)
     assert torch.equal(attn(x), expected)
     model, _, _, _ = qwen()
     attn = model.transformer_blocks[0].attn
     text = torch.randn(1, 3, 32)
     expected = attn(x, text)
-    attend_in_fewer_passes(model)
+    use_fused_processors(model)
     for found, theirs in zip(attn(x, text), expected, strict=True):
         assert torch.equal(found, theirs)

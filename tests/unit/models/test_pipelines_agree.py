@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from gracetune.config.schema import ModelSection
 from gracetune.errors import ModelError
 from gracetune.models import qwen_image
-from gracetune.models.diffusers_family import packed, unpacked, without_bars
+from gracetune.models.diffusers_family import pack_latents, unpack_latents, without_progress_bars
 from gracetune.models.family import load_family
 
 PROMPT = "a red ring on the box"
@@ -23,11 +23,11 @@ def load(family, folder, **section):
 
 def test_patches_are_those_of_both_pipelines():
     latents = torch.randn(2, 4, 6, 8)
-    rows = packed(latents)
+    rows = pack_latents(latents)
     for pipeline in (diffusers.FluxPipeline, diffusers.QwenImagePipeline):
         theirs = pipeline._pack_latents(latents.unsqueeze(2).squeeze(2), 2, 4, 6, 8)
         assert torch.equal(rows, theirs)
-    assert torch.equal(unpacked(rows, 6, 8), latents)
+    assert torch.equal(unpack_latents(rows, 6, 8), latents)
 
 
 def test_flux_reads_captions_as_its_pipeline_does(miniature):
@@ -106,7 +106,7 @@ def test_the_text_of_an_edit_depends_on_its_picture(miniature):
 def test_the_reference_of_an_edit_is_given_clean(miniature):
     family = load("qwen_image", miniature("qwen-image-edit"))
     pixels = torch.rand(1, 6, 32, 32) * 2 - 1
-    x0, given = family.parts(family.encode(pixels))
+    x0, given = family.split_encoded(family.encode(pixels))
     plain = load("qwen_image", miniature("qwen-image"))
     torch.testing.assert_close(x0, plain.encode(pixels[:, :3]))
     torch.testing.assert_close(given["reference"], plain.encode(pixels[:, 3:]))
@@ -116,7 +116,7 @@ def test_the_reference_of_an_edit_is_given_clean(miniature):
 def test_stable_audio_is_told_what_its_pipeline_tells(miniature, monkeypatch, prompt, guidance):
     """Also where the caption is dropped: what guidance compares with comes first in its batch."""
     folder = miniature("stable-audio")
-    with without_bars():
+    with without_progress_bars():
         pipeline = diffusers.StableAudioPipeline.from_pretrained(folder, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     family = load("stable_audio", folder)
@@ -139,7 +139,7 @@ def test_stable_audio_is_told_what_its_pipeline_tells(miniature, monkeypatch, pr
     (noisy, timestep, theirs), *_ = calls
     monkeypatch.setattr(pipeline.transformer, "forward", None)
     text = family.stack_text(family.encode_text([prompt]))
-    _, given = family.parts(family.encode(torch.zeros(1, 2, length)))
+    _, given = family.split_encoded(family.encode(torch.zeros(1, 2, length)))
     with torch.no_grad():
         family.predict(watched, noisy[:1], timestep, {**text, **given})
     ours = calls[-1][2]
@@ -163,11 +163,11 @@ def test_a_clip_is_filled_up_with_silence_and_its_length_is_told(miniature):
     family = load("stable_audio", miniature("stable-audio"))
     short = torch.rand(1, 2, 1600) * 2 - 1
     encoded = family.encode(short)
-    x0, given = family.parts(encoded)
+    x0, given = family.split_encoded(encoded)
     assert given["seconds"].tolist() == pytest.approx([0.1])
-    whole = torch.zeros(1, 2, family.sound.max_length)
+    whole = torch.zeros(1, 2, family.audio.max_length)
     whole[..., :1600] = short
-    torch.testing.assert_close(family.parts(family.encode(whole))[0], x0)
+    torch.testing.assert_close(family.split_encoded(family.encode(whole))[0], x0)
 
 
 @pytest.mark.parametrize(("family", "name"), [("flux", "flux"), ("qwen_image", "qwen-image")])

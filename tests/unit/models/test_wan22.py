@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from gracetune.config.schema import ModelSection
 from gracetune.errors import ModelError
-from gracetune.models.diffusers_family import cleaned
-from gracetune.models.family import SampleRequest, load_family, routed, transformers_of
+from gracetune.models.diffusers_family import clean_caption
+from gracetune.models.family import SampleRequest, load_family, bind_expert, transformers_of
 
 ORIGINAL = (
     ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
@@ -82,8 +82,8 @@ def test_text_is_what_the_pipeline_makes_of_it(miniature):
 
 
 def test_captions_are_cleaned_as_the_pipeline_cleans_them():
-    assert cleaned("  two\n words &amp;amp; more ") == "two words & more"
-    assert cleaned("schÃ¶n") == "schön"
+    assert clean_caption("  two\n words &amp;amp; more ") == "two words & more"
+    assert clean_caption("schÃ¶n") == "schön"
 
 
 def test_the_first_frame_is_given_as_the_pipeline_gives_it(miniature):
@@ -94,7 +94,7 @@ def test_the_first_frame_is_given_as_the_pipeline_gives_it(miniature):
         pixels[:, :, 0], 1, 16, 32, 32, 9, torch.float32, torch.device("cpu")
     )
     family = load(folder)
-    x0, given = family.parts(family.encode(pixels))
+    x0, given = family.split_encoded(family.encode(pixels))
     assert x0.shape == (1, 16, 3, 4, 4)
     torch.testing.assert_close(given["beside"], theirs, rtol=1e-4, atol=1e-5)
 
@@ -107,7 +107,7 @@ def test_a_model_that_starts_from_a_picture_is_not_trained_on_pictures(miniature
 
 def test_a_given_frame_of_the_5b_model_is_clean_and_costs_no_loss(miniature):
     family = load(miniature("wan22-5b"), task="image")
-    x0, given = family.parts(family.encode(clip()))
+    x0, given = family.split_encoded(family.encode(clip()))
     noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
     s = torch.tensor([0.7])
     noisy = (1 - s) * x0 + s * noise
@@ -152,7 +152,7 @@ def test_the_experts_are_diffusers_own_two(miniature):
     text = family.stack_text(family.encode_text(["a"]))
     with torch.no_grad():
         high, low = (
-            family.predict(routed(family.transformer, name), x, torch.tensor([0.9]), text)
+            family.predict(bind_expert(family.transformer, name), x, torch.tensor([0.9]), text)
             for name in ("high", "low")
         )
     assert not torch.allclose(high, low)
@@ -177,10 +177,10 @@ def test_weights_can_be_kept_in_bf16(miniature):
     family = load(miniature("wan22-t2v"), dtype="bfloat16")
     kinds = {p.dtype for p in family.blocks()[0].parameters()}
     assert torch.bfloat16 in kinds
-    x0, _ = family.parts(family.encode(clip()))
+    x0, _ = family.split_encoded(family.encode(clip()))
     text = family.stack_text(family.encode_text(["a"]))
     with torch.no_grad():
-        out = family.predict(routed(family.transformer, "low"), x0, torch.tensor([0.5]), text)
+        out = family.predict(bind_expert(family.transformer, "low"), x0, torch.tensor([0.5]), text)
     assert out.isfinite().all()
 
 
@@ -292,9 +292,9 @@ def test_a_generation_encoded_in_the_middle_of_sampling_changes_neither(miniatur
 def test_what_is_sampled_is_tiled_by_its_own_size(miniature):
     family = load(miniature("wan22-t2v"))
     order = SampleRequest([], {}, (32, 32), seed=0, steps=1, guidance=1.0, tiled=True)
-    family.tile(False)
+    family.set_tiling(False)
     assert (family.vae_for(order).use_tiling, family.vae.use_tiling) == (True, False)
-    family.tile(True)
+    family.set_tiling(True)
     vae = family.vae_for(replace(order, tiled=False))
     assert (vae.use_tiling, family.vae.use_tiling) == (False, True)
     assert {p.data_ptr() for p in vae.parameters()} == {

@@ -6,7 +6,7 @@ from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 
 from gracetune.adapters.compute.fused_lora import fuse_lora
-from gracetune.models.attention_processors import RotatingProcessor, attend_in_fewer_passes, rotate
+from gracetune.models.attention_processors import FusedWanAttnProcessor, use_fused_processors, apply_rotary_emb
 
 SMALL = {
     "num_layers": 2,
@@ -24,8 +24,8 @@ def gradients(dtype, rotated):
     torch.manual_seed(0)
     model = WanTransformer3DModel(**SMALL).to(dtype)
     if rotated:
-        assert attend_in_fewer_passes(model) == 2 * SMALL["num_layers"]
-        assert attend_in_fewer_passes(model) == 0
+        assert use_fused_processors(model) == 2 * SMALL["num_layers"]
+        assert use_fused_processors(model) == 0
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(1, 4, 1, 8, 8, generator=generator).to(dtype)
     text = torch.randn(1, 6, 32, generator=generator).to(dtype)
@@ -54,7 +54,7 @@ def test_a_rotation_has_the_bits_of_diffusers_own(dtype):
     expected = torch.empty_like(theirs)
     expected[..., 0::2] = even * cos - odd * sin
     expected[..., 1::2] = even * sin + odd * cos
-    found = rotate(ours, cosines, sines)
+    found = apply_rotary_emb(ours, cosines, sines)
     assert torch.equal(found, expected)
     found.backward(grad)
     expected.backward(grad)
@@ -76,7 +76,7 @@ def test_a_lora_on_queries_keys_and_values_reads_their_input_once():
 
     expected = trained()
     assert fuse_lora(model) == 6 * SMALL["num_layers"]
-    attend_in_fewer_passes(model)
+    use_fused_processors(model)
     assert model.blocks[0].attn1.processor.shared is not None
     for ours, theirs in zip(trained(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -85,7 +85,7 @@ def test_a_lora_on_queries_keys_and_values_reads_their_input_once():
 def test_a_backend_that_was_chosen_stays_chosen():
     model = WanTransformer3DModel(**SMALL)
     model.set_attention_backend("native")
-    attend_in_fewer_passes(model)
+    use_fused_processors(model)
     processor = model.blocks[0].attn1.processor
-    assert isinstance(processor, RotatingProcessor)
+    assert isinstance(processor, FusedWanAttnProcessor)
     assert processor._attention_backend == "native"
