@@ -16,7 +16,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from peft.tuners.lora import Linear as LoraLinear
 
-from gracetune.adapters.compute.fused_lora import convert_to_fp8_calibrated
+from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.adapters.inject import ADAPTER_NAME, add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection, OptimizerSection, TrainSection
 from gracetune.data.shapes import draw, drawn

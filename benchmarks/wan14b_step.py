@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from wan14b import DEVICE, LAYERS, ask, let_go, make_model, make_step, time_step
 
-from gracetune.adapters.compute.fused_lora import convert_to_fp8_calibrated
+from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
 from gracetune.offload.activations import OffloadSettings
 from gracetune.offload.copies import open_copy_engine

@@ -10,21 +10,21 @@ from test_ring_gpu import DEVICE, LAYERS, batch, difference, forward, step, wan
 from torch import nn
 from torch.nn import functional
 
-from gracetune.adapters.compute.fused_lora import (
-    Fp8Linear,
+from gracetune.adapters.compute.fp8_linear import (
     Fp8Conversion,
+    Fp8Linear,
     check_fp8_support,
     convert_to_fp8,
     convert_to_fp8_calibrated,
-    fuse_lora,
 )
+from gracetune.adapters.compute.fused_lora import fuse_lora
 from gracetune.adapters.compute.lora_matmul import FrozenMatmulFp8, LoraMatmulFp8, quantize_rows
 from gracetune.adapters.compute.outlier_subspace import find_outlier_subspace
 from gracetune.events.types import Notice, StepDone
 from gracetune.memory.platform import Link
 from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
 from gracetune.offload.copies import open_copy_engine
-from gracetune.offload.host_weights import select_streamed_weights, load_resident_weights
+from gracetune.offload.host_weights import load_resident_weights, select_streamed_weights
 from gracetune.offload.ring import stream_weights
 from gracetune.train.run import run_training
 

@@ -1,7 +1,8 @@
-"""Putting an adapter onto a model: the new weights, and how they are told from the frozen ones.
+"""Add adapters to a model, and read the trained adapter back from it.
 
-LoRA and DoRA are peft's. LoCon, LoHa and LoKr are LyCORIS's modules, each beside its layer as a
-part of the model: the frozen weight is never rebuilt, so it may be quantised or streamed.
+LoRA and DoRA are peft's layers. LoCon, LoHa and LoKr are LyCORIS's modules, and `full` is ours;
+each of these sits next to its frozen layer as a part of the model (compute/lycoris.py). The frozen
+weight is never rebuilt, so it may be quantized or streamed.
 """
 
 from __future__ import annotations
@@ -32,209 +33,21 @@ if TYPE_CHECKING:
 
 
 ADAPTER_NAME = "default"
-"""peft's name for the one adapter that is trained."""
+"""Name of the trained adapter in peft's layers."""
 PEFT_KINDS = frozenset(("lora", "dora"))
-
-
-def add_adapter(
-    transformers: Mapping[str, nn.Module],
-    section: AdapterSection,
-    default_targets: Sequence[str],
-    seed: int,
-) -> dict[str, dict[str, ModuleSettings]]:
-    """Freeze every transformer and put adapters beside its targets; says which modules, and how.
-
-    New weights are fp32, whatever the frozen ones are. A new adapter changes no output.
-    """
-    chosen = select_modules(transformers, section, default_targets)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for expert, modules in chosen.items():
-            model = transformers[expert].requires_grad_(False)
-            if not modules:
-                continue
-            if section.kind in PEFT_KINDS:
-                _by_peft(model, section, modules)
-            else:
-                for name, setting in modules.items():
-                    add_lycoris_adapter(model, name, section, setting)
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.float()
-    return chosen
-
-
-def adapter_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """What was added to a transformer: by module, each tensor by the role that files name it by."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, AdaptedLayer):
-            found[name] = {role: t.detach() for role, t in module.adapter.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        # peft's names: MODULE.lora_A.default.weight, MODULE.lora_magnitude_vector.default.weight
-        at = re.fullmatch(rf"(.*)\.(lora_\w+)\.{ADAPTER_NAME}\.(\w+)", name)
-        if at:
-            found.setdefault(at[1], {})[f"{at[2]}.{at[3]}"] = parameter.detach()
-    return found
-
-
-def _by_peft(
-    model: nn.Module, section: AdapterSection, modules: Mapping[str, ModuleSettings]
-) -> None:
-    config = LoraConfig(
-        r=section.rank,
-        lora_alpha=alpha_of(section),
-        lora_dropout=section.dropout,
-        target_modules="|".join(map(re.escape, modules)),  # as a list, endings would match too
-        rank_pattern={f"^{re.escape(name)}": setting.rank for name, setting in modules.items()},
-        alpha_pattern={f"^{re.escape(name)}": setting.alpha for name, setting in modules.items()},
-        use_dora=section.kind == "dora",
-    )
-    with warnings.catch_warnings():
-        # It could not merge into a quantised layer; nobody asks it to.
-        warnings.filterwarnings("ignore", r".*get_apply_tensor_subclass", UserWarning)
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
-    for name, setting in modules.items():
-        if setting.dropout != section.dropout:
-            dropouts = model.get_submodule(f"{name}.lora_dropout")
-            dropouts.add_module(ADAPTER_NAME, nn.Dropout(setting.dropout))
-
-
-def alpha_of(section: AdapterSection) -> float:
-    """Alpha, by default equal to the rank: the update is not scaled."""
-    return section.rank if section.alpha is None else section.alpha
-
-
-# ------------------------------------------------------------------------------------------
-# Which modules an adapter sits on, and what each is told: by name, ending, pattern or expression.
-#
-# Nothing that a run file says may go unused: a target or an override that matches nothing, or less
-# than it seems to, stops the run with the list of what there is.
-
-
+"""Values of `adapter.kind` that peft implements."""
 LINEAR_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear,)
-LINEAR_AND_CONV_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LINEAR_AND_CONV_LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+)
 LAYERS_BY_KIND = {"lora": LINEAR_LAYERS, "dora": LINEAR_LAYERS}
-"""What each kind can sit on; all others take convolutions too."""
+"""Layer types that an adapter kind supports; kinds not listed also support convolutions."""
 REGEX_PREFIX = "re:"
+"""Marks a target that is a regular expression."""
 WILDCARDS = frozenset("*?[")
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleSettings:
-    """What one module's adapter is made with."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    factor: int
-
-
-def select_modules(
-    transformers: Mapping[str, nn.Module], section: AdapterSection, defaults: Sequence[str]
-) -> dict[str, dict[str, ModuleSettings]]:
-    """By transformer (an expert's name, or the empty one), each module with its settings."""
-    targets = section.targets or tuple(defaults)
-    kinds = LAYERS_BY_KIND.get(section.kind, LINEAR_AND_CONV_LAYERS)
-    names = {
-        expert: {name: module for name, module in model.named_modules() if name}
-        for expert, model in transformers.items()
-    }
-    fitting = {
-        expert: [name for name, module in modules.items() if isinstance(module, kinds)]
-        for expert, modules in names.items()
-    }
-    for target in targets:
-        _check_matches(target, "adapter.targets", fitting, names)
-    chosen = {
-        expert: [name for name in found if any(matches(name, t, expert) for t in targets)]
-        for expert, found in fitting.items()
-    }
-    for pattern in section.overrides:
-        _check_matches(pattern, "adapter.overrides", chosen, names)
-    return {
-        expert: {name: settings_for(section, name, expert) for name in found}
-        for expert, found in chosen.items()
-    }
-
-
-def settings_for(section: AdapterSection, name: str, expert: str = "") -> ModuleSettings:
-    """The section's own settings, with what overrides say of this module."""
-    rank, alpha = section.rank, section.alpha
-    dropout, factor = section.dropout, section.factor
-    for pattern, other in section.overrides.items():
-        if matches(name, pattern, expert):
-            if other.rank is not None:
-                rank, alpha = other.rank, None
-            alpha = alpha if other.alpha is None else other.alpha
-            dropout = dropout if other.dropout is None else other.dropout
-            factor = factor if other.factor is None else other.factor
-    return ModuleSettings(rank, float(rank if alpha is None else alpha), dropout, factor)
-
-
-def matches(name: str, target: str, expert: str = "") -> bool:
-    """Whether a target means this module; `high.` or `low.` before a name means one expert's."""
-    full = f"{expert}.{name}" if expert else name
-    if target.startswith(REGEX_PREFIX):
-        return re.fullmatch(target.removeprefix(REGEX_PREFIX), full) is not None
-    if WILDCARDS & set(target):
-        return fnmatchcase(full, target) or fnmatchcase(full, f"*.{target}")
-    return full == target or full.endswith(f".{target}")
-
-
-def _check_matches(
-    target: str,
-    setting: str,
-    fitting: Mapping[str, Sequence[str]],
-    names: Mapping[str, Mapping[str, nn.Module]],
-) -> None:
-    """In every transformer, unless the target names one of them."""
-    _check_expression(target, setting)
-    found = {e: [n for n in known if matches(n, target, e)] for e, known in fitting.items()}
-    empty = [expert for expert, matched in found.items() if not matched]
-    if not empty or (len(empty) < len(found) and _names_one(target, found)):
-        return
-    others = [
-        f"{name} ({type(module).__name__})"
-        for name, module in names[empty[0]].items()
-        if matches(name, target, empty[0])
-    ]
-    here = f" of the {empty[0]}-noise expert" if empty[0] else ""
-    what = f" It matches {others[0]}, which cannot be adapted so." if others else ""
-    endings = sorted({target_suffix(name) for name in fitting[empty[0]]})
-    raise ConfigError(
-        f"{setting}: {target!r} matches no module{here} that takes part.{what} "
-        f"There are: {', '.join(endings)}."
-    )
-
-
-def _names_one(target: str, experts: Iterable[str]) -> bool:
-    return any(expert in re.split(r"[.\\(|)]", target) for expert in experts if expert)
-
-
-def _check_expression(target: str, setting: str) -> None:
-    if target.startswith(REGEX_PREFIX):
-        try:
-            re.compile(target.removeprefix(REGEX_PREFIX))
-        except re.error as error:
-            raise ConfigError(
-                f"{setting}: {target!r} is no regular expression: {error}. Mend it, or write a "
-                "name, an ending or a pattern with *."
-            ) from error
-
-
-def target_suffix(name: str) -> str:
-    """A name without its block number, as a target would be written."""
-    parts = name.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    first = numbers[0] + 1 if numbers and numbers[0] + 1 < len(parts) else 0
-    return ".".join(parts[first:])
-
-
-# ------------------------------------------------------------------------------------------
-# The adapter that a model carries now, in the words of `layers`: what files are written from.
-
-
 ROLE_OF_PARAMETER = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
@@ -243,7 +56,47 @@ ROLE_OF_PARAMETER = {
     "lora_up.weight": "up",
     "lora_mid.weight": "mid",
 }
-"""What peft and LyCORIS call a tensor; other names are roles as they stand."""
+"""Role (see files/formats.py) of a parameter of peft or LyCORIS; other names are roles already."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSettings:
+    """Settings of one module's adapter, with overrides applied."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    factor: int
+    """LoKr's factor."""
+
+
+def add_adapter(
+    transformers: Mapping[str, nn.Module],
+    section: AdapterSection,
+    default_targets: Sequence[str],
+    seed: int,
+) -> dict[str, dict[str, ModuleSettings]]:
+    """Freeze the transformers and add adapters to their targets; return the adapted modules.
+
+    `transformers` and the result are keyed by expert ("high", "low", or "" for a single one). New
+    weights are fp32, whatever the frozen ones are, and do not change the model's output.
+    """
+    selected = select_modules(transformers, section, default_targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for expert, modules in selected.items():
+            model = transformers[expert].requires_grad_(False)
+            if not modules:
+                continue
+            if section.kind in PEFT_KINDS:
+                _inject_peft(model, section, modules)
+            else:
+                for name, settings in modules.items():
+                    add_lycoris_adapter(model, name, section, settings)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+    return selected
 
 
 def adapter_from_model(
@@ -251,14 +104,169 @@ def adapter_from_model(
     modules: Mapping[str, Mapping[str, ModuleSettings]],
     table: KeyTable,
 ) -> Adapter:
-    """Of every expert that has one; each adapted module must be there with all its tensors."""
+    """Return the adapter that the transformers hold now.
+
+    `modules` is what `add_adapter` returned.
+    """
     layers: dict[LayerPath, Layer] = {}
     for expert, settings in modules.items():
         found = adapter_weights(transformers[expert])
         assert found.keys() == settings.keys(), found.keys() ^ settings.keys()
         for name, tensors in found.items():
-            named = {ROLE_OF_PARAMETER.get(role, role): tensor for role, tensor in tensors.items()}
-            named.setdefault("alpha", torch.tensor(settings[name].alpha))
-            place = LayerPath(cast("Stage", expert) if expert else None, name)
-            layers[place] = make_layer(named, {role: f"{name}.{role}" for role in named})
+            by_role = {ROLE_OF_PARAMETER.get(role, role): t for role, t in tensors.items()}
+            by_role.setdefault("alpha", torch.tensor(settings[name].alpha))
+            path = LayerPath(cast("Stage", expert) if expert else None, name)
+            layers[path] = make_layer(by_role, {role: f"{name}.{role}" for role in by_role})
     return Adapter(table, layers)
+
+
+def adapter_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return the adapter tensors of a transformer, by module and then by parameter name."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLayer):
+            found[name] = {key: t.detach() for key, t in module.adapter.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        # peft's names: MODULE.lora_A.default.weight, MODULE.lora_magnitude_vector.default.weight
+        match = re.fullmatch(rf"(.*)\.(lora_\w+)\.{ADAPTER_NAME}\.(\w+)", name)
+        if match:
+            found.setdefault(match[1], {})[f"{match[2]}.{match[3]}"] = parameter.detach()
+    return found
+
+
+def _inject_peft(
+    model: nn.Module, section: AdapterSection, modules: Mapping[str, ModuleSettings]
+) -> None:
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=alpha_of(section),
+        lora_dropout=section.dropout,
+        target_modules="|".join(map(re.escape, modules)),  # a list would also match suffixes
+        rank_pattern={f"^{re.escape(name)}": settings.rank for name, settings in modules.items()},
+        alpha_pattern={f"^{re.escape(name)}": settings.alpha for name, settings in modules.items()},
+        use_dora=section.kind == "dora",
+    )
+    with warnings.catch_warnings():
+        # peft warns that it could not merge into a quantized layer, which never happens here.
+        warnings.filterwarnings("ignore", r".*get_apply_tensor_subclass", UserWarning)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
+    for name, settings in modules.items():
+        if settings.dropout != section.dropout:
+            dropouts = model.get_submodule(f"{name}.lora_dropout")
+            dropouts.add_module(ADAPTER_NAME, nn.Dropout(settings.dropout))
+
+
+# Selecting modules. A target or override that matches nothing, or not in every expert, is an error.
+
+
+def select_modules(
+    transformers: Mapping[str, nn.Module], section: AdapterSection, defaults: Sequence[str]
+) -> dict[str, dict[str, ModuleSettings]]:
+    """Return the modules that `adapter.targets` selects, with their settings, by expert."""
+    targets = section.targets or tuple(defaults)
+    layer_types = LAYERS_BY_KIND.get(section.kind, LINEAR_AND_CONV_LAYERS)
+    all_modules = {
+        expert: {name: module for name, module in model.named_modules() if name}
+        for expert, model in transformers.items()
+    }
+    adaptable = {
+        expert: [name for name, module in modules.items() if isinstance(module, layer_types)]
+        for expert, modules in all_modules.items()
+    }
+    for target in targets:
+        _check_matches(target, "adapter.targets", adaptable, all_modules)
+    selected = {
+        expert: [name for name in names if any(matches(name, t, expert) for t in targets)]
+        for expert, names in adaptable.items()
+    }
+    for pattern in section.overrides:
+        _check_matches(pattern, "adapter.overrides", selected, all_modules)
+    return {
+        expert: {name: settings_for(section, name, expert) for name in names}
+        for expert, names in selected.items()
+    }
+
+
+def settings_for(section: AdapterSection, name: str, expert: str = "") -> ModuleSettings:
+    """Return a module's settings; of several overrides that match, the last one counts.
+
+    An override of the rank resets alpha to that rank, unless it sets alpha too.
+    """
+    rank, alpha = section.rank, section.alpha
+    dropout, factor = section.dropout, section.factor
+    for pattern, override in section.overrides.items():
+        if matches(name, pattern, expert):
+            if override.rank is not None:
+                rank, alpha = override.rank, None
+            alpha = alpha if override.alpha is None else override.alpha
+            dropout = dropout if override.dropout is None else override.dropout
+            factor = factor if override.factor is None else override.factor
+    return ModuleSettings(rank, float(rank if alpha is None else alpha), dropout, factor)
+
+
+def alpha_of(section: AdapterSection) -> float:
+    """Return alpha, which defaults to the rank, so that the update is not scaled."""
+    return section.rank if section.alpha is None else section.alpha
+
+
+def matches(name: str, target: str, expert: str = "") -> bool:
+    """Return True if a target selects this module.
+
+    A target is a name, a suffix after a dot, a pattern with wildcards, or `re:` and a regular
+    expression. With two experts, names start with `high.` or `low.`.
+    """
+    full = f"{expert}.{name}" if expert else name
+    if target.startswith(REGEX_PREFIX):
+        return re.fullmatch(target.removeprefix(REGEX_PREFIX), full) is not None
+    if WILDCARDS & set(target):
+        return fnmatchcase(full, target) or fnmatchcase(full, f"*.{target}")
+    return full == target or full.endswith(f".{target}")
+
+
+def target_suffix(name: str) -> str:
+    """Return a module's name after its block number, which is how targets are usually written."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    first = numbers[0] + 1 if numbers and numbers[0] + 1 < len(parts) else 0
+    return ".".join(parts[first:])
+
+
+def _check_matches(
+    target: str,
+    setting: str,
+    candidates: Mapping[str, Sequence[str]],
+    all_modules: Mapping[str, Mapping[str, nn.Module]],
+) -> None:
+    """Raise an error unless the target matches in every expert, or in the one that it names."""
+    _check_regex(target, setting)
+    matched = {e: [n for n in names if matches(n, target, e)] for e, names in candidates.items()}
+    empty = [expert for expert, names in matched.items() if not names]
+    if not empty or (len(empty) < len(matched) and _names_one_expert(target, matched)):
+        return
+    unsupported = [
+        f"{name} ({type(module).__name__})"
+        for name, module in all_modules[empty[0]].items()
+        if matches(name, target, empty[0])
+    ]
+    where = f" of the {empty[0]}-noise expert" if empty[0] else ""
+    hint = f" It matches {unsupported[0]}, which is not a candidate here." if unsupported else ""
+    suffixes = sorted({target_suffix(name) for name in candidates[empty[0]]})
+    raise ConfigError(
+        f"{setting}: {target!r} matches no module{where} that can be adapted.{hint} "
+        f"Candidates: {', '.join(suffixes)}."
+    )
+
+
+def _names_one_expert(target: str, experts: Iterable[str]) -> bool:
+    return any(expert in re.split(r"[.\\(|)]", target) for expert in experts if expert)
+
+
+def _check_regex(target: str, setting: str) -> None:
+    if target.startswith(REGEX_PREFIX):
+        try:
+            re.compile(target.removeprefix(REGEX_PREFIX))
+        except re.error as error:
+            raise ConfigError(
+                f"{setting}: {target!r} is not a valid regular expression: {error}. Fix it, or "
+                "write a name, a suffix or a pattern with *."
+            ) from error

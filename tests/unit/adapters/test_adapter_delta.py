@@ -12,9 +12,9 @@ from gracetune.adapters.files.keys import any_name_table
 from gracetune.adapters.files.layers import (
     Layer,
     delta,
+    delta_norm,
     delta_shape,
     merge_weight,
-    delta_norm,
     rank_of,
     scale_of,
 )

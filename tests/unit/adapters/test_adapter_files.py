@@ -19,16 +19,16 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from gracetune.adapters.files.convert import import_tensors, find_unsupported
+from gracetune.adapters.files.convert import find_unsupported, import_tensors
 from gracetune.adapters.files.formats import SUFFIXES
 from gracetune.adapters.files.fused_projections import join_fused
 from gracetune.adapters.files.io import (
     AdapterMetadata,
-    describe_adapter,
     default_format,
+    describe_adapter,
+    find_stage,
     read_adapter,
     read_tensors,
-    find_stage,
     write_adapter,
 )
 from gracetune.adapters.files.keys import LayerPath, get_table
@@ -36,12 +36,12 @@ from gracetune.adapters.files.layers import (
     TENSOR_SETS,
     Adapter,
     Layer,
-    with_stage,
     delta,
+    delta_norm,
     delta_shape,
     join_stages,
-    delta_norm,
     split_stages,
+    with_stage,
 )
 from gracetune.errors import AdapterError
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gracetune.adapters.files.keys import LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer, delta
-from gracetune.adapters.files.lowrank import convert_to_lora, combine_adapters, factorize
+from gracetune.adapters.files.lowrank import combine_adapters, convert_to_lora, factorize
 from gracetune.errors import AdapterError
 
 PLACE = LayerPath(None, "blocks.0.attn1.to_q")

@@ -3,22 +3,22 @@ from adapter_examples import TABLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.adapters.files.formats import SUFFIXES, FORMATS
+from gracetune.adapters.files.formats import FORMATS, SUFFIXES
 from gracetune.adapters.files.keys import (
     KeyIndex,
     LayerPath,
-    detect_table,
-    detect_format,
-    get_format,
-    count_formats,
-    nearest_key,
     any_name_table,
+    build_key,
+    count_formats,
+    detect_format,
+    detect_table,
+    get_format,
+    get_table,
+    nearest_key,
     parse_key,
     resolve_stages,
-    get_table,
     table_of_modules,
     template_of,
-    build_key,
 )
 from gracetune.errors import AdapterError
 

@@ -17,12 +17,12 @@ from adapter_examples import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.adapters.files.convert import import_tensors, export_tensors
+from gracetune.adapters.files.convert import export_tensors, import_tensors
 from gracetune.adapters.files.fused_projections import (
     join_fused,
+    select_rows,
     split_fused,
     swap_halves,
-    select_rows,
 )
 from gracetune.adapters.files.keys import LayerPath, get_format
 from gracetune.adapters.files.layers import Adapter, Layer, delta, merge_weight, scale_of

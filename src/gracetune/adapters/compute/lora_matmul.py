@@ -1,16 +1,40 @@
-"""Products with a frozen weight and a LoRA beside it, with no pass over memory too many.
+"""Multiply by a frozen weight and its LoRA with as few passes over memory as possible.
 
-`y = x W^T + b + s (x A^T) B^T`. Written with torch's own operators, the second product is a tensor
-of its own that somebody has to add. Here it is computed first, and the frozen product, which is
-bound by arithmetic and not by memory, adds itself on top in place; the same on the way back. They
-are operators of torch's registry, so compiled graphs call them as they are and a memory policy can
-tell them from elementwise work.
+For rows x, frozen weight W (bf16), bias b and LoRA factors A ("down"), B ("up") with scale s:
 
-In fp8 both operands of the frozen product are rounded, each row with a scale of its own. Where the
-main directions of the input are known (`directions`), what lies along them is taken out first and
-multiplied in bf16 by the same small product that adds the LoRA. The gradient of the input needs the
-weight along its other side: the weight's scales are multiplied into the incoming gradient first, so
-that one stored copy serves both ways.
+    y = x W^T + b + s (x A^T) B^T
+
+**Order of the matmuls.** Written with separate operators, the LoRA term is a tensor of y's size
+that a third kernel reads and adds. Here it is computed first, into y, and the frozen matmul then
+accumulates onto it in place (`y.addmm_`, a GEMM with beta = 1). The frozen matmul is limited by
+arithmetic, so reading y in its epilogue costs nothing, and the extra pass is gone. The gradient of
+the input, `g W + s (g B) A`, is computed in the same order.
+
+**fp8.** `Q` rounds a row to e4m3 with a scale of its own, max |row| / 448. A rounded number is off
+by at most eps = 2^-4 of itself (numbers below 2^-6 of the scaled range by a fixed step). To keep
+large inputs out of the rounding, the component of x in the outlier subspace is removed first and
+multiplied in bf16. With V the orthonormal basis of that subspace, one row each
+(see outlier_subspace.py):
+
+    z = x V^T                       coefficients, (rows, dimensions)
+    r = x - z V                     the rest, which is small
+    y = Q(r) Q(W)^T  +  z (W V^T)^T  +  b + s (x A^T) B^T
+        fp8 tensor cores  bf16: one matmul of [s x A^T, z] with [B, W V^T]
+
+What is rounded is r and W, so the error is bounded by the rest instead of by the whole input:
+
+    |y - exact| <= (2 eps + eps^2) |r| |W_j|      for each row r and output column j
+
+fp8 kernels cannot accumulate, so here the order is reversed: the frozen matmul comes first, and the
+bf16 matmul adds the LoRA and the outliers onto it together.
+
+**Gradient of the input in fp8.** `g W` needs W's scales along the summed axis, where a kernel
+cannot apply them. With W = diag(w) W8 they move into the gradient, g W = (g diag(w)) W8, so one
+stored copy of W serves forward and backward. Gradients are rounded without outlier correction:
+their rounding errors average out over tokens (docs/precision.md).
+
+All of it is registered as custom operators: compiled graphs call them unchanged, and the
+checkpointing policy recognises them as matmuls by name (offload/checkpointing.py).
 """
 
 from __future__ import annotations
@@ -27,240 +51,241 @@ if TYPE_CHECKING:
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_OUTPUT_DTYPE = torch.bfloat16
-"""What a product of fp8 is given out in: the one type that every kernel for it has."""
+"""Output type of fp8 matmuls: the only one that every kernel offers."""
 MIN_SCALE = 1e-12
-"""A row of zeros has no scale of its own."""
+"""Lower bound of a row's largest value before it is divided by `FP8_MAX`, for rows of zeros."""
+
+
+class LoraMatmul(torch.autograd.Function):
+    """`lora_linear` with gradients for the input and both LoRA factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Return y for `x` of shape (rows, columns)."""
+        y: Tensor
+        y, hidden = lora_linear(x, weight, bias, down, up, scale)
+        ctx.save_for_backward(x, hidden, weight, down, up)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients; the frozen weight and bias have none."""
+        grad = grads[0]
+        x, hidden, weight, down, up = ctx.saved_tensors
+        grad_down, grad_up, grad_hidden = lora_gradients(grad, x, hidden, up, ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = lora_input_gradient(grad, grad_hidden, weight, down)
+        return grad_x, None, None, grad_down, grad_up, None
+
+
+class LoraMatmulFp8(torch.autograd.Function):
+    """`LoraMatmul` with the frozen matmul in fp8, in forward and in backward."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913  autograd functions take tensors one by one
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        weight_scales: Tensor,
+        bias: Tensor | None,
+        outlier_basis: Tensor | None,
+        outlier_weight: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Return y; `weight` is fp8 and `weight_scales` has one number for each of its rows."""
+        outliers, rest = (None, x) if outlier_basis is None else split_outliers(x, outlier_basis)
+        frozen = (*quantize_rows(rest), weight, weight_scales, bias, outliers, outlier_weight)
+        y: Tensor
+        y, hidden = lora_linear_fp8(x, *frozen, down, up, scale)
+        ctx.save_for_backward(x, hidden, weight, weight_scales, down, up)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients; the frozen tensors have none."""
+        grad = grads[0]
+        x, hidden, weight, weight_scales, down, up = ctx.saved_tensors
+        grad_down, grad_up, grad_hidden = lora_gradients(grad, x, hidden, up, ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            quantized = quantize_rows(grad.float() * weight_scales.t())
+            weight_t = weight.t().contiguous()
+            grad_x = lora_input_gradient_fp8(*quantized, grad_hidden, weight_t, down)
+        return grad_x, None, None, None, None, None, grad_down, grad_up, None
+
+
+class FrozenMatmulFp8(torch.autograd.Function):
+    """A frozen linear layer in fp8 without a LoRA."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        weight_scales: Tensor,
+        bias: Tensor | None,
+        outlier_basis: Tensor | None,
+        outlier_weight: Tensor | None,
+    ) -> Tensor:
+        """Return y for `x` of shape (rows, columns)."""
+        ctx.save_for_backward(weight, weight_scales)
+        outliers, rest = (None, x) if outlier_basis is None else split_outliers(x, outlier_basis)
+        rows, scales = quantize_rows(rest)
+        y = _scaled_matmul(rows, weight.t(), scales, weight_scales.t(), x.dtype, bias)
+        if outliers is None or outlier_weight is None:
+            return y
+        return torch.addmm(y, outliers, outlier_weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the input."""
+        grad = grads[0]
+        weight, weight_scales = ctx.saved_tensors
+        quantized = quantize_rows(grad.float() * weight_scales.t())
+        weight_t = weight.t().contiguous()
+        return input_gradient_fp8(*quantized, weight_t, grad.dtype), *[None] * 5
+
+
+# Operators. `hidden` is x A^T, the narrow tensor between the two LoRA factors.
 
 
 @torch.library.custom_op("gracetune::lora_linear", mutates_args=())
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The product with its LoRA, and the narrow tensor between the LoRA's two halves."""
-    narrow = functional.linear(x, down)
-    return lora_output(narrow, up, bias, scale).addmm_(x, weight.t()), narrow
+    """Return y and `hidden`."""
+    hidden = functional.linear(x, down)
+    return lora_output(hidden, up, bias, scale).addmm_(x, weight.t()), hidden
 
 
 @torch.library.custom_op("gracetune::lora_linear_fp8", mutates_args=())
-def lora_linear_fp8(  # noqa: PLR0913  an operator has no objects to hold its arguments
+def lora_linear_fp8(  # noqa: PLR0913  operators take tensors one by one
     x: Tensor,
-    rounded: Tensor,
+    quantized: Tensor,
     row_scales: Tensor,
     weight: Tensor,
     weight_scales: Tensor,
     bias: Tensor | None,
-    main: Tensor | None,
-    across: Tensor | None,
+    outliers: Tensor | None,
+    outlier_weight: Tensor | None,
     down: Tensor,
     up: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The same with the frozen product in fp8; the LoRA sees `x` as it was.
+    """Return y and `hidden`, with the frozen matmul in fp8.
 
-    `main` is what was taken out of `x` before it was rounded, `across` the weight for that.
+    `quantized` and `row_scales` are Q(r), `outliers` is z and `outlier_weight` is W V^T. The LoRA
+    is given x itself.
     """
-    y = _scaled(rounded, weight.t(), row_scales, weight_scales.t(), x.dtype, bias)
-    narrow = functional.linear(x, down)
-    if main is None or across is None:
-        return y.addmm_(narrow, up.t(), alpha=scale), narrow
-    beside_it, ups = torch.cat([narrow * scale, main], 1), torch.cat([up, across], 1)
-    return y.addmm_(beside_it, ups.t()), narrow
+    y = _scaled_matmul(quantized, weight.t(), row_scales, weight_scales.t(), x.dtype, bias)
+    hidden = functional.linear(x, down)
+    if outliers is None or outlier_weight is None:
+        return y.addmm_(hidden, up.t(), alpha=scale), hidden
+    narrow, wide = torch.cat([hidden * scale, outliers], 1), torch.cat([up, outlier_weight], 1)
+    return y.addmm_(narrow, wide.t()), hidden
 
 
-@torch.library.custom_op("gracetune::apart", mutates_args=())
-def split_outliers(x: Tensor, along: Tensor) -> tuple[Tensor, Tensor]:
-    """How far each row goes along the main directions, and what is left of it.
+@torch.library.custom_op("gracetune::split_outliers", mutates_args=())
+def split_outliers(x: Tensor, outlier_basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Return z, the coefficients of x in the outlier subspace, and r, the rest of x.
 
-    An operator, so that memory policies do not take it for a product that is worth keeping.
+    An operator of its own, so that checkpointing does not save its result as it saves a matmul's.
     """
-    main = functional.linear(x, along)
-    return main, torch.addmm(x, main, along, alpha=-1)
+    outliers = functional.linear(x, outlier_basis)
+    return outliers, torch.addmm(x, outliers, outlier_basis, alpha=-1)
 
 
 @torch.library.custom_op("gracetune::lora_gradients", mutates_args=())
 def lora_gradients(
-    grad: Tensor, x: Tensor, narrow: Tensor, up: Tensor, scale: float
+    grad: Tensor, x: Tensor, hidden: Tensor, up: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What both halves of the LoRA get, and the narrow gradient between them."""
-    between, grad_up = grad @ up, grad.t() @ narrow
+    """Return the gradients of `down`, `up` and `hidden`."""
+    grad_hidden, grad_up = grad @ up, grad.t() @ hidden
     if scale != 1.0:
-        torch._foreach_mul_([between, grad_up], scale)
-    return between.t() @ x, grad_up, between
+        torch._foreach_mul_([grad_hidden, grad_up], scale)
+    return grad_hidden.t() @ x, grad_up, grad_hidden
 
 
 @torch.library.custom_op("gracetune::lora_input_gradient", mutates_args=())
-def lora_input_gradient(grad: Tensor, between: Tensor, weight: Tensor, down: Tensor) -> Tensor:
-    """What the input gets from both paths."""
-    return (between @ down).addmm_(grad, weight)
+def lora_input_gradient(grad: Tensor, grad_hidden: Tensor, weight: Tensor, down: Tensor) -> Tensor:
+    """Return the gradient of x: the LoRA's share, with the frozen matmul accumulated onto it."""
+    return (grad_hidden @ down).addmm_(grad, weight)
 
 
 @torch.library.custom_op("gracetune::lora_input_gradient_fp8", mutates_args=())
 def lora_input_gradient_fp8(
-    rounded: Tensor, row_scales: Tensor, between: Tensor, turned: Tensor, down: Tensor
+    quantized: Tensor, row_scales: Tensor, grad_hidden: Tensor, weight_t: Tensor, down: Tensor
 ) -> Tensor:
-    """The same from a rounded gradient that already holds the weight's scales.
+    """Return the gradient of x from a quantized gradient that already includes W's scales.
 
-    `turned` is the weight's transpose, made outside: compilers know faster ways to do that.
+    `weight_t` is W^T, contiguous. The caller transposes it, because a compiler does that faster.
     """
-    return input_gradient_fp8(rounded, row_scales, turned, down.dtype).addmm_(between, down)
+    return input_gradient_fp8(quantized, row_scales, weight_t, down.dtype).addmm_(grad_hidden, down)
 
 
-lora_linear.register_fake(lambda x, weight, _, down, *__: _wide_and_narrow(x, weight, down))
+lora_linear.register_fake(lambda x, weight, _, down, *__: _empty_outputs(x, weight, down))
 lora_linear_fp8.register_fake(
-    lambda x, _, __, weight, ___, ____, _____, ______, down, *_______: _wide_and_narrow(
+    lambda x, _, __, weight, ___, ____, _____, ______, down, *_______: _empty_outputs(
         x, weight, down
     )
 )
 split_outliers.register_fake(
-    lambda x, along: (x.new_empty(len(x), len(along)), x.new_empty(x.shape))
+    lambda x, basis: (x.new_empty(len(x), len(basis)), x.new_empty(x.shape))
 )
 lora_gradients.register_fake(
-    lambda _, x, narrow, up, __: (
+    lambda _, x, hidden, up, __: (
         x.new_empty(up.shape[1], x.shape[1]),
         torch.empty_like(up),
-        torch.empty_like(narrow),
+        torch.empty_like(hidden),
     )
 )
 lora_input_gradient.register_fake(
     lambda grad, _, weight, __: grad.new_empty(len(grad), weight.shape[1])
 )
 lora_input_gradient_fp8.register_fake(
-    lambda rounded, _, __, turned, down: down.new_empty(len(rounded), len(turned))
+    lambda quantized, _, __, weight_t, down: down.new_empty(len(quantized), len(weight_t))
 )
 
 
-def _wide_and_narrow(x: Tensor, weight: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_outputs(x: Tensor, weight: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(down))
 
 
-def lora_output(narrow: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """The LoRA's own product, and the bias: what the frozen product adds itself to."""
+def lora_output(hidden: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Return `b + s hidden B^T`, which the frozen matmul accumulates onto."""
     if bias is None:
-        return (narrow * scale) @ up.t()
-    return torch.addmm(bias, narrow, up.t(), alpha=scale)
+        return (hidden * scale) @ up.t()
+    return torch.addmm(bias, hidden, up.t(), alpha=scale)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row in fp8, and what to multiply it with to have it back."""
+    """Return the rows of x in fp8 and the scale of each row; their product is Q(x)."""
     scales = x.abs().amax(dim=-1, keepdim=True).float().clamp(min=MIN_SCALE) / FP8_MAX
     return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
 def input_gradient_fp8(
-    rounded: Tensor, row_scales: Tensor, turned: Tensor, dtype: torch.dtype
+    quantized: Tensor, row_scales: Tensor, weight_t: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The frozen path's share of the input's gradient."""
-    ones = torch.ones(1, len(turned), device=turned.device)
-    return _scaled(rounded, turned.t(), row_scales, ones, dtype, None)
+    """Return the frozen matmul's share of the gradient of x."""
+    ones = torch.ones(1, len(weight_t), device=weight_t.device)
+    return _scaled_matmul(quantized, weight_t.t(), row_scales, ones, dtype, None)
 
 
-class LoraMatmul(torch.autograd.Function):
-    """`lora_linear` that can be trained: gradients for the input and both halves of the LoRA."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        down: Tensor,
-        up: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """`x` is (rows, columns)."""
-        y: Tensor
-        y, narrow = lora_linear(x, weight, bias, down, up, scale)
-        ctx.save_for_backward(x, narrow, weight, down, up)
-        ctx.scale = scale
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The frozen weight gets none."""
-        grad = grads[0]
-        x, narrow, weight, down, up = ctx.saved_tensors
-        grad_down, grad_up, between = lora_gradients(grad, x, narrow, up, ctx.scale)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = lora_input_gradient(grad, between, weight, down)
-        return grad_x, None, None, grad_down, grad_up, None
-
-
-class LoraMatmulFp8(torch.autograd.Function):
-    """`LoraProduct` whose frozen products are in fp8, both ways."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0913  nor has this one
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        weight_scales: Tensor,
-        bias: Tensor | None,
-        along: Tensor | None,
-        across: Tensor | None,
-        down: Tensor,
-        up: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """`weight` is in fp8, `weight_scales` has one number a row of it."""
-        main, rest = (None, x) if along is None else split_outliers(x, along)
-        sides = (*quantize_rows(rest), weight, weight_scales, bias, main, across)
-        y: Tensor
-        y, narrow = lora_linear_fp8(x, *sides, down, up, scale)
-        ctx.save_for_backward(x, narrow, weight, weight_scales, down, up)
-        ctx.scale = scale
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The frozen weight gets none."""
-        grad = grads[0]
-        x, narrow, weight, weight_scales, down, up = ctx.saved_tensors
-        grad_down, grad_up, between = lora_gradients(grad, x, narrow, up, ctx.scale)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            rounded = quantize_rows(grad.float() * weight_scales.t())
-            turned = weight.t().contiguous()
-            grad_x = lora_input_gradient_fp8(*rounded, between, turned, down)
-        return grad_x, None, None, None, None, None, grad_down, grad_up, None
-
-
-class FrozenMatmulFp8(torch.autograd.Function):
-    """A frozen product in fp8 with nothing beside it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        weight_scales: Tensor,
-        bias: Tensor | None,
-        along: Tensor | None,
-        across: Tensor | None,
-    ) -> Tensor:
-        """`x` is (rows, columns)."""
-        ctx.save_for_backward(weight, weight_scales)
-        main, rest = (None, x) if along is None else split_outliers(x, along)
-        y = _scaled(*_sides(*quantize_rows(rest), weight, weight_scales), x.dtype, bias)
-        return y if main is None or across is None else torch.addmm(y, main, across.t())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """For the input alone."""
-        grad = grads[0]
-        weight, weight_scales = ctx.saved_tensors
-        rounded = quantize_rows(grad.float() * weight_scales.t())
-        turned = weight.t().contiguous()
-        return input_gradient_fp8(*rounded, turned, grad.dtype), *[None] * 5
-
-
-def _sides(
-    rounded: Tensor, row_scales: Tensor, weight: Tensor, weight_scales: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return rounded, weight.t(), row_scales, weight_scales.t()
-
-
-def _scaled(
+def _scaled_matmul(
     left: Tensor,
     right: Tensor,
     left_scales: Tensor,
@@ -268,13 +293,13 @@ def _scaled(
     dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
-    """The product of two rounded matrices; where no unit does it, the same numbers by hand."""
+    """Multiply two fp8 matrices; on a CPU, multiply the same rounded numbers in fp32."""
     if left.is_cuda:
-        added = None if bias is None else bias.to(dtype)
-        rows = left.contiguous()  # rounding keeps the strides of what came in; kernels want rows
+        cast_bias = None if bias is None else bias.to(dtype)
+        rows = left.contiguous()  # rounding keeps the input's strides; the kernel needs rows
         return torch._scaled_mm(
-            rows, right, left_scales, right_scales, added, out_dtype=dtype, use_fast_accum=True
+            rows, right, left_scales, right_scales, cast_bias, out_dtype=dtype, use_fast_accum=True
         )
     with torch.autocast(left.device.type, enabled=False):
-        product = (left.float() * left_scales) @ (right.float() * right_scales)
-    return (product if bias is None else product + bias.float()).to(dtype)
+        y = (left.float() * left_scales) @ (right.float() * right_scales)
+    return (y if bias is None else y + bias.float()).to(dtype)

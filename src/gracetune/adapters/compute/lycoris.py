@@ -1,7 +1,24 @@
-"""A frozen layer with a LyCORIS module beside it.
+"""Add LyCORIS adapters (LoCon, LoHa, LoKr) and full weight deltas next to frozen layers.
 
-LyCORIS's own way, replacing a layer's `forward` from outside, keeps the new weights out of the
-model's parameters; here they are its own, so that optimizers, checkpoints and wrappers see them.
+LyCORIS itself replaces a layer's `forward` from outside and keeps the new weights out of the
+model's parameters. Here an `AdaptedLayer` takes the layer's place and owns both, so that
+optimizers, checkpoints and wrappers see the new weights. LyCORIS's modules only compute the delta.
+
+LoKr on a linear layer is computed by our own matmuls, in the order that moves the least memory. A
+row x of u * v numbers is a matrix X with u rows, and
+
+    kron(w1, w2) x = w1 X w2^T
+
+With a low-rank w2 = a b, the matrix kron(w1, b) is small enough to build (at most `MAX_FUSED_ROWS`
+rows), so everything before the last matmul is narrow, like a LoRA of that rank:
+
+    hidden = kron(w1, b) x        one matmul over all rows
+    y      = hidden a^T           on the groups of hidden
+
+LyCORIS multiplies by w1 last, at full width and between two transposes: twice the activations of a
+LoRA. Next to a plain frozen layer, `lokr_linear` computes the frozen matmul and this one as a
+single operator: the delta accumulates onto the frozen output in place, and checkpointing saves one
+tensor.
 """
 
 from __future__ import annotations
@@ -26,71 +43,90 @@ LYCORIS_MODULES = {
     "loha": ("lycoris.modules.loha", "LohaModule"),
     "lokr": ("lycoris.modules.lokr", "LokrModule"),
 }
+"""Module and class of each adapter kind in LyCORIS."""
+MAX_FUSED_ROWS = 256
+"""Rows of kron(w1, b) up to which building it is worth the arithmetic: a LoRA of that rank."""
+
+
+def add_lycoris_adapter(
+    model: nn.Module, name: str, section: AdapterSection, settings: ModuleSettings
+) -> None:
+    """Replace the layer `name` of the model by an `AdaptedLayer` around it."""
+    layer = model.get_submodule(name)
+    if section.kind == "full":
+        adapter: nn.Module = FullDelta(layer)
+    else:
+        adapter = _build_lycoris_module(layer, section, settings)
+    adapter.to(next(layer.parameters()).device)
+    is_lokr_linear = section.kind == "lokr" and isinstance(layer, nn.Linear)
+    cls = LokrLinear if is_lokr_linear else AdaptedLayer
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, cls(layer, adapter, settings.dropout))
 
 
 class AdaptedLayer(nn.Module):
-    """y = layer(x) + adapter(dropout(x)).
+    """A frozen layer with an adapter: y = layer(x) + adapter(dropout(x)).
 
-    Models ask a layer for its weight's dtype and for its sizes: it answers for the frozen one.
+    `weight`, `bias` and the sizes are those of the frozen layer, because models read them.
     """
 
     def __init__(self, base_layer: nn.Module, adapter: Any, dropout: float) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.adapter = adapter
-        # Of none at all, a compiler would still make a copy, and keep it for backward.
+        # A compiler would copy the input for a dropout of 0, and save the copy for backward.
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     @property
     def weight(self) -> Tensor:
-        """The frozen layer's."""
+        """Weight of the frozen layer."""
         weight = self.base_layer.weight
         assert isinstance(weight, Tensor), type(weight)
         return weight
 
     @property
     def bias(self) -> Tensor | None:
-        """The frozen layer's."""
+        """Bias of the frozen layer."""
         bias = self.base_layer.bias
         assert isinstance(bias, Tensor | None), type(bias)
         return bias
 
     @property
     def in_features(self) -> int:
-        """The frozen layer's; a convolution has none."""
+        """Input size of the frozen linear layer; convolutions have none."""
         size = self.base_layer.in_features
         assert isinstance(size, int), type(size)
         return size
 
     @property
     def out_features(self) -> int:
-        """The frozen layer's; a convolution has none."""
+        """Output size of the frozen linear layer; convolutions have none."""
         size = self.base_layer.out_features
         assert isinstance(size, int), type(size)
         return size
 
     def forward(self, x: Tensor) -> Tensor:
-        """The frozen layer as it is, and what is trained beside it."""
+        """Return the frozen layer's output plus the adapter's."""
         base: Tensor = self.base_layer(x)
-        beside: Tensor = self.adapter.bypass_forward_diff(self.dropout(x))
-        return base + beside.to(base.dtype)
+        delta: Tensor = self.adapter.bypass_forward_diff(self.dropout(x))
+        return base + delta.to(base.dtype)
 
 
 class LokrLinear(AdaptedLayer):
-    """y = layer(x) + kron(w1, w2) dropout(x), with the weights of LyCORIS's LoKr."""
+    """A frozen linear layer with a LoKr: y = layer(x) + kron(w1, w2) dropout(x)."""
 
     def __init__(self, base_layer: nn.Module, adapter: Any, dropout: float) -> None:
         super().__init__(base_layer, adapter, dropout)
-        thin = not adapter.use_w2 and can_fuse(adapter.lokr_w1, adapter.lokr_w2_b)
-        plain = type(base_layer.weight) is nn.Parameter  # neither quantised nor packed
-        self.is_fused = thin and plain and not dropout
-        """Whether it is one product with the frozen layer, as long as that is what it was."""
+        narrow = not adapter.use_w2 and can_fuse(adapter.lokr_w1, adapter.lokr_w2_b)
+        plain = type(base_layer.weight) is nn.Parameter  # neither quantized nor packed
+        self.is_fused = narrow and plain and not dropout
+        """True if adapter and frozen layer can be computed by one operator, `lokr_linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As above, by our own products."""
+        """Return the frozen layer's output plus the LoKr's."""
         adapter = self.adapter
         w1 = adapter.lokr_w1 * adapter.scale
-        layer = self._one_product_with(x)
+        layer = self._fused_layer(x)
         if layer is not None:
             a, b, dtype = adapter.lokr_w2_a, adapter.lokr_w2_b, layer.weight.dtype
             y: Tensor = LokrMatmul.apply(  # type: ignore[no-untyped-call]
@@ -104,64 +140,54 @@ class LokrLinear(AdaptedLayer):
         base: Tensor = self.base_layer(x)
         x = self.dropout(x)
         if adapter.use_w2:
-            beside = kron_linear(x, w1.to(x.dtype), adapter.lokr_w2.to(x.dtype))
+            delta = kron_linear(x, w1.to(x.dtype), adapter.lokr_w2.to(x.dtype))
         else:
-            beside = low_rank_kron_linear(x, w1, adapter.lokr_w2_a, adapter.lokr_w2_b)
-        return base + beside.to(base.dtype)
+            delta = low_rank_kron_linear(x, w1, adapter.lokr_w2_a, adapter.lokr_w2_b)
+        return base + delta.to(base.dtype)
 
-    def _one_product_with(self, x: Tensor) -> nn.Linear | None:
-        """The frozen layer; none where autocast would round what this product does not."""
+    def _fused_layer(self, x: Tensor) -> nn.Linear | None:
+        """Return the frozen layer if `lokr_linear` may be used now.
+
+        The base layer may have been replaced by an `Fp8Linear` since, and autocast would round an
+        fp32 layer where `lokr_linear` does not.
+        """
         layer = self.base_layer
         if not self.is_fused or type(layer) is not nn.Linear:
             return None
-        in_fp32 = layer.weight.dtype == torch.float32
-        return None if in_fp32 and torch.is_autocast_enabled(x.device.type) else layer
+        is_fp32 = layer.weight.dtype == torch.float32
+        return None if is_fp32 and torch.is_autocast_enabled(x.device.type) else layer
 
 
 class FullDelta(nn.Module):
-    """A whole matrix, and a bias where the layer has one, that start at nothing.
+    """A delta of the whole weight, and of the bias if there is one, both zero at the start.
 
-    LyCORIS has the same as `full`, but copies every frozen weight and cannot work beside it.
+    LyCORIS's `full` module copies every frozen weight and cannot compute the delta by itself.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        weight, bias = _shapes(layer)
+        weight, bias = _parameter_shapes(layer)
         self.diff = nn.Parameter(torch.zeros(weight))
         self.diff_b = None if bias is None else nn.Parameter(torch.zeros(bias))
-        self._layer = [layer]
+        self._layer = [layer]  # in a list, so that it is not registered as a submodule twice
 
     def bypass_forward_diff(self, x: Tensor) -> Tensor:
-        """What the difference adds."""
+        """Return the delta's output; the name is LyCORIS's."""
         weight = self.diff.to(x.dtype)
         bias = None if self.diff_b is None else self.diff_b.to(x.dtype)
         (layer,) = self._layer
         if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            made: Tensor = layer._conv_forward(x, weight, bias)
-            return made
+            y: Tensor = layer._conv_forward(x, weight, bias)
+            return y
         return functional.linear(x, weight, bias)
 
 
-def add_lycoris_adapter(
-    model: nn.Module, name: str, section: AdapterSection, setting: ModuleSettings
-) -> None:
-    """Put an adapter beside one layer, in the layer's place."""
-    layer = model.get_submodule(name)
-    if section.kind == "full":
-        adapter: nn.Module = FullDelta(layer)
-    else:
-        adapter = _lycoris(layer, section, setting)
-    adapter.to(next(layer.parameters()).device)
-    by_kronecker = section.kind == "lokr" and isinstance(layer, nn.Linear)
-    cls = LokrLinear if by_kronecker else AdaptedLayer
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, cls(layer, adapter, setting.dropout))
-
-
-def _lycoris(layer: nn.Module, section: AdapterSection, setting: ModuleSettings) -> nn.Module:
-    where, cls = LYCORIS_MODULES[section.kind]
+def _build_lycoris_module(
+    layer: nn.Module, section: AdapterSection, settings: ModuleSettings
+) -> nn.Module:
+    module_name, class_name = LYCORIS_MODULES[section.kind]
     try:
-        module = import_module(where)
+        module = import_module(module_name)
     except ImportError as error:
         raise ConfigError(
             f"adapter.kind is {section.kind!r}, which needs the package lycoris-lora. Run "
@@ -169,17 +195,17 @@ def _lycoris(layer: nn.Module, section: AdapterSection, setting: ModuleSettings)
         ) from error
     options: dict[str, object] = {}
     if section.kind == "lokr":
-        options = {"factor": setting.factor, "full_matrix": section.full_matrix}
-    made: nn.Module = getattr(module, cls)(
-        "", layer, 1.0, setting.rank, setting.alpha, bypass_mode=True, **options
+        options = {"factor": settings.factor, "full_matrix": section.full_matrix}
+    adapter: nn.Module = getattr(module, class_name)(
+        "", layer, 1.0, settings.rank, settings.alpha, bypass_mode=True, **options
     )
-    return made
+    return adapter
 
 
-def _shapes(layer: nn.Module) -> tuple[torch.Size | tuple[int, int], torch.Size | None]:
+def _parameter_shapes(layer: nn.Module) -> tuple[torch.Size | tuple[int, int], torch.Size | None]:
     bias = layer.bias
     assert isinstance(bias, Tensor | None), type(bias)
-    if isinstance(layer, nn.Linear):  # a quantised weight may be stored in another shape
+    if isinstance(layer, nn.Linear):  # a quantized weight may be stored in another shape
         weight: torch.Size | tuple[int, int] = (layer.out_features, layer.in_features)
     else:
         assert isinstance(layer.weight, Tensor), type(layer.weight)
@@ -187,113 +213,99 @@ def _shapes(layer: nn.Module) -> tuple[torch.Size | tuple[int, int], torch.Size 
     return weight, None if bias is None else bias.shape
 
 
-# ------------------------------------------------------------------------------------------
-# LoKr beside a linear layer, in the order that moves least memory.
-#
-# A row x of u * v numbers is a matrix X of u rows, and kron(w1, w2) x is w1 X w2^T. Where w2 is the
-# product of two thin matrices, w2 = a b, everything but the last product is thin: w1 goes into b
-# once
-# and not into every row. LyCORIS multiplies by w1 last, at full width and between two transposes:
-# twice the activations of a LoRA, and on a GPU by kernels of its own that no plan knows.
-#
-# With a plain frozen layer, both products are one operator of torch's registry, as for a LoRA: what
-# is trained adds itself onto the frozen product in place, and a memory policy keeps one tensor.
-
-
-MAX_FUSED_ROWS = 256
-"""Rows of kron(w1, b) up to which it is worth its arithmetic: a LoRA of that rank."""
-
-
-@torch.library.custom_op("gracetune::kron_linear", mutates_args=())
-def lokr_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, joined: Tensor, a: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`x W^T` with a thin LoKr, and the narrow tensor between; `joined` is kron(w1, b)."""
-    narrow = functional.linear(x, joined)
-    y = functional.linear(x, weight, bias)
-    y.view(-1, len(a)).addmm_(narrow.view(-1, a.shape[1]), a.t())
-    return y, narrow
-
-
-@torch.library.custom_op("gracetune::kron_gradients", mutates_args=())
-def lokr_gradients(
-    grad: Tensor, x: Tensor, narrow: Tensor, a: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `joined` and `a` get, and the narrow gradient between them."""
-    groups = grad.reshape(-1, len(a))
-    between = (groups @ a).view(narrow.shape)
-    return between.t() @ x, groups.t() @ narrow.view(-1, a.shape[1]), between
-
-
-lokr_linear.register_fake(
-    lambda x, weight, _, joined, __: (
-        x.new_empty(len(x), len(weight)),
-        x.new_empty(len(x), len(joined)),
-    )
-)
-lokr_gradients.register_fake(
-    lambda _, x, narrow, a: (
-        x.new_empty(narrow.shape[1], x.shape[1]),
-        torch.empty_like(a),
-        torch.empty_like(narrow),
-    )
-)
+# LoKr matmuls. `kron_b` is kron(w1, b), and `hidden` is x kron_b^T.
 
 
 class LokrMatmul(torch.autograd.Function):
-    """`kron_beside_linear` that can be trained; `x` is (rows, columns)."""
+    """`lokr_linear` with gradients; `x` is (rows, columns)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, joined: Tensor, a: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kron_b: Tensor, a: Tensor
     ) -> Tensor:
-        """Both products at once."""
+        """Return y."""
         y: Tensor
-        y, narrow = lokr_linear(x, weight, bias, joined, a)
-        ctx.save_for_backward(x, narrow, weight, joined, a)
+        y, hidden = lokr_linear(x, weight, bias, kron_b, a)
+        ctx.save_for_backward(x, hidden, weight, kron_b, a)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The frozen weight gets none."""
-        x, narrow, weight, joined, a = ctx.saved_tensors
-        grad_joined, grad_a, between = lokr_gradients(grads[0], x, narrow, a)
+        """Return the gradients; the frozen weight and bias have none."""
+        x, hidden, weight, kron_b, a = ctx.saved_tensors
+        grad_kron_b, grad_a, grad_hidden = lokr_gradients(grads[0], x, hidden, a)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = lora_input_gradient(grads[0], between, weight, joined)
-        return grad_x, None, None, grad_joined, grad_a
+            grad_x = lora_input_gradient(grads[0], grad_hidden, weight, kron_b)
+        return grad_x, None, None, grad_kron_b, grad_a
+
+
+@torch.library.custom_op("gracetune::kron_linear", mutates_args=())
+def lokr_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kron_b: Tensor, a: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return x W^T + b plus the low-rank LoKr, and `hidden`."""
+    hidden = functional.linear(x, kron_b)
+    y = functional.linear(x, weight, bias)
+    y.view(-1, len(a)).addmm_(hidden.view(-1, a.shape[1]), a.t())
+    return y, hidden
+
+
+@torch.library.custom_op("gracetune::kron_gradients", mutates_args=())
+def lokr_gradients(
+    grad: Tensor, x: Tensor, hidden: Tensor, a: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `kron_b`, `a` and `hidden`."""
+    groups = grad.reshape(-1, len(a))
+    grad_hidden = (groups @ a).view(hidden.shape)
+    return grad_hidden.t() @ x, groups.t() @ hidden.view(-1, a.shape[1]), grad_hidden
+
+
+lokr_linear.register_fake(
+    lambda x, weight, _, kron_b, __: (
+        x.new_empty(len(x), len(weight)),
+        x.new_empty(len(x), len(kron_b)),
+    )
+)
+lokr_gradients.register_fake(
+    lambda _, x, hidden, a: (
+        x.new_empty(hidden.shape[1], x.shape[1]),
+        torch.empty_like(a),
+        torch.empty_like(hidden),
+    )
+)
 
 
 def can_fuse(w1: Tensor, b: Tensor) -> bool:
-    """Whether kron(w1, b) is thin enough to be made."""
+    """Return True if kron(w1, b) is small enough to build."""
     return len(w1) * len(b) <= MAX_FUSED_ROWS
 
 
 def low_rank_kron_linear(x: Tensor, w1: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`kron(w1, a b) x` for every row x; the weights may be of another type than the rows."""
+    """Return kron(w1, a b) x for every row x; the weights may have another type than the rows."""
     if can_fuse(w1, b):
-        narrow = functional.linear(x, torch.kron(w1, b).to(x.dtype))
-        groups = _cut(narrow, len(w1))
+        hidden = functional.linear(x, torch.kron(w1, b).to(x.dtype))
+        groups = _rows_to_matrices(hidden, len(w1))
     else:
-        thin = functional.linear(_cut(x, w1.shape[1]), b.to(x.dtype))
-        groups = _mixed(thin, w1.to(x.dtype))
+        hidden = functional.linear(_rows_to_matrices(x, w1.shape[1]), b.to(x.dtype))
+        groups = _left_matmul(hidden, w1.to(x.dtype))
     return functional.linear(groups, a.to(x.dtype)).flatten(-2)
 
 
 def kron_linear(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """`kron(w1, w2) x` for every row x, by the narrower way."""
-    (up, u), (down, v) = w1.shape, w2.shape
-    groups = _cut(x, u)
-    if u * down <= up * v:
-        return _mixed(functional.linear(groups, w2), w1).flatten(-2)
-    return functional.linear(_mixed(groups, w1), w2).flatten(-2)
+    """Return kron(w1, w2) x for every row x, in the order with the narrower intermediate result."""
+    (out1, in1), (out2, in2) = w1.shape, w2.shape
+    groups = _rows_to_matrices(x, in1)
+    if in1 * out2 <= out1 * in2:
+        return _left_matmul(functional.linear(groups, w2), w1).flatten(-2)
+    return functional.linear(_left_matmul(groups, w1), w2).flatten(-2)
 
 
-def _cut(x: Tensor, rows: int) -> Tensor:
-    """Every row as a matrix."""
-    return x.reshape(*x.shape[:-1], rows, -1)
+def _rows_to_matrices(x: Tensor, height: int) -> Tensor:
+    """Reshape each row to a matrix X of this height."""
+    return x.reshape(*x.shape[:-1], height, -1)
 
 
-def _mixed(groups: Tensor, w1: Tensor) -> Tensor:
-    """w1 X, as one product of all rows and not as many small ones."""
+def _left_matmul(groups: Tensor, w1: Tensor) -> Tensor:
+    """Return w1 X for every matrix X, as one large matmul instead of many small ones."""
     return functional.linear(groups.mT, w1).mT

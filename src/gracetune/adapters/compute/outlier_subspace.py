@@ -1,10 +1,14 @@
-"""The main directions of what comes into frozen layers: a few that hold most of it.
+"""Find the outlier subspace of a layer's input: the few directions that hold most of its energy.
 
-Rounding to fp8 is off by a share of each number, whatever the scale; so large numbers are off by
-most. In trained models they lie along a few directions that all tokens have in common, and there
-rounding does not average out: not that of weights, which is the same for every token, and not that
-of activations that are nearly the same. A layer that knows its main directions computes along them
-in bf16, as a LoRA of its own, and rounds what is left, which is small.
+Rounding to fp8 is off by a share of each number, so large numbers have the largest errors. In
+trained models the large part of an activation lies in a few directions that all tokens share, and
+there the errors do not average out over tokens: the rounded weight is the same for every token, and
+so, nearly, is the activation. A layer that knows the basis V of this subspace multiplies the
+component along V in bf16 and rounds only the small rest. lora_matmul.py has the formula.
+
+V holds the leading right singular vectors of the input (rows x columns), found by subspace
+iteration: V <- qr(X^T X V), a fixed number of times from a fixed start, so that a resumed run finds
+the same V.
 """
 
 from __future__ import annotations
@@ -21,56 +25,58 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MAX_DIMENSIONS = 32
-"""Directions of a layer; more found little that is left."""
+"""Dimensions of a layer's subspace at most; more improved little."""
 COLUMNS_PER_DIMENSION = 4
-"""Of the columns of a narrow layer, one direction for so many."""
+"""Narrow layers get one dimension for this many input columns."""
 ALIGNMENT = 8
-"""Kernels for bf16 want them in multiples of this."""
+"""bf16 kernels need the number of dimensions to be a multiple of this."""
 MAX_ROWS = 8192
-"""Of an input, evenly spread, that are looked at."""
+"""Rows of an input that are used, evenly spread over it."""
 ITERATIONS = 8
-"""Over those rows; each brings directions nearer to where they should be."""
+"""Steps of the subspace iteration."""
 
 
 class InputObserver:
-    """Finds the main directions of what comes into linear layers, while it is open.
+    """Computes the outlier subspace of linear layers from the inputs of a forward pass.
 
-    Each layer comes with the module that is called with its input: itself, or an adapter around it,
-    which may compute by the layer's weight and never call it.
+    It observes from construction until `close`. Each layer comes as a pair with the module whose
+    input to watch: the layer itself, or the adapter around it, which may use the layer's weight
+    without calling the layer.
     """
 
     def __init__(self, layers: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         self._found: dict[nn.Module, nn.Parameter] = {}
         self._last: tuple[Tensor, nn.Parameter] | None = None
         self._handles = [
-            called.register_forward_pre_hook(partial(self._look, layer)) for called, layer in layers
+            called.register_forward_pre_hook(partial(self._observe, layer))
+            for called, layer in layers
         ]
 
     def basis(self, layer: nn.Module) -> nn.Parameter | None:
-        """Of this layer's input; none where nothing came, or something that is not finite.
+        """Return V for a layer, or None if it was not called or its input was not finite.
 
-        Layers with one input in common, as those of queries, keys and values, have one parameter.
+        Layers that are given the same tensor, such as query, key and value, share one parameter.
         """
         found = self._found.get(layer)
         return found if found is not None and bool(found.isfinite().all()) else None
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop observing."""
         for handle in self._handles:
             handle.remove()
         self._last = None
 
-    def _look(self, layer: nn.Module, _: nn.Module, inputs: Sequence[Tensor]) -> None:
+    def _observe(self, layer: nn.Module, _: nn.Module, inputs: Sequence[Tensor]) -> None:
         x = inputs[0]
         if self._last is None or self._last[0] is not x:
             rows = x.detach().flatten(0, -2)
-            found = find_outlier_subspace(rows[:: -(-len(rows) // MAX_ROWS)])
-            self._last = x, nn.Parameter(found.to(FP8_OUTPUT_DTYPE), requires_grad=False)
+            basis = find_outlier_subspace(rows[:: -(-len(rows) // MAX_ROWS)])
+            self._last = x, nn.Parameter(basis.to(FP8_OUTPUT_DTYPE), requires_grad=False)
         self._found[layer] = self._last[1]
 
 
 def num_dimensions(columns: int) -> int:
-    """How many a layer with so many inputs is given."""
+    """Return the dimension of the subspace for a layer with this many input columns."""
     return min(
         MAX_DIMENSIONS, max(ALIGNMENT, columns // COLUMNS_PER_DIMENSION // ALIGNMENT * ALIGNMENT)
     )
@@ -78,8 +84,9 @@ def num_dimensions(columns: int) -> int:
 
 @torch.no_grad()
 def find_outlier_subspace(rows: Tensor) -> Tensor:
-    """Those that most of the squares of these rows lie along, by subspace iteration; (directions,
-    columns), orthonormal, always the same for the same rows.
+    """Return an orthonormal basis, (dimensions, columns), of the directions with most energy.
+
+    The result depends only on the rows.
     """
     columns = rows.shape[1]
     start = torch.Generator().manual_seed(0)

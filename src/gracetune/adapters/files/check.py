@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from gracetune.adapters.files.fused_projections import split_fused
-from gracetune.adapters.files.io import read_adapter_and_tensors, resolve_path, find_stage
+from gracetune.adapters.files.io import find_stage, read_adapter_and_tensors, resolve_path
 from gracetune.adapters.files.keys import BLOCK, KeyIndex, parse_key
-from gracetune.adapters.files.layers import Adapter, Layer, with_stage, delta, delta_shape, rank_of
+from gracetune.adapters.files.layers import Adapter, Layer, delta, delta_shape, rank_of, with_stage
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:

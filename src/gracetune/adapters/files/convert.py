@@ -11,34 +11,34 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from gracetune.adapters.files.formats import SUFFIXES, FORMATS
+from gracetune.adapters.files.formats import FORMATS, SUFFIXES
 from gracetune.adapters.files.fused_projections import (
     join_fused,
+    select_rows,
     split_fused,
     swap_halves,
-    select_rows,
 )
 from gracetune.adapters.files.keys import (
     KeyIndex,
     LayerPath,
     ParsedKey,
-    detect_table,
+    build_key,
     detect_format,
+    detect_table,
     parse_key,
     resolve_stages,
     unknown_key_error,
-    build_key,
 )
 from gracetune.adapters.files.layers import (
     Adapter,
     Layer,
-    with_stage,
     delta_shape,
     is_dora_per_row,
     lokr_sizes,
     make_layer,
     rank_of,
     scale_of,
+    with_stage,
 )
 from gracetune.errors import AdapterError
 

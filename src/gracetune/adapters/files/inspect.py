@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gracetune.adapters.files.io import read_adapter_and_tensors, resolve_path, find_stage
+from gracetune.adapters.files.io import find_stage, read_adapter_and_tensors, resolve_path
 from gracetune.adapters.files.keys import (
     BLOCK,
     KeyIndex,
-    get_format,
     count_formats,
+    get_format,
     parse_key,
     template_of,
 )

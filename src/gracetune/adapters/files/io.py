@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from gracetune.adapters.files.convert import (
     FAMILY_KEY,
     PEFT_SETTINGS_KEY,
-    import_tensors,
     export_tensors,
+    import_tensors,
 )
 from gracetune.adapters.files.fused_projections import split_fused
 from gracetune.adapters.files.keys import get_format
-from gracetune.adapters.files.layers import Adapter, with_stage, rank_of
+from gracetune.adapters.files.layers import Adapter, rank_of, with_stage
 from gracetune.atomic_files import atomic_file, write_text
 from gracetune.errors import AdapterError
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from gracetune.adapters.files.formats import (
     FORMAT_ALIASES,
+    FORMATS,
     READ_ONLY_SUFFIXES,
     SUFFIXES,
-    FORMATS,
     KeyFormat,
     SuffixStyle,
 )

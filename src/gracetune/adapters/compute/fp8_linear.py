@@ -1,0 +1,222 @@
+"""Store and compute the frozen linear layers of a model in fp8.
+
+`Fp8Linear` replaces a frozen `nn.Linear`; a LoRA around it computes through fused_lora.py.
+`convert_to_fp8_calibrated` first runs the model on some samples, one block on the device at a time,
+to find the outlier subspace of each layer's input (outlier_subspace.py). Without that, fp8 costs
+noticeably more accuracy (docs/precision.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.adapters.compute.lora_matmul import FP8_OUTPUT_DTYPE, FrozenMatmulFp8, quantize_rows
+from gracetune.adapters.compute.outlier_subspace import InputObserver
+from gracetune.errors import GracetuneError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+MIN_FP8_CAPABILITY = (8, 9)
+"""First compute capability with fp8 tensor cores."""
+FP8_ALIGNMENT = 16
+"""Kernels need both dimensions of a weight to be multiples of this."""
+BASE_LAYER = "base_layer"
+"""Attribute under which adapters, peft's and ours, keep the layer that they wrap."""
+
+
+class Fp8Linear(nn.Module):
+    """A frozen linear layer whose weight is stored, streamed and multiplied in fp8."""
+
+    def __init__(self, linear: nn.Linear, outlier_basis: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype = linear.weight.dtype
+        """Type of the original weight."""
+        weight, scales = quantize_rows(linear.weight.detach())
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scales = nn.Parameter(scales, requires_grad=False)
+        self.bias = linear.bias
+        self.outlier_basis = outlier_basis
+        """V, the basis of the input's outlier subspace; None if the layer was not calibrated."""
+        self.outlier_weight = (
+            None if outlier_basis is None else _project_weight(linear.weight, outlier_basis)
+        )
+        """W V^T, the weight that outliers are multiplied with in bf16."""
+
+    @property
+    def frozen_tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors of this layer in the order in which the fp8 matmuls take them."""
+        return (
+            self.weight,
+            self.weight_scales,
+            self.bias,
+            self.outlier_basis,
+            self.outlier_weight,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the linear layer, up to rounding."""
+        y: Tensor = FrozenMatmulFp8.apply(  # type: ignore[no-untyped-call]
+            x.to(FP8_OUTPUT_DTYPE).flatten(0, -2), *self.frozen_tensors
+        )
+        return self.to_layer_dtype(y).view(*x.shape[:-1], -1)
+
+    def to_layer_dtype(self, y: Tensor) -> Tensor:
+        """Cast an output to the type that the original layer would have returned."""
+        if self.dtype == FP8_OUTPUT_DTYPE or torch.is_autocast_enabled(y.device.type):
+            return y
+        return y.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Conversion:
+    """Counts of the frozen linear layers of some blocks after conversion."""
+
+    converted: int
+    """Layers that now compute in fp8."""
+    skipped: int
+    """Layers left as they were, because no kernel takes their dimensions."""
+    uncalibrated: int = 0
+    """Converted layers without an outlier subspace, because no input of theirs was observed."""
+
+
+def check_fp8_support(device: torch.device) -> None:
+    """Raise an error if the device has no fp8 tensor cores."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        check_fp8_capability(torch.cuda.get_device_name(device), capability)
+    else:
+        check_fp8_capability(str(device), (0, 0))
+
+
+def check_fp8_capability(name: str, capability: tuple[int, int]) -> None:
+    """Raise an error if a device of this name and compute capability has no fp8 tensor cores."""
+    if capability >= MIN_FP8_CAPABILITY:
+        return
+    raise GracetuneError(
+        f"model.frozen_compute is fp8, but {name} has no fp8 tensor cores: that needs a GPU with "
+        f"compute capability {'.'.join(map(str, MIN_FP8_CAPABILITY))} or higher. Set it to bf16."
+    )
+
+
+def convert_to_fp8(blocks: Iterable[nn.Module]) -> Fp8Conversion:
+    """Replace the frozen linear layers of the blocks by fp8 layers without outlier subspaces."""
+    return _add_up([_convert_block(block, None) for block in blocks])
+
+
+def convert_to_fp8_calibrated(
+    run: Callable[[], object], blocks: Sequence[nn.Module], device: torch.device
+) -> Fp8Conversion:
+    """Replace the frozen linear layers of the blocks by fp8 layers with outlier subspaces.
+
+    `run` must pass samples through the model. Each block is moved to the device for its own forward
+    pass, converted right after it, and moved back. If `run` catches a failed pass (out of memory)
+    and tries again with fewer samples, the blocks converted so far stay as they are.
+    """
+    calibrations = {block: _BlockCalibration(block, device) for block in blocks}
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for calibration in calibrations.values():
+            calibration.close()
+    return _add_up(
+        [
+            calibration.conversion or _convert_block(block, None)
+            for block, calibration in calibrations.items()
+        ]
+    )
+
+
+@torch.no_grad()
+def _project_weight(weight: Tensor, outlier_basis: Tensor) -> nn.Parameter:
+    projected = weight.float() @ outlier_basis.float().t()
+    return nn.Parameter(projected.to(FP8_OUTPUT_DTYPE), requires_grad=False)
+
+
+class _BlockCalibration:
+    """Hooks that move one block to the device, observe its forward pass and convert it."""
+
+    def __init__(self, block: nn.Module, device: torch.device) -> None:
+        self.conversion: Fp8Conversion | None = None
+        """Set once the block has run and been converted."""
+        frozen = [p for p in block.parameters() if not p.requires_grad]
+        self._block = block
+        # The largest weight tells where the block lives; small ones may be on the device already.
+        self._home = max(frozen, key=torch.numel, default=torch.empty(0)).device
+        self._device = device
+        self._observer = InputObserver([])
+        self._handles = [
+            block.register_forward_pre_hook(self._before),
+            block.register_forward_hook(self._after),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks and move the block back."""
+        for handle in self._handles:
+            handle.remove()
+        self._finish()
+
+    def _before(self, block: nn.Module, _: object) -> None:
+        self._observer.close()  # left over if the previous pass failed inside this block
+        block.to(self._device)
+        if self.conversion is None:
+            self._observer = InputObserver(
+                (module if name == BASE_LAYER else child, child)
+                for module, name, child in _frozen_linears(block)
+            )
+
+    def _after(self, block: nn.Module, _: object, __: object) -> None:
+        if self.conversion is None:
+            replaced = [child for *_, child in _frozen_linears(block)]
+            self.conversion = _convert_block(block, self._observer)
+            # Adapters may still refer to the original layers, which must not keep device memory.
+            for layer in replaced:
+                layer.to(self._home)
+        self._finish()
+
+    def _finish(self) -> None:
+        self._observer.close()
+        self._observer = InputObserver([])
+        self._block.to(self._home)
+
+
+def _convert_block(block: nn.Module, observer: InputObserver | None) -> Fp8Conversion:
+    converted = skipped = uncalibrated = 0
+    for module, name, child in _frozen_linears(block):
+        if child.in_features % FP8_ALIGNMENT or child.out_features % FP8_ALIGNMENT:
+            skipped += 1
+            continue
+        outlier_basis = None if observer is None else observer.basis(child)
+        module._modules[name] = Fp8Linear(child, outlier_basis)
+        converted += 1
+        uncalibrated += outlier_basis is None
+    return Fp8Conversion(converted, skipped, uncalibrated)
+
+
+def _frozen_linears(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Yield each frozen linear layer with its parent module and its name there."""
+    for module in list(block.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and not child.weight.requires_grad:
+                yield module, name, child
+
+
+def _add_up(parts: Sequence[Fp8Conversion]) -> Fp8Conversion:
+    """Return the sum of the counts; raise an error if no layer could be converted."""
+    converted, skipped, uncalibrated = (
+        sum(each) for each in zip(*map(astuple, parts), strict=True)
+    )
+    if not converted:
+        raise GracetuneError(
+            f"model.frozen_compute is fp8, but none of {skipped} frozen linear layers has "
+            f"dimensions that are multiples of {FP8_ALIGNMENT}, which fp8 matmuls need. Set it to "
+            "bf16."
+        )
+    return Fp8Conversion(converted, skipped, uncalibrated)
