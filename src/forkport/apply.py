@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 from forkport import worktree
 from forkport.patches import read_manifest
-from forkport.plan import changes_of, judge_files, merge_one, survey_ground
+from forkport.plan import patch_changes, patch_verdict, merge_one, open_merge_context
 from forkport.state import (
-    Done,
-    State,
-    Stopped,
-    adopt_patches,
+    AppliedPatch,
+    PortState,
+    PendingPatch,
+    copy_patches,
     find_state,
-    forget_state,
-    patches_of,
+    archive_state,
+    patches_folder,
     read_state,
     write_state,
 )
-from forkport.three_way import markers_left
+from forkport.three_way import find_markers
 from gracetune.errors import PortError
 
 if TYPE_CHECKING:
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 
 PORT_BRANCH = "gh200-reintegration"
-BACKUP = "gh200-backup"
-KEPT = "gh200-kept"
+BACKUP_PREFIX = "gh200-backup"
+SAVED_PREFIX = "gh200-kept"
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyOutcome:
     """Where an apply ended."""
 
-    state: State
+    state: PortState
     conflicts: tuple[FileResult, ...] = ()
 
 
-def begin(
+def start_apply(
     git: Git,
     folder: Path,
     upstream: str | None,
@@ -63,45 +63,45 @@ def begin(
             f"a port onto {state.upstream} is under way in {git.folder}. Go on with "
             "`gracetune port apply --continue`, or undo it with `gracetune port rollback`."
         )
-    worktree.check_nothing_under_way(git)
+    worktree.check_no_operation_in_progress(git)
     manifest = read_manifest(folder)
     name = upstream or manifest.upstream
-    tip = git.commit(name)
-    git.commit(manifest.base)
+    tip = git.resolve_commit(name)
+    git.resolve_commit(manifest.base)
     if git.succeeds("rev-parse", "--verify", "--quiet", f"refs/heads/{port_branch}"):
         raise PortError(
             f"the branch {port_branch} is there already: name another with --branch, or delete it "
             f"with `git branch -D {port_branch}`."
         )
-    dirty = worktree.at_stake(git, ())
+    dirty = worktree.files_to_save(git, ())
     if dirty:
         confirm(
             f"{len(dirty)} files have uncommitted changes ({', '.join(dirty[:3])}...). They are "
             "kept in a branch, taken out of the working tree, and put back by a rollback."
         )
-    adopt_patches(git, folder)
+    copy_patches(git, folder)
     state = _back_up(git, name, tip, port_branch, stamp, dirty)
-    return _go_on(git, manifest, state)
+    return _apply_remaining(git, manifest, state)
 
 
-def resume(git: Git) -> ApplyOutcome:
+def continue_apply(git: Git) -> ApplyOutcome:
     """Commit what was settled, and apply what is left."""
     state = read_state(git)
     if state.finished:
         raise PortError(
             f"every patch is on {state.port_branch} already; `gracetune port validate` is next."
         )
-    manifest = read_manifest(patches_of(git))
+    manifest = read_manifest(patches_folder(git))
     if state.stopped is not None:
-        state = _settle(git, manifest, state, state.stopped)
+        state = _commit_resolution(git, manifest, state, state.stopped)
     else:
         _check_untouched(git, state)
-    return _go_on(git, manifest, state)
+    return _apply_remaining(git, manifest, state)
 
 
-def _check_untouched(git: Git, state: State) -> None:
+def _check_untouched(git: Git, state: PortState) -> None:
     """Where no patch waits for a person, what a person has changed is not the port's to take."""
-    worktree.check_contained(git, state.port_branch, state.at)
+    worktree.check_branch_contained(git, state.port_branch, state.at)
     if dirty := worktree.uncommitted(git):
         raise PortError(
             f"{', '.join(dirty)}: uncommitted, and going on would write over it. Put it away with "
@@ -111,14 +111,14 @@ def _check_untouched(git: Git, state: State) -> None:
 
 def _back_up(
     git: Git, upstream: str, tip: str, port_branch: str, stamp: str, dirty: Sequence[str]
-) -> State:
-    head = git.commit("HEAD")
-    backup, kept = f"{BACKUP}-{stamp}", f"{KEPT}-{stamp}" if dirty else None
+) -> PortState:
+    head = git.resolve_commit("HEAD")
+    backup, kept = f"{BACKUP_PREFIX}-{stamp}", f"{SAVED_PREFIX}-{stamp}" if dirty else None
     git.run("update-ref", f"refs/heads/{backup}", head, "")
     if kept is not None:
-        worktree.keep(git, kept, dirty, "Uncommitted work, kept before a port")
-    state = State(
-        branch=branch_now(git),
+        worktree.save_to_branch(git, kept, dirty, "Uncommitted work, kept before a port")
+    state = PortState(
+        branch=current_branch(git),
         head=head,
         backup=backup,
         kept=kept,
@@ -129,42 +129,42 @@ def _back_up(
     )
     write_state(git, state)  # from here on a rollback knows the way
     if kept is not None:
-        worktree.discard(git, dirty)
+        worktree.discard_changes(git, dirty)
     return state
 
 
-def branch_now(git: Git) -> str | None:
+def current_branch(git: Git) -> str | None:
     """The branch that HEAD is on."""
     return git.text("branch", "--show-current") or None
 
 
-def _go_on(git: Git, manifest: Manifest, state: State) -> ApplyOutcome:
-    ground = survey_ground(git, manifest, state.tip)
+def _apply_remaining(git: Git, manifest: Manifest, state: PortState) -> ApplyOutcome:
+    ground = open_merge_context(git, manifest, state.tip)
     for patch in manifest.patches[len(state.done) :]:
-        changes = changes_of(git, manifest, patches_of(git), patch)
-        files = merge_one(ground, git.tree(state.at), patch, changes)
+        changes = patch_changes(git, manifest, patches_folder(git), patch)
+        files = merge_one(ground, git.list_tree(state.at), patch, changes)
         notes = tuple(f"{file.path}: {note}" for file in files for note in file.notes)
         if any(file.is_conflict for file in files):
-            return _stop(git, state, patch, files, notes)
+            return _stop_at_conflict(git, state, patch, files, notes)
         commit = None
         if files:
-            tree = git.tree_with(state.at, {file.path: file.entry for file in files})
-            commit = git.commit_tree(tree, [state.at], message(patch, state, notes))
-        done = Done(patch=patch.name, verdict=judge_files(files), commit=commit, notes=notes)
+            tree = git.write_tree_with(state.at, {file.path: file.entry for file in files})
+            commit = git.commit_tree(tree, [state.at], commit_message(patch, state, notes))
+        done = AppliedPatch(patch=patch.name, verdict=patch_verdict(files), commit=commit, notes=notes)
         state = _updated(git, state, at=commit or state.at, done=(*state.done, done))
-    worktree.switch(git, state.port_branch, state.at)
+    worktree.switch_branch(git, state.port_branch, state.at)
     return ApplyOutcome(_updated(git, state, finished=True))
 
 
-def _stop(
-    git: Git, state: State, patch: Patch, files: Sequence[FileResult], notes: tuple[str, ...]
+def _stop_at_conflict(
+    git: Git, state: PortState, patch: Patch, files: Sequence[FileResult], notes: tuple[str, ...]
 ) -> ApplyOutcome:
     """Lay the conflicts out, and only then say that they wait: they would count as settled."""
-    worktree.check_room(git, state.at, files)
-    worktree.switch(git, state.port_branch, state.at)
-    worktree.lay_out(git, files)
+    worktree.check_no_untracked_conflict(git, state.at, files)
+    worktree.switch_branch(git, state.port_branch, state.at)
+    worktree.write_conflicts(git, files)
     conflicts = tuple(file for file in files if file.is_conflict)
-    stopped = Stopped(
+    stopped = PendingPatch(
         patch=patch.name,
         marked=tuple(file.path for file in conflicts if file.conflicts),
         unmarked=tuple(file.path for file in conflicts if not file.conflicts),
@@ -173,15 +173,15 @@ def _stop(
     return ApplyOutcome(_updated(git, state, stopped=stopped), conflicts)
 
 
-def _settle(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> State:
+def _commit_resolution(git: Git, manifest: Manifest, state: PortState, stopped: PendingPatch) -> PortState:
     """Take a person's answer: the files as they are now, or a commit of theirs."""
-    if branch_now(git) != state.port_branch:
+    if current_branch(git) != state.port_branch:
         raise PortError(
             f"HEAD is not on {state.port_branch}, where patch {stopped.patch} waits; "
             f"`git checkout {state.port_branch}` first."
         )
     patch = next(each for each in manifest.patches if each.name == stopped.patch)
-    head = git.commit("HEAD")
+    head = git.resolve_commit("HEAD")
     if head != state.at:
         if worktree.uncommitted(git) or not git.succeeds(
             "merge-base", "--is-ancestor", state.at, head
@@ -192,15 +192,15 @@ def _settle(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> Sta
             )
         commit: str | None = head
     else:
-        _check_settled(git, manifest, state, stopped)
+        _check_resolved(git, manifest, state, stopped)
         git.run("add", "--update", ":/")
         tree = git.text("write-tree")
         commit = None
         if tree != git.text("rev-parse", "HEAD^{tree}"):
-            text = message(patch, state, stopped.notes, (*stopped.marked, *stopped.unmarked))
+            text = commit_message(patch, state, stopped.notes, (*stopped.marked, *stopped.unmarked))
             commit = git.commit_tree(tree, [head], text)
             git.run("update-ref", f"refs/heads/{state.port_branch}", commit, head)
-    done = Done(
+    done = AppliedPatch(
         patch=patch.name,
         verdict="conflicts",
         commit=commit,
@@ -210,15 +210,15 @@ def _settle(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> Sta
     return _updated(git, state, at=commit or state.at, stopped=None, done=(*state.done, done))
 
 
-def _check_settled(git: Git, manifest: Manifest, state: State, stopped: Stopped) -> None:
-    ground = survey_ground(git, manifest, state.tip)
+def _check_resolved(git: Git, manifest: Manifest, state: PortState, stopped: PendingPatch) -> None:
+    ground = open_merge_context(git, manifest, state.tip)
     patch = next(each for each in manifest.patches if each.name == stopped.patch)
     labels = ground.labels(patch)
     left = []
     for path in stopped.marked:
         file = git.folder / path
         if file.is_file():
-            found = markers_left(file.read_bytes(), labels)
+            found = find_markers(file.read_bytes(), labels)
             left += [f"{path}:{line} is a conflict marker" for line in found]
     waiting = worktree.unmerged(git)
     left += [
@@ -233,7 +233,7 @@ def _check_settled(git: Git, manifest: Manifest, state: State, stopped: Stopped)
         git.run("add", "--all", "--", *(f":(literal,top){path}" for path in present))
 
 
-def message(patch: Patch, state: State, notes: Sequence[str], by_hand: Sequence[str] = ()) -> str:
+def commit_message(patch: Patch, state: PortState, notes: Sequence[str], by_hand: Sequence[str] = ()) -> str:
     """What a patch's commit says."""
     lines = [f"Reapply {patch.name}: {patch.title}", ""]
     lines += [f"Onto {state.upstream} at {state.tip[:10]}, from {state.head[:10]}."]
@@ -242,8 +242,8 @@ def message(patch: Patch, state: State, notes: Sequence[str], by_hand: Sequence[
     return "\n".join(lines) + "\n"
 
 
-def _updated(git: Git, state: State, **changes: object) -> State:
-    new = State.model_validate({**state.model_dump(), **changes})
+def _updated(git: Git, state: PortState, **changes: object) -> PortState:
+    new = PortState.model_validate({**state.model_dump(), **changes})
     write_state(git, new)
     return new
 
@@ -253,44 +253,44 @@ def _updated(git: Git, state: State, **changes: object) -> State:
 
 
 @dataclass(frozen=True, slots=True)
-class RolledBack:
+class RollbackResult:
     """What a rollback did."""
 
     branch: str
     """Where HEAD is now."""
     commit: str
-    kept: str | None
+    saved_branch: str | None
     """The branch with what was uncommitted until now."""
-    kept_paths: tuple[str, ...]
+    saved_paths: tuple[str, ...]
     restored: tuple[str, ...]
     """Files that had been uncommitted before the port, as they were then."""
     port_branch: str
 
 
-def roll_back(git: Git, stamp: str, confirm: Callable[[str], None]) -> RolledBack:
+def roll_back(git: Git, stamp: str, confirm: Callable[[str], None]) -> RollbackResult:
     """Keep what is uncommitted, return to the fork, put back what it had uncommitted then."""
     state = read_state(git)
-    target = _target(git, state.branch, state.head, state.backup)
+    target = _rollback_target(git, state.branch, state.head, state.backup)
     trees = [state.head] if state.kept is None else [state.head, state.kept]
-    paths = worktree.at_stake(git, trees)
+    paths = worktree.files_to_save(git, trees)
     confirm(
         f"Return to {target} ({state.head[:10]}), as it was before the port."
         + (f" {len(paths)} uncommitted files are kept in a branch first." if paths else "")
     )
     kept = None
     if paths:
-        kept = f"{KEPT}-{stamp}-rollback"
-        worktree.keep(git, kept, paths, "Uncommitted work, kept before a rollback")
-        worktree.discard(git, paths)
+        kept = f"{SAVED_PREFIX}-{stamp}-rollback"
+        worktree.save_to_branch(git, kept, paths, "Uncommitted work, kept before a rollback")
+        worktree.discard_changes(git, paths)
     git.run("checkout", "--quiet", "--no-overwrite-ignore", target, "--")
-    restored = worktree.restore(git, state.kept) if state.kept is not None else []
-    forget_state(git, stamp)
-    return RolledBack(target, state.head, kept, tuple(paths), tuple(restored), state.port_branch)
+    restored = worktree.restore_from_branch(git, state.kept) if state.kept is not None else []
+    archive_state(git, stamp)
+    return RollbackResult(target, state.head, kept, tuple(paths), tuple(restored), state.port_branch)
 
 
-def _target(git: Git, branch: str | None, head: str, backup: str) -> str:
+def _rollback_target(git: Git, branch: str | None, head: str, backup: str) -> str:
     """The branch the user was on, unless it has moved since: then the backup."""
     ref = f"refs/heads/{branch}"
     if branch is None or not git.succeeds("rev-parse", "--verify", "--quiet", ref):
         return backup
-    return branch if git.commit(ref) == head else backup
+    return branch if git.resolve_commit(ref) == head else backup

@@ -19,7 +19,7 @@ from forkport.patches import (
     read_manifest,
     write_manifest,
 )
-from forkport.source_index import both_paths
+from forkport.source_index import change_paths
 from gracetune.atomic_files import atomic_folder
 from gracetune.errors import PortError
 
@@ -52,16 +52,16 @@ def extract(
 ) -> Manifest:
     """Write the patch set; what a manifest already there says of validation is kept."""
     kept = _validation_of(folder)
-    head, tip = git.commit(branch), git.commit(upstream)
-    base = git.common(tip, head)
-    changes = [c for c in git.changes(base, head) if not _is_in(git, folder, c)]
+    head, tip = git.resolve_commit(branch), git.resolve_commit(upstream)
+    base = git.merge_base(tip, head)
+    changes = [c for c in git.diff_trees(base, head) if not _is_in_folder(git, folder, c)]
     if not changes:
         raise PortError(
             f"{branch} has nothing that {upstream} does not have; name the fork's branch and the "
             "upstream that it grew from."
         )
-    churn = upstream_churn(git, base, tip)
-    sizes = _sizes(git, base, head)
+    churn = count_churn(git, base, tip)
+    sizes = _count_lines(git, base, head)
     grouped = group_changes(changes, groups)
     with atomic_folder(folder) as staging:
         patches = []
@@ -69,8 +69,8 @@ def extract(
             name = f"{number:02d}-{_slug(title)}"
             content = patch_text(git, base, head, members)
             (staging / f"{name}.patch").write_bytes(content)
-            files = tuple(_file(member, sizes, churn) for member in members)
-            risk, why = judge(files)
+            files = tuple(_patch_file(member, sizes, churn) for member in members)
+            risk, why = assess_risk(files)
             digest = hashlib.sha256(content).hexdigest()
             patches.append(
                 Patch(name=name, title=title, files=files, risk=risk, why=why, sha256=digest)
@@ -98,13 +98,13 @@ def _validation_of(folder: Path) -> ValidationCommands:
     return read_manifest(folder).validation
 
 
-def _is_in(git: Git, folder: Path, change: FileChange) -> bool:
+def _is_in_folder(git: Git, folder: Path, change: FileChange) -> bool:
     """The patch set itself is no part of the delta, even where it was committed."""
     root, inside = git.folder.resolve(), folder.resolve()
     if not inside.is_relative_to(root):
         return False
     prefix = inside.relative_to(root).as_posix() + "/"
-    return all(path.startswith(prefix) for path in both_paths(change))
+    return all(path.startswith(prefix) for path in change_paths(change))
 
 
 def group_changes(
@@ -114,7 +114,7 @@ def group_changes(
     named: dict[str, list[FileChange]] = {name: [] for name, _ in groups}
     folders: dict[str, list[FileChange]] = defaultdict(list)
     for change in changes:
-        path = both_paths(change)[-1]
+        path = change_paths(change)[-1]
         for name, pattern in groups:
             if fnmatchcase(path, pattern) or path.startswith(f"{pattern.rstrip('/')}/"):
                 named[name].append(change)
@@ -125,7 +125,7 @@ def group_changes(
     if empty:
         raise PortError(
             f"--group {empty[0]} matches no changed file. The fork changes: "
-            f"{', '.join(both_paths(change)[-1] for change in changes)}."
+            f"{', '.join(change_paths(change)[-1] for change in changes)}."
         )
     only_new = {f for f, members in folders.items() if all(c.status == "A" for c in members)}
     order = sorted(folders, key=lambda folder: (folder in only_new, folder))
@@ -135,11 +135,11 @@ def group_changes(
 def _title(folder: str, members: Sequence[FileChange]) -> str:
     """A lone file's name, or its folder's."""
     if len(members) == 1:
-        return both_paths(members[0])[-1]
+        return change_paths(members[0])[-1]
     return "root" if folder == "." else folder
 
 
-def upstream_churn(git: Git, base: str, tip: str) -> Churn:
+def count_churn(git: Git, base: str, tip: str) -> Churn:
     """Commits and lines for each file that upstream changed since, followed through renames."""
     raw = git.run(
         *("log", "--no-merges", "--reverse", "--topo-order", "--no-show-signature"),
@@ -165,23 +165,23 @@ def upstream_churn(git: Git, base: str, tip: str) -> Churn:
     return Churn(commits, lines)
 
 
-def judge(files: Sequence[PatchFile]) -> tuple[Risk, str]:
+def assess_risk(files: Sequence[PatchFile]) -> tuple[Risk, str]:
     """Risk from what upstream did to the same files; the worst of them counts."""
-    worst = max(files, key=lambda file: (_is_restless(file), file.churn_lines, file.churn))
+    worst = max(files, key=lambda file: (_is_high_churn(file), file.churn_lines, file.churn))
     if not worst.churn:
         is_new = all(file.status == "A" for file in files)
         return "low", "only new files" if is_new else "upstream left these files alone"
     why = f"{worst.path}: {worst.churn} upstream commits, {worst.churn_lines} lines"
-    return "high" if _is_restless(worst) else "medium", why
+    return "high" if _is_high_churn(worst) else "medium", why
 
 
-def _is_restless(file: PatchFile) -> bool:
+def _is_high_churn(file: PatchFile) -> bool:
     return file.churn >= HIGH_COMMITS or file.churn_lines >= HIGH_LINES
 
 
 def patch_text(git: Git, base: str, head: str, members: Sequence[FileChange]) -> bytes:
     """The patch of some files, binary ones too."""
-    paths = [f":(literal,top){path}" for member in members for path in both_paths(member)]
+    paths = [f":(literal,top){path}" for member in members for path in change_paths(member)]
     return git.run(
         *("diff-tree", "-r", "-p", "-M", "-l0", "--binary", "--full-index", "--no-color"),
         *("--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/"),
@@ -189,7 +189,7 @@ def patch_text(git: Git, base: str, head: str, members: Sequence[FileChange]) ->
     )
 
 
-def _sizes(git: Git, base: str, head: str) -> dict[str, tuple[int, int]]:
+def _count_lines(git: Git, base: str, head: str) -> dict[str, tuple[int, int]]:
     """Insertions and deletions by the new path; a binary file has none."""
     raw = git.run("diff-tree", "-r", "-M", "-l0", "--numstat", "-z", base, head)
     fields = iter(raw.decode(errors="surrogateescape").split("\0")[:-1])
@@ -202,8 +202,8 @@ def _sizes(git: Git, base: str, head: str) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def _file(change: FileChange, sizes: dict[str, tuple[int, int]], churn: Churn) -> PatchFile:
-    paths = both_paths(change)
+def _patch_file(change: FileChange, sizes: dict[str, tuple[int, int]], churn: Churn) -> PatchFile:
+    paths = change_paths(change)
     insertions, deletions = sizes[paths[-1]]
     return PatchFile(
         path=paths[-1],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GITLINK = "160000"
 SYMLINK = "120000"
 _HUNK = re.compile(rb"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
-_OF_ANOTHER_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+_REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Git:
 
     folder: Path
     environment: Mapping[str, str] = field(repr=False)
-    nothing: str = "0" * 40
+    null_id: str = "0" * 40
     """How this repository writes the name of no object."""
 
     def run(
@@ -70,7 +70,7 @@ class Git:
         variables: Mapping[str, str] | None = None,
     ) -> bytes:
         """What git prints; a failure is told in git's own words."""
-        done = self._start(words, stdin, variables or {})
+        done = self._spawn(words, stdin, variables or {})
         if done.returncode not in allow:
             said = done.stderr.decode(errors="replace").strip() or f"exit {done.returncode}"
             raise PortError(f"`git {' '.join(words[:4])}` failed in {self.folder}: {said}")
@@ -82,12 +82,12 @@ class Git:
 
     def succeeds(self, *words: str) -> bool:
         """Whether git exits with 0: for questions that it answers by its exit code."""
-        return self._start(words, b"", {}).returncode == 0
+        return self._spawn(words, b"", {}).returncode == 0
 
-    def _start(
+    def _spawn(
         self, words: Sequence[str], stdin: bytes, variables: Mapping[str, str]
     ) -> subprocess.CompletedProcess[bytes]:
-        kept = {k: v for k, v in self.environment.items() if k not in _OF_ANOTHER_REPOSITORY}
+        kept = {k: v for k, v in self.environment.items() if k not in _REPOSITORY_VARIABLES}
         fixed = {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_EDITOR": ":", "GIT_PAGER": "cat"}
         try:
             return subprocess.run(
@@ -101,9 +101,9 @@ class Git:
         except FileNotFoundError:
             raise PortError("`git` is not installed, or not on PATH; install it.") from None
 
-    def commit(self, name: str) -> str:
+    def resolve_commit(self, name: str) -> str:
         """The commit that a name stands for."""
-        done = self._start(["rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"], b"", {})
+        done = self._spawn(["rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"], b"", {})
         if done.returncode != 0:
             raise PortError(
                 f"{name!r} is no commit of {self.folder}; name a branch, a tag or a commit that is "
@@ -111,7 +111,7 @@ class Git:
             )
         return done.stdout.decode().strip()
 
-    def common(self, one: str, other: str) -> str:
+    def merge_base(self, one: str, other: str) -> str:
         """The newest commit that two commits both grew from."""
         if not self.succeeds("merge-base", one, other):
             raise PortError(
@@ -120,7 +120,7 @@ class Git:
             )
         return self.text("merge-base", one, other)
 
-    def tree(self, name: str) -> dict[str, TreeEntry]:
+    def list_tree(self, name: str) -> dict[str, TreeEntry]:
         """Every file of a commit or tree, by path."""
         entries = {}
         for record in _records(self.run("ls-tree", "-r", "-z", "--full-tree", name)):
@@ -129,21 +129,21 @@ class Git:
             entries[path] = TreeEntry(mode, blob)
         return entries
 
-    def changes(self, old: str, new: str, *, renames: bool = True) -> list[FileChange]:
+    def diff_trees(self, old: str, new: str, *, renames: bool = True) -> list[FileChange]:
         """What differs between two commits or trees."""
         follow = ("-M", "-l0") if renames else ("--no-renames",)
         raw = self.run("diff-tree", "-r", "-z", "--no-abbrev", *follow, old, new)
-        return parse_raw(_records(raw))
+        return parse_raw_diff(_records(raw))
 
-    def read(self, blob: str) -> bytes:
+    def read_blob(self, blob: str) -> bytes:
         """The bytes of a file."""
         return self.run("cat-file", "blob", blob)
 
-    def write(self, content: bytes) -> str:
+    def write_blob(self, content: bytes) -> str:
         """Keep bytes as they are; gives the blob."""
         return self.run("hash-object", "-w", "--no-filters", "--stdin", stdin=content).decode()[:-1]
 
-    def hunks(self, old: str, new: str) -> list[Hunk]:
+    def diff_blobs(self, old: str, new: str) -> list[Hunk]:
         """Which lines differ between two blobs."""
         if old == new:
             return []
@@ -151,18 +151,18 @@ class Git:
             *("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--text", "-U0"),
             *("--inter-hunk-context=0", "--diff-algorithm=histogram", old, new),
         )
-        return [_hunk(*match.groups()) for match in _HUNK.finditer(said)]
+        return [_parse_hunk(*match.groups()) for match in _HUNK.finditer(said)]
 
-    def tree_with(self, base: str, files: Mapping[str, TreeEntry | None]) -> str:
+    def write_tree_with(self, base: str, files: Mapping[str, TreeEntry | None]) -> str:
         """A tree with some files replaced; none takes one away."""
-        lines = b"".join(self.index_line(path, 0, entry) for path, entry in files.items())
-        return self._in_index(base, lines, "update-index", "-z", "--index-info")
+        lines = b"".join(self.index_record(path, 0, entry) for path, entry in files.items())
+        return self._write_tree(base, lines, "update-index", "-z", "--index-info")
 
-    def patched(self, base: str, patch: bytes) -> str:
+    def write_patched_tree(self, base: str, patch: bytes) -> str:
         """A tree with a patch applied, exactly where it says."""
-        return self._in_index(base, patch, "apply", "--cached", "--whitespace=nowarn", "-")
+        return self._write_tree(base, patch, "apply", "--cached", "--whitespace=nowarn", "-")
 
-    def _in_index(self, base: str, stdin: bytes, *words: str) -> str:
+    def _write_tree(self, base: str, stdin: bytes, *words: str) -> str:
         """Change a tree in an index of our own: the user's stays as it is."""
         index = (
             Path(self.text("rev-parse", "--absolute-git-dir"))
@@ -176,9 +176,9 @@ class Git:
         finally:
             index.unlink(missing_ok=True)
 
-    def index_line(self, path: str, stage: int, entry: TreeEntry | None) -> bytes:
+    def index_record(self, path: str, stage: int, entry: TreeEntry | None) -> bytes:
         """What `update-index -z --index-info` reads; without an entry the path goes."""
-        kept = entry or TreeEntry("0", self.nothing)
+        kept = entry or TreeEntry("0", self.null_id)
         head = f"{kept.mode} {kept.blob} {stage}\t"
         return head.encode() + path.encode(errors="surrogateescape") + b"\0"
 
@@ -188,7 +188,7 @@ class Git:
         return self.run("commit-tree", tree, *given, stdin=message.encode()).decode().strip()
 
 
-def open_git(folder: Path, environment: Mapping[str, str]) -> Git:
+def open_repository(folder: Path, environment: Mapping[str, str]) -> Git:
     """The repository that a folder is in; paths count from its root."""
     if not folder.is_dir():
         raise PortError(f"{folder} is no folder; name the clone of the fork.")
@@ -200,7 +200,7 @@ def open_git(folder: Path, environment: Mapping[str, str]) -> Git:
     return Git(root, environment, "0" * digits)
 
 
-def parse_raw(records: Iterable[str]) -> list[FileChange]:
+def parse_raw_diff(records: Iterable[str]) -> list[FileChange]:
     """Git's `--raw -z` records, submodules among them."""
     changes = []
     left = iter(records)
@@ -220,7 +220,7 @@ def _records(raw: bytes) -> list[str]:
     return raw.decode(errors="surrogateescape").split("\0")[:-1]
 
 
-def _hunk(old: bytes, old_len: bytes | None, new: bytes, new_len: bytes | None) -> Hunk:
+def _parse_hunk(old: bytes, old_len: bytes | None, new: bytes, new_len: bytes | None) -> Hunk:
     """`-5,0` is the place after line 5; `-5,2` are the lines 5 and 6."""
     num_old, num_new = int(old_len or 1), int(new_len or 1)
     old_start = int(old) - (num_old > 0)

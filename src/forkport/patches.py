@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "manifest.json"
-READABLE = "GH200_PATCH_MANIFEST.md"
+MANIFEST_PAGE = "GH200_PATCH_MANIFEST.md"
 Risk = Literal["low", "medium", "high"]
-Group = Literal["upstream", "ours", "combined"]
-GROUPS: tuple[Group, ...] = ("upstream", "ours", "combined")
+ValidationGroup = Literal["upstream", "ours", "combined"]
+VALIDATION_GROUPS: tuple[ValidationGroup, ...] = ("upstream", "ours", "combined")
 
 
 class _ManifestPart(BaseModel):
@@ -67,7 +67,7 @@ class ValidationCommands(_ManifestPart):
     combined: tuple[str, ...] = ()
     """Run on the result: both at once."""
 
-    def of(self, group: Group) -> tuple[str, ...]:
+    def commands(self, group: ValidationGroup) -> tuple[str, ...]:
         """The commands of one group."""
         return {"upstream": self.upstream, "ours": self.ours, "combined": self.combined}[group]
 
@@ -123,10 +123,10 @@ def read_patch(folder: Path, patch: Patch) -> bytes:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """The manifest for machines, and the same for people."""
     write_text(folder / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
-    write_text(folder / READABLE, readable(manifest))
+    write_text(folder / MANIFEST_PAGE, manifest_page(manifest))
 
 
-def readable(manifest: Manifest) -> str:
+def manifest_page(manifest: Manifest) -> str:
     """The manifest as a page."""
     lines = [
         "# Patch manifest",

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from forkport.history import commits_touching, spots_of
+from forkport.history import commits_touching, touched_regions
 from forkport.merge import merge_patch
-from forkport.patches import GROUPS, read_patch
-from forkport.source_index import Library, survey
-from forkport.three_way import Labels
+from forkport.patches import VALIDATION_GROUPS, read_patch
+from forkport.source_index import SourceReader, compare_trees
+from forkport.three_way import SideLabels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from forkport.git import FileChange, Git, TreeEntry
-    from forkport.history import Touch
+    from forkport.history import TouchingCommit
     from forkport.merge import FileResult
     from forkport.patches import Manifest, Patch
-    from forkport.source_index import Upstream
-    from forkport.state import Done, Ran, State
+    from forkport.source_index import UpstreamChanges
+    from forkport.state import AppliedPatch, CommandRun, PortState
 
 
 Verdict = Literal["applies", "moved", "conflicts", "upstream has it"]
@@ -33,41 +33,41 @@ class PatchPlan:
     patch: Patch
     verdict: Verdict
     files: tuple[FileResult, ...]
-    commits: tuple[Touch, ...]
+    commits: tuple[TouchingCommit, ...]
 
 
 @dataclass(frozen=True)
-class Ground:
+class MergeContext:
     """Everything that merging patches needs, read once."""
 
-    library: Library
-    upstream: Upstream
+    library: SourceReader
+    upstream: UpstreamChanges
     tip: str
 
-    def labels(self, patch: Patch) -> Labels:
+    def labels(self, patch: Patch) -> SideLabels:
         """The names of the sides in markers."""
-        return Labels(f"upstream {self.tip[:10]}", f"fork: {patch.name}")
+        return SideLabels(f"upstream {self.tip[:10]}", f"fork: {patch.name}")
 
 
-def survey_ground(git: Git, manifest: Manifest, tip: str) -> Ground:
+def open_merge_context(git: Git, manifest: Manifest, tip: str) -> MergeContext:
     """Compare base and upstream; the base must be there."""
-    return Ground(Library(git), survey(git, git.commit(manifest.base), tip), tip)
+    return MergeContext(SourceReader(git), compare_trees(git, git.resolve_commit(manifest.base), tip), tip)
 
 
-def changes_of(git: Git, manifest: Manifest, folder: Path, patch: Patch) -> list[FileChange]:
+def patch_changes(git: Git, manifest: Manifest, folder: Path, patch: Patch) -> list[FileChange]:
     """A patch as changes of the base's files."""
     content = read_patch(folder, patch)
-    return git.changes(manifest.base, git.patched(manifest.base, content))
+    return git.diff_trees(manifest.base, git.write_patched_tree(manifest.base, content))
 
 
 def merge_one(
-    ground: Ground, tree: dict[str, TreeEntry], patch: Patch, changes: Sequence[FileChange]
+    ground: MergeContext, tree: dict[str, TreeEntry], patch: Patch, changes: Sequence[FileChange]
 ) -> list[FileResult]:
     """Merge one patch onto a tree."""
     return merge_patch(ground.library, ground.upstream, tree, changes, ground.labels(patch))
 
 
-def judge_files(files: Sequence[FileResult]) -> Verdict:
+def patch_verdict(files: Sequence[FileResult]) -> Verdict:
     """One word for a patch."""
     if any(file.is_conflict for file in files):
         return "conflicts"
@@ -78,14 +78,14 @@ def judge_files(files: Sequence[FileResult]) -> Verdict:
 
 def make_plan(git: Git, manifest: Manifest, folder: Path, upstream: str) -> list[PatchPlan]:
     """Merge every patch on top of those before it; nothing but objects is written."""
-    tip = git.commit(upstream)
-    ground = survey_ground(git, manifest, tip)
+    tip = git.resolve_commit(upstream)
+    ground = open_merge_context(git, manifest, tip)
     tree = dict(ground.upstream.tip)
     merged: list[tuple[Patch, list[FileResult]]] = []
     spots = []
     for patch in manifest.patches:
-        changes = changes_of(git, manifest, folder, patch)
-        spots += spots_of(ground.library, patch.name, changes)
+        changes = patch_changes(git, manifest, folder, patch)
+        spots += touched_regions(ground.library, patch.name, changes)
         files = merge_one(ground, tree, patch, changes)
         merged.append((patch, files))
         for file in files:
@@ -95,7 +95,7 @@ def make_plan(git: Git, manifest: Manifest, folder: Path, upstream: str) -> list
                 tree.pop(file.path, None)
     commits = commits_touching(ground.library, manifest.base, tip, spots)
     return [
-        PatchPlan(patch, judge_files(files), tuple(files), tuple(commits.get(patch.name, ())))
+        PatchPlan(patch, patch_verdict(files), tuple(files), tuple(commits.get(patch.name, ())))
         for patch, files in merged
     ]
 
@@ -115,8 +115,8 @@ def plan_lines(plans: Sequence[PatchPlan]) -> Iterator[str]:
         for file in plan.files:
             for note in file.notes:
                 yield f"  {file.path}: {note}"
-            if file.why:
-                yield f"  {file.path}: conflict: {file.why}"
+            if file.reason:
+                yield f"  {file.path}: conflict: {file.reason}"
             for conflict in file.conflicts:
                 yield f"  {file.path}:{conflict.line}: conflict: both sides changed these lines"
         if plan.commits:
@@ -139,7 +139,7 @@ def plan_json(plans: Sequence[PatchPlan]) -> list[dict[str, object]]:
                 {
                     "path": file.path,
                     "moved": file.moved,
-                    "why": file.why,
+                    "why": file.reason,
                     "conflict_lines": [conflict.line for conflict in file.conflicts],
                     "notes": list(file.notes),
                 }
@@ -158,8 +158,8 @@ def conflict_lines(file: FileResult) -> Iterator[str]:
     """Both sides of every conflict of a file."""
     for note in file.notes:
         yield f"{file.path}: {note}"
-    if file.why:
-        yield f"{file.path}: {file.why}"
+    if file.reason:
+        yield f"{file.path}: {file.reason}"
     for conflict in file.conflicts:
         yield f"{file.path}:{conflict.line}: both sides changed these lines"
         sides = (("before", conflict.base), ("upstream", conflict.ours), ("fork", conflict.theirs))
@@ -183,12 +183,12 @@ _ABOUT = {
 }
 
 
-def checklist(manifest: Manifest, state: State | None, baseline: str | None) -> str:
+def checklist(manifest: Manifest, state: PortState | None, baseline: str | None) -> str:
     """The page; `baseline` is the last line of a comparison, where there was one."""
     return "\n".join([*_lines(manifest, state, baseline)]) + "\n"
 
 
-def _lines(manifest: Manifest, state: State | None, baseline: str | None) -> Iterator[str]:
+def _lines(manifest: Manifest, state: PortState | None, baseline: str | None) -> Iterator[str]:
     yield "# Rebase checklist"
     yield ""
     yield (
@@ -209,8 +209,8 @@ def _lines(manifest: Manifest, state: State | None, baseline: str | None) -> Ite
     for patch in manifest.patches:
         yield from _patch(patch, done.get(patch.name), patch.name == stopped)
     yield from ("", "## 3. Validation", "")
-    for group in GROUPS:
-        commands = manifest.validation.of(group)
+    for group in VALIDATION_GROUPS:
+        commands = manifest.validation.commands(group)
         ran = {each.command: each for each in (state.ran if state else ()) if each.group == group}
         yield f"{_ABOUT[group]}:"
         yield ""
@@ -229,7 +229,7 @@ def _lines(manifest: Manifest, state: State | None, baseline: str | None) -> Ite
     yield _item(False, "result accepted; or undone with `gracetune port rollback`")
 
 
-def _patch(patch: Patch, done: Done | None, is_stopped: bool) -> Iterator[str]:
+def _patch(patch: Patch, done: AppliedPatch | None, is_stopped: bool) -> Iterator[str]:
     size = sum(file.insertions + file.deletions for file in patch.files)
     head = f"{patch.name} ({len(patch.files)} files, {size} lines, risk {patch.risk})"
     if done is None:
@@ -243,7 +243,7 @@ def _patch(patch: Patch, done: Done | None, is_stopped: bool) -> Iterator[str]:
         yield f"  - {note}"
 
 
-def _command(command: str, ran: Ran | None, state: State | None, group: str) -> str:
+def _command(command: str, ran: CommandRun | None, state: PortState | None, group: str) -> str:
     if ran is None:
         return _item(False, f"`{command}`: not run")
     wanted = state.tip if state and group == "upstream" else (state.at if state else ran.commit)

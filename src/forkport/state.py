@@ -23,7 +23,7 @@ class _StatePart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Done(_StatePart):
+class AppliedPatch(_StatePart):
     """A patch that is behind us."""
 
     patch: str
@@ -35,7 +35,7 @@ class Done(_StatePart):
     notes: tuple[str, ...] = ()
 
 
-class Stopped(_StatePart):
+class PendingPatch(_StatePart):
     """The patch whose conflicts wait in the working tree."""
 
     patch: str
@@ -46,7 +46,7 @@ class Stopped(_StatePart):
     notes: tuple[str, ...] = ()
 
 
-class Ran(_StatePart):
+class CommandRun(_StatePart):
     """One command of a validation."""
 
     group: str
@@ -58,7 +58,7 @@ class Ran(_StatePart):
     log: str
 
 
-class State(_StatePart):
+class PortState(_StatePart):
     """A port, from its backup to its last validation."""
 
     version: Literal[1] = 1
@@ -73,23 +73,23 @@ class State(_StatePart):
     tip: str
     at: str
     """The newest commit of the port."""
-    done: tuple[Done, ...] = ()
-    stopped: Stopped | None = None
+    done: tuple[AppliedPatch, ...] = ()
+    stopped: PendingPatch | None = None
     finished: bool = False
     """Every patch is in, and the working tree shows it."""
-    ran: tuple[Ran, ...] = ()
+    ran: tuple[CommandRun, ...] = ()
 
 
-def home_of(git: Git) -> Path:
+def state_folder(git: Git) -> Path:
     """The folder of ours in the git folder."""
     return Path(git.text("rev-parse", "--absolute-git-dir")) / "gracetune-port"
 
 
-def find_state(git: Git) -> State | None:
+def find_state(git: Git) -> PortState | None:
     """The state of a port, if there is one."""
-    path = home_of(git) / _FILE
+    path = state_folder(git) / _FILE
     try:
-        return State.model_validate_json(path.read_bytes())
+        return PortState.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError as error:
@@ -98,7 +98,7 @@ def find_state(git: Git) -> State | None:
         ) from None
 
 
-def read_state(git: Git) -> State:
+def read_state(git: Git) -> PortState:
     """The state of a port; without one there is nothing to go on with."""
     state = find_state(git)
     if state is None:
@@ -108,27 +108,27 @@ def read_state(git: Git) -> State:
     return state
 
 
-def write_state(git: Git, state: State) -> None:
+def write_state(git: Git, state: PortState) -> None:
     """Replace the state, whole or not at all."""
-    write_text(home_of(git) / _FILE, state.model_dump_json(indent=2) + "\n")
+    write_text(state_folder(git) / _FILE, state.model_dump_json(indent=2) + "\n")
 
 
-def forget_state(git: Git, stamp: str) -> Path:
+def archive_state(git: Git, stamp: str) -> Path:
     """End a port; what it was stays readable."""
-    home = home_of(git)
+    home = state_folder(git)
     past = home / f"ended-{stamp}.json"
     (home / _FILE).replace(past)
     return past
 
 
-def adopt_patches(git: Git, folder: Path) -> Manifest:
+def copy_patches(git: Git, folder: Path) -> Manifest:
     """Copy a patch set to where a switch of branches cannot take it away."""
     manifest = read_manifest(folder)
-    with atomic_folder(patches_of(git)) as staging:
+    with atomic_folder(patches_folder(git)) as staging:
         shutil.copytree(folder, staging, dirs_exist_ok=True)
     return manifest
 
 
-def patches_of(git: Git) -> Path:
+def patches_folder(git: Git) -> Path:
     """The copy of the patch set that the port under way uses."""
-    return home_of(git) / "patches"
+    return state_folder(git) / "patches"

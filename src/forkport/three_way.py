@@ -36,12 +36,12 @@ class MergedText:
 
     content: bytes
     conflicts: tuple[Conflict, ...] = ()
-    neighbours: tuple[str, ...] = ()
+    adjacent_changes: tuple[str, ...] = ()
     """The line above each place where a change of one side touches one of the other."""
 
 
 @dataclass(frozen=True, slots=True)
-class Labels:
+class SideLabels:
     """What the markers call the two sides."""
 
     ours: str
@@ -55,7 +55,7 @@ class _Edit:
     start: int
     end: int
     new: tuple[bytes, ...]
-    of_ours: bool
+    is_ours: bool
 
 
 def split_lines(content: bytes) -> Lines:
@@ -65,16 +65,16 @@ def split_lines(content: bytes) -> Lines:
     return [*lines, pieces[-1]] if pieces[-1] else lines
 
 
-def joined(lines: Lines) -> bytes:
+def join_lines(lines: Lines) -> bytes:
     """One text; a line that was the last of its file gets an end where others follow it now."""
-    return b"".join([*_ended(lines[:-1]), *lines[-1:]])
+    return b"".join([*_terminate(lines[:-1]), *lines[-1:]])
 
 
 def merge_lines(
     base: Lines,
     ours: tuple[Lines, Sequence[Hunk]],
     theirs: tuple[Lines, Sequence[Hunk]],
-    labels: Labels,
+    labels: SideLabels,
 ) -> MergedText:
     """Take each side's changes; each side comes with its hunks against the base."""
     edits = sorted(
@@ -86,26 +86,26 @@ def merge_lines(
     neighbours: list[str] = []
     done = 0
     last: _Edit | None = None
-    for cluster in _clusters(edits):
+    for cluster in _group_overlapping(edits):
         start, end = cluster[0].start, max(edit.end for edit in cluster)
         out += base[done:start]
-        if last is not None and last.end == start and last.of_ours != cluster[0].of_ours:
+        if last is not None and last.end == start and last.is_ours != cluster[0].is_ours:
             neighbours.append(out[-1].decode(errors="replace").strip() if out else "the top")
         left, right = (
-            _applied(base, [e for e in cluster if e.of_ours is side], start, end)
+            _apply_edits(base, [e for e in cluster if e.is_ours is side], start, end)
             for side in (True, False)
         )
-        if len({edit.of_ours for edit in cluster}) == 1:
-            out += left if cluster[0].of_ours else right
+        if len({edit.is_ours for edit in cluster}) == 1:
+            out += left if cluster[0].is_ours else right
         elif left == right:
             out += left
         else:
-            conflicts.append(_mark(out, base[start:end], left, right, labels))
+            conflicts.append(_write_conflict(out, base[start:end], left, right, labels))
         done, last = end, cluster[-1]
-    return MergedText(joined(out + base[done:]), tuple(conflicts), tuple(neighbours))
+    return MergedText(join_lines(out + base[done:]), tuple(conflicts), tuple(neighbours))
 
 
-def find_conflicts(content: bytes, labels: Labels) -> tuple[Conflict, ...]:
+def find_conflicts(content: bytes, labels: SideLabels) -> tuple[Conflict, ...]:
     """Read the markers back, wherever a text was put together from."""
     first, last = (f"<<<<<<< {labels.ours}\n".encode(), f">>>>>>> {labels.theirs}\n".encode())
     found = []
@@ -127,7 +127,7 @@ def find_conflicts(content: bytes, labels: Labels) -> tuple[Conflict, ...]:
     return tuple(found)
 
 
-def markers_left(content: bytes, labels: Labels) -> list[int]:
+def find_markers(content: bytes, labels: SideLabels) -> list[int]:
     """Lines with a marker of ours, whatever ends lines on this disk; counted from 1."""
     marks = {f"<<<<<<< {labels.ours}".encode(), f">>>>>>> {labels.theirs}".encode(), _BEFORE[:-1]}
     lines = content.split(b"\n")
@@ -140,7 +140,7 @@ def _edits(lines: Lines, hunks: Sequence[Hunk], of_ours: bool) -> list[_Edit]:
     ]
 
 
-def _clusters(edits: Sequence[_Edit]) -> list[list[_Edit]]:
+def _group_overlapping(edits: Sequence[_Edit]) -> list[list[_Edit]]:
     """Edits that share lines belong together; those that only touch do not."""
     clusters: list[list[_Edit]] = []
     end = -1
@@ -159,7 +159,7 @@ def _same_place(one: _Edit, other: _Edit) -> bool:
     return one.start == one.end == other.start == other.end
 
 
-def _applied(base: Lines, edits: Sequence[_Edit], start: int, end: int) -> Lines:
+def _apply_edits(base: Lines, edits: Sequence[_Edit], start: int, end: int) -> Lines:
     out: Lines = []
     for edit in edits:
         out += [*base[start : edit.start], *edit.new]
@@ -167,29 +167,29 @@ def _applied(base: Lines, edits: Sequence[_Edit], start: int, end: int) -> Lines
     return out + base[start:end]
 
 
-def _mark(out: Lines, base: Lines, left: Lines, right: Lines, labels: Labels) -> Conflict:
+def _write_conflict(out: Lines, base: Lines, left: Lines, right: Lines, labels: SideLabels) -> Conflict:
     """Write a conflict with markers; lines that both sides agree on stay outside."""
-    head = _common(left, right)
+    head = _common_prefix(left, right)
     out += left[:head]
     left, right = left[head:], right[head:]
-    tail = _common(left[::-1], right[::-1])
+    tail = _common_prefix(left[::-1], right[::-1])
     after = left[len(left) - tail :]
     left, right = left[: len(left) - tail], right[: len(right) - tail]
     conflict = Conflict(len(out) + 1, b"".join(base), b"".join(left), b"".join(right))
     out += [
-        *(f"<<<<<<< {labels.ours}\n".encode(), *_ended(left)),
-        *(_BEFORE, *_ended(base)),
-        *(_BETWEEN, *_ended(right)),
+        *(f"<<<<<<< {labels.ours}\n".encode(), *_terminate(left)),
+        *(_BEFORE, *_terminate(base)),
+        *(_BETWEEN, *_terminate(right)),
         *(f">>>>>>> {labels.theirs}\n".encode(), *after),
     ]
     return conflict
 
 
-def _common(left: Lines, right: Lines) -> int:
+def _common_prefix(left: Lines, right: Lines) -> int:
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def _ended(lines: Lines) -> Lines:
+def _terminate(lines: Lines) -> Lines:
     """A file's last line may have no end; before anything else it needs one."""
     return [line if line.endswith(b"\n") else line + b"\n" for line in lines]

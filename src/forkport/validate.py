@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from forkport.patches import MANIFEST
-from forkport.state import Ran, find_state, home_of, write_state
+from forkport.state import CommandRun, find_state, state_folder, write_state
 from forkport.worktree import uncommitted
 from gracetune.errors import PortError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from forkport.git import Git
-    from forkport.patches import Group, Manifest
+    from forkport.patches import ValidationGroup, Manifest
 
 WITH_CHANGES = " with uncommitted changes"
 _NOT_FOUND = 127
@@ -29,12 +29,12 @@ def validate(
     git: Git,
     manifest: Manifest,
     upstream: str,
-    groups: Sequence[Group],
+    groups: Sequence[ValidationGroup],
     now: Callable[[], datetime],
-    emit: Callable[[Ran], None],
-) -> list[Ran]:
+    on_finished: Callable[[CommandRun], None],
+) -> list[CommandRun]:
     """Run every command, all of them even if one fails; a group without any is an error."""
-    empty = [group for group in groups if not manifest.validation.of(group)]
+    empty = [group for group in groups if not manifest.validation.commands(group)]
     if empty:
         raise PortError(
             f"validation.{empty[0]} in {MANIFEST} names no command, so nothing would be tested. "
@@ -42,47 +42,47 @@ def validate(
         )
     ran = []
     for group in groups:
-        with _ground(git, group, upstream) as folder:
-            commit = _what_is_seen(git, group, upstream)
-            for number, command in enumerate(manifest.validation.of(group), start=1):
-                log = home_of(git) / "logs" / f"{group}-{number:02d}.log"
+        with _folder_under_test(git, group, upstream) as folder:
+            commit = _tested_commit(git, group, upstream)
+            for number, command in enumerate(manifest.validation.commands(group), start=1):
+                log = state_folder(git) / "logs" / f"{group}-{number:02d}.log"
                 one = _run(git, folder, log, (group, command, commit), now)
                 ran.append(one)
-                emit(one)
-                _remember(git, one)
+                on_finished(one)
+                _record(git, one)
     return ran
 
 
 @contextmanager
-def _ground(git: Git, group: Group, upstream: str) -> Iterator[Path]:
+def _folder_under_test(git: Git, group: ValidationGroup, upstream: str) -> Iterator[Path]:
     """Upstream's own commands see upstream alone, in a copy; the others see the working tree."""
     if group != "upstream":
         yield git.folder
         return
-    copy = home_of(git) / "upstream"
+    copy = state_folder(git) / "upstream"
     if copy.exists():  # what a killed validation left behind
         git.run("worktree", "remove", "--force", str(copy))
-    git.run("worktree", "add", "--quiet", "--detach", str(copy), git.commit(upstream))
+    git.run("worktree", "add", "--quiet", "--detach", str(copy), git.resolve_commit(upstream))
     try:
         yield copy
     finally:
         git.run("worktree", "remove", "--force", str(copy))
 
 
-def _what_is_seen(git: Git, group: Group, upstream: str) -> str:
+def _tested_commit(git: Git, group: ValidationGroup, upstream: str) -> str:
     """The commit that commands prove something of; with changes beside it, it is not that one."""
     if group == "upstream":
-        return git.commit(upstream)
-    return git.commit("HEAD") + (WITH_CHANGES if uncommitted(git) else "")
+        return git.resolve_commit(upstream)
+    return git.resolve_commit("HEAD") + (WITH_CHANGES if uncommitted(git) else "")
 
 
 def _run(
     git: Git,
     folder: Path,
     log: Path,
-    what: tuple[Group, str, str],
+    what: tuple[ValidationGroup, str, str],
     now: Callable[[], datetime],
-) -> Ran:
+) -> CommandRun:
     group, command, commit = what
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -101,7 +101,7 @@ def _run(
         except OSError as error:
             output.write(f"{command}: {error.strerror}\n".encode())
             code = _NOT_FOUND
-    return Ran(
+    return CommandRun(
         group=group,
         command=command,
         commit=commit,
@@ -112,7 +112,7 @@ def _run(
     )
 
 
-def _remember(git: Git, one: Ran) -> None:
+def _record(git: Git, one: CommandRun) -> None:
     """The newest run of each command counts."""
     state = find_state(git)
     if state is not None:

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from made_history import IDENTITY, Repo
+from git_history import IDENTITY, Repo
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {

@@ -11,7 +11,7 @@ import pytest
 # Not `simpletuner` alone, which the folder of that name would be taken for.
 pytest.importorskip("simpletuner.helpers", reason="make test-hosts runs it in that environment")
 
-from made_pipeline import write_environment, write_pipeline
+from tiny_pipeline import write_environment, write_pipeline
 
 SCRIPT = Path(__file__).with_name("train_on_cpu.py")
 SRC = Path(__file__).resolve().parents[2] / "src"

@@ -18,7 +18,7 @@ import pytest
 # Not `simpletuner` alone, which the folder of that name would be taken for.
 pytest.importorskip("simpletuner.helpers", reason="make test-hosts runs it in that environment")
 
-from made_pipeline import write_environment
+from tiny_pipeline import write_environment
 
 from gracetune.hosts.simpletuner.webui import OPTIONS
 

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forkport.apply import PORT_BRANCH, begin, resume, roll_back
+from forkport.apply import PORT_BRANCH, start_apply, continue_apply, roll_back
 from forkport.extract import extract
-from forkport.git import open_git
-from forkport.patches import GROUPS, MANIFEST, ValidationCommands, read_manifest
+from forkport.git import open_repository
+from forkport.patches import VALIDATION_GROUPS, MANIFEST, ValidationCommands, read_manifest
 from forkport.plan import CHECKLIST, checklist, conflict_lines, make_plan, plan_json, plan_lines
-from forkport.state import find_state, patches_of
+from forkport.state import find_state, patches_folder
 from forkport.validate import validate
 from forkport.worktree import uncommitted
 from gracetune.config.environment import process_environment
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from forkport.apply import ApplyOutcome
     from forkport.git import Git
-    from forkport.patches import Group, Manifest
-    from forkport.state import Ran
+    from forkport.patches import ValidationGroup, Manifest
+    from forkport.state import CommandRun
 
 HELP = (
     "Keep a fork alive: take its delta out as patches, plan and put them onto a newer upstream, "
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=PATTERN",
         help="files that make one patch; may be given often, and numbers them in this order",
     )
-    for group in GROUPS:
+    for group in VALIDATION_GROUPS:
         take.add_argument(
             f"--validate-{group}",
             action="append",
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what the action says."""
-    git = open_git(args.repo, process_environment())
+    git = open_repository(args.repo, process_environment())
     folder: Path = args.patches or git.folder / "patches"
     act: Callable[[argparse.Namespace, Git, Path], int] = args.run_action
     return act(args, git, folder)
@@ -107,7 +107,7 @@ def _extract(args: argparse.Namespace, git: Git, folder: Path) -> int:
         if not (name and equals and pattern):
             raise PortError(f"--group is {text!r}; write NAME=PATTERN, such as docs=documentation.")
         groups.append((name, pattern))
-    given = {group: vars(args)[f"validate_{group}"] for group in GROUPS}
+    given = {group: vars(args)[f"validate_{group}"] for group in VALIDATION_GROUPS}
     validation = None
     if any(given.values()):
         validation = ValidationCommands(
@@ -125,7 +125,7 @@ def _extract(args: argparse.Namespace, git: Git, folder: Path) -> int:
         print(f"  {patch.why}")
     print(f"{len(manifest.patches)} patches of {branch} since {manifest.base[:10]} in {folder}.")
     dirty = uncommitted(git)
-    if dirty and git.commit("HEAD") == manifest.head:
+    if dirty and git.resolve_commit("HEAD") == manifest.head:
         print(f"Not in them, because it is not committed: {', '.join(dirty)}.")
     return 0
 
@@ -143,10 +143,10 @@ def _plan(args: argparse.Namespace, git: Git, folder: Path) -> int:
 
 def _apply(args: argparse.Namespace, git: Git, folder: Path) -> int:
     if args.go_on:
-        return _report_outcome(resume(git))
+        return _report_outcome(continue_apply(git))
     stamp = _stamp()
     return _report_outcome(
-        begin(git, folder, args.upstream, args.branch, stamp, _confirm(args.yes, "--yes"))
+        start_apply(git, folder, args.upstream, args.branch, stamp, _confirm(args.yes, "--yes"))
     )
 
 
@@ -175,10 +175,10 @@ def _report_outcome(outcome: ApplyOutcome) -> int:
 
 
 def _validate(args: argparse.Namespace, git: Git, folder: Path) -> int:
-    unknown = [group for group in args.groups if group not in GROUPS]
+    unknown = [group for group in args.groups if group not in VALIDATION_GROUPS]
     if unknown:
-        raise PortError(f"{unknown[0]!r} is no group; known: {', '.join(GROUPS)}.")
-    groups: list[Group] = [group for group in GROUPS if group in args.groups or not args.groups]
+        raise PortError(f"{unknown[0]!r} is no group; known: {', '.join(VALIDATION_GROUPS)}.")
+    groups: list[ValidationGroup] = [group for group in VALIDATION_GROUPS if group in args.groups or not args.groups]
     state = find_state(git)
     manifest = _manifest(git, folder)
     upstream = manifest.upstream if state is None else state.tip
@@ -188,7 +188,7 @@ def _validate(args: argparse.Namespace, git: Git, folder: Path) -> int:
     return 1 if failed else 0
 
 
-def _report_ran(one: Ran) -> None:
+def _report_ran(one: CommandRun) -> None:
     verdict = "passed" if one.exit_code == 0 else f"FAILED, exit {one.exit_code}"
     print(f"{one.group}: {one.command}: {verdict} in {one.seconds:.1f} s ({one.log})", flush=True)
     if one.exit_code:
@@ -215,7 +215,7 @@ def _manifest(git: Git, folder: Path) -> Manifest:
     """The user's copy, where commands may have been added, unless a switch took it away."""
     if find_state(git) is None or (folder / MANIFEST).exists():
         return read_manifest(folder)
-    return read_manifest(patches_of(git))
+    return read_manifest(patches_folder(git))
 
 
 def _rollback(args: argparse.Namespace, git: Git, folder: Path) -> int:
@@ -224,8 +224,8 @@ def _rollback(args: argparse.Namespace, git: Git, folder: Path) -> int:
     print(f"HEAD is on {done.branch} at {done.commit[:10]}, as before the port.")
     if done.restored:
         print(f"Uncommitted then, and so again: {', '.join(done.restored)}.")
-    if done.kept:
-        print(f"Uncommitted until now, and kept in {done.kept}: {', '.join(done.kept_paths)}.")
+    if done.saved_branch:
+        print(f"Uncommitted until now, and kept in {done.saved_branch}: {', '.join(done.saved_paths)}.")
     print(f"The branch {done.port_branch} stays; `git branch -D {done.port_branch}` deletes it.")
     return 0
 

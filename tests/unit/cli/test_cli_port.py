@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from made_history import IDENTITY, Repo
+from git_history import IDENTITY, Repo
 
 from gracetune.cli.main import main
 

@@ -1,7 +1,7 @@
 """A small fork and its upstream, which a test changes as it likes."""
 
 import pytest
-from made_history import Repo
+from git_history import Repo
 
 MODULE = '''"""A module."""
 

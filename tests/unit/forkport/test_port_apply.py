@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from forkport.apply import begin, resume, roll_back
+from forkport.apply import start_apply, continue_apply, roll_back
 from forkport.extract import extract
-from forkport.state import find_state, home_of
+from forkport.state import find_state, state_folder
 from gracetune.errors import PortError
 
 
@@ -50,7 +50,7 @@ def test_one_commit_a_patch_on_top_of_upstream(grow, patches, module):
         {"up.txt": "up\n"},
     )
     extract(repo.git, "fork", "upstream", patches)
-    outcome = begin(repo.git, patches, None, "port", "1", refuse)
+    outcome = start_apply(repo.git, patches, None, "port", "1", refuse)
     assert outcome.state.finished
     subjects = repo.run("log", "--format=%s", "upstream..port").splitlines()
     assert subjects == ["Reapply 02-new: extra/new.py", "Reapply 01-one: pkg/one.py"]
@@ -64,7 +64,7 @@ def test_what_upstream_has_makes_no_commit(grow, patches, module):
     new = module.replace("a = 1", "a = 10")
     repo = grow({"pkg/one.py": new, "x.py": "x\n"}, {"pkg/one.py": new})
     extract(repo.git, "fork", "upstream", patches)
-    state = begin(repo.git, patches, None, "port", "1", refuse).state
+    state = start_apply(repo.git, patches, None, "port", "1", refuse).state
     assert {d.patch: (d.verdict, d.commit is None) for d in state.done} == {
         "01-one": ("upstream has it", True),
         "02-x": ("applies", False),
@@ -72,7 +72,7 @@ def test_what_upstream_has_makes_no_commit(grow, patches, module):
 
 
 def test_a_conflict_stops_with_gits_own_signs_of_it(conflicting, patches):
-    outcome = begin(conflicting.git, patches, None, "port", "1", refuse)
+    outcome = start_apply(conflicting.git, patches, None, "port", "1", refuse)
     assert outcome.state.stopped.patch == "02-one"
     assert [file.path for file in outcome.conflicts] == ["pkg/one.py"]
     assert conflicting.run("status", "--porcelain", "--untracked-files=no") == "UU pkg/one.py\n"
@@ -82,80 +82,80 @@ def test_a_conflict_stops_with_gits_own_signs_of_it(conflicting, patches):
 
 
 def test_going_on_takes_what_was_settled(conflicting, patches, module):
-    begin(conflicting.git, patches, None, "port", "1", refuse)
+    start_apply(conflicting.git, patches, None, "port", "1", refuse)
     settle(conflicting, module.replace("b = 2", "b = 220"))
-    state = resume(conflicting.git).state
+    state = continue_apply(conflicting.git).state
     assert state.finished
     assert conflicting.show("port", "pkg/one.py") == module.replace("b = 2", "b = 220")
     assert conflicting.show("port", "extra/new.py") == "new = 1\n"
     message = conflicting.run("log", "-1", "--format=%b", "port~1")
     assert "Settled by hand: pkg/one.py." in message
     with pytest.raises(PortError, match="already"):
-        resume(conflicting.git)
+        continue_apply(conflicting.git)
 
 
 def test_markers_must_be_gone(conflicting, patches):
-    begin(conflicting.git, patches, None, "port", "1", refuse)
+    start_apply(conflicting.git, patches, None, "port", "1", refuse)
     path = conflicting.folder / "pkg/one.py"
     with pytest.raises(PortError, match=r"pkg/one.py:8 is a conflict marker"):
-        resume(conflicting.git)
+        continue_apply(conflicting.git)
     # Half removed is not removed, and what ends a line does not matter.
     lines = [line for line in path.read_text().splitlines() if not line.startswith("<<<<<<<")]
     path.write_text("\r\n".join(lines))
     with pytest.raises(PortError, match="is a conflict marker"):
-        resume(conflicting.git)
+        continue_apply(conflicting.git)
     assert find_state(conflicting.git).stopped is not None
 
 
 def test_a_commit_of_the_users_own_counts(conflicting, patches, module):
-    begin(conflicting.git, patches, None, "port", "1", refuse)
+    start_apply(conflicting.git, patches, None, "port", "1", refuse)
     settle(conflicting, module.replace("b = 2", "b = 5"))
     conflicting.run("commit", "--quiet", "--all", "--message=mine")
-    assert resume(conflicting.git).state.finished
+    assert continue_apply(conflicting.git).state.finished
     assert conflicting.run("log", "-1", "--format=%s", "port~1") == "mine\n"
 
 
 def test_settled_as_upstream_has_it_makes_no_commit(conflicting, patches, module):
-    begin(conflicting.git, patches, None, "port", "1", refuse)
+    start_apply(conflicting.git, patches, None, "port", "1", refuse)
     settle(conflicting, module.replace("b = 2", "b = 200"))
-    state = resume(conflicting.git).state
+    state = continue_apply(conflicting.git).state
     assert state.done[1].commit is None
     assert conflicting.run("rev-list", "--count", "upstream..port") == "2\n"
 
 
 def test_going_on_elsewhere_is_refused(conflicting, patches, module):
-    begin(conflicting.git, patches, None, "port", "1", refuse)
+    start_apply(conflicting.git, patches, None, "port", "1", refuse)
     conflicting.run("checkout", "--quiet", "--force", "fork")
     with pytest.raises(PortError, match="HEAD is not on port"):
-        resume(conflicting.git)
+        continue_apply(conflicting.git)
     conflicting.run("checkout", "--quiet", "port")
     conflicting.run("reset", "--quiet", "--hard", "upstream")
     with pytest.raises(PortError, match="other ancestors"):
-        resume(conflicting.git)
+        continue_apply(conflicting.git)
 
 
 def test_a_choice_between_deleted_and_changed_is_made_with_git(grow, patches, module):
     repo = grow({"pkg/one.py": module.replace("b = 2", "b = 20")}, {"pkg/one.py": None})
     extract(repo.git, "fork", "upstream", patches)
-    outcome = begin(repo.git, patches, None, "port", "1", refuse)
+    outcome = start_apply(repo.git, patches, None, "port", "1", refuse)
     assert outcome.state.stopped.unmarked == ("pkg/one.py",)
     with pytest.raises(PortError, match=r"choose with `git add pkg/one\.py`"):
-        resume(repo.git)
+        continue_apply(repo.git)
     repo.run("add", "pkg/one.py")
-    assert resume(repo.git).state.finished
+    assert continue_apply(repo.git).state.finished
     assert "b = 20" in repo.show("port", "pkg/one.py")
 
 
 def test_a_port_under_way_is_not_begun_twice(conflicting, patches):
-    begin(conflicting.git, patches, None, "port", "1", refuse)
+    start_apply(conflicting.git, patches, None, "port", "1", refuse)
     with pytest.raises(PortError, match="is under way"):
-        begin(conflicting.git, patches, None, "port2", "2", refuse)
+        start_apply(conflicting.git, patches, None, "port2", "2", refuse)
 
 
 def test_a_branch_that_is_there_is_not_taken(conflicting, patches):
     conflicting.run("branch", "port")
     with pytest.raises(PortError, match="the branch port is there already"):
-        begin(conflicting.git, patches, None, "port", "1", refuse)
+        start_apply(conflicting.git, patches, None, "port", "1", refuse)
 
 
 def test_a_merge_of_the_users_own_comes_first(conflicting, patches):
@@ -167,14 +167,14 @@ def test_a_merge_of_the_users_own_comes_first(conflicting, patches):
     )
     assert git.returncode != 0
     with pytest.raises(PortError, match="in the middle of a merge"):
-        begin(conflicting.git, patches, None, "port", "1", refuse)
+        start_apply(conflicting.git, patches, None, "port", "1", refuse)
 
 
 def test_uncommitted_work_is_asked_about(conflicting, patches):
     (conflicting.folder / "pkg/two.py").write_text("idea = 1\n")
     before = conflicting.files()
     with pytest.raises(PortError, match=r"asked: 1 files have uncommitted changes \(pkg/two.py"):
-        begin(conflicting.git, patches, None, "port", "1", refuse)
+        start_apply(conflicting.git, patches, None, "port", "1", refuse)
     assert conflicting.files() == before
     assert find_state(conflicting.git) is None
 
@@ -197,7 +197,7 @@ def test_rollback_gives_back_every_byte(conflicting, patches):
     before, status = conflicting.files(), conflicting.run("status", "--porcelain")
     staged = conflicting.run("diff", "--cached", "--raw")
 
-    begin(conflicting.git, patches, None, "port", "1", agree)
+    start_apply(conflicting.git, patches, None, "port", "1", agree)
     (folder / "pkg/one.py").write_bytes(b"half settled\r\n")
     (folder / "added.sh").write_bytes(b"another of this name\n")
     done = roll_back(conflicting.git, "2", agree)
@@ -208,14 +208,14 @@ def test_rollback_gives_back_every_byte(conflicting, patches):
     assert os.access(folder / "added.sh", os.X_OK)
     assert os.readlink(folder / "link") == "nowhere"
     assert conflicting.run("branch", "--show-current") == "fork\n"
-    assert conflicting.show(done.kept, "pkg/one.py") == "half settled\r\n"
-    assert conflicting.show(done.kept, "added.sh") == "another of this name\n"
+    assert conflicting.show(done.saved_branch, "pkg/one.py") == "half settled\r\n"
+    assert conflicting.show(done.saved_branch, "added.sh") == "another of this name\n"
     assert find_state(conflicting.git) is None
-    assert list(home_of(conflicting.git).glob("ended-*.json"))
+    assert list(state_folder(conflicting.git).glob("ended-*.json"))
 
 
 def test_rollback_asks_and_changes_nothing_when_refused(conflicting, patches):
-    begin(conflicting.git, patches, None, "port", "1", agree)
+    start_apply(conflicting.git, patches, None, "port", "1", agree)
     before = conflicting.files()
     with pytest.raises(PortError, match=r"asked: Return to fork .* 1 uncommitted files are kept"):
         roll_back(conflicting.git, "2", refuse)
@@ -228,7 +228,7 @@ def test_rollback_without_a_port_is_refused(repo):
 
 
 def test_a_fork_that_moved_meanwhile_is_not_moved_back(conflicting, patches):
-    begin(conflicting.git, patches, None, "port", "1", agree)
+    start_apply(conflicting.git, patches, None, "port", "1", agree)
     head = conflicting.run("rev-parse", "fork")
     conflicting.run("update-ref", "refs/heads/fork", "upstream")
     done = roll_back(conflicting.git, "2", agree)
@@ -239,7 +239,7 @@ def test_a_fork_that_moved_meanwhile_is_not_moved_back(conflicting, patches):
 
 def test_rollback_from_no_branch_goes_to_the_backup(conflicting, patches):
     conflicting.run("checkout", "--quiet", "--detach")
-    begin(conflicting.git, patches, None, "port", "1", agree)
+    start_apply(conflicting.git, patches, None, "port", "1", agree)
     assert roll_back(conflicting.git, "2", agree).branch == "gh200-backup-1"
 
 
@@ -249,10 +249,10 @@ def test_ignored_files_are_not_overwritten(grow, patches, module):
     extract(repo.git, "fork", "upstream", patches)
     (repo.folder / "mine.json").write_text("precious\n")
     with pytest.raises(PortError, match=r"mine\.json"):
-        begin(repo.git, patches, None, "port", "1", agree)
+        start_apply(repo.git, patches, None, "port", "1", agree)
     assert (repo.folder / "mine.json").read_text() == "precious\n"
     (repo.folder / "mine.json").unlink()
-    assert resume(repo.git).state.finished
+    assert continue_apply(repo.git).state.finished
 
 
 def test_files_in_the_way_of_a_conflict_are_not_overwritten(conflicting, patches, module):
@@ -267,10 +267,10 @@ def test_files_in_the_way_of_a_conflict_are_not_overwritten(conflicting, patches
     repo.run("checkout", "--quiet", "fork")
     (repo.folder / "pkg/n.py").write_text("mine\n")
     with pytest.raises(PortError, match=r"pkg/n\.py is not tracked, and the patch would write"):
-        begin(repo.git, patches, None, "port", "1", agree)
+        start_apply(repo.git, patches, None, "port", "1", agree)
     assert (repo.folder / "pkg/n.py").read_text() == "mine\n"
     (repo.folder / "pkg/n.py").unlink()
-    assert resume(repo.git).state.stopped is not None
+    assert continue_apply(repo.git).state.stopped is not None
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def blocked(grow, patches, module):
     repo.run("checkout", "--quiet", "main")
     (repo.folder / "n.py").write_text("mine\n")
     with pytest.raises(PortError, match=r"n\.py is not tracked, and the patch would write over it"):
-        begin(repo.git, patches, None, "port", "1", agree)
+        start_apply(repo.git, patches, None, "port", "1", agree)
     return repo
 
 
@@ -293,14 +293,14 @@ def test_a_refusal_leaves_everything_where_it_was(blocked):
     assert blocked.run("status", "--porcelain", "--untracked-files=no") == ""
     assert not blocked.git.succeeds("rev-parse", "--verify", "--quiet", "refs/heads/port")
     (blocked.folder / "n.py").unlink()
-    assert resume(blocked.git).state.stopped is not None
+    assert continue_apply(blocked.git).state.stopped is not None
 
 
 def test_going_on_after_a_refusal_takes_no_uncommitted_change(blocked):
     (blocked.folder / "n.py").unlink()
     (blocked.folder / "pkg/one.py").write_text("precious\n")
     with pytest.raises(PortError, match=r"pkg/one\.py: uncommitted, and going on would write over"):
-        resume(blocked.git)
+        continue_apply(blocked.git)
     assert (blocked.folder / "pkg/one.py").read_text() == "precious\n"
 
 
@@ -310,7 +310,7 @@ def test_going_on_after_a_refusal_drops_no_commit_on_the_ports_branch(blocked):
     blocked.run("commit", "--quiet", "--allow-empty", "--message=precious")
     mine = blocked.run("rev-parse", "port")
     with pytest.raises(PortError, match="port has commits that are not the port's"):
-        resume(blocked.git)
+        continue_apply(blocked.git)
     assert blocked.run("rev-parse", "port") == mine
 
 
@@ -322,7 +322,7 @@ def test_a_file_in_the_place_of_a_tracked_folder_is_kept(conflicting, patches):
     (folder / "docs").rmdir()
     (folder / "docs").write_text("precious\n")
     before = conflicting.files()
-    begin(conflicting.git, patches, None, "port", "1", agree)
+    start_apply(conflicting.git, patches, None, "port", "1", agree)
     roll_back(conflicting.git, "2", agree)
     assert conflicting.files() == before
 
@@ -332,15 +332,15 @@ def test_patches_that_are_tracked_survive_the_switch(conflicting, patches, modul
     conflicting.run("commit", "--quiet", "--message=patches")
     extract(conflicting.git, "fork", "upstream", patches)
     conflicting.run("commit", "--quiet", "--all", "--message=again")
-    begin(conflicting.git, patches, None, "port", "1", agree)
+    start_apply(conflicting.git, patches, None, "port", "1", agree)
     assert not patches.exists()
     settle(conflicting, module)
-    assert resume(conflicting.git).state.finished
+    assert continue_apply(conflicting.git).state.finished
     assert not any("patches/" in d.patch for d in find_state(conflicting.git).done)
 
 
 def test_a_state_that_cannot_be_read_is_named(conflicting, patches):
-    home = home_of(conflicting.git)
+    home = state_folder(conflicting.git)
     home.mkdir()
     (home / "state.json").write_text("{}")
     with pytest.raises(PortError, match=r"state\.json cannot be read"):

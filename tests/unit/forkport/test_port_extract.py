@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from forkport.extract import extract, upstream_churn
-from forkport.git import open_git
+from forkport.extract import extract, count_churn
+from forkport.git import open_repository
 from forkport.patches import ValidationCommands, read_manifest, read_patch
 from gracetune.errors import PortError
 
@@ -30,8 +30,8 @@ def test_patches_rebuild_the_fork_exactly(grow, patches, module):
     manifest = extract(repo.git, "fork", "upstream", patches)
     tree = manifest.base
     for patch in manifest.patches:
-        tree = repo.git.patched(tree, read_patch(patches, patch))
-    assert repo.git.tree(tree) == repo.git.tree("fork")
+        tree = repo.git.write_patched_tree(tree, read_patch(patches, patch))
+    assert repo.git.list_tree(tree) == repo.git.list_tree("fork")
     files = {f.path: f for patch in manifest.patches for f in patch.files}
     assert (files["pkg/uno.py"].status, files["pkg/uno.py"].insertions) == ("R", 1)
     assert read_manifest(patches) == manifest
@@ -90,7 +90,7 @@ def test_risk_is_what_upstream_did_to_the_same_files(repo, patches, module):
         "02-pkg": ("high", "pkg/one.py: 11 upstream commits, 19 lines"),
         "03-new": ("low", "only new files"),
     }
-    churn = upstream_churn(repo.git, manifest.base, "upstream")
+    churn = count_churn(repo.git, manifest.base, "upstream")
     assert churn.commits["pkg/one.py"] == 11, "counted under the name that the base has"
 
 
@@ -178,11 +178,11 @@ def test_a_folder_without_git(tmp_path):
     environment = {"PATH": "/usr/bin:/bin", "GIT_CEILING_DIRECTORIES": str(tmp_path)}
     (tmp_path / "plain").mkdir()
     with pytest.raises(PortError, match="not in a git working tree"):
-        open_git(tmp_path / "plain", environment)
+        open_repository(tmp_path / "plain", environment)
     with pytest.raises(PortError, match="is no folder"):
-        open_git(tmp_path / "absent", environment)
+        open_repository(tmp_path / "absent", environment)
     with pytest.raises(PortError, match="`git` is not installed"):
-        open_git(tmp_path / "plain", {"PATH": str(tmp_path)})
+        open_repository(tmp_path / "plain", {"PATH": str(tmp_path)})
 
 
 def test_histories_that_have_nothing_in_common(repo, patches):

@@ -1,7 +1,7 @@
 """What becomes of single changes, case by case."""
 
 import pytest
-from made_history import Repo
+from git_history import Repo
 
 from forkport.extract import extract
 from forkport.plan import conflict_lines, make_plan, plan_lines
@@ -22,7 +22,7 @@ def planned(grow):
 
 
 def content(repo, file) -> bytes:
-    return repo.git.read(file.entry.blob)
+    return repo.git.read_blob(file.entry.blob)
 
 
 def test_lines_far_apart_merge(planned, repo, module):
@@ -183,7 +183,7 @@ def test_a_function_changed_by_both_where_it_went_conflicts_there(planned, modul
 def test_a_file_without_a_home_is_a_conflict(planned, module):
     one = planned({"pkg/one.py": module.replace("y = 2", "y = 20")}, {"pkg/one.py": None})
     [file] = one.files
-    assert file.why == "the fork changes it, upstream deleted it"
+    assert file.reason == "the fork changes it, upstream deleted it"
     assert file.stages[1] is None
 
 
@@ -219,7 +219,7 @@ def test_deletions(planned, module):
         {"pkg/two.py": None, "docs/guide.md": None, "data.bin": None},
         {"docs/guide.md": "rewritten\n", "data.bin": None},
     )
-    found = {file.path: (file.entry, file.why) for file in one.files}
+    found = {file.path: (file.entry, file.reason) for file in one.files}
     assert found["pkg/two.py"] == (None, "")
     assert found["docs/guide.md"][1] == "the fork deletes it, upstream changed it"
     assert "data.bin" not in found, "both deleted it"
@@ -232,7 +232,7 @@ def test_binary_files_are_taken_or_refused_whole(planned, repo):
 
 def test_binary_files_that_both_changed_conflict(planned):
     one = planned({"data.bin": b"\0fork"}, {"data.bin": b"\0upstream"})
-    assert one.files[0].why == "both sides changed it, and it has no lines to merge"
+    assert one.files[0].reason == "both sides changed it, and it has no lines to merge"
 
 
 def test_the_same_new_file_on_both_sides(planned):
@@ -269,7 +269,7 @@ def test_a_name_that_is_taken_is_a_conflict(planned, module):
         {"pkg/one.py": None, "pkg/uno.py": module},
         {"pkg/uno.py": "something = 'else'\n", "pkg/one.py": module + "# more\n"},
     )
-    assert "upstream has another file here" in one.files[0].why
+    assert "upstream has another file here" in one.files[0].reason
 
 
 def test_lines_outside_functions_are_found_by_range(planned, module):
@@ -305,7 +305,7 @@ def test_long_sides_are_cut_and_it_is_said(planned):
 def test_links_and_modes(planned, repo):
     """A file that the fork makes executable or a link has no lines to merge."""
     one = planned({"docs/guide.md": "fork\n"}, {"docs/guide.md": None})
-    assert one.files[0].why
+    assert one.files[0].reason
     (repo.folder / "pkg/two.py").chmod(0o755)
     (repo.folder / "data.bin").unlink()
     (repo.folder / "data.bin").symlink_to("pkg/two.py")
@@ -328,7 +328,7 @@ def test_a_link_that_both_changed_conflicts(planned, repo):
     folder = repo.folder.parent / "patches"
     manifest = extract(repo.git, "fork", "upstream", folder)
     [plan] = make_plan(repo.git, manifest, folder, "upstream")
-    assert plan.files[0].why == "both sides changed it, and it has no lines to merge"
+    assert plan.files[0].reason == "both sides changed it, and it has no lines to merge"
 
 
 def test_names_by_sha256(tmp_path, module):
@@ -341,4 +341,4 @@ def test_names_by_sha256(tmp_path, module):
     [plan] = make_plan(repo.git, manifest, folder, "upstream")
     assert plan.verdict == "applies"
     entries = {file.path: file.entry for file in plan.files}
-    assert "b.txt" not in repo.git.tree(repo.git.tree_with("upstream", entries))
+    assert "b.txt" not in repo.git.list_tree(repo.git.write_tree_with("upstream", entries))

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkport.git import Hunk
-from forkport.three_way import Labels, find_conflicts, markers_left, merge_lines, split_lines
+from forkport.three_way import SideLabels, find_conflicts, find_markers, merge_lines, split_lines
 
-LABELS = Labels("up", "fork")
+LABELS = SideLabels("up", "fork")
 TEXTS = st.lists(st.sampled_from([b"a\n", b"b\n", b"c\n", b"d\n", b"\n"]), max_size=12)
 
 
@@ -39,7 +39,7 @@ def test_sides_are_equals_and_conflicts_read_back(base, ours, theirs):
     if not one.conflicts:
         assert one.content == other.content
     assert find_conflicts(one.content, LABELS) == one.conflicts
-    assert bool(markers_left(one.content, LABELS)) == bool(one.conflicts)
+    assert bool(find_markers(one.content, LABELS)) == bool(one.conflicts)
 
 
 @given(TEXTS, TEXTS, TEXTS)

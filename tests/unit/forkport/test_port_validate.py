@@ -4,11 +4,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from forkport.apply import begin
+from forkport.apply import start_apply
 from forkport.extract import extract
-from forkport.patches import GROUPS, ValidationCommands
+from forkport.patches import VALIDATION_GROUPS, ValidationCommands
 from forkport.plan import checklist
-from forkport.state import find_state, home_of
+from forkport.state import find_state, state_folder
 from forkport.validate import validate
 from gracetune.errors import PortError
 
@@ -29,7 +29,7 @@ def ported(grow, module):
         repo = grow({"pkg/one.py": module.replace("a = 1", "a = 10")}, {"up.txt": "up\n"})
         folder = repo.folder.parent / "patches"
         manifest = extract(repo.git, "fork", "upstream", folder, (), validation)
-        begin(repo.git, folder, None, "port", "1", agree)
+        start_apply(repo.git, folder, None, "port", "1", agree)
         return repo, manifest
 
     return port
@@ -45,7 +45,7 @@ def test_each_group_sees_what_it_is_about(ported):
         )
     )
     told = []
-    ran = validate(repo.git, manifest, "upstream", GROUPS, at_noon, told.append)
+    ran = validate(repo.git, manifest, "upstream", VALIDATION_GROUPS, at_noon, told.append)
     assert [(one.group, one.exit_code) for one in ran] == [
         ("upstream", 0),
         ("upstream", 0),
@@ -53,9 +53,9 @@ def test_each_group_sees_what_it_is_about(ported):
         ("combined", 0),
     ]
     assert told == ran
-    assert ran[0].commit == repo.git.commit("upstream")
-    assert ran[2].commit == repo.git.commit("port")
-    assert not (home_of(repo.git) / "upstream").exists()
+    assert ran[0].commit == repo.git.resolve_commit("upstream")
+    assert ran[2].commit == repo.git.resolve_commit("port")
+    assert not (state_folder(repo.git) / "upstream").exists()
     assert repo.run("worktree", "list").count("\n") == 1
 
 
@@ -63,7 +63,7 @@ def test_a_failure_is_kept_and_the_rest_runs(ported):
     repo, manifest = ported(ValidationCommands(ours=("false", "no-such-program", "true")))
     ran = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
     assert [one.exit_code for one in ran] == [1, 127, 0]
-    log = home_of(repo.git) / "logs" / "ours-02.log"
+    log = state_folder(repo.git) / "logs" / "ours-02.log"
     assert "no-such-program: No such file" in log.read_text()
     again = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
     assert find_state(repo.git).ran == tuple(again), "the newest run of each command counts"
@@ -72,12 +72,12 @@ def test_a_failure_is_kept_and_the_rest_runs(ported):
 def test_nothing_to_test_is_an_error(ported):
     repo, manifest = ported(ValidationCommands(ours=("true",)))
     with pytest.raises(PortError, match=r"validation\.upstream .* nothing would be tested"):
-        validate(repo.git, manifest, "upstream", GROUPS, at_noon, lambda one: None)
+        validate(repo.git, manifest, "upstream", VALIDATION_GROUPS, at_noon, lambda one: None)
 
 
 def test_what_a_killed_validation_left_is_cleared(ported):
     repo, manifest = ported(ValidationCommands(upstream=("test -f up.txt",)))
-    copy = home_of(repo.git) / "upstream"
+    copy = state_folder(repo.git) / "upstream"
     repo.run("worktree", "add", "--quiet", "--detach", str(copy), "main")
     [one] = validate(repo.git, manifest, "upstream", ["upstream"], at_noon, lambda one: None)
     assert one.exit_code == 0
@@ -111,9 +111,9 @@ def test_a_proof_of_uncommitted_changes_is_no_proof(ported):
     repo, manifest = ported(ValidationCommands(ours=("true",)))
     (repo.folder / "pkg/two.py").write_text("idea\n")
     [one] = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
-    assert one.commit == f"{repo.git.commit('port')} with uncommitted changes"
+    assert one.commit == f"{repo.git.resolve_commit('port')} with uncommitted changes"
     page = checklist(manifest, find_state(repo.git), None)
-    short = repo.git.commit("port")[:10]
+    short = repo.git.resolve_commit("port")[:10]
     assert f", on {short} with uncommitted changes, which is not the result" in page
     assert "- [ ] `true`: passed" in page
 
@@ -130,7 +130,7 @@ def test_the_checklist_before_and_in_the_middle(grow, module):
     assert "- [ ] backup branch" in before
     assert "risk medium): to do" in before
     assert "- [ ] baseline compared: not yet" in before
-    state = begin(repo.git, folder, None, "port", "1", agree).state
+    state = start_apply(repo.git, folder, None, "port", "1", agree).state
     page = checklist(manifest, state, "regression beyond 5 %: throughput")
     assert "**stopped at a conflict**" in page
     assert "uncommitted work kept in `gh200-kept-1`" in page

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from made_clone import status, write_clone
+from ai_toolkit_clone import status, write_clone
 
 from gracetune.cli.main import main
 from gracetune.errors import HostError

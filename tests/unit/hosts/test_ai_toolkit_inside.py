@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from made_clone import write_files
+from ai_toolkit_clone import write_files
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import save_file

@@ -5,7 +5,7 @@ import random
 import subprocess
 from pathlib import Path
 
-from forkport.git import open_git
+from forkport.git import open_repository
 
 IDENTITY = {
     "GIT_AUTHOR_NAME": "Maker",
@@ -25,7 +25,7 @@ class Repo:
         self.environment = {"PATH": os.environ["PATH"], "HOME": str(folder), **IDENTITY}
         folder.mkdir(parents=True, exist_ok=True)
         self.run("init", "--quiet", "--initial-branch=main", *options)
-        self.git = open_git(folder, self.environment)
+        self.git = open_repository(folder, self.environment)
 
     def run(self, *words: str, stdin: bytes = b"") -> str:
         done = subprocess.run(

@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from made_history import Repo, Story
+from git_history import Repo, Story
 
-from forkport.apply import begin, resume, roll_back
+from forkport.apply import start_apply, continue_apply, roll_back
 from forkport.extract import extract
 from forkport.plan import make_plan
-from forkport.three_way import Labels, find_conflicts
+from forkport.three_way import SideLabels, find_conflicts
 
 MARKED = re.compile(r"<<<<<<< (.*)\n(?:.*\n)*?>>>>>>> (.*)\n")
 
@@ -54,14 +54,14 @@ def test_two_hundred_commits_against_twelve_files(story, repo):
     (repo.folder / "pkg/part06.py").write_bytes(b"# half an idea\r\nx = 1")
     before = repo.files()
 
-    outcome = begin(repo.git, folder, None, "port", "1", agree)
+    outcome = start_apply(repo.git, folder, None, "port", "1", agree)
     seen = []
     while outcome.state.stopped is not None:
         for file in outcome.conflicts:
-            assert not file.why, file
+            assert not file.reason, file
             seen += file.conflicts
         settle(repo, outcome.conflicts)
-        outcome = resume(repo.git)
+        outcome = continue_apply(repo.git)
 
     conflicting = [{line.strip() for line in c.base.decode().splitlines()} for c in seen]
     both = story.lines_of_both()
@@ -75,7 +75,7 @@ def test_two_hundred_commits_against_twelve_files(story, repo):
     assert repo.files() == before
     assert repo.run("branch", "--show-current") == "fork\n"
     assert repo.run("status", "--porcelain", "--untracked-files=no") == " M pkg/part06.py\n"
-    assert repo.show(done.kept, "pkg/part07.py") == "work after the port\r\n"
+    assert repo.show(done.saved_branch, "pkg/part07.py") == "work after the port\r\n"
 
 
 def check_result(story, repo) -> None:
@@ -105,7 +105,7 @@ def test_the_plan_foretells_what_apply_does(story, repo):
     told = [note for plan in plans for file in plan.files for note in file.notes]
     for old, new in story.renamed.items():
         assert f"{old} is {new} upstream" in told
-    outcome = begin(repo.git, folder, None, "port", "1", agree)
+    outcome = start_apply(repo.git, folder, None, "port", "1", agree)
     assert {f.path: f.conflicts for f in outcome.conflicts} == {
         f.path: f.conflicts for plan in plans for f in plan.files if f.is_conflict
     }
@@ -142,7 +142,7 @@ def subject_of(story, line: str) -> str:
 
 def test_markers_read_back():
     text = b"a\n<<<<<<< u\nx\n||||||| before both\ny\n=======\nz\n>>>>>>> f\nb\n"
-    [conflict] = find_conflicts(text, Labels("u", "f"))
+    [conflict] = find_conflicts(text, SideLabels("u", "f"))
     assert (conflict.line, conflict.ours, conflict.base, conflict.theirs) == (
         2,
         b"x\n",

@@ -1,13 +1,13 @@
 import pytest
 
 from forkport.source_index import (
-    by_name,
-    displaced,
-    innermost,
+    flatten,
+    reordered,
+    innermost_definition,
     is_touched,
-    likeness,
+    similarity,
     reindent,
-    units_of,
+    parse_definitions,
 )
 
 SOURCE = b"""\
@@ -37,11 +37,11 @@ if x:
 
 @pytest.fixture
 def units():
-    return units_of("a.py", SOURCE)
+    return parse_definitions("a.py", SOURCE)
 
 
 def test_units_have_their_decorators_and_their_class(units):
-    found = {name: (unit.start, unit.end) for name, unit in by_name(units).items()}
+    found = {name: (unit.start, unit.end) for name, unit in flatten(units).items()}
     assert found == {
         "one": (2, 6),
         "Two": (7, 17),
@@ -49,16 +49,16 @@ def test_units_have_their_decorators_and_their_class(units):
         "Two.three#2": (14, 17),
         "four": (19, 21),
     }
-    assert by_name(units)["Two.three#2"].last_name == "three"
+    assert flatten(units)["Two.three#2"].last_name == "three"
 
 
 def test_the_innermost_unit(units):
-    names = [unit.name if (unit := innermost(units, line)) else None for line in (0, 4, 8, 11)]
+    names = [unit.name if (unit := innermost_definition(units, line)) else None for line in (0, 4, 8, 11)]
     assert names == [None, "one", "Two", "Two.three"]
 
 
 def test_a_class_is_touched_where_its_methods_are_not(units):
-    two = by_name(units)["Two"]
+    two = flatten(units)["Two"]
     assert is_touched(two, 8, 9)
     assert not is_touched(two, 11, 12)
     assert is_touched(two, 9, 9), "an insertion between"
@@ -76,22 +76,22 @@ def test_a_class_is_touched_where_its_methods_are_not(units):
     ],
 )
 def test_what_cannot_be_read_has_no_units(path, content):
-    assert units_of(path, content) == ()
+    assert parse_definitions(path, content) == ()
 
 
 def test_upstreams_own_warnings_are_not_ours():
-    assert units_of("a.py", b"def f():\n    return '\\d'\n")
+    assert parse_definitions("a.py", b"def f():\n    return '\\d'\n")
 
 
 def test_the_fewest_that_moved():
-    before = units_of("a.py", b"".join(b"def f%d(): pass\n" % i for i in range(5)))
-    after = by_name(units_of("a.py", b"".join(b"def f%d(): pass\n" % i for i in (1, 2, 0, 3))))
-    assert displaced(before, after) == {"f0"}
+    before = parse_definitions("a.py", b"".join(b"def f%d(): pass\n" % i for i in range(5)))
+    after = flatten(parse_definitions("a.py", b"".join(b"def f%d(): pass\n" % i for i in (1, 2, 0, 3))))
+    assert reordered(before, after) == {"f0"}
 
 
 def test_likeness_ignores_indentation():
-    assert likeness([b"  a\n", b"  b\n"], [b"a\n", b"\n", b"b\n"]) == 1.0
-    assert likeness([b"a\n"], [b"b\n"]) == 0.0
+    assert similarity([b"  a\n", b"  b\n"], [b"a\n", b"\n", b"b\n"]) == 1.0
+    assert similarity([b"a\n"], [b"b\n"]) == 0.0
 
 
 def test_reindent_leaves_empty_lines_alone():
