@@ -1,15 +1,19 @@
-"""`model.attention_mechanism: auto` on a GPU: measured by the largest batch of the run.
+"""Measure which attention backend is fastest for a run (`model.attention_mechanism: auto`).
 
-What is chosen there is tried on every other bucket before it is taken. It is kept in the run's
-folder, so that a run that goes on computes as it did before; another device, other buckets, or
-another version of what computes, measures anew.
+1. One forward pass over the largest batch records the run's attention calls.
+2. Every installed backend is timed on the heaviest of these calls.
+3. The fastest backend is tried on the calls of every other bucket; one that fails there is dropped.
+
+The choice is written to `attention.json` in the run's folder, so that a resumed run computes the
+same numbers. Another device, other buckets or another version of torch or diffusers measures again.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -22,180 +26,172 @@ from gracetune.events.types import Notice
 from gracetune.models.attention_backends import (
     BACKENDS,
     AttentionRecorder,
-    find_backend,
+    dispatched_processors,
+    drop_incapable_backends,
     fastest,
+    find_backend,
     stopwatch_for,
     switch_backend,
-    dispatched_processors,
     time_attention,
-    drop_incapable_backends,
 )
 from gracetune.models.family import EXPERTS, bind_expert, transformers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from gracetune.data.pipeline import DataPipeline
+    from accelerate import Accelerator
+
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event
     from gracetune.models.attention_backends import AttentionCall, BackendTiming
-    from gracetune.train.step import TrainState
+    from gracetune.models.family import Family
 
     Emit = Callable[[Event], None]
+    Batches = Sequence[Callable[[], Batch]]
+    """Loaders of one full batch of each bucket, the largest bucket first."""
     Calls = Sequence[tuple[AttentionCall, int]]
-    """Kinds of calls, and how often a pass makes each."""
+    """Attention calls of one pass, each with how often the pass makes it."""
     Choose = Callable[[Calls, Callable[[], Sequence[AttentionCall]]], tuple[str, str]]
-    """From the calls of the largest batch, and those of a batch of every other bucket, to a backend
-    and what is told of it."""
+    """Picks a backend: (calls of the largest batch, a function that returns the calls of the other
+    buckets) -> (the backend's name, the notice's text)."""
 
-CHOICE = "attention.json"
-LEVEL = 0.5
-"""Of noise, in the pass that is watched: any would do."""
+log = logging.getLogger(__name__)
+CHOICE_FILE = "attention.json"
+RECORDED_TIMESTEP = 0.5
+"""Noise level of the recorded pass; attention calls do not depend on it."""
 
 
 def autotune_attention(
-    t: TrainState, feed: DataPipeline, held_out: Iterable[Batch], folder: Path, emit: Emit
+    family: Family,
+    accelerator: Accelerator,
+    batches: Batches,
+    shapes: str,
+    folder: Path,
+    emit: Emit,
 ) -> None:
-    """Pick the backend of this run by measuring, where the run file leaves it open on a GPU."""
-    device = t.accelerator.device
-    if t.run.model.attention_mechanism != "auto" or device.type != "cuda":
-        return
-    here = {
+    """Time the backends on this GPU and switch the transformers to the fastest.
+
+    `shapes` describes what decides the attention calls: model, precision, batch size and buckets.
+    """
+    device = accelerator.device
+    environment = {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
-        "shapes": shapes_of(t, feed),
+        "shapes": shapes,
     }
 
-    def choose(calls: Calls, others: Callable[[], Sequence[AttentionCall]]) -> tuple[str, str]:
+    def choose(calls: Calls, other_calls: Callable[[], Sequence[AttentionCall]]) -> tuple[str, str]:
         stopwatch = stopwatch_for(device)
         timings = time_attention(calls, device, stopwatch)
-        timings = drop_incapable_backends(timings, others, device, stopwatch)
-        return fastest(timings), told(timings, calls)
+        timings = drop_incapable_backends(timings, other_calls, device, stopwatch)
+        measured = "; ".join(f"{count} x {call}" for call, count in calls)
+        log.info("attention backends were timed on %s", measured)
+        return fastest(timings), describe_choice(timings)
 
-    pick_attention(t, batches_of(t, feed, held_out), folder / CHOICE, here, choose, emit)
-
-
-def shapes_of(t: TrainState, feed: DataPipeline) -> str:
-    """What decides the calls of a run: another model, precision or bucket makes others."""
-    sizes = [draw.size for draw in feed.order.one_draw_per_size()]
-    model, precision = t.family.name, t.accelerator.mixed_precision
-    return f"{model} in {precision}, {t.run.train.batch_size} of each of {sizes}"
-
-
-def batches_of(
-    t: TrainState, feed: DataPipeline, held_out: Iterable[Batch] = ()
-) -> list[Callable[[], Batch]]:
-    """A full batch of each bucket, loaded when it is asked for, the largest first.
-
-    A bucket may be held out as a whole: one batch of each shape that is follows.
-    """
-    count = t.run.train.batch_size
-    trained = [partial(feed.load, (draw,) * count) for draw in feed.order.one_draw_per_size()]
-    measured = {batch.latents.shape: batch for batch in held_out}
-    return [*trained, *(partial(_itself, batch) for batch in measured.values())]
+    pick_attention(family, accelerator, batches, folder / CHOICE_FILE, environment, choose, emit)
 
 
 def pick_attention(
-    t: TrainState,
-    batches: Sequence[Callable[[], Batch]],
-    kept: Path,
-    here: dict[str, str],
+    family: Family,
+    accelerator: Accelerator,
+    batches: Batches,
+    file: Path,
+    environment: dict[str, str],
     choose: Choose,
     emit: Emit,
 ) -> None:
-    """As the run did before, or as is chosen now; every rank does as the first one.
+    """Switch to the backend recorded in `file`, or to the one that `choose` picks.
 
-    The first of the batches is the largest.
+    The first rank decides and every rank follows. Models whose attention does not go through
+    diffusers' dispatcher are left as they are.
     """
-    transformers = list(transformers_of(t.family.transformer).values())
+    transformers = list(transformers_of(family.transformer).values())
     if not all(map(dispatched_processors, transformers)):
         return
     name = ""
-    if t.accelerator.is_main_process:
-        name, notice = _kept_or_chosen(t, batches, kept, here, choose)
+    if accelerator.is_main_process:
+        name, notice = _recorded_or_chosen(family, accelerator, batches, file, environment, choose)
         emit(notice)
     (name,) = broadcast_object_list([name])
     for transformer in transformers:
         switch_backend(transformer, find_backend(name))
 
 
-def _kept_or_chosen(
-    t: TrainState,
-    batches: Sequence[Callable[[], Batch]],
-    kept: Path,
-    here: dict[str, str],
+def _recorded_or_chosen(
+    family: Family,
+    accelerator: Accelerator,
+    batches: Batches,
+    file: Path,
+    environment: dict[str, str],
     choose: Choose,
 ) -> tuple[str, Notice]:
-    name = read_choice(kept, here)
+    name = read_choice(file, environment)
     if name:
-        return name, Notice(f"attention: {name}, as this run has measured before")
+        return name, Notice(f"attention: {name} (chosen earlier in this run)")
     try:
-        name, text = choose(*watched(t, batches))
-    except torch.OutOfMemoryError:  # the first step gives way to a smaller plan, if it must
-        text = "attention: sdpa; the device has no room to measure others now"
+        name, text = choose(*record_calls(family, accelerator, batches))
+    except torch.OutOfMemoryError:  # a step that does not fit either falls back to a smaller plan
+        text = "attention: sdpa; there is no free device memory to measure other backends"
         return "sdpa", Notice(text, level="warning", fallback=True)
-    write_text(kept, json.dumps(here | {"backend": name}))
+    write_text(file, json.dumps(environment | {"backend": name}))
     return name, Notice(text)
 
 
-def read_choice(kept: Path, here: dict[str, str]) -> str:
-    """What was chosen here before; empty where nothing was."""
-    with suppress(OSError, ValueError, RuntimeError, ImportError):  # none, torn, or uninstalled
-        found = json.loads(kept.read_text(encoding="utf-8"))
+def read_choice(file: Path, environment: dict[str, str]) -> str:
+    """Return the backend recorded for this environment, or an empty string."""
+    # No file yet, an unreadable file, or a backend that is no longer installed.
+    with suppress(OSError, ValueError, RuntimeError, ImportError):
+        found = json.loads(file.read_text(encoding="utf-8"))
         name = str(found.get("backend"))
-        if found | here == found and name in BACKENDS and find_backend(name):
+        if found | environment == found and name in BACKENDS and find_backend(name):
             return name
     return ""
 
 
-def watched(
-    t: TrainState, batches: Sequence[Callable[[], Batch]]
+def record_calls(
+    family: Family, accelerator: Accelerator, batches: Batches
 ) -> tuple[Calls, Callable[[], Sequence[AttentionCall]]]:
-    """The attention of a pass over the first batch, and a way to all else that is asked for."""
-    watching = AttentionRecorder()
-    watch(t, batches[0](), watching)
-    calls = watching.heaviest_calls()
+    """Return the heaviest calls of the largest batch, and a function that finds all other calls."""
+    recorder = AttentionRecorder()
+    _forward_once(family, accelerator, batches[0](), recorder)
+    calls = recorder.heaviest_calls()
 
     @cache
-    def others() -> Sequence[AttentionCall]:
+    def other_calls() -> Sequence[AttentionCall]:
         for load in batches[1:]:
-            watch(t, load(), watching)
-        return watching.other_calls(calls)
+            _forward_once(family, accelerator, load(), recorder)
+        return recorder.other_calls(calls)
 
-    return calls, others
+    return calls, other_calls
 
 
-def watch(t: TrainState, batch: Batch, watching: AttentionRecorder) -> None:
-    """One pass of the model; nothing is drawn and nothing is kept."""
-    device = t.accelerator.device
-    x0, given = t.family.split_encoded(batch.latents)
-    levels = torch.full((len(batch),), LEVEL, device=device)
-    by_name = transformers_of(t.family.transformer)
+def _forward_once(
+    family: Family, accelerator: Accelerator, batch: Batch, recorder: AttentionRecorder
+) -> None:
+    """Run the trained transformer once under the recorder, without touching the run's RNGs."""
+    device = accelerator.device
+    x0, given = family.split_encoded(batch.latents)
+    timesteps = torch.full((len(batch),), RECORDED_TIMESTEP, device=device)
+    by_name = transformers_of(family.transformer)
     expert = next((e for e in EXPERTS if e in by_name and _is_trained(by_name[e])), None)
     devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices),
-        torch.no_grad(),
-        t.accelerator.autocast(),
-        watching,
-    ):
-        transformer = bind_expert(t.family.transformer, expert)  # not its wrapper: ranks differ here
-        t.family.predict(transformer, x0, levels, {**batch.text, **given})
+    with torch.random.fork_rng(devices), torch.no_grad(), accelerator.autocast(), recorder:
+        # Not the DDP wrapper: only the first rank runs this pass.
+        transformer = bind_expert(family.transformer, expert)
+        family.predict(transformer, x0, timesteps, {**batch.text, **given})
 
 
-def told(timings: Sequence[BackendTiming], calls: Calls) -> str:
-    """The choice with the times that it was made by, and who could not be timed."""
-    kinds = "; ".join(f"{count} times {asked}" for asked, count in calls)
-    timed = ", ".join(f"{t.name} {t.seconds * 1e3:.2f} ms" for t in timings if isfinite(t.seconds))
-    left_out = ", ".join(f"{t.name} ({t.reason})" for t in timings if not isfinite(t.seconds))
-    text = f"attention: {fastest(timings)}, by measuring {kinds}, forward and backward: {timed}"
-    return f"{text}; left out: {left_out}" if left_out else text
-
-
-def _itself(batch: Batch) -> Batch:
-    return batch
+def describe_choice(timings: Sequence[BackendTiming]) -> str:
+    """Return the notice: the fastest backend, all times, and why others were left out."""
+    timed = [timing for timing in timings if isfinite(timing.seconds)]
+    times = ", ".join(f"{timing.name} {timing.seconds * 1e3:.2f} ms" for timing in timed)
+    text = f"attention: {fastest(timings)} (fastest of {len(timed)}: {times})"
+    left_out = [timing for timing in timings if not isfinite(timing.seconds)]
+    if not left_out:
+        return text
+    return f"{text}; left out: {', '.join(f'{one.name} ({one.reason})' for one in left_out)}"
 
 
 def _is_trained(transformer: torch.nn.Module) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event
+    from gracetune.memory.stages import GcFreeze
     from gracetune.offload.ring import RingCounters
     from gracetune.plan.apply import AppliedPlan
     from gracetune.plan.planner import PlanProblem
@@ -63,8 +64,9 @@ class MemoryMeter(Protocol):
 class CudaMemoryMeter:
     """By torch's allocator; made before anything that is planned is on the device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, gc_freeze: GcFreeze) -> None:
         self._device = device
+        self._reclaim = hard_reclamation(device.index, gc_freeze)
         self._before = torch.cuda.memory_allocated(device)
 
     def restart(self) -> None:
@@ -77,7 +79,7 @@ class CudaMemoryMeter:
 
     def clear(self) -> None:
         """Waits for the device."""
-        hard_reclamation(self._device.index)()
+        self._reclaim()
 
 
 class NullMemoryMeter:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.adapters.compute.fp8_linear import check_fp8_support
-from gracetune.cache.batch_transfer import INITIAL_DEPTH
 from gracetune.events.types import Notice
 from gracetune.memory.platform import Link, anonymous_nbytes, read_this_host
 from gracetune.models.family import transformers_of
@@ -31,7 +30,6 @@ from gracetune.plan.controller import (
     candidate_of,
 )
 from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure_gpu
-from gracetune.plan.fp8_calibration import freeze
 from gracetune.plan.machines import FITTED_CONSTANTS
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.problem import (
@@ -48,8 +46,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.config.schema import RunFile
-    from gracetune.data.pipeline import DataPipeline
+    from gracetune.data.sample import Batch
     from gracetune.events.types import Event
+    from gracetune.memory.stages import GcFreeze
     from gracetune.models.family import Family
     from gracetune.optim.offloaded_state import OptimizerStepper
     from gracetune.plan.apply import AppliedPlan
@@ -64,51 +63,69 @@ if TYPE_CHECKING:
 HOST_RESERVE_SHARE = 0.05
 """Of host memory that is free now, left to others."""
 CPU_EDGE, CPU_COPY = 512, 1 << 22
-"""A CPU is only planned for in a rehearsal: its rates need not be good ones."""
+"""Matmul edge and copied bytes by which a CPU is measured: small, since only rehearsals run on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedData:
+    """The part of the data pipeline that the planner needs."""
+
+    load_largest: Callable[[], Batch]
+    """Loads one sample of the largest bucket."""
+    batches_ahead: int
+    """Batches that are prefetched to the device beside the one in use."""
 
 
 def plan_run(
     run: RunFile,
     family: Family,
-    feed: DataPipeline,
-    update: OptimizerStepper,
+    data: PlannedData,
+    stepper: OptimizerStepper,
     link: Link,
     device: torch.device,
+    convert_to_fp8: Callable[[], None],
+    gc_freeze: GcFreeze,
     emit: Emit,
 ) -> PlanController:
-    """Plan for what is free now, tell it, and bring the transformer where it belongs."""
-    # Before anything is measured: libraries keep work space from then on, which the plan counts.
-    meter: MemoryMeter = CudaMemoryMeter(device) if device.type == "cuda" else NullMemoryMeter()
+    """Plan with the memory that is free now, apply the plan, and return its controller.
+
+    `convert_to_fp8` converts the frozen layers, where `model.frozen_compute` is fp8.
+    """
+    # The meter's baseline must not include the workspaces that libraries allocate while rates are
+    # measured: the plan counts those itself.
+    is_cuda = device.type == "cuda"
+    meter: MemoryMeter = CudaMemoryMeter(device, gc_freeze) if is_cuda else NullMemoryMeter()
     one_memory = link is Link.INTEGRATED
     if one_memory:
-        emit(Notice("host and device are one memory: nothing is streamed or offloaded"))
+        emit(Notice("plan: host and device share one memory, so nothing is streamed or offloaded"))
     device_nbytes = _device_nbytes(run, family, device, one_memory)
-    largest = feed.load(feed.order.largest_draw())
-    shape, text = largest.latents.shape[1:], largest.text
-    rates = _rates(device, run.model.family, emit)
+    largest = data.load_largest()
+    latent_shape, text = largest.latents.shape[1:], largest.text
+    rates = _measure_rates(device, run.model.family, emit)
     with ExitStack() as undo:
-        _fuse(family, undo)  # the planner looks at what will run
-        family.to(torch.device("cpu"))  # where the tracer's stand-ins are
-        model = build_cost_model(
-            family_trace_target(family, shape, text), rates, run.model.frozen_compute
-        )
+        _fuse(family, undo)  # the tracer must see the operations that will run
+        family.to(torch.device("cpu"))  # the tracer's fake tensors are on the CPU
+        target = family_trace_target(family, latent_shape, text)
+        model = build_cost_model(target, rates, run.model.frozen_compute)
         family.to(device)
     del largest, text
-    ask = build_problem(run, family, model, device_nbytes, one_memory=one_memory)
-    plan = ask.solve(ask.budget)
+    problem = build_problem(
+        run, family, model, device_nbytes, data.batches_ahead, one_memory=one_memory
+    )
+    plan = problem.solve(problem.budget)
     emit(Notice(f"plan: {describe(plan)}"))
-    emit(Notice(f"predicted: {describe_speed(plan)}"))
+    emit(Notice(f"expect {describe_speed(plan)}"))
     if run.model.frozen_compute == "fp8":
         check_fp8_support(device)
-        freeze(run, family, feed, device, emit)  # after the plan: it knows what rounding gives
+        convert_to_fp8()  # after tracing, which estimates fp8 from the bf16 layers
         meter.clear()
     _fuse(family)
 
-    def placed(plan: Plan, spare_nbytes: int) -> AppliedPlan:
-        update.set_host_share(plan.host_state)
+    def apply(plan: Plan, spare_nbytes: int) -> AppliedPlan:
+        stepper.set_host_share(plan.host_state)
         return apply_to_family(plan, family, link, device, emit, spare_nbytes)
 
-    return PlanController(ask, plan, placed, meter, shape.numel(), emit)
+    return PlanController(problem, plan, apply, meter, latent_shape.numel(), emit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +169,19 @@ class PlanProblem:
 
 
 def build_problem(
-    run: RunFile, family: Family, model: CostModel, device_nbytes: int, one_memory: bool = False
+    run: RunFile,
+    family: Family,
+    model: CostModel,
+    device_nbytes: int,
+    batches_ahead: int,
+    *,
+    one_memory: bool = False,
 ) -> PlanProblem:
-    """For the largest bucket of a run, in so much device memory and what the host has free."""
+    """Return the problem of a loaded run: its largest bucket, within the memory that is free."""
     transformers = transformers_of(family.transformer)
     parameters = [p for p in family.transformer.parameters() if p.requires_grad]
     counts = [p.numel() for p in parameters]
     trained, each = sum(counts), state_nbytes_per_element_of(run.optimizer, parameters)
-    depth = run.cache_config.prefetch_depth
     return PlanProblem(
         model,
         FixedMemory(
@@ -168,7 +190,7 @@ def build_problem(
             library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
             averages_nbytes=4 * trained if run.train.ema_decay else 0,
             state_slots_nbytes=StateOffloadSettings().slots_nbytes(counts, each),
-            batches_ahead=INITIAL_DEPTH if depth == "auto" else depth,
+            batches_ahead=batches_ahead,
         ),
         PlanBudget(
             device_nbytes,
@@ -206,7 +228,7 @@ def _fuse(family: Family, undo: ExitStack | None = None) -> None:
         fuse_operations(transformer, undo)
 
 
-def _rates(device: torch.device, family: str, emit: Emit) -> MachineRates:
+def _measure_rates(device: torch.device, family: str, emit: Emit) -> MachineRates:
     if device.type == "cuda":
         return measure_gpu(device, family, emit)
     return measure_device(device, lambda: None, CPU_EDGE, CPU_COPY)  # nobody waits for it to queue

@@ -1,0 +1,123 @@
+"""Convert the frozen layers to fp8, calibrated with the run's own samples.
+
+The model runs once over a few training samples, at timesteps that it is trained on, while each
+frozen layer records its inputs. From these `adapters/compute/outlier_subspace.py` finds the
+directions in which the inputs are large; the layer computes those in bf16 and the rest in fp8. The
+samples are always the first ones of the run, so that a resumed run computes the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
+from gracetune.data.loader import NO_EPOCH
+from gracetune.events.types import Notice
+from gracetune.models.family import EXPERTS, Experts, bind_expert
+from gracetune.offload.host_weights import load_resident_weights, select_streamed_weights
+from gracetune.train import objective
+from gracetune.train.step import PositionalRng
+from gracetune.train.timesteps import FULL_WINDOW, expert_windows, sample_timesteps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gracetune.config.schema import RunFile
+    from gracetune.data.loader import BatchOrder, Draw
+    from gracetune.data.pipeline import DataPipeline
+    from gracetune.data.sample import Batch
+    from gracetune.events.types import Event
+    from gracetune.models.family import Expert, Family
+
+    Emit = Callable[[Event], None]
+
+MAX_SAMPLES, MAX_TOKENS = 64, 16384
+"""Limits of the calibration batch; it always has at least one sample."""
+
+
+def convert_frozen_layers(
+    run: RunFile, family: Family, pipeline: DataPipeline, device: torch.device, emit: Emit
+) -> None:
+    """Convert every frozen layer that an fp8 kernel supports; call it before LoRA is fused."""
+    experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
+    blocks = family.blocks()
+    streamed = select_streamed_weights(family.transformer, blocks)
+    load_resident_weights(family.transformer, streamed, device)
+    tried: list[int] = []
+
+    def run_model() -> None:
+        """Run every expert once, with one sample if the device has no room for more."""
+        for count in (calibration_batch_size(family, pipeline), 1):
+            batch = pipeline.load(first_draws(pipeline.order, count))
+            tried.append(len(batch))
+            try:
+                for expert in experts:
+                    forward_once(run, family, batch, expert, device)
+            except torch.OutOfMemoryError:  # layers that have run keep what they recorded
+                text = f"fp8 calibration: {len(batch)} samples at once do not fit on the device"
+                emit(Notice(text, level="warning", fallback=True))
+                continue
+            return
+
+    result = convert_to_fp8_calibrated(run_model, blocks, device)
+    calibrated = result.converted - result.uncalibrated
+    emit(
+        Notice(
+            f"fp8: {result.converted} frozen layers converted, {calibrated} of them calibrated "
+            f"with {' or '.join(map(str, tried))} samples"
+        )
+    )
+    if result.uncalibrated:
+        text = (
+            f"fp8: {result.uncalibrated} layers were not calibrated because no input reached them; "
+            "they compute entirely in fp8"
+        )
+        emit(Notice(text, level="warning", fallback=True))
+    if result.skipped:
+        text = f"fp8: {result.skipped} frozen layers stay in bf16: no fp8 kernel fits their sizes"
+        emit(Notice(text, level="warning", fallback=True))
+
+
+def calibration_batch_size(family: Family, pipeline: DataPipeline) -> int:
+    """Return how many of the run's first samples calibrate the layers."""
+    one = pipeline.load(first_draws(pipeline.order, 1))
+    x0, _ = family.split_encoded(one.latents)
+    return max(1, min(MAX_SAMPLES, MAX_TOKENS // family.num_tokens(x0.shape[1:])))
+
+
+def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:
+    """Return the first draws of the run that share the first one's size.
+
+    Captions are never dropped. The draws have no epoch, so that loading them does not start an
+    augmentation epoch.
+    """
+    draws: list[Draw] = []
+    for index in range(order.epoch_length):
+        draws += (draw for draw in order.batch_at(index) if not draws or draw.size == draws[0].size)
+        if len(draws) >= count:
+            break
+    return tuple(
+        replace(draw, epoch=NO_EPOCH, caption=draw.sample.caption) for draw in draws[:count]
+    )
+
+
+def forward_once(
+    run: RunFile, family: Family, batch: Batch, expert: Expert | None, device: torch.device
+) -> None:
+    """Run one forward pass as in training, at timesteps of this expert's window."""
+    x0, given = family.split_encoded(batch.latents)
+    generator = PositionalRng(run.seed, device).at("rounding", expert or "alone")
+    window = FULL_WINDOW
+    if expert is not None and family.boundary is not None:
+        window = expert_windows(family.boundary)[expert]
+    tokens = family.num_tokens(x0.shape[1:])
+    timesteps = sample_timesteps(run.train, len(batch), generator, window, tokens)
+    noise = torch.randn(x0.shape, generator=generator, device=device)
+    noisy = objective.add_noise(x0, noise, timesteps, family.prediction)
+    conditions = {**batch.text, **given}
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.autocast(device.type, torch.bfloat16):
+        family.predict(bind_expert(family.transformer, expert), noisy, timesteps, conditions)
