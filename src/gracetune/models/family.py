@@ -1,7 +1,12 @@
-"""What every model family can do; the trainer knows families by this and nothing else.
+"""Define the Family protocol: all that the trainer knows about a model.
 
-Shapes: B samples, C channels, F frames, H and W in pixels for pictures and in cells for latents, s
-noise levels in [0, 1] with 1 being pure noise.
+A family is one module in this package, listed in `models/registry.py`, or a class from another
+package (entry-point group `gracetune.family`). This module also holds what families exchange with
+the trainer: sampling requests, pairs of expert transformers and shapes for the planner.
+
+Letters in shapes: B samples, C channels, F frames, H rows, W columns, N audio samples. Rows and
+columns are pixels for images and cells for latents. A sigma is a noise level in [0, 1]; 1 is pure
+noise.
 """
 
 from __future__ import annotations
@@ -27,93 +32,98 @@ if TYPE_CHECKING:
     from gracetune.config.schema import ModelSection
 
     Config = Mapping[str, Any]
+    """The configuration of a diffusers model."""
     Forward = Callable[..., Any]
     """A transformer, a wrapper around it, or one expert of a pair."""
 
 
 MediaKind = Literal["image", "video", "audio"]
 PredictionType = Literal["flow", "epsilon", "v"]
-"""What a model says of a noisy latent: the velocity e - x0 of flow matching, the noise, or the v of
-Salimans and Ho. Loss weights depend on it."""
+"""What a model predicts: the velocity `noise - x0` of flow matching, the noise, or the v of
+Salimans and Ho (2022). Loss weights depend on it."""
 
 
 class AudioFormat(NamedTuple):
-    """What a family of sounds asks of its clips."""
+    """The format that an audio family needs its clips in."""
 
     channels: int
     sample_rate: int
+    """Samples per second."""
     max_length: int
-    """In samples."""
+    """Length of the longest clip, in samples."""
 
 
 class Family(Protocol):
-    """A model with its encoders, loaded."""
+    """A loaded model: its transformer, encoders, sampler and facts about them."""
 
     @property
     def name(self) -> str:
-        """As a run file spells it."""
+        """The name in `model.family`."""
         ...
 
     @property
     def transformer(self) -> nn.Module:
-        """What is trained; where `boundary` says that there are two, an `Experts` with both."""
+        """The module that is trained. With two experts it is an `Experts` that holds both."""
         ...
 
     @property
     def boundary(self) -> float | None:
-        """The level from which on the high-noise expert works; none: one transformer does all."""
+        """The sigma from which the high-noise expert takes over. None if there are no experts."""
         ...
 
     @property
     def kinds(self) -> Sequence[MediaKind]:
-        """The kinds of sample that `encode` takes."""
+        """The kinds of sample that `encode` accepts."""
         ...
 
     @property
     def audio(self) -> AudioFormat | None:
-        """For families of sounds."""
+        """The format of audio clips. None for families without audio."""
         ...
 
     @property
     def starts_from(self) -> Literal["text", "image"]:
-        """Whether a sample is made of a caption alone, or of a picture and a caption."""
+        """`image` if a sample is generated from an image and a caption, else `text`."""
         ...
 
     @property
     def takes_control(self) -> bool:
-        """Whether training pictures come with a control picture (a reference, to be edited)."""
+        """True if every training image comes with a control image, such as the one to edit."""
         ...
 
     @property
     def pixel_step(self) -> int:
-        """Picture edges must be multiples of this."""
+        """Width and height must be multiples of this many pixels."""
         ...
 
     @property
     def max_edge(self) -> int:
-        """The longest edge, in pixels, that the model can place."""
+        """The longest edge that the model has positions for, in pixels."""
         ...
 
     @property
     def prediction(self) -> PredictionType:
-        """What `predict` gives."""
+        """The quantity that `predict` returns."""
         ...
 
     @property
     def adapter_targets(self) -> Sequence[str]:
-        """Endings of the modules an adapter should sit on."""
+        """Name endings of the modules that an adapter is placed on by default."""
         ...
 
     def identity(self) -> Mapping[str, str]:
-        """What `latents` and `text` depend on: caches are keyed by it."""
+        """Return a name of the image encoder (`latents`) and of the text encoder (`text`).
+
+        Caches are keyed by them, so they must change when the encoders' output does.
+        """
         ...
 
     def weights_digest(self) -> str:
-        """A name for the transformer's weights as they are now; reads all of them."""
+        """Return a hash of the transformer's current weights. Reads all of them."""
         ...
 
     def blocks(self) -> Sequence[nn.Module]:
-        """The repeated blocks in the order of a forward pass; of two experts, high noise first."""
+        """Return the repeated blocks in forward order; those of the high-noise expert first."""
         ...
 
     def enable_gradient_checkpointing(self) -> None:
@@ -121,51 +131,51 @@ class Family(Protocol):
         ...
 
     def to(self, device: torch.device) -> None:
-        """Move what encodes; where the transformer lives is for the trainer to say."""
+        """Move the encoders. The trainer itself places the transformer."""
         ...
 
     def release_text_encoder(self) -> None:
-        """Nothing is encoded from here on: give its memory back."""
+        """Free the text encoder's memory. No text is encoded after this call."""
         ...
 
     def set_tiling(self, enabled: bool) -> bool:
-        """Encode by tiles from now on, or whole; whether this family can tile."""
+        """Let `encode` work in tiles, or not. Return False if this family cannot tile."""
         ...
 
     def encode(self, media: Tensor) -> Tensor:
-        """Pictures (BCHW), clips (BCFHW) in [-1, 1] or sounds (BCN) to what caches keep of them.
+        """Encode images (BCHW) or clips (BCFHW) in [-1, 1], or audio (BCN), for the cache.
 
-        A control picture follows its picture as three more channels.
+        A control image is appended to its image as three more channels.
         """
         ...
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is noised of an encoded batch, and what the model is given as it is."""
+        """Split a batch from `encode` into the latents to add noise to and fixed conditions."""
         ...
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """What `encode` makes of one sample of this shape, as buckets have them."""
+        """Return the shape that `encode` gives one sample of a bucket of this shape."""
         ...
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """How many tokens the transformer makes of one latent: some shift noise levels by it."""
+        """Return how many tokens the transformer sees. Some timestep shifts depend on it."""
         ...
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """Those that are longer than the model reads, so that their ends are not learnt."""
+        """Return the captions that are longer than the model reads, so that a run can warn."""
         ...
 
     def encode_text(
         self, captions: Sequence[str], images: Sequence[Tensor] = ()
     ) -> list[dict[str, Tensor]]:
-        """Each caption's embeddings, without padding.
+        """Encode each caption on its own, without padding.
 
-        Families that take a control are given it (CHW in [-1, 1]) with each caption.
+        With `takes_control`, `images` holds the control image of each caption (CHW in [-1, 1]).
         """
         ...
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Embeddings of several captions as one batch, padded as the model expects."""
+        """Stack the embeddings of several captions into a batch, padded as the model expects."""
         ...
 
     def predict(
@@ -175,26 +185,28 @@ class Family(Protocol):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """What `prediction` says, of the same shape as `noisy`; the text and the given as one.
+        """Run one forward pass and return the prediction, shaped like `noisy`.
 
-        `transformer` is ours, a wrapper around it, or one expert; all levels are that expert's.
+        `sigmas` has one noise level per sample. `conditions` are the results of `stack_text` and
+        `split_encoded` together. `transformer` is the family's own, a wrapper around it, or one
+        expert; then all sigmas belong to that expert.
         """
         ...
 
     def sample(self, request: SampleRequest) -> list[GeneratedSample]:
-        """Make what is ordered with the weights as they are, through the family's own pipeline.
+        """Generate samples with the current weights and the family's own pipeline.
 
-        Another thread may encode meanwhile.
+        Another thread may call `encode` at the same time.
         """
         ...
 
     def export(self, folder: Path) -> None:
-        """Write the model so that `model.path` can name the folder."""
+        """Write the model into a folder that `model.path` can name."""
         ...
 
 
 class LoadFamily(Protocol):
-    """How a family is made from its section of the run file."""
+    """The function that makes a family from the `model` section of a run file."""
 
     def __call__(self, section: ModelSection) -> Family: ...
 
@@ -207,62 +219,63 @@ def load_family(section: ModelSection) -> Family:
 
 
 def key_tables() -> dict[str, KeyTable]:
-    """Return the key table of every family that other tools write adapters for, by its name."""
+    """Return the key tables of all families that other tools write adapters for."""
     modules = (import_module(info.module) for info in FAMILIES.values() if info.has_key_table)
     tables: list[KeyTable] = [module.KEY_TABLE for module in modules]
     return {table.family: table for table in tables}
 
 
-# ------------------------------------------------------------------------------------------
-# What is asked of a family when it samples, and what comes back.
+# Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One sample a prompt; sample i starts from the noise of seed + i, whatever the others are."""
+    """A request for one sample per prompt.
+
+    Sample i starts from the noise of `seed + i`, so it does not depend on the other prompts.
+    """
 
     texts: Sequence[Mapping[str, Tensor]]
-    """Of each prompt, as `encode_text` gives them."""
+    """The encoded prompts, from `Family.encode_text`."""
     empty_text: Mapping[str, Tensor]
-    """Of no caption, for guidance."""
+    """The encoded empty caption, for guidance."""
     shape: tuple[int, ...]
-    """As buckets have them: width and height, with frames for videos; channels and samples."""
+    """Width and height, then frames for a video; channels and samples for audio."""
     seed: int
     steps: int
+    """Steps of the sampler."""
     guidance: float
-    """1: none."""
+    """Scale of classifier-free guidance. 1 turns it off."""
     images: Sequence[Tensor] = ()
-    """For families that start from a picture, one a prompt: CHW in [-1, 1], of the order's size."""
+    """For families that start from an image or edit one: CHW in [-1, 1], one per prompt."""
     empty_texts: Sequence[Mapping[str, Tensor]] = ()
-    """Where the text depends on the picture: `empty` with each of them."""
+    """The empty caption encoded with each image, for families whose text depends on it."""
     tiled: bool = False
-    """Whether to decode by tiles, for a family that has them."""
+    """True to decode in tiles, if the family can."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSample:
-    """One picture (CHW), clip (CFHW) in [-1, 1] or sound (CN), on the CPU."""
+    """One image (CHW) or clip (CFHW) in [-1, 1], or audio (CN), on the CPU."""
 
     kind: MediaKind
     data: Tensor
     rate: float = 0.0
-    """Frames or samples a second."""
+    """Frames or audio samples per second. 0 for an image."""
 
 
-# ------------------------------------------------------------------------------------------
-# Two transformers as one module: which of them a call reaches is said by name.
-#
-# Parameters are called `high.*` and `low.*`: optimizer groups, checkpoints and files tell them
-# apart
-# by that. Which expert a level belongs to is decided in `train/experts.py`, not here.
-
+# Experts
 
 Expert = Literal["high", "low"]
 EXPERTS: tuple[Expert, Expert] = ("high", "low")
 
 
 class Experts(nn.Module):
-    """The high-noise and the low-noise transformer."""
+    """The high-noise and the low-noise transformer of one model, as one module.
+
+    Parameter names start with `high.` or `low.`; optimizer groups, checkpoints and files tell the
+    experts apart by that. `train/experts.py` decides which expert a sigma belongs to.
+    """
 
     def __init__(self, high: nn.Module, low: nn.Module) -> None:
         super().__init__()
@@ -270,17 +283,17 @@ class Experts(nn.Module):
         self.low = low
 
     def forward(self, *args: Any, expert: Expert, **kwargs: Any) -> Any:
-        """One expert's forward pass; through here, so that wrappers see every call."""
+        """Run one expert. Calls come through here so that wrappers of this module see them."""
         return (self.high if expert == "high" else self.low)(*args, **kwargs)
 
 
 def bind_expert(transformer: Forward, expert: Expert | None) -> Forward:
-    """The transformer as a family calls it; none: there is only one."""
+    """Return the transformer as a family calls it: bound to one expert, if there are two."""
     return transformer if expert is None else partial(transformer, expert=expert)
 
 
 def transformers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Each transformer by its expert's name; a single one by the empty name."""
+    """Return the transformers by expert name; a single one has the empty name."""
     return {"high": model.high, "low": model.low} if isinstance(model, Experts) else {"": model}
 
 
@@ -320,11 +333,11 @@ class PlannerShapes:
     published_name: str
     """The published model in words, for the plan's report."""
     blocks: tuple[str, ...]
-    """Attributes of the transformer that hold its repeated blocks, in the order of forward."""
+    """Attributes of the transformer that hold its repeated blocks, in forward order."""
     targets: tuple[str, ...]
     """Modules that an adapter is placed on by default."""
     probe_config: Config
-    """Changes that give a dozen very narrow blocks, to time kernel launches on the CPU.
+    """Configuration changes that give a dozen very narrow blocks, to time kernel launches.
 
     With fewer blocks the CPU would find them all in its caches and look faster than it is.
     """

@@ -1,6 +1,8 @@
-"""The family `flux`: FLUX.1 in diffusers' classes, for pictures.
+"""The family `flux`: FLUX.1 for images, with diffusers' classes.
 
-Latents: C channels, H rows, W columns, eight pixels a cell; the transformer reads them by 2x2.
+Latents have C channels, H rows and W columns; a cell is eight pixels wide. The transformer reads
+patches of 2x2 cells as tokens. diffusers is imported inside functions because the adapter commands
+read `KEY_TABLE` from here and should not wait seconds for that import.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gracetune.adapters.files.keys import FusedProjection, KeyTable
+from gracetune.adapters.files.keys import FusedProjection, KeyTable, PipelineSpec
 from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
@@ -22,19 +24,22 @@ from gracetune.models.diffusers_family import (
     num_patches,
     pack_latents,
     packed_shape,
-    read_component,
     read_model_index,
+    read_pretrained,
     read_scheduler,
+    read_text_encoder,
     read_transformer,
+    read_vae,
     tokenize,
     unpack_latents,
 )
 from gracetune.models.family import PROBE_JOINT_ATTENTION, GeneratedSample, PlannerShapes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from gracetune.adapters.files.check import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import (
         AudioFormat,
@@ -48,9 +53,9 @@ if TYPE_CHECKING:
     )
 
 TEXT_LENGTH = 512
-"""T5 is asked without a mask: what it makes of the padding is a part of the caption."""
+"""Tokens of every caption. T5 runs without a mask, so the padding is part of the embedding."""
 TRAINED_GUIDANCE = 1.0
-"""What a model with a guidance input is told while it is trained."""
+"""Guidance value passed in training, to models that take one as an input."""
 MAX_EDGE = 4096
 TARGETS = (
     "attn.to_q",
@@ -71,37 +76,15 @@ TARGETS = (
 
 
 def load(section: ModelSection) -> Flux:
-    """Read every part of the folder `model.path`."""
-    # Imported here: key tables are read without loading diffusers, which takes seconds.
+    """Read the pipeline that `model.path` names."""
     from diffusers import AutoencoderKL, FluxTransformer2DModel
     from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
     from gracetune.models.attention_processors import make_attention_grads_contiguous
 
     folder = find_model_folder(section)
-    index = read_model_index(folder)
-    check_pipeline_class(folder, index, ("FluxPipeline",), "flux")
-
-    def encoder(name: str, cls: Any) -> nn.Module:
-        read: nn.Module = read_component(
-            folder,
-            name,
-            lambda part: cls.from_pretrained(part, dtype="auto", local_files_only=True).eval(),
-        )
-        return read.requires_grad_(False)
-
-    def tokenizer(name: str) -> Any:
-        return read_component(
-            folder, name, lambda part: AutoTokenizer.from_pretrained(part, local_files_only=True)
-        )
-
-    vae = read_component(
-        folder,
-        "vae",
-        lambda part: AutoencoderKL.from_pretrained(
-            part, torch_dtype=torch.float32, local_files_only=True
-        ),
-    )
+    check_pipeline_class(folder, read_model_index(folder), ("FluxPipeline",), "flux")
+    vae = read_vae(folder, AutoencoderKL)
     transformer = read_transformer(
         FluxTransformer2DModel, section, folder, "transformer", section.transformer_file
     )
@@ -109,28 +92,32 @@ def load(section: ModelSection) -> Flux:
     return Flux(
         folder=folder,
         transformer=transformer,
-        vae=vae.eval().requires_grad_(False),
+        vae=vae,
         text_encoders=[
-            encoder("text_encoder", CLIPTextModel),
-            encoder("text_encoder_2", T5EncoderModel),
+            read_text_encoder(folder, "text_encoder", CLIPTextModel),
+            read_text_encoder(folder, "text_encoder_2", T5EncoderModel),
         ],
-        tokenizers=(tokenizer("tokenizer"), tokenizer("tokenizer_2")),
+        tokenizers=(
+            read_pretrained(folder, "tokenizer", AutoTokenizer),
+            read_pretrained(folder, "tokenizer_2", AutoTokenizer),
+        ),
         vae_scale=2 ** (len(vae.config.block_out_channels) - 1),
     )
 
 
 @dataclass(frozen=True)
 class Flux(DiffusersFamily):
-    """The loaded parts. See `Family` for what each member means."""
+    """A loaded FLUX.1. The members are those of `Family`."""
 
     folder: Path
     transformer: Any
     vae: Any
     text_encoders: list[nn.Module]
-    """CLIP and T5, until they are released."""
+    """CLIP and T5; empty once they are released."""
     tokenizers: tuple[Any, Any]
+    """Of CLIP and T5."""
     vae_scale: int
-    """Pixels along the edge of a latent's cell."""
+    """Pixels along the edge of a latent cell."""
     name: str = "flux"
     boundary: None = None
     kinds: tuple[MediaKind, ...] = ("image",)
@@ -143,11 +130,11 @@ class Flux(DiffusersFamily):
 
     @property
     def pixel_step(self) -> int:
-        """Whole patches."""
+        """Pixels along the edge of a patch."""
         return self.vae_scale * PATCH_SIZE
 
     def identity(self) -> dict[str, str]:
-        """The encoders' own files."""
+        """Return names made of hashes of the encoders' files."""
         names = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
         text = "-".join(digest_of_folder(self.folder / name) for name in names)
         return {
@@ -156,31 +143,35 @@ class Flux(DiffusersFamily):
         }
 
     def blocks(self) -> Sequence[nn.Module]:
-        """The double blocks, then the single ones."""
+        """Return the double-stream blocks, then the single-stream blocks."""
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
     def encode(self, media: Tensor) -> Tensor:
-        """Shifted and scaled latents."""
-        where, config = next(self.vae.parameters()), self.vae.config
+        """Return shifted and scaled latents: the mode of the VAE's distribution."""
+        parameter, config = next(self.vae.parameters()), self.vae.config
         with torch.no_grad():
-            raw: Tensor = self.vae.encode(media.to(where)).latent_dist.mode()
+            raw: Tensor = self.vae.encode(media.to(parameter)).latent_dist.mode()
         return (raw - float(config.shift_factor)) * float(config.scaling_factor)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """All of it is noised."""
+        """Return all of it as latents, and no conditions."""
         return encoded, {}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Channels, rows and columns of cells."""
+        """Return channels, rows and columns."""
         width, height = shape
-        return (self.vae.config.latent_channels, height // self.vae_scale, width // self.vae_scale)
+        return (
+            self.vae.config.latent_channels,
+            height // self.vae_scale,
+            width // self.vae_scale,
+        )
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """One a patch."""
+        """Return the number of patches."""
         return num_patches(latent_shape)
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """By the tokenizer's count."""
+        """Return the captions that are too long for T5."""
         return captions_longer_than(self.tokenizers[1], captions, TEXT_LENGTH)
 
     def encode_text(
@@ -188,24 +179,26 @@ class Flux(DiffusersFamily):
         captions: Sequence[str],
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
-        """T5's tokens and CLIP's pooled vector."""
+        """Return T5's token embeddings (`tokens`) and CLIP's pooled one (`pooled`)."""
         clip, t5 = self.text_encoders
+        clip_tokenizer, t5_tokenizer = self.tokenizers
         device = next(t5.parameters()).device
         texts = []
         for caption in captions:
-            short, long = (
+            clip_ids, t5_ids = (
                 tokenize(tokenizer, caption, length, pad=True)["input_ids"].to(device)
-                for tokenizer, length in zip(
-                    self.tokenizers, (self.tokenizers[0].model_max_length, TEXT_LENGTH), strict=True
+                for tokenizer, length in (
+                    (clip_tokenizer, clip_tokenizer.model_max_length),
+                    (t5_tokenizer, TEXT_LENGTH),
                 )
             )
             with torch.no_grad():
-                pooled, tokens = clip(short).pooler_output[0], t5(long)[0][0]
+                pooled, tokens = clip(clip_ids).pooler_output[0], t5(t5_ids)[0][0]
             texts.append({"tokens": tokens, "pooled": pooled})
         return texts
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """All have one length."""
+        """Stack the embeddings, which all have the same length."""
         return {key: torch.stack([text[key] for text in texts]) for key in ("tokens", "pooled")}
 
     def predict(
@@ -215,24 +208,24 @@ class Flux(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """One forward pass; the model counts levels from 0 to 1."""
+        """Return the velocity. The model's timesteps run from 0 to 1, like sigmas."""
         height, width = noisy.shape[2:]
         dtype, tokens = self.transformer.x_embedder.weight.dtype, conditions["tokens"]
-        guided = self.transformer.config.guidance_embeds
+        takes_guidance = self.transformer.config.guidance_embeds
         rows: Tensor = transformer(
             hidden_states=pack_latents(noisy).to(dtype),
             timestep=sigmas.to(dtype),
-            guidance=torch.full_like(sigmas, TRAINED_GUIDANCE) if guided else None,
+            guidance=torch.full_like(sigmas, TRAINED_GUIDANCE) if takes_guidance else None,
             pooled_projections=conditions["pooled"].to(dtype),
             encoder_hidden_states=tokens.to(dtype),
             txt_ids=sigmas.new_zeros(tokens.shape[1], 3),
-            img_ids=_places(height // PATCH_SIZE, width // PATCH_SIZE, sigmas),
+            img_ids=_patch_positions(height // PATCH_SIZE, width // PATCH_SIZE, sigmas),
             return_dict=False,
         )[0]
         return unpack_latents(rows, height, width)
 
     def sample(self, request: SampleRequest) -> list[GeneratedSample]:
-        """One picture a prompt; guidance is an input of the model, or nothing."""
+        """Generate one image per prompt. Models without a guidance input ignore `guidance`."""
         import diffusers
 
         pipeline = diffusers.FluxPipeline(
@@ -245,14 +238,14 @@ class Flux(DiffusersFamily):
             transformer=self.transformer,
         )
         pipeline.set_progress_bar_config(disable=True)
-        where = next(self.transformer.parameters())
+        parameter = next(self.transformer.parameters())
         width, height = request.shape
-        made = []
+        samples = []
         for number, text in enumerate(request.texts):
-            stacked = {key: t.to(where) for key, t in self.stack_text([text]).items()}
-            picture = pipeline(
-                prompt_embeds=stacked["tokens"],
-                pooled_prompt_embeds=stacked["pooled"],
+            embeddings = {key: t.to(parameter) for key, t in self.stack_text([text]).items()}
+            image = pipeline(
+                prompt_embeds=embeddings["tokens"],
+                pooled_prompt_embeds=embeddings["pooled"],
                 width=width,
                 height=height,
                 num_inference_steps=request.steps,
@@ -260,20 +253,61 @@ class Flux(DiffusersFamily):
                 generator=torch.Generator().manual_seed(request.seed + number),
                 output_type="pt",
             ).images[0]
-            made.append(GeneratedSample("image", picture.float().cpu() * 2 - 1))
-        return made
+            samples.append(GeneratedSample("image", image.float().cpu() * 2 - 1))
+        return samples
 
 
-def _places(rows: int, columns: int, like: Tensor) -> Tensor:
-    """The row and column of each patch; the first of three numbers is not used."""
-    places = like.new_zeros(rows, columns, 3)
-    places[..., 1] = torch.arange(rows, device=like.device)[:, None]
-    places[..., 2] = torch.arange(columns, device=like.device)[None]
-    return places.view(-1, 3)
+def _patch_positions(rows: int, columns: int, like: Tensor) -> Tensor:
+    """Return (0, row, column) of every patch; the model does not use the first number."""
+    positions = like.new_zeros(rows, columns, 3)
+    positions[..., 1] = torch.arange(rows, device=like.device)[:, None]
+    positions[..., 2] = torch.arange(columns, device=like.device)[None]
+    return positions.view(-1, 3)
 
 
-# Key names of FLUX.1. The original checkpoint fuses query, key and value (and, in single blocks, the
-# MLP) into one projection; diffusers keeps them separate.
+class FluxShapes(PlannerShapes):
+    """The transformer of FLUX.1 for the planner."""
+
+    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
+        """Return packed latents and the padded T5 embeddings."""
+        return packed_shape(config, sample, TEXT_LENGTH)
+
+    def inputs(
+        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return the tensors that `Flux.predict` passes."""
+        tokens = num_patches(encoded.latent_shape)
+        pooled_width = config["pooled_projection_dim"]
+        inputs = {
+            "hidden_states": torch.empty(batch_size, tokens, config["in_channels"], dtype=dtype),
+            "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
+            "pooled_projections": torch.empty(batch_size, pooled_width, dtype=dtype),
+            "timestep": torch.empty(batch_size, dtype=dtype),
+            "img_ids": torch.empty(tokens, 3),
+            "txt_ids": torch.empty(encoded.text_shape[0], 3),
+        }
+        if config["guidance_embeds"]:
+            inputs["guidance"] = torch.empty(batch_size, dtype=dtype)
+        return inputs
+
+
+PLANNER_SHAPES = FluxShapes(
+    class_name="FluxTransformer2DModel",
+    published_config={"guidance_embeds": True},
+    published_name="the published FLUX.1-dev, 12 B",
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+    targets=TARGETS,
+    probe_config={
+        **PROBE_JOINT_ATTENTION,
+        "num_layers": 4,
+        "num_single_layers": 8,
+        "pooled_projection_dim": 16,
+    },
+)
+
+
+# Key names in other tools. The original checkpoint fuses query, key and value (and the MLP of single
+# blocks) into one projection; diffusers keeps them separate.
 
 DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
 FUSED_PROJECTIONS = (
@@ -299,7 +333,40 @@ FUSED_PROJECTIONS = (
         ),
     ),
 )
-"""The wholes go by the names that diffusers gives to fused projections elsewhere."""
+"""The fused projections, under the names that diffusers uses for such projections elsewhere."""
+
+
+def _adapter_pipeline(transformer: Callable[[Any], Any]) -> Any:
+    """Return a pipeline without weights, to test whether diffusers loads an adapter file."""
+    from diffusers import FluxPipeline, FluxTransformer2DModel
+
+    return FluxPipeline(
+        scheduler=None,
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=transformer(FluxTransformer2DModel),
+    )
+
+
+def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
+    """Return the configuration of a transformer that fits the layers of an adapter file."""
+    double, single = "transformer_blocks", "single_transformer_blocks"
+    names = [f"{double}.attn.{x}" for x in ("to_q", "to_k", "to_v", "to_out", "to_add_out")]
+    names += [f"{double}.attn.add_{x}_proj" for x in "qkv"]
+    names += [f"{single}.attn.to_{x}" for x in "qkv"] + [f"{single}.proj_out", "x_embedder"]
+    return {
+        **shapes.heads(shapes.size(0, 3072, *names)),
+        "num_layers": shapes.num_blocks(double),
+        "num_single_layers": shapes.num_blocks(single),
+        "joint_attention_dim": shapes.size(1, 4096, "context_embedder"),
+        "pooled_projection_dim": shapes.size(1, 768, "time_text_embed.text_embedder.linear_1"),
+        "in_channels": shapes.size(1, 64, "x_embedder"),
+        "guidance_embeds": True,
+    }
+
 
 KEY_TABLE = KeyTable(
     family="flux",
@@ -343,45 +410,12 @@ KEY_TABLE = KeyTable(
         f"{SINGLE}.proj_out",
     ),
     max_blocks=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
-)
-
-
-class FluxShapes(PlannerShapes):
-    """The transformer of FLUX.1 for the planner."""
-
-    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return packed latents and the padded T5 embeddings."""
-        return packed_shape(config, sample, TEXT_LENGTH)
-
-    def inputs(
-        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Return the tensors that `Flux.predict` passes."""
-        tokens = num_patches(encoded.latent_shape)
-        pooled_width = config["pooled_projection_dim"]
-        inputs = {
-            "hidden_states": torch.empty(batch_size, tokens, config["in_channels"], dtype=dtype),
-            "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
-            "pooled_projections": torch.empty(batch_size, pooled_width, dtype=dtype),
-            "timestep": torch.empty(batch_size, dtype=dtype),
-            "img_ids": torch.empty(tokens, 3),
-            "txt_ids": torch.empty(encoded.text_shape[0], 3),
-        }
-        if config["guidance_embeds"]:
-            inputs["guidance"] = torch.empty(batch_size, dtype=dtype)
-        return inputs
-
-
-PLANNER_SHAPES = FluxShapes(
-    class_name="FluxTransformer2DModel",
-    published_config={"guidance_embeds": True},
-    published_name="the published FLUX.1-dev, 12 B",
-    blocks=("transformer_blocks", "single_transformer_blocks"),
-    targets=TARGETS,
-    probe_config={
-        **PROBE_JOINT_ATTENTION,
-        "num_layers": 4,
-        "num_single_layers": 8,
-        "pooled_projection_dim": 16,
-    },
+    comfyui_prefixes=(
+        ("diffusion_model.", ".", "original"),
+        ("lora_unet_", "_", "original"),
+        ("transformer.", ".", "diffusers"),
+        ("lycoris_", "_", "diffusers"),
+        ("lora_transformer_", "_", "diffusers"),
+    ),
+    pipeline=PipelineSpec(_adapter_pipeline, _adapter_config),
 )

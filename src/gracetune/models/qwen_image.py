@@ -1,7 +1,9 @@
-"""The family `qwen_image`: Qwen-Image in diffusers' classes, for pictures, and for edits of them.
+"""The family `qwen_image`: Qwen-Image for images and Qwen-Image-Edit for edits of them.
 
-Latents: C channels, H rows, W columns, eight pixels a cell; the transformer reads them by 2x2. An
-edit is given the latents of the picture it starts from as more rows.
+Latents have C channels, H rows and W columns; a cell is eight pixels wide. The transformer reads
+patches of 2x2 cells as tokens. An edit model also gets the tokens of the image that is edited, as
+more rows. diffusers is imported inside functions because the adapter commands read `KEY_TABLE` from
+here and should not wait seconds for that import.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from gracetune.adapters.files.keys import KeyTable
+from gracetune.adapters.files.keys import KeyTable, PipelineSpec
 from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
@@ -26,19 +28,22 @@ from gracetune.models.diffusers_family import (
     packed_shape,
     pad_embeddings,
     padding_mask,
-    read_component,
     read_model_index,
+    read_pretrained,
     read_scheduler,
+    read_text_encoder,
     read_transformer,
+    read_vae,
     tokenize,
     unpack_latents,
 )
 from gracetune.models.family import PROBE_JOINT_ATTENTION, GeneratedSample, PlannerShapes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from gracetune.adapters.files.check import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import (
         AudioFormat,
@@ -51,8 +56,7 @@ if TYPE_CHECKING:
         SampleShape,
     )
 
-
-PIPELINES = ("QwenImagePipeline", "QwenImageEditPipeline")
+EDIT_PIPELINE = "QwenImageEditPipeline"
 MAX_EDGE = 4096
 TARGETS = (
     "attn.to_q",
@@ -71,8 +75,7 @@ TARGETS = (
 
 
 def load(section: ModelSection) -> QwenImage:
-    """Read every part of the folder `model.path`."""
-    # Imported here: key tables are read without loading diffusers, which takes seconds.
+    """Read the pipeline that `model.path` names."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import (
         AutoImageProcessor,
@@ -82,59 +85,39 @@ def load(section: ModelSection) -> QwenImage:
 
     folder = find_model_folder(section)
     index = read_model_index(folder)
-    check_pipeline_class(folder, index, PIPELINES, "qwen_image")
-    edits = index["_class_name"] == "QwenImageEditPipeline"
-    looker = None
-    if edits:
-        looker = read_component(
-            folder,
-            "processor",
-            lambda p: AutoImageProcessor.from_pretrained(p, local_files_only=True),
-        )
-    vae = read_component(
-        folder,
-        "vae",
-        lambda part: AutoencoderKLQwenImage.from_pretrained(
-            part, torch_dtype=torch.float32, local_files_only=True
-        ),
-    )
-    encoder = read_component(
-        folder,
-        "text_encoder",
-        lambda part: Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            part, dtype="auto", local_files_only=True
-        ),
-    )
+    check_pipeline_class(folder, index, ("QwenImagePipeline", EDIT_PIPELINE), "qwen_image")
+    is_edit = index["_class_name"] == EDIT_PIPELINE
+    image_processor = read_pretrained(folder, "processor", AutoImageProcessor) if is_edit else None
+    vae = read_vae(folder, AutoencoderKLQwenImage)
+    text_encoder = read_text_encoder(folder, "text_encoder", Qwen2_5_VLForConditionalGeneration)
     return QwenImage(
         folder=folder,
         transformer=read_transformer(
             QwenImageTransformer2DModel, section, folder, "transformer", section.transformer_file
         ),
-        vae=vae.eval().requires_grad_(False),
-        text_encoders=[encoder.eval().requires_grad_(False)],
-        tokenizer=read_component(
-            folder, "tokenizer", lambda p: AutoTokenizer.from_pretrained(p, local_files_only=True)
-        ),
-        image_processor=looker,
+        vae=vae,
+        text_encoders=[text_encoder],
+        tokenizer=read_pretrained(folder, "tokenizer", AutoTokenizer),
+        image_processor=image_processor,
         vae_scale=2 ** len(vae.temperal_downsample),
-        takes_control=edits,
+        takes_control=is_edit,
     )
 
 
 @dataclass(frozen=True)
 class QwenImage(DiffusersFamily):
-    """The loaded parts. See `Family` for what each member means."""
+    """A loaded Qwen-Image or Qwen-Image-Edit. The members are those of `Family`."""
 
     folder: Path
     transformer: Any
     vae: Any
     text_encoders: list[nn.Module]
-    """The text encoder, until it is released."""
+    """The vision-language model; empty once it is released."""
     tokenizer: Any
     image_processor: Any
-    """What prepares a picture for the text encoder; none where nothing is edited."""
+    """Prepares the edited image for the text encoder. None if the model does not edit."""
     vae_scale: int
-    """Pixels along the edge of a latent's cell."""
+    """Pixels along the edge of a latent cell."""
     name: str = "qwen_image"
     boundary: None = None
     kinds: tuple[MediaKind, ...] = ("image",)
@@ -147,11 +130,11 @@ class QwenImage(DiffusersFamily):
 
     @property
     def pixel_step(self) -> int:
-        """Whole patches."""
+        """Pixels along the edge of a patch."""
         return self.vae_scale * PATCH_SIZE
 
     def identity(self) -> dict[str, str]:
-        """The encoders' own files."""
+        """Return names made of hashes of the encoders' files."""
         names = ["tokenizer", "text_encoder", *(["processor"] if self.takes_control else [])]
         text = "-".join(digest_of_folder(self.folder / name) for name in names)
         return {
@@ -160,48 +143,51 @@ class QwenImage(DiffusersFamily):
         }
 
     def blocks(self) -> Sequence[nn.Module]:
-        """The joint blocks."""
+        """Return the double-stream blocks."""
         return list(self.transformer.transformer_blocks)
 
     def encode(self, media: Tensor) -> Tensor:
-        """Normalised latents; a control's follow its picture's as more channels."""
-        return torch.cat([self._encoded(pixels) for pixels in torch.split(media, 3, dim=1)], dim=1)
+        """Return normalised latents. Those of a control image follow as more channels."""
+        images = torch.split(media, 3, dim=1)
+        return torch.cat([self._encode_image(image) for image in images], dim=1)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The picture; what it is an edit of is given."""
+        """Return the image's latents; those of the image to edit are a condition."""
         channels = self.vae.config.z_dim
         if not self.takes_control:
             return encoded, {}
         return encoded[:, :channels], {"reference": encoded[:, channels:]}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Channels, rows and columns of cells."""
+        """Return channels, rows and columns."""
         width, height = shape
         channels = self.vae.config.z_dim * (2 if self.takes_control else 1)
         return (channels, height // self.vae_scale, width // self.vae_scale)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """One a patch of what is noised."""
+        """Return the number of patches, without those of the image to edit."""
         return num_patches(latent_shape)
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """By the tokenizer's count."""
+        """Return the captions with more tokens than the model reads."""
         return captions_longer_than(self.tokenizer, captions, TEXT_LENGTH)
 
     def encode_text(
         self, captions: Sequence[str], images: Sequence[Tensor] = ()
     ) -> list[dict[str, Tensor]]:
-        """The language model's last states, from the caption or the picture on."""
+        """Return the language model's last hidden states (`tokens`)."""
         (encoder,) = self.text_encoders
         if not self.takes_control:
-            return [{"tokens": encode_caption(encoder, self.tokenizer, one)} for one in captions]
+            return [
+                {"tokens": encode_caption(encoder, self.tokenizer, caption)} for caption in captions
+            ]
         return [
-            {"tokens": encode_edit(encoder, self.tokenizer, self.image_processor, caption, picture)}
-            for caption, picture in zip(captions, images, strict=True)
+            {"tokens": encode_edit(encoder, self.tokenizer, self.image_processor, caption, image)}
+            for caption, image in zip(captions, images, strict=True)
         ]
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Zeros behind the shorter ones, and a mask that leaves them out."""
+        """Pad with zeros to the longest caption, and return a mask of the real tokens."""
         tokens = [text["tokens"] for text in texts]
         longest = max(map(len, tokens))
         return {"tokens": pad_embeddings(tokens, longest), "mask": padding_mask(tokens, longest)}
@@ -213,7 +199,7 @@ class QwenImage(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """One forward pass; the model counts levels from 0 to 1."""
+        """Return the velocity. The model's timesteps run from 0 to 1, like sigmas."""
         count, _, height, width = noisy.shape
         dtype = self.transformer.img_in.weight.dtype
         rows = pack_latents(noisy)
@@ -233,24 +219,24 @@ class QwenImage(DiffusersFamily):
         return unpack_latents(velocity[:, :length], height, width)
 
     def sample(self, request: SampleRequest) -> list[GeneratedSample]:
-        """One picture a prompt."""
+        """Generate one image per prompt."""
         pipeline = self._pipeline(self.sampling_vae(request))
         device = next(self.transformer.parameters()).device
         dtype = self.transformer.img_in.weight.dtype
         width, height = request.shape
-        empties = request.empty_texts or [request.empty_text] * len(request.texts)
-        made = []
-        for number, (text, empty) in enumerate(zip(request.texts, empties, strict=True)):
-            tokens, nothing = (t["tokens"][None].to(device, dtype) for t in (text, empty))
-            against = {
-                "negative_prompt_embeds": nothing,
-                "negative_prompt_embeds_mask": torch.ones(nothing.shape[:2], device=device).long(),
+        empty_texts = request.empty_texts or [request.empty_text] * len(request.texts)
+        samples = []
+        for number, (text, empty) in enumerate(zip(request.texts, empty_texts, strict=True)):
+            prompt, negative = (t["tokens"][None].to(device, dtype) for t in (text, empty))
+            guidance = {
+                "negative_prompt_embeds": negative,
+                "negative_prompt_embeds_mask": torch.ones(negative.shape[:2], device=device).long(),
             }
             start = {"image": to_pil(request.images[number])} if request.images else {}
-            picture = pipeline(
-                prompt_embeds=tokens,
-                prompt_embeds_mask=torch.ones(tokens.shape[:2], device=device).long(),
-                **against if request.guidance > 1 else {},
+            image = pipeline(
+                prompt_embeds=prompt,
+                prompt_embeds_mask=torch.ones(prompt.shape[:2], device=device).long(),
+                **guidance if request.guidance > 1 else {},
                 **start,
                 width=width,
                 height=height,
@@ -259,30 +245,30 @@ class QwenImage(DiffusersFamily):
                 generator=torch.Generator().manual_seed(request.seed + number),
                 output_type="pt",
             ).images[0]
-            made.append(GeneratedSample("image", picture.float().cpu() * 2 - 1))
-        return made
+            samples.append(GeneratedSample("image", image.float().cpu() * 2 - 1))
+        return samples
 
     def _pipeline(self, vae: Any) -> Any:
         import diffusers
 
-        edits = {"processor": None} if self.takes_control else {}
-        cls = diffusers.QwenImageEditPipeline if edits else diffusers.QwenImagePipeline
+        edit = {"processor": None} if self.takes_control else {}
+        cls = diffusers.QwenImageEditPipeline if edit else diffusers.QwenImagePipeline
         pipeline = cls(
             scheduler=read_scheduler(self.folder),
             vae=vae,
             text_encoder=None,
             tokenizer=None,
             transformer=self.transformer,
-            **edits,
+            **edit,
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    def _encoded(self, pixels: Tensor) -> Tensor:
-        """A picture is a film of one frame to this VAE."""
-        where = next(self.vae.parameters())
+    def _encode_image(self, pixels: Tensor) -> Tensor:
+        """Encode images as videos of one frame, which is what this VAE takes."""
+        video = pixels.to(next(self.vae.parameters())).unsqueeze(2)
         with torch.no_grad():
-            raw: Tensor = self.vae.encode(pixels.to(where).unsqueeze(2)).latent_dist.mode()[:, :, 0]
+            raw: Tensor = self.vae.encode(video).latent_dist.mode()[:, :, 0]
         mean, std = (
             torch.tensor(values, device=raw.device).view(1, -1, 1, 1)
             for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
@@ -290,13 +276,8 @@ class QwenImage(DiffusersFamily):
         return (raw - mean) / std
 
 
-# ------------------------------------------------------------------------------------------
-# What Qwen-Image's language model is asked, and what is kept of its answer.
-#
-# It reads a template with the caption in it; for an edit also the picture that is edited. The
-# states
-# of all tokens from the end of the fixed words on are the text.
-
+# Text. The language model reads a template with the caption in it and, for an edit, the image. Its
+# hidden states from the first token after the fixed words on are the embedding.
 
 TEXT_LENGTH = 1024
 TEMPLATE = (
@@ -305,7 +286,7 @@ TEMPLATE = (
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 TEMPLATE_TOKENS = 34
-"""Tokens before the caption, whose states are left out."""
+"""Tokens before the caption. Their hidden states are dropped."""
 IMAGE_TOKEN = "<|image_pad|>"
 EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, "
@@ -315,41 +296,40 @@ EDIT_TEMPLATE = (
     "<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
 )
 EDIT_TEMPLATE_TOKENS = 64
-"""Tokens before the picture."""
+"""Tokens before the image. Their hidden states are dropped."""
 
 
 def encode_caption(encoder: Any, tokenizer: Any, caption: str) -> Tensor:
-    """The text of a caption."""
-    found = tokenize(tokenizer, TEMPLATE.format(caption), TEXT_LENGTH + TEMPLATE_TOKENS)
-    return _states(encoder, found)[TEMPLATE_TOKENS:]
+    """Return the embedding of a caption."""
+    tokens = tokenize(tokenizer, TEMPLATE.format(caption), TEXT_LENGTH + TEMPLATE_TOKENS)
+    return _hidden_states(encoder, tokens)[TEMPLATE_TOKENS:]
 
 
 def encode_edit(
     encoder: Any,
     tokenizer: Any,
-    looker: Any,
+    image_processor: Any,
     caption: str,
-    picture_CHW: Tensor,  # noqa: N803
+    image_CHW: Tensor,  # noqa: N803
 ) -> Tensor:
-    """The text of an instruction and of the picture in [-1, 1] that it is about."""
-    seen = looker(images=[to_pil(picture_CHW)], return_tensors="pt")
-    tokens = int(seen["image_grid_thw"].prod()) // looker.merge_size**2
-    text = EDIT_TEMPLATE.format(caption).replace(IMAGE_TOKEN, IMAGE_TOKEN * tokens)
-    length = TEXT_LENGTH + EDIT_TEMPLATE_TOKENS + tokens
-    found = dict(tokenize(tokenizer, text, length))
-    image = found["input_ids"] == encoder.config.image_token_id
-    return _states(encoder, {**found, **seen, "mm_token_type_ids": image.int()})[
-        EDIT_TEMPLATE_TOKENS:
-    ]
+    """Return the embedding of an instruction and of the image in [-1, 1] to edit."""
+    processed = image_processor(images=[to_pil(image_CHW)], return_tensors="pt")
+    image_tokens = int(processed["image_grid_thw"].prod()) // image_processor.merge_size**2
+    text = EDIT_TEMPLATE.format(caption).replace(IMAGE_TOKEN, IMAGE_TOKEN * image_tokens)
+    length = TEXT_LENGTH + EDIT_TEMPLATE_TOKENS + image_tokens
+    tokens = dict(tokenize(tokenizer, text, length))
+    is_image = tokens["input_ids"] == encoder.config.image_token_id
+    inputs = {**tokens, **processed, "mm_token_type_ids": is_image.int()}
+    return _hidden_states(encoder, inputs)[EDIT_TEMPLATE_TOKENS:]
 
 
 def to_pil(pixels_CHW: Tensor) -> Image.Image:  # noqa: N803
-    """Pixels in [-1, 1] as a picture."""
+    """Return pixels in [-1, 1] as an 8-bit image."""
     scaled = pixels_CHW.clamp(-1, 1).add(1).mul(127.5).round().byte()
     return Image.fromarray(scaled.permute(1, 2, 0).cpu().numpy())
 
 
-def _states(encoder: Any, inputs: Any) -> Tensor:
+def _hidden_states(encoder: Any, inputs: Any) -> Tensor:
     device = next(encoder.parameters()).device
     dtype = next(encoder.parameters()).dtype
     moved = {
@@ -362,53 +342,8 @@ def _states(encoder: Any, inputs: Any) -> Tensor:
     return states
 
 
-# Key names of Qwen-Image and its edit models, which were published with diffusers' names.
-
-BLOCK_LINEARS = tuple(
-    f"transformer_blocks.{{}}.{name}"
-    for name in (
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "img_mlp.net.0.proj",
-        "img_mlp.net.2",
-        "txt_mlp.net.0.proj",
-        "txt_mlp.net.2",
-    )
-)
-OTHER_MODULES = (
-    *(
-        f"transformer_blocks.{{}}.{name}"
-        for name in (
-            "img_mod.1",
-            "txt_mod.1",
-            "attn.norm_q",
-            "attn.norm_k",
-            "attn.norm_added_q",
-            "attn.norm_added_k",
-        )
-    ),
-    "img_in",
-    "txt_in",
-    "txt_norm",
-    "time_text_embed.timestep_embedder.linear_1",
-    "time_text_embed.timestep_embedder.linear_2",
-    "norm_out.linear",
-    "proj_out",
-)
-
-KEY_TABLE = KeyTable(
-    family="qwen_image",
-    aliases=("qwen",),
-    rows=tuple((name, name) for name in (*BLOCK_LINEARS, *OTHER_MODULES)),
-    block_linears=BLOCK_LINEARS,
-    max_blocks=(("transformer_blocks", 60),),
-)
+PLANNED_TEXT_LENGTH = 512
+"""Tokens per caption in a plan. Captions are not padded, and few come near the limit of 1024."""
 
 
 class QwenImageShapes(PlannerShapes):
@@ -435,8 +370,6 @@ class QwenImageShapes(PlannerShapes):
         return {"img_shapes": [[(1, height // PATCH_SIZE, width // PATCH_SIZE)]] * batch_size}
 
 
-PLANNED_TEXT_LENGTH = 512
-"""Tokens per caption in a plan. Captions are not padded, and few come near the limit of 1024."""
 PLANNER_SHAPES = QwenImageShapes(
     class_name="QwenImageTransformer2DModel",
     published_config={},
@@ -444,4 +377,74 @@ PLANNER_SHAPES = QwenImageShapes(
     blocks=("transformer_blocks",),
     targets=TARGETS,
     probe_config={**PROBE_JOINT_ATTENTION, "num_layers": 12},
+)
+
+
+# Key names in other tools. Qwen-Image was published with diffusers' names, so they are the same.
+
+BLOCK_LINEARS = tuple(f"transformer_blocks.{{}}.{name}" for name in TARGETS)
+OTHER_MODULES = (
+    *(
+        f"transformer_blocks.{{}}.{name}"
+        for name in (
+            "img_mod.1",
+            "txt_mod.1",
+            "attn.norm_q",
+            "attn.norm_k",
+            "attn.norm_added_q",
+            "attn.norm_added_k",
+        )
+    ),
+    "img_in",
+    "txt_in",
+    "txt_norm",
+    "time_text_embed.timestep_embedder.linear_1",
+    "time_text_embed.timestep_embedder.linear_2",
+    "norm_out.linear",
+    "proj_out",
+)
+
+
+def _adapter_pipeline(transformer: Callable[[Any], Any]) -> Any:
+    """Return a pipeline without weights, to test whether diffusers loads an adapter file."""
+    from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+
+    return QwenImagePipeline(
+        scheduler=None,
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        transformer=transformer(QwenImageTransformer2DModel),
+    )
+
+
+def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
+    """Return the configuration of a transformer that fits the layers of an adapter file."""
+    block = "transformer_blocks"
+    names = [f"{block}.attn.{x}" for x in ("to_q", "to_k", "to_v", "to_out", "to_add_out")]
+    names += [f"{block}.attn.add_{x}_proj" for x in "qkv"]
+    patch = 2 * 2
+    return {
+        **shapes.heads(shapes.size(0, 3072, *names, "img_in")),
+        "num_layers": shapes.num_blocks(block),
+        "joint_attention_dim": shapes.size(1, 3584, "txt_in"),
+        "in_channels": shapes.size(1, 64, "img_in"),
+        "out_channels": shapes.size(0, 16 * patch, "proj_out") // patch,
+    }
+
+
+KEY_TABLE = KeyTable(
+    family="qwen_image",
+    aliases=("qwen",),
+    rows=tuple((name, name) for name in (*BLOCK_LINEARS, *OTHER_MODULES)),
+    block_linears=BLOCK_LINEARS,
+    max_blocks=(("transformer_blocks", 60),),
+    comfyui_prefixes=(
+        ("diffusion_model.", ".", "original"),
+        ("lora_unet_", "_", "original"),
+        ("", ".", "diffusers"),
+        ("transformer.", ".", "diffusers"),
+        ("lycoris_", "_", "diffusers"),
+    ),
+    pipeline=PipelineSpec(_adapter_pipeline, _adapter_config),
 )

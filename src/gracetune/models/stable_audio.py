@@ -1,7 +1,8 @@
-"""The family `stable_audio`: Stable Audio Open in diffusers' classes, for sounds.
+"""The family `stable_audio`: Stable Audio Open for audio clips, with diffusers' classes.
 
-A clip is filled up with silence to the model's own length and the model is told how long the sound
-is. Latents: C channels, L places. The last channel of what is encoded holds the seconds.
+A clip is padded with silence to the model's fixed length, and its real length in seconds is a
+condition. Latents have C channels and L positions. What `encode` returns has one channel more, at
+the end, which holds the seconds.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from gracetune.models.diffusers_family import (
     find_model_folder,
     pad_embeddings,
     padding_mask,
-    read_component,
     read_model_index,
+    read_pretrained,
     read_scheduler,
+    read_text_encoder,
     read_transformer,
+    read_vae,
     tokenize,
 )
 from gracetune.models.family import AudioFormat, GeneratedSample
@@ -55,42 +58,26 @@ TARGETS = (
 
 
 def load(section: ModelSection) -> StableAudio:
-    """Read every part of the folder `model.path`."""
+    """Read the pipeline that `model.path` names."""
     from transformers import AutoTokenizer, T5EncoderModel
 
     folder = find_model_folder(section)
     check_pipeline_class(folder, read_model_index(folder), ("StableAudioPipeline",), "stable_audio")
-    vae = read_component(
-        folder,
-        "vae",
-        lambda part: AutoencoderOobleck.from_pretrained(
-            part, torch_dtype=torch.float32, local_files_only=True
-        ),
+    vae = read_vae(folder, AutoencoderOobleck)
+    projection = read_pretrained(
+        folder, "projection_model", StableAudioProjectionModel, torch_dtype=torch.float32
     )
-    projection = read_component(
-        folder,
-        "projection_model",
-        lambda part: StableAudioProjectionModel.from_pretrained(
-            part, torch_dtype=torch.float32, local_files_only=True
-        ),
-    )
-    encoder = read_component(
-        folder,
-        "text_encoder",
-        lambda part: T5EncoderModel.from_pretrained(part, dtype="auto", local_files_only=True),
-    )
+    text_encoder = read_text_encoder(folder, "text_encoder", T5EncoderModel)
     transformer = read_transformer(
         StableAudioDiTModel, section, folder, "transformer", section.transformer_file
     )
     return StableAudio(
         folder=folder,
         transformer=transformer,
-        vae=vae.eval().requires_grad_(False),
+        vae=vae,
         projection=projection.eval().requires_grad_(False),
-        text_encoders=[encoder.eval().requires_grad_(False)],
-        tokenizer=read_component(
-            folder, "tokenizer", lambda p: AutoTokenizer.from_pretrained(p, local_files_only=True)
-        ),
+        text_encoders=[text_encoder],
+        tokenizer=read_pretrained(folder, "tokenizer", AutoTokenizer),
         audio=AudioFormat(
             vae.config.audio_channels,
             vae.config.sampling_rate,
@@ -101,15 +88,15 @@ def load(section: ModelSection) -> StableAudio:
 
 @dataclass(frozen=True)
 class StableAudio(DiffusersFamily):
-    """The loaded parts. See `Family` for what each member means."""
+    """A loaded Stable Audio Open. The members are those of `Family`."""
 
     folder: Path
     transformer: Any
     vae: Any
     projection: Any
-    """What makes tokens of seconds; frozen."""
+    """Frozen model that turns seconds into tokens."""
     text_encoders: list[nn.Module]
-    """The text encoder, until it is released."""
+    """T5; empty once it is released."""
     tokenizer: Any
     audio: AudioFormat
     name: str = "stable_audio"
@@ -123,7 +110,7 @@ class StableAudio(DiffusersFamily):
     adapter_targets: tuple[str, ...] = TARGETS
 
     def identity(self) -> dict[str, str]:
-        """The encoders' own files; and a clip is encoded with the silence after it."""
+        """Return names made of hashes of the encoders' files and of the padded length."""
         names = ("tokenizer", "text_encoder", "projection_model")
         text = "-".join(digest_of_folder(self.folder / name) for name in names)
         vae = digest_of_folder(self.folder / "vae")
@@ -133,46 +120,46 @@ class StableAudio(DiffusersFamily):
         }
 
     def blocks(self) -> Sequence[nn.Module]:
-        """The transformer's."""
+        """Return the transformer's blocks."""
         return list(self.transformer.transformer_blocks)
 
     def to(self, device: torch.device) -> None:
-        """The VAE, the seconds' projection, and the text encoder as long as it is there."""
-        for part in (self.vae, self.projection, *self.text_encoders):
-            part.to(device)
+        """Move the VAE, the projection and, unless it was released, the text encoder."""
+        for module in (self.vae, self.projection, *self.text_encoders):
+            module.to(device)
 
     def release_text_encoder(self) -> None:
-        """The projection stays: seconds are told in every step."""
+        """Drop T5. The projection stays, because every step needs it."""
         self.text_encoders.clear()
 
     def set_tiling(self, enabled: bool) -> bool:  # noqa: ARG002
-        """Sounds are encoded whole."""
+        """Return False: this VAE has no tiling."""
         return False
 
     def encode(self, media: Tensor) -> Tensor:
-        """Latents of the clip and the silence after it; then one channel of its seconds."""
-        where, length = next(self.vae.parameters()), media.shape[-1]
-        filled = functional.pad(media.to(where), (0, self.audio.max_length - length))
+        """Return the latents of the padded clip, and a channel with its length in seconds."""
+        parameter, length = next(self.vae.parameters()), media.shape[-1]
+        padded = functional.pad(media.to(parameter), (0, self.audio.max_length - length))
         with torch.no_grad():
-            latents: Tensor = self.vae.encode(filled).latent_dist.mode()
+            latents: Tensor = self.vae.encode(padded).latent_dist.mode()
         seconds = torch.full_like(latents[:, :1], length / self.audio.sample_rate)
         return torch.cat([latents, seconds], dim=1)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sound; its length is told."""
+        """Return the latents; the length in seconds is a condition."""
         return encoded[:, :-1], {"seconds": encoded[:, -1, 0]}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """The same for clips of any length."""
+        """Return channels and positions, which are the same for clips of any length."""
         assert len(shape) == 2, shape
         return (self.transformer.config.in_channels + 1, int(self.transformer.config.sample_size))
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """One a place."""
+        """Return the number of positions."""
         return latent_shape[1]
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """By the tokenizer's count."""
+        """Return the captions with more tokens than the model reads."""
         return captions_longer_than(self.tokenizer, captions, self.tokenizer.model_max_length)
 
     def encode_text(
@@ -180,21 +167,22 @@ class StableAudio(DiffusersFamily):
         captions: Sequence[str],
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
-        """T5's states. No caption is no token at all: what guidance compares with."""
+        """Return T5's hidden states (`tokens`). An empty caption has no tokens at all."""
         (encoder,) = self.text_encoders
         device = next(encoder.parameters()).device
         texts = []
         for caption in captions:
-            found = tokenize(self.tokenizer, caption, self.tokenizer.model_max_length)
+            tokens = tokenize(self.tokenizer, caption, self.tokenizer.model_max_length)
             with torch.no_grad():
                 states = encoder(
-                    found["input_ids"].to(device), attention_mask=found["attention_mask"].to(device)
+                    tokens["input_ids"].to(device),
+                    attention_mask=tokens["attention_mask"].to(device),
                 )[0]
             texts.append({"tokens": states[0] if caption else states[0, :0]})
         return texts
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Zeros up to the tokenizer's length, as the model was trained."""
+        """Pad with zeros to the tokenizer's length, as the model was trained."""
         tokens, length = [text["tokens"] for text in texts], self.tokenizer.model_max_length
         return {"tokens": pad_embeddings(tokens, length), "mask": padding_mask(tokens, length)}
 
@@ -205,22 +193,23 @@ class StableAudio(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """One forward pass; the angle of the path is the model's own timestep.
+        """Return v. The model's timestep is the angle of the noise path, as a share of a turn.
 
-        Without a caption attention is told nothing, not even the seconds, as in guidance.
+        For an empty caption all tokens of cross-attention are zero, even those of the seconds. The
+        pipeline does the same for guidance.
         """
         dtype = self.transformer.preprocess_conv.weight.dtype
         seconds = conditions["seconds"].float()
-        told = self.projection(
+        projected = self.projection(
             text_hidden_states=conditions["tokens"].float(),
             start_seconds=torch.zeros_like(seconds),
             end_seconds=seconds,
         )
         mask = conditions["mask"]
-        tokens = told.text_hidden_states * mask.unsqueeze(-1)
-        start, end = told.seconds_start_hidden_states, told.seconds_end_hidden_states
+        tokens = projected.text_hidden_states * mask.unsqueeze(-1)
+        start, end = projected.seconds_start_hidden_states, projected.seconds_end_hidden_states
         global_tokens = torch.cat([start, end], dim=2)
-        attended = torch.cat([tokens, start, end], dim=1) * mask.any(dim=1)[:, None, None]
+        cross_tokens = torch.cat([tokens, start, end], dim=1) * mask.any(dim=1)[:, None, None]
         rotary = get_1d_rotary_pos_embed(
             self.transformer.config.attention_head_dim // 2,
             noisy.shape[2] + global_tokens.shape[1],
@@ -230,7 +219,7 @@ class StableAudio(DiffusersFamily):
         v: Tensor = transformer(
             noisy.to(dtype),
             sigmas.to(dtype),
-            encoder_hidden_states=attended.to(dtype),
+            encoder_hidden_states=cross_tokens.to(dtype),
             global_hidden_states=global_tokens.to(dtype),
             rotary_embedding=tuple(table.to(noisy.device) for table in rotary),
             return_dict=False,
@@ -238,7 +227,7 @@ class StableAudio(DiffusersFamily):
         return v
 
     def sample(self, request: SampleRequest) -> list[GeneratedSample]:
-        """One sound a prompt."""
+        """Generate one audio clip per prompt."""
         import diffusers
 
         pipeline = diffusers.StableAudioPipeline(
@@ -247,36 +236,36 @@ class StableAudio(DiffusersFamily):
             projection_model=self.projection,
             tokenizer=None,
             transformer=self.transformer,
-            scheduler=_scheduler(self.folder),
+            scheduler=_read_sde_scheduler(self.folder),
         )
         pipeline.set_progress_bar_config(disable=True)
         device = next(self.transformer.parameters()).device
         _, length = request.shape
-        made = []
+        samples = []
         for number, text in enumerate(request.texts):
-            stacked = self.stack_text([text])
+            embeddings = self.stack_text([text])
             with warnings.catch_warnings():
-                # the scheduler's last level is a rounding below the first of torchsde's
+                # The scheduler's last sigma is a rounding error below torchsde's first.
                 warnings.filterwarnings("ignore", r"Should have t[ab]", UserWarning)
-                waves = pipeline(
-                    prompt_embeds=stacked["tokens"].to(device),
-                    attention_mask=stacked["mask"].to(device),
-                    # half a sample more, for the pipeline rounds down
+                waveform = pipeline(
+                    prompt_embeds=embeddings["tokens"].to(device),
+                    attention_mask=embeddings["mask"].to(device),
+                    # Half a sample more, because the pipeline rounds down.
                     audio_end_in_s=(length + 0.5) / self.audio.sample_rate,
                     num_inference_steps=request.steps,
                     guidance_scale=request.guidance,
                     generator=torch.Generator().manual_seed(request.seed + number),
                     output_type="pt",
                 ).audios[0]
-            made.append(GeneratedSample("audio", waves.float().cpu(), self.audio.sample_rate))
-        return made
+            samples.append(GeneratedSample("audio", waveform.float().cpu(), self.audio.sample_rate))
+        return samples
 
 
-def _scheduler(folder: Path) -> Any:
+def _read_sde_scheduler(folder: Path) -> Any:
     try:
         return read_scheduler(folder)
     except ImportError as error:
         raise ConfigError(
-            f"sampling with the scheduler of {folder} needs the package torchsde: {error} "
+            f"Sampling with the scheduler of {folder} needs the package torchsde: {error} "
             "Run `pip install gracetune[audio]`, or set validation.every: 0."
         ) from error

@@ -1,7 +1,7 @@
 """The family `tiny`: a real diffusion transformer small enough to train on one CPU core.
 
 The transformer is diffusers' SD3 class with four narrow layers. Its "VAE" folds 4x4 pixels into
-channels and loses nothing; its text encoder gives every word a fixed random vector. Nothing is
+channels without loss; its text encoder gives every word a fixed random vector. Nothing is
 downloaded: weights come from a seed, or from a folder that an earlier run exported.
 """
 
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 
 CELL = 4
-"""Pixels along the edge of one latent cell."""
+"""Pixels along the edge of a latent cell."""
 TEXT_WIDTH = 64
 TOKEN_MULTIPLE = 16
 """Captions are padded to multiples of this many words."""
 POSITION_WEIGHT = 0.3
-"""How much of a token's vector tells its place."""
+"""Weight of the position's vector that is added to a word's vector."""
 MAX_CELLS = 16
 CONFIG = {
     "sample_size": MAX_CELLS,
@@ -66,7 +66,7 @@ CONFIG = {
 
 
 def load(section: ModelSection) -> Tiny:
-    """Make the model from its seed, or read it from the folder `model.path`."""
+    """Read the folder `model.path`, or initialise a model from `model.init_seed`."""
     if section.path is not None:
         return Tiny(_read(Path(section.path)))
     with torch.random.fork_rng(devices=[]):
@@ -79,12 +79,14 @@ def _read(folder: Path) -> nn.Module:
     if not (weights / "config.json").is_file():
         raise ModelError(
             f"model.path is {str(folder)!r}, which holds no transformer/config.json. "
-            "Name the `model` folder of a finished full training."
+            "Name the `model` folder of a finished full fine-tuning run."
         )
     try:
         cls = json.loads((weights / "config.json").read_text()).get("_class_name")
         if cls != SD3Transformer2DModel.__name__:
-            raise ModelError(f"model.path {str(folder)!r} holds a {cls}; tiny reads SD3 weights.")
+            raise ModelError(
+                f"model.path {str(folder)!r} holds a {cls}, but tiny reads SD3 weights."
+            )
         model: nn.Module = SD3Transformer2DModel.from_pretrained(
             weights, local_files_only=True, low_cpu_mem_usage=False
         )
@@ -95,7 +97,7 @@ def _read(folder: Path) -> nn.Module:
 
 @dataclass(frozen=True)
 class Tiny:
-    """The loaded parts. See `Family` for what each member means."""
+    """A loaded model. The members are those of `Family`."""
 
     transformer: nn.Module
     name: str = "tiny"
@@ -125,59 +127,59 @@ class Tiny:
     _words: dict[str, Tensor] = field(default_factory=dict)
 
     def identity(self) -> dict[str, str]:
-        """The encoders are pure functions of these constants."""
+        """Return names made of the constants that the encoders depend on."""
         return {
             "latents": f"tiny-unshuffle-{CELL}",
             "text": f"tiny-words-{TEXT_WIDTH}-{POSITION_WEIGHT}",
         }
 
     def weights_digest(self) -> str:
-        """Of the transformer alone: nothing else has weights."""
+        """Return a hash of the transformer's weights."""
         return digest_of_weights(self.transformer)
 
     def blocks(self) -> Sequence[nn.Module]:
-        """The joint transformer blocks."""
+        """Return the joint blocks."""
         return list(self.transformer.get_submodule("transformer_blocks").children())
 
     def enable_gradient_checkpointing(self) -> None:
-        """As diffusers does it, block by block."""
+        """Turn on diffusers' gradient checkpointing."""
         assert isinstance(self.transformer, SD3Transformer2DModel)
         self.transformer.enable_gradient_checkpointing()
 
     def to(self, device: torch.device) -> None:
-        """The encoders have no weights."""
+        """Do nothing: the encoders have no weights."""
 
     def release_text_encoder(self) -> None:
-        """It has no weights."""
+        """Do nothing: the text encoder has no weights."""
 
     def set_tiling(self, enabled: bool) -> bool:  # noqa: ARG002
-        """Folding needs no memory to speak of."""
+        """Return False: folding needs no tiles."""
         return False
 
     def encode(self, media: Tensor) -> Tensor:
-        """Fold each cell of pixels into channels."""
+        """Fold each 4x4 cell of pixels into channels."""
         return functional.pixel_unshuffle(media, CELL)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """All of it is noised."""
+        """Return all of it as latents, and no conditions."""
         return encoded, {}
 
     def decode(self, latents_BCHW: Tensor) -> Tensor:  # noqa: N803
-        """Unfold them again, without loss."""
+        """Unfold latents into pixels."""
         return functional.pixel_shuffle(latents_BCHW, CELL)
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Channels, rows and columns of cells."""
+        """Return channels, rows and columns."""
         width, height = shape
         return (3 * CELL * CELL, height // CELL, width // CELL)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """One a cell."""
+        """Return the number of cells."""
         _, height, width = latent_shape
         return height * width
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:  # noqa: ARG002
-        """None is too long."""
+        """Return nothing: no caption is too long."""
         return []
 
     def encode_text(
@@ -185,11 +187,11 @@ class Tiny:
         captions: Sequence[str],
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
-        """One vector a word, with a share that tells its place."""
+        """Return one vector per word (`tokens`), which also encodes the word's position."""
         return [{"tokens": self._tokens(caption.lower().split())} for caption in captions]
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Pad with zeros to a multiple of `TOKEN_STEP` words; the pooled vector is their sum."""
+        """Pad to a multiple of `TOKEN_MULTIPLE` words; the pooled vector is their scaled sum."""
         longest = max(len(text["tokens"]) for text in texts)
         length = max(1, -(-longest // TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
         tokens = torch.stack(
@@ -204,7 +206,7 @@ class Tiny:
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """One forward pass; SD3 counts noise levels to 1000."""
+        """Return the velocity. SD3's timesteps run from 0 to 1000."""
         velocity: Tensor = transformer(
             noisy,
             encoder_hidden_states=conditions["tokens"],
@@ -215,7 +217,7 @@ class Tiny:
         return velocity
 
     def sample(self, request: SampleRequest) -> list[GeneratedSample]:
-        """All pictures at once, by Euler's method."""
+        """Generate all images in one batch with Euler's method."""
         device = next(self.transformer.parameters()).device
         shape, count = self.latent_shape(*request.shape), len(request.texts)
         noise = [
@@ -235,19 +237,19 @@ class Tiny:
             steps=request.steps,
             guidance=request.guidance,
         )
-        return [GeneratedSample("image", picture.cpu()) for picture in self.decode(latents)]
+        return [GeneratedSample("image", image.cpu()) for image in self.decode(latents)]
 
     def export(self, folder: Path) -> None:
-        """As a diffusers model folder."""
+        """Write a diffusers model folder."""
         assert isinstance(self.transformer, SD3Transformer2DModel)
         self.transformer.save_pretrained(folder / "transformer")
 
     def _tokens(self, words: Sequence[str]) -> Tensor:
         if not words:
             return torch.zeros(0, TEXT_WIDTH)
-        places = [self._vector(f"<place {i}>") for i in range(len(words))]
+        positions = [self._vector(f"<place {i}>") for i in range(len(words))]
         vectors = [self._vector(word) for word in words]
-        return torch.stack(vectors) + POSITION_WEIGHT * torch.stack(places)
+        return torch.stack(vectors) + POSITION_WEIGHT * torch.stack(positions)
 
     def _vector(self, word: str) -> Tensor:
         if word not in self._words:
@@ -257,19 +259,18 @@ class Tiny:
         return self._words[word]
 
 
-# ------------------------------------------------------------------------------------------
-# From noise to latents: Euler's method along the predicted velocity, with guidance.
-
-
 def euler(
     predict: Predict, noise: Tensor, text: Text, empty: Text, *, steps: int, guidance: float
 ) -> Tensor:
-    """Solve dx/ds = v from s = 1 to 0, v = v_empty + guidance * (v_text - v_empty)."""
+    """Integrate the predicted velocity from noise to latents with guidance.
+
+    Solves dx/ds = v from sigma s = 1 to 0, with v = v_empty + guidance * (v_text - v_empty).
+    """
     x = noise
     guided = guidance != 1.0
     both = {key: torch.cat([text[key], empty[key]]) for key in text} if guided else text
-    levels = torch.linspace(1.0, 0.0, steps + 1).tolist()
-    for s, s_next in pairwise(levels):
+    sigmas = torch.linspace(1.0, 0.0, steps + 1).tolist()
+    for s, s_next in pairwise(sigmas):
         x_in = torch.cat([x, x]) if guided else x
         v = predict(x_in, torch.full((len(x_in),), s, device=x.device), both)
         if guided:

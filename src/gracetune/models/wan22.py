@@ -1,19 +1,20 @@
-"""The family `wan22`: Wan 2.2 in diffusers' classes, for pictures and videos.
+"""The family `wan22`: Wan 2.2 for images and videos, with diffusers' classes.
 
-T2V-A14B and I2V-A14B have two experts; TI2V-5B has one transformer for both tasks. Which one a
-folder holds is read from the folder. Latents: C channels, F frames, H rows, W columns; an image is
-a video of one frame.
+T2V-A14B and I2V-A14B have two experts; TI2V-5B has one transformer for both tasks. The folder tells
+which of them it holds. Latents have C channels, F frames, H rows and W columns; an image is a video
+of one frame. diffusers is imported inside functions because the adapter commands read `KEY_TABLE`
+from here and should not wait seconds for that import.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from gracetune.adapters.files.keys import KeyTable
+from gracetune.adapters.files.keys import KeyTable, PipelineSpec
 from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import (
     DiffusersFamily,
@@ -22,13 +23,14 @@ from gracetune.models.diffusers_family import (
     clean_caption,
     copy_other_components,
     digest_of_folder,
-    digest_of_weights,
     find_model_folder,
     pad_embeddings,
-    read_component,
     read_model_index,
+    read_pretrained,
     read_scheduler,
+    read_text_encoder,
     read_transformer,
+    read_vae,
     tokenize,
 )
 from gracetune.models.family import (
@@ -41,9 +43,10 @@ from gracetune.models.family import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from gracetune.adapters.files.check import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import (
         AudioFormat,
@@ -57,11 +60,12 @@ if TYPE_CHECKING:
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 TEXT_LENGTH = 512
-"""Captions are cut and padded to this many tokens; the model attends to the zeros as well."""
+"""Tokens of every caption, cut or padded with zeros. The model attends to the zeros as well."""
 NUM_TIMESTEPS = 1000
 FRAME_RATE = 16.0
+"""Frames per second of generated videos."""
 DEFAULT_BOUNDARIES = {"text": 0.875, "image": 0.9}
-"""Where the published models change experts, for folders that do not say."""
+"""The boundaries of the published models, for folders that do not state one."""
 TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TARGETS = (
@@ -73,8 +77,7 @@ TARGETS = (
 
 
 def load(section: ModelSection) -> Wan22:
-    """Read every part of the folder `model.path`."""
-    # Imported here: key tables are read without loading diffusers, which takes seconds.
+    """Read the pipeline that `model.path` names."""
     from diffusers import WanTransformer3DModel
 
     folder = find_model_folder(section)
@@ -91,7 +94,7 @@ def load(section: ModelSection) -> Wan22:
     elif section.transformer_2_file is not None:
         raise ModelError(
             f"model.transformer_2_file is {section.transformer_2_file!r}, but {folder} has one "
-            "transformer. Leave it out, or name a folder with two."
+            "transformer. Remove the setting, or name a folder with two transformers."
         )
     return assemble(section, folder, index, high, low)
 
@@ -99,76 +102,66 @@ def load(section: ModelSection) -> Wan22:
 def assemble(
     section: ModelSection, folder: Path, index: Mapping[str, Any], high: Any, low: Any | None
 ) -> Wan22:
-    """The folder's other parts around transformers that are there; no `low`: there is one."""
+    """Read a folder's other components and join them with the given transformers.
+
+    `low` is None for a model with one transformer, which is then `high`.
+    """
     from diffusers import AutoencoderKLWan
     from transformers import AutoTokenizer, UMT5EncoderModel
 
-    vae = read_component(
-        folder,
-        "vae",
-        lambda part: AutoencoderKLWan.from_pretrained(
-            part, torch_dtype=torch.float32, local_files_only=True
-        ),
-    )
+    vae = read_vae(folder, AutoencoderKLWan)
     task = _task(section, high, vae, index)
-    edge = int(vae.config.scale_factor_spatial * high.config.patch_size[1])
+    pixels_per_token = int(vae.config.scale_factor_spatial * high.config.patch_size[1])
     return Wan22(
         folder=folder,
         transformer=high if low is None else Experts(high, low),
-        vae=vae.eval().requires_grad_(False),
-        text_encoders=[
-            read_component(
-                folder,
-                "text_encoder",
-                lambda part: UMT5EncoderModel.from_pretrained(
-                    part, dtype="auto", local_files_only=True
-                ).eval(),
-            ).requires_grad_(False)
-        ],
-        tokenizer=read_component(
-            folder, "tokenizer", lambda p: AutoTokenizer.from_pretrained(p, local_files_only=True)
-        ),
+        vae=vae,
+        text_encoders=[read_text_encoder(folder, "text_encoder", UMT5EncoderModel)],
+        tokenizer=read_pretrained(folder, "tokenizer", AutoTokenizer),
         boundary=None if low is None else index.get("boundary_ratio") or DEFAULT_BOUNDARIES[task],
         starts_from=task,
-        # A picture that is given whole leaves nothing to learn.
+        # An image that is given as the first frame would leave nothing to learn.
         kinds=("video",) if task == "image" else ("image", "video"),
         expand_timesteps=bool(index.get("expand_timesteps")),
-        pixel_step=edge,
-        max_edge=high.config.rope_max_seq_len * edge,
+        pixel_step=pixels_per_token,
+        max_edge=high.config.rope_max_seq_len * pixels_per_token,
     )
 
 
 def _task(
     section: ModelSection, transformer: Any, vae: Any, index: Mapping[str, Any]
 ) -> Literal["text", "image"]:
-    """More input channels than latents have: a first frame comes with them."""
+    """Return what samples start from: `model.task`, or what the transformer was made for.
+
+    A transformer with more input channels than the latents have takes a first frame as well.
+    """
     own: Literal["text", "image"]
     own = "image" if transformer.config.in_channels > vae.config.z_dim else "text"
-    asked = own if section.task == "auto" else section.task
-    if asked != own and not index.get("expand_timesteps"):
+    task = own if section.task == "auto" else section.task
+    if task != own and not index.get("expand_timesteps"):
         raise ModelError(
-            f"model.task is {asked!r}, but this model was made for {own!r}: it takes "
+            f"model.task is {task!r}, but this model was made for {own!r}: it takes "
             f"{transformer.config.in_channels} channels. Set model.task: auto, or name another "
             "model.path."
         )
-    return asked
+    return task
 
 
 @dataclass(frozen=True)
 class Wan22(DiffusersFamily):
-    """The loaded parts. See `Family` for what each member means."""
+    """A loaded Wan 2.2. The members are those of `Family`."""
 
     folder: Path
     transformer: nn.Module
     vae: Any
     text_encoders: list[nn.Module]
-    """The text encoder, until it is released."""
+    """UMT5; empty once it is released."""
     tokenizer: Any
     boundary: float | None
     starts_from: Literal["text", "image"]
     kinds: tuple[MediaKind, ...]
     expand_timesteps: bool
-    """TI2V-5B: each token has a level of its own, and a given first frame has none."""
+    """True for TI2V-5B: every token has its own timestep, and 0 marks a given first frame."""
     pixel_step: int
     max_edge: int
     name: str = "wan22"
@@ -178,63 +171,57 @@ class Wan22(DiffusersFamily):
     adapter_targets: tuple[str, ...] = TARGETS
 
     def identity(self) -> dict[str, str]:
-        """The encoders' own files; a given first frame is a part of what is encoded."""
+        """Return names made of hashes of the encoders' files, and of what `encode` appends."""
         text = "-".join(digest_of_folder(self.folder / p) for p in ("tokenizer", "text_encoder"))
         return {
             "latents": f"wan-{self.starts_from}-mode-{digest_of_folder(self.folder / 'vae')}",
             "text": f"umt5-{TEXT_LENGTH}-{text}",
         }
 
-    def weights_digest(self) -> str:
-        """Of one transformer or both."""
-        return digest_of_weights(self.transformer)
-
     def blocks(self) -> Sequence[nn.Module]:
-        """Of one transformer or both, high noise first."""
-        return [
-            block
-            for transformer in transformers_of(self.transformer).values()
-            for block in transformer.get_submodule("blocks").children()
-        ]
+        """Return the blocks of all transformers, high noise first."""
+        transformers = self._transformers.values()
+        return [block for transformer in transformers for block in transformer.blocks]
 
     def enable_gradient_checkpointing(self) -> None:
-        """As diffusers does it, block by block."""
-        from diffusers import WanTransformer3DModel
-
-        for transformer in transformers_of(self.transformer).values():
-            assert isinstance(transformer, WanTransformer3DModel)
+        """Turn on diffusers' gradient checkpointing in all transformers."""
+        for transformer in self._transformers.values():
             transformer.enable_gradient_checkpointing()
 
     def encode(self, media: Tensor) -> Tensor:
-        """Normalised latents; a first frame's mask and latents follow where it is given."""
+        """Return normalised latents.
+
+        If the model concatenates the first frame, a mask that marks it and the latents of a clip
+        with only this frame follow as more channels.
+        """
         clip = media if media.ndim == 5 else media.unsqueeze(2)
-        latents = self._encoded(clip)
-        if not self._concatenates:
+        latents = self._encode_clip(clip)
+        if not self._concatenates_first_frame:
             return latents
-        first = torch.zeros_like(clip)
-        first[:, :, 0] = clip[:, :, 0]
+        first_frame = torch.zeros_like(clip)
+        first_frame[:, :, 0] = clip[:, :, 0]
         mask = latents.new_zeros(
             len(clip), self.vae.config.scale_factor_temporal, *latents.shape[2:]
         )
         mask[:, :, 0] = 1
-        return torch.cat([latents, mask, self._encoded(first)], dim=1)
+        return torch.cat([latents, mask, self._encode_clip(first_frame)], dim=1)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clip; its first frame where the model starts from one."""
+        """Return the clip's latents; its first frame is a condition if the model takes one."""
         channels = self.vae.config.z_dim
-        latents, beside = encoded[:, :channels], encoded[:, channels:]
-        if self._concatenates:
-            return latents, {"beside": beside}
+        latents = encoded[:, :channels]
+        if self._concatenates_first_frame:
+            return latents, {"concatenated": encoded[:, channels:]}
         if self.starts_from == "image":
-            return latents, {"first": latents[:, :, :1]}
+            return latents, {"first_frame": latents[:, :, :1]}
         return latents, {}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Of width, height and, for clips, frames."""
+        """Return channels, frames, rows and columns."""
         width, height, frames = (*shape, 1)[:3]
         config = self.vae.config
         channels = config.z_dim
-        if self._concatenates:
+        if self._concatenates_first_frame:
             channels += config.scale_factor_temporal + config.z_dim
         return (
             channels,
@@ -244,13 +231,13 @@ class Wan22(DiffusersFamily):
         )
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """One a patch."""
+        """Return the number of patches."""
         _, frames, height, width = latent_shape
-        across, up, along = self._one.config.patch_size
-        return int((frames // across) * (height // up) * (width // along))
+        patch_frames, patch_height, patch_width = self._any_transformer.config.patch_size
+        return int((frames // patch_frames) * (height // patch_height) * (width // patch_width))
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """By the tokenizer's count."""
+        """Return the captions with more tokens than the model reads."""
         return captions_longer_than(self.tokenizer, captions, TEXT_LENGTH)
 
     def encode_text(
@@ -258,21 +245,21 @@ class Wan22(DiffusersFamily):
         captions: Sequence[str],
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
-        """The encoder's last hidden states."""
+        """Return UMT5's last hidden states (`tokens`)."""
         (encoder,) = self.text_encoders
         device = next(encoder.parameters()).device
         texts = []
         for caption in captions:
-            found = tokenize(self.tokenizer, clean_caption(caption), TEXT_LENGTH)
+            tokens = tokenize(self.tokenizer, clean_caption(caption), TEXT_LENGTH)
             with torch.no_grad():
                 hidden = encoder(
-                    found["input_ids"].to(device), found["attention_mask"].to(device)
+                    tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
                 ).last_hidden_state
             texts.append({"tokens": hidden[0]})
         return texts
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Zeros up to 512 tokens, as the model was trained."""
+        """Pad with zeros to 512 tokens, as the model was trained."""
         return {"tokens": pad_embeddings([text["tokens"] for text in texts], TEXT_LENGTH)}
 
     def predict(
@@ -282,41 +269,43 @@ class Wan22(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """One forward pass of one expert."""
-        first = conditions.get("first")
-        x, levels = noisy, sigmas * NUM_TIMESTEPS
-        if first is not None:
-            x = torch.cat([first, noisy[:, :, 1:]], dim=2)
-        if "beside" in conditions:
-            x = torch.cat([noisy, conditions["beside"]], dim=1)
+        """Return the velocity from one transformer."""
+        first_frame = conditions.get("first_frame")
+        x, timesteps = noisy, sigmas * NUM_TIMESTEPS
+        if first_frame is not None:
+            x = torch.cat([first_frame, noisy[:, :, 1:]], dim=2)
+        if "concatenated" in conditions:
+            x = torch.cat([noisy, conditions["concatenated"]], dim=1)
         if self.expand_timesteps:
-            levels = self._level_of_each_token(noisy, levels, given=first is not None)
-        dtype = self._one.patch_embedding.weight.dtype
+            timesteps = self._timesteps_per_token(
+                noisy, timesteps, first_frame_given=first_frame is not None
+            )
+        dtype = self._any_transformer.patch_embedding.weight.dtype
         velocity: Tensor = transformer(
             hidden_states=x.to(dtype),
-            timestep=levels,
+            timestep=timesteps,
             encoder_hidden_states=conditions["tokens"].to(dtype),
             return_dict=False,
         )[0]
-        if first is None:
+        if first_frame is None:
             return velocity
-        # What is given is known: its velocity is exact and costs no loss.
-        s = sigmas.view(-1, 1, 1, 1, 1).clamp_min(torch.finfo(sigmas.dtype).tiny)
-        known = ((noisy[:, :, :1] - first) / s).to(velocity.dtype)
+        # The given frame is known, so its exact velocity is returned and adds nothing to the loss.
+        sigma = sigmas.view(-1, 1, 1, 1, 1).clamp_min(torch.finfo(sigmas.dtype).tiny)
+        known = ((noisy[:, :, :1] - first_frame) / sigma).to(velocity.dtype)
         return torch.cat([known, velocity[:, :, 1:]], dim=2)
 
     def sample(self, request: SampleRequest) -> list[GeneratedSample]:
-        """One clip or picture a prompt, by the pipeline that the model was published with."""
+        """Generate one image or video per prompt."""
         pipeline = self._pipeline(self.sampling_vae(request))
         device = next(self.transformer.parameters()).device
         width, height, frames = (*request.shape, 1)[:3]
-        made = []
+        samples = []
         for number, text in enumerate(request.texts):
-            both = self.stack_text([text, request.empty_text])["tokens"].to(device)
+            tokens = self.stack_text([text, request.empty_text])["tokens"].to(device)
             image = {"image": (request.images[number][None] + 1) / 2} if request.images else {}
             video = pipeline(
-                prompt_embeds=both[:1],
-                negative_prompt_embeds=both[1:],
+                prompt_embeds=tokens[:1],
+                negative_prompt_embeds=tokens[1:],
                 width=width,
                 height=height,
                 num_frames=frames,
@@ -328,130 +317,70 @@ class Wan22(DiffusersFamily):
             ).frames[0]
             clip = video.permute(1, 0, 2, 3).float().cpu() * 2 - 1
             if frames == 1:
-                made.append(GeneratedSample("image", clip[:, 0]))
+                samples.append(GeneratedSample("image", clip[:, 0]))
             else:
-                made.append(GeneratedSample("video", clip, FRAME_RATE))
-        return made
+                samples.append(GeneratedSample("video", clip, FRAME_RATE))
+        return samples
 
     def export(self, folder: Path) -> None:
-        """A whole pipeline's folder; what was not trained is linked or copied."""
-        from diffusers import WanTransformer3DModel
-
-        for expert, transformer in transformers_of(self.transformer).items():
-            assert isinstance(transformer, WanTransformer3DModel)
+        """Write a whole pipeline folder. Components that were not trained are linked or copied."""
+        for expert, transformer in self._transformers.items():
             transformer.save_pretrained(folder / TRANSFORMER_FOLDERS[expert])
         copy_other_components(self.folder, folder, exclude=TRANSFORMER_FOLDERS.values())
 
     @property
-    def _one(self) -> Any:
-        """Any of the transformers: their shapes are the same."""
-        return next(iter(transformers_of(self.transformer).values()))
+    def _transformers(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", transformers_of(self.transformer))
 
     @property
-    def _concatenates(self) -> bool:
+    def _any_transformer(self) -> Any:
+        """One of the transformers; their configurations are the same."""
+        return next(iter(self._transformers.values()))
+
+    @property
+    def _concatenates_first_frame(self) -> bool:
+        """True for I2V-A14B, which takes the first frame as more input channels."""
         return self.starts_from == "image" and not self.expand_timesteps
 
-    def _encoded(self, clip: Tensor) -> Tensor:
-        where = next(self.vae.parameters())
+    def _encode_clip(self, clip: Tensor) -> Tensor:
+        parameter = next(self.vae.parameters())
         with torch.no_grad():
-            raw: Tensor = self.vae.encode(clip.to(where)).latent_dist.mode()
+            raw: Tensor = self.vae.encode(clip.to(parameter)).latent_dist.mode()
         mean, std = (
             torch.tensor(values, device=raw.device).view(1, -1, 1, 1, 1)
             for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
         )
         return (raw - mean) / std
 
-    def _level_of_each_token(self, noisy: Tensor, levels: Tensor, *, given: bool) -> Tensor:
-        across, up, along = self._one.config.patch_size
-        frames = noisy.shape[2] // across
-        per_frame = (noisy.shape[3] // up) * (noisy.shape[4] // along)
-        each = levels[:, None].expand(-1, frames * per_frame).clone()
-        if given:
-            each[:, :per_frame] = 0
-        return each
+    def _timesteps_per_token(
+        self, noisy: Tensor, timesteps: Tensor, *, first_frame_given: bool
+    ) -> Tensor:
+        """Repeat each sample's timestep for its tokens; those of a given frame get 0."""
+        patch_frames, patch_height, patch_width = self._any_transformer.config.patch_size
+        frames = noisy.shape[2] // patch_frames
+        per_frame = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
+        expanded = timesteps[:, None].expand(-1, frames * per_frame).clone()
+        if first_frame_given:
+            expanded[:, :per_frame] = 0
+        return expanded
 
     def _pipeline(self, vae: Any) -> Any:
         import diffusers
 
-        experts = transformers_of(self.transformer)
-        starts = self.starts_from == "image"
-        cls = diffusers.WanImageToVideoPipeline if starts else diffusers.WanPipeline
+        from_image = self.starts_from == "image"
+        cls = diffusers.WanImageToVideoPipeline if from_image else diffusers.WanPipeline
         pipeline = cls(
             tokenizer=None,
             text_encoder=None,
             vae=vae,
             scheduler=read_scheduler(self.folder),
-            transformer=self._one,
-            transformer_2=experts.get("low"),
+            transformer=self._any_transformer,
+            transformer_2=self._transformers.get("low"),
             boundary_ratio=self.boundary,
             expand_timesteps=self.expand_timesteps,
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
-
-
-# Key names of Wan 2.1 and 2.2 (T2V, I2V and TI2V, both experts): the original next to diffusers.
-
-ATTENTION_KEYS = (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
-ATTENTION_KINDS = (("self_attn", "attn1"), ("cross_attn", "attn2"))
-LINEAR_KEYS = (
-    *(
-        (f"blocks.{{}}.{original}.{key}", f"blocks.{{}}.{diffusers}.{name}")
-        for original, diffusers in ATTENTION_KINDS
-        for key, name in ATTENTION_KEYS
-    ),
-    ("blocks.{}.ffn.0", "blocks.{}.ffn.net.0.proj"),
-    ("blocks.{}.ffn.2", "blocks.{}.ffn.net.2"),
-)
-IMAGE_KEYS = (
-    ("blocks.{}.cross_attn.k_img", "blocks.{}.attn2.add_k_proj"),
-    ("blocks.{}.cross_attn.v_img", "blocks.{}.attn2.add_v_proj"),
-)
-"""Wan 2.1 I2V alone has these."""
-REPLACED_NAMES = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj")
-
-KEY_TABLE = KeyTable(
-    family="wan",
-    aliases=("wan22", "wan21"),
-    rows=(
-        *LINEAR_KEYS,
-        *IMAGE_KEYS,
-        ("blocks.{}.self_attn.norm_q", "blocks.{}.attn1.norm_q"),
-        ("blocks.{}.self_attn.norm_k", "blocks.{}.attn1.norm_k"),
-        ("blocks.{}.cross_attn.norm_q", "blocks.{}.attn2.norm_q"),
-        ("blocks.{}.cross_attn.norm_k", "blocks.{}.attn2.norm_k"),
-        ("blocks.{}.cross_attn.norm_k_img", "blocks.{}.attn2.norm_added_k"),
-        ("blocks.{}.norm3", "blocks.{}.norm2"),
-        ("blocks.{}.modulation", "blocks.{}.scale_shift_table"),
-        ("patch_embedding", "patch_embedding"),
-        ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
-        ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
-        ("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
-        ("time_embedding.2", "condition_embedder.time_embedder.linear_2"),
-        ("time_projection.1", "condition_embedder.time_proj"),
-        ("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),
-        ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
-        ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
-        ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
-        ("head.head", "proj_out"),
-        ("head.modulation", "scale_shift_table"),
-    ),
-    # The old converter looked for `to_out.0` and `ffn.net.0.proj` with their dots, where
-    # underscored names have none: it replaced the other words and left these.
-    mixed_rows=(
-        *((a, b) for a, b in (*LINEAR_KEYS, *IMAGE_KEYS) if b.endswith(REPLACED_NAMES)),
-        ("blocks.{}.self_attn.to_out.0", "blocks.{}.attn1.to_out.0"),
-        ("blocks.{}.cross_attn.to_out.0", "blocks.{}.attn2.to_out.0"),
-        ("blocks.{}.ffn.net.0.proj", "blocks.{}.ffn.net.0.proj"),
-        ("blocks.{}.ffn.net.2", "blocks.{}.ffn.net.2"),
-    ),
-    bare_parameters=frozenset({"blocks.{}.scale_shift_table", "scale_shift_table"}),
-    block_linears=tuple(diffusers for _, diffusers in LINEAR_KEYS),
-    max_blocks=(("blocks", 40),),
-    has_stages=True,
-    # ComfyUI knows no diffusers' names of Wan; diffusers reads the original's.
-    default_formats=(("other", "comfyui"),),
-)
 
 
 class WanShapes(PlannerShapes):
@@ -493,4 +422,112 @@ PLANNER_SHAPES = WanShapes(
         "freq_dim": 16,
     },
     experts=2,
+)
+
+
+# Key names of Wan 2.1 and 2.2 in other tools: (original name, diffusers' name).
+
+ATTENTION_KEYS = (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
+ATTENTION_KINDS = (("self_attn", "attn1"), ("cross_attn", "attn2"))
+LINEAR_KEYS = (
+    *(
+        (f"blocks.{{}}.{original}.{key}", f"blocks.{{}}.{diffusers}.{name}")
+        for original, diffusers in ATTENTION_KINDS
+        for key, name in ATTENTION_KEYS
+    ),
+    ("blocks.{}.ffn.0", "blocks.{}.ffn.net.0.proj"),
+    ("blocks.{}.ffn.2", "blocks.{}.ffn.net.2"),
+)
+IMAGE_KEYS = (
+    ("blocks.{}.cross_attn.k_img", "blocks.{}.attn2.add_k_proj"),
+    ("blocks.{}.cross_attn.v_img", "blocks.{}.attn2.add_v_proj"),
+)
+"""Modules that only Wan 2.1 I2V has."""
+REPLACED_NAMES = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj")
+
+
+def _adapter_pipeline(transformer: Callable[[Any], Any]) -> Any:
+    """Return a pipeline without weights, to test whether diffusers loads an adapter file."""
+    from diffusers import WanPipeline, WanTransformer3DModel
+
+    return WanPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=None,
+        scheduler=None,
+        transformer=transformer(WanTransformer3DModel),
+        transformer_2=transformer(WanTransformer3DModel),
+        boundary_ratio=DEFAULT_BOUNDARIES["text"],
+    )
+
+
+def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
+    """Return the configuration of a transformer that fits the layers of an adapter file."""
+    attention = [f"blocks.attn{n}.to_{x}" for n in (1, 2) for x in ("q", "k", "v", "out")]
+    width = shapes.size(0, 0, *attention, "blocks.ffn.net") or shapes.size(
+        1, 5120, "blocks.ffn.net.proj", "proj_out"
+    )
+    ffn = shapes.size(0, 0, "blocks.ffn.net.proj") or shapes.size(1, 13824, "blocks.ffn.net")
+    added = shapes.size(1, 0, "blocks.attn2.add_k_proj", "blocks.attn2.add_v_proj")
+    image = shapes.size(1, 0, "condition_embedder.image_embedder.ff.net.proj")
+    patch = 1 * 2 * 2
+    return {
+        **shapes.heads(width),
+        "num_layers": shapes.num_blocks("blocks"),
+        "ffn_dim": ffn,
+        "text_dim": shapes.size(1, 4096, "condition_embedder.text_embedder.linear_1"),
+        "freq_dim": shapes.size(1, 256, "condition_embedder.time_embedder.linear_1"),
+        "in_channels": shapes.size(1, 16, "patch_embedding"),
+        "out_channels": shapes.size(0, 16 * patch, "proj_out") // patch,
+        "added_kv_proj_dim": added or None,
+        "image_dim": image or added or None,
+    }
+
+
+KEY_TABLE = KeyTable(
+    family="wan",
+    aliases=("wan22", "wan21"),
+    rows=(
+        *LINEAR_KEYS,
+        *IMAGE_KEYS,
+        ("blocks.{}.self_attn.norm_q", "blocks.{}.attn1.norm_q"),
+        ("blocks.{}.self_attn.norm_k", "blocks.{}.attn1.norm_k"),
+        ("blocks.{}.cross_attn.norm_q", "blocks.{}.attn2.norm_q"),
+        ("blocks.{}.cross_attn.norm_k", "blocks.{}.attn2.norm_k"),
+        ("blocks.{}.cross_attn.norm_k_img", "blocks.{}.attn2.norm_added_k"),
+        ("blocks.{}.norm3", "blocks.{}.norm2"),
+        ("blocks.{}.modulation", "blocks.{}.scale_shift_table"),
+        ("patch_embedding", "patch_embedding"),
+        ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
+        ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
+        ("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
+        ("time_embedding.2", "condition_embedder.time_embedder.linear_2"),
+        ("time_projection.1", "condition_embedder.time_proj"),
+        ("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),
+        ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
+        ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
+        ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
+        ("head.head", "proj_out"),
+        ("head.modulation", "scale_shift_table"),
+    ),
+    # Names written by an old converter. It searched underscored names for `to_out.0` and
+    # `ffn.net.0.proj` with dots, so it translated all names but these.
+    mixed_rows=(
+        *((a, b) for a, b in (*LINEAR_KEYS, *IMAGE_KEYS) if b.endswith(REPLACED_NAMES)),
+        ("blocks.{}.self_attn.to_out.0", "blocks.{}.attn1.to_out.0"),
+        ("blocks.{}.cross_attn.to_out.0", "blocks.{}.attn2.to_out.0"),
+        ("blocks.{}.ffn.net.0.proj", "blocks.{}.ffn.net.0.proj"),
+        ("blocks.{}.ffn.net.2", "blocks.{}.ffn.net.2"),
+    ),
+    bare_parameters=frozenset({"blocks.{}.scale_shift_table", "scale_shift_table"}),
+    block_linears=tuple(diffusers for _, diffusers in LINEAR_KEYS),
+    max_blocks=(("blocks", 40),),
+    has_stages=True,
+    # ComfyUI does not know diffusers' names for Wan, but diffusers reads the original ones.
+    default_formats=(("other", "comfyui"),),
+    comfyui_prefixes=(
+        ("diffusion_model.", ".", "original"),
+        ("lora_unet_", "_", "original"),
+    ),
+    pipeline=PipelineSpec(_adapter_pipeline, _adapter_config),
 )

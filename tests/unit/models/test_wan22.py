@@ -96,7 +96,7 @@ def test_the_first_frame_is_given_as_the_pipeline_gives_it(miniature):
     family = load(folder)
     x0, given = family.split_encoded(family.encode(pixels))
     assert x0.shape == (1, 16, 3, 4, 4)
-    torch.testing.assert_close(given["beside"], theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(given["concatenated"], theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_that_starts_from_a_picture_is_not_trained_on_pictures(miniature):
@@ -219,7 +219,7 @@ def lack(folder):
         (lack, r"lacks 1 of the model's weights, first proj_out\.weight"),
         (lambda f: (f / "model_index.json").unlink(), r"holds no model_index\.json"),
         (lambda f: (f / "model_index.json").write_text("{"), "cannot be read"),
-        (lambda f: edit_index(f, _class_name="FluxPipeline"), "holds a FluxPipeline; wan22 reads"),
+        (lambda f: edit_index(f, _class_name="FluxPipeline"), "holds a FluxPipeline, but wan22 reads"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused_by_what_it_lacks(copied, harm, refusal):
@@ -235,7 +235,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_what_it_lacks(copied, harm, re
         ("wan22-t2v", {"task": "image"}, r"model\.task is 'image', but this model was made for"),
         ("wan22-i2v", {"task": "text"}, r"model\.task is 'text', but this model was made for"),
         ("wan22-5b", {"transformer_2_file": "x"}, "has one transformer"),
-        ("wan22-t2v", {"transformer_file": "x"}, r"model\.transformer_file is 'x', which is no"),
+        ("wan22-t2v", {"transformer_file": "x"}, r"model\.transformer_file is 'x', but there is no such"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(miniature, name, section, refusal):
@@ -252,7 +252,7 @@ def test_a_single_file_of_another_model_is_refused(miniature, tmp_path):
 def test_no_path_and_a_name_that_the_hub_does_not_give(monkeypatch):
     with pytest.raises(ModelError, match=r"model\.path is missing; wan22 needs a folder"):
         load_family(ModelSection(family="wan22"))
-    with pytest.raises(ModelError, match="there is no such folder, and the Hugging Face hub"):
+    with pytest.raises(ModelError, match="neither a folder here nor available from the Hugging Face hub"):
         load("/no/such/folder")
 
 
@@ -293,9 +293,9 @@ def test_what_is_sampled_is_tiled_by_its_own_size(miniature):
     family = load(miniature("wan22-t2v"))
     order = SampleRequest([], {}, (32, 32), seed=0, steps=1, guidance=1.0, tiled=True)
     family.set_tiling(False)
-    assert (family.vae_for(order).use_tiling, family.vae.use_tiling) == (True, False)
+    assert (family.sampling_vae(order).use_tiling, family.vae.use_tiling) == (True, False)
     family.set_tiling(True)
-    vae = family.vae_for(replace(order, tiled=False))
+    vae = family.sampling_vae(replace(order, tiled=False))
     assert (vae.use_tiling, family.vae.use_tiling) == (False, True)
     assert {p.data_ptr() for p in vae.parameters()} == {
         p.data_ptr() for p in family.vae.parameters()
