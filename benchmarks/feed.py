@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_page_aligned
-from gracetune.cache.prefetch import INITIAL_DEPTH, PrefetchDepth, PrefetchedBatches
+from gracetune.cache.batch_transfer import INITIAL_DEPTH, PrefetchDepth, PrefetchedBatches
 from gracetune.config.schema import Gh200Section
 from gracetune.data.sample import Batch
 from gracetune.memory.diagnose import DeviceBytes

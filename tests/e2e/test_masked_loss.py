@@ -9,20 +9,19 @@ import pytest
 import torch
 from PIL import Image
 
-from gracetune.cache.required_entries import required_keys
 from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
 from gracetune.data.augment import recipe_of, render_mask
 from gracetune.data.images import choose_decoders
-from gracetune.data.pipeline import latent_grid_of
+from gracetune.data.pipeline import latent_grid, required_keys
 from gracetune.errors import CheckpointError, ConfigError
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import StepDone, Validated
 from gracetune.models.tiny import load
-from gracetune.train.build import build, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler, run_training
-from gracetune.train.state import TrainProgress
+from gracetune.train.step import TrainProgress
 from gracetune.train.step import batch_losses
 
 STEPS = 5
@@ -97,7 +96,7 @@ def built(told):
     def make(run):
         folder = Path(run.output_dir)
         folder.mkdir(exist_ok=True)
-        return build(run, start_accelerator(run), told, RunControl(folder), SignalHandler()).session
+        return build_session(run, start_accelerator(run), told, RunControl(folder), SignalHandler())
 
     return make
 
@@ -277,4 +276,4 @@ def test_weights_without_masks_are_refused(made, told, settings, refusal):
 
 
 def test_cells_are_the_last_dimensions_of_latents(made):
-    assert latent_grid_of(load(made("run").model))((24, 32)) == (8, 6)
+    assert latent_grid(load(made("run").model), (24, 32)) == (8, 6)

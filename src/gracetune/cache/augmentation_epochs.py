@@ -1,18 +1,29 @@
-"""How random crops and augmentations meet the cache: which draw an epoch shows, and who keeps it.
+"""Combine random crops and augmentations with the latent cache.
 
-A generation is one draw for every sample. `static` cycles through a few that stay in the cache.
-With `refresh_each_epoch` each epoch has one of its own: it is encoded while the epoch before is
-trained on, taken into use between two epochs, and deleted when nobody reads it any more. Draws come
-from the seed, the sample and the generation alone, so a restarted run makes the same ones again.
+An augmentation epoch is one random crop and one set of augmentations for every sample. The random
+numbers depend only on the seed, the sample and the number of the augmentation epoch, so a restarted
+run produces the same ones. `datasets[].augmentations_cache_mode` chooses how they meet the cache:
+
+static              `variants` augmentation epochs are encoded once and shown in turn.
+refresh_each_epoch  every training epoch has an augmentation epoch of its own. It is encoded in the
+                    background while the epoch before is trained on, and deleted once no rank
+                    reads it any more.
+disable_cache       samples are encoded when a batch needs them; nothing is cached.
+
+Refreshed latents are kept in the run's folder. The names of files there are part of the format:
+
+    generations/generation-N   the cache of augmentation epoch N
+    generations/rank-R-reads   the number of the augmentation epoch that rank R reads
 """
 
 from __future__ import annotations
 
 import shutil
 import threading
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from gracetune.atomic_files import write_text
+from gracetune.data.loader import NO_EPOCH
 from gracetune.errors import ConfigError, GracetuneError, RunFailedError
 from gracetune.events.types import Notice
 
@@ -26,178 +37,189 @@ if TYPE_CHECKING:
 
 AugmentationMode = Literal["static", "refresh_each_epoch", "disable_cache"]
 
-NO_EPOCH = -1
-"""Of samples that are always shown alike, such as those held out."""
+FOLDER = "generations"
+"""Folder of refreshed latents, within the run's folder."""
 
 
 def augmentation_mode(section: DatasetSection) -> AugmentationMode:
-    """What a run file asks for; where nothing is random every mode is `static`."""
+    """Return the mode of a dataset; without random crops or augmentations it is `static`."""
     if not is_randomized(section):
         return "static"
     return section.augmentations_cache_mode or "static"
 
 
 def is_randomized(section: DatasetSection) -> bool:
-    """Whether two generations of a sample may differ at all."""
-    clipped = section.dataset_type != "image" and section.clip == "random"
-    return bool(section.augmentations) or section.crop == "random" or clipped
+    """Return whether a sample may look different in two augmentation epochs."""
+    random_clip = section.dataset_type != "image" and section.clip == "random"
+    return bool(section.augmentations) or section.crop == "random" or random_clip
 
 
 def augmentation_epoch(section: DatasetSection, epoch: int) -> int:
-    """The generation that an epoch shows."""
+    """Return the augmentation epoch that a training epoch shows."""
     if epoch == NO_EPOCH:
         return 0
     return epoch % section.variants if augmentation_mode(section) == "static" else epoch
 
 
 def check_variants(section: DatasetSection, index: int) -> None:
-    """Variants are a way of `static`, and need something to vary."""
+    """Refuse `variants` where it has no effect: outside of `static`, or with nothing random."""
     if section.variants == 1:
         return
-    here = f"datasets[{index}].variants is {section.variants}"
+    setting = f"datasets[{index}].variants is {section.variants}"
     if section.augmentations_cache_mode not in (None, "static"):
         raise ConfigError(
-            f"{here}; with augmentations_cache_mode: {section.augmentations_cache_mode} every "
-            "epoch has a draw of its own. Set it to static, or leave variants out."
+            f"{setting}, but with augmentations_cache_mode: {section.augmentations_cache_mode} "
+            "every epoch has random augmentations of its own. Set augmentations_cache_mode: "
+            "static, or remove variants."
         )
     if not is_randomized(section):
         raise ConfigError(
-            f"{here}, but nothing is drawn at random. Add augmentations, crop: random or "
-            "clip: random, or leave variants out."
+            f"{setting}, but the dataset has nothing random to vary. Add augmentations, "
+            "crop: random or clip: random, or remove variants."
         )
 
 
-class EncodingStopped(Exception):  # noqa: N818  nothing went wrong
-    """A generation is not needed any more."""
+class EncodingStopped(Exception):  # noqa: N818  not an error
+    """Raised by `EpochEncoder.encode` when its augmentation epoch is no longer needed."""
+
+
+class EpochEncoder(Protocol):
+    """Creates the caches of augmentation epochs; implemented by the data pipeline."""
+
+    def open_store(self, epoch: int) -> Store:
+        """Open the store of one augmentation epoch."""
+        ...
+
+    def encode(self, store: Store, epoch: int, stopping: threading.Event) -> None:
+        """Fill the store, in a background thread; raise `EncodingStopped` if the event is set."""
+        ...
+
+    def entered(self, epoch: int) -> None:
+        """Note that this rank reads `epoch` from now on; older epochs may be deleted."""
+        ...
 
 
 class AugmentationEpochs:
-    """The stores of a refreshed cache; asked by one thread, in the order of epochs."""
+    """Hands out the store of each training epoch and encodes the next one in the background.
 
-    def __init__(
-        self,
-        first: Store,
-        open_store: Callable[[int], Store],
-        fill: Callable[[Store, int, threading.Event], None],
-        entered: Callable[[int], None],
-        emit: Callable[[Notice], None],
-    ) -> None:
-        """`first` has generation 0 and is not ours. `entered` may delete what lies behind.
+    Used by one thread, epoch after epoch.
+    """
 
-        `fill` looks at its event now and then, and raises `FillingStopped` once it is set.
-        """
+    def __init__(self, first: Store, encoder: EpochEncoder, emit: Callable[[Notice], None]) -> None:
+        """Start with `first`, the store of augmentation epoch 0, which the caller closes."""
         self._first = first
-        self._open_store = open_store
-        self._fill = fill
-        self._entered = entered
+        self._encoder = encoder
         self._emit = emit
-        self._number = NO_EPOCH
+        self._epoch = NO_EPOCH
         self._current = first
-        self._next: _Filling | None = None
+        self._next: _BackgroundEncoding | None = None
 
-    def store_for(self, number: int) -> Store:
-        """The store of an epoch, complete; the next one is begun when an epoch is entered."""
-        if number != self._number:
-            left, self._current = self._current, self._ready(number)
-            if left is not self._first:
-                left.close()
-            self._number = number
-            self._entered(number)
-            self._next = self._begun(number + 1)
+    def store_for(self, epoch: int) -> Store:
+        """Return the complete store of an epoch; entering an epoch starts encoding the next."""
+        if epoch != self._epoch:
+            previous, self._current = self._current, self._wait_for(epoch)
+            if previous is not self._first:
+                previous.close()
+            self._epoch = epoch
+            self._encoder.entered(epoch)
+            self._next = self._start(epoch + 1)
         return self._current
 
-    def current_store(self, number: int) -> Store | None:
-        """The store of an epoch, if it is the one that is read now."""
-        return self._current if number == self._number else None
+    def current_store(self, epoch: int) -> Store | None:
+        """Return the store of an epoch if it is the current one, without entering another."""
+        return self._current if epoch == self._epoch else None
 
     def close(self) -> None:
-        """Let the generation that is being made be; whoever asks for it again begins it anew."""
+        """Stop encoding in the background and close the current store.
+
+        `store_for` may be called again; it encodes what is missing.
+        """
         self._stop_next()
         if self._current is not self._first:
             self._current.close()
 
-    def _ready(self, number: int) -> Store:
-        """After a restart nothing was begun; where a step went back to an epoch, another one."""
-        if self._next is not None and self._next.number != number:
+    def _wait_for(self, epoch: int) -> Store:
+        """Return the encoded store. After a restart or a step back, encoding starts only now."""
+        if self._next is not None and self._next.epoch != epoch:
             self._stop_next()
-        if number == 0:
+        if epoch == 0:
             return self._first
-        self._next = self._next or self._begun(number)
+        self._next = self._next or self._start(epoch)
         return self._next.result()
 
     def _stop_next(self) -> None:
         if self._next is None:
             return
-        unheard = self._next.stop()
+        unreported = self._next.stop()
         self._next = None
-        if unheard:
-            self._emit(Notice(f"{unheard} It was not needed yet.", level="warning"))
+        if unreported:
+            self._emit(Notice(f"{unreported} It was not needed yet.", level="warning"))
 
-    def _begun(self, number: int) -> _Filling:
-        store = self._open_store(number)
-        return _Filling(number, store, lambda stopping: self._fill(store, number, stopping))
+    def _start(self, epoch: int) -> _BackgroundEncoding:
+        return _BackgroundEncoding(epoch, self._encoder)
 
 
-class _Filling:
-    """A generation on its way, by a thread."""
+class _BackgroundEncoding:
+    """One augmentation epoch that a thread is encoding."""
 
-    def __init__(self, number: int, store: Store, fill: Callable[[threading.Event], None]) -> None:
-        self.number = number
+    def __init__(self, epoch: int, encoder: EpochEncoder) -> None:
+        self.epoch = epoch
+        self._store = encoder.open_store(epoch)
+        self._encoder = encoder
         self._stopping = threading.Event()
-        self._store = store
-        self._fill = fill
         self._error: Exception | None = None
-        self._asked = False
+        self._reported = False
         self._thread = threading.Thread(
-            target=self._work, name=f"gracetune-generation-{number}", daemon=True
+            target=self._work, name=f"gracetune-augment-{epoch}", daemon=True
         )
         self._thread.start()
 
     def result(self) -> Store:
+        """Wait for the thread and return the store, or raise what went wrong."""
         self._thread.join()
-        self._asked = True
+        self._reported = True
         if isinstance(self._error, GracetuneError):
             raise self._error
         if self._error is not None:
-            raise RunFailedError(self._why()) from self._error
+            raise RunFailedError(self._message()) from self._error
         return self._store
 
     def stop(self) -> str:
-        """What went wrong, where nobody has asked; empty: nothing."""
+        """Stop the thread; return an error that `result` has not raised, or an empty string."""
         self._stopping.set()
         self._thread.join()
         self._store.close()
-        return "" if self._asked or self._error is None else self._why()
+        return "" if self._reported or self._error is None else self._message()
 
-    def _why(self) -> str:
+    def _message(self) -> str:
         return (
-            f"generation {self.number} of the latent cache cannot be encoded: "
+            f"Encoding augmentation epoch {self.epoch} failed: "
             f"{type(self._error).__name__}: {self._error}."
         )
 
     def _work(self) -> None:
         try:
-            self._fill(self._stopping)
+            self._encoder.encode(self._store, self.epoch, self._stopping)
         except EncodingStopped:
             return
-        except Exception as error:  # noqa: BLE001  whoever waits for the generation raises it
+        except Exception as error:  # noqa: BLE001  raised again by `result`, or reported by `stop`
             self._error = error
 
 
 class AugmentationEpochFolder:
-    """Generations as folders of one run, which nobody else uses: only these are ever deleted."""
+    """The folder of one run's refreshed latents; deletes what no rank needs any more."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._folder = folder
         self._ranks = ranks
 
-    def path(self, number: int) -> Path:
-        """Where the entries of one generation are."""
-        return self._folder / f"generation-{number}"
+    def path(self, epoch: int) -> Path:
+        """Return the folder of one augmentation epoch."""
+        return self._folder / f"generation-{epoch}"
 
-    def entered(self, number: int) -> None:
-        """This rank reads `number` from now on; what no rank reads or makes is deleted."""
-        write_text(self._mark(self._ranks.rank), str(number))
+    def entered(self, epoch: int) -> None:
+        """Note that this rank reads `epoch`; rank 0 then deletes what no rank needs any more."""
+        write_text(self._mark(self._ranks.rank), str(epoch))
         marks = [self._mark(rank) for rank in range(self._ranks.world_size)]
         if self._ranks.rank == 0 and all(mark.exists() for mark in marks):
             for path in unread_epochs(self._folder, marks):
@@ -208,7 +230,11 @@ class AugmentationEpochFolder:
 
 
 def unread_epochs(folder: Path, marks: Sequence[Path]) -> list[Path]:
-    """The generations that no rank reads or makes next, as its mark says; without a mark, all."""
+    """Return the folders of augmentation epochs that no rank reads or encodes next.
+
+    A rank that reads epoch N encodes N + 1, so all from the lowest mark to the highest mark plus
+    one are in use. Without marks, none is.
+    """
     reading = [int(mark.read_text()) for mark in marks]
     first, last = min(reading, default=0), max(reading, default=-2) + 1
     return [
@@ -219,5 +245,5 @@ def unread_epochs(folder: Path, marks: Sequence[Path]) -> list[Path]:
 
 
 def read_marks(folder: Path) -> list[Path]:
-    """What the ranks of a run have last said that they read."""
+    """Return the files in which the ranks of a run note which epoch they read."""
     return sorted(folder.glob("rank-*-reads"))

@@ -1,4 +1,12 @@
-"""From the draws of a batch to encoded tensors in host memory, by the mode of each data set."""
+"""Read the latents, loss weights and text embeddings of a batch.
+
+A batch may mix datasets with different `augmentations_cache_mode`s: cached latents come from the
+cache, refreshed ones from the store of the current epoch, and live ones are decoded and encoded
+now. All entries were encoded before training started, so a missing one is an error.
+
+`SampleTransforms` and `PromptNames` derive how a sample is cropped and what its prompt is called in
+the cache; encoding and reading share them, so that reading finds what was encoded.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.cache.augmentation_epochs import NO_EPOCH, augmentation_epoch, augmentation_mode
+from gracetune.cache.augmentation_epochs import augmentation_epoch, augmentation_mode
 from gracetune.cache.encode import NO_TILING, EncodeItem, decode_items
 from gracetune.cache.keys import latent_key, mask_key, text_key
-from gracetune.cache.masks import MASK_TENSOR, render_masks, mask_weights
+from gracetune.cache.masks import MASK_TENSOR, mask_weights, render_masks
 from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
 from gracetune.data.augment import recipe_of
-from gracetune.data.sample import mask_of
+from gracetune.data.loader import NO_EPOCH
 from gracetune.errors import RunFailedError
 
 if TYPE_CHECKING:
@@ -21,216 +29,301 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.augmentation_epochs import AugmentationEpochs
-    from gracetune.cache.augmentation_epochs import AugmentationMode as Way
+    from gracetune.cache.augmentation_epochs import AugmentationEpochs, AugmentationMode
     from gracetune.cache.encode import Tiling
-    from gracetune.cache.keys import CacheKey
     from gracetune.cache.masks import LatentGrid
-    from gracetune.cache.memory_tier import HitCounts
-    from gracetune.cache.store import Entry, Allocate, Store
+    from gracetune.cache.store import Allocate, Entry, Store
+    from gracetune.cache.stores import CacheStores
     from gracetune.config.schema import DatasetSection
     from gracetune.data.augment import SampleTransform
     from gracetune.data.images import Decoders
     from gracetune.data.loader import Draw
     from gracetune.data.prefetch import Prefetch
-    from gracetune.data.sample import Sample
+    from gracetune.data.sample import Sample, Shape
     from gracetune.data.source import Source
+
+MAX_REMEMBERED_KEYS = 2**18
+"""Number of keys that are kept so as not to be hashed every step: at most some 60 MB."""
 
 
 class MissingEntriesError(RunFailedError):
-    """Entries that were there are not whole any more; they are forgotten."""
+    """Entries that were encoded before training are missing or damaged now."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTransforms:
-    """How each sample becomes pixels in an epoch, as its own data set says."""
+    """Returns the crop and augmentations of any sample, as its dataset's settings say."""
 
     sections: Mapping[str, DatasetSection]
+    """Settings of each dataset, by its id."""
     seed: int
     decoders: Decoders
 
     def __call__(self, sample: Sample, epoch: int = NO_EPOCH) -> SampleTransform:
-        """Of one epoch; without one, that of generation 0."""
+        """Return the transform of a sample in a training epoch."""
         section = self.sections[sample.dataset]
-        generation = augmentation_epoch(section, epoch)
-        return recipe_of(section, sample, self.seed, generation, self.decoders.lanczos)
+        number = augmentation_epoch(section, epoch)
+        return recipe_of(section, sample, self.seed, number, self.decoders.lanczos)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptNames:
+    """Returns the name under which a prompt is cached.
+
+    Two prompts share a name only if the text encoder sees the same input for both.
+    """
+
+    takes_control: bool
+    """Whether the text encoder also sees the sample's control image."""
+    transforms: SampleTransforms
+
+    def __call__(self, caption: str, sample: Sample, size: Shape, epoch: int = NO_EPOCH) -> str:
+        """Return the caption, plus what identifies the control image if there is one."""
+        if not self.takes_control:
+            return caption
+        assert sample.control is not None, f"{sample.key} has no control image"
+        # Texts cannot be encoded ahead for an endless sequence of random crops, so only `static`
+        # datasets have texts that follow the crop of each augmentation epoch.
+        section = self.transforms.sections[sample.dataset]
+        epoch = epoch if augmentation_mode(section) == "static" else NO_EPOCH
+        geometry = f"{self.transforms(sample, epoch).name} {'x'.join(map(str, size))}"
+        return f"{caption} [control {sample.control.digest} {geometry}]"
+
+    def epochs(self, sample: Sample) -> range:
+        """Return the epochs whose names differ; later epochs repeat them."""
+        section = self.transforms.sections[sample.dataset]
+        return range(section.variants if self.takes_control else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSource:
-    """What decoding while training needs."""
+    """A dataset that is decoded and encoded while training."""
 
     source: Source
     prefetch: Prefetch
-    """Who decodes the pictures of a batch."""
+    """Worker threads that decode the samples of a batch."""
 
 
-@dataclass(frozen=True, slots=True)
 class BatchReader:
-    """Latents by the way that each data set has them, texts by caption."""
+    """Reads what a batch consists of into host memory."""
 
-    transforms: SampleTransforms
-    latents: Store
-    text: Store
-    augmentation_epochs: AugmentationEpochs
-    live_sources: Mapping[str, LiveSource]
-    """By data set, for those that are encoded when they are used."""
-    encode: Callable[[Tensor], Tensor]
-    identity: Mapping[str, str]
-    hit_counts: HitCounts
-    latent_grid: LatentGrid
-    tiling: Tiling = NO_TILING
+    def __init__(
+        self,
+        transforms: SampleTransforms,
+        stores: CacheStores,
+        augmentation_epochs: AugmentationEpochs,
+        live_sources: Mapping[str, LiveSource],
+        encode: Callable[[Tensor], Tensor],
+        identity: Mapping[str, str],
+        latent_grid: LatentGrid,
+        tiling: Tiling = NO_TILING,
+    ) -> None:
+        """Read from `stores` and `augmentation_epochs`.
 
-    def read_latents(self, draws: Sequence[Draw], room: Allocate) -> Tensor:
-        """Those of a batch, side by side; they have one size. What is cached lies in the room that
-        is asked for, what is encoded now lies where the encoder left it."""
-        ways: dict[Way, list[int]] = {}
+        `live_sources` has the datasets with `disable_cache` by id, whose samples `encode` encodes.
+        `identity` names the encoders of `latents` and `text` in cache keys.
+        """
+        self._transforms = transforms
+        self._stores = stores
+        self._augmentation_epochs = augmentation_epochs
+        self._live_sources = live_sources
+        self._encode = encode
+        self._identity = identity
+        self._latent_grid = latent_grid
+        self._tiling = tiling
+        sections = transforms.sections.items()
+        self._modes = {dataset: augmentation_mode(section) for dataset, section in sections}
+        # Keys of static datasets and of prompts, so that a steady step does not hash them again.
+        # Plain text instead of `CacheKey`, which would keep all components of the key alive.
+        self._latent_keys: dict[tuple[Sample, Shape, int], str] = {}
+        self._text_keys: dict[str, str] = {}
+
+    def read_latents(self, draws: Sequence[Draw], allocate: Allocate) -> Tensor:
+        """Return the latents of a batch, stacked; all draws have one size.
+
+        Cached latents are copied into memory from `allocate`. Latents that are encoded now stay on
+        the encoder's device.
+        """
+        by_mode: dict[AugmentationMode, list[int]] = {}
         for place, draw in enumerate(draws):
-            ways.setdefault(self._way(draw), []).append(place)
-        if len(ways) == 1:
-            (way,) = ways
-            return self._by(way, draws, room)
-        made: dict[int, Tensor] = {}
-        for way, places in ways.items():
-            found = self._by(way, [draws[place] for place in places], allocate_pageable)
-            made |= dict(zip(places, found, strict=True))
-        # Data sets in one batch may be served in different ways: all go to where one was encoded.
-        device = max((t.device for t in made.values()), key=lambda device: device.type != "cpu")
-        return torch.stack([made[place].to(device) for place in range(len(draws))])
+            by_mode.setdefault(self._mode(draw), []).append(place)
+        if len(by_mode) == 1:
+            (mode,) = by_mode
+            return self._latents_of_mode(mode, draws, allocate)
+        found: dict[int, Tensor] = {}
+        for mode, places in by_mode.items():
+            some = self._latents_of_mode(mode, [draws[p] for p in places], allocate_pageable)
+            found |= dict(zip(places, some, strict=True))
+        # Cached latents join those that were encoded on a device.
+        device = max((t.device for t in found.values()), key=lambda device: device.type != "cpu")
+        return torch.stack([found[place].to(device) for place in range(len(draws))])
 
     def read_loss_weights(self, draws: Sequence[Draw]) -> Tensor | None:
-        """How much each cell of a batch counts, as masks say; none where no sample has one."""
-        masked: dict[Way, list[int]] = {}
+        """Return the loss weight of each latent cell (BHW), or None if no sample has a mask."""
+        masked: dict[AugmentationMode, list[int]] = {}
         for place, draw in enumerate(draws):
-            if mask_of(draw.sample) is not None:
-                masked.setdefault(self._way(draw), []).append(place)
+            if draw.sample.mask is not None:
+                masked.setdefault(self._mode(draw), []).append(place)
         if not masked:
             return None
-        weights_BHW = torch.ones(len(draws), *self.latent_grid(draws[0].size))  # noqa: N806
-        for way, places in masked.items():
-            levels = self._levels(way, [draws[place] for place in places])
-            for place, one in zip(places, levels, strict=True):
-                section = self.transforms.sections[draws[place].sample.dataset]
-                weights_BHW[place] = mask_weights(one, section.mask_background, section.mask_normalize)
+        weights_BHW = torch.ones(len(draws), *self._latent_grid(draws[0].size))  # noqa: N806
+        for mode, places in masked.items():
+            levels = self._masks_of_mode(mode, [draws[place] for place in places])
+            for place, levels_HW in zip(places, levels, strict=True):  # noqa: N806
+                section = self._transforms.sections[draws[place].sample.dataset]
+                weights_BHW[place] = mask_weights(
+                    levels_HW, section.mask_background, section.mask_normalize
+                )
         return weights_BHW
 
-    def will_need(self, draws: Sequence[Draw]) -> None:
-        """These are soon to be asked for: what has to come from a disk starts to."""
-        asked: dict[Store, list[CacheKey]] = {}
-        for draw in draws:
-            store = self._store_of(self._way(draw), draw.epoch)
-            if store is not None:
-                asked.setdefault(store, []).extend(self._keys(draw))
-        for store, keys in asked.items():
-            store.will_need(keys)
-
-    def read_texts(self, captions: Sequence[str]) -> list[Entry]:
-        """The embeddings of each caption, without padding."""
-        keys = [text_key(caption, self.identity["text"]) for caption in captions]
-        found = [entry for entry in self.text.get_many(keys) if entry is not None]
+    def read_texts(self, names: Sequence[str]) -> list[Entry]:
+        """Return the embeddings of prompts, without padding, by their names."""
+        store = self._stores.text
+        keys = [self._text_key(name) for name in names]
+        found = [entry for entry in store.get_many(keys) if entry is not None]
         if len(found) < len(keys):
-            raise _gone(len(keys) - len(found))
-        self._count(self.text, len(keys))
+            raise _missing_entries(len(keys) - len(found))
+        self._count_reads(store, len(keys))
         return found
 
-    def _way(self, draw: Draw) -> Way:
-        mode = augmentation_mode(self.transforms.sections[draw.sample.dataset])
-        # Generation 0 is in the cache itself; entering epoch 0 begins the next one.
+    def will_need(self, draws: Sequence[Draw]) -> None:
+        """Announce draws that will be read soon, so that slow disks can start reading."""
+        announced: dict[Store, list[str]] = {}
+        for draw in draws:
+            mode = self._mode(draw)
+            if mode == "disable_cache":
+                continue
+            epochs = self._augmentation_epochs
+            store = self._stores.latents if mode == "static" else epochs.current_store(draw.epoch)
+            if store is not None:  # None: the epoch has not begun
+                announced.setdefault(store, []).append(self._latent_key(draw))
+                if draw.sample.mask is not None:
+                    announced[store].append(self._mask_key(draw))
+        for store, keys in announced.items():
+            store.will_need(keys)
+
+    def _mode(self, draw: Draw) -> AugmentationMode:
+        mode = self._modes[draw.sample.dataset]
+        # A draw without an epoch shows augmentation epoch 0, which is in the cache itself.
         if mode == "refresh_each_epoch" and draw.epoch == NO_EPOCH:
             return "static"
         return mode
 
-    def _by(self, way: Way, draws: Sequence[Draw], room: Allocate) -> Tensor:
-        if way == "disable_cache":
-            return self._encoded_now(draws)
-        store = self.latents if way == "static" else self.augmentation_epochs.store_for(draws[0].epoch)
-        found = store.gather([self._key(draw) for draw in draws], "latents", room)
+    def _latents_of_mode(
+        self, mode: AugmentationMode, draws: Sequence[Draw], allocate: Allocate
+    ) -> Tensor:
+        if mode == "disable_cache":
+            pixels = self._decode_live(draws, self._decode_pixels)
+            with torch.no_grad():
+                return self._encode(pixels)
+        keys = [self._latent_key(draw) for draw in draws]
+        return self._gather(mode, draws[0].epoch, keys, "latents", allocate)
+
+    def _masks_of_mode(self, mode: AugmentationMode, draws: Sequence[Draw]) -> Tensor:
+        if mode == "disable_cache":
+            return self._decode_live(draws, self._decode_masks)
+        keys = [self._mask_key(draw) for draw in draws]
+        return self._gather(mode, draws[0].epoch, keys, MASK_TENSOR, allocate_pageable)
+
+    def _gather(
+        self,
+        mode: AugmentationMode,
+        epoch: int,
+        keys: Sequence[str],
+        tensor: str,
+        allocate: Allocate,
+    ) -> Tensor:
+        """Stack one tensor of each entry."""
+        epochs = self._augmentation_epochs
+        store = self._stores.latents if mode == "static" else epochs.store_for(epoch)
+        found = store.gather(keys, tensor, allocate)
         if found is None:
-            raise _gone("some")
-        self._count(store, len(draws))
+            raise _missing_entries("some")
+        self._count_reads(store, len(keys))
         return found
 
-    def _store_of(self, way: Way, epoch: int) -> Store | None:
-        """Where a draw will be read from; none where nothing is read, or it is not made yet."""
-        if way == "disable_cache":
-            return None
-        return self.latents if way == "static" else self.augmentation_epochs.current_store(epoch)
+    def _latent_key(self, draw: Draw) -> str:
+        """Return the key of a draw's latents; hash it only once for static datasets."""
+        sample = draw.sample
+        if self._modes[sample.dataset] != "static":
+            return self._hash_latent_key(draw)
+        variants = self._transforms.sections[sample.dataset].variants
+        # The number of the augmentation epoch; a draw without an epoch shows number 0.
+        index = (sample, draw.size, max(0, draw.epoch) % variants)
+        key = self._latent_keys.get(index)
+        if key is None:
+            if len(self._latent_keys) >= MAX_REMEMBERED_KEYS:
+                self._latent_keys.clear()
+            key = self._latent_keys[index] = str(self._hash_latent_key(draw))
+        return key
 
-    def _key(self, draw: Draw) -> CacheKey:
-        recipe = self.transforms(draw.sample, draw.epoch)
-        tiled = self.tiling.applies_to(draw.size, draw.sample.kind)
-        return latent_key(draw.sample, draw.size, self.identity["latents"], recipe, tiled)
+    def _hash_latent_key(self, draw: Draw) -> str:
+        transform = self._transforms(draw.sample, draw.epoch)
+        tiled = self._tiling.applies_to(draw.size, draw.sample.kind)
+        return latent_key(draw.sample, draw.size, self._identity["latents"], transform, tiled)
 
-    def _keys(self, draw: Draw) -> list[CacheKey]:
-        """Of the latents, and of the mask where there is one."""
-        masked = mask_of(draw.sample) is not None
-        return [self._key(draw), self._mask_key(draw)] if masked else [self._key(draw)]
-
-    def _mask_key(self, draw: Draw) -> CacheKey:
-        mask = mask_of(draw.sample)
+    def _mask_key(self, draw: Draw) -> str:
+        mask = draw.sample.mask
         assert mask is not None, f"{draw.sample.key} has no mask"
-        recipe = self.transforms(draw.sample, draw.epoch)
-        return mask_key(mask, draw.size, self.latent_grid(draw.size), recipe)
+        transform = self._transforms(draw.sample, draw.epoch)
+        return mask_key(mask, draw.size, self._latent_grid(draw.size), transform)
 
-    def _levels(self, way: Way, draws: Sequence[Draw]) -> Tensor:
-        """Of the masks of these draws, all served in one way."""
-        if way == "disable_cache":
-            return self._rendered_now(draws)
-        store = self.latents if way == "static" else self.augmentation_epochs.store_for(draws[0].epoch)
-        found = store.gather([self._mask_key(draw) for draw in draws], MASK_TENSOR, allocate_pageable)
-        if found is None:
-            raise _gone("some")
-        self._count(store, len(draws))
-        return found
+    def _text_key(self, name: str) -> str:
+        key = self._text_keys.get(name)
+        if key is None:
+            if len(self._text_keys) >= MAX_REMEMBERED_KEYS:
+                self._text_keys.clear()
+            key = self._text_keys[name] = str(text_key(name, self._identity["text"]))
+        return key
 
-    def _rendered_now(self, draws: Sequence[Draw]) -> Tensor:
-        def levels(live: LiveSource, pictures: Sequence[EncodeItem]) -> Iterator[Tensor | str]:
-            return render_masks(live.prefetch, pictures, self.latent_grid, self.transforms.decoders)
+    def _decode_pixels(
+        self, live: LiveSource, items: Sequence[EncodeItem]
+    ) -> Iterator[Tensor | str]:
+        return decode_items(items, self._transforms.decoders, live.prefetch)
 
-        return torch.stack(self._made_now(draws, levels))
+    def _decode_masks(
+        self, live: LiveSource, items: Sequence[EncodeItem]
+    ) -> Iterator[Tensor | str]:
+        return render_masks(live.prefetch, items, self._latent_grid, self._transforms.decoders)
 
-    def _encoded_now(self, draws: Sequence[Draw]) -> Tensor:
-        def pixels(live: LiveSource, pictures: Sequence[EncodeItem]) -> Iterator[Tensor | str]:
-            return decode_items(pictures, self.transforms.decoders, live.prefetch)
-
-        stacked = torch.stack(self._made_now(draws, pixels))
-        with torch.no_grad():
-            return self.encode(stacked)
-
-    def _made_now(
+    def _decode_live(
         self,
         draws: Sequence[Draw],
-        make: Callable[[LiveSource, Sequence[EncodeItem]], Iterator[Tensor | str]],
-    ) -> list[Tensor]:
-        """Of each draw what its data set's workers make of it."""
+        decode: Callable[[LiveSource, Sequence[EncodeItem]], Iterator[Tensor | str]],
+    ) -> Tensor:
+        """Decode each draw with the workers of its dataset, and stack the results."""
         found: dict[int, Tensor] = {}
         by_dataset: dict[str, list[int]] = {}
         for place, draw in enumerate(draws):
             by_dataset.setdefault(draw.sample.dataset, []).append(place)
         for dataset, places in by_dataset.items():
-            live = self.live_sources[dataset]
-            pictures = [
-                EncodeItem(d.sample, d.size, live.source, self.transforms(d.sample, d.epoch))
+            live = self._live_sources[dataset]
+            items = [
+                EncodeItem(d.sample, d.size, live.source, self._transforms(d.sample, d.epoch))
                 for d in (draws[place] for place in places)
             ]
-            for place, made in zip(places, make(live, pictures), strict=True):
-                if isinstance(made, str):
-                    raise RunFailedError(
-                        f"data set {dataset!r}: {draws[place].sample.key} was readable when the "
-                        f"run began and is not now: {made}. Mend it, and start again to resume."
-                    )
-                found[place] = made
-        return [found[place] for place in range(len(draws))]
+            for place, decoded in zip(places, decode(live, items), strict=True):
+                if isinstance(decoded, str):
+                    raise unreadable_now(draws[place].sample, decoded)
+                found[place] = decoded
+        return torch.stack([found[place] for place in range(len(draws))])
 
-    def _count(self, store: Store, number: int) -> None:
-        if not isinstance(store, MemoryTier):  # which counts for itself
-            self.hit_counts.reads += number
+    def _count_reads(self, store: Store, count: int) -> None:
+        if not isinstance(store, MemoryTier):  # which counts its own reads
+            self._stores.hit_counts.reads += count
 
 
-def _gone(what: object) -> MissingEntriesError:
-    """It cannot be missing unless someone took it away."""
+def unreadable_now(sample: Sample, reason: str) -> RunFailedError:
+    """Return the error for a sample that could be read when the run started, but not any more."""
+    return RunFailedError(
+        f"dataset {sample.dataset!r}: {sample.key} was readable when the run started and is not "
+        f"now: {reason}. Restore the file, then run the same command again to resume."
+    )
+
+
+def _missing_entries(count: object) -> MissingEntriesError:
     return MissingEntriesError(
-        f"{what} entries of the cache were encoded and are gone or damaged now. Start again: they "
-        "are encoded anew, and the run resumes. Where there may be more, let gracetune cache "
-        "verify RUN --repair look at all of them first."
+        f"{count} entries of the cache are missing or damaged, although they were encoded before "
+        "training. Run the same command again: it encodes them and resumes. To check the whole "
+        "cache first, run `gracetune cache verify RUN --repair`."
     )

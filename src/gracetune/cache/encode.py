@@ -1,7 +1,8 @@
-"""Encoding what the cache does not hold yet: pictures by bucket, captions once each.
+"""Encode what a cache does not hold yet: the latents of samples, and the embeddings of prompts.
 
-The encoders arrive as callables; which model they belong to is not known here. Pictures are decoded
-by workers while the encoder works. Ranks take a share each, and find the others' in the store.
+Worker threads decode files while the encoder runs on the device. With several ranks, each encodes
+the share that the keys assign to it and finds the others' entries in the shared store. This module
+knows models only by the `SampleEncoder` protocol.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import json
 import threading
 import time
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from gracetune.atomic_files import write_text
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.data.augment import (
     PLAIN,
@@ -29,118 +31,161 @@ from gracetune.data.augment import (
 from gracetune.data.images import PILLOW
 from gracetune.data.prefetch import Prefetch, default_workers, prefetched
 from gracetune.data.sample import UnreadableSampleError
-from gracetune.atomic_files import write_text
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import Notice, StageProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from gracetune.cache.batch_reader import PromptNames
     from gracetune.cache.keys import CacheKey
     from gracetune.cache.store import Entry, Store
     from gracetune.data.images import Decoders
-    from gracetune.data.sample import Sample, Shape
+    from gracetune.data.loader import BucketGroup
+    from gracetune.data.sample import Kind, Sample, Shape
     from gracetune.data.source import Source
     from gracetune.events.types import Event
 
     Emit = Callable[[Event], None]
-    from gracetune.data.sample import Kind
-
 
 Digest = TypeVar("Digest", bound=str)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
+EMPTY_PROMPT = ""
+"""The prompt of dropped captions and of classifier-free guidance."""
+ENCODE_BATCH_SIZE = 32
+"""Maximum number of samples or prompts that are encoded together."""
+MAX_BATCH_PIXELS = 8 * 1024 * 1024
+"""Maximum number of pixels that are encoded together, unless a single sample has more.
+
+A larger batch is not faster, and a VAE needs hundreds of bytes per pixel.
+"""
+AUTO_TILE_PIXELS = 2048 * 2048
+"""Pixels of an image or a video frame above which `vae_tiling: auto` encodes in tiles."""
 POLL_S = 0.05
+"""Seconds between two looks for another rank's report."""
+
+
+class SampleEncoder(Protocol):
+    """The encoding half of a model family, as far as the cache needs it."""
+
+    @property
+    def name(self) -> str:
+        """Name of the family."""
+        ...
+
+    @property
+    def takes_control(self) -> bool:
+        """Whether prompts are encoded together with a control image."""
+        ...
+
+    @property
+    def pixel_step(self) -> int:
+        """Number that the edges of images must be multiples of."""
+        ...
+
+    def identity(self) -> Mapping[str, str]:
+        """Return what the entries of kind `latents` and `text` depend on, for their keys."""
+        ...
+
+    def latent_shape(self, *shape: int) -> tuple[int, ...]:
+        """Return the shape of the latents of one sample of a bucket's shape."""
+        ...
+
+    def set_tiling(self, enabled: bool) -> bool:
+        """Turn tiled encoding on or off; return whether the encoder supports it."""
+        ...
+
+    def encode(self, media: Tensor) -> Tensor:
+        """Encode a batch of images, clips or audio."""
+        ...
+
+    def encode_text(
+        self, captions: Sequence[str], images: Sequence[Tensor] = ()
+    ) -> list[dict[str, Tensor]]:
+        """Encode prompts, each with its control image if there are any."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Which of them this process is."""
+    """This process among the ranks that fill a cache together."""
 
     rank: int = 0
     world_size: int = 1
     reports: Path = Path()
-    """A folder that no earlier run has used; alone, nothing is written."""
+    """Folder for the ranks' reports, new for every run; unused with a single rank."""
     timeout_s: float = 1800.0
-    """How long the others may go without getting anything done."""
+    """Seconds to wait for another rank that makes no progress."""
 
     def own_share(self, keys: Sequence[Digest]) -> list[Digest]:
-        """Which of these digests are this rank's: by themselves, whatever else is in the list.
+        """Return the keys that this rank encodes.
 
-        A rank that comes late finds less missing, and must not deal the rest out anew.
+        A key alone decides whose it is. A rank that looks later finds fewer keys missing, and must
+        not divide the rest differently.
         """
         return [key for key in keys if int(key[:8], 16) % self.world_size == self.rank]
 
     def exchange(
         self,
-        what: str,
-        mine: dict[str, str],
+        stage: str,
+        unreadable: dict[str, str],
         num_done: Callable[[], int],
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> dict[str, str]:
-        """Tell what this rank found, and wait for what the others did; `num_done` shows life."""
+        """Write this rank's unreadable keys, wait for the other ranks, and return all of theirs.
+
+        `num_done` counts the finished entries of all ranks; the timeout restarts when it changes.
+        """
         if self.world_size == 1:
-            return mine
-        write_text(self._report(what, self.rank), json.dumps(mine))
-        everyone: dict[str, str] = {}
+            return unreadable
+        write_text(self._report(stage, self.rank), json.dumps(unreadable))
+        merged: dict[str, str] = {}
         for rank in range(self.world_size):
-            path, before, since = self._report(what, rank), -1, clock()
+            path, before, since = self._report(stage, rank), -1, clock()
             while not path.exists():
                 done = num_done()
                 if done != before:
                     before, since = done, clock()
                 if clock() - since > self.timeout_s:
                     raise RunFailedError(
-                        f"rank {self.rank} waits for rank {rank} to finish {what}; nothing was "
-                        f"done for distributed.timeout_s ({self.timeout_s:g} s). "
-                        "See that rank's output, or raise timeout_s."
+                        f"Rank {self.rank} waits for rank {rank} to finish {stage}, but there was "
+                        f"no progress for distributed.timeout_s ({self.timeout_s:g} s). Check the "
+                        "output of that rank, or raise distributed.timeout_s."
                     )
                 sleep(POLL_S)
-            everyone |= json.loads(path.read_text())
-        return everyone
+            merged |= json.loads(path.read_text())
+        return merged
 
-    def _report(self, what: str, rank: int) -> Path:
-        return self.reports / f"{what.replace(' ', '-')}-{rank}.json"
+    def _report(self, stage: str, rank: int) -> Path:
+        return self.reports / f"{stage.replace(' ', '-')}-{rank}.json"
 
 
 SINGLE_RANK = Ranks()
 
 
-# ------------------------------------------------------------------------------------------
-# Encoding what the cache does not hold yet: pictures by bucket, captions once each.
-#
-# The encoders arrive as callables; which model they belong to is not known here. Pictures are
-# decoded
-# by workers while the encoder works. Ranks take a share each, and find the others' in the store.
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-ENCODE_BATCH_SIZE = 32
-"""Pictures or captions encoded together, as long as memory allows it."""
-MAX_BATCH_PIXELS = 8 * 1024 * 1024
-"""Of what is encoded together: more keeps no device busier, and VAEs hold hundreds of bytes of
-each. One large clip may have more."""
-
-
 @dataclass(frozen=True, slots=True)
 class EncodeItem:
-    """A sample of any kind with the shape it is fitted to and the source that has its bytes."""
+    """A sample to encode: its file, its bucket and its transform."""
 
     sample: Sample
     size: Shape
+    """Shape of the bucket."""
     source: Source
+    """Where the sample's bytes are read from."""
     transform: SampleTransform = PLAIN
+    """Crop and augmentations."""
     tiled: bool = False
-    """Whether the encoder works by tiles."""
+    """Whether the encoder works in tiles."""
 
 
 def fill_latents(
     store: Store,
-    pictures: Sequence[EncodeItem],
+    items: Sequence[EncodeItem],
     encode: Callable[[Tensor], Tensor],
     encoder: str,
     emit: Emit,
@@ -148,244 +193,300 @@ def fill_latents(
     prefetch: Prefetch | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> list[tuple[Sample, str]]:
-    """Encode what is missing; gives back the samples that could not be read, with the reason.
+    """Encode the items that the store lacks; return unreadable samples with the reason.
 
-    Files with equal bytes are encoded once. `prefetch` says who decodes.
+    `encoder` is the encoder's identity, a part of the keys. Files with equal bytes are encoded
+    once. `prefetch` says how many threads decode.
     """
-    keyed = dict(_each(pictures, encoder))
-    missing = sorted(_missing(store, keyed), key=lambda key: (keyed[key].size, key))
-    mine = ranks.own_share(missing)
-    pixels = decode_items([keyed[key] for key in mine], decoders, prefetch)
-    pace = _Pace("encoding pictures", len(mine), "pictures", emit)
-    fitting: _Fitting[tuple[CacheKey, Tensor], Tensor] = _Fitting(
-        lambda part: encode(torch.stack([x for _, x in part])), "pictures", emit
+    keyed = dict(_with_keys(items, encoder))
+    missing = sorted(missing_keys(store, keyed), key=lambda key: (keyed[key].size, key))
+    own = ranks.own_share(missing)
+    pixels = decode_items([keyed[key] for key in own], decoders, prefetch)
+    progress = EncodingProgress("encoding latents", len(own), "samples", emit)
+    in_parts: _HalvingEncoder[tuple[CacheKey, Tensor], Tensor] = _HalvingEncoder(
+        lambda part: encode(torch.stack([x for _, x in part])), "samples", emit
     )
     bad: dict[str, str] = {}
-    for size, alike in groupby(mine, key=lambda key: keyed[key].size):
-        for chunk in _chunks(list(alike), max(1, min(ENCODE_BATCH_SIZE, MAX_BATCH_PIXELS // prod(size)))):
+    for size, same_size in groupby(own, key=lambda key: keyed[key].size):
+        batch_size = max(1, min(ENCODE_BATCH_SIZE, MAX_BATCH_PIXELS // prod(size)))
+        for chunk in _chunks(list(same_size), batch_size):
             decoded = list(zip(chunk, islice(pixels, len(chunk)), strict=True))
             bad |= {key: x for key, x in decoded if isinstance(x, str)}
             good = [(key, x) for key, x in decoded if not isinstance(x, str)]
-            for part, latents in fitting(good):
+            for part, latents in in_parts(good):
                 pairs = zip(part, latents.cpu(), strict=True)
                 store.put_many({key: {"latents": latent.clone()} for (key, _), latent in pairs})
-            pace.advance(len(chunk))
-    found = ranks.exchange("encoding pictures", bad, lambda: sum(store.has(missing)))
-    if not found:
+            progress.advance(len(chunk))
+    bad = ranks.exchange("encoding latents", bad, lambda: sum(store.has(missing)))
+    if not bad:
         return []
-    # Of several variants one that could be read does not make up for another.
-    bad_samples = {p.sample: found[key] for key, p in _each(pictures, encoder) if key in found}
-    return list(bad_samples.items())
+    # A sample is unreadable if any of its variants is.
+    return list({i.sample: bad[key] for key, i in _with_keys(items, encoder) if key in bad}.items())
 
 
 def fill_text(
     store: Store,
-    captions: Iterable[str],
+    prompts: Iterable[str],
     encode: Callable[[Sequence[str]], Sequence[Entry]],
     encoder: str,
     emit: Emit,
     ranks: Ranks = SINGLE_RANK,
 ) -> None:
-    """Encode each distinct caption that is missing."""
-    keyed = {text_key(caption, encoder): caption for caption in sorted(set(captions))}
-    missing = _missing(store, keyed)
-    mine = ranks.own_share(missing)
-    pace = _Pace("encoding captions", len(mine), "captions", emit)
-    fitting: _Fitting[CacheKey, Sequence[Entry]] = _Fitting(
+    """Encode each distinct prompt that the store lacks."""
+    keyed = {text_key(prompt, encoder): prompt for prompt in sorted(set(prompts))}
+    missing = missing_keys(store, keyed)
+    own = ranks.own_share(missing)
+    progress = EncodingProgress("encoding captions", len(own), "captions", emit)
+    in_parts: _HalvingEncoder[CacheKey, Sequence[Entry]] = _HalvingEncoder(
         lambda part: encode([keyed[key] for key in part]), "captions", emit
     )
-    for chunk in _chunks(mine):
-        for part, entries in fitting(chunk):
+    for chunk in _chunks(own):
+        for part, entries in in_parts(chunk):
             store.put_many(
                 {
                     key: {name: t.cpu() for name, t in entry.items()}
                     for key, entry in zip(part, entries, strict=True)
                 }
             )
-        pace.advance(len(chunk))
+        progress.advance(len(chunk))
     ranks.exchange("encoding captions", {}, lambda: sum(store.has(missing)))
 
 
 def find_unreadable(
-    pictures: Sequence[EncodeItem], emit: Emit, decoders: Decoders, prefetch: Prefetch
+    items: Sequence[EncodeItem], emit: Emit, decoders: Decoders, prefetch: Prefetch
 ) -> list[tuple[Sample, str]]:
-    """Decode every picture once and keep none: for runs that encode while they train."""
-    pace = _Pace("reading pictures", len(pictures), "pictures", emit)
+    """Decode every item once to find unreadable samples, for runs that encode while they train."""
+    progress = EncodingProgress("checking samples", len(items), "samples", emit)
     bad = []
-    for picture, pixels in zip(pictures, decode_items(pictures, decoders, prefetch), strict=True):
+    for item, pixels in zip(items, decode_items(items, decoders, prefetch), strict=True):
         if isinstance(pixels, str):
-            bad.append((picture.sample, pixels))
-        pace.advance(1)
+            bad.append((item.sample, pixels))
+        progress.advance(1)
     return bad
 
 
-def decode_item(picture: EncodeItem, decoders: Decoders) -> Tensor | str:
-    """The fitted picture, or why there is none."""
+def missing_keys(store: Store, keys: Iterable[CacheKey]) -> list[CacheKey]:
+    """Return the keys that a store has no entry for."""
+    keys = list(keys)
+    return [key for key, found in zip(keys, store.has(keys), strict=True) if not found]
+
+
+def decode_items(
+    items: Sequence[EncodeItem], decoders: Decoders, prefetch: Prefetch | None
+) -> Iterator[Tensor | str]:
+    """Decode items in worker threads; yield, in order, pixels or the reason why there are none."""
+    return prefetched(
+        items,
+        lambda item: decode_item(item, decoders),
+        lambda item: f"dataset {item.sample.dataset!r}: {item.sample.key}",
+        prefetch or Prefetch(default_workers(), ENCODE_BATCH_SIZE),
+    )
+
+
+def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
+    """Return the decoded, cropped and augmented sample, or the reason why it is unreadable.
+
+    A control image follows its image as three more channels.
+    """
+    sample, transform, read = item.sample, item.transform, item.source.read
     try:
-        return _decoded(picture, decoders)
+        if sample.kind == "video":
+            return render_video(read(sample.key), transform, item.size)
+        if sample.kind == "audio":
+            return render_sound(read(sample.key), transform, item.size)
+        size = (item.size[0], item.size[1])
+        controls = [
+            render_control(read(companion.key), transform, size, decoders)
+            for companion in sample.companions
+            if companion.role == "control"
+        ]
+        pixels = render(read(sample.key), transform, size, decoders)
+        return torch.cat([pixels, *controls]) if controls else pixels
     except UnreadableSampleError as error:
         return error.reason
     except OSError as error:
         return str(error)
 
 
-def _decoded(picture: EncodeItem, decoders: Decoders) -> Tensor:
-    """As the kind of sample asks; a control picture follows as three more channels."""
-    sample, recipe, read = picture.sample, picture.transform, picture.source.read
-    match sample.kind:
-        case "video":
-            return render_video(read(sample.key), recipe, picture.size)
-        case "audio":
-            return render_sound(read(sample.key), recipe, picture.size)
-    size = (picture.size[0], picture.size[1])
-    controls = [
-        render_control(read(companion.key), recipe, size, decoders)
-        for companion in sample.companions
-        if companion.role == "control"
-    ]
-    pixels = render(read(sample.key), recipe, size, decoders)
-    return torch.cat([pixels, *controls]) if controls else pixels
-
-
-class _Fitting(Generic[Item, Result]):
-    """An encoder whose batch is halved when memory runs out, and stays so."""
+class _HalvingEncoder(Generic[Item, Result]):
+    """Encodes in batches, and halves the batch size for good when memory runs out."""
 
     def __init__(self, encode: Callable[[Sequence[Item]], Result], unit: str, emit: Emit) -> None:
         self._encode = encode
         self._unit = unit
         self._emit = emit
-        self._most = ENCODE_BATCH_SIZE
+        self._batch_size = ENCODE_BATCH_SIZE
 
     def __call__(self, items: Sequence[Item]) -> Iterator[tuple[Sequence[Item], Result]]:
-        """Parts that fit, each with what the encoder made of it."""
+        """Yield parts of the items that fit into memory, each with its encoding."""
         start = 0
         while start < len(items):
-            part = items[start : start + self._most]
+            part = items[start : start + self._batch_size]
             try:
                 with torch.no_grad():
-                    made = self._encode(part)
+                    encoded = self._encode(part)
             except RuntimeError as error:
-                if not _is_full(error):
+                if not _is_out_of_memory(error):
                     raise
                 self._halve(len(part), error)
                 continue
-            yield part, made
+            yield part, encoded
             start += len(part)
 
     def _halve(self, tried: int, error: RuntimeError) -> None:
         if tried == 1:
             raise RunFailedError(
-                f"encoding runs out of memory with one of the {self._unit}: {error}. "
-                "Set cache_config.vae_tiling: true, lower datasets[].resolution, or free the "
-                "device."
+                f"Encoding runs out of memory with one of the {self._unit} at a time: {error}. "
+                "Set cache_config.vae_tiling: true, lower datasets[].resolution, or end other "
+                "programs on the GPU."
             ) from error
-        self._most = tried // 2
-        text = f"encoding {tried} {self._unit} at once ran out of memory; going on by {self._most}"
-        self._emit(Notice(text, level="warning", fallback=True))
+        self._batch_size = tried // 2
+        text = f"encoding {tried} {self._unit} at a time ran out of memory; continuing with"
+        self._emit(Notice(f"{text} {self._batch_size}", level="warning", fallback=True))
 
 
-def _is_full(error: RuntimeError) -> bool:
-    """Whether memory ran out; libraries that lack work space have words of their own for it."""
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Recognise out-of-memory errors, also those of libraries that found no workspace."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         mark in str(error) for mark in ("ALLOC_FAILED", "unable to find an engine")
     )
 
 
-class _Pace:
-    """Tells how far a stage is and since when; sinks make pictures a second and an ETA of it."""
+class EncodingProgress:
+    """Emits the progress of a stage, with the seconds since it began, once per encoding batch."""
 
     def __init__(self, stage: str, total: int, unit: str, emit: Emit) -> None:
         self._stage, self._total, self._unit, self._emit = stage, total, unit, emit
         self._done = 0
-        self._began_at = time.monotonic()
+        self._started = time.monotonic()
 
     def advance(self, count: int) -> None:
+        """Count `count` more units as done."""
         self._done += count
         passed = self._done // ENCODE_BATCH_SIZE > (self._done - count) // ENCODE_BATCH_SIZE
         if passed or self._done == self._total:
-            seconds = time.monotonic() - self._began_at
+            seconds = time.monotonic() - self._started
             self._emit(
                 StageProgress(self._stage, self._done, self._total, self._unit, seconds=seconds)
             )
 
 
-def _each(pictures: Sequence[EncodeItem], encoder: str) -> Iterator[tuple[CacheKey, EncodeItem]]:
-    return ((latent_key(p.sample, p.size, encoder, p.transform, p.tiled), p) for p in pictures)
+def _with_keys(items: Sequence[EncodeItem], encoder: str) -> Iterator[tuple[CacheKey, EncodeItem]]:
+    return ((latent_key(i.sample, i.size, encoder, i.transform, i.tiled), i) for i in items)
 
 
-def _missing(store: Store, keyed: dict[CacheKey, Item]) -> list[CacheKey]:
-    keys = list(keyed)
-    return [key for key, there in zip(keys, store.has(keys), strict=True) if not there]
+def _chunks(items: Sequence[Item], length: int = ENCODE_BATCH_SIZE) -> Iterable[Sequence[Item]]:
+    return (items[i : i + length] for i in range(0, len(items), length))
 
 
-def decode_items(
-    pictures: Sequence[EncodeItem], decoders: Decoders, prefetch: Prefetch | None
-) -> Iterator[Tensor | str]:
-    """Fitted by workers, in order: pixels, or why there are none."""
-    return prefetched(
-        pictures,
-        lambda picture: decode_item(picture, decoders),
-        lambda picture: f"data set {picture.sample.dataset!r}: {picture.sample.key}",
-        prefetch or Prefetch(default_workers(), ENCODE_BATCH_SIZE),
-    )
+# Prompts
 
 
-def _chunks(items: Sequence[Item], most: int = ENCODE_BATCH_SIZE) -> Iterable[Sequence[Item]]:
-    return (items[i : i + most] for i in range(0, len(items), most))
+class _Prompt(NamedTuple):
+    """A caption, and the sample whose control image it is encoded with."""
+
+    caption: str
+    sample: Sample
+    size: Shape
+    epoch: int
 
 
-# ------------------------------------------------------------------------------------------
-# Encoding by tiles: large pictures and clips need far less memory so, for slightly other latents.
-#
-# Which sizes are tiled is a rule, not a reaction to a full memory: keys tell tiled latents from
-# whole
-# ones, and a run must find again what another run encoded.
+class PromptEncoder:
+    """Every prompt that a run will use, by its name, and how to encode it."""
+
+    def __init__(
+        self,
+        encoder: SampleEncoder,
+        groups: Iterable[BucketGroup],
+        sources: Mapping[str, Source],
+        prompt_names: PromptNames,
+    ) -> None:
+        """Collect the prompts of all groups; `sources` has the control images, by dataset."""
+        self._encoder, self._sources = encoder, sources
+        self._transforms = prompt_names.transforms
+        self._prompts: dict[str, _Prompt] = {}
+        for group in groups:
+            for sample in group.samples:
+                epochs = prompt_names.epochs(sample)
+                for caption, epoch in product((sample.caption, EMPTY_PROMPT), epochs):
+                    name = prompt_names(caption, sample, group.size, epoch)
+                    self._prompts.setdefault(name, _Prompt(caption, sample, group.size, epoch))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all prompts, including the empty one, in no particular order."""
+        return list(self._prompts)
+
+    def encode(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
+        """Return the embeddings of these prompts."""
+        prompts = [self._prompts[name] for name in names]
+        captions = [prompt.caption for prompt in prompts]
+        if not self._encoder.takes_control:
+            return self._encoder.encode_text(captions)
+        return self._encoder.encode_text(captions, [self._control(prompt) for prompt in prompts])
+
+    def _control(self, prompt: _Prompt) -> Tensor:
+        """Decode the control image, cropped and augmented as its sample is."""
+        sample, size = prompt.sample, (prompt.size[0], prompt.size[1])
+        assert sample.control is not None, f"{sample.key} has no control image"
+        data = self._sources[sample.dataset].read(sample.control.key)
+        transform = self._transforms(sample, prompt.epoch)
+        return render_control(data, transform, size, self._transforms.decoders)
 
 
-AUTO_TILE_PIXELS = 2048 * 2048
-"""Of one picture or frame: above this, `auto` tiles."""
+# Tiling. Large images and clips need far less memory in tiles, for slightly different latents.
+# Which sizes are tiled is a fixed rule rather than a reaction to running out of memory: keys
+# distinguish tiled latents, and a run must find what another run has encoded.
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """From which size on an encoder works by tiles."""
+    """The rule that decides which samples are encoded in tiles."""
 
     above_pixels: int | None = None
-    """Pixels of a frame; none: never."""
+    """Tile images and frames with more pixels than this; None tiles nothing."""
 
     def applies_to(self, size: Shape, kind: Kind) -> bool:
-        """Whether samples of this size are encoded by tiles; sounds never are."""
-        return kind != "audio" and self.above_pixels is not None and size[0] * size[1] > self.above_pixels
+        """Return whether samples of this size and kind are tiled; audio never is."""
+        if kind == "audio" or self.above_pixels is None:
+            return False
+        return size[0] * size[1] > self.above_pixels
 
 
 NO_TILING = Tiling()
 
 
-def choose_tiling(asked: bool | Literal["auto"], family: str, can_tile: bool) -> Tiling:
-    """What `cache_config.vae_tiling` means for this family."""
-    if asked is True and not can_tile:
+def choose_tiling(setting: bool | Literal["auto"], family: str, can_tile: bool) -> Tiling:
+    """Return the rule that `cache_config.vae_tiling` asks for, if the family's VAE can tile."""
+    if setting is True and not can_tile:
         raise ConfigError(
-            f"cache_config.vae_tiling is true; the encoder of {family} has no tiles. Leave it out."
+            f"cache_config.vae_tiling is true, but the encoder of {family} cannot work in tiles. "
+            "Remove it."
         )
-    if asked is False or not can_tile:
+    if setting is False or not can_tile:
         return NO_TILING
-    return Tiling(0 if asked is True else AUTO_TILE_PIXELS)
+    return Tiling(0 if setting is True else AUTO_TILE_PIXELS)
 
 
-def serialize_encoder(
-    encode: Callable[[Tensor], Tensor], tile: Callable[[bool], bool], tiling: Tiling
-) -> Callable[[Tensor], Tensor]:
-    """The encoder for one thread at a time, by tiles where the size asks for it; `tile` switches.
+class ExclusiveEncoder:
+    """An encoder that several threads may call; one runs at a time, tiled if the size asks for it.
 
-    A generation is encoded beside training, which may encode too. A VAE of clips keeps frames
-    between its calls: without turns, either would go on with the other's, and no error would tell.
+    An augmentation epoch is encoded in the background while training may encode as well. A video
+    VAE keeps frames between the calls of one clip, so two clips at once would silently mix.
     """
-    turns = threading.Lock()
 
-    def encoded(media: Tensor) -> Tensor:
-        with turns:
-            if tiling.above_pixels is not None:
-                tile(tiling.applies_to((media.shape[-1], media.shape[-2]), "image"))
-            return encode(media)
+    def __init__(
+        self, encode: Callable[[Tensor], Tensor], set_tiling: Callable[[bool], bool], tiling: Tiling
+    ) -> None:
+        self._encode = encode
+        self._set_tiling = set_tiling
+        self._tiling = tiling
+        self._lock = threading.Lock()
 
-    return encoded
+    def __call__(self, media: Tensor) -> Tensor:
+        with self._lock:
+            if self._tiling.above_pixels is not None:
+                self._set_tiling(
+                    self._tiling.applies_to((media.shape[-1], media.shape[-2]), "image")
+                )
+            return self._encode(media)

@@ -1,22 +1,21 @@
-"""Cache files of ai-toolkit and SimpleTuner, read without running anything that is in them.
+"""Read cache files of ai-toolkit and SimpleTuner without executing anything in them.
 
-ai-toolkit keeps `_latent_cache/STEM_HASH.safetensors` beside the pictures, with what it was made by
-as metadata. SimpleTuner keeps `STEM.pt`, gzip'ed or not: a zip file with a pickle in it. A pickle
-is a program; here only the few instructions that build plain tensors are understood, and the first
-other one refuses the file.
+ai-toolkit writes `_latent_cache/STEM_HASH.safetensors` next to the images, with sizes and crop as
+metadata. SimpleTuner writes `STEM.pt`, optionally gzipped: a zip archive with a pickle inside.
+
+A pickle is a program, and unpickling runs it. `_TensorBuilder` therefore interprets only the few
+pickle instructions that build plain tensors and dicts, and rejects the file at the first other one.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import json
 import pickletools
-import re
 import zipfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,15 +23,19 @@ from safetensors import SafetensorError, safe_open
 from gracetune.errors import CacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
-
 LATENT_FOLDER = "_latent_cache"
+"""Folder of ai-toolkit's latents."""
 TEXT_FOLDER = "_t_e_cache"
+"""Folder of ai-toolkit's text embeddings."""
 MAX_NBYTES = 4 * 1024**3
+"""Larger tensors are rejected."""
+_HASH_LENGTH = 22
+"""Length of an MD5 digest in URL-safe base64, which may itself contain underscores."""
+
 _DTYPES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -45,11 +48,12 @@ _DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
-_ORDERED = ("collections", "OrderedDict")
+_REBUILD_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
+_ORDERED_DICT = ("collections", "OrderedDict")
+# Pickle instructions that push a constant, a new container, or their own argument.
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_FRESH = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
-_VALUES = {
+_CONTAINERS = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
+_ARGUMENTS = {
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
 }
@@ -57,17 +61,17 @@ _VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class ForeignEntry:
-    """One file of another tool."""
+    """The contents of one cache file of another tool."""
 
     stem: str
-    """Of the sample's file."""
+    """File name of the sample, without folder and extension."""
     tensors: dict[str, Tensor]
     metadata: dict[str, object]
-    """What the tool says of it: sizes, crop, caption; nothing where it does not."""
+    """What the tool recorded about the entry, such as crop and caption; may be empty."""
 
 
 def read_foreign(path: Path) -> ForeignEntry:
-    """One file, whichever tool wrote it."""
+    """Read a cache file of either tool."""
     if path.suffix == ".safetensors":
         return _read_ai_toolkit(path)
     if path.suffix == ".pt":
@@ -76,7 +80,7 @@ def read_foreign(path: Path) -> ForeignEntry:
 
 
 def read_pt(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file written by torch.save: one alone, or a dict of them."""
+    """Read the tensors that `torch.save` wrote: a dict of them, or a single one as `latents`."""
     data = path.read_bytes()
     try:
         if data[:2] == b"\x1f\x8b":
@@ -84,17 +88,18 @@ def read_pt(path: Path) -> dict[str, Tensor]:
                 data = packed.read(MAX_NBYTES)
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             (program,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-            made = _Builder(archive, program.removesuffix("data.pkl")).build(archive.read(program))
+            builder = _TensorBuilder(archive, program.removesuffix("data.pkl"))
+            built = builder.build(archive.read(program))
     except (OSError, EOFError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
         raise CacheError(f"{path.name} holds no plain tensors: {error}.") from error
-    found = {"latents": made} if isinstance(made, torch.Tensor) else made
+    found = {"latents": built} if isinstance(built, torch.Tensor) else built
     if not isinstance(found, dict):
         raise CacheError(f"{path.name} holds a {type(found).__name__}, not tensors.")
     return {str(k): t for k, t in found.items() if isinstance(t, torch.Tensor)}
 
 
-class _Builder:
-    """A machine that knows how to make numbers, texts, dicts and tensors, and nothing else."""
+class _TensorBuilder:
+    """A pickle interpreter that can build numbers, texts, dicts and tensors, and nothing else."""
 
     def __init__(self, archive: zipfile.ZipFile, prefix: str) -> None:
         self._archive = archive
@@ -107,17 +112,17 @@ class _Builder:
         for code, value, _ in pickletools.genops(program):
             if code.name == "STOP":
                 return self._stack.pop()
-            self._do(code.name, value)
-        raise ValueError("it ends too soon")
+            self._execute(code.name, value)
+        raise ValueError("the pickle has no end")
 
-    def _do(self, name: str, value: object) -> None:
+    def _execute(self, name: str, value: object) -> None:
         stack = self._stack
-        if name in _VALUES:
+        if name in _ARGUMENTS:
             stack.append(value)
         elif name in _CONSTANTS:
             stack.append(_CONSTANTS[name])
-        elif name in _FRESH:
-            stack.append(_FRESH[name]())
+        elif name in _CONTAINERS:
+            stack.append(_CONTAINERS[name]())
         elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
             self._memo[len(self._memo) if name == "MEMOIZE" else value] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
@@ -128,68 +133,72 @@ class _Builder:
             self._combine(name, value)
 
     def _combine(self, name: str, value: object) -> None:
+        """Execute an instruction that takes values off the stack."""
         stack = self._stack
         match name:
             case "TUPLE":
-                stack.append(tuple(self._since_mark()))
+                stack.append(tuple(self._pop_to_mark()))
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                taken = [stack.pop() for _ in range(int(name[-1]))]
-                stack.append(tuple(reversed(taken)))
+                popped = [stack.pop() for _ in range(int(name[-1]))]
+                stack.append(tuple(reversed(popped)))
             case "SETITEM":
                 item, key = stack.pop(), stack.pop()
                 _as_dict(stack[-1])[key] = item
             case "SETITEMS":
-                pairs = self._since_mark()
+                pairs = self._pop_to_mark()
                 _as_dict(stack[-1]).update(zip(pairs[::2], pairs[1::2], strict=True))
             case "GLOBAL":
-                stack.append(_allowed(*str(value).split(" ")))
+                stack.append(_check_global(*str(value).split(" ")))
             case "STACK_GLOBAL":
-                what, where = stack.pop(), stack.pop()
-                stack.append(_allowed(str(where), str(what)))
+                attribute, module = stack.pop(), stack.pop()
+                stack.append(_check_global(str(module), str(attribute)))
             case "BINPERSID":
-                stack.append(self._storage(stack.pop()))
+                stack.append(self._read_storage(stack.pop()))
             case "REDUCE":
-                given, made = stack.pop(), stack.pop()
-                stack.append(_made(made, given))
+                arguments, function = stack.pop(), stack.pop()
+                stack.append(_call(function, arguments))
             case _:
-                raise ValueError(f"it wants to do {name}, which tensors do not need")
+                raise ValueError(f"the pickle instruction {name} is not needed for tensors")
 
-    def _since_mark(self) -> list[object]:
+    def _pop_to_mark(self) -> list[object]:
         mark = self._marks.pop()
-        taken = self._stack[mark:]
+        popped = self._stack[mark:]
         del self._stack[mark:]
-        return taken
+        return popped
 
-    def _storage(self, told: object) -> Tensor:
-        if not isinstance(told, tuple) or len(told) != 5 or told[0] != "storage":
-            raise ValueError("it refers to something that is no storage")
-        _, kind, key, _, count = told
+    def _read_storage(self, reference: object) -> Tensor:
+        if not isinstance(reference, tuple) or len(reference) != 5 or reference[0] != "storage":
+            raise ValueError("it refers to something other than a storage")
+        _, kind, key, _, count = reference
         if not isinstance(kind, tuple) or kind[1] not in _DTYPES:
-            raise ValueError(f"it has a storage of {kind}")
+            raise ValueError(f"it has a storage of type {kind}")
         member = self._archive.getinfo(f"{self._prefix}data/{key}")
         if member.file_size > MAX_NBYTES:
-            raise ValueError("it is too large")
+            raise ValueError("a tensor is too large")
         data = torch.frombuffer(bytearray(self._archive.read(member)), dtype=torch.uint8)
         flat = data.view(_DTYPES[str(kind[1])])
         if len(flat) != count:
-            raise ValueError("a storage is shorter than it says")
+            raise ValueError("a storage is shorter than its header says")
         return flat
 
 
-def _allowed(where: str, what: str) -> tuple[str, str]:
-    if (where, what) in (_REBUILD, _ORDERED) or (where == "torch" and what in _DTYPES):
-        return where, what
-    raise ValueError(f"it asks for {where}.{what}, which is no part of a tensor")
+def _check_global(module: str, attribute: str) -> tuple[str, str]:
+    """Allow only the names that tensors and dicts are built with; they are never imported."""
+    name = (module, attribute)
+    if name in (_REBUILD_TENSOR, _ORDERED_DICT) or (module == "torch" and attribute in _DTYPES):
+        return name
+    raise ValueError(f"it uses {module}.{attribute}, which is not part of a tensor")
 
 
-def _made(what: object, given: object) -> object:
-    if what == _ORDERED and given == ():
+def _call(function: object, arguments: object) -> object:
+    """Do what the pickle's call would do."""
+    if function == _ORDERED_DICT and arguments == ():
         return {}
-    if what != _REBUILD or not isinstance(given, tuple):
-        raise ValueError("it calls something that makes no tensor")
-    storage, offset, shape, stride = given[:4]
+    if function != _REBUILD_TENSOR or not isinstance(arguments, tuple):
+        raise ValueError("it calls something other than the constructor of a tensor")
+    storage, offset, shape, stride = arguments[:4]
     if not isinstance(storage, torch.Tensor):
-        raise ValueError("it makes a tensor of no storage")
+        raise ValueError("it builds a tensor without a storage")
     try:
         return torch.as_strided(storage, shape, stride, offset)
     except (RuntimeError, TypeError) as error:
@@ -198,7 +207,7 @@ def _made(what: object, given: object) -> object:
 
 def _as_dict(value: object) -> dict[object, object]:
     if not isinstance(value, dict):
-        raise ValueError("it sets items of what is no dict")
+        raise ValueError("it sets items of something other than a dict")
     return value
 
 
@@ -212,111 +221,11 @@ def _read_ai_toolkit(path: Path) -> ForeignEntry:
     if path.parent.name == LATENT_FOLDER:
         tensors = {"latents" if name == "latent" else name: t for name, t in tensors.items()}
     stem = path.stem[: -1 - _HASH_LENGTH]
-    return ForeignEntry(stem, tensors, {name: _value(text) for name, text in metadata.items()})
+    return ForeignEntry(stem, tensors, {name: _parse(text) for name, text in metadata.items()})
 
 
-_HASH_LENGTH = 22
-"""Of an md5 in url-safe base64; it may have underscores of its own."""
-
-
-def _value(text: str) -> object:
+def _parse(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:
         return text
-
-
-# ------------------------------------------------------------------------------------------
-# Text embeddings of other tools, brought to the form of ours: no padding, our names and dtypes.
-#
-# Which of their tensors is which of ours, and how they pad, is found out by comparing the first of
-# their entries that has such tensors with what our own encoder makes of the same caption.
-
-
-ALIKE = 0.98
-"""Least cosine between theirs and ours; precision differs between tools by a little."""
-_BY_CAPTION = re.compile(r"(?P<digest>[0-9a-f]{32})(-.+)?")
-
-Form = Literal["whole", "masked", "stripped"]
-FORMS: Sequence[Form] = ("masked", "stripped", "whole")
-"""How many tokens of theirs count: as their mask says, up to the last that is not zero, or all."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMatch:
-    """One tensor of ours, and where theirs has it."""
-
-    theirs: str
-    """Empty for a mask that is all ones, which needs no source."""
-    form: Form
-    like: Tensor
-
-
-def captions_by_digest(captions: Iterable[str]) -> dict[str, str]:
-    """SimpleTuner names a text's file by the md5 of its caption."""
-    return {hashlib.md5(c.encode(), usedforsecurity=False).hexdigest(): c for c in captions}
-
-
-def caption_digest(stem: str) -> str | None:
-    """The digest in the name of such a file; none where it is no such name."""
-    found = _BY_CAPTION.fullmatch(stem)
-    return None if found is None else found["digest"]
-
-
-def match_text(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, TensorMatch]:
-    """Where each tensor of ours is in theirs, for one caption that both have encoded."""
-    return {name: _match(name, tensor.cpu(), theirs) for name, tensor in ours.items()}
-
-
-def convert_text(theirs: Mapping[str, Tensor], matches: Mapping[str, TensorMatch]) -> dict[str, Tensor]:
-    """Another entry of theirs, as ours would be."""
-    taken, length = {}, 0
-    for name, match in matches.items():
-        if match.theirs:
-            taken[name] = _formed(theirs, match.theirs, match.form).to(match.like.dtype)
-            if taken[name].shape[1:] != match.like.shape[1:] or not len(taken[name]):
-                raise CacheError(f"its {match.theirs!r} is {tuple(theirs[match.theirs].shape)}")
-            length = max(length, len(taken[name]) if taken[name].ndim > 1 else 0)
-    masks = {name: match.like for name, match in matches.items() if not match.theirs}
-    made = {name: like.new_ones(length) for name, like in masks.items()}
-    return {name: taken[name] if name in taken else made[name] for name in matches}
-
-
-def _match(name: str, ours: Tensor, theirs: Mapping[str, Tensor]) -> TensorMatch:
-    if ours.dtype == torch.bool and ours.all():
-        return TensorMatch("", "whole", ours)
-    best = 0.0
-    for other, tensor in theirs.items():
-        if not tensor.is_floating_point():
-            continue
-        for form in FORMS:
-            formed = _formed(theirs, other, form)
-            if formed.shape != ours.shape or not ours.numel():
-                continue
-            likeness = torch.cosine_similarity(
-                formed.float().flatten(), ours.float().flatten(), dim=0
-            ).item()
-            scale = (formed.float().norm() / ours.float().norm()).item()
-            if likeness >= ALIKE and 0.9 < scale < 1.1:
-                return TensorMatch(other, form, ours[:0] if ours.ndim > 1 else ours)
-            best = max(best, likeness)
-    raise CacheError(
-        f"it was made by another encoder: nothing in it is like our {name!r} of "
-        f"{tuple(ours.shape)}; the best cosine is {best:.3f}"
-    )
-
-
-def _formed(theirs: Mapping[str, Tensor], name: str, form: Form) -> Tensor:
-    """A tensor without the dimension of its batch of one, and of its tokens those that count."""
-    tensor = theirs[name]
-    while tensor.ndim > 1 and tensor.shape[0] == 1:
-        tensor = tensor[0]
-    if tensor.ndim < 2 or form == "whole":
-        return tensor
-    if form == "stripped":
-        used = tensor.flatten(1).ne(0).any(dim=1).nonzero()
-        return tensor[: int(used[-1]) + 1] if len(used) else tensor[:0]
-    for other, mask in theirs.items():
-        if "mask" in other and mask.numel() == len(tensor):
-            return tensor[mask.flatten().bool()]
-    return tensor[:0]

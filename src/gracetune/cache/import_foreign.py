@@ -1,249 +1,358 @@
-"""Taking over what ai-toolkit or SimpleTuner encoded, where it is what we would have encoded.
+"""Import cache entries of ai-toolkit and SimpleTuner, if they equal what we would have encoded.
 
-Their keys say neither what was in the picture nor which encoder it was, so nothing is believed:
-the picture must be older than its entry, the geometry must be ours, a text must tell its caption,
-and the first entry of each kind is compared with what our own encoder makes of the same.
+The file names of those tools identify neither the image's content nor the encoder. So every entry
+is verified before it is imported:
+
+1. Exactly one sample of the run has the entry's file name, and its file is older than the entry.
+2. Shape and crop are those of the run; a text entry identifies its caption.
+3. The first entry of each kind is compared with the output of the run's own encoder.
+
+The comparison in step 3 also shows which tensor of the other tool is which of ours, and how it
+pads text.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from gracetune.cache.batch_reader import SampleTransforms
-from gracetune.cache.encode import EncodeItem, choose_tiling, decode_item
-from gracetune.cache.foreign import (
-    TEXT_FOLDER,
-    captions_by_digest,
-    caption_digest,
-    match_text,
-    read_foreign,
-    convert_text,
-)
+from gracetune.cache.encode import EMPTY_PROMPT, EncodeItem, choose_tiling, decode_item
+from gracetune.cache.foreign import TEXT_FOLDER, read_foreign
 from gracetune.cache.keys import CacheKey, latent_key, text_key
-from gracetune.cache.prompt_keys import EMPTY_PROMPT
-from gracetune.cache.required_entries import cache_root
 from gracetune.cache.shard_store import ShardStore
+from gracetune.cache.stores import cache_root
 from gracetune.data import buckets
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.images import CENTRE, choose_decoders
 from gracetune.errors import CacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from gracetune.cache.foreign import ForeignEntry, TensorMatch
+    from gracetune.cache.encode import Emit, SampleEncoder
+    from gracetune.cache.foreign import ForeignEntry
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Shape
-    from gracetune.events.types import Event
-    from gracetune.models.family import Family
 
-    Emit = Callable[[Event], None]
-    Places = dict[str, list["_ImportSample"]]
-    """Pictures of the run by the stem of their file."""
+    SamplesByStem = dict[str, list["_ImportSample"]]
+    """Samples of the run by file name without folder and extension."""
 
-ALIKE = 0.98
-"""Least cosine between their latents and ours; resizing differs between tools by a little."""
+MIN_COSINE = 0.98
+"""Lowest cosine similarity of equal encodings; tools differ a little in resizing and precision."""
+NORM_RANGE = (0.9, 1.1)
+"""Range of the ratio of norms of equal encodings."""
+
+_CAPTION_DIGEST = re.compile(r"(?P<digest>[0-9a-f]{32})(-.+)?")
+
+TokenTrim = Literal["masked", "stripped", "whole"]
+TOKEN_TRIMS: Sequence[TokenTrim] = ("masked", "stripped", "whole")
+"""Ways to drop padding: by the attention mask, after the last token that is not 0, not at all."""
 
 
 @dataclass(slots=True)
 class ImportReport:
-    """What was taken, and why the rest was not."""
+    """What was imported, and why the rest was not."""
 
     imported: list[str] = field(default_factory=list)
+    """Keys of the imported entries."""
     skipped: dict[str, str] = field(default_factory=dict)
+    """Reason by path of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ImportSample:
-    """A picture of the run, and the file it comes from."""
+    """A sample of the run, and the path of its file."""
 
-    picture: EncodeItem
+    item: EncodeItem
     file: Path
 
 
 def import_foreign(
-    run: RunFile, family: Family, folder: Path, emit: Emit, *, write: bool
+    run: RunFile, encoder: SampleEncoder, folder: Path, emit: Emit, *, write: bool
 ) -> ImportReport:
-    """Take over what a folder has of the pictures and captions of the run."""
+    """Import what a folder has of the run's samples and captions; only report without `write`."""
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".safetensors", ".pt")]
     if not files:
         raise CacheError(f"{folder} has no .safetensors or .pt file: nothing to import.")
-    recipes = SampleTransforms({d.id: d for d in run.datasets}, run.seed, choose_decoders())
-    places: Places = defaultdict(list)
-    for stem, place in _places(run, family, recipes, emit):
-        places[stem].append(place)
-    latents, texts = _Latents(family, recipes, places), _Texts(family, places)
-    outcome, root = ImportReport(), cache_root(run)
-    with ShardStore(root / "latents", emit) as pictures, ShardStore(root / "text", emit) as words:
+    transforms = SampleTransforms({d.id: d for d in run.datasets}, run.seed, choose_decoders())
+    samples: SamplesByStem = defaultdict(list)
+    for stem, sample in _run_samples(run, encoder, transforms, emit):
+        samples[stem].append(sample)
+    latents = _LatentImporter(encoder, transforms, samples)
+    texts = _TextImporter(encoder, samples)
+    report, root = ImportReport(), cache_root(run)
+    with (
+        ShardStore(root / "latents", emit) as latent_store,
+        ShardStore(root / "text", emit) as text_store,
+    ):
         for path in files:
             is_text = path.parent.name == TEXT_FOLDER or caption_digest(path.stem) is not None
             try:
-                key, entry = (texts if is_text else latents)(path)
+                key, entry = texts.read(path) if is_text else latents.read(path)
             except CacheError as error:
-                outcome.skipped[str(path)] = str(error)
+                report.skipped[str(path)] = str(error)
                 continue
             if write:
                 imported = CacheKey(key, {**key.components, "imported from": path.name})
-                (words if is_text else pictures).put(imported, entry)
-            outcome.imported.append(key)
-    return outcome
+                (text_store if is_text else latent_store).put(imported, entry)
+            report.imported.append(key)
+    return report
 
 
-class _Latents:
-    """Their latents; the first that fits is compared with ours."""
-
-    def __init__(self, family: Family, recipes: SampleTransforms, places: Places) -> None:
-        self._family = family
-        self._recipes = recipes
-        self._places = places
-        self._encoder = family.identity()["latents"]
-        self._compared = False
-
-    def __call__(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
-        entry = read_foreign(path)
-        picture = _check_ours(path, entry, self._places, self._family).picture
-        if not self._compared:
-            _check_alike(path, entry, picture, self._family, self._recipes)
-            self._compared = True
-        key = latent_key(picture.sample, picture.size, self._encoder, picture.transform, picture.tiled)
-        return key, {"latents": entry.tensors["latents"]}
-
-
-class _Texts:
-    """Their texts; the first with such tensors shows how they name and pad what we have without."""
-
-    def __init__(self, family: Family, places: Places) -> None:
-        self._family = family
-        self._places = places
-        self._encoder = family.identity()["text"]
-        every = [place for several in places.values() for place in several]
-        captions = {place.picture.sample.caption for place in every} | {EMPTY_PROMPT}
-        self._by_digest = captions_by_digest(captions)
-        self._captions = captions
-        self._matches: dict[frozenset[str], dict[str, TensorMatch]] = {}
-
-    def __call__(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
-        entry = read_foreign(path)
-        caption = self._caption(path, entry)
-        kind = frozenset(entry.tensors)
-        if kind not in self._matches:
-            (ours,) = self._family.encode_text([caption])
-            self._matches[kind] = match_text(entry.tensors, ours)
-        return text_key(caption, self._encoder), convert_text(entry.tensors, self._matches[kind])
-
-    def _caption(self, path: Path, entry: ForeignEntry) -> str:
-        """By the digest in its name, by what it says, or by the text file beside its picture."""
-        digest = caption_digest(path.stem)
-        if digest is not None:
-            if digest not in self._by_digest:
-                raise CacheError("it is named by a caption that the run does not have")
-            return self._by_digest[digest]
-        if "caption" in entry.metadata:
-            told = str(entry.metadata["caption"])
-            if told not in self._captions:
-                raise CacheError(f"the run has no caption {told!r}")
-            return told
-        place = _place_of(entry.stem, self._places)
-        written = place.file.with_suffix(".txt")
-        if not written.is_file() or written.stat().st_mtime > path.stat().st_mtime:
-            raise CacheError("it does not say which caption it is of, and the text file is newer")
-        return place.picture.sample.caption
-
-
-def _places(
-    run: RunFile, family: Family, recipes: SampleTransforms, emit: Emit
+def _run_samples(
+    run: RunFile, encoder: SampleEncoder, transforms: SampleTransforms, emit: Emit
 ) -> Iterator[tuple[str, _ImportSample]]:
-    """By the stem of the file, as the other tools name their entries."""
-    folder = Path(run.output_dir)
-    ledger = CorruptionLog(emit, folder / "corruption.json")
-    tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
+    """Yield the samples of a run by the stem of their file, as the other tools name entries."""
+    corruption = CorruptionLog(emit, Path(run.output_dir) / "corruption.json")
+    can_tile = encoder.set_tiling(enabled=False)
+    tiling = choose_tiling(run.cache_config.vae_tiling, encoder.name, can_tile)
     for index, section in enumerate(run.datasets):
-        opened = open_dataset(section, index, emit, ledger)
-        plan = buckets.assign(opened.samples, section, section.bucket_step or family.pixel_step)
+        dataset = open_dataset(section, index, emit, corruption)
+        plan = buckets.assign(dataset.samples, section, section.bucket_step or encoder.pixel_step)
         for size, samples in plan.buckets.items():
             for sample in samples:
                 tiled = tiling.applies_to(size, sample.kind)
-                picture = EncodeItem(sample, size, opened.source, recipes(sample, 0), tiled)
+                item = EncodeItem(sample, size, dataset.source, transforms(sample, 0), tiled)
                 file = Path(section.instance_data_dir or "") / sample.key
-                yield Path(sample.key).stem, _ImportSample(picture, file)
+                yield Path(sample.key).stem, _ImportSample(item, file)
 
 
-def _place_of(stem: str, places: Places) -> _ImportSample:
-    """Their names have no folder: pictures of one name in two folders cannot be told apart."""
-    found = places.get(stem, [])
+def _find_sample(stem: str, samples: SamplesByStem) -> _ImportSample:
+    """Return the sample with this file name; entries do not say which folder it was in."""
+    found = samples.get(stem, [])
     if not found:
-        raise CacheError(f"no picture of the run is called {stem!r}")
-    if len({(one.picture.sample.digest, one.picture.sample.caption) for one in found}) > 1:
-        raise CacheError(f"{len(found)} pictures of the run are called {stem!r}")
+        raise CacheError(f"no sample of the run is called {stem!r}")
+    if len({(one.item.sample.digest, one.item.sample.caption) for one in found}) > 1:
+        raise CacheError(f"{len(found)} samples of the run are called {stem!r}")
     return found[-1]
 
 
-def _check_ours(path: Path, entry: ForeignEntry, places: Places, family: Family) -> _ImportSample:
-    place = _place_of(entry.stem, places)
-    _check_plain(place.picture)
-    if not place.file.is_file() or place.file.stat().st_mtime > path.stat().st_mtime:
-        raise CacheError("the picture is newer than the entry, or is not a file here")
-    if "latents" not in entry.tensors:
-        raise CacheError(f"it has {', '.join(entry.tensors) or 'no tensors'}, and no latents")
-    shape = tuple(entry.tensors["latents"].shape)
-    expected = tuple(family.latent_shape(*place.picture.size))
-    if shape != expected:
-        raise CacheError(f"its latents are {shape}; {family.name} makes {expected} here")
-    _check_geometry(entry.metadata, place.picture.size)
-    return place
+# Latents
 
 
-def _check_plain(picture: EncodeItem) -> None:
-    """Keys name the crop and the clip of the run; what theirs are is known of centre crops only."""
-    recipe, name = picture.transform, picture.sample.dataset
-    if recipe.draw.steps:
-        raise CacheError("the run augments this picture, and the entry does not say how it was")
-    if recipe.crop != CENTRE:
+class _LatentImporter:
+    """Verifies latents; compares the first that fits with the run's own encoding."""
+
+    def __init__(
+        self, encoder: SampleEncoder, transforms: SampleTransforms, samples: SamplesByStem
+    ) -> None:
+        self._encoder = encoder
+        self._decoders = transforms.decoders
+        self._samples = samples
+        self._identity = encoder.identity()["latents"]
+        self._compared = False
+
+    def read(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
+        """Return the key and the tensors of an entry, or raise why it does not fit."""
+        entry = read_foreign(path)
+        item = self._check_sample(path, entry)
+        if not self._compared:
+            self._compare(path, entry, item)
+            self._compared = True
+        key = latent_key(item.sample, item.size, self._identity, item.transform, item.tiled)
+        return key, {"latents": entry.tensors["latents"]}
+
+    def _check_sample(self, path: Path, entry: ForeignEntry) -> EncodeItem:
+        """Return the entry's sample, if it is older than the entry and has its shape and crop."""
+        sample = _find_sample(entry.stem, self._samples)
+        _check_centre_crop(sample.item)
+        if not sample.file.is_file() or sample.file.stat().st_mtime > path.stat().st_mtime:
+            raise CacheError("the sample's file is newer than the entry, or is not a local file")
+        if "latents" not in entry.tensors:
+            raise CacheError(f"it has {', '.join(entry.tensors) or 'no tensors'}, but no latents")
+        shape = tuple(entry.tensors["latents"].shape)
+        expected = tuple(self._encoder.latent_shape(*sample.item.size))
+        if shape != expected:
+            raise CacheError(f"its latents are {shape}; {self._encoder.name} makes {expected}")
+        _check_crop_metadata(entry.metadata, sample.item.size)
+        return sample.item
+
+    def _compare(self, path: Path, entry: ForeignEntry, item: EncodeItem) -> None:
+        pixels = decode_item(item, self._decoders)
+        if isinstance(pixels, str):
+            raise CacheError(f"its sample cannot be read: {pixels}")
+        ours = self._encoder.encode(pixels.unsqueeze(0))[0].cpu()
+        equal, cosine = _compare_encodings(entry.tensors["latents"], ours)
+        if not equal:
+            raise CacheError(
+                f"{path.name} is from another encoder or scaled differently: its cosine "
+                f"similarity with our latents is {cosine:.3f}"
+            )
+
+
+def _check_centre_crop(item: EncodeItem) -> None:
+    """Refuse samples whose crop or clip is not that of the other tools, a plain centre crop."""
+    transform, dataset = item.transform, item.sample.dataset
+    if transform.draw.steps:
+        raise CacheError("the run augments this sample, and the entry may be augmented otherwise")
+    if transform.crop != CENTRE:
         raise CacheError(
-            f"crop of the data set {name!r} is not center, and their entries are centre crops: "
-            "set it to center, or have the picture encoded"
+            f"crop of the dataset {dataset!r} is not center, but the entry is a centre crop: set "
+            "crop: center, or let the run encode the sample"
         )
-    if recipe.rate:
+    if transform.rate:
         raise CacheError(
-            f"dataset_type of the data set {name!r} is not image, and an entry of a video or a "
-            "sound does not say which frames it is of"
+            f"dataset_type of the dataset {dataset!r} is not image, and an entry does not say "
+            "which frames of a video or which part of an audio file it has"
         )
 
 
-def _check_geometry(made_by: dict[str, object], size: Shape) -> None:
-    """What ai-toolkit says of the crop; SimpleTuner says nothing."""
-    if made_by.get("flip_x") or made_by.get("flip_y"):
-        raise CacheError("it was flipped")
+def _check_crop_metadata(metadata: dict[str, object], size: Shape) -> None:
+    """Check the crop that ai-toolkit records; SimpleTuner records none."""
+    if metadata.get("flip_x") or metadata.get("flip_y"):
+        raise CacheError("it is flipped")
     for edge, axis, place in (("width", "x", 0), ("height", "y", 1)):
-        cropped = made_by.get(f"crop_{edge}")
+        cropped = metadata.get(f"crop_{edge}")
         if cropped is None:
             continue
-        room = int(str(made_by.get(f"scale_to_{edge}", cropped))) - int(str(cropped))
+        margin = int(str(metadata.get(f"scale_to_{edge}", cropped))) - int(str(cropped))
         if (
             int(str(cropped)) != size[place]
-            or abs(int(str(made_by[f"crop_{axis}"])) * 2 - room) > 2
+            or abs(int(str(metadata[f"crop_{axis}"])) * 2 - margin) > 2
         ):
             raise CacheError(f"its crop is not the centre at {size[0]}x{size[1]}")
 
 
-def _check_alike(
-    path: Path, entry: ForeignEntry, picture: EncodeItem, family: Family, recipes: SampleTransforms
-) -> None:
-    pixels = decode_item(picture, recipes.decoders)
-    if isinstance(pixels, str):
-        raise CacheError(f"its picture cannot be read: {pixels}")
-    ours = family.encode(pixels.unsqueeze(0))[0].float().cpu().flatten()
-    theirs = entry.tensors["latents"].float().flatten()
-    likeness = torch.cosine_similarity(ours, theirs, dim=0).item()
-    if not likeness >= ALIKE or not 0.9 < (theirs.norm() / ours.norm()).item() < 1.1:
-        raise CacheError(
-            f"{path.name} was made by another encoder or another scaling: its cosine with ours is "
-            f"{likeness:.3f}"
-        )
+def _compare_encodings(theirs: Tensor, ours: Tensor) -> tuple[bool, float]:
+    """Return whether two encodings are equal up to rounding, and their cosine similarity."""
+    theirs, ours = theirs.float().flatten(), ours.float().flatten()
+    cosine = torch.cosine_similarity(theirs, ours, dim=0).item()
+    ratio = (theirs.norm() / ours.norm()).item()
+    return cosine >= MIN_COSINE and NORM_RANGE[0] < ratio < NORM_RANGE[1], cosine
+
+
+# Text embeddings
+
+
+class _TextImporter:
+    """Verifies text embeddings; the first with a set of tensors shows what each of them is."""
+
+    def __init__(self, encoder: SampleEncoder, samples: SamplesByStem) -> None:
+        self._encoder = encoder
+        self._samples = samples
+        self._identity = encoder.identity()["text"]
+        every = [sample for several in samples.values() for sample in several]
+        self._captions = {sample.item.sample.caption for sample in every} | {EMPTY_PROMPT}
+        self._by_digest = captions_by_digest(self._captions)
+        self._matches: dict[frozenset[str], dict[str, TensorMatch]] = {}
+
+    def read(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
+        """Return the key and the tensors of an entry, or raise why it does not fit."""
+        entry = read_foreign(path)
+        caption = self._caption(path, entry)
+        names = frozenset(entry.tensors)
+        if names not in self._matches:
+            (ours,) = self._encoder.encode_text([caption])
+            self._matches[names] = match_text(entry.tensors, ours)
+        return text_key(caption, self._identity), convert_text(entry.tensors, self._matches[names])
+
+    def _caption(self, path: Path, entry: ForeignEntry) -> str:
+        """Find the caption: by the digest in the file name, the metadata, or the text file."""
+        digest = caption_digest(path.stem)
+        if digest is not None:
+            if digest not in self._by_digest:
+                raise CacheError("its name is the digest of a caption that the run does not have")
+            return self._by_digest[digest]
+        if "caption" in entry.metadata:
+            caption = str(entry.metadata["caption"])
+            if caption not in self._captions:
+                raise CacheError(f"the run has no caption {caption!r}")
+            return caption
+        sample = _find_sample(entry.stem, self._samples)
+        file = sample.file.with_suffix(".txt")
+        if not file.is_file() or file.stat().st_mtime > path.stat().st_mtime:
+            raise CacheError("it does not name its caption, and the text file is newer or missing")
+        return sample.item.sample.caption
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMatch:
+    """How to get one of our tensors from another tool's entry."""
+
+    theirs: str
+    """Name of the other tool's tensor; empty for a mask of ones, which is generated."""
+    trim: TokenTrim
+    """How to drop its padding."""
+    like: Tensor
+    """Our tensor, without tokens: its dtype and shape."""
+
+
+def captions_by_digest(captions: Iterable[str]) -> dict[str, str]:
+    """Map the MD5 digests by which SimpleTuner names text files to captions."""
+    return {hashlib.md5(c.encode(), usedforsecurity=False).hexdigest(): c for c in captions}
+
+
+def caption_digest(stem: str) -> str | None:
+    """Return the digest in a file name of SimpleTuner, or None if it has none."""
+    found = _CAPTION_DIGEST.fullmatch(stem)
+    return None if found is None else found["digest"]
+
+
+def match_text(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, TensorMatch]:
+    """Find each of our tensors among theirs, given both encodings of one caption."""
+    return {name: _match(name, tensor.cpu(), theirs) for name, tensor in ours.items()}
+
+
+def convert_text(
+    theirs: Mapping[str, Tensor], matches: Mapping[str, TensorMatch]
+) -> dict[str, Tensor]:
+    """Convert another tool's entry: our names and dtypes, no padding."""
+    converted, length = {}, 0
+    for name, match in matches.items():
+        if match.theirs:
+            tensor = _trim(theirs, match.theirs, match.trim).to(match.like.dtype)
+            if tensor.shape[1:] != match.like.shape[1:] or not len(tensor):
+                raise CacheError(
+                    f"its {match.theirs!r} has the shape {tuple(theirs[match.theirs].shape)}"
+                )
+            converted[name] = tensor
+            length = max(length, len(tensor) if tensor.ndim > 1 else 0)
+    masks = {name: match.like for name, match in matches.items() if not match.theirs}
+    converted |= {name: like.new_ones(length) for name, like in masks.items()}
+    return {name: converted[name] for name in matches}
+
+
+def _match(name: str, ours: Tensor, theirs: Mapping[str, Tensor]) -> TensorMatch:
+    if ours.dtype == torch.bool and ours.all():
+        return TensorMatch("", "whole", ours)
+    best = 0.0
+    for other, tensor in theirs.items():
+        if not tensor.is_floating_point():
+            continue
+        for trim in TOKEN_TRIMS:
+            trimmed = _trim(theirs, other, trim)
+            if trimmed.shape != ours.shape or not ours.numel():
+                continue
+            equal, cosine = _compare_encodings(trimmed, ours)
+            if equal:
+                return TensorMatch(other, trim, ours[:0] if ours.ndim > 1 else ours)
+            best = max(best, cosine)
+    raise CacheError(
+        f"it is from another encoder: no tensor is like our {name!r} of {tuple(ours.shape)}; the "
+        f"best cosine similarity is {best:.3f}"
+    )
+
+
+def _trim(theirs: Mapping[str, Tensor], name: str, trim: TokenTrim) -> Tensor:
+    """Return a tensor without its batch dimension of 1 and without padding tokens."""
+    tensor = theirs[name]
+    while tensor.ndim > 1 and tensor.shape[0] == 1:
+        tensor = tensor[0]
+    if tensor.ndim < 2 or trim == "whole":
+        return tensor
+    if trim == "stripped":
+        used = tensor.flatten(1).ne(0).any(dim=1).nonzero()
+        return tensor[: int(used[-1]) + 1] if len(used) else tensor[:0]
+    for other, mask in theirs.items():
+        if "mask" in other and mask.numel() == len(tensor):
+            return tensor[mask.flatten().bool()]
+    return tensor[:0]

@@ -1,7 +1,17 @@
-"""Cache keys: a digest of everything an entry depends on, so that a stale entry cannot be found.
+"""Derive cache keys: digests of everything that an entry depends on.
 
-A key carries what it is a digest of. Stores keep that beside the entry, and `cache inspect` tells
-it.
+    key = blake3(schema version, kind, part 1, part 2, ...), 20 bytes as 40 hexadecimal digits
+
+Each part is hashed with its length in front, so that no two lists of parts hash alike. File names
+and folders are not part of a key; file contents are. If anything that changes the entry changes (a
+pixel, the crop, the weights of the VAE), the key changes too, and the old entry is simply never
+looked up again: a stale entry cannot be read. `gracetune cache gc` deletes such entries.
+
+A key carries the parts that it was made from. Stores write them next to the entry, and
+`gracetune cache inspect` prints them.
+
+The texts that are hashed are part of the cache format. Changing one makes every existing cache
+useless, so they keep their wording.
 """
 
 from __future__ import annotations
@@ -19,58 +29,74 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Companion, Sample, Shape
 
 SCHEMA_VERSION = 1
+"""Increase it to invalidate all existing caches."""
 
 
 class CacheKey(str):
-    """The digest as text, and what went into it."""
+    """A key as hexadecimal text, with the parts that it is a digest of."""
 
     __slots__ = ("components",)
     components: Mapping[str, str]
+    """The hashed parts by name, such as `caption` and `encoder`."""
 
-    def __new__(cls, digest: str, about: Mapping[str, str]) -> CacheKey:
-        """Two keys are equal when their digests are."""
+    def __new__(cls, digest: str, components: Mapping[str, str]) -> CacheKey:
+        """Keys compare as text: two keys are equal if their digests are."""
         key = super().__new__(cls, digest)
-        key.components = about
+        key.components = components
         return key
 
     def __getnewargs__(self) -> tuple[str, Mapping[str, str]]:  # type: ignore[override]
-        """For copies and other processes."""
+        """Return the arguments of `__new__`, for copying and for other processes."""
         return str(self), self.components
 
 
 def latent_key(
-    sample: Sample, size: Shape, encoder: str, transform: SampleTransform = PLAIN, tiled: bool = False
+    sample: Sample,
+    size: Shape,
+    encoder: str,
+    transform: SampleTransform = PLAIN,
+    tiled: bool = False,
 ) -> CacheKey:
-    """The bytes of sample and control, the geometry and draw it is fitted by, and the encoder."""
+    """Return the key of a sample's latents.
+
+    It depends on the bytes of the sample and its control image, the crop, augmentations and bucket
+    size, the encoder's identity, and on whether the encoder works in tiles.
+    """
     geometry = f"{transform.name} {'x'.join(map(str, size))}"
     if sample.kind == "video":
-        geometry += " as shown"  # once, pixels were taken for square, and BT.2020 for BT.601
-    beside = [c.digest for c in sample.companions if c.role == "control"]
-    content = " ".join([sample.digest, *beside])
+        # Marks clips decoded with their pixel aspect ratio and BT.2020 colours: earlier versions
+        # ignored both, and their latents must not be found.
+        geometry += " as shown"
+    controls = [c.digest for c in sample.companions if c.role == "control"]
+    content = " ".join([sample.digest, *controls])
     by = f"{encoder} by tiles" if tiled else encoder
-    return _key(kind="latents", sample=content, geometry=geometry, encoder=by)
+    return _digest(kind="latents", sample=content, geometry=geometry, encoder=by)
 
 
 def mask_key(
-    mask: Companion, size: Shape, cells: tuple[int, int], transform: SampleTransform
+    mask: Companion, size: Shape, grid: tuple[int, int], transform: SampleTransform
 ) -> CacheKey:
-    """The bytes of the mask and which way round it is, its geometry, and its cells."""
-    geometry = f"{transform.name} {'x'.join(map(str, size))} on black"  # what is transparent
+    """Return the key of a mask that is averaged to `grid` (rows, columns).
+
+    It depends on the mask's bytes, on whether it is inverted, and on its geometry.
+    """
+    # Marks masks whose transparent pixels are decoded as black.
+    geometry = f"{transform.name} {'x'.join(map(str, size))} on black"
     content = f"{mask.digest} inverted" if mask.inverted else mask.digest
-    return _key(kind="mask", mask=content, geometry=geometry, cells=f"{cells[0]}x{cells[1]}")
+    return _digest(kind="mask", mask=content, geometry=geometry, cells=f"{grid[0]}x{grid[1]}")
 
 
-def text_key(caption: str, encoder: str) -> CacheKey:
-    """The caption and the encoder; equal captions share one entry."""
-    return _key(kind="text", caption=caption, encoder=encoder)
+def text_key(prompt: str, encoder: str) -> CacheKey:
+    """Return the key of a prompt's embeddings; equal prompts share one entry."""
+    return _digest(kind="text", caption=prompt, encoder=encoder)
 
 
 def key_components(key: str) -> Mapping[str, str]:
-    """What a key is a digest of; nothing where it is a bare digest."""
+    """Return the parts that a key was made from; empty for a bare digest."""
     return key.components if isinstance(key, CacheKey) else {}
 
 
-def _key(**parts: str) -> CacheKey:
+def _digest(**parts: str) -> CacheKey:
     hasher = blake3(f"{SCHEMA_VERSION}".encode())
     for part in parts.values():
         encoded = part.encode()

@@ -1,15 +1,23 @@
-"""The stores of a run, as `cache_config` says: which memory, how much of it, which folders."""
+"""Open the stores of a run as `cache_config` says: in memory, on disk, or in memory over disk.
+
+`cache/store.py` defines what a store is; this module decides which ones a run gets, where their
+folders are, and how the host memory budget is divided between latents and text.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import psutil
 
 from gracetune.cache.encode import SINGLE_RANK
-from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_page_aligned
+from gracetune.cache.memory_tier import (
+    HitCounts,
+    HostMemoryBudget,
+    MemoryTier,
+    allocate_page_aligned,
+)
 from gracetune.cache.shard_store import ShardStore
 from gracetune.data.gather import MissingGather, find_gather
 from gracetune.events.types import Notice
@@ -20,29 +28,63 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.encode import Ranks
+    from gracetune.cache.encode import Emit, Ranks
     from gracetune.cache.store import Store
     from gracetune.config.schema import CacheSection, RunFile
     from gracetune.data.gather import Gather
-    from gracetune.events.types import Event
-
-    Emit = Callable[[Event], None]
 
 TEXT_SHARE = 4
-"""One part in so many of the host budget is for text, where both kinds are in memory."""
+"""Text gets one part in this many of the host memory budget, if both kinds are in memory."""
 
 
-@dataclass(frozen=True, slots=True)
+def cache_root(run: RunFile) -> Path:
+    """Return the folder of a run's caches."""
+    cache_dir = run.cache_config.cache_dir
+    return Path(cache_dir) if cache_dir else Path(run.output_dir) / "cache"
+
+
 class CacheStores:
-    """Where encoded pictures and captions are."""
+    """The stores of a run: one for latents, one for text, and more for refreshed latents."""
 
-    latents: Store
-    text: Store
-    open_latents: Callable[[str, Path], Store]
-    """Another store of latents, within the same budget: its name, and the folder it may use."""
-    latents_on_disk: bool
-    """Whether latents are in files at all."""
-    hit_counts: HitCounts
+    def __init__(
+        self,
+        run: RunFile,
+        folder: Path,
+        emit: Emit,
+        allocate_host: Callable[[int], Tensor] = allocate_page_aligned,
+        ranks: Ranks = SINGLE_RANK,
+        find: Callable[[], Gather | MissingGather] = find_gather,
+    ) -> None:
+        """Open the stores of a run in `folder`.
+
+        `allocate_host` allocates host memory that the device can copy from. `find` looks for the
+        compiled helper that gathers batches.
+        """
+        section = run.cache_config
+        root = Path(section.cache_dir) if section.cache_dir else folder / "cache"
+        self._emit = emit
+        self._allocate_host = allocate_host
+        self._types = {"latents": section.vae_cache_type, "text": section.text_cache_type}
+        kept = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
+        self._persistent = kept or ranks.world_size > 1
+        self._budgets = _budgets(section, ranks.world_size)
+        self._gather = find()
+        self.hit_counts = HitCounts()
+        if not kept and ranks.world_size > 1:
+            text = f"{ranks.world_size} ranks share one cache of encoded samples, in {root}"
+            emit(Notice(text))
+        self._report_choices(section.cache_dir)
+        self.latents = self._open("latents", "latents", root / "latents")
+        self.text = self._open("text", "texts", root / "text")
+
+    @property
+    def latents_on_disk(self) -> bool:
+        """Whether latents are written to files at all."""
+        return self._persistent or self._types["latents"] == "disk"
+
+    def open_latents(self, name: str, folder: Path) -> Store:
+        """Open another store of latents within the same memory budget; `name` is for messages."""
+        return self._open("latents", name, folder)
 
     def __enter__(self) -> Self:
         return self
@@ -51,61 +93,49 @@ class CacheStores:
         self.close()
 
     def close(self) -> None:
-        """Seal what is being written and let go of files; who asks again opens them again."""
+        """Seal the shards that are being written and close files; reading opens them again."""
         self.latents.close()
         self.text.close()
 
-
-def open_stores(
-    run: RunFile,
-    folder: Path,
-    emit: Emit,
-    device_reads: Callable[[int], Tensor] = allocate_page_aligned,
-    ranks: Ranks = SINGLE_RANK,
-    find: Callable[[], Gather | MissingGather] = find_gather,
-) -> CacheStores:
-    """A store a kind; `device_reads` allocates host memory that the device copies from, and `find`
-    looks for the helper that copies batches."""
-    section = run.cache_config
-    root = Path(section.cache_dir) if section.cache_dir else folder / "cache"
-    persistent = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
-    if ranks.world_size > 1 and not persistent:
-        persistent = True
-        emit(Notice(f"{ranks.world_size} ranks share what they encode: the cache is kept in {root}"))
-    kinds = {"latents": section.vae_cache_type, "text": section.text_cache_type}
-    if section.cache_dir and not persistent and "disk" not in kinds.values():
-        text = f"cache_config.cache_dir {section.cache_dir} is not used: the cache is in memory"
-        emit(Notice(f"{text}, and not kept. Set cache_config.persistent_cache: true to keep it."))
-    budgets = _budgets(section, ranks.world_size)
-    hit_counts = HitCounts()
-    gather = find()
-
-    def open_one(kind: str, name: str, at: Path) -> Store:
-        files = ShardStore(at, emit) if persistent or kinds[kind] == "disk" else None
-        if files is not None and kinds[kind] == "disk":
+    def _open(self, kind: str, name: str, folder: Path) -> Store:
+        on_disk = self._types[kind] == "disk"
+        files = ShardStore(folder, self._emit) if self._persistent or on_disk else None
+        if files is not None and on_disk:
             return files
-        memory = device_reads if kinds[kind] == "unified_memory" else allocate_page_aligned
-        return MemoryTier(name, budgets[kind], files, emit, memory, hit_counts, lambda: gather)
+        unified = self._types[kind] == "unified_memory"
+        allocate = self._allocate_host if unified else allocate_page_aligned
+        return MemoryTier(
+            name,
+            self._budgets[kind],
+            files,
+            self._emit,
+            allocate,
+            self.hit_counts,
+            lambda: self._gather,
+        )
 
-    for kind, where in kinds.items():
-        if where == "unified_memory":
-            limit = format_bytes(budgets[kind].nbytes)
-            text = f"cache type unified_memory: {kind} live in host memory, up to {limit}, and are"
-            emit(Notice(f"{text} moved before use"))
-    if isinstance(gather, MissingGather) and kinds["latents"] != "disk":
-        text = f"batches of latents are put together by torch alone: {gather.reason}"
-        emit(Notice(text, fallback=True))
-    return CacheStores(
-        latents=open_one("latents", "latents", root / "latents"),
-        text=open_one("text", "texts", root / "text"),
-        open_latents=lambda name, at: open_one("latents", name, at),
-        latents_on_disk=persistent or section.vae_cache_type == "disk",
-        hit_counts=hit_counts,
-    )
+    def _report_choices(self, cache_dir: str | None) -> None:
+        """Report what a user may want to change."""
+        if cache_dir and not self._persistent and "disk" not in self._types.values():
+            text = f"cache_config.cache_dir {cache_dir} is not used: the cache is in memory"
+            hint = "Set cache_config.persistent_cache: true to keep it."
+            self._emit(Notice(f"{text} and ends with the run. {hint}"))
+        for kind, cache_type in self._types.items():
+            if cache_type == "unified_memory":
+                limit = format_bytes(self._budgets[kind].nbytes)
+                text = f"cache type unified_memory: {kind} live in host memory, up to {limit}"
+                self._emit(Notice(f"{text}, and are copied to the device before use"))
+        if isinstance(self._gather, MissingGather) and self._types["latents"] != "disk":
+            text = "batches of latents are gathered by torch, which is slower: "
+            self._emit(Notice(text + self._gather.reason, fallback=True))
 
 
 def _budgets(section: CacheSection, num_ranks: int) -> dict[str, HostMemoryBudget]:
-    """By kind; a kind on disk needs none. All ranks may be on this machine."""
+    """Return the host memory budget of each kind.
+
+    All ranks may be on this machine, so each takes its part of the available memory. A kind on
+    disk needs no memory.
+    """
     total = psutil.virtual_memory().available * 3 // 4 // num_ranks
     if section.host_budget_gb is not None:
         total = int(section.host_budget_gb * GIB)

@@ -1,4 +1,4 @@
-"""`gracetune cache`: build, verify, clean up, explain and import caches of encoded samples."""
+"""`gracetune cache`: build, verify, clean up, inspect and import caches of encoded samples."""
 
 from __future__ import annotations
 
@@ -28,58 +28,62 @@ if TYPE_CHECKING:
     Action = Callable[[argparse.Namespace, Emit], int]
 
 HELP = (
-    "Look after caches of encoded pictures and captions. A cache is named by its folder, or by a "
-    "run file that uses it."
+    "Manage caches of encoded samples and captions. Name a cache by its folder, or by a run file "
+    "that uses it."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One verb, several actions."""
+    """Add the actions of `gracetune cache` and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def action(name: str, run: Action, text: str) -> argparse.ArgumentParser:
-        made = actions.add_parser(name, help=text, description=text)
-        made.set_defaults(run_action=run)
-        return made
+    def add_action(name: str, run: Action, text: str) -> argparse.ArgumentParser:
+        action = actions.add_parser(name, help=text, description=text)
+        action.set_defaults(run_action=run)
+        return action
 
-    build = action("build", _build, "encode what a run needs and its cache lacks, then stop")
+    build = add_action("build", _build, "encode what a run needs and its cache lacks, then stop")
     build.add_argument("run_file", metavar="RUN")
-    check = action("verify", _verify, "compare every entry with its checksum")
-    check.add_argument("where", metavar="CACHE|RUN", type=Path)
-    check.add_argument(
+    verify = add_action("verify", _verify, "compare every entry with its checksum")
+    verify.add_argument("where", metavar="CACHE|RUN", type=Path)
+    verify.add_argument(
         "--repair",
         action="store_true",
-        help="forget what is damaged; with a run file, encode it again at once",
+        help="remove damaged entries; with a run file, also encode them again",
     )
-    collect = action("gc", _collect, "delete what none of these runs needs; shows it by default")
+    collect = add_action("gc", _collect, "list entries that no named run needs, or delete them")
     collect.add_argument("run_files", metavar="RUN", nargs="+")
-    collect.add_argument("--yes", action="store_true", help="delete, instead of only showing")
-    inspect = action("inspect", _inspect, "what an entry is, and why it has its key")
+    collect.add_argument("--yes", action="store_true", help="delete them instead of listing them")
+    inspect = add_action("inspect", _inspect, "show what an entry is and what its key depends on")
     inspect.add_argument("where", metavar="CACHE|RUN", type=Path)
-    inspect.add_argument("what", metavar="KEY|FILE", help="a key, its beginning, or a sample")
-    stats = action("stats", _stats, "how much a cache holds, of what")
-    stats.add_argument("where", metavar="CACHE|RUN", type=Path)
-    bring = action("import", _import, "take over cache files of ai-toolkit or SimpleTuner")
-    bring.add_argument("run_file", metavar="RUN")
-    bring.add_argument("folder", metavar="FOLDER", type=Path, help="where their files are")
-    bring.add_argument(
-        "--yes", action="store_true", help="import, instead of only showing what fits"
+    inspect.add_argument(
+        "what", metavar="KEY|FILE", help="a key, the beginning of a key, or the file of a sample"
     )
-    for made in (check, collect, inspect, stats, bring):
-        made.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    stats = add_action("stats", _stats, "show how many entries of each kind a cache holds")
+    stats.add_argument("where", metavar="CACHE|RUN", type=Path)
+    bring = add_action("import", _import, "import cache files of ai-toolkit or SimpleTuner")
+    bring.add_argument("run_file", metavar="RUN")
+    bring.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="folder of the other tool's cache"
+    )
+    bring.add_argument(
+        "--yes", action="store_true", help="import, instead of only listing what fits"
+    )
+    for action in (verify, collect, inspect, stats, bring):
+        action.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the action says."""
+    """Run the chosen action."""
     from gracetune.events.console import console_sink
 
-    act: Action = args.run_action
-    # Progress goes to stderr: stdout is the answer's.
-    return act(args, console_sink(sys.stderr, is_terminal=False).handle)
+    action: Action = args.run_action
+    # Progress goes to stderr, so that stdout has nothing but the answer.
+    return action(args, console_sink(sys.stderr, is_terminal=False).handle)
 
 
 def _build(args: argparse.Namespace, emit: Emit) -> int:
-    _fill(_persistent(args.run_file), emit)
+    _fill(_load_persistent_run(args.run_file), emit)
     return 0
 
 
@@ -88,69 +92,73 @@ def _verify(args: argparse.Namespace, emit: Emit) -> int:
 
     reports = []
     with ExitStack() as stack:
-        for store in _stores(args.where, stack, emit, repair=args.repair):
+        for store in _open_stores(args.where, stack, emit, repair=args.repair):
             report = verify(store, emit)
             reports.append((store, report))
             if args.repair and not report.is_clean:
                 repair(store, report)
     clean = all(report.is_clean for _, report in reports)
     if args.repair and not clean and _is_run_file(args.where):
-        _fill(_persistent(args.where), emit)
-    lines, told = [], []
+        _fill(_load_persistent_run(args.where), emit)
+    lines, answer = [], []
     for store, report in reports:
         damage = {f"entry {one.row.key}": one.why for one in report.damaged}
         damage |= {f"shard {name}": "its header cannot be read" for name in report.bad_headers}
         damage |= {f"index {place}": text for place, text in enumerate(report.index_problems)}
-        told.append({"folder": str(store.folder), "entries": report.num_entries, "damage": damage})
-        verdict = "all whole" if report.is_clean else f"{len(damage)} damaged"
+        answer.append(
+            {"folder": str(store.folder), "entries": report.num_entries, "damage": damage}
+        )
+        verdict = "no damage" if report.is_clean else f"{len(damage)} damaged"
         size = f"{report.num_entries} entries, {format_bytes(report.nbytes)}"
         lines.append(f"{store.folder}: {size}: {verdict}")
         lines += [f"  {what}: {why}" for what, why in damage.items()]
     if not clean:
-        lines.append("repaired." if args.repair else "Give --repair to forget what is damaged.")
-    _print(args, told, lines)
+        lines.append("Repaired." if args.repair else "Use --repair to remove what is damaged.")
+    _print(args, answer, lines)
     return 0 if clean or args.repair else 1
 
 
 def _collect(args: argparse.Namespace, emit: Emit) -> int:
-    from gracetune.cache.maintenance import find_caches, compact, disk_nbytes, find_unused
-    from gracetune.cache.required_entries import cache_root, old_generations, required_keys
+    from gracetune.cache.maintenance import compact, disk_nbytes, find_caches, find_unused
     from gracetune.cache.shard_store import ShardStore
+    from gracetune.cache.stores import cache_root
+    from gracetune.data.pipeline import required_keys
     from gracetune.models.family import load_family
 
     runs = [load_run_file(path).run for path in args.run_files]
-    wanted = {key for run in runs for key in required_keys(run, load_family(run.model), emit)}
-    lines, told = [], []
-    for folder in (cache for root in _distinct(map(cache_root, runs)) for cache in find_caches(root)):
+    required = {key for run in runs for key in required_keys(run, load_family(run.model), emit)}
+    verb = "deleted" if args.yes else "would delete"
+    lines: list[str] = []
+    answer: list[dict[str, object]] = []
+    roots = dict.fromkeys(cache_root(run).resolve() for run in runs)
+    for folder in (cache for root in roots for cache in find_caches(root)):
         with ShardStore(folder, emit) as store:
-            left = find_unused(store, wanted)
+            unused = find_unused(store, required)
             freed = 0
             if args.yes:
-                store.delete(left.keys)
+                store.delete(unused.keys)
                 freed = compact(store)
-        told.append(
+        answer.append(
             {
                 "folder": str(folder),
-                "entries": len(left.keys),
-                "nbytes": left.nbytes,
-                "kinds": left.kinds,
+                "entries": len(unused.keys),
+                "nbytes": unused.nbytes,
+                "kinds": unused.kinds,
                 "deleted": args.yes,
                 "freed_nbytes": freed,
             }
         )
-        verb = "deleted" if args.yes else "would delete"
-        lines.append(f"{folder}: {verb} {len(left.keys)} entries, {format_bytes(left.nbytes)}")
-        lines += [f"  {count} {kind}" for kind, count in left.kinds.items()]
-    for path in (path for run in runs for path in old_generations(run)):
+        lines.append(f"{folder}: {verb} {len(unused.keys)} entries, {format_bytes(unused.nbytes)}")
+        lines += [f"  {count} {kind}" for kind, count in unused.kinds.items()]
+    for path in (path for run in runs for path in _unused_augmentation_epochs(run)):
         nbytes = sum(disk_nbytes(file) for file in path.rglob("*"))
         if args.yes:
             shutil.rmtree(path)
-        told.append({"folder": str(path), "nbytes": nbytes, "deleted": args.yes})
-        verb = "deleted" if args.yes else "would delete"
-        lines.append(f"{path}: {verb} the whole generation, {format_bytes(nbytes)}")
+        answer.append({"folder": str(path), "nbytes": nbytes, "deleted": args.yes})
+        lines.append(f"{path}: {verb} this augmentation epoch, {format_bytes(nbytes)}")
     if not args.yes:
-        lines.append("Nothing was deleted. Give --yes to do so.")
-    _print(args, told, lines)
+        lines.append("Nothing was deleted. Use --yes to delete.")
+    _print(args, answer, lines)
     return 0
 
 
@@ -158,14 +166,14 @@ def _inspect(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.maintenance import KEY_PARTS, explain_entry, find_entries
 
     with ExitStack() as stack:
-        stores = _stores(args.where, stack, emit)
+        stores = _open_stores(args.where, stack, emit)
         found = [row for store in stores for row in find_entries(store, args.what, Path(args.what))]
     if not found:
-        there = Path(args.what).exists()
-        file = "no entry was made of that file" if there else "there is no file of that path here"
+        exists = Path(args.what).exists()
+        reason = "no entry was made from this file" if exists else "there is no such file"
         raise CacheError(
-            f"{args.what!r} has no entry in {args.where}: no key begins so, and {file}. "
-            "`gracetune cache stats` says what there is."
+            f"{args.what!r} has no entry in {args.where}: no key starts with it, and {reason}. "
+            "Run `gracetune cache stats` to see what the cache holds."
         )
     lines = []
     for row in found:
@@ -182,46 +190,46 @@ def _stats(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.maintenance import cache_stats
 
     with ExitStack() as stack:
-        told = [cache_stats(store) for store in _stores(args.where, stack, emit)]
+        answer = [cache_stats(store) for store in _open_stores(args.where, stack, emit)]
     lines = []
-    for one in told:
-        size, disk = (format_bytes(int(str(one[name]))) for name in ("nbytes", "disk_nbytes"))
+    for cache in answer:
+        size, disk = (format_bytes(int(str(cache[name]))) for name in ("nbytes", "disk_nbytes"))
         lines.append(
-            f"{one['folder']}: {one['entries']} entries, {size} in {one['shards']} shards "
+            f"{cache['folder']}: {cache['entries']} entries, {size} in {cache['shards']} shards "
             f"({disk} on disk)"
         )
-        kinds = one["kinds"]
+        kinds = cache["kinds"]
         assert isinstance(kinds, list), "stats gives a list of kinds"
         lines += [
             f"  {k['entries']} {k['kind']} by {k['encoder']}: {format_bytes(k['nbytes'])}"
             for k in kinds
         ]
-    _print(args, told, lines)
+    _print(args, answer, lines)
     return 0
 
 
 def _import(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.import_foreign import import_foreign
 
-    run = _persistent(args.run_file)
-    outcome = import_foreign(run, _family(run), args.folder, emit, write=args.yes)
+    run = _load_persistent_run(args.run_file)
+    report = import_foreign(run, _load_family(run), args.folder, emit, write=args.yes)
     verb = "imported" if args.yes else "would import"
-    lines = [f"{verb} {len(outcome.imported)} entries from {args.folder}"]
-    lines += [f"  left out {path}: {why}" for path, why in outcome.skipped.items()]
+    lines = [f"{verb} {len(report.imported)} entries from {args.folder}"]
+    lines += [f"  left out {path}: {why}" for path, why in report.skipped.items()]
     if not args.yes:
-        lines.append("Nothing was imported. Give --yes to do so.")
-    _print(args, {"imported": outcome.imported, "left_out": outcome.skipped}, lines)
+        lines.append("Nothing was imported. Use --yes to import.")
+    _print(args, {"imported": report.imported, "left_out": report.skipped}, lines)
     return 0
 
 
-def _persistent(run_file: str | Path) -> RunFile:
-    """A run whose cache outlives it, with everything on disk: filling needs no memory for it."""
+def _load_persistent_run(run_file: str | Path) -> RunFile:
+    """Load a run whose cache outlives it, with both kinds on disk: filling needs no memory."""
     run = load_run_file(run_file).run
     section = run.cache_config
     kept = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
     if not kept and "disk" not in (section.vae_cache_type, section.text_cache_type):
         raise ConfigError(
-            "cache_config.persistent_cache is false, so this run's cache ends with it. "
+            "cache_config.persistent_cache is false, so the cache of this run ends with it. "
             "Set it to true to keep what is built."
         )
     disk = section.model_copy(update={"vae_cache_type": "disk", "text_cache_type": "disk"})
@@ -229,17 +237,38 @@ def _persistent(run_file: str | Path) -> RunFile:
 
 
 def _fill(run: RunFile, emit: Emit) -> None:
-    """Prepare as training does, and stop before the first step."""
+    """Prepare the data as training does, and stop before the first step."""
     from gracetune.cache.batch_transfer import build_batch_transfer
-    from gracetune.data.pipeline import build_pipeline
+    from gracetune.data.pipeline import DataPipeline
 
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    mover = build_batch_transfer(run.gh200_optimizations, _device(), emit)
-    build_pipeline(run, _family(run), mover, folder, emit).close()
+    transfer = build_batch_transfer(run.gh200_optimizations, _device(), emit)
+    DataPipeline(run, _load_family(run), transfer, folder, emit).close()
 
 
-def _family(run: RunFile) -> Family:
+def _unused_augmentation_epochs(run: RunFile) -> list[Path]:
+    """Return refreshed latents that the run will not read: all of them, once it has finished."""
+    from gracetune.cache.augmentation_epochs import (
+        FOLDER,
+        augmentation_mode,
+        read_marks,
+        unread_epochs,
+    )
+    from gracetune.cache.shard_store import is_cache
+    from gracetune.train.checkpoint import CHECKPOINT_FOLDER, complete_checkpoints
+
+    output = Path(run.output_dir)
+    checkpoints = complete_checkpoints(output / CHECKPOINT_FOLDER)
+    steps = [int(path.name.removeprefix("step-")) for path in checkpoints]
+    finished = bool(steps) and steps[-1] >= run.train.max_train_steps
+    refreshed = any(augmentation_mode(section) == "refresh_each_epoch" for section in run.datasets)
+    folder = output / FOLDER
+    found = unread_epochs(folder, read_marks(folder) if refreshed and not finished else [])
+    return [path for path in found if is_cache(path)]
+
+
+def _load_family(run: RunFile) -> Family:
     from gracetune.models.family import load_family
 
     family = load_family(run.model)
@@ -253,17 +282,20 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _stores(where: Path, stack: ExitStack, emit: Emit, *, repair: bool = False) -> list[ShardStore]:
+def _open_stores(
+    where: Path, stack: ExitStack, emit: Emit, *, repair: bool = False
+) -> list[ShardStore]:
+    """Open all caches in a folder, or of a run file; `repair` rebuilds a damaged index."""
     from gracetune.cache.maintenance import find_caches
 
     if _is_run_file(where):
-        from gracetune.cache.required_entries import cache_root
+        from gracetune.cache.stores import cache_root
 
         where = cache_root(load_run_file(where).run)
-    return [stack.enter_context(_store(path, emit, repair)) for path in find_caches(where)]
+    return [stack.enter_context(_open_store(path, emit, repair)) for path in find_caches(where)]
 
 
-def _store(folder: Path, emit: Emit, repair: bool) -> ShardStore:
+def _open_store(folder: Path, emit: Emit, repair: bool) -> ShardStore:
     from gracetune.cache.index import DamagedIndexError
     from gracetune.cache.shard_store import ShardStore, cache_paths, rebuild_index
 
@@ -280,9 +312,5 @@ def _is_run_file(where: Path) -> bool:
     return where.suffix.lower() in FORMAT_OF_SUFFIX and not where.is_dir()
 
 
-def _distinct(paths: Sequence[Path] | map[Path]) -> list[Path]:
-    return [*dict.fromkeys(path.resolve() for path in paths)]
-
-
-def _print(args: argparse.Namespace, told: object, lines: Sequence[str]) -> None:
-    print(json.dumps(told, indent=2) if args.json else "\n".join(lines))
+def _print(args: argparse.Namespace, answer: object, lines: Sequence[str]) -> None:
+    print(json.dumps(answer, indent=2) if args.json else "\n".join(lines))

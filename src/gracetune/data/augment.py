@@ -1,4 +1,10 @@
-"""How one sample becomes pixels beyond the size of its bucket; its name is part of cache keys."""
+"""Crop, augment and render samples to the tensors that are encoded.
+
+A `SampleTransform` says how one sample is rendered: crop position, drawn augmentations, decoder and
+clip position. Its `name` is part of cache keys, so it differs wherever the pixels may differ. Draws
+are pure functions of seed, content digest and augmentation epoch: any process can repeat the draw
+of one sample.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +30,13 @@ from gracetune.data.images import (
     fit_pixels,
     whole_box,
 )
+from gracetune.data.loader import seeded_uniform
 from gracetune.data.video import decode_video
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from gracetune.config.schema import AugmentationSection, DatasetSection
@@ -39,41 +45,41 @@ if TYPE_CHECKING:
 
 
 Role = Literal["image", "mask", "control"]
-Numbers = dict[str, float]
+Parameters = dict[str, float]
 
 VERSION = 1
-"""Counted up when the same numbers would change a picture otherwise."""
+"""Part of cache keys; raised whenever the same parameters would give other pixels."""
 NO_CHANGE = "as it is"
 
 
 class Step(NamedTuple):
-    """One change that is made, with its numbers."""
+    """One applied augmentation with its drawn parameters."""
 
     name: str
-    numbers: Numbers
+    numbers: Parameters
 
 
 @dataclass(frozen=True, slots=True)
 class AugmentationDraw:
-    """Every change of one sample in one generation."""
+    """The augmentations of one sample in one augmentation epoch."""
 
     steps: tuple[Step, ...] = ()
 
     @property
     def name(self) -> str:
-        """Short, and another one for other numbers: part of cache keys."""
+        """Short name that differs for other parameters; part of cache keys."""
         if not self.steps:
             return NO_CHANGE
         text = json.dumps([VERSION, *self.steps], sort_keys=True)
         return "augmented " + blake3(text.encode()).hexdigest(length=12)
 
     def as_json(self) -> list[dict[str, object]]:
-        """For reports and manifests; `from_json` reads it back."""
+        """Return the draw as JSON, for reports and manifests."""
         return [{"name": step.name, **step.numbers} for step in self.steps]
 
     @classmethod
     def from_json(cls, steps: list[dict[str, object]]) -> AugmentationDraw:
-        """The draw that was recorded."""
+        """Read a draw written by `as_json`."""
         return cls(
             tuple(
                 Step(str(step["name"]), {k: float(str(v)) for k, v in step.items() if k != "name"})
@@ -86,91 +92,94 @@ NOTHING = AugmentationDraw()
 
 
 class Augmentation(NamedTuple):
-    """One kind of augmentation. What is not geometry leaves masks and controls alone."""
+    """One kind of augmentation. Only geometric ones change masks and control images."""
 
     amount: float | None
-    """How far at most where the run file does not say; none: there is no more or less of it."""
-    most: float
-    draw: Callable[[float, Callable[[str], float]], Numbers]
-    apply: Callable[[Image.Image, Numbers, Role], Image.Image]
+    """Default strength; None for augmentations without a strength, such as flips."""
+    max_amount: float
+    draw: Callable[[float, Callable[[str], float]], Parameters]
+    apply: Callable[[Image.Image, Parameters, Role], Image.Image]
 
 
 def draw_augmentations(
     section: DatasetSection, seed: int, sample_digest: str, generation: int
 ) -> AugmentationDraw:
-    """What happens to one sample in one generation, whatever else there is to draw."""
+    """Draw the augmentations of one sample for one augmentation epoch."""
     steps = []
     for place, one in enumerate(section.augmentations):
-        change, amount = CHANGES[one.name], _amount(one, f"{section.id!r}: augmentations[{place}]")
+        change, amount = (
+            AUGMENTATIONS[one.name],
+            _amount(one, f"{section.id!r}: augmentations[{place}]"),
+        )
         about = f"augment {seed} {sample_digest} {generation} {place} {one.name}"
-        if uniform(f"{about} at all") < one.probability:
-            numbers = change.draw(amount, partial(_chance, about))
+        if seeded_uniform(f"{about} at all") < one.probability:
+            numbers = change.draw(amount, partial(_uniform, about))
             steps.append(Step(one.name, {key: round(x, 6) for key, x in numbers.items()}))
     return AugmentationDraw(tuple(steps))
 
 
 def apply(draw: AugmentationDraw, image: Image.Image, kind: Role = "image") -> Image.Image:
-    """The picture, mask or control after every step; a mask keeps its levels unmixed."""
+    """Apply a draw to an image, mask or control image; masks are resampled without blending."""
     for name, numbers in draw.steps:
-        image = CHANGES[name].apply(image, numbers, kind)
+        image = AUGMENTATIONS[name].apply(image, numbers, kind)
     return image
 
 
-def _chance(about: str, what: str) -> float:
-    return uniform(f"{about} {what}")
+def _uniform(about: str, what: str) -> float:
+    return seeded_uniform(f"{about} {what}")
 
 
 def _amount(one: AugmentationSection, where: str) -> float:
-    change = CHANGES[one.name]
+    change = AUGMENTATIONS[one.name]
     if change.amount is None:
         if one.amount is not None:
             raise ConfigError(
-                f"data set {where}.amount is {one.amount:g}; {one.name} happens or does not. "
-                "Leave it out, and set its probability."
+                f"dataset {where}.amount is {one.amount:g}, but {one.name} has no strength. "
+                "Remove amount, and set probability."
             )
         return 0.0
     amount = change.amount if one.amount is None else one.amount
-    if amount > change.most:
+    if amount > change.max_amount:
         raise ConfigError(
-            f"data set {where}.amount is {amount:g}; {one.name} takes at most {change.most:g}. "
-            "Lower it."
+            f"dataset {where}.amount is {amount:g}; the largest value for {one.name} is "
+            f"{change.max_amount:g}. Lower it."
         )
     return amount
 
 
-def _nothing(amount: float, chance: Callable[[str], float]) -> Numbers:  # noqa: ARG001
+def _no_parameters(amount: float, chance: Callable[[str], float]) -> Parameters:  # noqa: ARG001
     return {}
 
 
-def _symmetric(key: str) -> Callable[[float, Callable[[str], float]], Numbers]:
+def _symmetric(key: str) -> Callable[[float, Callable[[str], float]], Parameters]:
     return lambda amount, chance: {key: amount * (2 * chance(key) - 1)}
 
 
-def _positive(key: str) -> Callable[[float, Callable[[str], float]], Numbers]:
+def _positive(key: str) -> Callable[[float, Callable[[str], float]], Parameters]:
     return lambda amount, chance: {key: amount * chance(key)}
 
 
-def _draw_crop(amount: float, chance: Callable[[str], float]) -> Numbers:
+def _draw_crop(amount: float, chance: Callable[[str], float]) -> Parameters:
     return {"cut": amount * chance("cut"), "left": chance("left"), "top": chance("top")}
 
 
-def _draw_erase(amount: float, chance: Callable[[str], float]) -> Numbers:
-    """A box of up to `amount` of the area, its aspect between 1:2 and 2:1."""
+def _draw_erase(amount: float, chance: Callable[[str], float]) -> Parameters:
+    """Draw a box of up to `amount` of the area with an aspect ratio between 1:2 and 2:1."""
     edge, stretch = math.sqrt(amount * chance("area")), 2 ** (chance("aspect") - 0.5)
     width, height = min(1.0, edge * stretch), min(1.0, edge / stretch)
     left, top = chance("left") * (1 - width), chance("top") * (1 - height)
     return {"left": left, "top": top, "width": width, "height": height}
 
 
-def _crop(image: Image.Image, numbers: Numbers, kind: Role) -> Image.Image:  # noqa: ARG001
+def _crop(image: Image.Image, numbers: Parameters, kind: Role) -> Image.Image:  # noqa: ARG001
     width, height = (max(1, round(edge * (1 - numbers["cut"]))) for edge in image.size)
     left = round((image.width - width) * numbers["left"])
     top = round((image.height - height) * numbers["top"])
     return image.crop((left, top, left + width, top + height))
 
 
-def _rotate(image: Image.Image, numbers: Numbers, kind: Role) -> Image.Image:
-    """Turned counterclockwise about the centre, and enlarged until no corner is empty."""
+def _rotate(image: Image.Image, numbers: Parameters, kind: Role) -> Image.Image:
+    """Rotate counterclockwise about the centre, and zoom in until no corner is empty."""
     angle = math.radians(-numbers["degrees"])
     width, height = image.size
     grow = abs(math.cos(angle)) + abs(math.sin(angle)) * max(width / height, height / width)
@@ -183,22 +192,22 @@ def _rotate(image: Image.Image, numbers: Numbers, kind: Role) -> Image.Image:
 
 def _enhance(
     enhancer: type[ImageEnhance.Brightness | ImageEnhance.Contrast | ImageEnhance.Color],
-) -> Callable[[Image.Image, Numbers], Image.Image]:
+) -> Callable[[Image.Image, Parameters], Image.Image]:
     return lambda image, numbers: enhancer(image).enhance(1 + numbers["change"])
 
 
-def _hue(image: Image.Image, numbers: Numbers) -> Image.Image:
+def _hue(image: Image.Image, numbers: Parameters) -> Image.Image:
     hsv = np.array(image.convert("HSV"))
     hsv[..., 0] += np.uint8(round(numbers["degrees"] / 360 * 256) % 256)
     return Image.fromarray(hsv, "HSV").convert("RGB")
 
 
-def _blur(image: Image.Image, numbers: Numbers) -> Image.Image:
+def _blur(image: Image.Image, numbers: Parameters) -> Image.Image:
     return image.filter(ImageFilter.GaussianBlur(numbers["radius"] * min(image.size)))
 
 
-def _erase(image: Image.Image, numbers: Numbers, kind: Role) -> Image.Image:
-    """Grey in the picture, black in the mask: no loss asks for what cannot be seen."""
+def _erase(image: Image.Image, numbers: Parameters, kind: Role) -> Image.Image:
+    """Fill the box with grey in the image and black in the mask, so that it is not trained on."""
     if kind == "control":
         return image
     left, top = round(numbers["left"] * image.width), round(numbers["top"] * image.height)
@@ -214,34 +223,36 @@ def _erase(image: Image.Image, numbers: Numbers, kind: Role) -> Image.Image:
     return erased
 
 
-def _pixels_only(
-    change: Callable[[Image.Image, Numbers], Image.Image],
-) -> Callable[[Image.Image, Numbers, Role], Image.Image]:
+def _image_only(
+    change: Callable[[Image.Image, Parameters], Image.Image],
+) -> Callable[[Image.Image, Parameters, Role], Image.Image]:
     return lambda image, numbers, kind: change(image, numbers) if kind == "image" else image
 
 
-CHANGES: Mapping[str, Augmentation] = {
-    "flip": Augmentation(None, 0, _nothing, lambda image, _, __: ImageOps.mirror(image)),
-    "vertical_flip": Augmentation(None, 0, _nothing, lambda image, _, __: ImageOps.flip(image)),
+AUGMENTATIONS: Mapping[str, Augmentation] = {
+    "flip": Augmentation(None, 0, _no_parameters, lambda image, _, __: ImageOps.mirror(image)),
+    "vertical_flip": Augmentation(
+        None, 0, _no_parameters, lambda image, _, __: ImageOps.flip(image)
+    ),
     "crop": Augmentation(0.2, 0.9, _draw_crop, _crop),
     "rotate": Augmentation(5.0, 45.0, _symmetric("degrees"), _rotate),
     "brightness": Augmentation(
-        0.1, 1.0, _symmetric("change"), _pixels_only(_enhance(ImageEnhance.Brightness))
+        0.1, 1.0, _symmetric("change"), _image_only(_enhance(ImageEnhance.Brightness))
     ),
     "contrast": Augmentation(
-        0.1, 1.0, _symmetric("change"), _pixels_only(_enhance(ImageEnhance.Contrast))
+        0.1, 1.0, _symmetric("change"), _image_only(_enhance(ImageEnhance.Contrast))
     ),
     "saturation": Augmentation(
-        0.1, 1.0, _symmetric("change"), _pixels_only(_enhance(ImageEnhance.Color))
+        0.1, 1.0, _symmetric("change"), _image_only(_enhance(ImageEnhance.Color))
     ),
-    "hue": Augmentation(10.0, 180.0, _symmetric("degrees"), _pixels_only(_hue)),
-    "blur": Augmentation(0.002, 0.1, _positive("radius"), _pixels_only(_blur)),
+    "hue": Augmentation(10.0, 180.0, _symmetric("degrees"), _image_only(_hue)),
+    "blur": Augmentation(0.002, 0.1, _positive("radius"), _image_only(_blur)),
     "grayscale": Augmentation(
-        None, 0, _nothing, _pixels_only(lambda image, _: image.convert("L").convert("RGB"))
+        None, 0, _no_parameters, _image_only(lambda image, _: image.convert("L").convert("RGB"))
     ),
     "erase": Augmentation(0.1, 0.5, _draw_erase, _erase),
 }
-"""By the names of the run file."""
+"""Augmentations by their names in the run file."""
 
 
 # ------------------------------------------------------------------------------------------
@@ -249,26 +260,26 @@ CHANGES: Mapping[str, Augmentation] = {
 
 
 STEPS = 1024
-"""A random crop or clip begins at one of so many places, so that its name is exact."""
+"""Number of positions of a random crop or clip; discrete, so that cache keys are exact."""
 TOP = (0.5, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTransform:
-    """The crop, the draw of augmentations, and how exactly a file is decoded."""
+    """How one sample is rendered: crop, augmentations, decoder and clip."""
 
     crop: tuple[float, float] = CENTRE
     draw: AugmentationDraw = NOTHING
     fast: bool = False
     lanczos: Lanczos = "pillow"
     rate: float = 0.0
-    """Frames a second of a video, samples a second of a sound; pictures have none."""
+    """Frames per second of a video or samples per second of audio; 0 for images."""
     clip: float = 0.0
-    """The share of what is left over of a video or a sound that comes before the clip."""
+    """Position of the clip in a video or audio file: 0 is the start, 1 the end."""
 
     @property
     def name(self) -> str:
-        """Another one wherever the pixels may differ."""
+        """Name that differs wherever the pixels may differ; part of cache keys."""
         place = "centre" if self.crop == CENTRE else f"{self.crop[0]:.10g},{self.crop[1]:.10g}"
         draw = f" {self.draw.name}" if self.draw.steps else ""
         clip = f" {self.rate:.10g} a second from {self.clip:.10g}" if self.rate else ""
@@ -280,11 +291,11 @@ PLAIN = SampleTransform()
 
 
 def check_augmentable(section: DatasetSection, index: int) -> None:
-    """Warps and colours are changes of pictures."""
+    """Raise an error if a video or audio dataset asks for augmentations."""
     if section.augmentations and section.dataset_type != "image":
         raise ConfigError(
-            f"datasets[{index}].augmentations has {len(section.augmentations)} entries; a data set "
-            f"of dataset_type {section.dataset_type!r} cannot be augmented. Leave them out."
+            f"datasets[{index}].augmentations has {len(section.augmentations)} entries; a dataset of "
+            f"dataset_type {section.dataset_type!r} cannot be augmented. Remove them."
         )
 
 
@@ -295,7 +306,7 @@ def recipe_of(
     generation: int = 0,
     lanczos: Lanczos = "pillow",
 ) -> SampleTransform:
-    """What the run file says for this sample; the same for equal bytes, whatever their name."""
+    """Return the transform of a sample; files with equal bytes get equal transforms."""
     about = f"{seed} {sample.digest} {generation}"
     match section.crop:
         case "center":
@@ -315,7 +326,7 @@ def recipe_of(
 
 
 def _step(what: str) -> float:
-    return int(uniform(what) * (STEPS + 1)) / STEPS
+    return int(seeded_uniform(what) * (STEPS + 1)) / STEPS
 
 
 def _rate(section: DatasetSection, sample: Sample) -> float:
@@ -341,18 +352,18 @@ def _clip(section: DatasetSection, about: str) -> float:
 
 
 def render(data: bytes, recipe: SampleTransform, size: Size, decoders: Decoders = PILLOW) -> Tensor:
-    """A picture of the bucket's size: CHW in [-1, 1]."""
+    """Render an image at the bucket's size: CHW in [-1, 1]."""
     if recipe.lanczos == "torch" and not recipe.draw.steps:
         pixels = decode_pixels(data, decoders, size if recipe.fast else WHOLE)
         return fit_pixels(pixels, *size, recipe.crop)
-    return _fitted(_changed(data, recipe, size, decoders, "image"), recipe, size)
+    return _fit(_decode_and_augment(data, recipe, size, decoders, "image"), recipe, size)
 
 
 def render_control(
     data: bytes, recipe: SampleTransform, size: Size, decoders: Decoders = PILLOW
 ) -> Tensor:
-    """The control of a picture: the same crop and warp, no change of its colours."""
-    return _fitted(_changed(data, recipe, size, decoders, "control"), recipe, size)
+    """Render a control image: same crop and geometry as its sample, unchanged colours."""
+    return _fit(_decode_and_augment(data, recipe, size, decoders, "control"), recipe, size)
 
 
 def render_mask(
@@ -362,10 +373,12 @@ def render_mask(
     decoders: Decoders = PILLOW,
     inverted: bool = False,
 ) -> Tensor:
-    """The mask of a picture: 1HW in [0, 1], the same crop and warp; 1 is learnt."""
+    """Render a mask as 1HW in [0, 1] with its sample's crop and geometry; 1 is trained on."""
     import torch
 
-    mask = _changed(data, recipe, size, decoders, "inverted mask" if inverted else "mask")
+    mask = _decode_and_augment(
+        data, recipe, size, decoders, "inverted mask" if inverted else "mask"
+    )
     if recipe.lanczos == "torch":
         mask = mask.crop(whole_box(mask.size, size, recipe.crop))
     fitted = np.array(cover(mask, *size, recipe.crop))
@@ -373,7 +386,7 @@ def render_mask(
 
 
 def render_video(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
-    """A clip of the bucket's width, height and frames: CFHW in [-1, 1]."""
+    """Render a video clip of the bucket's width, height and frames: CFHW in [-1, 1]."""
     width, height, frames = shape
     return decode_video(
         data, (width, height), frames, recipe.rate, recipe.clip, recipe.crop, recipe.lanczos
@@ -381,50 +394,31 @@ def render_video(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
 
 
 def render_sound(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
-    """A clip of the bucket's channels and length: CN."""
+    """Render an audio clip of the bucket's channels and length: CN."""
     channels, length = shape
     return decode_audio(data, channels, length, round(recipe.rate), recipe.clip)
 
 
-def _fitted(image: Image.Image, recipe: SampleTransform, size: Size) -> Tensor:
+def _fit(image: Image.Image, recipe: SampleTransform, size: Size) -> Tensor:
     if recipe.lanczos == "torch":
         return fit_pixels(np.array(image), *size, recipe.crop)
     return fit(image, *size, recipe.crop)
 
 
-def _changed(
+def _decode_and_augment(
     data: bytes,
     recipe: SampleTransform,
     size: Size,
     decoders: Decoders,
     kind: Literal["image", "control", "mask", "inverted mask"],
 ) -> Image.Image:
-    # A crop or a turn takes a part of the picture, so reducing it first could blur the result.
+    # A crop or rotation uses a part of the image: decoding at reduced size could blur the result.
     whole = not recipe.fast or bool(recipe.draw.steps)
-    # A mask is drawn white on nothing: white paper would leave nothing of it to see.
+    # A mask may be white on transparent: a white background would erase it.
     paper = "black" if kind in ("mask", "inverted mask") else "white"
     image = decode(data, decoders, WHOLE if whole else size, paper)
     if kind in ("image", "control"):
         return apply(recipe.draw, image, kind)
-    # Before the warp: what is erased is black in a mask, whichever way round the file is.
+    # Invert before augmenting: erased boxes must be black in the mask in either polarity.
     mask = ImageOps.invert(image.convert("L")) if kind == "inverted mask" else image.convert("L")
     return apply(recipe.draw, mask, "mask")
-
-
-# ------------------------------------------------------------------------------------------
-# Chance that is a pure function of words: the same in every process, thread and release.
-
-
-def permutation(length: int, what: str) -> NDArray[np.int64]:
-    """A shuffle that no numpy release changes: only raw bits and a stable sort are promised."""
-    bits = np.random.PCG64(_bits(what, 16)).random_raw(length)
-    return np.argsort(bits, kind="stable")
-
-
-def uniform(what: str) -> float:
-    """From 0 up to, and never, 1."""
-    return (_bits(what, 8) >> 11) / 2**53
-
-
-def _bits(what: str, nbytes: int) -> int:
-    return int.from_bytes(blake3(what.encode()).digest(length=nbytes), "big")

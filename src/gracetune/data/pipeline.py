@@ -1,4 +1,15 @@
-"""From the data sets of a run file to encoded batches, in the order that a run sees them."""
+"""Turn the datasets of a run file into batches on the device: the `DataPipeline` of a run.
+
+Building a pipeline does all the work that can fail before training: it opens each dataset, sorts
+its samples into buckets, encodes what the cache lacks (or checks that every file is readable), and
+encodes all captions. A step then only looks up entries:
+
+    order.batch_at(i)           which samples, with which captions          data/loader.py
+    load(draws)                 their latents, loss weights and texts       cache/batch_reader.py
+    transfer.to_device(...)     copied to the device, ahead of the step     cache/batch_transfer.py
+
+This is the only module of `data` that imports `cache`.
+"""
 
 from __future__ import annotations
 
@@ -7,519 +18,591 @@ from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.atomic_files import write_text
 from gracetune.cache.augmentation_epochs import (
+    FOLDER,
+    AugmentationEpochFolder,
     AugmentationEpochs,
     EncodingStopped,
-    AugmentationEpochFolder,
-    check_variants,
     augmentation_mode,
+    check_variants,
 )
-from gracetune.cache.batch_reader import BatchReader, MissingEntriesError, LiveSource, SampleTransforms
+from gracetune.cache.batch_reader import (
+    BatchReader,
+    LiveSource,
+    MissingEntriesError,
+    PromptNames,
+    SampleTransforms,
+    unreadable_now,
+)
+from gracetune.cache.batch_transfer import (
+    INITIAL_DEPTH,
+    DeviceTextCache,
+    InlineBatches,
+    PrefetchDepth,
+    PrefetchedBatches,
+    cache_texts_on_device,
+)
 from gracetune.cache.encode import (
-    SINGLE_RANK,
+    EMPTY_PROMPT,
     ENCODE_BATCH_SIZE,
+    SINGLE_RANK,
     EncodeItem,
+    ExclusiveEncoder,
+    PromptEncoder,
     choose_tiling,
     fill_latents,
     fill_text,
     find_unreadable,
-    serialize_encoder,
 )
-from gracetune.cache.keys import latent_key, text_key
+from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.masks import fill_masks, mask_keys
 from gracetune.cache.memory_tier import MemoryTier
-from gracetune.cache.prefetch import (
-    INITIAL_DEPTH,
-    PrefetchDepth,
-    DeviceTextCache,
-    InlineBatches,
-    PrefetchedBatches,
-    cache_texts_on_device,
-)
-from gracetune.cache.prompt_keys import EMPTY_PROMPT, PromptNames, PromptEncoder
-from gracetune.cache.stores import open_stores
+from gracetune.cache.stores import CacheStores
 from gracetune.data import buckets
 from gracetune.data.augment import check_augmentable
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.images import choose_decoders
-from gracetune.data.loader import BatchOrder, BucketGroup, Draw
+from gracetune.data.loader import BatchOrder, BucketGroup, Draw, Loader, seeded_bits
 from gracetune.data.prefetch import by_threads
 from gracetune.data.requirements import check_fit, check_kind
 from gracetune.data.sample import Batch
-from gracetune.atomic_files import write_text
-from gracetune.errors import DataError, RunFailedError
+from gracetune.errors import CacheError, DataError
 from gracetune.events.types import BatchesFed, Notice, StageProgress
-from gracetune.train.step import derive_seed
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    import threading
+    from collections.abc import Callable, Mapping, Sequence
 
-    from gracetune.cache.batch_transfer import BatchTransfer
-    from gracetune.cache.encode import Ranks, Tiling
-    from gracetune.cache.prefetch import BatchIterator
-    from gracetune.cache.store import Entry
-    from gracetune.cache.stores import CacheStores
+    from torch import Tensor
+
+    from gracetune.cache.batch_transfer import BatchIterator, BatchTransfer
+    from gracetune.cache.encode import Emit, Ranks, Tiling
+    from gracetune.cache.keys import CacheKey
+    from gracetune.cache.store import Entry, Store
     from gracetune.config.schema import DatasetSection, RunFile
-    from gracetune.data.loader import LoaderState
-    from gracetune.data.sample import Sample
+    from gracetune.data.prefetch import Prefetch
+    from gracetune.data.sample import Sample, Shape
     from gracetune.data.source import Source
     from gracetune.events.types import Event
     from gracetune.models.family import Family
 
-    Emit = Callable[[Event], None]
-    import threading
-    from collections.abc import Mapping
+    Unreadable = list[tuple[Sample, str]]
+    """Samples that cannot be read, each with the reason."""
 
-    from torch import Tensor
-
-    from gracetune.cache.keys import CacheKey
-    from gracetune.cache.masks import LatentGrid
-    from gracetune.cache.store import Store
-    from gracetune.data.sample import Shape
+LOSS_WEIGHTS = "weights of the loss"
+"""Name of the loss weights while they travel with the text tensors; no text tensor has it."""
+DEVICE_TEXT_SHARE = 64
+"""Texts may take one part in this many of the device's memory."""
 
 
-WEIGHTS = "weights of the loss"
-"""They travel with the texts; none of those is called so."""
-HOT_SHARE = 64
-"""One part in so many of the device's memory is for text that stays there."""
-
-
-@dataclass(frozen=True, slots=True)
 class DataPipeline:
-    """What the loop trains on and what it measures itself against."""
+    """Everything a run needs of its data: its order, its batches, and its held-out samples."""
 
-    order: BatchOrder
-    train_samples: tuple[Sample, ...]
-    held_out_draws: tuple[tuple[Draw, ...], ...]
-    tiling: Tiling
-    load: Callable[[Sequence[Draw]], Batch]
-    will_need: Callable[[Sequence[Draw]], None]
-    """Told of batches before they are loaded: what has to come from a disk starts to."""
-    ahead: Callable[[Iterator[tuple[Batch, LoaderState]]], BatchIterator]
-    """Brings batches before they are asked for, where that is of use."""
-    fed: Callable[[int, BatchIterator], BatchesFed]
-    """What that has cost, up to a step."""
-    close: Callable[[], None]
-    """Stop what is encoded in the background and let go of files; who goes on training begins it
-    again."""
+    def __init__(
+        self,
+        run: RunFile,
+        family: Family,
+        transfer: BatchTransfer,
+        folder: Path,
+        emit: Emit,
+        ranks: Ranks = SINGLE_RANK,
+    ) -> None:
+        """Prepare every dataset; whatever is wrong with one is found here, before training.
 
+        `folder` is the run's output folder. With several ranks, each encodes a share of the cache.
+        """
+        self._run = run
+        self._family = family
+        self._transfer = transfer
+        self._emit = emit
+        with ExitStack() as stack:
+            self._stores = CacheStores(run, folder, emit, transfer.allocate_host, ranks)
+            stack.enter_context(self._stores)
+            preparer = DatasetPreparer(run, family, self._stores, folder, ranks, emit)
+            self._prepare(preparer)
+            stack.pop_all()  # the stores stay open: nothing went wrong
 
-def build_pipeline(
-    run: RunFile,
-    family: Family,
-    mover: BatchTransfer,
-    folder: Path,
-    emit: Emit,
-    ranks: Ranks = SINGLE_RANK,
-) -> DataPipeline:
-    """Prepare every data set; all that can be wrong with one is found here, before training."""
-    with ExitStack() as stack:
-        stores = stack.enter_context(open_stores(run, folder, emit, mover.allocate_host, ranks))
-        feed = _build_feed(run, family, mover, folder, emit, ranks, stores)
-        stack.pop_all()
-    return feed
-
-
-def _build_feed(
-    run: RunFile,
-    family: Family,
-    mover: BatchTransfer,
-    folder: Path,
-    emit: Emit,
-    ranks: Ranks,
-    stores: CacheStores,
-) -> DataPipeline:
-    ledger = CorruptionLog(emit, folder / "corruption.json")
-    recipes = SampleTransforms({d.id: d for d in run.datasets}, run.seed, choose_decoders())
-    emit(Notice(recipes.decoders.why))
-    tiling = choose_tiling(run.cache_config.vae_tiling, family.name, family.tile(on=False))
-    encode = serialize_encoder(family.encode, family.tile, tiling)
-    preparation = Preparation(
-        run, family, stores, recipes, tiling, encode, ledger, folder, ranks, emit
-    )
-    prepared = [prepare(preparation, index) for index in range(len(run.datasets))]
-    groups = [group for one in prepared for group in one.groups]
-    if ledger.entries:
-        ledger.write(folder / "corruption.json")
-    trained, held_out = split_holdout(groups, run.validation.holdout, run.seed)
-    if not trained:
-        raise DataError(
-            f"validation.holdout is {run.validation.holdout}, which leaves no sample to train on. "
-            "Lower it."
+    def _prepare(self, preparer: DatasetPreparer) -> None:
+        run, family, transforms = self._run, self._family, preparer.transforms
+        prepared = preparer.prepare_all()
+        groups = [group for dataset in prepared for group in dataset.groups]
+        train_groups, held_out = split_holdout(groups, run.validation.holdout, run.seed)
+        if not train_groups:
+            raise DataError(
+                f"validation.holdout is {run.validation.holdout}, which leaves no sample to train "
+                "on. Lower it."
+            )
+        sources = {d.id: one.source for d, one in zip(run.datasets, prepared, strict=True)}
+        self.tiling = preparer.tiling
+        """Which sizes the VAE encodes in tiles."""
+        self._prompt_names = PromptNames(family.takes_control, transforms)
+        self._epochs = AugmentationEpochs(
+            self._stores.latents,
+            RefreshedEpochEncoder(preparer, train_groups, sources),
+            self._emit,
         )
-    identity = family.identity()
-    sources = {d.id: one.source for d, one in zip(run.datasets, prepared, strict=True)}
-    texts = PromptEncoder(family, groups, sources, recipes)
-    if family.takes_control and any(augmentation_mode(d) != "static" for d in run.datasets):
-        text = "texts of edits show each control as the first epoch draws it, in every epoch"
-        emit(Notice(f"{text}; augmentations_cache_mode: static draws both alike", level="warning"))
-    fill = partial(fill_text, stores.text, texts.names, texts.encode, identity["text"], emit)
-    fill(ranks)
-    text_keys = [text_key(name, identity["text"]) for name in sorted(texts.names)]
-    if lacks_after_warming(stores.text, text_keys, emit):
-        fill(SINGLE_RANK)
-    generations = generations_of(preparation, trained, sources)
-    server = BatchReader(
-        recipes,
-        stores.latents,
-        stores.text,
-        generations,
-        {d.id: _live(d, sources[d.id]) for d in run.datasets if augmentation_mode(d) == "disable_cache"},
-        encode,
-        identity,
-        stores.hit_counts,
-        latent_grid_of(family),
-        tiling,
-    )
+        self._reader = BatchReader(
+            transforms,
+            self._stores,
+            self._epochs,
+            {
+                section.id: LiveSource(sources[section.id], _decode_workers(section))
+                for section in run.datasets
+                if augmentation_mode(section) == "disable_cache"
+            },
+            preparer.encode,
+            family.identity(),
+            preparer.latent_grid,
+            self.tiling,
+        )
+        prompts = PromptEncoder(family, groups, sources, self._prompt_names)
+        self._encode_texts(prompts, preparer.ranks)
+        self._device_texts = self._cache_device_texts(train_groups, prompts)
+        self.order = BatchOrder(train_groups, run.train.batch_size, run.seed)
+        """The order in which the run sees its samples."""
+        self.train_samples = tuple(sample for group in train_groups for sample in group.samples)
+        """The samples that are trained on, without repeats."""
+        self.held_out_draws = _fixed_batches(held_out, run.train.batch_size)
+        """Batches of held-out samples; `load` reads them."""
+        self._check_batch_size()
 
-    def found(names: Sequence[str]) -> list[Entry]:
-        try:
-            return server.read_texts(names)
-        except MissingEntriesError:  # whoever encodes texts is still here
-            fill(SINGLE_RANK)
-            return server.read_texts(names)
+    def load(self, draws: Sequence[Draw]) -> Batch:
+        """Read a batch and start copying it to the device."""
+        names = [self._prompt_names(d.caption, d.sample, d.size, d.epoch) for d in draws]
+        texts = self._device_texts.get_all(names) or self._reader.read_texts(names)
+        tensors = self._family.stack_text(texts)
+        weights = self._reader.read_loss_weights(draws)
+        if weights is not None:
+            tensors[LOSS_WEIGHTS] = weights
+        read_latents = partial(self._reader.read_latents, draws)
+        latents, tensors = self._transfer.to_device(read_latents, tensors)
+        weights = tensors.pop(LOSS_WEIGHTS, None)
+        return Batch(latents, tensors, tuple(draw.sample for draw in draws), weights)
 
-    name_of = PromptNames(family, recipes)
-    hot = _hot(run, name_of, trained, found, mover, emit)
-    batch = run.train.batch_size
-    order = BatchOrder(trained, batch, run.seed)
-    largest = max(order.draws_by_size().values())
-    if largest < batch:
-        text = f"train.batch_size is {batch}; no size has more than {largest} samples in an epoch, "
-        emit(Notice(f"{text}so no batch has more", level="warning"))
-    return DataPipeline(
-        order=order,
-        train_samples=tuple(sample for group in trained for sample in group.samples),
-        held_out_draws=tuple(_held_out_draws(held_out, batch)),
-        tiling=tiling,
-        load=_loader_of(family, name_of, server, mover, hot),
-        will_need=server.will_need,
-        ahead=_ahead_of(run, mover),
-        fed=_counter_of(stores, mover, hot),
-        close=lambda: _close(generations, stores),
-    )
+    def will_need(self, draws: Sequence[Draw]) -> None:
+        """Announce draws that will be loaded soon, so that slow disks can start reading."""
+        self._reader.will_need(draws)
 
+    def batches(self, rank: int = 0, world_size: int = 1, consumed: int = 0) -> BatchIterator:
+        """Iterate over `(batch, state)` of one rank, after `consumed` global batches.
 
-def _close(generations: AugmentationEpochs, stores: CacheStores) -> None:
-    generations.close()
-    stores.close()
+        On a device with its own memory, batches are copied ahead of the steps by a background
+        thread; close the iterator to end it.
+        """
+        loader = Loader(self.order, self.load, rank, world_size, consumed, will_need=self.will_need)
+        if not self._transfer.needs_copy:
+            return InlineBatches(loader)
+        section = self._run.cache_config
+        if section.prefetch_depth == "auto":
+            depth = PrefetchDepth(INITIAL_DEPTH, int(section.prefetch_budget_gb * GIB))
+        else:
+            depth = PrefetchDepth(section.prefetch_depth, None)
+        return PrefetchedBatches(loader, self._transfer.new_stream(), depth)
 
+    def batches_fed(self, step: int, batches: BatchIterator) -> BatchesFed:
+        """Return where the batches so far came from, and how long steps waited for them."""
+        counts, hit_counts = batches.counts, self._stores.hit_counts
+        return BatchesFed(
+            step=step,
+            batches=counts.batches,
+            hits=hit_counts.hits,
+            reads=hit_counts.reads,
+            hot=self._device_texts.hits,
+            waits=counts.waits,
+            nbytes=self._transfer.nbytes_copied,
+            waited_s=counts.waited_s,
+            hidden_s=counts.hidden_s,
+            depth=batches.depth.batches,
+        )
 
-def _live(section: DatasetSection, source: Source) -> LiveSource:
-    workers = section.in_memory.num_workers
-    return LiveSource(source, by_threads(workers, ENCODE_BATCH_SIZE, section.timeout_s))
+    def close(self) -> None:
+        """Stop encoding in the background and close files; loading opens them again."""
+        self._epochs.close()
+        self._stores.close()
+
+    def _encode_texts(self, prompts: PromptEncoder, ranks: Ranks) -> None:
+        """Encode the prompts that the cache lacks, and again those that turn out to be damaged."""
+        run, encoder = self._run, self._family.identity()["text"]
+        if self._family.takes_control and any(
+            augmentation_mode(section) != "static" for section in run.datasets
+        ):
+            text = "prompts are encoded with the control images of the first epoch only"
+            hint = "set augmentations_cache_mode: static to augment control images like samples"
+            self._emit(Notice(f"{text}; {hint}", level="warning"))
+        fill_text(self._stores.text, prompts.names, prompts.encode, encoder, self._emit, ranks)
+        keys = [text_key(name, encoder) for name in sorted(prompts.names)]
+        if _load_into_memory(self._stores.text, keys, self._emit):
+            self._encode_missing_texts(prompts)
+
+    def _encode_missing_texts(self, prompts: PromptEncoder) -> None:
+        encoder = self._family.identity()["text"]
+        fill_text(self._stores.text, prompts.names, prompts.encode, encoder, self._emit)
+
+    def _cache_device_texts(
+        self, groups: Sequence[BucketGroup], prompts: PromptEncoder
+    ) -> DeviceTextCache:
+        """Copy the prompts that are used most to the device, within its text budget."""
+        if not self._transfer.needs_copy:
+            return DeviceTextCache({})
+        uses: defaultdict[str, float] = defaultdict(float)
+        for group in groups:
+            for sample in group.samples:
+                for epoch in self._prompt_names.epochs(sample):
+                    empty = self._prompt_names(EMPTY_PROMPT, sample, group.size, epoch)
+                    uses[empty] += group.repeats * group.caption_dropout
+                    name = self._prompt_names(sample.caption, sample, group.size, epoch)
+                    uses[name] += group.repeats
+        names = sorted(uses, key=lambda name: (-uses[name], name))
+        budget_gb = self._run.cache_config.device_budget_gb
+        budget = int(budget_gb * GIB) if budget_gb is not None else None
+        if budget is None:
+            budget = self._transfer.device_nbytes // DEVICE_TEXT_SHARE
+
+        def read_texts(some: Sequence[str]) -> list[Entry]:
+            try:
+                return self._reader.read_texts(some)
+            except MissingEntriesError:  # damaged; the text encoder is still loaded
+                self._encode_missing_texts(prompts)
+                return self._reader.read_texts(some)
+
+        cached = cache_texts_on_device(
+            names if budget else (), read_texts, self._transfer.device, budget
+        )
+        text = f"{len(cached)} of {len(names)} texts stay on the device"
+        self._emit(Notice(f"{text}, within {format_bytes(budget)}"))
+        return cached
+
+    def _check_batch_size(self) -> None:
+        batch_size = self._run.train.batch_size
+        largest = max(self.order.draws_by_size().values())
+        if largest < batch_size:
+            text = f"train.batch_size is {batch_size}, but no bucket has more than {largest}"
+            hint = "samples in an epoch, so batches are smaller"
+            self._emit(Notice(f"{text} {hint}", level="warning"))
 
 
 def split_holdout(
     groups: Sequence[BucketGroup], share: float, seed: int
 ) -> tuple[list[BucketGroup], list[BucketGroup]]:
-    """Hold out a share of the samples, chosen by content: adding files moves few of the others."""
-    every = sorted(
-        (sample for group in groups for sample in group.samples),
-        key=lambda sample: derive_seed(seed, "hold out", sample.digest, sample.caption, sample.key),
-    )
-    held = set(every[: round(share * len(every))])
+    """Split the samples into those to train on and a share of held-out ones.
+
+    A hash of each sample's content decides, so adding files changes little in the rest.
+    """
+
+    def rank(sample: Sample) -> int:
+        parts = (str(seed), "hold out", sample.digest, sample.caption, sample.key)
+        return seeded_bits("\0".join(parts), 8) >> 1
+
+    samples = sorted((sample for group in groups for sample in group.samples), key=rank)
+    held_out = set(samples[: round(share * len(samples))])
     return (
-        keep_samples(groups, lambda sample: sample not in held),
-        keep_samples(groups, lambda sample: sample in held),
+        keep_samples(groups, lambda sample: sample not in held_out),
+        keep_samples(groups, lambda sample: sample in held_out),
     )
 
 
-def _hot(
-    run: RunFile,
-    name_of: PromptNames,
-    trained: Sequence[BucketGroup],
-    texts_of: Callable[[Sequence[str]], Sequence[Entry]],
-    mover: BatchTransfer,
-    emit: Emit,
-) -> DeviceTextCache:
-    """The captions that are used most, as far as the device's budget goes."""
-    if not mover.needs_copy:
-        return DeviceTextCache({})
-    counts: defaultdict[str, float] = defaultdict(float)
-    for group in trained:
-        for sample in group.samples:
-            for epoch in name_of.epochs(sample):
-                empty = name_of(EMPTY_PROMPT, sample, group.size, epoch)
-                counts[empty] += group.repeats * group.caption_dropout
-                counts[name_of(sample.caption, sample, group.size, epoch)] += group.repeats
-    row = sorted(counts, key=lambda caption: (-counts[caption], caption))
-    asked = run.cache_config.device_budget_gb
-    budget = mover.device_nbytes // HOT_SHARE if asked is None else int(asked * GIB)
-    hot = cache_texts_on_device(row if budget else (), texts_of, mover.device, budget)
-    limit = format_bytes(budget)
-    emit(Notice(f"{len(hot)} of {len(row)} texts stay on the device, within {limit}"))
-    return hot
+def keep_samples(
+    groups: Sequence[BucketGroup], keep: Callable[[Sample], bool]
+) -> list[BucketGroup]:
+    """Return the groups with only these samples, without groups that become empty."""
+    chosen = [
+        replace(group, samples=tuple(s for s in group.samples if keep(s))) for group in groups
+    ]
+    return [group for group in chosen if group.samples]
 
 
-def _held_out_draws(groups: Sequence[BucketGroup], batch_size: int) -> list[tuple[Draw, ...]]:
-    """Fixed batches, each of one size."""
+def _fixed_batches(groups: Sequence[BucketGroup], batch_size: int) -> tuple[tuple[Draw, ...], ...]:
+    """Cut all samples into batches of one size each, in a fixed order."""
     draws = [Draw(s, s.caption, group.size) for group in groups for s in group.samples]
     batches: list[tuple[Draw, ...]] = []
     for size in sorted({draw.size for draw in draws}):
-        alike = [draw for draw in draws if draw.size == size]
-        batches += [tuple(alike[i : i + batch_size]) for i in range(0, len(alike), batch_size)]
-    return batches
+        same = [draw for draw in draws if draw.size == size]
+        batches += [tuple(same[i : i + batch_size]) for i in range(0, len(same), batch_size)]
+    return tuple(batches)
 
 
-def _loader_of(
-    family: Family, name_of: PromptNames, server: BatchReader, mover: BatchTransfer, hot: DeviceTextCache
-) -> Callable[[Sequence[Draw]], Batch]:
-    """A function from draws to a batch on the device."""
-
-    def load(draws: Sequence[Draw]) -> Batch:
-        names = [name_of(draw.caption, draw.sample, draw.size, draw.epoch) for draw in draws]
-        texts = hot.get_all(names) or server.read_texts(names)
-        beside = family.stack_text(texts)
-        weights = server.read_loss_weights(draws)
-        if weights is not None:
-            beside[WEIGHTS] = weights
-        latents, moved = mover.to_device(partial(server.read_latents, draws), beside)
-        samples = tuple(draw.sample for draw in draws)
-        return Batch(latents, moved, samples, moved.pop(WEIGHTS, None))
-
-    return load
-
-
-def _ahead_of(
-    run: RunFile, mover: BatchTransfer
-) -> Callable[[Iterator[tuple[Batch, LoaderState]]], BatchIterator]:
-    """Where the device has no memory of its own, nothing is brought ahead."""
-    section = run.cache_config
-    if not mover.needs_copy:
-        return InlineBatches
-
-    def ahead(batches: Iterator[tuple[Batch, LoaderState]]) -> BatchIterator:
-        if section.prefetch_depth == "auto":
-            depth = PrefetchDepth(INITIAL_DEPTH, int(section.prefetch_budget_gb * GIB))
-        else:
-            depth = PrefetchDepth(section.prefetch_depth, None)
-        return PrefetchedBatches(batches, mover.new_stream(), depth)
-
-    return ahead
-
-
-def _counter_of(
-    stores: CacheStores, mover: BatchTransfer, hot: DeviceTextCache
-) -> Callable[[int, BatchIterator], BatchesFed]:
-    return lambda step, batches: BatchesFed(
-        step=step,
-        batches=batches.counts.batches,
-        hits=stores.hit_counts.hits,
-        reads=stores.hit_counts.reads,
-        hot=hot.found,
-        waits=batches.counts.waits,
-        nbytes=mover.nbytes_copied,
-        waited_s=batches.counts.waited_s,
-        hidden_s=batches.counts.hidden_s,
-        depth=batches.depth.batches,
-    )
-
-
-# ------------------------------------------------------------------------------------------
-# One data set after the other: opened, bucketed, and encoded or found readable.
-
-
-GENERATIONS = "generations"
-"""In the run's folder: what `refresh_each_epoch` encodes anew."""
+# Preparing datasets
 
 
 @dataclass(frozen=True, slots=True)
-class Preparation:
-    """What preparing a data set needs, whichever it is."""
-
-    run: RunFile
-    family: Family
-    stores: CacheStores
-    recipes: SampleTransforms
-    tiling: Tiling
-    encode: Callable[[Tensor], Tensor]
-    ledger: CorruptionLog
-    folder: Path
-    ranks: Ranks
-    emit: Emit
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A data set whose pictures are encoded, or known to be readable."""
+class PreparedDataset:
+    """A dataset whose samples are encoded, or known to be readable."""
 
     groups: list[BucketGroup]
     source: Source
 
 
-def prepare(prep: Preparation, index: int) -> Prepared:
-    """One data set: open, bucket, encode, and leave out what turned out to be unreadable."""
-    section = prep.run.datasets[index]
-    check_kind(section, index, prep.family)
-    check_augmentable(section, index)
-    check_variants(section, index)
-    step = section.bucket_step or prep.family.pixel_step
-    check_fit(section, index, step, prep.family)
-    opened = open_dataset(section, index, prep.emit, prep.ledger, prep.folder / "staged")
-    found = len(opened.samples) + sum(entry.dataset == section.id for entry in prep.ledger.entries)
-    plan = buckets.assign(opened.samples, section, step)
-    groups = [
-        BucketGroup(samples, section.repeats, section.caption_dropout, size, section.weight)
-        for size, samples in plan.buckets.items()
-    ]
-    if augmentation_mode(section) == "disable_cache":
-        prefetch = by_threads(section.in_memory.num_workers, ENCODE_BATCH_SIZE, section.timeout_s)
-        pictures = _pictures(groups, opened.source, prep, 0)
-        unreadable = find_unreadable(pictures, prep.emit, prep.recipes.decoders, prefetch)
-    else:
-        pictures = [
-            picture
-            for epoch in range(section.variants)
-            for picture in _pictures(groups, opened.source, prep, epoch)
+class DatasetPreparer:
+    """Opens datasets, sorts them into buckets, and encodes their samples."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        family: Family,
+        stores: CacheStores,
+        folder: Path,
+        ranks: Ranks,
+        emit: Emit,
+    ) -> None:
+        self.run = run
+        self.stores = stores
+        self.folder = folder
+        self.ranks = ranks
+        self.emit = emit
+        self._family = family
+        self._corruption = CorruptionLog(emit, folder / "corruption.json")
+        self.transforms = _sample_transforms(run)
+        emit(Notice(self.transforms.decoders.description))
+        self.tiling = _tiling(run, family)
+        self.encode = ExclusiveEncoder(family.encode, family.set_tiling, self.tiling)
+        self.latent_grid = partial(latent_grid, family)
+
+    def prepare_all(self) -> list[PreparedDataset]:
+        """Prepare every dataset, and list unreadable samples in `corruption.json`."""
+        prepared = [self.prepare(index) for index in range(len(self.run.datasets))]
+        if self._corruption.entries:
+            self._corruption.write(self.folder / "corruption.json")
+        return prepared
+
+    def prepare(self, index: int) -> PreparedDataset:
+        """Open a dataset, sort it into buckets, encode it, and leave out unreadable samples."""
+        section = self.run.datasets[index]
+        check_kind(section, index, self._family)
+        check_augmentable(section, index)
+        check_variants(section, index)
+        step = section.bucket_step or self._family.pixel_step
+        check_fit(section, index, step, self._family)
+        dataset = open_dataset(section, index, self.emit, self._corruption, self.folder / "staged")
+        left_out = sum(entry.dataset == section.id for entry in self._corruption.entries)
+        num_samples = len(dataset.samples) + left_out
+        plan = buckets.assign(dataset.samples, section, step)
+        groups = [
+            BucketGroup(samples, section.repeats, section.caption_dropout, size, section.weight)
+            for size, samples in plan.buckets.items()
         ]
-        unreadable = _encode(prep, index, prep.stores.latents, pictures, prep.encode, prep.emit)
-    for sample, reason in unreadable:
-        prep.ledger.record(section.id, sample.key, reason)
-    prep.ledger.check(section.id, found, section.max_corruption_rate)
-    lost = {sample for sample, _ in unreadable}
-    prep.emit(Notice(f"data set {section.id!r}:\n{buckets.report(plan)}"))
-    write_text(prep.folder / f"buckets-{index}.json", json.dumps(buckets.as_json(plan), indent=2))
-    kept = keep_samples(groups, lambda sample: sample not in lost)
-    if not kept:
-        raise DataError(
-            f"datasets[{index}] ({section.id!r}): every picture was dropped; see above."
-        )
-    return Prepared(kept, opened.source)
+        if augmentation_mode(section) == "disable_cache":
+            items = self.items(groups, dataset.source, 0)
+            workers = _decode_workers(section)
+            unreadable = find_unreadable(items, self.emit, self.transforms.decoders, workers)
+        else:
+            items = [
+                item
+                for epoch in range(section.variants)
+                for item in self.items(groups, dataset.source, epoch)
+            ]
+            unreadable = self.fill(
+                index, self.stores.latents, items, self.encode, self.emit, "cache"
+            )
+        for sample, reason in unreadable:
+            self._corruption.record(section.id, sample.key, reason)
+        self._corruption.check(section.id, num_samples, section.max_corruption_rate)
+        self.emit(Notice(f"dataset {section.id!r}:\n{buckets.report(plan)}"))
+        report = json.dumps(buckets.as_json(plan), indent=2)
+        write_text(self.folder / f"buckets-{index}.json", report)
+        lost = {sample for sample, _ in unreadable}
+        kept = keep_samples(groups, lambda sample: sample not in lost)
+        if not kept:
+            raise DataError(
+                f"datasets[{index}] ({section.id!r}): no sample is left; the messages above say "
+                "why each was left out."
+            )
+        return PreparedDataset(kept, dataset.source)
+
+    def items(self, groups: Sequence[BucketGroup], source: Source, epoch: int) -> list[EncodeItem]:
+        """Return the samples of these groups as they are encoded for one epoch."""
+        return [
+            EncodeItem(
+                sample,
+                group.size,
+                source,
+                self.transforms(sample, epoch),
+                self.tiling.applies_to(group.size, sample.kind),
+            )
+            for group in groups
+            for sample in group.samples
+        ]
+
+    def fill(
+        self,
+        index: int,
+        store: Store,
+        items: Sequence[EncodeItem],
+        encode: Callable[[Tensor], Tensor],
+        emit: Emit,
+        report: str,
+    ) -> Unreadable:
+        """Encode what a store lacks of a dataset's latents and masks, and load it into memory.
+
+        `report` names the folder in which ranks exchange what they could not read.
+        """
+        section, encoder = self.run.datasets[index], self._family.identity()["latents"]
+        workers, decoders = _decode_workers(section), self.transforms.decoders
+        ranks = replace(self.ranks, reports=self.ranks.reports / f"{report}-{index}")
+        grid = self.latent_grid
+
+        def latents(some: Sequence[EncodeItem], ranks: Ranks) -> Unreadable:
+            return fill_latents(store, some, encode, encoder, emit, decoders, workers, ranks)
+
+        def masks(some: Sequence[EncodeItem], ranks: Ranks) -> Unreadable:
+            return fill_masks(store, some, grid, emit, decoders, workers, ranks)
+
+        def latent_keys(some: Sequence[EncodeItem]) -> list[CacheKey]:
+            return [latent_key(i.sample, i.size, encoder, i.transform, i.tiled) for i in some]
+
+        unreadable = _fill_and_load(store, items, latents, latent_keys, ranks, emit)
+        if section.mask_data_dir is not None:
+            readable = _without(items, unreadable)
+            keys = partial(mask_keys, latent_grid=grid)
+            unreadable += _fill_and_load(store, readable, masks, keys, ranks, emit)
+        return unreadable
 
 
-def _pictures(
-    groups: Sequence[BucketGroup], source: Source, prep: Preparation, epoch: int
-) -> list[EncodeItem]:
-    tiled, recipe = prep.tiling.applies_to, prep.recipes
-    return [
-        EncodeItem(s, group.size, source, recipe(s, epoch), tiled(group.size, s.kind))
-        for group in groups
-        for s in group.samples
-    ]
+class RefreshedEpochEncoder:
+    """Encodes the augmentation epochs of datasets with `refresh_each_epoch`."""
 
+    def __init__(
+        self,
+        preparer: DatasetPreparer,
+        groups: Sequence[BucketGroup],
+        sources: Mapping[str, Source],
+    ) -> None:
+        """Encode these groups; `sources` has their files, by dataset."""
+        self._preparer = preparer
+        self._groups = groups
+        self._sources = sources
+        self._folder = AugmentationEpochFolder(preparer.folder / FOLDER, preparer.ranks)
 
-def _encode(
-    prep: Preparation,
-    index: int,
-    store: Store,
-    pictures: Sequence[EncodeItem],
-    encode: Callable[[Tensor], Tensor],
-    emit: Emit,
-    what: str = "cache",
-) -> list[tuple[Sample, str]]:
-    """Fill a store, then have its entries in memory; the samples that cannot be read."""
-    section, encoder = prep.run.datasets[index], prep.family.identity()["latents"]
-    prefetch = by_threads(section.in_memory.num_workers, ENCODE_BATCH_SIZE, section.timeout_s)
-    ranks = replace(prep.ranks, reports=prep.ranks.reports / f"{what}-{index}")
-    decoders, cells = prep.recipes.decoders, latent_grid_of(prep.family)
+    def open_store(self, epoch: int) -> Store:
+        """Open the store of one augmentation epoch."""
+        name = f"latents of augmentation epoch {epoch}"
+        return self._preparer.stores.open_latents(name, self._folder.path(epoch))
 
-    def latents(some: Sequence[EncodeItem], ranks: Ranks) -> list[tuple[Sample, str]]:
-        return fill_latents(store, some, encode, encoder, emit, decoders, prefetch, ranks)
+    def encode(self, store: Store, epoch: int, stopping: threading.Event) -> None:
+        """Fill the store; raise `EncodingStopped` before the next batch if `stopping` is set."""
 
-    def masks(some: Sequence[EncodeItem], ranks: Ranks) -> list[tuple[Sample, str]]:
-        return fill_masks(store, some, cells, emit, decoders, prefetch, ranks)
-
-    def latent_keys(some: Sequence[EncodeItem]) -> list[CacheKey]:
-        return [latent_key(p.sample, p.size, encoder, p.transform, p.tiled) for p in some]
-
-    bad = _filled(store, pictures, latents, latent_keys, ranks, emit)
-    if section.mask_data_dir is not None:
-        left = _without(pictures, bad)
-        bad += _filled(store, left, masks, lambda some: mask_keys(some, cells), ranks, emit)
-    return bad
-
-
-def _filled(
-    store: Store,
-    pictures: Sequence[EncodeItem],
-    fill: Callable[[Sequence[EncodeItem], Ranks], list[tuple[Sample, str]]],
-    keys_of: Callable[[Sequence[EncodeItem]], list[CacheKey]],
-    ranks: Ranks,
-    emit: Emit,
-) -> list[tuple[Sample, str]]:
-    """Make what is missing, and again what turns out to be damaged; the samples left out.
-
-    Each rank mends what it finds itself: they need not find the same. So none of them alone may
-    leave a sample out: its entry stays missing, and the next start finds that for all.
-    """
-    bad = fill(pictures, ranks)
-    left = _without(pictures, bad)
-    if lacks_after_warming(store, keys_of(left), emit):
-        again = fill(left, SINGLE_RANK)
-        bad += again if ranks.world_size == 1 else []
-    return bad
-
-
-def _without(pictures: Sequence[EncodeItem], bad: Sequence[tuple[Sample, str]]) -> list[EncodeItem]:
-    lost = {sample for sample, _ in bad}
-    return [picture for picture in pictures if picture.sample not in lost]
-
-
-def latent_grid_of(family: Family) -> LatentGrid:
-    """Rows and columns of a family's latents, which are their last two dimensions."""
-
-    def cells(size: Shape) -> tuple[int, int]:
-        *_, rows, columns = family.latent_shape(*size)
-        return rows, columns
-
-    return cells
-
-
-def lacks_after_warming(store: Store, keys: Sequence[str], emit: Emit) -> bool:
-    """Have entries in memory, where the store keeps them there; whether some were damaged."""
-    lost = store.warm(keys) if isinstance(store, MemoryTier) else []
-    if lost:
-        emit(Notice(f"{len(lost)} entries of the cache were damaged or gone: encoding them again"))
-    return bool(lost)
-
-
-def generations_of(
-    prep: Preparation, trained: Sequence[BucketGroup], sources: Mapping[str, Source]
-) -> AugmentationEpochs:
-    """The refreshed data sets: where their generations are, and how one is made."""
-    own = AugmentationEpochFolder(prep.folder / GENERATIONS, prep.ranks)
-
-    def fill(store: Store, number: int, stopping: threading.Event) -> None:
         def encode(pixels: Tensor) -> Tensor:
             if stopping.is_set():
                 raise EncodingStopped
-            return prep.encode(pixels)
+            return self._preparer.encode(pixels)
 
         def emit(event: Event) -> None:
             if isinstance(event, StageProgress):
-                event = replace(event, stage=f"encoding generation {number}")
-            prep.emit(event)
+                event = replace(event, stage=f"encoding augmentation epoch {epoch}")
+            self._preparer.emit(event)
 
-        for index, section in enumerate(prep.run.datasets):
+        for index, section in enumerate(self._preparer.run.datasets):
             if augmentation_mode(section) == "refresh_each_epoch":
-                groups = [group for group in trained if group.samples[0].dataset == section.id]
-                pictures = _pictures(groups, sources[section.id], prep, number)
-                bad = _encode(prep, index, store, pictures, encode, emit, f"generation-{number}")
-                if bad:
-                    raise RunFailedError(
-                        f"data set {section.id!r}: {bad[0][0].key} was readable when the run "
-                        f"began and is not now: {bad[0][1]}. Mend it, and start again to resume."
-                    )
+                groups = [g for g in self._groups if g.samples[0].dataset == section.id]
+                items = self._preparer.items(groups, self._sources[section.id], epoch)
+                unreadable = self._preparer.fill(
+                    index, store, items, encode, emit, f"epoch-{epoch}"
+                )
+                if unreadable:
+                    raise unreadable_now(*unreadable[0])
 
-    return AugmentationEpochs(
-        first=prep.stores.latents,
-        open_store=lambda number: prep.stores.open_latents(
-            f"latents of generation {number}", own.path(number)
-        ),
-        fill=fill,
-        entered=own.entered if prep.stores.latents_on_disk else lambda _: None,
-        emit=prep.emit,
-    )
+    def entered(self, epoch: int) -> None:
+        """Delete epochs on disk that no rank reads any more."""
+        if self._preparer.stores.latents_on_disk:
+            self._folder.entered(epoch)
 
 
-def keep_samples(groups: Sequence[BucketGroup], keep: Callable[[Sample], bool]) -> list[BucketGroup]:
-    """Groups with these samples alone; none that is empty."""
-    chosen = [
-        replace(group, samples=tuple(s for s in group.samples if keep(s))) for group in groups
-    ]
-    return [group for group in chosen if group.samples]
+def _fill_and_load(
+    store: Store,
+    items: Sequence[EncodeItem],
+    fill: Callable[[Sequence[EncodeItem], Ranks], Unreadable],
+    keys_of: Callable[[Sequence[EncodeItem]], list[CacheKey]],
+    ranks: Ranks,
+    emit: Emit,
+) -> Unreadable:
+    """Encode what is missing, load the entries, and encode again what turns out to be damaged.
+
+    Each rank repairs the damage that it finds, and ranks need not find the same. So with several
+    ranks, none may leave out a sample on its own: if the repair fails, the entry stays missing and
+    the next start of the run finds it on all ranks.
+    """
+    unreadable = fill(items, ranks)
+    readable = _without(items, unreadable)
+    if _load_into_memory(store, keys_of(readable), emit):
+        still_unreadable = fill(readable, SINGLE_RANK)
+        unreadable += still_unreadable if ranks.world_size == 1 else []
+    return unreadable
+
+
+def _without(items: Sequence[EncodeItem], unreadable: Unreadable) -> list[EncodeItem]:
+    lost = {sample for sample, _ in unreadable}
+    return [item for item in items if item.sample not in lost]
+
+
+def _load_into_memory(store: Store, keys: Sequence[str], emit: Emit) -> bool:
+    """Load entries into memory, if the store keeps them there; return whether some are damaged."""
+    lost = store.warm(keys) if isinstance(store, MemoryTier) else []
+    if lost:
+        text = f"{len(lost)} entries of the cache are damaged or missing; encoding them again"
+        emit(Notice(text))
+    return bool(lost)
+
+
+def _decode_workers(section: DatasetSection) -> Prefetch:
+    return by_threads(section.in_memory.num_workers, ENCODE_BATCH_SIZE, section.timeout_s)
+
+
+# What a run needs of its caches
+
+
+def latent_grid(family: Family, size: Shape) -> tuple[int, int]:
+    """Return rows and columns of the latents of a bucket: their last two dimensions."""
+    *_, rows, columns = family.latent_shape(*size)
+    return rows, columns
+
+
+def _sample_transforms(run: RunFile) -> SampleTransforms:
+    return SampleTransforms({d.id: d for d in run.datasets}, run.seed, choose_decoders())
+
+
+def _tiling(run: RunFile, family: Family) -> Tiling:
+    can_tile = family.set_tiling(enabled=False)
+    return choose_tiling(run.cache_config.vae_tiling, family.name, can_tile)
+
+
+def required_keys(run: RunFile, family: Family, emit: Emit) -> set[CacheKey]:
+    """Return every key that training would look up, without encoding anything.
+
+    Refreshed augmentation epochs are not included; they have folders of their own. An unreadable
+    sample is an error: its entries could not be told apart from unused ones.
+    """
+    folder, identity = Path(run.output_dir), family.identity()
+    corruption = CorruptionLog(emit, folder / "corruption.json")
+    transforms, tiling = _sample_transforms(run), _tiling(run, family)
+    prompt_names = PromptNames(family.takes_control, transforms)
+    keys: set[CacheKey] = set()
+    for index, section in enumerate(run.datasets):
+        dataset = open_dataset(section, index, emit, corruption)
+        plan = buckets.assign(dataset.samples, section, section.bucket_step or family.pixel_step)
+        for size, samples in plan.buckets.items():
+            for sample in samples:
+                keys |= {
+                    text_key(prompt_names(caption, sample, size, epoch), identity["text"])
+                    for caption in (sample.caption, EMPTY_PROMPT)
+                    for epoch in prompt_names.epochs(sample)
+                }
+                if augmentation_mode(section) == "disable_cache":
+                    continue
+                tiled = tiling.applies_to(size, sample.kind)
+                for transform in [transforms(sample, e) for e in range(section.variants)]:
+                    keys.add(latent_key(sample, size, identity["latents"], transform, tiled))
+                    if sample.mask is not None:
+                        grid = latent_grid(family, size)
+                        keys.add(mask_key(sample.mask, size, grid, transform))
+    if corruption.entries:
+        first = corruption.entries[0]
+        raise CacheError(
+            f"{len(corruption.entries)} samples of the run in {folder} cannot be read, such as "
+            f"{first.key!r} of dataset {first.dataset!r}, so it is unknown which entries they "
+            "need. Fix or remove these samples first."
+        )
+    return keys

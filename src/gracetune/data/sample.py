@@ -1,4 +1,4 @@
-"""One sample of a data set, and a batch of them as the trainer sees it."""
+"""Samples before decoding (`Sample`) and encoded batches (`Batch`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 Size = tuple[int, int]
 """Width and height in pixels."""
 Shape = tuple[int, ...]
-"""Of a bucket: width and height; for videos also frames; for sounds channels and samples."""
+"""Bucket shape: (width, height) of images, plus frames of videos; (channels, length) of audio."""
 Kind = Literal["image", "video", "audio"]
 
 
 class UnreadableSampleError(DataError):
-    """These bytes are not a sample that can be trained on."""
+    """The bytes are not a sample that can be used for training."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -29,57 +29,62 @@ class UnreadableSampleError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A picture that belongs to a sample: it gets the same crop and the same warp."""
+    """A control image or mask of a sample; it is cropped and augmented like the sample."""
 
     role: Literal["control", "mask"]
     key: str
-    """Its name in its own source."""
+    """Key in the dataset's source."""
     digest: str
     inverted: bool = False
-    """Of a mask: black is learnt."""
+    """Whether the mask is inverted: black is trained on instead of white."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A picture, video or sound and its caption, not yet decoded."""
+    """An image, video or audio file with its caption, not yet decoded."""
 
     dataset: str
-    """The id of its data set."""
+    """Id of the dataset."""
     key: str
-    """Its name in the source."""
+    """Key in the dataset's source."""
     caption: str
     digest: str
-    """Of the file's bytes: what caches and a run's identity are made of."""
+    """BLAKE3 digest of the file's bytes; part of cache keys and of the run's identity."""
     width: int
     height: int
-    """As shown: after the EXIF orientation. Sounds have neither: 0."""
+    """Size as displayed, after the EXIF orientation; 0 for audio."""
     kind: Kind = "image"
     seconds: float = 0.0
-    """How long a video or a sound lasts."""
+    """Duration of a video or audio file."""
     fps: float = 0.0
-    """Frames a second of a video, on average."""
+    """Average frames per second of a video."""
     companions: tuple[Companion, ...] = ()
 
+    @property
+    def mask(self) -> Companion | None:
+        """The sample's mask, if its dataset has masks."""
+        return next((one for one in self.companions if one.role == "mask"), None)
 
-def mask_of(sample: Sample) -> Companion | None:
-    """The mask of a sample, where its data set has masks."""
-    return next((one for one in sample.companions if one.role == "mask"), None)
+    @property
+    def control(self) -> Companion | None:
+        """The sample's control image, if its dataset has control images."""
+        return next((one for one in self.companions if one.role == "control"), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples of one bucket, encoded."""
+    """Encoded samples of one bucket."""
 
     latents: Tensor
-    """Stacked along the first dimension."""
+    """Latents, stacked along the first dimension."""
     text: Mapping[str, Tensor]
-    """What the family's text encoder made, each tensor stacked likewise."""
+    """Outputs of the family's text encoder by name, each stacked along the first dimension."""
     samples: tuple[Sample, ...]
     weights: Tensor | None = None
-    """How much each cell of the latents counts, BHW; none: all alike."""
+    """Loss weight of each latent cell, BHW; None weights all cells equally."""
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that lies on the device."""
+        """Yield every tensor of the batch."""
         yield self.latents
         yield from self.text.values()
         if self.weights is not None:

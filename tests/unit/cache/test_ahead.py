@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from gracetune.cache.prefetch import PrefetchDepth, InlineBatches, PrefetchedBatches, batch_nbytes
+from gracetune.cache.batch_transfer import PrefetchDepth, InlineBatches, PrefetchedBatches, batch_nbytes
 from gracetune.data.loader import LoaderState
 from gracetune.data.sample import Batch
 from gracetune.errors import DataError
@@ -74,7 +74,7 @@ def test_the_state_is_that_of_the_batch_taken_not_of_those_brought():
     assert len(seen) == 5  # one taken, four ahead, no more
     assert state.consumed == 1
     ahead.close()
-    assert not [t for t in threading.enumerate() if t.name == "gracetune-ahead"]
+    assert not [t for t in threading.enumerate() if t.name == "gracetune-prefetch"]
 
 
 def test_a_number_stays_as_it_is_however_long_steps_wait():

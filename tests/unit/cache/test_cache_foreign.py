@@ -105,7 +105,7 @@ def test_a_tensor_may_not_reach_beyond_its_storage(tmp_path):
     assert program.count(shape) == 1
     for longer, match in (
         (b"K\x40\x85", "outside of its storage"),
-        (shape, "shorter than it says"),
+        (shape, "shorter than its header says"),
     ):
         data = bytes(16) if longer != shape else bytes(8)
         path = archive(tmp_path / "bad.pt", program.replace(shape, longer), [("0", data)])

@@ -3,7 +3,7 @@ from functools import partial
 import torch
 
 from gracetune.cache.memory_tier import allocate_pageable
-from gracetune.cache.prefetch import STAGING_SLOTS, DeviceTextCache, PinnedStaging, copy_into, cache_texts_on_device
+from gracetune.cache.batch_transfer import STAGING_SLOTS, DeviceTextCache, PinnedStaging, copy_into, cache_texts_on_device
 from gracetune.cache.shard_format import PAGE
 
 
@@ -104,9 +104,9 @@ def test_hot_texts_are_the_first_of_the_row_within_the_budget():
     hot = cache_texts_on_device(["a", "bb", "ccc"], texts, torch.device("cpu"), 1100)
     assert len(hot) == 2
     assert [e["tokens"][0].item() for e in hot.get_all(["bb", "a", "bb"])] == [2, 1, 2]
-    assert hot.found == 3
+    assert hot.hits == 3
     assert hot.get_all(["a", "ccc"]) is None
-    assert hot.found == 3
+    assert hot.hits == 3
 
 
 def test_no_budget_keeps_nothing_hot():

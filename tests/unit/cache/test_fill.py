@@ -81,7 +81,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(told, most):
     assert refused == [size for size in (32, 16, 8, 4, 2) if size > most]  # never tried again
     warnings = [e for e in told.of(Notice) if e.fallback]
     assert len(warnings) == len(refused)
-    assert "going on by" in warnings[0].text
+    assert "continuing with" in warnings[0].text
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_large_pictures_are_encoded_fewer_at_a_time(told, monkeypatch, edge, tog
     assert fill_latents(DictStore(), wanted, encode, "e", told) == []
     assert max(encode.sizes) == together
     assert sum(encode.sizes) == 40
-    done = [e.done for e in told.of(StageProgress) if e.stage == "encoding pictures"]
+    done = [e.done for e in told.of(StageProgress) if e.stage == "encoding latents"]
     assert done == [32, 40]
 
 
 def test_out_of_memory_with_one_picture_ends_the_run_with_a_way_out(told):
-    with pytest.raises(RunFailedError, match=r"one of the pictures: no room.*resolution"):
+    with pytest.raises(RunFailedError, match=r"one of the samples at a time: no room.*resolution"):
         fill_latents(DictStore(), pictures(["1"], Files()), Encoder(0), "e", told)
 
 
@@ -174,7 +174,7 @@ def test_progress_tells_since_when_and_ends_at_the_total(told):
     )
     steps = told.of(StageProgress)
     assert [event.done for event in steps] == [ENCODE_BATCH_SIZE, 2 * ENCODE_BATCH_SIZE, 70]
-    assert {(event.total, event.unit) for event in steps} == {(70, "pictures")}
+    assert {(event.total, event.unit) for event in steps} == {(70, "samples")}
     assert 0 < steps[0].seconds <= steps[-1].seconds
 
 
@@ -233,7 +233,7 @@ def test_a_share_does_not_depend_on_what_else_is_missing():
 def test_a_rank_that_gets_nothing_done_is_not_waited_for_without_end(tmp_path):
     clock = iter(range(100))
     ranks = Ranks(0, 2, tmp_path, timeout_s=5)
-    with pytest.raises(RunFailedError, match=r"rank 0 waits for rank 1 .*distributed\.timeout_s"):
+    with pytest.raises(RunFailedError, match=r"Rank 0 waits for rank 1 .*distributed\.timeout_s"):
         ranks.exchange("encoding", {}, lambda: 3, lambda _: None, lambda: next(clock))
 
 

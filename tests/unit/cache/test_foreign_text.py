@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gracetune.cache.foreign import captions_by_digest, caption_digest, match_text, convert_text
+from gracetune.cache.import_foreign import captions_by_digest, caption_digest, match_text, convert_text
 from gracetune.errors import CacheError
 
 OURS = {
@@ -70,7 +70,7 @@ def test_another_encoder_is_refused(theirs):
 @pytest.mark.parametrize("odd", [torch.zeros(1, 12, 8), torch.ones(1, 12, 9)], ids=["no", "wide"])
 def test_an_entry_that_is_not_like_the_first_is_refused(odd):
     matches = match_text({"e": padded(OURS["tokens"])}, {"tokens": OURS["tokens"]})
-    with pytest.raises(CacheError, match="its 'e' is"):
+    with pytest.raises(CacheError, match="its 'e' has the shape"):
         convert_text({"e": odd}, matches)
 
 

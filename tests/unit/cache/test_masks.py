@@ -117,7 +117,7 @@ def test_masks_that_cannot_be_read_are_named_with_every_sample_of_theirs(told):
         ("gone.png", "its mask gone: no gone"),
         (
             "broken.png",
-            "its mask broken: not a picture in a known format "
+            "its mask broken: not an image in a known format "
             "(PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF)",
         ),
     ]
@@ -136,7 +136,7 @@ def test_masks_that_let_nothing_be_learnt_are_told(told):
     fill(DictStore(), [picture(source, "black"), picture(source, "half")], told)
     (notice,) = told.of(Notice)
     assert notice.level == "warning"
-    assert "1 of 2 masks are black in all that their samples show (black.png" in notice.text
+    assert "1 of 2 masks are completely black, such as that of black.png" in notice.text
 
 
 @pytest.mark.parametrize("count", [1, 32, 33, 70])

@@ -12,7 +12,7 @@ from PIL import Image
 
 from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.config.schema import RunFile
-from gracetune.data.pipeline import build_pipeline
+from gracetune.data.pipeline import DataPipeline
 from gracetune.models.tiny import load
 
 COUNT = 6
@@ -70,7 +70,7 @@ class World:
         )
         output.mkdir(exist_ok=True)
         mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
-        build_pipeline(run, Counting(), mover, output, told)
+        DataPipeline(run, Counting(), mover, output, told)
         return encoded["pictures"], encoded["captions"]
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gracetune.cache.encode import AUTO_TILE_PIXELS, NO_TILING, Tiling, choose_tiling, serialize_encoder
+from gracetune.cache.encode import AUTO_TILE_PIXELS, NO_TILING, Tiling, choose_tiling, ExclusiveEncoder
 from gracetune.cache.keys import latent_key
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError
@@ -21,7 +21,7 @@ def test_what_a_run_file_asks_for_is_what_the_family_can(asked, can, expected):
 
 
 def test_tiles_that_a_family_does_not_have_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"vae_tiling is true; the encoder of tiny has no tiles"):
+    with pytest.raises(ConfigError, match=r"vae_tiling is true, but the encoder of tiny cannot work in tiles"):
         choose_tiling(True, "tiny", False)
 
 
@@ -41,7 +41,7 @@ def test_the_encoder_is_switched_for_each_batch_by_its_size():
         switched.append(on)
         return True
 
-    encode = serialize_encoder(lambda media: media * 2, tile, Tiling(64))
+    encode = ExclusiveEncoder(lambda media: media * 2, tile, Tiling(64))
     assert encode(torch.ones(1, 3, 8, 8)).sum() == 384
     encode(torch.ones(1, 3, 8, 9))
     encode(torch.ones(1, 3, 5, 8, 8))
@@ -52,7 +52,7 @@ def test_a_family_that_never_tiles_is_not_asked():
     def encode(media):
         return media
 
-    serialize_encoder(encode, lambda on: 1 / 0, NO_TILING)(torch.ones(1, 3, 8, 8))
+    ExclusiveEncoder(encode, lambda on: 1 / 0, NO_TILING)(torch.ones(1, 3, 8, 8))
 
 
 def test_tiled_latents_have_keys_of_their_own():

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from gracetune.cache.encode import EncodeItem
-from gracetune.cache.import_foreign import _check_plain
+from gracetune.cache.import_foreign import _check_centre_crop
 from gracetune.cache.keys import text_key
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cli.main import main
@@ -76,10 +76,10 @@ def damage_one(folder):
     with ShardStore(folder) as store:
         key = next(store.keys())
         with store.index() as index:
-            row = index.find([key])[key]
+            row = index.find_rows([key])[key]
     (path,) = store.shards.iterdir()
     data = bytearray(path.read_bytes())
-    data[row.begin] ^= 1
+    data[row.offset] ^= 1
     path.write_bytes(data)
     return key
 
@@ -262,14 +262,14 @@ def test_centre_crops_are_left_out_where_the_run_crops_elsewhere(
     told = answer(capsys, "import", path, foreign)
     assert told["imported"] == []
     for why in told["left_out"].values():
-        assert "crop of the data set 'shapes' is not center" in why
+        assert "crop of the dataset 'shapes' is not center" in why
 
 
 def test_an_entry_of_a_video_does_not_say_which_frames_it_is_of(built):
     sample = Sample("clips", "a.mp4", "", "abc", 64, 48, "video")
     picture = EncodeItem(sample, (64, 48, 5), FolderSource(built), SampleTransform(rate=24.0))
     with pytest.raises(CacheError, match=r"'clips'.*which frames"):
-        _check_plain(picture)
+        _check_centre_crop(picture)
 
 
 def test_an_entry_that_two_pictures_could_be_meant_by_is_left_out(root, foreign, built, capsys):
@@ -288,7 +288,7 @@ def test_an_entry_that_two_pictures_could_be_meant_by_is_left_out(root, foreign,
     assert told["imported"] == []
     reasons = {Path(name).name: why for name, why in told["left_out"].items()}
     assert (
-        f"2 pictures of the run are called {first.stem!r}"
+        f"2 samples of the run are called {first.stem!r}"
         in reasons[f"{first.stem}_{'h' * 22}.safetensors"]
     )
 
@@ -344,7 +344,7 @@ def test_texts_that_do_not_tell_their_caption_are_left_out(root, texts, built, c
         "a caption that the run does not have",
         "the text file is newer",
         "no caption 'never heard of'",
-        "no picture of the run is called 'stranger'",
+        "no sample of the run is called 'stranger'",
     ):
         assert reason in every
 
@@ -361,7 +361,7 @@ def test_old_generations_are_collected_and_what_is_read_next_is_kept(root, built
     (folder / "generation-9").mkdir()
     shown = [one for one in answer(capsys, "gc", path) if "generation-" in one["folder"]]
     assert [Path(one["folder"]).name for one in shown] == ["generation-1", "generation-7"]
-    assert "the whole generation" in lines(capsys, "gc", path, "--yes")
+    assert "this augmentation epoch" in lines(capsys, "gc", path, "--yes")
     left = sorted(one.name for one in folder.glob("generation-*"))
     assert left == ["generation-2", "generation-3", "generation-9"]
     done = Path(run.output_dir) / "checkpoints" / f"step-{run.train.max_train_steps:08d}"

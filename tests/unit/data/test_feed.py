@@ -8,11 +8,11 @@ from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.cache.encode import Ranks
 from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
 from gracetune.cache.shard_store import ShardStore
-from gracetune.cache.stores import open_stores
+from gracetune.cache.stores import CacheStores
 from gracetune.config.schema import RunFile
 from gracetune.data.gather import MissingGather
 from gracetune.data.loader import BucketGroup
-from gracetune.data.pipeline import build_pipeline, split_holdout
+from gracetune.data.pipeline import DataPipeline, split_holdout
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError, RunFailedError
 from gracetune.models.tiny import load
@@ -31,7 +31,7 @@ def feed(tiny_run, told, tmp_path):
         folder = Path(run.output_dir)
         folder.mkdir(exist_ok=True)
         mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
-        return build_pipeline(run, load(run.model), mover, folder, told)
+        return DataPipeline(run, load(run.model), mover, folder, told)
 
     return make
 
@@ -39,7 +39,7 @@ def feed(tiny_run, told, tmp_path):
 def test_a_batch_that_no_size_can_fill_is_told(feed, told):
     feed(train={"batch_size": 100})
     (text,) = [text for text in told.texts() if text.startswith("train.batch_size is 100")]
-    assert text.endswith("no size has more than 64 samples in an epoch, so no batch has more")
+    assert text.endswith("no bucket has more than 64 samples in an epoch, so batches are smaller")
     told.events.clear()
     feed(train={"batch_size": 64})
     assert not [text for text in told.texts() if text.startswith("train.batch_size")]
@@ -103,21 +103,21 @@ def test_the_split_is_the_same_in_any_order():
 )
 def test_stores_are_what_the_run_file_says(cache, dataset, latents, text, told, tmp_path):
     run = RunFile.model_validate({"cache_config": cache, "datasets": [dataset]})
-    stores = open_stores(run, tmp_path, told)
+    stores = CacheStores(run, tmp_path, told)
     assert type(stores.latents) is latents
     assert type(stores.text) is text
 
 
 def test_unified_memory_says_where_entries_live(told, tmp_path):
     run = RunFile.model_validate({"cache_config": {"vae_cache_type": "unified_memory"}})
-    open_stores(run, tmp_path, told)
+    CacheStores(run, tmp_path, told)
     assert "unified_memory" in told.texts()[0]
 
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_folder_that_nothing_is_kept_in_is_named(keeps, told, tmp_path):
     section = {"cache_dir": str(tmp_path / "kept"), "persistent_cache": keeps}
-    open_stores(RunFile.model_validate({"cache_config": section}), tmp_path, told)
+    CacheStores(RunFile.model_validate({"cache_config": section}), tmp_path, told)
     found = [text for text in told.texts() if "kept is not used: the cache is in memory" in text]
     assert len(found) == (not keeps)
 
@@ -125,7 +125,7 @@ def test_a_folder_that_nothing_is_kept_in_is_named(keeps, told, tmp_path):
 @pytest.mark.parametrize(("kind", "said"), [("memory", 1), ("disk", 0)])
 def test_a_missing_helper_is_said_once_where_it_would_help(kind, said, told, tmp_path):
     run = RunFile.model_validate({"cache_config": {"vae_cache_type": kind}})
-    stores = open_stores(run, tmp_path, told, find=lambda: MissingGather("nobody built it"))
+    stores = CacheStores(run, tmp_path, told, find=lambda: MissingGather("nobody built it"))
     stores.open_latents("generation", tmp_path / "generation")
     found = [event for event in told.events if "nobody built it" in event.text]
     assert [event.fallback for event in found] == [True] * said
@@ -138,11 +138,11 @@ def test_a_cache_folder_is_found_by_the_next_run(feed, told, tmp_path):
     cache = {"persistent_cache": True, "cache_dir": str(tmp_path / "cache")}
     feed(cache_config=cache)
     stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
-    assert "encoding pictures" in stages
+    assert "encoding latents" in stages
     told.events.clear()
     feed(cache_config=cache)
     stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
-    assert "encoding pictures" not in stages
+    assert "encoding latents" not in stages
     assert "encoding captions" not in stages
 
 
@@ -157,17 +157,17 @@ def test_steps_and_sizes_that_do_not_suit_the_model_are_refused(feed, tiny_run):
 def test_several_ranks_share_files_and_host_memory(told, tmp_path):
     run = RunFile.model_validate({"datasets": [{}]})
     alone, shared = (
-        open_stores(run, tmp_path / f"{world}", told, ranks=Ranks(0, world)) for world in (1, 4)
+        CacheStores(run, tmp_path / f"{world}", told, ranks=Ranks(0, world)) for world in (1, 4)
     )
     assert not alone.latents_on_disk
     assert shared.latents_on_disk
-    assert any("4 ranks share what they encode" in text for text in told.texts())
+    assert any("4 ranks share one cache of encoded samples" in text for text in told.texts())
 
 
 def test_the_host_budget_is_split_between_kinds(told, tmp_path):
     cache = {"vae_cache_type": "unified_memory", "text_cache_type": "unified_memory"}
     run = RunFile.model_validate({"cache_config": {**cache, "host_budget_gb": 4}})
-    open_stores(run, tmp_path, told)
+    CacheStores(run, tmp_path, told)
     assert "latents live in host memory, up to 3.0 GiB" in told.texts()[0]
     assert "text live in host memory, up to 1.0 GiB" in told.texts()[1]
 
@@ -236,7 +236,7 @@ def test_a_picture_that_breaks_while_training_ends_the_run_by_name(feed, tmp_pat
     made = feed(datasets=[dataset | {"augmentations_cache_mode": "disable_cache"}])
     assert len(made.load(made.order.batch_at(0))) == 4
     (tmp_path / "pictures" / "2.png").write_bytes(b"torn")
-    with pytest.raises(RunFailedError, match=r"'d': 2.png was readable when the run began"):
+    with pytest.raises(RunFailedError, match=r"'d': 2.png was readable when the run started"):
         made.load(made.order.batch_at(0))
     made.close()
 
@@ -246,7 +246,7 @@ def test_a_picture_that_breaks_before_its_next_generation_ends_the_run_by_name(f
     made = feed(datasets=[dataset | {"augmentations_cache_mode": "refresh_each_epoch"}])
     (tmp_path / "pictures" / "1.png").write_bytes(b"torn")
     made.load(made.order.batch_at(0))
-    with pytest.raises(RunFailedError, match=r"'d': 1.png was readable when the run began"):
+    with pytest.raises(RunFailedError, match=r"'d': 1.png was readable when the run started"):
         made.load(made.order.batch_at(made.order.epoch_length))
     made.close()
 

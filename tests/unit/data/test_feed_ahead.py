@@ -9,8 +9,8 @@ import torch
 
 from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.cache.memory_tier import allocate_pageable
-from gracetune.cache.prefetch import PinnedStaging
-from gracetune.data.pipeline import build_pipeline
+from gracetune.cache.batch_transfer import PinnedStaging
+from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import RunFailedError
 from gracetune.models.tiny import load
 from gracetune.train.loop import BatchStream
@@ -69,7 +69,7 @@ def stream(tiny_run, told, tmp_path):
     def make(mover, **sections):
         run = tiny_run(output_dir=str(tmp_path / f"{len(told.events)}"), **sections)
         Path(run.output_dir).mkdir()
-        feed = build_pipeline(run, load(run.model), mover, Path(run.output_dir), told)
+        feed = DataPipeline(run, load(run.model), mover, Path(run.output_dir), told)
         return BatchStream(feed, 0, 1, 0)
 
     return make
@@ -91,8 +91,8 @@ def test_batches_brought_ahead_are_those_that_are_loaded_at_once(stream, tiny_ru
     assert fed.batches == 20
     assert fed.depth >= (2 if depth == "auto" else depth)
     assert fed.nbytes >= 20 * 4 * 48 * 6 * 6 * 4
-    assert mover.brought_by == {"gracetune-ahead"}
-    assert "gracetune-ahead" not in {thread.name for thread in threading.enumerate()}
+    assert mover.brought_by == {"gracetune-prefetch"}
+    assert "gracetune-prefetch" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_texts_within_the_device_budget_stay_there(stream, told):
@@ -121,6 +121,6 @@ def test_an_entry_that_vanishes_ends_the_run_with_a_way_out(stream, tmp_path, to
     again = stream(Elsewhere(), cache_config={**cache, "prefetch_depth": 1})
     for shard in (tmp_path / "cache" / "latents" / "shards").iterdir():
         shard.write_bytes(b"\0" * shard.stat().st_size)
-    with pytest.raises(RunFailedError, match=r"gone or damaged now\. Start again"):
+    with pytest.raises(RunFailedError, match=r"missing or damaged.*Run the same command again"):
         list(again.take(30))
     again.close()

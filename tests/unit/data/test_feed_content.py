@@ -11,7 +11,7 @@ from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.config.schema import RunFile
 from gracetune.data.augment import recipe_of, render
 from gracetune.data.images import choose_decoders
-from gracetune.data.pipeline import build_pipeline
+from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import ConfigError
 from gracetune.models.tiny import load
 
@@ -46,7 +46,7 @@ def made(folder, told, tmp_path):
         run = RunFile.model_validate({"output_dir": str(output), "datasets": [dataset], "seed": 3})
         family = load(run.model)
         mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
-        return run, family, build_pipeline(run, family, mover, Path(output), told)
+        return run, family, DataPipeline(run, family, mover, Path(output), told)
 
     return make
 
@@ -95,7 +95,7 @@ def test_an_epoch_follows_the_weight(made):
 
 def test_the_decoders_are_told(made, told):
     made()
-    assert choose_decoders().why in told.texts()
+    assert choose_decoders().description in told.texts()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from test_feed_ahead import Elsewhere
 from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.cache.encode import Ranks
 from gracetune.cache.shard_format import DEFAULT_DATA_OFFSET
-from gracetune.data.pipeline import build_pipeline
+from gracetune.data.pipeline import DataPipeline
 from gracetune.events.types import Notice, StageProgress, StepDone
 from gracetune.models.tiny import load
 from gracetune.train.run import run_training
@@ -63,11 +63,11 @@ def test_damage_before_the_first_step_is_mended_by_the_same_start(
     assert losses("again") == intact
     (said,) = fallbacks(told)
     assert f"cache/{kind} is damaged" in said
-    assert encoded(told, "encoding pictures") == (64 if kind == "latents" else 0)
+    assert encoded(told, "encoding latents") == (64 if kind == "latents" else 0)
     assert (encoded(told, "encoding captions") > 0) == (kind == "text")
     assert losses("third") == intact
     assert fallbacks(told) == []
-    assert encoded(told, "encoding pictures") == encoded(told, "encoding captions") == 0
+    assert encoded(told, "encoding latents") == encoded(told, "encoding captions") == 0
 
 
 def test_a_shard_that_is_gone_is_found_before_the_first_step_of_a_cache_on_disk(
@@ -107,12 +107,12 @@ def test_a_text_that_stays_on_the_device_is_encoded_again(tiny_run, told, tmp_pa
     run = tiny_run(cache_config=section)
     Path(run.output_dir).mkdir()
     family = load(run.model)
-    whole = build_pipeline(run, family, Elsewhere(), Path(run.output_dir), told)
+    whole = DataPipeline(run, family, Elsewhere(), Path(run.output_dir), told)
     batch = whole.load(whole.order.batch_at(0))
     whole.close()
     for shard in shards(tmp_path / "cache", "text"):
         flip(shard)
-    mended = build_pipeline(run, family, Elsewhere(), Path(run.output_dir), told)
+    mended = DataPipeline(run, family, Elsewhere(), Path(run.output_dir), told)
     again = mended.load(mended.order.batch_at(0))
     mended.close()
     assert all(torch.equal(again.text[name], batch.text[name]) for name in batch.text)
@@ -124,22 +124,22 @@ def test_ranks_mend_each_for_itself(tiny_run, told, tmp_path):
     folder, family = Path(run.output_dir), load(run.model)
     folder.mkdir()
     mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
-    whole = build_pipeline(run, family, mover, folder, told)
+    whole = DataPipeline(run, family, mover, folder, told)
     batch = whole.load(whole.order.batch_at(0))
     whole.close()
     (shard,) = shards(tmp_path / "cache", "latents")
     flip(shard)
     ranks = [Ranks(rank, 2, tmp_path / "reports", timeout_s=5) for rank in range(2)]
     # Rank 1 has nothing to encode at first, which is all that rank 0 waits for.
-    for what in ("cache-0/encoding-pictures-1", "encoding-captions-1"):
+    for what in ("cache-0/encoding-latents-1", "encoding-captions-1"):
         path = tmp_path / "reports" / f"{what}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    first, second = (build_pipeline(run, family, mover, folder, told, one) for one in ranks)
+    first, second = (DataPipeline(run, family, mover, folder, told, one) for one in ranks)
     for feed in (first, second):
         assert torch.equal(feed.load(feed.order.batch_at(0)).latents, batch.latents)
         feed.close()
-    assert encoded(told, "encoding pictures") == 2 * 64
+    assert encoded(told, "encoding latents") == 2 * 64
 
 
 def _masked_pictures(folder):
