@@ -25,13 +25,13 @@ from curves import draw_curves
 from gracetune.config.load import load_run_file
 from gracetune.data.loader import Loader
 from gracetune.events.run_control import RunControl
-from gracetune.train.build import build, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
-from gracetune.train.state import TrainProgress
+from gracetune.train.step import TrainProgress
 from gracetune.train.step import losses_given_noise, train_step
 
 if TYPE_CHECKING:
-    from gracetune.train.loop import Session
+    from gracetune.train.build import Session
 
 ROOT = Path(__file__).parent.parent
 RATES = (1e-3, 3e-3, 1e-2)
@@ -59,13 +59,13 @@ def train(steps: int, settings: list[str]) -> tuple[dict[int, float], list[float
         ).run
         accelerator = start_accelerator(run)
         with open(Path(folder) / "told", "w") as told:
-            session = build(
+            session = build_session(
                 run,
                 accelerator,
                 lambda event: print(event, file=told),
                 RunControl(Path(folder)),
                 SignalHandler(),
-            ).session
+            )
         return follow(session, steps)
 
 

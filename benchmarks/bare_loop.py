@@ -24,10 +24,10 @@ from gracetune.events.log import JsonlLog
 from gracetune.events.run_control import RunControl
 from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import StepDone
-from gracetune.train.build import build, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler
-from gracetune.train.state import TrainProgress
+from gracetune.train.step import TrainProgress
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,8 +91,8 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
     seconds = Seconds()
     sinks = [seconds, JsonlLog(folder / "events.jsonl"), TensorBoardSink(folder / "tb", 1)]
     with EventDispatcher(sinks) as fan:
-        built = build(run, start_accelerator(run), fan.emit, RunControl(folder), SignalHandler())
-        session = built.session
+        built = build_session(run, start_accelerator(run), fan.emit, RunControl(folder), SignalHandler())
+        session = built
         batches = [session.pipeline.load(session.pipeline.order.batch_at(i)) for i in range(steps)]
         pairs = [(batch.latents, batch.text) for batch in batches]
         bare_model = type(session.state.family.transformer)(

@@ -21,16 +21,16 @@ from gracetune.data.loader import Loader
 from gracetune.data.sample import Batch, Sample
 from gracetune.data.shapes import draw, drawn
 from gracetune.events.run_control import RunControl
-from gracetune.train.build import build, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
-from gracetune.train.state import TrainProgress
+from gracetune.train.step import TrainProgress
 from gracetune.train.step import train_step
 from gracetune.train.validate import held_out_loss
 
 if TYPE_CHECKING:
     from gracetune.events.types import Event
     from gracetune.models.family import Family
-    from gracetune.train.loop import Session
+    from gracetune.train.build import Session
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "demo-lora.json"
 EVERY = 25
@@ -67,8 +67,8 @@ def main() -> None:
             environment={},
         ).run
         requests = RunControl(Path(folder))
-        built = build(run, start_accelerator(run), emit, requests, SignalHandler())
-        curve = follow(built.session, arguments.steps)
+        built = build_session(run, start_accelerator(run), emit, requests, SignalHandler())
+        curve = follow(built, arguments.steps)
         built.close()
     rounded = [line for line in told if "fp8" in line]
     print(json.dumps({"curve": curve, "told": rounded}))

@@ -42,10 +42,10 @@ from gracetune.events.log import JsonlLog
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice, StageProgress, StepDone, Validated
 from gracetune.plan.report import describe
-from gracetune.train.build import build, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler
-from gracetune.train.state import TrainProgress
+from gracetune.train.step import TrainProgress
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from gracetune.events.types import Event
     from gracetune.plan.result import Plan
-    from gracetune.train.build import Built
+    from gracetune.train.build import Session
 
 DEVICE_GB = 96
 TURN = 5
@@ -256,10 +256,12 @@ def train(path: Path, arguments: argparse.Namespace, clock: Clock) -> dict[str, 
     output.mkdir()
     with EventDispatcher([watcher, JsonlLog(output / "events.jsonl")]) as fan:
         accelerator = start_accelerator(run)
-        with closing(build(run, accelerator, fan.emit, RunControl(output), SignalHandler())) as built:
+        with closing(
+            build_session(run, accelerator, fan.emit, RunControl(output), SignalHandler())
+        ) as built:
             clock.lap("build")
             planned = plan_of(built)
-            train_loop(built.session, TrainProgress())
+            train_loop(built, TrainProgress())
             clock.lap("steps")
             figures = {
                 "first_plan": describe(planned),
@@ -273,21 +275,21 @@ def train(path: Path, arguments: argparse.Namespace, clock: Clock) -> dict[str, 
     return {**figures, "took_s": clock.seconds}
 
 
-def plan_of(built: Built) -> Plan:
+def plan_of(built: Session) -> Plan:
     """The plan at work."""
-    settled = built.session.plan_controller
+    settled = built.plan_controller
     assert settled is not None, "the run was not planned"
     return settled.plan
 
 
-def memory_figures(built: Built, watcher: Watcher, host: int) -> dict[str, Any]:
+def memory_figures(built: Session, watcher: Watcher, host: int) -> dict[str, Any]:
     """Planned and measured, side by side; `host`: what the run has added to the process."""
-    plan, family = plan_of(built), built.session.state.family
+    plan, family = plan_of(built), built.state.family
     frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
     inside = {p for block in family.blocks() for p in block.parameters()}
     streamed = sum(p.nbytes for p in frozen if p in inside and p.device.type == "cpu")
     return {
-        "trained_parameters": sum(p.numel() for p in built.session.state.parameters.values()),
+        "trained_parameters": sum(p.numel() for p in built.state.parameters.values()),
         "frozen_parameters": sum(p.numel() for p in frozen),
         "device_gib": {
             "allowed": DEVICE_GB * 1e9 / GIB,
@@ -309,13 +311,13 @@ def memory_figures(built: Built, watcher: Watcher, host: int) -> dict[str, Any]:
     }
 
 
-def speed_figures(built: Built, steps: list[StepDone], warm_steps: int) -> dict[str, Any]:
+def speed_figures(built: Session, steps: list[StepDone], warm_steps: int) -> dict[str, Any]:
     """Of the steps that count, by expert and over all."""
     plan = plan_of(built)
     counted = [step for step in steps if step.step > warm_steps]
     over_all = pace(counted)
     return {
-        "pictures": len(built.session.pipeline.train_samples),
+        "pictures": len(built.pipeline.train_samples),
         "steps": len(steps),
         "counted_steps": len(counted),
         "batch": plan.batch,

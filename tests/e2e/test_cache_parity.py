@@ -16,10 +16,10 @@ from gracetune.data.images import choose_decoders
 from gracetune.data.sample import Batch
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import BatchesFed, StepDone
-from gracetune.train.build import build, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler, run_training
-from gracetune.train.state import TrainProgress
+from gracetune.train.step import TrainProgress
 
 STEPS = 7  # three epochs of two batches, and one batch more
 PICTURES = 8
@@ -119,7 +119,7 @@ def trained_live(run, mode, told):
     told.events.clear()
     folder = Path(run.output_dir)
     folder.mkdir()
-    session = build(run, start_accelerator(run), told, RunControl(folder), SignalHandler()).session
+    session = build_session(run, start_accelerator(run), told, RunControl(folder), SignalHandler())
     (section,) = run.datasets
     family, decoders = session.state.family, choose_decoders()
 

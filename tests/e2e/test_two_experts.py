@@ -18,7 +18,7 @@ from gracetune.config.load import load_run_file
 from gracetune.events.run_control import RunControl
 from gracetune.models.family import transformers_of
 from gracetune.train import checkpoint
-from gracetune.train.build import build, resume, start_accelerator
+from gracetune.train.build import build_session, resume, start_accelerator
 from gracetune.train.run import SignalHandler, run_training
 
 STEPS, HALF = 6, 3
@@ -104,9 +104,9 @@ def answers(*transformers):
 def live_transformer(file, folder):
     """The model as the run left it in its last checkpoint."""
     run = load_run_file(file, [f"output_dir={folder}"]).run
-    session = build(
+    session = build_session(
         run, start_accelerator(run), lambda _: None, RunControl(folder), SignalHandler()
-    ).session
+    )
     resume(session, checkpoint.find_snapshot(folder / "checkpoints", "auto", pytest.fail))
     return session.state.family.transformer
 

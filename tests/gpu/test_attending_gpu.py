@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from gracetune.models.attention_backends import (
-    Asked,
+    AttentionCall,
     BackendTiming,
     fastest,
-    refusal,
-    stopwatch_of,
+    why_unusable,
+    stopwatch_for,
     time_attention,
-    without_refusals,
+    drop_incapable_backends,
 )
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda", 0)
 
 def asked(tokens=1024, mask=None):
     shape = (2, tokens, 8, 128)
-    return Asked(shape, shape, torch.bfloat16, mask=mask, scale=None, causal=False)
+    return AttentionCall(shape, shape, torch.bfloat16, mask=mask, scale=None, causal=False)
 
 
 def masked(tokens=1024):
@@ -32,7 +32,7 @@ def masked(tokens=1024):
 
 def left(name, others):
     timings = [BackendTiming(name, 0.5), BackendTiming("sdpa", 1.0)]
-    return without_refusals(timings, lambda: others, DEVICE, stopwatch_of(DEVICE))
+    return drop_incapable_backends(timings, lambda: others, DEVICE, stopwatch_for(DEVICE))
 
 
 def test_flash_is_left_out_where_a_mask_is_asked_for():
@@ -48,8 +48,8 @@ def test_who_can_do_all_lengths_stays(name, others):
 
 
 def test_what_is_chosen_in_the_end_does_every_call():
-    stopwatch, others = stopwatch_of(DEVICE), [asked(1000), masked(), masked(333)]
+    stopwatch, others = stopwatch_for(DEVICE), [asked(1000), masked(), masked(333)]
     timings = time_attention([(asked(4096), 40)], DEVICE, stopwatch)
-    name = fastest(without_refusals(timings, lambda: others, DEVICE, stopwatch))
+    name = fastest(drop_incapable_backends(timings, lambda: others, DEVICE, stopwatch))
     assert name != "flash", timings
-    assert [refusal(name, call, DEVICE, stopwatch) for call in others] == [""] * 3, timings
+    assert [why_unusable(name, call, DEVICE, stopwatch) for call in others] == [""] * 3, timings

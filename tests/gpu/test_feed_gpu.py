@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_pinned
-from gracetune.cache.prefetch import CudaTransferStream, PrefetchDepth, PrefetchedBatches, PinnedStaging
+from gracetune.cache.batch_transfer import CudaTransferStream, PrefetchDepth, PrefetchedBatches, PinnedStaging
 from gracetune.cache.shard_store import ShardStore
 from gracetune.data.loader import LoaderState
 from gracetune.data.sample import Batch

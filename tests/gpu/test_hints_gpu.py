@@ -85,7 +85,7 @@ def test_hints_are_applied_and_read_back(hints: Hints, managed: torch.Tensor) ->
     for device, place in (("cpu", HOST), (None, 0)):
         assert hints.prefetch_to_device(managed, device)
         torch.cuda.synchronize()
-        assert hints.residency(managed).place == place
+        assert hints.residency(managed).location == place
     assert hints.prefer_gpu_residency(managed)
     assert hints.residency(managed).state.preferred == 0
     assert int(managed.sum(dtype=torch.int64)) == 3 * managed.numel(), "hints changed the bytes"
@@ -127,8 +127,8 @@ def test_memory_that_is_not_managed_is_refused_with_a_reason(hints: Hints) -> No
             hint = getattr(hints, verb)(tensor)
             assert hint.verdict is Verdict.UNSUPPORTED
             assert words in hint.reason, hint
-    assert hints.residency(tensors["ordinary device"]).place == 0
-    assert hints.residency(tensors["pinned"]).place == HOST
+    assert hints.residency(tensors["ordinary device"]).location == 0
+    assert hints.residency(tensors["pinned"]).location == HOST
 
 
 def test_a_batch_is_placed(hints: Hints, managed: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ def test_a_batch_is_placed(hints: Hints, managed: torch.Tensor) -> None:
     assert report, report
     torch.cuda.synchronize()
     assert hints.residency(latents).state.preferred == HOST
-    assert hints.residency(text).place == 0
+    assert hints.residency(text).location == 0
 
 
 def test_a_hint_is_cheap(hints: Hints, managed: torch.Tensor) -> None:

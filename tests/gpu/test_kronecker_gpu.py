@@ -13,7 +13,7 @@ from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection
 from gracetune.memory.platform import Link
 from gracetune.offload.copies import open_copy_engine
-from gracetune.plan.apply import Layout, place
+from gracetune.plan.apply import PlanLayout, apply_plan
 from gracetune.plan.result import BlockPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # compilers warn
@@ -80,9 +80,9 @@ def expected():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_is_what_it_is_in_float64(expected, weights, activations, compiled):
     model = make(torch.bfloat16)
-    layout = Layout([BlockPlan(weights, activations)] * BLOCKS, compiled, 2)
+    layout = PlanLayout([BlockPlan(weights, activations)] * BLOCKS, compiled, 2)
     mover = open_copy_engine(DEVICE, Link.MANAGED)
-    placed = place(model, {model: list(model.blocks)}, layout, mover, lambda _: None)
+    placed = apply_plan(model, {model: list(model.blocks)}, layout, mover, lambda _: None)
     try:
         near(step(model, DEVICE, torch.bfloat16), expected, 0.995)
     finally:
@@ -95,9 +95,9 @@ def test_a_step_is_what_it_is_in_float64(expected, weights, activations, compile
 def test_so_is_a_step_by_lycoris(kind, activations, compiled):
     expected = step(make(torch.float64, kind), torch.device("cpu"), torch.float64)
     model = make(torch.bfloat16, kind)
-    layout = Layout([BlockPlan("streamed", activations)] * BLOCKS, compiled, 2)
+    layout = PlanLayout([BlockPlan("streamed", activations)] * BLOCKS, compiled, 2)
     mover = open_copy_engine(DEVICE, Link.MANAGED)
-    placed = place(model, {model: list(model.blocks)}, layout, mover, lambda _: None)
+    placed = apply_plan(model, {model: list(model.blocks)}, layout, mover, lambda _: None)
     try:
         near(step(model, DEVICE, torch.bfloat16), expected, 0.99)
     finally:

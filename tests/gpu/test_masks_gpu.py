@@ -8,7 +8,7 @@ from waiting import assert_steps_never_wait
 
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import StepDone
-from gracetune.train.build import build, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler, run_training
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ def masked_run(tiny_run, tmp_path):
 def test_weights_lie_where_the_latents_do(masked_run, told, tmp_path):
     run = masked_run()
     (tmp_path / "run").mkdir()
-    session = build(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()).session
+    session = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
     batch = session.pipeline.load(session.pipeline.order.batch_at(0))
     assert batch.weights.device == batch.latents.device
     expected = torch.tensor([2.0, 2.0, 2.0, 0.0, 0.0, 0.0]).expand(4, 6, 6)
@@ -50,7 +50,7 @@ def test_weights_lie_where_the_latents_do(masked_run, told, tmp_path):
 def test_a_step_with_masks_never_waits_for_the_device(masked_run, told, tmp_path):
     run = masked_run(train={"mixed_precision": "bf16"})
     (tmp_path / "run").mkdir()
-    session = build(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()).session
+    session = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
     assert_steps_never_wait(session)
 
 

@@ -74,7 +74,7 @@ def offloaded(told, mix="all", mover=None, **settings):
         ring,
         told,
         SMALL,
-        others=[block for k, block in enumerate(blocks) if k not in which],
+        other_blocks=[block for k, block in enumerate(blocks) if k not in which],
         settings=OffloadSettings(**settings),
     )
     return model, offload, ring
@@ -97,10 +97,10 @@ def test_gradients_are_those_of_the_resident_step(case, told, mix, ahead, poison
     assert_parity(model, case)
     counters = offload.counters()
     assert counters.sent > REPETITIONS * 3 * 4, counters
-    assert counters.brought_nbytes > 0.3 * counters.sent_nbytes, counters
+    assert counters.fetched_nbytes > 0.3 * counters.sent_nbytes, counters
     assert counters.on_demand == 0, counters
-    assert counters.ahead == ahead
-    assert ring is None or ring.counters().surprises == 0
+    assert counters.prefetch_blocks == ahead
+    assert ring is None or ring.counters().order_mismatches == 0
     assert len(told.texts()) == 1, "host memory grows in the first step alone"
 
 
@@ -165,7 +165,7 @@ def test_the_input_of_a_checkpoint_that_the_model_makes(case, told, streams):
     blocks = list(model.blocks)
     ring = stream_weights(model, blocks, mover, told, 2, poison=True) if streams else None
     offload = offload_activations(
-        [], mover, ring, told, SMALL, others=blocks, settings=OffloadSettings(poison=True)
+        [], mover, ring, told, SMALL, other_blocks=blocks, settings=OffloadSettings(poison=True)
     )
     model.enable_gradient_checkpointing(offload.checkpoint)
     assert_parity(model, case)
@@ -228,7 +228,7 @@ def test_waiting_is_measured_and_the_distance_grows_within_its_budget(case, told
         torch.cuda.synchronize()
     counters = offload.counters()
     assert counters.late > 0
-    assert counters.waited_s > 1e-3
+    assert counters.stalled_s > 1e-3
     assert any("brought back ahead: 2" in text for text in told.texts()), told.texts()
 
 
@@ -252,25 +252,25 @@ def test_host_memory_is_pinned_on_every_machine_and_let_go(case, told, link):
     offload.close()
     assert PointerKind.HOST not in {driver.pointer_kind(slab.data_ptr()) for slab in slabs}
     assert_parity(model, case, 4)
-    mover.release()
+    mover.close()
 
 
 def test_the_lanes_are_streams_of_their_own_and_wait_for_what_is_queued():
     """A copy out reads what is computed before it and not after, however late it starts."""
     mover = SlowLanes(random.Random(0), longest=20_000_000)
-    host = mover.landing_memory(4 * 2**20)
+    host = mover.allocate_pinned(4 * 2**20)
     for value in range(8):
         torch.cuda._sleep(5_000_000)
         device = torch.full((2**20,), float(value), device=DEVICE)
         flat = device.view(torch.uint8)
-        out = mover.copy(host, flat, False, CopyStream.OUT)
-        out.wait(ahead=True)
+        out = mover.copy(host, flat, False, CopyStream.ACTIVATIONS_OUT)
+        out.wait(prefetched=True)
         device.fill_(-1.0)
         back = torch.empty_like(flat)
-        mover.copy(back, host, True, CopyStream.BACK).wait(ahead=True)
+        mover.copy(back, host, True, CopyStream.ACTIVATIONS_IN).wait(prefetched=True)
         assert (back.view(torch.float32) == value).all()
-    assert mover.waits(CopyStream.OUT).seconds > 0
-    assert mover.waits(CopyStream.BACK).seconds > 0
-    assert mover.waits().seconds == 0
-    mover.let_go(host)
-    mover.let_go(host)
+    assert mover.stalls(CopyStream.ACTIVATIONS_OUT).stalled_s > 0
+    assert mover.stalls(CopyStream.ACTIVATIONS_IN).stalled_s > 0
+    assert mover.stalls().stalled_s == 0
+    mover.free_host(host)
+    mover.free_host(host)

@@ -11,9 +11,9 @@ from waiting import never_waiting
 
 from gracetune.config.schema import OptimizerSection
 from gracetune.offload.copies import CopyStream, CudaCopyEngine
-from gracetune.optim.automagic import Automagic, round_into
+from gracetune.optim.automagic import Automagic, stochastic_round_
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.update import Travel, Update
+from gracetune.optim.offloaded_state import StateOffloadSettings, OptimizerStepper
 from gracetune.train.state import flatten_optimizer_state, restore_optimizer
 
 pytestmark = pytest.mark.gpu
@@ -58,16 +58,16 @@ def test_no_step_waits_for_the_device(dtype, settings):
     give(named, 1)
     with never_waiting():
         optimizer.step()
-        optimizer.mean_rate()
+        optimizer.mean_lr()
 
 
 def test_weights_in_bf16_are_rounded_on_the_device():
     source = torch.full((200_000,), 1.001, device=DEVICE)
     target = torch.empty_like(source, dtype=torch.bfloat16)
-    round_into(target, source, (0, 0, 1))
+    stochastic_round_(target, source, (0, 0, 1))
     assert target.double().mean().item() == pytest.approx(1.001, abs=1e-4)
     again = torch.empty_like(target)
-    round_into(again, source, (0, 0, 1))
+    stochastic_round_(again, source, (0, 0, 1))
     assert torch.equal(again, target)
 
 
@@ -95,7 +95,7 @@ def test_state_comes_back_exactly(name):
         assert torch.equal(p, theirs[key])
 
 
-SMALL = Travel(bucket_numel=20_000, least_nbytes=256, poison=True)
+SMALL = StateOffloadSettings(bucket_numel=20_000, min_nbytes=256, poison=True)
 
 
 class SlowLink(CudaCopyEngine):
@@ -132,8 +132,8 @@ def give_on_device(named, seed, without=()):
 def made(name, share, mover, travel=SMALL, **sizes):
     named = wide_parameters(**sizes)
     optimizer = build_optimizer(named, OptimizerSection(name=name, lr=1e-2, weight_decay=0.1))
-    update = Update(optimizer, mover, 8.0, travel)
-    update.place(share)
+    update = OptimizerStepper(optimizer, mover, 8.0, travel)
+    update.set_host_share(share)
     return named, optimizer, update
 
 
@@ -185,7 +185,7 @@ def test_state_moves_with_a_checkpoint(before, after):
     named, optimizer, update = made("adamw", after, SlowLink(seed=3))
     for name, p in named.items():
         p.data.copy_(saved.pop(name))
-    restore_optimizer(optimizer, named, saved, update.load)
+    restore_optimizer(optimizer, named, saved, update.load_state_dict)
     for seed in range(4, 8):
         for parameters_, each in ((whole[0], whole[2]), (named, update)):
             give_on_device(parameters_, seed)
@@ -208,7 +208,7 @@ def test_a_step_with_its_state_in_host_memory_waits_for_nothing(dtype):
 
 def test_state_in_host_memory_leaves_the_device_to_others():
     """Also while it is made, saved and loaded: 256 MiB of state through slots of 48 MiB in all."""
-    travel = Travel(bucket_numel=2_000_000)
+    travel = StateOffloadSettings(bucket_numel=2_000_000)
     named, optimizer, update = made(
         "adamw", 1.0, CudaCopyEngine(DEVICE, pin=True), travel, numel=2_000_000, count=16
     )
@@ -218,9 +218,9 @@ def test_state_in_host_memory_leaves_the_device_to_others():
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         update.step()
-    update.rest()
+    update.synchronize()
     saved = {key: t.cpu().clone() for key, t in flatten_optimizer_state(optimizer, named).items()}
-    restore_optimizer(optimizer, named, saved, update.load)
+    restore_optimizer(optimizer, named, saved, update.load_state_dict)
     update.step()
     torch.cuda.synchronize()
     assert update.host_nbytes >= 16 * 16_000_000

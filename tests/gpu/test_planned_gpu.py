@@ -11,8 +11,8 @@ from waiting import assert_steps_never_wait
 
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice, StepDone, WeightsStreamed
-from gracetune.models.attention_backends import Asked, fastest, stopwatch_of, time_attention
-from gracetune.train.build import build, start_accelerator
+from gracetune.models.attention_backends import AttentionCall, fastest, stopwatch_for, time_attention
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler, run_training
 
 # Compilers warn of what they could do with other settings.
@@ -109,8 +109,8 @@ def test_little_memory_gives_the_numbers_of_plenty(wan_run, told, compiled):
 def test_a_planned_step_never_waits_for_the_device(wan_run, told, tmp_path, compiled):
     run = wan_run("run", LITTLE, compiled)
     (tmp_path / "run").mkdir()
-    built = build(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
-    assert_steps_never_wait(built.session)
+    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    assert_steps_never_wait(built)
     built.close()
     fallbacks = [event.text for event in told.of(Notice) if event.fallback]
     assert [text for text in fallbacks if "staged" not in text] == [], "a machine without compiler"
@@ -154,9 +154,9 @@ def test_attention_is_chosen_by_measuring_and_stays_chosen(wan_run, told):
 def test_the_attention_of_a_large_model_is_measured_in_a_moment():
     device = torch.device("cuda", 0)
     shape = (1, 4096, 40, 128)
-    asked = Asked(shape, shape, torch.bfloat16, mask=None, scale=None, causal=False)
+    asked = AttentionCall(shape, shape, torch.bfloat16, mask=None, scale=None, causal=False)
     began = time.monotonic()
-    timings = time_attention([(asked, 40)], device, stopwatch_of(device))
+    timings = time_attention([(asked, 40)], device, stopwatch_for(device))
     assert time.monotonic() - began < 4.0
     by_name = {timing.name: timing for timing in timings}
     assert by_name["sdpa"].seconds / 40 < 0.1, timings

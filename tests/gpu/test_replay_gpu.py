@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gracetune.plan.device_benchmark import KernelTimer
-from gracetune.plan.launch_probe import narrow
-from gracetune.plan.shapes import Op, recipe_of
+from gracetune.plan.launch_probe import build_probe_model
+from gracetune.plan.shapes import Op, record_call
 from gracetune.plan.trace import trace_model
 
 pytestmark = pytest.mark.gpu
@@ -20,14 +20,14 @@ def stopwatch():
 
 @pytest.mark.parametrize("family", ["wan22", "flux", "qwen_image"])
 def test_every_elementwise_kernel_of_a_family_can_be_timed(family):
-    shapes = trace_model(narrow(family, True).subject(), 2)
+    shapes = trace_model(build_probe_model(family, True).subject(), 2)
     watch = stopwatch()
     traces = [*(kind.eager.keep for kind in shapes.kinds), shapes.outside]
     found = {
-        op.recipe: watch.seconds(op, 1.0)
+        op.replay: watch.seconds(op, 1.0)
         for trace in traces
         for op in (*trace.forward, *trace.backward)
-        if op.recipe is not None
+        if op.replay is not None
     }
     assert len(found) > 50
     assert [recipe for recipe, seconds in found.items() if not seconds] == []
@@ -40,8 +40,8 @@ def test_a_kernel_that_mixes_types_is_slower_than_its_bytes_say():
     half = torch.empty(wide, dtype=torch.bfloat16)
 
     def rate(other):
-        recipe = recipe_of(aten.mul.Tensor, (half, other), {})
+        recipe = record_call(aten.mul.Tensor, (half, other), {})
         nbytes = half.nbytes + other.nbytes + (half * other).nbytes
-        return nbytes / watch.seconds(Op("elementwise", 0.0, nbytes, recipe=recipe), 1.0)
+        return nbytes / watch.seconds(Op("elementwise", 0.0, nbytes, replay=recipe), 1.0)
 
     assert rate(torch.empty(wide)) < 0.8 * rate(half)

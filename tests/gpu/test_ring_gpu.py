@@ -13,7 +13,7 @@ from waiting import count_waits
 from gracetune.memory.driver import PointerKind, open_cuda_driver
 from gracetune.memory.platform import Link
 from gracetune.offload import autosize
-from gracetune.offload.copies import CudaCopyEngine, StreamError, open_copy_engine
+from gracetune.offload.copies import CudaCopyEngine, OffloadError, open_copy_engine
 from gracetune.offload.ring import stream_weights
 
 pytestmark = pytest.mark.gpu
@@ -160,7 +160,7 @@ def test_gradients_are_those_of_the_resident_step(case, told, slots, poison):
     )
     assert_parity(model, case, REPETITIONS)
     counters = ring.counters()
-    assert counters.surprises == counters.on_demand == counters.extra_slots == 0, counters
+    assert counters.order_mismatches == counters.on_demand == counters.extra_slots == 0, counters
     assert counters.fetches == slots + (REPETITIONS * 2 * (LAYERS - slots)), counters
     assert told.events == []
 
@@ -176,7 +176,7 @@ def test_random_times_of_blocks_and_copies(case, told, slots, which):
     for block in model.blocks:
         block.register_forward_hook(partial(delay, dice))
     assert_parity(model, case, REPETITIONS // 2)
-    assert ring.counters().surprises == 0
+    assert ring.counters().order_mismatches == 0
     assert told.events == []
 
 
@@ -187,13 +187,13 @@ def test_slots_come_and_go_between_passes(case, told, monkeypatch):
         def lap(self, lane):
             return SaidLap(self.dice.random() ** 4)
 
-    monkeypatch.setattr(autosize, "WINDOW", 1)
+    monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
     model = wan(recompute=case[0])
     ring = stream_weights(model, list(model.blocks), Moody(random.Random(3)), told, 2, poison=True)
     sizes = set()
     for extra in (1, 3, 9, 9, 9, 9):
-        ring.give_back()
-        ring.grow_within(extra * ring.counters().slot_nbytes)
+        ring.release_extra_slots()
+        ring.enable_autosize(extra * ring.counters().slot_nbytes)
         for _ in range(5):
             assert_parity(model, case, 2)
             sizes.add(ring.counters().slots)
@@ -222,7 +222,7 @@ def test_sampling_and_accumulation_between_steps(case, told):
     total = expected[0][1] + expected[1][1]
     rounding = 2**-8  # the sum is made in bf16
     assert (both - total).norm() / total.norm() < allowed + rounding
-    assert ring.counters().surprises == 0
+    assert ring.counters().order_mismatches == 0
 
 
 def test_memory_of_another_kind(case, told):
@@ -269,11 +269,11 @@ def test_weights_leave_the_device_and_come_back(case, told):
 
 def test_no_kernel_is_blamed_for_memory_that_could_not_be_pinned():
     mover = CudaCopyEngine(DEVICE, pin=True)
-    pages = mover.host_memory(4096)
-    with pytest.raises(StreamError, match="cannot be pinned"):
+    pages = mover.allocate_host(4096)
+    with pytest.raises(OffloadError, match="cannot be pinned"):
         mover._pin_down(pages)  # for the second time
     assert (torch.ones(2, device=DEVICE) + 1).sum().item() == 4
-    mover.release()
+    mover.close()
 
 
 def test_waiting_is_measured(case, told):
@@ -284,7 +284,7 @@ def test_waiting_is_measured(case, told):
         step(model, case[1][seed % 2])
     counters = ring.counters()
     assert counters.late > 0
-    assert counters.waited_s > 1e-3
+    assert counters.stalled_s > 1e-3
     assert counters.on_time + counters.late + counters.on_demand == 3 * (2 * LAYERS - 1)
     assert ring.counters() == counters, "asking changes nothing"
 

@@ -9,7 +9,7 @@ from waiting import assert_steps_never_wait
 
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import MemoryUsed, StepDone
-from gracetune.train.build import build, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler, run_training
 
 pytestmark = pytest.mark.gpu
@@ -73,5 +73,5 @@ def test_a_run_from_the_command_line_has_growing_segments(tiny_run, tmp_path, mo
 def test_a_step_never_waits_for_the_device(tiny_run, told, tmp_path, adapter):
     run = tiny_run(adapter=adapter, train={"mixed_precision": "bf16"})
     (tmp_path / "run").mkdir()
-    session = build(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()).session
+    session = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
     assert_steps_never_wait(session)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gracetune.train.state import TrainProgress
+from gracetune.train.step import TrainProgress
 from gracetune.train.step import train_step
 
 

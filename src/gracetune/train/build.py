@@ -191,12 +191,7 @@ def build_session(
     if run.train.gradient_checkpointing:
         _enable_gradient_checkpointing(family, unplanned, emit)
     if unplanned:
-        if run.model.frozen_compute == "fp8":
-            raise ConfigError(
-                f"model.frozen_compute is fp8, which needs a memory plan, but {unplanned}. "
-                "Set it to bf16, or train on one GPU with plan: auto."
-            )
-        family.transformer.to(device)
+        _move_to_device(run, family, device, unplanned)
 
     # The optimizer. Loading the model and injecting adapters reseed the global RNGs, so the run's
     # own seed comes after them.
@@ -402,6 +397,15 @@ def _quantize(run: RunFile, family: Family, emit: Emit) -> None:
     check_quantizable(kind, run.adapter)
     count = quantize_blocks(family.blocks(), kind)
     emit(Notice(f"{count} linear layers of the frozen model are quantized to {kind}"))
+
+
+def _move_to_device(run: RunFile, family: Family, device: torch.device, unplanned: str) -> None:
+    if run.model.frozen_compute == "fp8":
+        raise ConfigError(
+            f"model.frozen_compute is fp8, which needs a memory plan, but {unplanned}. "
+            "Set it to bf16, or train on one GPU with plan: auto."
+        )
+    family.transformer.to(device)
 
 
 def _enable_gradient_checkpointing(family: Family, unplanned: str, emit: Emit) -> None:

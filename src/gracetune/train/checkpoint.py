@@ -1,7 +1,13 @@
-"""Checkpoints: safetensors and JSON, whole or absent, checked when they are read.
+"""Write and read checkpoints: a folder of safetensors files with a JSON manifest.
 
-A checkpoint is a folder `step-000123` with one safetensors file a kind of state and a manifest that
-is written last. The newest K stay.
+    checkpoints/step-000123/
+        weights.safetensors  optimizer.safetensors  ema.safetensors  generators-0.safetensors ...
+        manifest.json        progress, the run's identity, and a digest of every file
+
+Crash safety: the files are written to a staging folder, synced to disk, and renamed to their place
+in one operation. A checkpoint therefore either exists completely or not at all. The manifest is
+written last and removed first, and only folders with a manifest count as checkpoints. Every file is
+compared with its digest when it is read.
 """
 
 from __future__ import annotations
@@ -17,9 +23,9 @@ from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from gracetune.atomic_files import remove_stale_staging, atomic_folder
+from gracetune.atomic_files import atomic_folder, remove_stale_staging
 from gracetune.errors import CheckpointError
-from gracetune.train.state import TrainProgress
+from gracetune.train.step import TrainProgress
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,35 +33,40 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+CHECKPOINT_FOLDER = "checkpoints"
+"""The folder of all checkpoints, inside the output folder."""
 FORMAT = 1
 MANIFEST = "manifest.json"
 SET_ASIDE = "set-aside"
 SPARE_BYTES = 1 << 20
-"""What a checkpoint may need beside its tensors."""
+"""Disk space for the headers and the manifest, in addition to the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     progress: TrainProgress
     identity: Mapping[str, object]
+    """Settings and digests that a resumed run must share; see `identity.py`."""
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """By kind: `weights`, `optimizer`, `ema`, `generators-0`, ..."""
+    """Tensors by file name without ending: `weights`, `optimizer`, `ema`, and the RNG states of
+    each rank, `generators-0`, ..."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that is on disk."""
+    """A checkpoint that was just written."""
 
     path: Path
     nbytes: int
     seconds: float
+    """How long writing took."""
 
 
 def save_snapshot(folder: Path, snapshot: Snapshot, keep: int) -> SavedCheckpoint:
-    """Write a checkpoint, then drop all but the newest `keep`."""
-    started = time.monotonic()
+    """Write a checkpoint, then delete all but the newest `keep`."""
+    started_at = time.monotonic()
     path = folder / f"step-{snapshot.progress.step:06d}"
     nbytes = sum(t.nbytes for kind in snapshot.tensors.values() for t in kind.values())
     try:
@@ -66,31 +77,39 @@ def save_snapshot(folder: Path, snapshot: Snapshot, keep: int) -> SavedCheckpoin
             _write(staging, snapshot)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the checkpoint {path} cannot be written: {error}. {_survivor(folder)}"
+            f"the checkpoint {path} cannot be written: {error}. {_newest_checkpoint(folder)} Free "
+            "some disk space and run the same command again to continue."
         ) from error
     others = [old for old in complete_checkpoints(folder) if old != path]
     for old in others[: max(0, len(others) - keep + 1)]:
-        (old / MANIFEST).unlink()
+        (old / MANIFEST).unlink()  # first, so that a half-deleted folder is no checkpoint
         shutil.rmtree(old)
-    return SavedCheckpoint(path, nbytes, time.monotonic() - started)
+    return SavedCheckpoint(path, nbytes, time.monotonic() - started_at)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Every checkpoint that has its manifest, oldest first; other names are the user's copies."""
+    """List the checkpoints with a manifest, oldest first.
+
+    Folders that are not named `step-<number>` are the user's own copies and are left out.
+    """
     found = (manifest.parent for manifest in folder.glob(f"step-*/{MANIFEST}"))
     named = [path for path in found if path.name.removeprefix("step-").isdecimal()]
     return sorted(named, key=_step_of)
 
 
 def load_snapshot(path: Path) -> Snapshot:
-    """Read a checkpoint, checking each file against the manifest."""
+    """Read a checkpoint and compare each file with its digest in the manifest."""
     if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} is no checkpoint: it has no {MANIFEST}.")
+        raise CheckpointError(
+            f"{path} is not a checkpoint: it has no {MANIFEST}. Name a folder such as "
+            f"<output_dir>/{CHECKPOINT_FOLDER}/step-000100."
+        )
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"{path} has format {manifest['format']}; this version reads {FORMAT}."
+                f"{path} has checkpoint format {manifest['format']}, but this version of gracetune "
+                f"reads format {FORMAT}. Use the version that wrote it."
             )
         tensors = {
             name.removesuffix(".safetensors"): _read_file(path / name, digest)
@@ -98,14 +117,14 @@ def load_snapshot(path: Path) -> Snapshot:
         }
         return Snapshot(TrainProgress(**manifest["progress"]), manifest["identity"], tensors)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the checkpoint {path} is damaged: {error}") from error
+        raise CheckpointError(f"the checkpoint {path} is damaged: {error}.") from error
 
 
 def find_snapshot(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | None:
-    """The snapshot that `--resume auto|PATH|none` asks for.
+    """Load the snapshot that `--resume auto|PATH|none` asks for; None to start over.
 
-    `auto` passes over a damaged checkpoint for the one before it, and says so. Where all are
-    damaged it does not begin anew, since the end of that would replace the result.
+    `auto` skips damaged checkpoints with a warning and loads the newest intact one. If all are
+    damaged it raises instead of starting over, because a new run would replace the result.
     """
     if resume == "none":
         return None
@@ -118,15 +137,15 @@ def find_snapshot(folder: Path, resume: str, warn: Callable[[str], None]) -> Sna
         except CheckpointError as error:
             if path == existing[0]:
                 raise CheckpointError(
-                    f"{error} No other checkpoint in {folder} can be read. Bring one back, or "
-                    "choose another output_dir to begin anew."
+                    f"{error} No other checkpoint in {folder} can be read. Restore one from a "
+                    "backup, or choose another output_dir to start over."
                 ) from error
-            warn(f"{error} Going back to the checkpoint before it.")
+            warn(f"{error} Resuming from the checkpoint before it.")
     return None
 
 
 def set_aside_newer(folder: Path, step: int) -> list[Path]:
-    """Move checkpoints past `step` out of the way: they belong to a branch that is left."""
+    """Move checkpoints after `step` to `set-aside/`, because the run now continues from `step`."""
     moved = []
     for path in complete_checkpoints(folder):
         if _step_of(path) > step:
@@ -157,7 +176,7 @@ def _write(staging: Path, snapshot: Snapshot) -> None:
 
 def _read_file(file: Path, digest: str) -> dict[str, Tensor]:
     if _digest(file) != digest:
-        raise CheckpointError(f"{file} is damaged: its content is not what the manifest says.")
+        raise CheckpointError(f"{file} is damaged: its content does not match the manifest.")
     return load_file(file)
 
 
@@ -169,10 +188,12 @@ def _check_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes + SPARE_BYTES:
         raise OSError(
-            f"it needs {format_bytes(nbytes + SPARE_BYTES)}, {format_bytes(free)} are free"
+            f"it needs {format_bytes(nbytes + SPARE_BYTES)}, but {format_bytes(free)} are free"
         )
 
 
-def _survivor(folder: Path) -> str:
-    before = complete_checkpoints(folder)
-    return f"The one before it is whole: {before[-1]}." if before else "There is none before it."
+def _newest_checkpoint(folder: Path) -> str:
+    existing = complete_checkpoints(folder)
+    if not existing:
+        return "There is no earlier checkpoint."
+    return f"The newest checkpoint is {existing[-1]}."

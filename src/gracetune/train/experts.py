@@ -1,21 +1,28 @@
-"""Which expert an optimizer step trains, and the noise levels that are its own.
+"""Decide which expert of a two-expert model (Wan 2.2) each optimizer step trains.
 
-A turn is a pure function of the steps done, so every rank agrees and a resumed run goes on with the
-right expert. All micro-batches of a step have one expert; its window is half-open, and a level that
-is exactly the boundary belongs to high noise.
+Wan 2.2 has one transformer for high noise and one for low noise, split at a boundary timestep. The
+experts take turns. A turn follows from the step number alone, so all ranks agree and a resumed run
+continues with the right expert. All micro-batches of a step train the same expert, on timesteps
+from its half-open window; a timestep exactly on the boundary belongs to high noise.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gracetune.data.buckets import frame_counts
 from gracetune.errors import ConfigError
 from gracetune.models.family import EXPERTS
-from gracetune.train.timesteps import FULL_WINDOW, TimestepWindow, expert_windows, intersect, window_probability
+from gracetune.train.timesteps import (
+    FULL_WINDOW,
+    TimestepWindow,
+    expert_windows,
+    intersect,
+    window_probability,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,87 +32,103 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Shape
     from gracetune.models.family import Expert, Family
 
-    Mix = Mapping[int, int]
-    """How many samples are drawn of each number of tokens."""
+    TokenCounts = Mapping[int, int]
+    """Sequence length in tokens -> number of samples drawn with it."""
 
-SINGLE_SIZE: Mix = {1: 1}
-"""Enough for shifts that do not follow the size."""
+SINGLE_SIZE: TokenCounts = {1: 1}
+"""Token counts to use when the timestep shift does not depend on the sequence length."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTurn:
-    """Who is trained, on which levels."""
+    """The expert that one step trains, and the timesteps it is trained on."""
 
     expert: Expert | None = None
-    """None: the model has one transformer."""
+    """None: the model has a single transformer."""
     window: TimestepWindow = FULL_WINDOW
 
 
 SINGLE_TRANSFORMER = ExpertTurn()
-"""Of a model without experts."""
+"""The turn of every step of a model without experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSchedule:
-    """The turns of a run."""
+    """The turns of a run that trains one or both of two experts."""
 
-    steps_per_turn: int = 1
-    """Optimizer steps in a turn."""
-    high_share: float = 1.0
-    """How many of the turns are the high-noise expert's."""
-    windows: Mapping[Expert, TimestepWindow] = field(default_factory=dict)
-    """Of the experts that are trained; empty: there is one transformer."""
+    steps_per_turn: int
+    high_share: float
+    """The share of turns that train the high-noise expert."""
+    windows: Mapping[Expert, TimestepWindow]
+    """The timesteps of each trained expert."""
 
-    def at(self, step: int) -> ExpertTurn:
-        """The turn of the step that follows after so many."""
-        if not self.windows:
-            return SINGLE_TRANSFORMER
-        number = step // self.steps_per_turn
-        # As many as the share asks for, evenly spread: whenever the running sum passes a whole one.
-        before, after = (math.floor(n * self.high_share + 0.5) for n in (number, number + 1))
+    def turn_at(self, step: int) -> ExpertTurn:
+        """Return the turn of the step that runs after `step` completed steps.
+
+        High-noise turns are spread evenly (as in Bresenham's line): a turn is high noise if the
+        rounded running sum of `high_share` grows in it.
+        """
+        turn = step // self.steps_per_turn
+        before, after = (math.floor(n * self.high_share + 0.5) for n in (turn, turn + 1))
         expert: Expert = "high" if after > before else "low"
         return ExpertTurn(expert, self.windows[expert])
 
-    def turns(self) -> list[ExpertTurn]:
-        """One of each kind."""
-        if not self.windows:
-            return [SINGLE_TRANSFORMER]
-        return [ExpertTurn(expert, window) for expert, window in self.windows.items()]
+    def describe(self, boundary: float) -> str:
+        """Return one line about the schedule for the log."""
+        if len(self.windows) == 1:
+            (expert,) = self.windows
+            return f"two experts: only {expert} noise is trained (boundary {boundary:g})"
+        return (
+            f"two experts: high noise for timesteps from {boundary:g}, low noise below; "
+            f"{self.steps_per_turn} steps per turn, {self.high_share:.1%} of the turns high noise"
+        )
 
 
-def build_expert_schedule(section: TrainSection, boundary: float | None, mix: Mix = SINGLE_SIZE) -> ExpertSchedule:
-    """From the run file and the model's boundary to turns; what cannot be is refused by name.
+def build_expert_schedule(
+    section: TrainSection, boundary: float | None, token_counts: TokenCounts = SINGLE_SIZE
+) -> ExpertSchedule | None:
+    """Return the schedule of a model with two experts, None for a model with one transformer.
 
-    Larger samples may be shifted towards noise: shares are means over all that is drawn.
+    Larger samples may be shifted towards noise, so probabilities are means over `token_counts`.
     """
     if boundary is None:
         if section.experts != "both":
             raise ConfigError(
                 f"train.experts is {section.experts!r}, but the model has one transformer for all "
-                "noise levels. Leave it out; train.timestep_window says which levels are drawn."
+                "timesteps. Remove it; use train.timestep_window to restrict the timesteps."
             )
-        return ExpertSchedule()
-    named = {name: expert_windows(boundary)[name] for name in EXPERTS}
-    trained = {e: w for e, w in named.items() if section.experts in ("both", e)}
-    for window in trained.values():
-        intersect(window, TimestepWindow(*section.timestep_window))  # refuses one without any level
-        mean_window_probability(section, window, mix)
+        return None
+    windows = {expert: expert_windows(boundary)[expert] for expert in EXPERTS}
+    trained = {e: window for e, window in windows.items() if section.experts in ("both", e)}
+    for window in trained.values():  # both calls raise for a window with nothing to draw
+        intersect(window, TimestepWindow(*section.timestep_window))
+        mean_window_probability(section, window, token_counts)
     if len(trained) == 1:
-        return ExpertSchedule(section.switch_every, 1.0 if "high" in trained else 0.0, trained)
-    share = 0.5
-    if section.expert_turns == "proportional":
-        share = mean_window_probability(section, named["high"], mix)
-    return ExpertSchedule(section.switch_every, share, trained)
+        high_share = 1.0 if "high" in trained else 0.0
+    elif section.expert_turns == "proportional":
+        high_share = mean_window_probability(section, windows["high"], token_counts)
+    else:
+        high_share = 0.5
+    return ExpertSchedule(section.switch_every, high_share, trained)
 
 
-def mean_window_probability(section: TrainSection, window: TimestepWindow, mix: Mix) -> float:
-    """How much of what is drawn of these samples lies in a window."""
-    drawn = sum(mix.values())
-    return sum(n * window_probability(section, window, tokens) for tokens, n in mix.items()) / drawn
+def mean_window_probability(
+    section: TrainSection, window: TimestepWindow, token_counts: TokenCounts
+) -> float:
+    """Return the probability that a timestep falls into `window`, averaged over all samples."""
+    total = sum(token_counts.values())
+    weighted = (
+        count * window_probability(section, window, tokens)
+        for tokens, count in token_counts.items()
+    )
+    return sum(weighted) / total
 
 
-def expected_token_counts(run: RunFile, family: Family) -> Mix:
-    """Before the data are looked at: every length of clip that they may have, as squares."""
+def expected_token_counts(run: RunFile, family: Family) -> TokenCounts:
+    """Return the sequence lengths the run file allows: squares, and clips of every length.
+
+    Used to reject impossible settings before the data are read.
+    """
     shapes: list[Shape] = []
     for data in run.datasets:
         square = (data.resolution, data.resolution)
@@ -114,28 +137,15 @@ def expected_token_counts(run: RunFile, family: Family) -> Mix:
     return _count_tokens(family, dict.fromkeys(shapes, 1))
 
 
-def drawn_token_counts(order: BatchOrder, family: Family) -> Mix:
-    """What a run really draws, by the buckets that its data fill."""
+def drawn_token_counts(order: BatchOrder, family: Family) -> TokenCounts:
+    """Return the sequence lengths that the run draws, from the buckets of its data."""
     return _count_tokens(family, order.draws_by_size())
 
 
-def _count_tokens(family: Family, draws: Mapping[Shape, int]) -> Mix:
+def _count_tokens(family: Family, draws: Mapping[Shape, int]) -> TokenCounts:
     if family.boundary is None:
         return SINGLE_SIZE
-    mix: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for shape, count in draws.items():
-        mix[family.num_tokens(family.latent_shape(*shape))] += count
-    return mix
-
-
-def describe_schedule(turns: ExpertSchedule, boundary: float | None) -> str | None:
-    """One line for the log, where there is something to tell."""
-    if not turns.windows:
-        return None
-    if len(turns.windows) == 1:
-        (expert,) = turns.windows
-        return f"two experts: only the {expert}-noise one is trained; they change at {boundary:g}"
-    return (
-        f"two experts: high noise from level {boundary:g} on, low noise below; {turns.steps_per_turn} "
-        f"steps a turn, {turns.high_share:.1%} of the turns are high noise's"
-    )
+        counts[family.num_tokens(family.latent_shape(*shape))] += count
+    return counts

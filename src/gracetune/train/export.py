@@ -1,4 +1,4 @@
-"""The result of a run, in the form that others load."""
+"""Export the result of a run: the trained model, or adapter files that other tools load."""
 
 from __future__ import annotations
 
@@ -12,74 +12,77 @@ from gracetune.atomic_files import atomic_folder
 from gracetune.errors import CheckpointError, ConfigError
 from gracetune.events.types import Notice
 from gracetune.models.family import key_tables, transformers_of
-from gracetune.optim.schedule import averaged_weights
 from gracetune.train.identity import identity_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
 
     from gracetune.adapters.inject import ModuleSettings
     from gracetune.config.schema import RunFile
-    from gracetune.events.types import Event
+    from gracetune.events.dispatcher import Emit
     from gracetune.train.step import TrainState
 
-    Emit = Callable[[Event], None]
     AdaptedModules = Mapping[str, Mapping[str, ModuleSettings]]
+    """Expert (or an empty string) -> module name -> the adapter's settings there."""
 
 STAGE_FILES = {"high": "high_noise.safetensors", "low": "low_noise.safetensors"}
 
 
 def result_folder(run: RunFile) -> Path:
-    """The folder that a run ends with."""
+    """Return the folder of the result: `model` for full training, else `adapter`."""
     return Path(run.output_dir) / ("model" if run.adapter is None else "adapter")
 
 
-def check_exportable(transformers: Mapping[str, nn.Module], modules: AdaptedModules, family: str) -> None:
-    """Refuse an adapter that no file could hold: now, not when it is trained."""
-    # peft takes seconds to import
+def check_exportable(
+    transformers: Mapping[str, nn.Module], modules: AdaptedModules, family: str
+) -> None:
+    """Raise before training if the adapter cannot be written in the exchange format."""
+    # imported here, because peft takes seconds to import
     from gracetune.adapters.files.convert import find_unsupported
     from gracetune.adapters.files.io import default_format
     from gracetune.adapters.files.keys import get_table
     from gracetune.adapters.inject import adapter_from_model
 
-    whole = adapter_from_model(transformers, modules, get_table(family, key_tables()))
-    form = default_format(whole)
-    lost = find_unsupported(whole, form)
-    if lost is not None:
-        kind = "" if lost.is_nameless else ", or choose another adapter.kind"
+    adapter = adapter_from_model(transformers, modules, get_table(family, key_tables()))
+    form = default_format(adapter)
+    unsupported = find_unsupported(adapter, form)
+    if unsupported is not None:
+        kind = "" if unsupported.is_nameless else ", or choose another adapter.kind"
         raise ConfigError(
-            f"adapter.targets means {lost.module} of {family}, and what is trained there cannot be "
-            f"written in the form {form.name}: {lost.reason}. Leave it out of adapter.targets{kind}."
+            f"adapter.targets includes {unsupported.module} of {family}, but its adapter cannot be "
+            f"saved as {form.name}: {unsupported.reason}. Remove it from adapter.targets{kind}."
         )
 
 
-def export_result(t: TrainState, modules: AdaptedModules, base_weights: str, emit: Emit) -> Path:
-    """Write the model or the adapter, with the averaged weights where there are any."""
-    adapter, path = t.run.adapter, result_folder(t.run)
+def export_result(
+    state: TrainState, modules: AdaptedModules, base_weights: str, emit: Emit
+) -> Path:
+    """Write the model or the adapter, with averaged weights if there are any; return its folder."""
+    path = result_folder(state.run)
     try:
         with (
-            t.ema.swapped_in() if t.ema is not None else averaged_weights(t.optimizer),
+            state.averaged_weights(),
             atomic_folder(path) as staging,
         ):
-            if adapter is None:
-                t.family.export(staging)
+            if state.run.adapter is None:
+                state.family.export(staging)
             else:
-                _export_adapter(t, modules, base_weights, staging, emit)
+                _export_adapter(state, modules, base_weights, staging, emit)
     except OSError as error:
         raise CheckpointError(
-            f"the result {path} cannot be written: {error}. The last checkpoint holds the same "
-            "weights; make room and start again to export them."
+            f"the result {path} cannot be written: {error}. The last checkpoint has the same "
+            "weights: free some disk space and run the same command again to export them."
         ) from error
     return path
 
 
 def _export_adapter(
-    t: TrainState, modules: AdaptedModules, base_weights: str, folder: Path, emit: Emit
+    state: TrainState, modules: AdaptedModules, base_weights: str, folder: Path, emit: Emit
 ) -> None:
-    """One file an expert, or one in all; each is loaded where others would load it, and counted."""
-    # peft takes seconds to import
+    """Write one file per expert and check that diffusers and ComfyUI load each of them."""
+    # imported here, because peft takes seconds to import
     from gracetune.adapters.files.check import check_file
     from gracetune.adapters.files.io import (
         FILE_NAME,
@@ -92,34 +95,34 @@ def _export_adapter(
     from gracetune.adapters.inject import adapter_from_model
 
     tables = key_tables()
-    table = get_table(t.family.name, tables)
-    whole = adapter_from_model(transformers_of(t.family.transformer), modules, table)
-    form = default_format(whole)
-    for stage in whole.stages:
-        about = AdapterMetadata(
-            base_model=f"{_model_name(t)} {base_weights}",
+    table = get_table(state.family.name, tables)
+    adapter = adapter_from_model(transformers_of(state.family.transformer), modules, table)
+    form = default_format(adapter)
+    for stage in adapter.stages:
+        metadata = AdapterMetadata(
+            base_model=f"{_model_name(state)} {base_weights}",
             stage=stage,
-            boundary=t.family.boundary,
-            trigger=t.run.datasets[0].instance_prompt or "",
-            run_digest=run_digest(t),
+            boundary=state.family.boundary,
+            trigger=state.run.datasets[0].instance_prompt or "",
+            run_digest=run_digest(state),
         )
-        part = with_stage(whole.select_stage(stage), None)
+        part = with_stage(adapter.select_stage(stage), None)
         name = FILE_NAME if stage is None else STAGE_FILES[stage]
-        path = write_adapter(folder / name, part, form, about)
+        path = write_adapter(folder / name, part, form, metadata)
         expected = modules[stage or ""]
         check = check_file(path, tables, table=table, stage=stage, modules=expected)
-        text = f"{name} is of the form {form.name}. " + " ".join(check.lines())
+        text = f"{name} is written as {form.name}. " + " ".join(check.lines())
         emit(Notice(text, level="info" if check.ok else "warning"))
 
 
-def _model_name(t: TrainState) -> str:
-    """What the model is called where it came from, without the machine's folders."""
-    path = t.run.model.path
-    return t.family.name if path is None else PurePath(path).name
+def _model_name(state: TrainState) -> str:
+    """Return the model's name without the folders of this machine."""
+    path = state.run.model.path
+    return state.family.name if path is None else PurePath(path).name
 
 
-def run_digest(t: TrainState) -> str:
-    """A name for what shapes the weights: the same wherever the run's folder is."""
-    settings = identity_settings(t.run, t.accelerator.mixed_precision)
+def run_digest(state: TrainState) -> str:
+    """Hash the settings that shape the weights; independent of the run's folder."""
+    settings = identity_settings(state.run, state.accelerator.mixed_precision)
     text = json.dumps(settings, sort_keys=True, default=str)
     return blake3(text.encode()).hexdigest(length=16)

@@ -1,4 +1,9 @@
-"""What makes a run the same run: compared on resume, and refused by the name of the setting."""
+"""Compare a run with the checkpoint it resumes from.
+
+The identity of a run is every setting and every content that shapes its weights. A checkpoint
+stores it. Resuming with another identity would silently mix two runs, so it is an error that names
+each setting that differs. Paths are not compared: digests of the contents are.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from gracetune.errors import CheckpointError
-from gracetune.optim.schedule import DEPENDS_ON_LENGTH
+from gracetune.optim.schedule import SCHEDULE_DEPENDS_ON_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -30,8 +35,8 @@ CHANGEABLE_SETTINGS = {
     "optimizer.state",
     "gh200_optimizations.enable_uvm_hints",
 }
-"""Settings that may change between two parts of a run: contents are compared instead of paths, and
-the precision as it was resolved."""
+"""Settings that may change when a run is resumed: they do not shape the weights, or something
+better is compared instead (digests for paths, the resolved precision for `mixed_precision`)."""
 CHANGEABLE_DATASET_SETTINGS = {
     "type",
     "instance_data_dir",
@@ -43,14 +48,18 @@ CHANGEABLE_DATASET_SETTINGS = {
     "max_corruption_rate",
     "timeout_s",
 }
+"""Settings of a data set that may change when a run is resumed."""
 MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
-"""Without masks these mean nothing."""
+"""Settings of a data set that are compared only if it has masks."""
 
 
 def run_identity(
     run: RunFile, samples: Iterable[Sample], weights: str, precision: str
 ) -> dict[str, object]:
-    """The settings, and the contents that they lead to."""
+    """Return the settings and the digests of the contents that shape a run's weights.
+
+    The keys are stored in checkpoints; do not reword them.
+    """
     return {
         **identity_settings(run, precision),
         "the model's weights at the start": weights,
@@ -59,22 +68,22 @@ def run_identity(
 
 
 def identity_settings(run: RunFile, precision: str) -> dict[str, object]:
-    """Every setting that shapes the weights, by its name in the run file."""
+    """Return every setting that shapes the weights, by its dotted name in the run file."""
     settings = run.model_dump(mode="json", include=set(SECTIONS))
     for dataset in settings["datasets"]:
-        masked = dataset["mask_data_dir"] is not None
-        for key in CHANGEABLE_DATASET_SETTINGS if masked else CHANGEABLE_DATASET_SETTINGS | MASK_SETTINGS:
+        has_masks = dataset["mask_data_dir"] is not None
+        for key in CHANGEABLE_DATASET_SETTINGS | (set() if has_masks else MASK_SETTINGS):
             dataset.pop(key)
-    settings["gh200_optimizations"].pop("placement")  # where tensors live shapes no weight
+    settings["gh200_optimizations"].pop("placement")  # where tensors live does not change them
     flat = {key: value for key, value in _flatten(settings) if key not in CHANGEABLE_SETTINGS}
-    if DEPENDS_ON_LENGTH[run.optimizer.schedule]:
+    if SCHEDULE_DEPENDS_ON_LENGTH[run.optimizer.schedule]:
         flat["train.max_train_steps"] = run.train.max_train_steps
     flat["train.mixed_precision"] = precision
     return flat
 
 
 def samples_digest(samples: Iterable[Sample]) -> str:
-    """Of every picture's content and caption, whatever its folder is called."""
+    """Hash the contents and captions of all samples; their paths do not matter."""
     hasher = blake3()
     for sample in samples:
         hasher.update(f"{sample.dataset}\0{sample.digest}\0{sample.caption}\n".encode())
@@ -84,17 +93,19 @@ def samples_digest(samples: Iterable[Sample]) -> str:
 
 
 def check_same_run(
-    saved: Mapping[str, object], now: Mapping[str, object], *, contents: bool = True
+    saved: Mapping[str, object], current: Mapping[str, object], *, contents: bool = True
 ) -> None:
-    """Refuse to go on with another run's checkpoint; without `contents`, by settings alone."""
-    names = {**saved, **now} if contents else now
-    differing = [key for key in names if saved.get(key) != now.get(key)]
-    if differing:
-        lines = [f"{key} was {saved.get(key)!r}, is {now.get(key)!r}" for key in differing]
+    """Raise if a checkpoint belongs to another run; `contents=False` compares settings only."""
+    names = {**saved, **current} if contents else current
+    changes = [
+        f"{name} was {saved.get(name)!r} and is now {current.get(name)!r}"
+        for name in names
+        if saved.get(name) != current.get(name)
+    ]
+    if changes:
         raise CheckpointError(
-            "this run is not the one the checkpoint belongs to: "
-            + "; ".join(lines)
-            + ". Put the old value back, or start anew with --resume none and another output_dir."
+            f"the checkpoint belongs to another run: {'; '.join(changes)}. Restore the old value "
+            "to continue that run, or choose another output_dir to start a new one."
         )
 
 

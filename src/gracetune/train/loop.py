@@ -1,399 +1,397 @@
-"""The training loop: steps, and what happens between them."""
+"""The training loop: optimizer steps, and what happens between them.
+
+Between two steps the loop logs metrics, saves checkpoints, validates, answers `gracetune now` and
+signals, and compares the memory plan with measured steps. The step itself is in `step.py`.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import gather_object
 
-from gracetune.data.loader import Loader, LoaderState
+from gracetune.data.loader import LoaderState
 from gracetune.errors import InterruptedRunError, RunFailedError
 from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSpread, StepDone
-from gracetune.memory.stages import ASIDE
 from gracetune.optim.automagic import Automagic
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.state import (
-    rng_state,
+    detached_weights,
     flatten_optimizer_state,
     restore_torch_rng,
+    rng_state,
     torch_rng_state,
-    detached_weights,
 )
 from gracetune.train.step import train_step
 from gracetune.train.validate import ValidationWriteError, validate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from gracetune.cache.batch_transfer import BatchTransfer
-    from gracetune.cache.prefetch import BatchIterator
+    from gracetune.cache.batch_transfer import BatchIterator, BatchTransfer
     from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Batch
-    from gracetune.events.run_control import RunControl
-    from gracetune.events.types import BatchesFed, Event, MemoryUsed
-    from gracetune.plan.controller import Settled
-    from gracetune.train.ramp import AccumulationRamp
-    from gracetune.train.run import SignalHandler
-    from gracetune.train.state import TrainProgress
-    from gracetune.train.step import StepResult, TrainState
+    from gracetune.events.dispatcher import Emit
+    from gracetune.events.types import BatchesFed
+    from gracetune.train.build import Session
+    from gracetune.train.step import StepResult, TrainProgress
     from gracetune.train.validate import ValidationSetup
 
 
-WARM, TIMED = 2, 3
-"""Steps before a plan is timed, and steps that it is timed by."""
-MADE = 20
-"""Steps after which all has been made that stays, and it is worth a look to set it aside."""
-SAVING = {"stop": "stopping", "save": "asked for", "clock": "every N minutes"}
-"""What makes a checkpoint beside the count of steps, and how the log calls it."""
-MAKE_ROOM = "Lower validation.width, height or frames, or plan.device_memory."
+WARMUP_STEPS, TIMED_STEPS = 2, 3
+"""Steps before a plan is timed, and steps over which it is timed."""
+GC_FREEZE_STEPS = 20
+"""Steps after which caches and pools are filled, so that long-lived objects can be frozen."""
+CHECKPOINT_REASONS = {"stop": "stopping", "save": "asked for", "clock": "every N minutes"}
+"""Requests that save a checkpoint, and the reason that the log gives for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A run, built and ready."""
+def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
+    """Train until `train.max_train_steps`, or until a stop is requested."""
+    accelerator = session.state.accelerator
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    with closing(BatchStream(session.pipeline, rank, world_size, progress.consumed)) as stream:
+        try:
+            return _run_steps(session, stream, progress)
+        finally:
+            session.gc_freeze.unfreeze()
 
-    state: TrainState
-    pipeline: DataPipeline
-    ramp: AccumulationRamp
-    validation: ValidationSetup | None
-    checkpoints: Path
-    identity: Mapping[str, object]
-    batch_transfer: BatchTransfer
-    control: RunControl
-    signals: SignalHandler
-    emit: Callable[[Event], None]
-    plan_controller: Settled | None = None
-    """The plan at work; none: the transformer is simply on the device."""
+
+def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -> TrainProgress:
+    run = session.state.run
+    total = run.train.max_train_steps
+    metrics = MetricsBuffer(
+        session.emit, run.logging.every, session.batch_transfer, session.state.optimizer
+    )
+    timing = PlanTiming(session, progress.step)
+    first_step = progress.step
+    saved_at, saved_step = time.monotonic(), progress.step
+    accumulation = _accumulation(session, progress)
+
+    if _validation_is_missing(session, progress.step):
+        _validate(session, metrics, progress.step)
+    while progress.step < total:
+        result = _step(session, stream, accumulation, progress, timing)
+        progress = progress.after(accumulation, stream.state.consumed, result.expert)
+        step = progress.step
+        metrics.add(step, stream.state.epoch(session.pipeline.order), result)
+        if step == first_step + GC_FREEZE_STEPS:
+            metrics.flush()
+            session.gc_freeze.freeze()
+            metrics.restart_clock()
+            timing.disturbed = True
+        timing.after_step(step, accumulation, metrics)
+
+        requests = _take_requests(session, step, saved_at)
+        is_stopping = "stop" in requests and step < total
+        # The checkpoint comes before validation, so that a failing validation loses no steps.
+        if _is_due(step, run.train.checkpoint_every, total) or requests & CHECKPOINT_REASONS.keys():
+            _save(session, metrics, progress, _checkpoint_reason(requests, step, total))
+            _emit_transfer_statistics(session, stream, step)
+            saved_at, saved_step = time.monotonic(), step
+            timing.disturbed = True
+        scheduled = run.validation.every > 0 and _is_due(step, run.validation.every, total)
+        if (scheduled and not is_stopping) or "validate" in requests:
+            _validate(session, metrics, step)
+            timing.disturbed = True
+        if is_stopping:
+            raise InterruptedRunError(
+                f"stopped after step {step} of {total}; a checkpoint is saved. Run the same "
+                "command again to continue."
+            )
+        accumulation = _accumulation(session, progress, before=accumulation)
+    metrics.flush()
+    assert saved_step == total, (saved_step, total)
+    return progress
+
+
+def _step(
+    session: Session,
+    stream: BatchStream,
+    accumulation: int,
+    progress: TrainProgress,
+    timing: PlanTiming,
+) -> StepResult:
+    """Run one step. If a planned run is out of device memory, repeat it with a smaller plan."""
+    state, controller = session.state, session.plan_controller
+    if controller is None:
+        return train_step(state, stream.take(accumulation), accumulation, progress)
+    position, rng = stream.state, torch_rng_state()
+    updates = state.update.num_steps
+    while True:
+        try:
+            batches = map(controller.count_batch, stream.take(accumulation))
+            return train_step(state, batches, accumulation, progress)
+        except torch.OutOfMemoryError as error:
+            # Without the traceback, whose frames keep the tensors of the failed step alive.
+            out_of_memory = error.with_traceback(None)
+        reason = str(out_of_memory).splitlines()[0]
+        if state.update.num_steps > updates:  # a second try would apply the update twice
+            raise RunFailedError(
+                f"the device ran out of memory after the optimizer's update ({reason}). Earlier "
+                "checkpoints are kept. Lower plan.device_memory and run the same command again."
+            ) from out_of_memory
+        state.optimizer.zero_grad()
+        if not controller.reduce_memory(reason):
+            raise out_of_memory
+        stream.rewind(position)
+        restore_torch_rng(rng)  # the second try uses the same dropout masks
+        timing.restart(progress.step)
+
+
+def _accumulation(session: Session, progress: TrainProgress, before: int | None = None) -> int:
+    """Return the micro-batches of the next step; emit a change from the step `before`."""
+    if session.ramp is None:
+        return session.state.run.train.gradient_accumulation_steps
+    accumulation = session.ramp.accumulation(progress.micro_batches)
+    if before is not None and accumulation != before:
+        session.emit(RampChanged(progress.step, progress.micro_batches, accumulation))
+    return accumulation
+
+
+def _take_requests(session: Session, step: int, saved_at: float) -> set[str]:
+    """Return what `gracetune now`, a signal or the clock asks for after this step.
+
+    Several ranks must agree, which costs a synchronisation, so they ask only when they log.
+    """
+    run, accelerator = session.state.run, session.state.accelerator
+    if accelerator.num_processes > 1 and step % run.logging.every:
+        return set()
+    requests = session.control.take_requests() if accelerator.is_main_process else set()
+    if session.signals.received is not None:
+        requests.add("stop")
+    minutes = run.train.checkpoint_minutes
+    if minutes and time.monotonic() - saved_at >= 60 * minutes:
+        requests.add("clock")
+    return set(gather_object(list(requests))) if accelerator.num_processes > 1 else requests
+
+
+def _is_due(step: int, every: int, total: int) -> bool:
+    return step == total or (every > 0 and step % every == 0)
+
+
+# The data
 
 
 class BatchStream:
-    """The batches of one rank, and the state after the last one that was taken."""
+    """The batches of one rank, in order, with the position after the last one taken."""
 
-    def __init__(self, feed: DataPipeline, rank: int, world_size: int, consumed: int) -> None:
+    def __init__(self, pipeline: DataPipeline, rank: int, world_size: int, consumed: int) -> None:
         self.state = LoaderState(consumed)
-        self._feed = feed
+        self._pipeline = pipeline
         self._rank, self._world_size = rank, world_size
         self._batches = self._open()
 
     def take(self, count: int) -> Iterator[Batch]:
-        """The next few, each loaded or awaited when it is asked for."""
+        """Yield the next `count` batches, loading each one when it is asked for."""
         for _ in range(count):
             batch, self.state = next(self._batches)
             yield batch
 
-    def go_back(self, state: LoaderState) -> None:
-        """The next batch is the one after this state, as it was the first time."""
+    def rewind(self, state: LoaderState) -> None:
+        """Return to an earlier position; the batches after it repeat exactly."""
         self._batches.close()
         counts = self._batches.counts
         self.state = state
         self._batches = self._open()
         self._batches.counts = counts
 
-    def fed(self, step: int) -> BatchesFed:
-        """What the batches so far have cost."""
-        return self._feed.fed(step, self._batches)
+    def statistics(self, step: int) -> BatchesFed:
+        """Return how the batches so far were read and how long steps waited for them."""
+        return self._pipeline.batches_fed(step, self._batches)
 
     def close(self) -> None:
-        """End what works beside the steps."""
+        """Stop the threads that load and encode in the background."""
         self._batches.close()
-        self._feed.close()
+        self._pipeline.close()
 
     def _open(self) -> BatchIterator:
-        """From the state on."""
-        feed, consumed = self._feed, self.state.consumed
-        loader = Loader(
-            feed.order,
-            feed.load,
-            self._rank,
-            self._world_size,
-            consumed,
-            will_need=feed.will_need,
+        return self._pipeline.batches(self._rank, self._world_size, self.state.consumed)
+
+
+# Checkpoints and validation
+
+
+def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, reason: str) -> None:
+    """Save a checkpoint, after `flush` has found every loss so far to be finite."""
+    metrics.flush()
+    snapshot = _take_snapshot(session, progress)
+    accelerator = session.state.accelerator
+    if accelerator.is_main_process:
+        saved = checkpoint.save_snapshot(
+            session.checkpoints, snapshot, session.state.run.train.keep_checkpoints
         )
-        return feed.ahead(iter(loader))
+        session.emit(
+            CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason)
+        )
+    accelerator.wait_for_everyone()
+    metrics.restart_clock()
 
 
-def train_loop(s: Session, progress: TrainProgress) -> TrainProgress:
-    """Train to the end, or until someone asks to stop."""
-    accelerator = s.state.accelerator
-    rank, world = accelerator.process_index, accelerator.num_processes
-    with closing(BatchStream(s.pipeline, rank, world, progress.consumed)) as stream:
-        try:
-            return _steps(s, stream, progress)
-        finally:
-            ASIDE.unfreeze()
+def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
+    """Collect everything a resumed run needs; the RNG states come from all ranks."""
+    state = session.state
+    state.update.synchronize()
+    tensors: dict[str, Mapping[str, Tensor]] = {
+        "weights": detached_weights(state.parameters),
+        "optimizer": flatten_optimizer_state(state.optimizer, state.parameters),
+    }
+    if state.ema is not None:
+        tensors["ema"] = state.ema.averages
+    for rank, states in enumerate(gather_object([rng_state()])):
+        tensors[f"generators-{rank}"] = states
+    return Snapshot(progress, session.identity, tensors)
 
 
-def _steps(s: Session, stream: BatchStream, progress: TrainProgress) -> TrainProgress:
-    run = s.state.run
-    total = run.train.max_train_steps
-    record = MetricsBuffer(s.emit, run.logging.every, s.batch_transfer.memory_used, learning_rate_histograms(s.state.optimizer))
-    accumulation = s.ramp.accumulation(progress.micro_batches)
-    saved_at, saved_step = time.monotonic(), progress.step
-
-    if _owed(s, progress.step, total):
-        _validate(s, record, progress.step)
-    first, timing = progress.step, PlanTiming(s, progress.step)
-    while progress.step < total:
-        result = _step(s, stream, accumulation, progress, timing)
-        progress = progress.after(accumulation, stream.state.consumed, result.expert)
-        record.add(progress.step, stream.state.epoch(s.pipeline.order), result)
-        if progress.step == first + MADE:
-            record.flush()
-            ASIDE.freeze()
-            record.resume()
-            timing.disturbed = True
-        timing.after(progress.step, accumulation, record)
-
-        asked = _asked(s, progress.step, saved_at)
-        stop = "stop" in asked and progress.step < total
-        if _due(progress.step, run.train.checkpoint_every, total) or asked & SAVING.keys():
-            _save(s, record, progress, _reason(asked, progress.step, total))
-            _report_moved(s, stream, progress.step)
-            saved_at, saved_step = time.monotonic(), progress.step
-            timing.disturbed = True
-        scheduled = run.validation.every > 0 and _due(progress.step, run.validation.every, total)
-        if (scheduled and not stop) or "validate" in asked:  # saved first, whatever comes of it
-            _validate(s, record, progress.step)
-            timing.disturbed = True
-        if stop:
-            raise InterruptedRunError(
-                f"stopped after step {progress.step} of {total}; the state is saved. "
-                "The same command goes on from here."
-            )
-        accumulation = _next_accumulation(s, progress, accumulation)
-    record.flush()
-    assert saved_step == total, (saved_step, total)
-    return progress
-
-
-class PlanTiming:
-    """Holds a plan against a few steps with nothing between them."""
-
-    def __init__(self, s: Session, first: int) -> None:
-        self.disturbed = True
-        """Whether something else than steps has taken time since the clock was started."""
-        self._settled = s.plan_controller
-        self._total = s.state.run.train.max_train_steps
-        self._first = first
-        self._began = 0.0
-        self._steps = self._micro_batches = 0
-
-    def after(self, step: int, accumulation: int, record: MetricsBuffer) -> None:
-        """Start the clock after the first steps, and again where it was disturbed."""
-        if self._settled is None or step - self._first < WARM:
-            return
-        if self.disturbed:
-            record.flush()  # waits for the device
-            self._settled.watch()
-            self.disturbed, self._began = False, time.monotonic()
-            self._steps = self._micro_batches = 0
-            return
-        self._steps += 1
-        self._micro_batches += accumulation  # which a ramp raises from step to step
-        if self._steps == TIMED:
-            record.flush()
-            if self._settled.has_compiled():  # which is no part of a step
-                self.disturbed = True
-                return
-            seconds = (time.monotonic() - self._began) / self._micro_batches
-            if self._settled.check(seconds, (self._total - step) * accumulation):
-                self.restart(step)  # the new plan is timed as well
-                record.resume()
-            else:
-                self._settled = None
-
-    def restart(self, step: int) -> None:
-        """After so many steps the plan is another one."""
-        self._first, self.disturbed = step, True
-
-
-def _step(
-    s: Session, stream: BatchStream, length: int, progress: TrainProgress, timing: PlanTiming
-) -> StepResult:
-    """One step; where the device is too small for the plan, again with a smaller plan."""
-    if s.plan_controller is None:
-        return train_step(s.state, stream.take(length), length, progress)
-    began, drawn = stream.state, torch_rng_state()
-    updates = s.state.update.count
-    while True:
-        try:
-            batches = map(s.plan_controller.saw, stream.take(length))
-            return train_step(s.state, batches, length, progress)
-        except torch.OutOfMemoryError as error:
-            full = error.with_traceback(None)  # whose frames hold what did not fit
-        reason = str(full).splitlines()[0]
-        if s.state.update.count > updates:
-            raise RunFailedError(
-                f"the device was full after an update ({reason}), which a second try would make "
-                "again. Checkpoints saved before are kept. Go on from the last one with a lower "
-                "plan.device_memory."
-            ) from full
-        s.state.optimizer.zero_grad()
-        if not s.plan_controller.step_down(reason):
-            raise full
-        stream.go_back(began)
-        restore_torch_rng(drawn)  # dropout falls in a second try as in the first
-        timing.restart(progress.step)
-
-
-def _reason(asked: set[str], step: int, total: int) -> str:
-    """Why a checkpoint is made, for whoever reads the log."""
+def _checkpoint_reason(requests: set[str], step: int, total: int) -> str:
     if step == total:
         return "the end"
-    return next((why for what, why in SAVING.items() if what in asked), "every N steps")
+    reasons = (reason for request, reason in CHECKPOINT_REASONS.items() if request in requests)
+    return next(reasons, "every N steps")
 
 
-def _due(step: int, every: int, total: int) -> bool:
-    return step == total or (every > 0 and step % every == 0)
+def _validation_is_missing(session: Session, step: int) -> bool:
+    """Return True if this step should already have samples.
 
-
-def _next_accumulation(s: Session, progress: TrainProgress, before: int) -> int:
-    """Ask the ramp; here, between two optimizer steps, is the only place where it may change."""
-    accumulation = s.ramp.accumulation(progress.micro_batches)
-    if accumulation != before:
-        s.emit(RampChanged(progress.step, progress.micro_batches, accumulation))
-    return accumulation
-
-
-def _asked(s: Session, step: int, saved_at: float) -> set[str]:
-    """What the user, a signal or the clock wants now; ranks agree when losses are logged anyway."""
-    run, accelerator = s.state.run, s.state.accelerator
-    if accelerator.num_processes > 1 and step % run.logging.every:
-        return set()
-    asked = s.control.take_requests() if accelerator.is_main_process else set()
-    if s.signals.received is not None:
-        asked.add("stop")
-    minutes = run.train.checkpoint_minutes
-    if minutes and time.monotonic() - saved_at >= 60 * minutes:
-        asked.add("clock")
-    return set(gather_object(list(asked))) if accelerator.num_processes > 1 else asked
-
-
-def _owed(s: Session, step: int, total: int) -> bool:
-    """Whether there should be samples of this step already: of the first weights, or since the run
-    ended between a checkpoint and its samples.
+    That is the case before the first step, and when an earlier process was killed between saving
+    its checkpoint and writing the samples.
     """
-    every = s.state.run.validation.every
-    if s.validation is None or every == 0 or not (step == 0 or _due(step, every, total)):
+    run = session.state.run
+    every, total = run.validation.every, run.train.max_train_steps
+    if session.validation is None or every == 0 or not (step == 0 or _is_due(step, every, total)):
         return False
-    there = step > 0 and s.validation.grid_path(step).exists()
-    return not gather_object([there])[0]
+    exists = step > 0 and session.validation.grid_path(step).exists()
+    return not gather_object([exists])[0]  # the main rank decides
 
 
-def _validate(s: Session, record: MetricsBuffer, step: int) -> None:
-    """Where neither the device nor the disk has room for samples, training goes on without them."""
-    if s.validation is None:
+def _validate(session: Session, metrics: MetricsBuffer, step: int) -> None:
+    """Validate; if memory does not suffice, warn and go on training without these samples."""
+    if session.validation is None:
         return
-    record.flush()
-    full = _try_to_validate(s, s.validation, step)
-    if full and s.plan_controller is not None and s.plan_controller.give_back(full):
-        full = _try_to_validate(s, s.validation, step)
-    if full:
-        text = f"{full} There are no samples of step {step}; training goes on. {MAKE_ROOM}"
-        s.emit(Notice(text, level="warning", fallback=True))
-    record.resume()
+    metrics.flush()
+    controller = session.plan_controller
+    problem = _try_to_validate(session, session.validation, step)
+    if problem and controller is not None and controller.shrink_ring(problem):
+        problem = _try_to_validate(session, session.validation, step)
+    if problem:
+        text = (
+            f"no samples of step {step}: {problem} Training continues. Lower validation.width, "
+            "height or frames, or plan.device_memory."
+        )
+        session.emit(Notice(text, level="warning", fallback=True))
+    metrics.restart_clock()
 
 
-def _try_to_validate(s: Session, validation: ValidationSetup, step: int) -> str:
-    """Gives what the device says where it is full."""
+def _try_to_validate(session: Session, validation: ValidationSetup, step: int) -> str:
+    """Validate; return torch's message if the device is out of memory, else an empty string."""
     try:
-        s.emit(validate(s.state, validation, step))
+        session.emit(validate(session.state, validation, step))
     except ValidationWriteError as error:
-        if step == 0:  # no step is lost with it, and no later samples could be kept either
+        if step == 0:  # nothing is lost yet, and later samples could not be written either
             raise
-        s.emit(Notice(f"{error} Training goes on.", level="warning", fallback=True))
+        session.emit(Notice(f"{error} Training continues.", level="warning", fallback=True))
     except torch.OutOfMemoryError as error:
-        if s.state.accelerator.num_processes > 1:  # the others wait for this one
+        if session.state.accelerator.num_processes > 1:  # other ranks wait in a collective call
             raise
         return str(error).splitlines()[0]
     return ""
 
 
-def _report_moved(s: Session, stream: BatchStream, step: int) -> None:
-    """What batches and streamed weights have cost by now."""
-    s.emit(stream.fed(step))
-    streamed = None if s.plan_controller is None else s.plan_controller.streamed(step)
+def _emit_transfer_statistics(session: Session, stream: BatchStream, step: int) -> None:
+    """Emit what loading batches and streaming weights has cost since the start."""
+    session.emit(stream.statistics(step))
+    controller = session.plan_controller
+    streamed = None if controller is None else controller.streaming_stats(step)
     if streamed is not None:
-        s.emit(streamed)
+        session.emit(streamed)
 
 
-def _save(s: Session, record: MetricsBuffer, progress: TrainProgress, reason: str) -> None:
-    """Only after the losses so far are known to be numbers."""
-    record.flush()
-    snapshot = snapshot_of(s, progress)
-    accelerator = s.state.accelerator
-    if accelerator.is_main_process:
-        saved = checkpoint.save_snapshot(s.checkpoints, snapshot, s.state.run.train.keep_checkpoints)
-        s.emit(CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason))
-    accelerator.wait_for_everyone()
-    record.resume()
+# Metrics
 
 
-def snapshot_of(s: Session, progress: TrainProgress) -> Snapshot:
-    """Everything that going on from here needs."""
-    t = s.state
-    t.update.rest()
-    tensors: dict[str, Mapping[str, Tensor]] = {
-        "weights": detached_weights(t.parameters),
-        "optimizer": flatten_optimizer_state(t.optimizer, t.parameters),
-    }
-    if t.ema is not None:
-        tensors["ema"] = t.ema.averages
-    for rank, states in enumerate(gather_object([rng_state()])):
-        tensors[f"generators-{rank}"] = states
-    return Snapshot(progress, s.identity, tensors)
+class PlanTiming:
+    """Times a few undisturbed steps and hands the result to the plan controller.
 
+    Timing starts after the warm-up steps. Anything between steps (a checkpoint, a validation, a
+    compilation) sets `disturbed`, and timing starts over.
+    """
 
-# ------------------------------------------------------------------------------------------
-# Losses on their way from the device to the log, a window at a time.
+    def __init__(self, session: Session, first_step: int) -> None:
+        self.disturbed = True
+        """True if something other than training steps has taken time since the clock started."""
+        self._controller = session.plan_controller
+        self._total = session.state.run.train.max_train_steps
+        self._first_step = first_step
+        self._started_at = 0.0
+        self._steps = self._micro_batches = 0
 
+    def after_step(self, step: int, accumulation: int, metrics: MetricsBuffer) -> None:
+        """Count a step; after `TIMED_STEPS` of them, let the controller check its plan."""
+        if self._controller is None or step - self._first_step < WARMUP_STEPS:
+            return
+        if self.disturbed:
+            metrics.flush()  # waits for the device
+            self._controller.start_measuring()
+            self.disturbed, self._started_at = False, time.monotonic()
+            self._steps = self._micro_batches = 0
+            return
+        self._steps += 1
+        self._micro_batches += accumulation  # differs between steps of a ramp
+        if self._steps == TIMED_STEPS:
+            metrics.flush()
+            if self._controller.has_compiled():  # compilation is not part of a step
+                self.disturbed = True
+                return
+            seconds = (time.monotonic() - self._started_at) / self._micro_batches
+            if self._controller.check(seconds, (self._total - step) * accumulation):
+                self.restart(step)  # the plan has changed: time the new one as well
+                metrics.restart_clock()
+            else:
+                self._controller = None
 
-RATE_DECADES = (-9, 0)
-"""The rates of histograms, as powers of ten."""
-BINS_PER_DECADE = 4
+    def restart(self, step: int) -> None:
+        """Time again from this step, because the plan has changed."""
+        self._first_step, self.disturbed = step, True
 
 
 class MetricsBuffer:
-    """Keeps results as tensors until a window is full, then reads them all at once."""
+    """Collects step results on the device and reads a whole window of them at once.
+
+    Reading a tensor waits for the device, so it is done only every `logging.every` steps.
+    """
 
     def __init__(
-        self,
-        emit: Callable[[Event], None],
-        every: int,
-        memory_used: Callable[[int], MemoryUsed],
-        rates: Callable[[int], list[RatesSpread]] = lambda _: [],
+        self, emit: Emit, every: int, batch_transfer: BatchTransfer, optimizer: Optimizer
     ) -> None:
         self._emit = emit
-        self._memory_used = memory_used
-        self._rates = rates
         self._every = every
+        self._batch_transfer = batch_transfer
+        self._optimizer = optimizer
         self._pending: list[tuple[int, int, StepResult]] = []
-        self._since = time.monotonic()
+        self._started_at = time.monotonic()
 
     def add(self, step: int, epoch: int, result: StepResult) -> None:
-        """Take one step's result."""
+        """Keep a step's result, and flush if the window is full."""
         self._pending.append((step, epoch, result))
         if step % self._every == 0:
             self.flush()
 
     def flush(self) -> None:
-        """Tell what is pending. The first loss that is no number ends the run."""
+        """Emit the pending results; raise at the first loss or gradient norm that is not finite."""
         if not self._pending:
             return
         numbers = torch.stack(
             [torch.stack([r.loss, r.grad_norm, r.samples]) for _, _, r in self._pending]
         ).tolist()
-        seconds = (time.monotonic() - self._since) / len(self._pending)
+        seconds = (time.monotonic() - self._started_at) / len(self._pending)
         for (step, epoch, result), (loss, norm, samples) in zip(
             self._pending, numbers, strict=True
         ):
@@ -412,34 +410,35 @@ class MetricsBuffer:
             )
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise RunFailedError(
-                    f"at step {step} the loss is {loss} and the gradient's norm is {norm}. "
-                    "Checkpoints saved before are kept. Begin anew in another output_dir, with a "
-                    "lower optimizer.lr or train.max_grad_norm."
+                    f"training diverged at step {step}: the loss is {loss} and the gradient norm "
+                    f"is {norm}. Lower optimizer.lr or train.max_grad_norm and start over in "
+                    "another output_dir. Checkpoints saved before are kept."
                 )
-        self._emit(self._memory_used(self._pending[-1][0]))
-        for spread in self._rates(self._pending[-1][0]):
-            self._emit(spread)
+        last_step = self._pending[-1][0]
+        self._emit(self._batch_transfer.memory_used(last_step))
+        for histogram in learning_rate_histograms(self._optimizer, last_step):
+            self._emit(histogram)
         self._pending.clear()
-        self._since = time.monotonic()
+        self._started_at = time.monotonic()
 
-    def resume(self) -> None:
-        """Steps count again from now."""
-        self._since = time.monotonic()
+    def restart_clock(self) -> None:
+        """Measure the time of steps from now on, leaving out what came between them."""
+        self._started_at = time.monotonic()
 
 
-def learning_rate_histograms(optimizer: Optimizer) -> Callable[[int], list[RatesSpread]]:
-    """How to tell the spread of learning rates, where every element has one; else nothing."""
+RATE_DECADES = (-9, 0)
+"""The range of the histograms, as powers of ten."""
+BINS_PER_DECADE = 4
+
+
+def learning_rate_histograms(optimizer: Optimizer, step: int) -> list[RatesSpread]:
+    """Return a histogram for each expert if every element has its own rate (Automagic)."""
     if not isinstance(optimizer, Automagic):
-        return lambda _: []
+        return []
     low, high = RATE_DECADES
     num_bins = (high - low) * BINS_PER_DECADE
     limits = tuple(10 ** (low + index / BINS_PER_DECADE) for index in range(num_bins + 1))
-
-    def spread(step: int) -> list[RatesSpread]:
-        by_stage = optimizer.rate_counts(low, high, num_bins)
-        return [
-            RatesSpread(step, stage, limits, tuple(int(count) for count in counts.tolist()))
-            for stage, counts in by_stage.items()
-        ]
-
-    return spread
+    return [
+        RatesSpread(step, expert, limits, tuple(int(count) for count in counts.tolist()))
+        for expert, counts in optimizer.lr_histogram(low, high, num_bins).items()
+    ]

@@ -1,14 +1,17 @@
-"""What the model is trained to say of a noisy latent, and how much each sample counts.
+"""The training objective: noised latents, the model's target and the loss of each sample.
 
-Pure functions of their arguments; noise and levels are drawn by the caller. Every kind of model is
-asked along a path x_s = alpha x0 + sigma e with a level s in [0, 1]:
+Pure functions; the caller draws the noise and the timesteps. A timestep t lies in [0, 1], from the
+clean latent x_0 to pure noise, and selects a point on the path between the two:
 
-    flow       alpha = 1 - s          sigma = s              Lipman et al. 2023; Liu et al. 2023
-    epsilon    alpha = cos(pi s / 2)  sigma = sin(pi s / 2)  Ho et al. 2020
-    v          the same                                      Salimans and Ho 2022
+    x_t = alpha_t x_0 + sigma_t noise
 
-For the last two s is the angle of the path: a family with a table of its own finds its timestep by
-s = 2/pi atan(sigma / alpha).
+    prediction  alpha_t        sigma_t        target                       paper
+    flow        1 - t          t              velocity = noise - x_0       Lipman 2023, Liu 2023
+    epsilon     cos(pi t / 2)  sin(pi t / 2)  noise                        Ho 2020
+    v           cos(pi t / 2)  sin(pi t / 2)  alpha_t noise - sigma_t x_0  Salimans 2022
+
+The loss is the mean squared error between prediction and target. With flow matching t = sigma_t. A
+family with a discrete noise schedule finds its step through t = 2 / pi atan(sigma_t / alpha_t).
 """
 
 from __future__ import annotations
@@ -22,88 +25,92 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.config.schema import TrainSection
-    from gracetune.models.family import Prediction
+    from gracetune.models.family import PredictionType
 
 
-def alpha_sigma(s: Tensor, prediction: Prediction) -> tuple[Tensor, Tensor]:
-    """How much of the picture and how much of the noise there is at a level."""
+def alpha_sigma(timesteps: Tensor, prediction: PredictionType) -> tuple[Tensor, Tensor]:
+    """Return alpha_t and sigma_t: how much of the latent and how much noise x_t contains."""
     if prediction == "flow":
-        return 1 - s, s
-    angle = s * (math.pi / 2)
+        return 1 - timesteps, timesteps
+    angle = timesteps * (math.pi / 2)
     return angle.cos(), angle.sin()
 
 
 def add_noise(
-    x0: Tensor,
-    noise: Tensor,
-    s_B: Tensor,  # noqa: N803
-    prediction: Prediction = "flow",
+    x0: Tensor, noise: Tensor, timesteps: Tensor, prediction: PredictionType = "flow"
 ) -> Tensor:
-    """x_s = alpha x0 + sigma e."""
-    alpha, sigma = alpha_sigma(_broadcast(s_B, x0), prediction)
+    """Return x_t = alpha_t x_0 + sigma_t noise, with one timestep for each sample."""
+    alpha, sigma = alpha_sigma(_broadcast(timesteps, x0), prediction)
     return alpha * x0 + sigma * noise
 
 
-def target(x0: Tensor, noise: Tensor, s_B: Tensor, prediction: Prediction) -> Tensor:  # noqa: N803
-    """What the model should say at x_s."""
+def target(x0: Tensor, noise: Tensor, timesteps: Tensor, prediction: PredictionType) -> Tensor:
+    """Return the value that the model should predict at x_t."""
     if prediction == "flow":
         return velocity(x0, noise)
     if prediction == "epsilon":
         return noise
-    alpha, sigma = alpha_sigma(_broadcast(s_B, x0), prediction)
+    alpha, sigma = alpha_sigma(_broadcast(timesteps, x0), prediction)
     return alpha * noise - sigma * x0
 
 
 def velocity(x0: Tensor, noise: Tensor) -> Tensor:
-    """dx_s / ds = e - x0, along the path of flow matching."""
+    """Return dx_t / dt = noise - x_0, the constant velocity of the flow-matching path."""
     return noise - x0
 
 
 def sample_losses(
     predicted: Tensor,
     target: Tensor,
-    weights_BHW: Tensor | None = None,  # noqa: N803
+    mask_BHW: Tensor | None = None,  # noqa: N803
 ) -> Tensor:
-    """The mean squared error of each sample, in fp32; cells count as `weights_BHW` says."""
+    """Return the mean squared error of each sample in fp32; the mask weighs each latent cell."""
     squared = (predicted.float() - target.float()).square()
-    if weights_BHW is not None:
-        count, *cells = weights_BHW.shape
-        squared = squared * weights_BHW.view(count, *[1] * (squared.ndim - 3), *cells)
+    if mask_BHW is not None:
+        batch_size, *cells = mask_BHW.shape
+        squared = squared * mask_BHW.view(batch_size, *[1] * (squared.ndim - 3), *cells)
     return squared.flatten(1).mean(1)
 
 
-def loss_weights(s_B: Tensor, section: TrainSection, prediction: Prediction) -> Tensor | None:  # noqa: N803
-    """How much each sample's loss counts; none: all alike.
+def loss_weights(
+    timesteps: Tensor, section: TrainSection, prediction: PredictionType
+) -> Tensor | None:
+    """Return the min-SNR weight of each sample (Hang et al. 2023), or None to weigh all alike.
 
-    Min-SNR (Hang et al. 2023) bounds the weight of the loss in x0, min(SNR, gamma) with SNR =
-    (alpha / sigma)^2, and is divided by what a kind's own loss already weighs: epsilon SNR, v
-    SNR + 1, flow 1 / s^2. Written with alpha and sigma, so that no level divides by zero.
+    Min-SNR weighs the error of x_0 by min(SNR, gamma), with SNR = (alpha_t / sigma_t)^2. The error
+    of a prediction already contains a weight, which is divided out:
+
+        epsilon   min(SNR, gamma) / SNR          = min(1, gamma sigma^2 / alpha^2)
+        v         min(SNR, gamma) / (SNR + 1)    = min(alpha^2, gamma sigma^2)
+        flow      min(SNR, gamma) sigma^2        = min(alpha^2, gamma sigma^2)
+
+    The right-hand sides never divide by sigma, so t = 0 is safe.
     """
     gamma = section.min_snr_gamma
     if gamma is None or (prediction == "flow" and section.min_snr_in_flow == "identity"):
         return None
-    alpha, sigma = alpha_sigma(s_B, prediction)
+    alpha, sigma = alpha_sigma(timesteps, prediction)
     if prediction == "epsilon":
         return (gamma * (sigma / alpha).square()).clamp(max=1.0)
-    # sigma^2 min(SNR, gamma), for flow and for v, where SNR + 1 = 1 / sigma^2.
     return torch.minimum(alpha.square(), gamma * sigma.square())
 
 
-def min_snr_notes(section: TrainSection, prediction: Prediction) -> list[str]:
-    """What the user should know once about the weights of this run."""
+def min_snr_notes(section: TrainSection, prediction: PredictionType) -> list[str]:
+    """Explain what `train.min_snr_gamma` does to a flow-matching model, if it is set."""
     gamma = section.min_snr_gamma
     if gamma is None or prediction != "flow":
         return []
     if section.min_snr_in_flow == "identity":
         return [
-            f"train.min_snr_gamma {gamma:g} changes nothing: flow matching is trained with all "
-            "levels alike. train.min_snr_in_flow: exact asks for the published weights"
+            f"train.min_snr_gamma is {gamma:g} but has no effect: flow matching weighs all "
+            "timesteps alike. Set train.min_snr_in_flow: exact to apply the published weights."
         ]
     return [
-        f"min-SNR in flow matching weighs level s by min((1-s)^2, {gamma:g} s^2): "
-        f"{min(0.125**2, gamma * 0.875**2):.3f} at 0.875"
+        f"min-SNR weighs timestep t by min((1-t)^2, {gamma:g} t^2), "
+        f"for example {min(0.125**2, gamma * 0.875**2):.3f} at t = 0.875."
     ]
 
 
-def _broadcast(s_B: Tensor, x: Tensor) -> Tensor:  # noqa: N803
-    return s_B.view(-1, *[1] * (x.ndim - 1))
+def _broadcast(timesteps: Tensor, x: Tensor) -> Tensor:
+    """Reshape one value per sample so that it multiplies every element of that sample."""
+    return timesteps.view(-1, *[1] * (x.ndim - 1))

@@ -1,8 +1,8 @@
-"""The gradient-accumulation ramp: small effective batches first, large ones later.
+"""The gradient-accumulation ramp: grow the effective batch from a small to a large one.
 
-A ramp is a pure function of the micro-batches done so far; its position is one number in the
-checkpoint. The trainer asks between optimizer steps only, so that no accumulation ever changes its
-length half-way: inside one, the loss weights would be wrong.
+The accumulation is a pure function of the micro-batches done so far, so a checkpoint needs to store
+one number only. The training loop asks between optimizer steps only: changing the accumulation in
+the middle of a step would give its samples the wrong weights.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AccumulationRamp:
-    """How many micro-batches make an optimizer step, at any point of a run."""
+    """The number of micro-batches in an optimizer step, as a function of the run's progress."""
 
     initial: int
-    """Effective batch at the start: samples in an optimizer step, over all ranks."""
+    """Effective batch size at the start: samples in an optimizer step, over all ranks."""
     target: int
-    """Effective batch once `length` micro-batches are done."""
+    """Effective batch size after `length` micro-batches."""
     length: int
+    """Micro-batches (of each rank) until the target is reached."""
     shape: Literal["quadratic", "linear"]
     samples_per_micro_batch: int
-    """Over all ranks."""
+    """Samples in one micro-batch, over all ranks."""
 
     def accumulation(self, micro_batches: int) -> int:
-        """Micro-batches in the optimizer step that starts after this many."""
+        """Return the micro-batches of the optimizer step that starts after `micro_batches`."""
         done = min(1.0, micro_batches / self.length)
         share = done if self.shape == "linear" else done * done
         effective = self.initial + (self.target - self.initial) * share
@@ -39,62 +40,57 @@ class AccumulationRamp:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it never changes anything."""
+        """True if the ramp starts and ends with the same accumulation."""
         return self.accumulation(0) == self.accumulation(self.length)
 
 
-def constant(accumulation: int) -> AccumulationRamp:
-    """No ramp: the same number of micro-batches always."""
-    return AccumulationRamp(accumulation, accumulation, 1, "linear", 1)
-
-
-def build_ramp(run: RunFile, world_size: int) -> tuple[AccumulationRamp, list[str]]:
-    """The run's ramp, and what the user should know about it."""
+def build_ramp(run: RunFile, world_size: int) -> AccumulationRamp | None:
+    """Return the ramp that the run file configures; None without one."""
     section, batch = run.gh200_optimizations, run.train.batch_size
-    plain = run.train.gradient_accumulation_steps
     if not section.enable_batch_size_rampup:
-        return constant(plain), []
+        return None
     per_micro_batch = batch * world_size
-    micro = f"one micro-batch ({batch} samples on each of {world_size} ranks)"
     initial = section.initial_effective_batch_size
-    assert initial is not None, "rules demand it"
-    target = section.target_effective_batch_size or per_micro_batch * plain
+    assert initial is not None, "config.checks requires it when a ramp is enabled"
+    target = section.target_effective_batch_size
+    target = target or per_micro_batch * run.train.gradient_accumulation_steps
     if target < per_micro_batch:
         raise ConfigError(
-            f"gh200_optimizations.target_effective_batch_size is {target}, less than {micro}. "
-            f"Raise it to {per_micro_batch} or more, or lower train.batch_size."
+            f"gh200_optimizations.target_effective_batch_size is {target}, less than one "
+            f"micro-batch ({batch} samples on each of {world_size} ranks). Raise it to "
+            f"{per_micro_batch} or more, or lower train.batch_size."
         )
     if initial > target:
         raise ConfigError(
             f"gh200_optimizations.initial_effective_batch_size is {initial}, more than the target "
-            f"{target}; a ramp grows. Lower it, or raise target_effective_batch_size."
+            f"{target}, but a ramp can only grow. Lower it, or raise target_effective_batch_size."
         )
-    ramp = AccumulationRamp(
+    return AccumulationRamp(
         initial, target, section.batch_rampup_steps, section.rampup_shape, per_micro_batch
     )
-    return ramp, _notes(ramp, micro)
 
 
-def _notes(ramp: AccumulationRamp, micro: str) -> list[str]:
+def ramp_notes(ramp: AccumulationRamp) -> list[str]:
+    """Describe the ramp for the user, including any rounding to whole micro-batches."""
     size = ramp.samples_per_micro_batch
     first, last = (ramp.accumulation(at) * size for at in (0, ramp.length))
+    # The first words are the fork's; users search their logs for them.
     notes = [
         f"GH200 gradient accumulation ramp enabled: effective batch {first} -> {last} "
         f"over {ramp.length} micro-batches, {ramp.shape}"
     ]
-    if last != ramp.target:
-        notes.append(
-            f"target_effective_batch_size {ramp.target} is no multiple of {micro}: "
-            f"rounded up to {last}"
-        )
-    if first != ramp.initial:
-        notes.append(
-            f"initial_effective_batch_size {ramp.initial} is no multiple of {micro}: "
-            f"rounded up to {first}"
-        )
+    for setting, value, rounded in (
+        ("target_effective_batch_size", ramp.target, last),
+        ("initial_effective_batch_size", ramp.initial, first),
+    ):
+        if rounded != value:
+            notes.append(
+                f"{setting} {value} is not a multiple of one micro-batch ({size} samples): "
+                f"rounded up to {rounded}"
+            )
     if ramp.is_constant:
         notes.append(
-            "the ramp changes nothing: it starts and ends with the same number of micro-batches; "
-            "lower train.batch_size to begin smaller"
+            "the ramp has no effect: it starts and ends with the same number of micro-batches; "
+            "lower train.batch_size to start smaller"
         )
     return notes

@@ -1,4 +1,8 @@
-"""One training run from a run file to its result: the folder, the log, resuming, the end."""
+"""One training run, from a checked run file to its result.
+
+`run_training` checks the output folder, finds the checkpoint to resume from, opens the log and the
+other event sinks, builds the session (`build.py`), trains (`loop.py`) and exports the result.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
 
+from gracetune.atomic_files import write_text
 from gracetune.config.load import resolved
 from gracetune.config.schema import Gh200Section, RunFile
-from gracetune.atomic_files import write_text
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
@@ -28,90 +32,47 @@ from gracetune.events.types import (
     Validated,
 )
 from gracetune.train import checkpoint
-from gracetune.train.build import CHECKPOINT_FOLDER, build, resume, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.checkpoint import CHECKPOINT_FOLDER
 from gracetune.train.export import result_folder
 from gracetune.train.identity import check_same_run, identity_settings
 from gracetune.train.loop import train_loop
 from gracetune.train.validate import validation_enabled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType, TracebackType
     from typing import Literal
 
-    Status = Literal["done", "interrupted", "failed"]
-    from collections.abc import Iterator
-    from types import FrameType, TracebackType
-
     from gracetune.events.types import Event, Sink
+    from gracetune.train.build import Session
     from gracetune.train.checkpoint import Snapshot
-    from gracetune.train.loop import Session
-    from gracetune.train.state import TrainProgress
+    from gracetune.train.step import TrainProgress
 
+    Status = Literal["done", "interrupted", "failed"]
     Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 
-LOG = "events.jsonl"
+LOG_FILE = "events.jsonl"
 PRECISION_NAMES = {"no": "fp32", "bf16": "bf16"}
-
-
-class LatestOutputs:
-    """A sink that remembers what the last event should name."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        self.step = step
-        self.outputs = {"log": str(folder / LOG)}
-
-    def handle(self, event: Event) -> None:
-        """Keep the newest of each kind."""
-        if isinstance(event, StepDone):
-            self.step = event.step
-        elif isinstance(event, Validated) and event.grid is not None:
-            self.outputs["pictures"] = event.grid
-        elif isinstance(event, CheckpointSaved):
-            self.outputs["checkpoint"] = event.path
-
-    def close(self) -> None:
-        """Nothing to flush."""
-
-
-class Ending:
-    """Tells how a run ended, whatever ended it."""
-
-    def __init__(self, fan: EventDispatcher, landmarks: LatestOutputs, started: float) -> None:
-        self._fan = fan
-        self._landmarks = landmarks
-        self._started = started
-
-        self.ended: RunEnded | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt)
-        status: Status = "done" if kind is None else "interrupted" if stopped else "failed"
-        self.ended = RunEnded(
-            self._landmarks.step,
-            status,
-            time.monotonic() - self._started,
-            self._landmarks.outputs,
-            "" if error is None else str(error) or type(error).__name__,
-        )
-        self._fan.emit(self.ended)
 
 
 def run_training(
     run: RunFile, resume_from: str = "auto", sinks: Iterable[Sink] = (), notices: Iterable[str] = ()
 ) -> RunEnded:
-    """Train; gives the last event, which names what there is to look at."""
-    started = time.monotonic()
+    """Train as the run file says and return the last event, which lists the output files.
+
+    `resume_from` is `auto` (the newest checkpoint, if any), `none`, or the path of a checkpoint.
+    Events go to `sinks`, to the log in the output folder and to the configured trackers. `notices`
+    are remarks on the run file, to be logged with the run.
+    """
+    started_at = time.monotonic()
     if not run.use_gh200_trainer:
         run = run.model_copy(update={"gh200_optimizations": Gh200Section(enable_uvm_hints=False)})
-        notices = (*notices, "use_gh200_trainer is false: gh200_optimizations are left out")
-    with SignalHandler() as interrupt:
+        notices = (*notices, "use_gh200_trainer is false: gh200_optimizations has no effect.")
+    with SignalHandler() as signals:
         accelerator = start_accelerator(run)
+        is_main = accelerator.is_main_process
         folder = Path(run.output_dir)
         check_output_outside_datasets(run)
         check_writable(folder)
@@ -121,45 +82,119 @@ def run_training(
             check_result_absent(result_folder(run))
         else:
             check_resumable(run, snapshot, accelerator.mixed_precision)
-        landmarks = LatestOutputs(folder, 0 if snapshot is None else snapshot.progress.step)
-        with RunControl(folder).listening(_verbs(run), accelerator.is_main_process) as requests:
-            told = _sinks(run, folder, landmarks.step, sinks) if accelerator.is_main_process else []
-            with (
-                EventDispatcher([landmarks, *told]) as fan,
-                Ending(fan, landmarks, started) as ending,
-            ):
-                for text in notices:
-                    fan.emit(Notice(text))
-                for text in warnings:
-                    fan.emit(Notice(text, level="warning", fallback=True))
-                with closing(build(run, accelerator, fan.emit, requests, interrupt)) as built:
-                    progress = resume(built.session, snapshot)
-                    if accelerator.is_main_process:
-                        _take_over(run, folder, progress, fan)
-                    fan.emit(_started(built.session, progress))
-                    with interrupt.deferred():
-                        train_loop(built.session, progress)
-                        if accelerator.is_main_process:
-                            landmarks.outputs["result"] = str(built.export())
+        latest = LatestOutputs(folder, 0 if snapshot is None else snapshot.progress.step)
+        with (
+            RunControl(folder).listening(_supported_requests(run), is_main) as control,
+            EventDispatcher(
+                [latest, *(_open_sinks(run, folder, latest.step, sinks) if is_main else ())]
+            ) as events,
+            EndReporter(events, latest, started_at) as end,
+        ):
+            for text in notices:
+                events.emit(Notice(f"config: {text}"))
+            for text in warnings:
+                events.emit(Notice(text, level="warning", fallback=True))
+            with closing(build_session(run, accelerator, events.emit, control, signals)) as session:
+                progress = session.resume(snapshot)
+                if is_main:
+                    _claim_folder(run, folder, progress, events)
+                events.emit(_run_started(session, progress))
+                with signals.deferred():
+                    train_loop(session, progress)
+                    if is_main:
+                        latest.outputs["result"] = str(session.export())
     accelerator.end_training()
-    assert ending.ended is not None
-    return ending.ended
+    assert end.event is not None
+    return end.event
 
 
-def _take_over(run: RunFile, folder: Path, progress: TrainProgress, fan: EventDispatcher) -> None:
-    """The run goes on for certain: only now does its folder change. One rank does it."""
+# Checks before anything is loaded
+
+
+def check_output_outside_datasets(run: RunFile) -> None:
+    """Refuse an output folder inside a data set: the run would train on its own samples."""
+    folder = Path(run.output_dir).resolve()
+    for index, dataset in enumerate(run.datasets):
+        if dataset.instance_data_dir is None:
+            continue
+        if folder.is_relative_to(Path(dataset.instance_data_dir).resolve()):
+            raise ConfigError(
+                f"output_dir is {run.output_dir!r}, inside datasets.{index}.instance_data_dir "
+                f"({dataset.instance_data_dir!r}): the run would train on its own validation "
+                "images. Choose an output_dir outside the data set."
+            )
+
+
+def check_writable(folder: Path) -> None:
+    """Create the output folder and write to it now, not when the first checkpoint is due."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir is {str(folder)!r}, which cannot be written: {error.strerror or error}. "
+            "Choose a folder that you may write to."
+        ) from error
+
+
+def find_resume_point(
+    folder: Path, resume_from: str, warn: Callable[[str], None]
+) -> Snapshot | None:
+    """Load the snapshot to resume from; refuse to start over in a folder with checkpoints."""
+    checkpoints = folder / CHECKPOINT_FOLDER
+    existing = checkpoint.complete_checkpoints(checkpoints)
+    if resume_from == "none" and existing:
+        raise ConfigError(
+            f"--resume is none, but {folder} has a run with {existing[-1].name}, which starting "
+            "over would overwrite. Choose another output_dir, or remove that folder."
+        )
+    return checkpoint.find_snapshot(checkpoints, resume_from, warn)
+
+
+def check_result_absent(result: Path) -> None:
+    """Refuse to start a new run whose result would replace that of another run."""
+    if result.exists():
+        raise ConfigError(
+            f"{result} already exists, but there is no checkpoint to resume from: this run would "
+            "replace the result of another one. Move it away, or choose another output_dir."
+        )
+
+
+def check_resumable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
+    """Compare the settings with the snapshot now, not after an hour of encoding."""
+    check_same_run(snapshot.identity, identity_settings(run, precision), contents=False)
+    done, total = snapshot.progress.step, run.train.max_train_steps
+    if done > total:
+        raise CheckpointError(
+            f"train.max_train_steps is {total}, but the run has already done {done} steps. "
+            "Raise it, or resume from an earlier checkpoint with --resume PATH."
+        )
+
+
+# The output folder and the events
+
+
+def _claim_folder(
+    run: RunFile, folder: Path, progress: TrainProgress, events: EventDispatcher
+) -> None:
+    """Write `run.json` and move newer checkpoints aside.
+
+    Called by one rank when nothing can stop the run any more: until then the folder of an earlier
+    run stays as it is.
+    """
     path = folder / "run.json"
-    if path.exists() and not _is_ours(path):
-        there, path = path, folder / "run.resolved.json"
-        fan.emit(Notice(f"{there} is not as a run writes it, and stays: {path.name} is this run's"))
+    if path.exists() and not _is_run_record(path):
+        other, path = path, folder / "run.resolved.json"
+        events.emit(Notice(f"{other} was not written by a run and is kept; see {path.name}"))
     write_text(path, resolved(run))
-    for later in checkpoint.set_aside_newer(folder / CHECKPOINT_FOLDER, progress.step):
-        text = f"resuming before a checkpoint that exists; that one is kept as {later}"
-        fan.emit(Notice(text, level="warning"))
+    for newer in checkpoint.set_aside_newer(folder / CHECKPOINT_FOLDER, progress.step):
+        text = f"resuming from step {progress.step}; a newer checkpoint is kept as {newer}"
+        events.emit(Notice(text, level="warning"))
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether a run has written this file, which is then the same when it is written again."""
+def _is_run_record(path: Path) -> bool:
+    """Return True if a run wrote this file: resolving its content then gives the same text."""
     try:
         text = path.read_text(encoding="utf-8")
         return resolved(RunFile.model_validate_json(text)) == text
@@ -167,112 +202,100 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def check_output_outside_datasets(run: RunFile) -> None:
-    """A run that writes among its samples would train on its own pictures."""
-    folder = Path(run.output_dir).resolve()
-    for index, dataset in enumerate(run.datasets):
-        if dataset.instance_data_dir is None:
-            continue
-        samples = Path(dataset.instance_data_dir).resolve()
-        if folder.is_relative_to(samples):
-            raise ConfigError(
-                f"output_dir {run.output_dir!r} lies in datasets.{index}.instance_data_dir "
-                f"({dataset.instance_data_dir!r}), so that pictures of the run would become "
-                "samples. Name a folder outside it."
-            )
-
-
-def check_result_absent(result: Path) -> None:
-    """A new run replaces nobody's folder with its result."""
-    if result.exists():
-        raise ConfigError(
-            f"{result} exists, and this run has no checkpoint, so it is another's; the result "
-            "would replace it. Move it away, or choose another output_dir."
-        )
-
-
-def check_resumable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
-    """What can be refused now is not refused after an hour of encoding."""
-    check_same_run(snapshot.identity, identity_settings(run, precision), contents=False)
-    done, total = snapshot.progress.step, run.train.max_train_steps
-    if done > total:
-        raise CheckpointError(
-            f"train.max_train_steps is {total}, but the run has done {done} steps. Raise it, or "
-            "name an earlier checkpoint with --resume PATH."
-        )
-
-
-def check_writable(folder: Path) -> None:
-    """Find out now, not when the first checkpoint is due."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir {str(folder)!r} cannot be written: {error.strerror or error}. "
-            "Name a folder that can."
-        ) from error
-
-
-def find_resume_point(folder: Path, resume_from: str, warn: Callable[[str], None]) -> Snapshot | None:
-    """What to go on from. To begin anew over a run that has checkpoints is refused."""
-    checkpoints = folder / CHECKPOINT_FOLDER
-    existing = checkpoint.complete_checkpoints(checkpoints)
-    if resume_from == "none" and existing:
-        raise ConfigError(
-            f"--resume none would overwrite the run in {folder}, which has {existing[-1].name}. "
-            "Choose another output_dir, or remove that folder."
-        )
-    return checkpoint.find_snapshot(checkpoints, resume_from, warn)
-
-
-def _sinks(run: RunFile, folder: Path, first_step: int, sinks: Iterable[Sink]) -> list[Sink]:
-    chosen: list[Sink] = [*sinks, JsonlLog(folder / LOG)]
+def _open_sinks(run: RunFile, folder: Path, first_step: int, sinks: Iterable[Sink]) -> list[Sink]:
+    opened: list[Sink] = [*sinks, JsonlLog(folder / LOG_FILE)]
     if run.logging.tensorboard:
-        chosen.append(TensorBoardSink(folder / "tensorboard", first_step + 1))
-    return chosen
+        opened.append(TensorBoardSink(folder / "tensorboard", first_step + 1))
+    return opened
 
 
-def _verbs(run: RunFile) -> list[str]:
+def _supported_requests(run: RunFile) -> list[str]:
     return [verb for verb in VERBS if verb != "validate" or validation_enabled(run)]
 
 
-def _started(session: Session, progress: TrainProgress) -> RunStarted:
-    t = session.state
+def _run_started(session: Session, progress: TrainProgress) -> RunStarted:
+    state = session.state
     return RunStarted(
-        output_dir=t.run.output_dir,
-        model=t.family.name,
-        trainable_parameters=sum(p.numel() for p in t.parameters.values()),
-        total_steps=t.run.train.max_train_steps,
+        output_dir=state.run.output_dir,
+        model=state.family.name,
+        trainable_parameters=sum(p.numel() for p in state.parameters.values()),
+        total_steps=state.run.train.max_train_steps,
         start_step=progress.step,
         num_samples=len(session.pipeline.train_samples),
-        device=str(t.accelerator.device),
-        precision=PRECISION_NAMES[t.accelerator.mixed_precision],
+        device=str(state.accelerator.device),
+        precision=PRECISION_NAMES[state.accelerator.mixed_precision],
     )
 
 
-# ------------------------------------------------------------------------------------------
-# Ctrl-C and SIGTERM: between steps they stop a run well, before its first step at once.
-#
-# Inside `between_steps` the first signal is only noted: the loop finishes and saves. A second one
-# leaves at once. Outside there is nothing to save, and either is a KeyboardInterrupt.
+class LatestOutputs:
+    """An event sink that remembers the last step and the newest output files."""
 
+    def __init__(self, folder: Path, step: int) -> None:
+        self.step = step
+        self.outputs = {"log": str(folder / LOG_FILE)}
+
+    def handle(self, event: Event) -> None:
+        """Keep the newest step, sample grid and checkpoint."""
+        if isinstance(event, StepDone):
+            self.step = event.step
+        elif isinstance(event, Validated) and event.grid is not None:
+            self.outputs["pictures"] = event.grid
+        elif isinstance(event, CheckpointSaved):
+            self.outputs["checkpoint"] = event.path
+
+    def close(self) -> None:
+        """Do nothing; there is nothing to flush."""
+
+
+class EndReporter:
+    """A context manager that emits `RunEnded` when the run ends, also after an error."""
+
+    def __init__(self, events: EventDispatcher, latest: LatestOutputs, started_at: float) -> None:
+        self.event: RunEnded | None = None
+        self._events = events
+        self._latest = latest
+        self._started_at = started_at
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt)
+        status: Status = "done" if kind is None else "interrupted" if stopped else "failed"
+        self.event = RunEnded(
+            self._latest.step,
+            status,
+            time.monotonic() - self._started_at,
+            self._latest.outputs,
+            "" if error is None else str(error) or type(error).__name__,
+        )
+        self._events.emit(self.event)
+
+
+# Ctrl-C and SIGTERM
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalHandler:
-    """While open, `asked` names the signal that came between steps, if any."""
+    """Turns Ctrl-C and SIGTERM into an orderly stop while training.
+
+    Inside `deferred`, the first signal is only noted: the loop finishes its step, saves a
+    checkpoint and stops. A second signal ends the process at once. Outside `deferred` there is
+    nothing to save, and a signal raises KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._waits = False
-        self._before: dict[signal.Signals, Handler] = {}
+        """The name of the signal that asked the loop to stop."""
+        self._is_deferring = False
+        self._previous: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._take)
+            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -281,25 +304,26 @@ class SignalHandler:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Signals wait here until the loop looks."""
-        self._waits = True
+        """Note signals while the block runs, instead of raising KeyboardInterrupt."""
+        self._is_deferring = True
         try:
             yield
         finally:
-            self._waits = False
+            self._is_deferring = False
 
-    def _take(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None:
             os._exit(130)
-        if not self._waits:
+        if not self._is_deferring:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
         sys.stderr.write(
-            f"\n{self.received}: finishing the step and saving; once more leaves at once, unsaved\n"
+            f"\n{self.received}: finishing the step and saving a checkpoint. "
+            "Press Ctrl-C again to quit at once without saving.\n"
         )
         sys.stderr.flush()

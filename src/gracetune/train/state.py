@@ -1,13 +1,13 @@
-"""Where a run stands, and everything it needs to go on from there bit for bit.
+"""Turn weights, optimizer state and RNG states into named tensors for a checkpoint, and back.
 
-Tensors are named; a parameter's optimizer state is keyed by the parameter's own name, so that an
-order that changes between versions cannot swap two of them.
+A resumed run continues bit for bit. Optimizer state is stored under the name of its parameter, not
+under an index as in torch's `state_dict`, so that a different parameter order in a later version
+cannot swap the state of two parameters.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,62 +23,41 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SEPARATOR = "|"
+"""Stands between the name of a parameter and the key of its state."""
 GROUP_PREFIX = "group "
+"""Marks an entry that belongs to a param_group, followed by the group's index."""
 NUMBER_TYPES: dict[str, type[bool] | type[int] | type[float]] = {
     "bool": bool,
     "int": int,
     "float": float,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TrainProgress:
-    """The counters of a run."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    micro_batches: int = 0
-    """Micro-batches done by each rank: the ramp's position."""
-    consumed: int = 0
-    """Batches that all ranks together have taken from the data stream."""
-    high_steps: int = 0
-    low_steps: int = 0
-    """Of the optimizer steps, how many trained which expert; both 0 where there is none."""
-
-    def after(self, micro_batches: int, consumed: int, expert: str | None) -> TrainProgress:
-        """One optimizer step later."""
-        return TrainProgress(
-            self.step + 1,
-            self.micro_batches + micro_batches,
-            consumed,
-            self.high_steps + (expert == "high"),
-            self.low_steps + (expert == "low"),
-        )
+"""The types of optimizer state that are not tensors."""
 
 
 def detached_weights(parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """The trained weights as they are now."""
+    """Return the current weights without autograd history; they share the parameters' memory."""
     return {name: p.detach() for name, p in parameters.items()}
 
 
 def restore_weights(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Put saved values into tensors of the same names and shapes."""
+    """Copy saved values into the parameters of the same names."""
     if parameters.keys() != saved.keys():
-        odd = sorted(parameters.keys() ^ saved.keys())
+        differing = sorted(parameters.keys() ^ saved.keys())
         raise CheckpointError(
-            f"the checkpoint does not fit the model: {len(odd)} names differ, first {odd[0]}."
+            f"the checkpoint does not fit the model: {len(differing)} parameter names differ, "
+            f"first {differing[0]}. Resume with the model and adapter settings it was saved with."
         )
     for name, parameter in parameters.items():
         if parameter.shape != saved[name].shape:
             raise CheckpointError(
-                f"the checkpoint does not fit the model: {name} is {tuple(parameter.shape)}, "
-                f"saved as {tuple(saved[name].shape)}."
+                f"the checkpoint does not fit the model: {name} has shape "
+                f"{tuple(parameter.shape)}, but was saved with {tuple(saved[name].shape)}. Resume "
+                "with the model and adapter settings it was saved with."
             )
         if parameter.itemsize < saved[name].itemsize:
             raise CheckpointError(
                 f"the checkpoint does not fit the model: {name} was saved as {saved[name].dtype} "
-                f"and would be rounded to {parameter.dtype}. Set model.dtype to what it was saved "
-                "as."
+                f"and would be rounded to {parameter.dtype}. Set model.dtype to the saved dtype."
             )
         parameter.data.copy_(saved[name])
 
@@ -86,9 +65,10 @@ def restore_weights(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor
 def flatten_optimizer_state(
     optimizer: Optimizer, parameters: Mapping[str, Parameter]
 ) -> dict[str, Tensor]:
-    """The optimizer's state, each tensor as `parameter|key`, and the numbers of its groups.
+    """Return the optimizer's state as tensors named `parameter|key`.
 
-    Numbers that are no tensors say their type behind the key, as `parameter|step:int`.
+    Numbers become tensors, with their type after the key: `parameter|step:int`. Numbers of a
+    param_group, such as the weight of a schedule-free average, are named `group 0|key:float`.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
@@ -96,7 +76,7 @@ def flatten_optimizer_state(
             found[f"{name}{SEPARATOR}{key}{_type_of(value)}"] = torch.as_tensor(value)
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if type(value) in NUMBER_TYPES.values():  # a schedule-free average keeps its weight here
+            if type(value) in NUMBER_TYPES.values():
                 exact = torch.tensor(value, dtype=torch.float64)
                 found[f"{GROUP_PREFIX}{index}{SEPARATOR}{key}{_type_of(value)}"] = exact
     return found
@@ -108,13 +88,16 @@ def restore_optimizer(
     saved: Mapping[str, Tensor],
     load: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """The reverse; torch moves each tensor to where its parameter is, unless `load` does it."""
-    places = {
+    """Load what `flatten_optimizer_state` returned.
+
+    `load` receives a torch `state_dict` and decides which device each tensor goes to; without it,
+    `optimizer.load_state_dict` moves each one to the device of its parameter.
+    """
+    indices = {
         id(parameter): index
         for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])
     }
-    whole = optimizer.state_dict()
-    groups = [dict(group) for group in whole["param_groups"]]
+    groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
     state: dict[int, dict[str, object]] = {}
     for full_name, tensor in saved.items():
         name, _, key = full_name.rpartition(SEPARATOR)
@@ -123,18 +106,13 @@ def restore_optimizer(
         if name.startswith(GROUP_PREFIX):
             groups[int(name.removeprefix(GROUP_PREFIX))][key] = value
         elif name in parameters:
-            state.setdefault(places[id(parameters[name])], {})[key] = value
+            state.setdefault(indices[id(parameters[name])], {})[key] = value
         else:
             raise CheckpointError(
-                f"the checkpoint has optimizer state for {name}, not trained now."
+                f"the checkpoint has optimizer state for {name}, which this run does not train. "
+                "Resume with the adapter settings it was saved with."
             )
     (load or optimizer.load_state_dict)({"state": state, "param_groups": groups})
-
-
-def optimizer_state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Every tensor that an optimizer keeps."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _type_of(value: object) -> str:
@@ -142,29 +120,32 @@ def _type_of(value: object) -> str:
 
 
 def seed_rng(seed: int) -> None:
-    """Begin every process-wide generator from the run's seed."""
+    """Seed the global generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Tensor]:
-    """The states of the process-wide generators, which dropout and libraries draw from."""
-    _, words, gauss_next = random.getstate()
-    waiting = [] if gauss_next is None else [gauss_next]
+    """Return the states of the global generators, which dropout and libraries draw from."""
+    _, words, next_gauss = random.getstate()
+    gauss = [] if next_gauss is None else [next_gauss]
     kind, keys, position, has_gauss, cached = np.random.get_state()
     assert isinstance(keys, np.ndarray), kind
     return {
         **torch_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor(waiting, dtype=torch.float64),
+        "python_gauss": torch.tensor(gauss, dtype=torch.float64),
         "numpy_keys": torch.from_numpy(keys.astype(np.int64)),
         "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
     }
 
 
 def torch_rng_state() -> dict[str, Tensor]:
-    """Of torch's own alone, which is all that a step draws from; the device is not waited for."""
+    """Return the states of torch's generators only, the ones a step draws from.
+
+    Reading them does not wait for the device.
+    """
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -172,7 +153,7 @@ def torch_rng_state() -> dict[str, Tensor]:
 
 
 def restore_rng(saved: Mapping[str, Tensor]) -> None:
-    """Put them back; a GPU's state is skipped where there is no GPU."""
+    """Restore the states from `rng_state`; a GPU's state is ignored on a machine without one."""
     restore_torch_rng(saved)
     gauss = saved["python_gauss"].tolist()
     random.setstate((3, tuple(saved["python"].tolist()), gauss[0] if gauss else None))
@@ -182,7 +163,7 @@ def restore_rng(saved: Mapping[str, Tensor]) -> None:
 
 
 def restore_torch_rng(saved: Mapping[str, Tensor]) -> None:
-    """Put torch's own back."""
+    """Restore the states from `torch_rng_state`."""
     torch.set_rng_state(saved["torch"])
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])

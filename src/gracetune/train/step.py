@@ -1,4 +1,8 @@
-"""One optimizer step."""
+"""One optimizer step: forward and backward over its micro-batches, clip, update, average.
+
+`train_step` is what a training run repeats. The loss itself is in `objective.py`, the distribution
+of timesteps in `timesteps.py`, and the model behind `Family.predict` in `models/<family>.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,15 @@ import torch
 from blake3 import blake3
 from torch.nn.utils import get_total_norm
 
-from gracetune.models.family import routed
-from gracetune.optim.schedule import rate_share, set_rates, used_rate
+from gracetune.models.family import bind_expert
+from gracetune.optim.schedule import averaged_weights, effective_lr, lr_scale, set_lr
 from gracetune.train import objective
 from gracetune.train.experts import SINGLE_TRANSFORMER
 from gracetune.train.timesteps import sample_timesteps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from accelerate import Accelerator
     from torch import Tensor, nn
@@ -27,108 +32,159 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
     from gracetune.models.family import Expert, Family
-    from gracetune.optim.update import Update
-    from gracetune.train.experts import ExpertTurn, ExpertSchedule
-    from gracetune.train.state import TrainProgress
+    from gracetune.optim.offloaded_state import OptimizerStepper
+    from gracetune.train.experts import ExpertSchedule, ExpertTurn
 
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """All that a step touches."""
+    """Everything that an optimizer step reads or changes."""
 
     run: RunFile
     family: Family
     transformer: nn.Module
-    """The family's, as Accelerate wrapped it."""
+    """The family's transformer, wrapped by Accelerate."""
     parameters: dict[str, Parameter]
-    """What is trained, by name."""
+    """The trained parameters by name."""
     optimizer: Optimizer
-    update: Update
-    """The optimizer's step, wherever its state lives."""
+    update: OptimizerStepper
+    """Runs the optimizer's step, also when the optimizer state lives in host memory."""
     ema: Ema | None
     accelerator: Accelerator
     rng: PositionalRng
-    expert_schedule: ExpertSchedule
+    expert_schedule: ExpertSchedule | None
+    """None: the model has a single transformer."""
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Let the model hold averaged weights, of the EMA or the optimizer, if there are any."""
+        return self.ema.swapped_in() if self.ema is not None else averaged_weights(self.optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainProgress:
+    """The counters of a run; a checkpoint stores them under these names."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    micro_batches: int = 0
+    """Micro-batches done by each rank; the accumulation ramp depends on it."""
+    consumed: int = 0
+    """Batches that all ranks together have taken from the data pipeline."""
+    high_steps: int = 0
+    """Optimizer steps that trained the high-noise expert; 0 for a model without experts."""
+    low_steps: int = 0
+    """Optimizer steps that trained the low-noise expert; 0 for a model without experts."""
+
+    def after(self, micro_batches: int, consumed: int, expert: str | None) -> TrainProgress:
+        """Return the counters one optimizer step later."""
+        return TrainProgress(
+            self.step + 1,
+            self.micro_batches + micro_batches,
+            consumed,
+            self.high_steps + (expert == "high"),
+            self.low_steps + (expert == "low"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step measured; tensors stay on the device until someone logs them."""
+    """The measurements of a step. Tensors stay on the device until they are logged."""
 
     loss: Tensor
     """The mean over every sample of the step, on all ranks."""
     grad_norm: Tensor
+    """The norm of the averaged gradient before clipping."""
     lr: float | Tensor
     samples: Tensor
+    """The number of samples, on all ranks."""
     micro_batches: int
     expert: Expert | None = None
-    """Who was trained; none: there is one transformer."""
+    """The expert that was trained; None for a model with a single transformer."""
 
 
 def train_step(
-    t: TrainState, window: Iterable[Batch], length: int, progress: TrainProgress
+    state: TrainState, batches: Iterable[Batch], accumulation: int, progress: TrainProgress
 ) -> StepResult:
-    """Accumulate over a window of micro-batches, then update.
+    """Accumulate gradients over `accumulation` micro-batches, then update the weights.
 
-    Each backward adds the *sum* of its samples' losses; the division by the samples really seen, on
-    all ranks, comes once at the end. So a short batch or a changed window can never weigh too much.
+    Each backward adds the *sum* of its samples' losses. The gradient is divided once, at the end,
+    by the number of samples seen on all ranks. Every sample therefore has the same weight, also in
+    a short batch and when the accumulation changes between steps.
     """
-    turn = t.expert_schedule.at(progress.step)
-    totals = torch.zeros(2, device=t.accelerator.device)  # the sum of losses, and their number
-    seen = 0
-    for seen, batch in enumerate(window, start=1):
-        with nullcontext() if seen == length else t.accelerator.no_sync(t.transformer):
-            losses = batch_losses(t, batch, progress.micro_batches + seen - 1, turn)
-            t.accelerator.backward(losses.sum())
+    accelerator, train = state.accelerator, state.run.train
+    turn = SINGLE_TRANSFORMER
+    if state.expert_schedule is not None:
+        turn = state.expert_schedule.turn_at(progress.step)
+
+    totals = torch.zeros(2, device=accelerator.device)  # sum of losses, number of samples
+    done = 0
+    for done, batch in enumerate(batches, start=1):
+        is_last = done == accumulation
+        # Ranks exchange gradients in the last backward only.
+        with nullcontext() if is_last else accelerator.no_sync(state.transformer):
+            losses = batch_losses(state, batch, progress.micro_batches + done - 1, turn)
+            accelerator.backward(losses.sum())
         totals[0] += losses.detach().sum()
         totals[1] += len(batch)
-    assert seen == length, f"{seen} micro-batches for a step of {length}"
-    loss_sum, samples = t.accelerator.reduce(totals, "sum")
-    # Accelerate averages gradients over ranks, hence the world size.
+    assert done == accumulation, f"{done} micro-batches for a step of {accumulation}"
+    loss_sum, samples = accelerator.reduce(totals, "sum")
+
+    # DDP has averaged the gradients over ranks; the world size turns the mean back into a sum.
+    scale = accelerator.num_processes / samples
     grad_norm = scale_and_clip_gradients(
-        list(t.parameters.values()),
-        t.accelerator.num_processes / samples,
-        t.run.train.max_grad_norm,
+        list(state.parameters.values()), scale, train.max_grad_norm
     )
-    section, total = t.run.optimizer, t.run.train.max_train_steps
-    set_rates(t.optimizer, rate_share(section, progress.step, total))
-    t.update.step()
-    lr = used_rate(t.optimizer)
-    t.optimizer.zero_grad()
-    if t.ema is not None:
-        t.ema.update(progress.step)
-    return StepResult(loss_sum / samples, grad_norm, lr, samples, length, turn.expert)
+    set_lr(state.optimizer, lr_scale(state.run.optimizer, progress.step, train.max_train_steps))
+    state.update.step()
+    lr = effective_lr(state.optimizer)
+    state.optimizer.zero_grad()
+    if state.ema is not None:
+        state.ema.update(progress.step)
+    return StepResult(loss_sum / samples, grad_norm, lr, samples, accumulation, turn.expert)
 
 
-def batch_losses(t: TrainState, batch: Batch, micro_batch: int, turn: ExpertTurn = SINGLE_TRANSFORMER) -> Tensor:
-    """The loss of each sample of one micro-batch, as much as it counts."""
-    generator = t.rng.at("train", micro_batch, t.accelerator.process_index)
-    x0, _ = t.family.parts(batch.latents)
-    num_tokens = t.family.num_tokens(x0.shape[1:])
-    levels = sample_timesteps(t.run.train, len(batch), generator, turn.window, num_tokens)
+def batch_losses(
+    state: TrainState, batch: Batch, micro_batch: int, turn: ExpertTurn = SINGLE_TRANSFORMER
+) -> Tensor:
+    """Draw timesteps and noise for a micro-batch; return the weighted loss of each sample."""
+    family, train = state.family, state.run.train
+    generator = state.rng.at("train", micro_batch, state.accelerator.process_index)
+    x0, _ = family.split_encoded(batch.latents)
+    num_tokens = family.num_tokens(x0.shape[1:])
+    timesteps = sample_timesteps(train, len(batch), generator, turn.window, num_tokens)
     noise = torch.randn(x0.shape, generator=generator, device=generator.device)
-    losses = losses_given_noise(t, batch, levels, noise, turn.expert)
-    weights = objective.loss_weights(levels, t.run.train, t.family.prediction)
+    losses = losses_given_noise(state, batch, timesteps, noise, turn.expert)
+    weights = objective.loss_weights(timesteps, train, family.prediction)
     return losses if weights is None else losses * weights
 
 
 def losses_given_noise(
-    t: TrainState, batch: Batch, levels: Tensor, noise: Tensor, expert: Expert | None = None
+    state: TrainState,
+    batch: Batch,
+    timesteps: Tensor,
+    noise: Tensor,
+    expert: Expert | None = None,
 ) -> Tensor:
-    """The same for given levels and noise, all samples alike; the levels are this expert's."""
-    kind = t.family.prediction
-    x0, given = t.family.parts(batch.latents)
-    noisy = objective.add_noise(x0, noise, levels, kind)
-    with t.accelerator.autocast():
-        predicted = t.family.predict(
-            routed(t.transformer, expert), noisy, levels, {**batch.text, **given}
+    """Return the loss of each sample, unweighted, for given timesteps and noise.
+
+    All timesteps must lie in the window of `expert`.
+    """
+    family, prediction = state.family, state.family.prediction
+    x0, conditioning = family.split_encoded(batch.latents)
+    noisy = objective.add_noise(x0, noise, timesteps, prediction)
+    with state.accelerator.autocast():
+        predicted = family.predict(
+            bind_expert(state.transformer, expert), noisy, timesteps, {**batch.text, **conditioning}
         )
-    target = objective.target(x0, noise, levels, kind)
+    target = objective.target(x0, noise, timesteps, prediction)
     return objective.sample_losses(predicted, target, batch.weights)
 
 
 def scale_and_clip_gradients(parameters: list[Parameter], scale: Tensor, max_norm: float) -> Tensor:
-    """Multiply gradients by `scale`, then down to `max_norm` if they are longer; gives the norm."""
+    """Multiply all gradients by `scale` and clip them to `max_norm`; return the scaled norm.
+
+    One pass over the gradients does both. `max_norm` 0 switches clipping off.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = get_total_norm(gradients) * scale
     if max_norm > 0:
@@ -137,55 +193,50 @@ def scale_and_clip_gradients(parameters: list[Parameter], scale: Tensor, max_nor
     return norm
 
 
-# ------------------------------------------------------------------------------------------
-# Random numbers by position, not by history.
-#
-# Each micro-batch of each rank has a generator of its own, seeded from where it stands in the
-# run. A
-# resumed run therefore draws what the uninterrupted one would have, and there is no state to lose.
-
-
 def derive_seed(*parts: int | str) -> int:
-    """One 63-bit seed for a position."""
+    """Hash the parts to a 63-bit seed."""
     text = "\0".join(str(part) for part in parts)
     return int.from_bytes(blake3(text.encode()).digest(length=8), "big") >> 1
 
 
 class PositionalRng:
-    """The generator of any position of a run, on one device."""
+    """Random generators seeded by their position in the run, not by what was drawn before.
+
+    Each micro-batch of each rank has a seed of its own. A resumed run therefore draws the numbers
+    that an uninterrupted run would have drawn, and no generator state has to be saved.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._generator = torch.Generator(device)
 
     def at(self, purpose: str, *position: int | str) -> torch.Generator:
-        """A generator that is valid until the next call."""
+        """Return the generator of a position; the next call reseeds the same object."""
         return self._generator.manual_seed(derive_seed(self._seed, purpose, *position))
 
 
-# ------------------------------------------------------------------------------------------
-# The moving average of the trained weights, which usually samples better than the weights do.
-
-
 class Ema:
-    """Averages beside the parameters they follow, in the same order."""
+    """An exponential moving average of the trained weights, which often samples better."""
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
         self._decay = decay
-        self._live = [parameter.data for parameter in parameters.values()]
+        self._weights = [parameter.data for parameter in parameters.values()]
         self.averages = {name: p.detach().clone() for name, p in parameters.items()}
 
     def update(self, step: int) -> None:
-        """Follow; early steps count more, so that the first weights are soon forgotten."""
+        """Move the averages towards the weights.
+
+        The decay is lower in the first steps, so that the initial weights are soon forgotten.
+        """
         decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.averages.values()), self._live, 1 - decay)
+        torch._foreach_lerp_(list(self.averages.values()), self._weights, 1 - decay)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the model hold the averages for a while."""
-        kept = [p.clone() for p in self._live]
-        torch._foreach_copy_(self._live, list(self.averages.values()))
+        """Let the model hold the averages while the block runs."""
+        trained = [p.clone() for p in self._weights]
+        torch._foreach_copy_(self._weights, list(self.averages.values()))
         try:
             yield
         finally:
-            torch._foreach_copy_(self._live, kept)
+            torch._foreach_copy_(self._weights, trained)

@@ -8,7 +8,7 @@ import torch
 from gracetune.errors import CheckpointError
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
-from gracetune.train.state import TrainProgress
+from gracetune.train.step import TrainProgress
 
 
 def snapshot(step=1, value=1.0, size=8):
@@ -19,7 +19,7 @@ def snapshot(step=1, value=1.0, size=8):
     )
 
 
-def test_what_is_read_is_what_was_saved(tmp_path):
+def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path):
     saved = checkpoint.save_snapshot(tmp_path, snapshot(7, 3.5), keep=2)
     assert saved.path.name == "step-000007"
     back = checkpoint.load_snapshot(saved.path)
@@ -28,13 +28,16 @@ def test_what_is_read_is_what_was_saved(tmp_path):
     assert torch.equal(back.tensors["weights"]["w"], torch.full((8,), 3.5))
 
 
-def test_the_newest_stay_by_number_not_by_name(tmp_path):
+def test_the_newest_checkpoints_are_kept_by_number_not_by_name(tmp_path):
     for step in (999_998, 999_999, 1_000_000):
         checkpoint.save_snapshot(tmp_path, snapshot(step), keep=2)
-    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path)] == ["step-999999", "step-1000000"]
+    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path)] == [
+        "step-999999",
+        "step-1000000",
+    ]
 
 
-def test_one_without_a_manifest_does_not_count(tmp_path):
+def test_a_folder_without_a_manifest_is_not_a_checkpoint(tmp_path):
     checkpoint.save_snapshot(tmp_path, snapshot(1), keep=3)
     torn = checkpoint.save_snapshot(tmp_path, snapshot(2), keep=3).path
     (torn / "manifest.json").unlink()
@@ -44,7 +47,7 @@ def test_one_without_a_manifest_does_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "json", "format"])
-def test_damage_is_found_and_the_one_before_it_is_used(tmp_path, harm):
+def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(tmp_path, harm):
     checkpoint.save_snapshot(tmp_path, snapshot(1), keep=3)
     path = checkpoint.save_snapshot(tmp_path, snapshot(2), keep=3).path
     weights, manifest = path / "weights.safetensors", path / "manifest.json"
@@ -66,10 +69,10 @@ def test_damage_is_found_and_the_one_before_it_is_used(tmp_path, harm):
     found = checkpoint.find_snapshot(tmp_path, "auto", warnings.append)
     assert found is not None
     assert found.progress.step == 1
-    assert "Going back" in warnings[0]
+    assert "Resuming from the checkpoint before it" in warnings[0]
 
 
-def test_resume_by_path_and_none(tmp_path):
+def test_resuming_by_path_and_none(tmp_path):
     path = checkpoint.save_snapshot(tmp_path, snapshot(4), keep=1).path
     assert checkpoint.find_snapshot(tmp_path, "none", pytest.fail) is None
     found = checkpoint.find_snapshot(tmp_path / "elsewhere", str(path), pytest.fail)
@@ -79,8 +82,8 @@ def test_resume_by_path_and_none(tmp_path):
         checkpoint.find_snapshot(tmp_path, str(tmp_path), pytest.fail)
 
 
-def test_a_write_that_fails_half_way_leaves_the_one_before(tmp_path):
-    """The kernel itself refuses bytes past a limit, as a full disk would."""
+def test_a_failed_write_keeps_the_checkpoint_before_it(tmp_path):
+    """A limit on the file size makes the kernel reject writes, as a full disk would."""
     checkpoint.save_snapshot(tmp_path, snapshot(1), keep=1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -95,13 +98,13 @@ def test_a_write_that_fails_half_way_leaves_the_one_before(tmp_path):
     assert checkpoint.load_snapshot(tmp_path / "step-000001").progress.step == 1
 
 
-def test_the_one_just_written_is_never_dropped(tmp_path):
+def test_the_checkpoint_just_written_is_never_deleted(tmp_path):
     checkpoint.save_snapshot(tmp_path, snapshot(12), keep=1)
     saved = checkpoint.save_snapshot(tmp_path, snapshot(10), keep=1)
     assert checkpoint.complete_checkpoints(tmp_path) == [saved.path]
 
 
-def test_setting_aside_keeps_what_is_past_a_step_whole(tmp_path):
+def test_newer_checkpoints_are_set_aside_intact(tmp_path):
     early = checkpoint.save_snapshot(tmp_path, snapshot(8), keep=9).path
     checkpoint.save_snapshot(tmp_path, snapshot(12, value=7.0), keep=9)
     (aside,) = checkpoint.set_aside_newer(tmp_path, 8)
@@ -109,9 +112,9 @@ def test_setting_aside_keeps_what_is_past_a_step_whole(tmp_path):
     assert checkpoint.load_snapshot(aside).tensors["weights"]["w"][0] == 7.0
 
 
-def test_too_little_room_is_seen_before_anything_is_written(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_found_before_writing(tmp_path, monkeypatch):
     usage = checkpoint.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=100))
-    with pytest.raises(CheckpointError, match=r"100 B are free\. There is none before it"):
+    with pytest.raises(CheckpointError, match=r"100 B are free\. There is no earlier checkpoint"):
         checkpoint.save_snapshot(tmp_path, snapshot(1), keep=1)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""No sample reaches the wrong expert, whatever is drawn and however turns are dealt out."""
+"""The schedule of two experts: no sample reaches the wrong one."""
 
 import pytest
 import torch
@@ -9,20 +9,22 @@ from gracetune.config.schema import DatasetSection, RunFile, TrainSection
 from gracetune.data.loader import BatchOrder, BucketGroup
 from gracetune.errors import ConfigError
 from gracetune.train.experts import (
-    SINGLE_TRANSFORMER,
     SINGLE_SIZE,
-    expected_token_counts,
-    drawn_token_counts,
     build_expert_schedule,
-    describe_schedule,
+    drawn_token_counts,
+    expected_token_counts,
 )
-from gracetune.train.state import TrainProgress
-from gracetune.train.timesteps import DISTRIBUTIONS, sample_timesteps, expert_windows, window_probability
+from gracetune.train.timesteps import (
+    DISTRIBUTIONS,
+    expert_windows,
+    sample_timesteps,
+    window_probability,
+)
 
 SAMPLINGS = sorted(DISTRIBUTIONS)
 
 
-def share_or_none(section, window, tokens):
+def probability_or_none(section, window, tokens):
     try:
         return window_probability(section, window, tokens)
     except ConfigError:
@@ -43,7 +45,7 @@ def share_or_none(section, window, tokens):
     seed=st.integers(0, 2**31),
     tokens=st.sampled_from([64, 1024, 4096]),
 )
-def test_every_level_is_its_experts(
+def test_every_timestep_belongs_to_the_expert_of_its_step(
     boundary, sampling, shift, experts, turns, every, step, seed, tokens
 ):
     section = TrainSection(
@@ -54,26 +56,28 @@ def test_every_level_is_its_experts(
         switch_every=every,
     )
     windows = expert_windows(boundary).values()
-    shares = [share_or_none(section, window, tokens) for window in windows]
-    assume(all(shares))  # a tail that nobody meant is refused, not rounded
-    plan = build_expert_schedule(section, boundary, {tokens: 1})
-    turn = plan.at(step)
-    levels = sample_timesteps(section, 64, torch.Generator().manual_seed(seed), turn.window, tokens)
+    shares = [probability_or_none(section, window, tokens) for window in windows]
+    assume(all(shares))  # windows with too little probability are rejected
+    schedule = build_expert_schedule(section, boundary, {tokens: 1})
+    turn = schedule.turn_at(step)
+    timesteps = sample_timesteps(
+        section, 64, torch.Generator().manual_seed(seed), turn.window, tokens
+    )
     assert experts in ("both", turn.expert)
     if turn.expert == "high":
-        assert (levels.double() >= boundary).all()
-        assert (levels >= boundary).all()
-        assert (levels * 1000 >= torch.tensor(boundary * 1000) * (1 - 1e-6)).all()
+        assert (timesteps.double() >= boundary).all()
+        assert (timesteps >= boundary).all()
+        assert (timesteps * 1000 >= torch.tensor(boundary * 1000) * (1 - 1e-6)).all()
     else:
-        assert (levels.double() < boundary).all()
-        assert (levels < boundary).all()
-    assert ((levels >= 0) & (levels <= 1)).all()
+        assert (timesteps.double() < boundary).all()
+        assert (timesteps < boundary).all()
+    assert ((timesteps >= 0) & (timesteps <= 1)).all()
 
 
 @given(every=st.integers(1, 9), steps=st.integers(1, 400))
 def test_alternating_turns_differ_by_one_at_most(every, steps):
-    plan = build_expert_schedule(TrainSection(switch_every=every), 0.875)
-    high = sum(plan.at(step).expert == "high" for step in range(steps))
+    schedule = build_expert_schedule(TrainSection(switch_every=every), 0.875)
+    high = sum(schedule.turn_at(step).expert == "high" for step in range(steps))
     assert abs(high - (steps - high)) <= every
 
 
@@ -82,13 +86,13 @@ def test_proportional_turns_follow_the_distribution_at_every_length(shift, steps
     section = TrainSection(
         expert_turns="proportional", timestep_shift=shift, timestep_sampling="uniform"
     )
-    plan = build_expert_schedule(section, 0.875)
-    high = sum(plan.at(step).expert == "high" for step in range(steps))
-    assert abs(high - steps * window_probability(section, plan.windows["high"])) <= 1
+    schedule = build_expert_schedule(section, 0.875)
+    high = sum(schedule.turn_at(step).expert == "high" for step in range(steps))
+    assert abs(high - steps * window_probability(section, schedule.windows["high"])) <= 1
 
 
-def test_shares_are_those_that_a_global_draw_would_have():
-    """The published figures for T2V: linear 12.5 %, shift 5 41.7 %, shift 12 63.2 %."""
+def test_high_shares_match_the_published_figures():
+    """Wan 2.2 T2V: 12.5 % without shift, 41.7 % with shift 5, 63.2 % with shift 12."""
     for shift, share in ((1.0, 0.125), (5.0, 0.417), (12.0, 0.632)):
         section = TrainSection(
             expert_turns="proportional", timestep_shift=shift, timestep_sampling="uniform"
@@ -96,27 +100,29 @@ def test_shares_are_those_that_a_global_draw_would_have():
         assert build_expert_schedule(section, 0.875).high_share == pytest.approx(share, abs=5e-4)
 
 
-def test_shares_are_means_over_what_is_drawn_of_each_size():
+def test_the_high_share_is_a_mean_over_sample_sizes():
     section = TrainSection(
         expert_turns="proportional", timestep_shift="sd3", timestep_sampling="uniform"
     )
-    picture, clip = 4096, 21 * 4096
-    alone = [build_expert_schedule(section, 0.875, {tokens: 1}).high_share for tokens in (picture, clip)]
+    image, clip = 4096, 21 * 4096
+    alone = [
+        build_expert_schedule(section, 0.875, {tokens: 1}).high_share for tokens in (image, clip)
+    ]
     assert alone[0] == pytest.approx(0.3, abs=1e-3)  # shift 3: 0.875 comes from 0.7
     assert alone[1] == pytest.approx(0.6626, abs=1e-3)  # shift 13.75
-    both = build_expert_schedule(section, 0.875, {picture: 3, clip: 1}).high_share
+    both = build_expert_schedule(section, 0.875, {image: 3, clip: 1}).high_share
     assert both == pytest.approx((3 * alone[0] + alone[1]) / 4)
 
 
-def test_a_size_that_has_no_level_of_an_expert_is_refused_before_it_is_drawn():
+def test_a_size_without_timesteps_for_an_expert_is_rejected():
     section = TrainSection(timestep_shift="flux", timestep_sampling="logit_normal")
     build_expert_schedule(section, 0.875, {4096: 1})
-    with pytest.raises(ConfigError, match=r"too few to draw from"):
+    with pytest.raises(ConfigError, match=r"too few to train on"):
         build_expert_schedule(section, 0.875, {4096: 999, 40 * 4096: 1})
 
 
-class Sized:
-    """As much of a family as turns ask for: the tokens of Wan."""
+class WanSizes:
+    """The part of a family that schedules use, with the token counts of Wan."""
 
     boundary: float | None = 0.875
 
@@ -128,62 +134,52 @@ class Sized:
         return frames * (height // 2) * (width // 2)
 
 
-def test_before_the_data_are_read_every_length_of_clip_is_expected():
+def test_expected_token_counts_include_every_clip_length():
     run = RunFile(
         datasets=(
-            DatasetSection(id="pictures", resolution=1024),
+            DatasetSection(id="images", resolution=1024),
             DatasetSection(id="clips", dataset_type="video", resolution=512, frames=(1, 81)),
         )
     )
-    assert expected_token_counts(run, Sized()) == {4096: 1, 1024: 1, 21 * 1024: 1}
+    assert expected_token_counts(run, WanSizes()) == {4096: 1, 1024: 1, 21 * 1024: 1}
 
 
-def test_what_a_run_draws_is_counted_by_tokens():
+def test_drawn_samples_are_counted_by_tokens():
     def group(size, count, repeats=1):
         samples = tuple(object() for _ in range(count))
         return BucketGroup(samples, repeats, 0.0, size)
 
     order = BatchOrder([group((64, 64), 3), group((32, 128), 2), group((64, 64, 9), 1, 5)], 2, 0)
-    assert drawn_token_counts(order, Sized()) == {16: 5, 48: 5}
-    single = Sized()
+    assert drawn_token_counts(order, WanSizes()) == {16: 5, 48: 5}
+    single = WanSizes()
     single.boundary = None
     assert drawn_token_counts(order, single) == SINGLE_SIZE
 
 
-def test_a_level_on_the_boundary_is_high_noise():
+def test_a_timestep_on_the_boundary_is_high_noise():
     windows = build_expert_schedule(TrainSection(), 0.875).windows
     assert windows["high"] == (0.875, 1.0)
     assert windows["low"] == (0.0, 0.875)
 
 
-def test_one_transformer_has_no_turns_and_refuses_experts_by_name():
-    plan = build_expert_schedule(TrainSection(), None)
-    assert plan.at(17) == SINGLE_TRANSFORMER
-    assert plan.turns() == [SINGLE_TRANSFORMER]
-    assert describe_schedule(plan, None) is None
+def test_a_single_transformer_has_no_schedule_and_rejects_train_experts():
+    assert build_expert_schedule(TrainSection(), None) is None
     with pytest.raises(ConfigError, match=r"train\.experts is 'low', but the model has one"):
         build_expert_schedule(TrainSection(experts="low"), None)
 
 
-def test_a_window_without_levels_of_an_expert_is_refused():
+def test_a_timestep_window_outside_an_expert_is_rejected():
     section = TrainSection(timestep_window=(0.0, 0.5))
     with pytest.raises(ConfigError, match="train the other expert"):
         build_expert_schedule(section, 0.875)
-    assert set(build_expert_schedule(section.model_copy(update={"experts": "low"}), 0.875).windows) == {"low"}
+    assert set(
+        build_expert_schedule(section.model_copy(update={"experts": "low"}), 0.875).windows
+    ) == {"low"}
 
 
-def test_what_is_told():
-    both = describe_schedule(build_expert_schedule(TrainSection(switch_every=3), 0.875), 0.875)
-    assert both is not None
-    assert "high noise from level 0.875 on" in both
-    assert "3 steps a turn, 50.0%" in both
-    one = describe_schedule(build_expert_schedule(TrainSection(experts="high"), 0.9), 0.9)
-    assert one is not None
-    assert "only the high-noise one is trained" in one
-
-
-def test_progress_counts_the_steps_of_each():
-    progress = TrainProgress()
-    for expert in ("high", "low", "low", None):
-        progress = progress.after(2, 9, expert)
-    assert progress == TrainProgress(4, 8, 9, high_steps=1, low_steps=2)
+def test_a_schedule_describes_its_turns():
+    both = build_expert_schedule(TrainSection(switch_every=3), 0.875).describe(0.875)
+    assert "high noise for timesteps from 0.875" in both
+    assert "3 steps per turn, 50.0%" in both
+    one = build_expert_schedule(TrainSection(experts="high"), 0.9).describe(0.9)
+    assert "only high noise is trained" in one

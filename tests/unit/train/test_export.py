@@ -1,4 +1,4 @@
-"""The result of an adapter run: every kind has a file, and what has none is refused at once."""
+"""Exported adapters: every kind has a file format; what has none is rejected before training."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from gracetune.train.export import check_exportable
 from gracetune.train.run import run_training
 
 EVERYTHING = ["re:.*"]
-FORMS = {
+FORMATS = {
     "lora": "diffusers",
     "dora": "diffusers",
     "locon": "diffusers",
@@ -34,16 +34,16 @@ def exported(ended):
     return read_adapter(file, TABLES)
 
 
-@pytest.mark.parametrize("kind", FORMS)
-def test_the_demos_family_exports_every_kind(kind, tiny_run, told):
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_adapter_kind_can_be_exported(kind, tiny_run, told):
     run = tiny_run(adapter={"kind": kind, "rank": 2}, train={"max_train_steps": 1})
     ended = run_training(run, sinks=[told])
     adapter = exported(ended)
-    assert adapter.format == FORMS[kind]
+    assert adapter.format == FORMATS[kind]
     assert "context_embedder" in {place.module for place in adapter.layers}
-    (said,) = [text for text in told.texts() if "is of the form" in text]
-    assert FORMS[kind] in said
-    assert f"{len(adapter.layers)} modules" in said
+    (text,) = [text for text in told.texts() if "is written as" in text]
+    assert FORMATS[kind] in text
+    assert f"{len(adapter.layers)} modules" in text
 
 
 @pytest.mark.parametrize("kind", ["loha", "lokr", "full"])
@@ -66,8 +66,8 @@ def test_every_layer_of_a_family_can_be_adapted(small, kind, tiny_run, told, min
     assert {place.module for place in adapter.layers} & {"x_embedder", "img_in", "patch_embedding"}
 
 
-def test_a_small_model_is_checked_in_its_own_sizes(tiny_run, told, miniature):
-    """Also those of its last layer, which a file tells of where that is trained."""
+def test_an_export_is_checked_with_the_sizes_of_its_own_model(tiny_run, told, miniature):
+    """The miniature is smaller than the published model, also in its last layer."""
     run = tiny_run(
         model={"family": "qwen_image", "path": str(miniature("qwen-image"))},
         adapter={"rank": 2, "targets": EVERYTHING},
@@ -78,22 +78,24 @@ def test_a_small_model_is_checked_in_its_own_sizes(tiny_run, told, miniature):
         run.model_copy(update={"datasets": (data.model_copy(update={"resolution": 32}),)}),
         sinks=[told],
     )
-    (said,) = [event for event in told.of(Notice) if "is of the form" in event.text]
-    assert "proj_out" not in said.text
-    assert said.level == "info", said.text
+    (notice,) = [event for event in told.of(Notice) if "is written as" in event.text]
+    assert "proj_out" not in notice.text
+    assert notice.level == "info", notice.text
 
 
-def test_what_no_file_can_hold_is_refused_before_the_first_step(tiny_run, told, monkeypatch):
+def test_a_target_without_a_file_name_is_rejected_before_the_first_step(
+    tiny_run, told, monkeypatch
+):
     table = table_of_modules("tiny", ("context_embedder",))
     monkeypatch.setattr("gracetune.train.export.key_tables", lambda: {"tiny": table})
-    with pytest.raises(ConfigError, match=r"targets means transformer_blocks\.0\.") as caught:
+    with pytest.raises(ConfigError, match=r"targets includes transformer_blocks\.0\.") as caught:
         run_training(tiny_run(adapter={"rank": 2}), sinks=[told])
-    assert "Leave it out of adapter.targets." in str(caught.value)
+    assert "Remove it from adapter.targets." in str(caught.value)
     assert "--" not in str(caught.value)
     assert not told.of(RunStarted)
 
 
-def test_a_kind_that_a_form_cannot_hold_is_refused_with_another(monkeypatch):
+def test_a_kind_that_the_format_does_not_support_is_rejected(monkeypatch):
     table = replace(table_of_modules("tiny", ("x",)), default_formats=(("other", "diffusers"),))
     monkeypatch.setattr("gracetune.train.export.key_tables", lambda: {"tiny": table})
     model = nn.ModuleDict({"x": nn.Linear(4, 4)})

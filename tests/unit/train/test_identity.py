@@ -16,8 +16,8 @@ def identity(samples=SAMPLES, weights="w", precision="no", **sections):
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"seed": 1}, "seed was 0, is 1"),
-        ({"train": {"batch_size": 2}}, "train.batch_size was 1, is 2"),
+        ({"seed": 1}, "seed was 0 and is now 1"),
+        ({"train": {"batch_size": 2}}, "train.batch_size was 1 and is now 2"),
         ({"optimizer": {"lr": 0.5}}, "optimizer.lr"),
         ({"adapter": {"rank": 4}}, "adapter"),
         ({"datasets": [{"id": "a", "resolution": 64}]}, r"datasets\[0\].resolution"),
@@ -30,7 +30,7 @@ def identity(samples=SAMPLES, weights="w", precision="no", **sections):
         ),
     ],
 )
-def test_what_shapes_the_weights_is_refused_by_name(change, name):
+def test_a_changed_setting_that_shapes_the_weights_is_named(change, name):
     with pytest.raises(CheckpointError, match=name):
         check_same_run(identity(), identity(**change))
 
@@ -45,14 +45,14 @@ def test_what_shapes_the_weights_is_refused_by_name(change, name):
         {"logging": {"every": 3}},
     ],
 )
-def test_what_does_not_may_change(change):
+def test_other_settings_may_change(change):
     check_same_run(identity(), identity(**change))
 
 
-def test_more_steps_are_another_run_only_where_the_schedule_stretches():
+def test_more_steps_are_another_run_if_the_schedule_depends_on_them():
     short = {"optimizer": {"schedule": "cosine"}, "train": {"max_train_steps": 10}}
     long = {"optimizer": {"schedule": "cosine"}, "train": {"max_train_steps": 20}}
-    with pytest.raises(CheckpointError, match=r"train\.max_train_steps was 10, is 20"):
+    with pytest.raises(CheckpointError, match=r"train\.max_train_steps was 10 and is now 20"):
         check_same_run(identity(**short), identity(**long))
 
 
@@ -62,7 +62,7 @@ def test_a_changed_caption_is_noticed():
         check_same_run(identity(), identity(samples=changed))
 
 
-def test_settings_of_masks_mean_something_only_with_masks():
+def test_mask_settings_are_compared_only_with_masks():
     plain = {"datasets": [{"instance_data_dir": "d", "resolution": 32}]}
     masked = {"datasets": [{"instance_data_dir": "d", "resolution": 32, "mask_data_dir": "m"}]}
     assert not any("mask" in key for key in identity(**plain))

@@ -2,7 +2,11 @@ import errno
 import gc
 import itertools
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,15 +24,14 @@ from gracetune.events.types import (
     Validated,
 )
 from gracetune.models.family import load_family
-from gracetune.plan.controller import Settled
+from gracetune.plan.controller import PlanController
 from gracetune.train import checkpoint, validate
-from gracetune.train import validate as media
 from gracetune.train.build import resolve_precision
-from gracetune.train.loop import MADE
-from gracetune.train.run import run_training
+from gracetune.train.loop import GC_FREEZE_STEPS
+from gracetune.train.run import SignalHandler, run_training
 
 
-def test_a_full_training_leaves_a_model_that_can_be_trained_on(tiny_run, told, tmp_path):
+def test_full_training_exports_a_model_that_can_be_loaded(tiny_run, told, tmp_path):
     ended = run_training(tiny_run(), sinks=[told])
     assert ended.status == "done"
     started = told.of(RunStarted)[0]
@@ -42,7 +45,7 @@ def test_a_full_training_leaves_a_model_that_can_be_trained_on(tiny_run, told, t
     assert all(torch.equal(weights[name], averages[name]) for name in averages)
 
 
-def test_the_resolved_run_file_is_in_the_run_folder(tiny_run, tmp_path):
+def test_the_resolved_run_file_is_written_to_the_output_folder(tiny_run, tmp_path):
     run = tiny_run()
     run_training(run)
     assert RunFile.model_validate_json((tmp_path / "run/run.json").read_text()) == run
@@ -54,27 +57,27 @@ def test_training_lowers_the_loss(tiny_run, told):
     assert sum(losses[-10:]) < 0.75 * sum(losses[:10])
 
 
-def test_what_stays_is_set_aside_for_the_length_of_a_run(tiny_run, told, monkeypatch):
-    aside = {}
+def test_long_lived_objects_are_frozen_while_a_run_trains(tiny_run, told, monkeypatch):
+    frozen = {}
 
     def handle(event):
         if isinstance(event, StepDone):
-            aside[event.step] = gc.get_freeze_count() > 0
+            frozen[event.step] = gc.get_freeze_count() > 0
 
     monkeypatch.setattr(told, "handle", handle)
-    run_training(tiny_run(train={"max_train_steps": MADE + 1}), sinks=[told])
-    assert [step for step, is_aside in aside.items() if is_aside] == [MADE + 1]
+    run_training(tiny_run(train={"max_train_steps": GC_FREEZE_STEPS + 1}), sinks=[told])
+    assert [step for step, is_frozen in frozen.items() if is_frozen] == [GC_FREEZE_STEPS + 1]
     assert gc.get_freeze_count() == 0
 
 
-def test_bf16_trains_too(tiny_run, told):
+def test_bf16_training_lowers_the_loss(tiny_run, told):
     run_training(tiny_run(train={"max_train_steps": 30, "mixed_precision": "bf16"}), sinks=[told])
     losses = [event.loss for event in told.of(StepDone)]
     assert told.of(RunStarted)[0].precision == "bf16"
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
-def test_validation_at_zero_every_n_and_the_end(tiny_run, told):
+def test_a_run_validates_at_step_0_every_n_steps_and_at_the_end(tiny_run, told):
     section = {"every": 2, "sample_steps": 1, "prompts": ["one"]}
     run_training(tiny_run(validation=section), sinks=[told])
     assert [e.step for e in told.of(Validated)] == [0, 2, 3]
@@ -82,17 +85,17 @@ def test_validation_at_zero_every_n_and_the_end(tiny_run, told):
 
 @pytest.fixture
 def sampling(monkeypatch):
-    """Sampling fails at these calls, of which the first is that of step 0."""
+    """Let given calls of sampling fail; call 0 belongs to step 0."""
 
     def fails(failure, *at):
-        calls, sample = itertools.count(), validate.sample
+        calls, sample = itertools.count(), validate.generate_samples
 
         def failing(*given):
             if next(calls) in at:
                 raise failure
             return sample(*given)
 
-        monkeypatch.setattr(validate, "sample", failing)
+        monkeypatch.setattr(validate, "generate_samples", failing)
 
     return fails
 
@@ -101,26 +104,26 @@ ONE_SAMPLE = {"every": 1, "sample_steps": 1, "prompts": ["one"]}
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def test_samples_that_find_no_room_cost_no_training(tiny_run, told, sampling):
+def test_training_continues_if_sampling_runs_out_of_memory(tiny_run, told, sampling):
     sampling(FULL, 1, 3)
     ended = run_training(tiny_run(validation=ONE_SAMPLE), sinks=[told])
     assert ended.status == "done"
     assert [e.step for e in told.of(Validated)] == [0, 2]
     texts = [event.text for event in told.of(Notice) if event.fallback]
     assert [text.partition(" Lower ")[0] for text in texts] == [
-        f"{FULL} There are no samples of step {step}; training goes on." for step in (1, 3)
+        f"no samples of step {step}: {FULL} Training continues." for step in (1, 3)
     ]
 
 
-def test_samples_that_find_no_room_get_that_of_added_slots(tiny_run, told, sampling, monkeypatch):
+def test_sampling_is_repeated_after_shrinking_the_ring(tiny_run, told, sampling, monkeypatch):
     sampling(FULL, 1)
-    monkeypatch.setattr(Settled, "give_back", lambda *_: True)
+    monkeypatch.setattr(PlanController, "shrink_ring", lambda *_: True)
     plan = {"device_memory": "1GB", "compile": "never"}
     run_training(tiny_run(validation=ONE_SAMPLE, adapter={"rank": 4}, plan=plan), sinks=[told])
     assert [e.step for e in told.of(Validated)] == [0, 1, 2, 3]
 
 
-def test_whatever_comes_of_samples_the_step_is_saved_and_they_are_made_later(
+def test_a_failed_validation_loses_no_step_and_is_repeated_on_resume(
     tiny_run, told, sampling, tmp_path
 ):
     run = tiny_run(validation=ONE_SAMPLE | {"every": 2}, train={"checkpoint_every": 2})
@@ -131,14 +134,14 @@ def test_whatever_comes_of_samples_the_step_is_saved_and_they_are_made_later(
         assert told.of(CheckpointSaved)[-1].step == at
         assert not (tmp_path / f"run/validation/step-00000{at}.png").exists()
     run_training(run, sinks=[told])
-    assert [e.step for e in told.of(StepDone)] == [1, 2, 3], "none was lost"
+    assert [e.step for e in told.of(StepDone)] == [1, 2, 3], "a step was lost or repeated"
     assert [e.step for e in told.of(Validated)] == [0, 2, 3]
     told.events.clear()
     run_training(run, sinks=[told])
-    assert told.of(Validated) == [], "once is enough"
+    assert told.of(Validated) == [], "validated twice"
 
 
-def test_who_asks_to_stop_waits_for_no_samples(tiny_run, told, tmp_path, monkeypatch):
+def test_a_stop_request_skips_the_scheduled_validation(tiny_run, told, tmp_path, monkeypatch):
     run = tiny_run(validation=ONE_SAMPLE)
     handle = told.handle
 
@@ -156,7 +159,7 @@ def test_who_asks_to_stop_waits_for_no_samples(tiny_run, told, tmp_path, monkeyp
     assert [e.step for e in told.of(Validated)] == [0, 1, 2, 3]
 
 
-def test_checkpoints_every_n_steps_and_at_the_end(tiny_run, told, tmp_path):
+def test_checkpoints_are_saved_every_n_steps_and_at_the_end(tiny_run, told, tmp_path):
     train = {"checkpoint_every": 2, "max_train_steps": 5, "keep_checkpoints": 2}
     run_training(tiny_run(train=train), sinks=[told])
     assert [e.step for e in told.of(CheckpointSaved)] == [2, 4, 5]
@@ -164,12 +167,12 @@ def test_checkpoints_every_n_steps_and_at_the_end(tiny_run, told, tmp_path):
     assert kept == ["step-000004", "step-000005"]
 
 
-def test_checkpoints_by_time(tiny_run, told):
+def test_checkpoints_are_saved_every_n_minutes(tiny_run, told):
     run_training(tiny_run(train={"checkpoint_minutes": 1e-9}), sinks=[told])
     assert [e.step for e in told.of(CheckpointSaved)] == [1, 2, 3]
 
 
-def test_the_ramp_changes_between_steps_and_is_told(tiny_run, told):
+def test_a_ramp_changes_between_steps_and_emits_events(tiny_run, told):
     ramp = {
         "enable_batch_size_rampup": True,
         "initial_effective_batch_size": 4,
@@ -183,16 +186,16 @@ def test_the_ramp_changes_between_steps_and_is_told(tiny_run, told):
     assert [(e.step, e.accumulation) for e in told.of(RampChanged)] == [(1, 2), (2, 3)]
 
 
-def test_a_loss_that_explodes_fails_the_run_and_keeps_what_was_good(tiny_run, told, tmp_path):
+def test_a_diverging_loss_fails_the_run_and_keeps_intact_checkpoints(tiny_run, told, tmp_path):
     train = {"max_train_steps": 50, "checkpoint_every": 1, "max_grad_norm": 0}
-    with pytest.raises(RunFailedError, match="the gradient's norm is"):
+    with pytest.raises(RunFailedError, match="the gradient norm is"):
         run_training(tiny_run(train=train, optimizer={"lr": 1e30}), sinks=[told])
     assert told.of(RunEnded)[0].status == "failed"
     for path in checkpoint.complete_checkpoints(tmp_path / "run/checkpoints"):
         checkpoint.load_snapshot(path)
 
 
-def test_a_users_copy_of_a_checkpoint_is_left_alone(tiny_run, told, tmp_path):
+def test_a_users_copy_of_a_checkpoint_is_not_deleted(tiny_run, told, tmp_path):
     train = {"checkpoint_every": 1, "max_train_steps": 2, "keep_checkpoints": 1}
     run_training(tiny_run(train=train))
     checkpoints = tmp_path / "run/checkpoints"
@@ -202,7 +205,7 @@ def test_a_users_copy_of_a_checkpoint_is_left_alone(tiny_run, told, tmp_path):
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step-000002.bak", "step-000003"]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tiny_run, told, tmp_path):
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tiny_run, told, tmp_path):
     run = tiny_run(train={"checkpoint_every": 1, "max_train_steps": 2})
     run_training(run)
     for file in (tmp_path / "run/checkpoints").glob("*/weights.safetensors"):
@@ -215,22 +218,22 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tiny_run, t
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 2}])
-def test_a_new_run_replaces_nobodys_folder(tiny_run, tmp_path, adapter):
+def test_a_new_run_does_not_replace_the_result_of_another(tiny_run, tmp_path, adapter):
     theirs = tmp_path / "run" / ("model" if adapter is None else "adapter") / "precious.txt"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("mine")
-    with pytest.raises(ConfigError, match=r"it is another's; the result would replace it"):
+    with pytest.raises(ConfigError, match=r"would replace the result of another one"):
         run_training(tiny_run(adapter=adapter))
     assert theirs.read_text() == "mine"
 
 
-def test_a_run_file_in_the_runs_folder_stays_as_it_was_written(tiny_run, told, tmp_path):
+def test_a_handwritten_run_file_in_the_output_folder_is_kept(tiny_run, told, tmp_path):
     theirs = tmp_path / "run/run.json"
     theirs.parent.mkdir()
     theirs.write_text("// by hand\n{}")
     run_training(tiny_run(), sinks=[told])
     assert theirs.read_text() == "// by hand\n{}"
-    assert any("run.json is not as a run writes it, and stays" in text for text in told.texts())
+    assert any("run.json was not written by a run and is kept" in text for text in told.texts())
     written = (tmp_path / "run/run.resolved.json").read_text()
     assert RunFile.model_validate_json(written) == tiny_run()
 
@@ -238,20 +241,22 @@ def test_a_run_file_in_the_runs_folder_stays_as_it_was_written(tiny_run, told, t
 @pytest.mark.parametrize(
     ("switch", "name"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")]
 )
-def test_engines_that_are_none_of_ours_are_refused_by_name(tiny_run, monkeypatch, switch, name):
+def test_unsupported_engines_are_rejected_by_name(tiny_run, monkeypatch, switch, name):
     monkeypatch.setenv(switch, "true")
-    with pytest.raises(ConfigError, match=f"Accelerate was set up for {name}; .*accelerate launch"):
+    with pytest.raises(
+        ConfigError, match=f"Accelerate is configured for {name}, .*accelerate launch"
+    ):
         run_training(tiny_run())
 
 
-def test_a_run_does_not_write_among_its_samples(tiny_run, shapes_folder):
+def test_an_output_folder_inside_a_dataset_is_rejected(tiny_run, shapes_folder):
     inside = tiny_run(output_dir=str(shapes_folder / "deeper/run"))
-    with pytest.raises(ConfigError, match=r"lies in datasets\.0\.instance_data_dir"):
+    with pytest.raises(ConfigError, match=r"inside datasets\.0\.instance_data_dir"):
         run_training(inside)
     assert not (shapes_folder / "deeper").exists()
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(tiny_run, told, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_and_reported(tiny_run, told, tmp_path):
     run_training(tiny_run(train={"checkpoint_every": 1, "max_train_steps": 2}))
     file = tmp_path / "run/checkpoints/step-000002/weights.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -260,22 +265,24 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tiny_run, told, tmp_path)
     assert any("step-000002" in n.text and n.fallback for n in told.of(Notice))
 
 
-def test_a_folder_in_use_is_refused_and_the_other_run_is_left_alone(tiny_run, tmp_path):
-    requests = RunControl(tmp_path / "run")
-    requests.open(1)  # the first process, which lives as long as the machine
+def test_a_folder_in_use_by_another_run_is_rejected(tiny_run, tmp_path):
+    control = RunControl(tmp_path / "run")
+    control.open(1)  # process 1 is always alive
     with pytest.raises(ConfigError, match="in use by process 1"):
         run_training(tiny_run())
     assert not (tmp_path / "run/events.jsonl").exists()
     assert json.loads((tmp_path / "run/now/listening.json").read_text())["pid"] == 1
 
 
-def test_fewer_steps_than_are_done_are_refused_with_both_numbers(tiny_run):
+def test_fewer_steps_than_done_are_rejected_with_both_numbers(tiny_run):
     run_training(tiny_run())
-    with pytest.raises(CheckpointError, match="max_train_steps is 2, but the run has done 3"):
+    with pytest.raises(
+        CheckpointError, match="max_train_steps is 2, but the run has already done 3"
+    ):
         run_training(tiny_run(train={"max_train_steps": 2}))
 
 
-def test_a_refused_resume_leaves_the_run_folder_as_it_was(tiny_run, tmp_path, shapes_folder):
+def test_a_rejected_resume_does_not_change_the_output_folder(tiny_run, tmp_path, shapes_folder):
     run_training(tiny_run())
     before = (tmp_path / "run/run.json").read_text()
     dataset = tiny_run().datasets[0].model_dump(mode="json", exclude_unset=True)
@@ -285,7 +292,7 @@ def test_a_refused_resume_leaves_the_run_folder_as_it_was(tiny_run, tmp_path, sh
     assert (tmp_path / "run/run.json").read_text() == before
 
 
-def test_an_error_of_ours_is_in_the_log_too(tiny_run, told, tmp_path, monkeypatch):
+def test_an_internal_error_is_logged(tiny_run, told, tmp_path, monkeypatch):
     monkeypatch.setattr("gracetune.train.run.train_loop", lambda session, progress: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_training(tiny_run(), sinks=[told])
@@ -296,9 +303,7 @@ def test_an_error_of_ours_is_in_the_log_too(tiny_run, told, tmp_path, monkeypatc
     assert not (tmp_path / "run/now/listening.json").exists()
 
 
-def test_resuming_before_newer_checkpoints_sets_them_aside_unless_it_is_refused(
-    tiny_run, told, tmp_path
-):
+def test_resuming_from_an_old_checkpoint_sets_newer_ones_aside(tiny_run, told, tmp_path):
     train = {"checkpoint_every": 1, "max_train_steps": 3, "keep_checkpoints": 9}
     run_training(tiny_run(train=train))
     folder = tmp_path / "run/checkpoints"
@@ -312,10 +317,13 @@ def test_resuming_before_newer_checkpoints_sets_them_aside_unless_it_is_refused(
     kept = list((folder / "set-aside").iterdir())
     assert len(kept) == 2
     assert all(any(str(path) in text for text in told.texts()) for path in kept)
-    assert [p.name for p in checkpoint.complete_checkpoints(folder)] == ["step-000001", "step-000002"]
+    assert [p.name for p in checkpoint.complete_checkpoints(folder)] == [
+        "step-000001",
+        "step-000002",
+    ]
 
 
-def test_a_file_in_the_way_of_the_pictures_is_named(tiny_run, tmp_path):
+def test_a_file_in_place_of_the_validation_folder_is_named(tiny_run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/validation").write_text("")
     section = {"every": 1, "sample_steps": 1, "prompts": ["one"]}
@@ -323,64 +331,102 @@ def test_a_file_in_the_way_of_the_pictures_is_named(tiny_run, tmp_path):
         run_training(tiny_run(validation=section))
 
 
-def test_a_full_disk_costs_the_pictures_and_no_step(tiny_run, told, tmp_path, monkeypatch):
-    write, calls = media.write_sample, itertools.count()
+def test_a_full_disk_loses_the_samples_but_no_step(tiny_run, told, tmp_path, monkeypatch):
+    write, calls = validate.write_sample, itertools.count()
 
     def writing(*arguments):
         if next(calls) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(*arguments)
 
-    monkeypatch.setattr(media, "write", writing)
+    monkeypatch.setattr(validate, "write_sample", writing)
     train = {"max_train_steps": 6, "checkpoint_every": 0}
     section = {"every": 2, "sample_steps": 1, "prompts": ["one"]}
     run_training(tiny_run(train=train, validation=section), sinks=[told])
     (text,) = [text for text in told.texts() if "No space left" in text]
     assert "step-000002.png" in text
-    assert text.endswith("Training goes on.")
+    assert text.endswith("Training continues.")
     assert [event.step for event in told.of(Validated)] == [0, 4, 6]
-    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path / "run/checkpoints")] == ["step-000006"]
+    assert [p.name for p in checkpoint.complete_checkpoints(tmp_path / "run/checkpoints")] == [
+        "step-000006"
+    ]
 
 
-def test_the_launchers_accumulation_does_not_weigh_gradients(tiny_run, told, monkeypatch, tmp_path):
+def test_accumulation_in_the_environment_does_not_scale_gradients(
+    tiny_run, told, monkeypatch, tmp_path
+):
     norms = []
-    for said in ("1", "4"):
-        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", said)
-        run_training(tiny_run(output_dir=str(tmp_path / said)), sinks=[told])
+    for accumulation in ("1", "4"):
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", accumulation)
+        run_training(tiny_run(output_dir=str(tmp_path / accumulation)), sinks=[told])
         norms.append([event.grad_norm for event in told.of(StepDone)])
         told.events.clear()
     assert norms[0] == norms[1]
 
 
-def test_videos_of_a_family_of_pictures_are_refused_at_once(tiny_run):
+def test_video_samples_of_an_image_model_are_rejected(tiny_run):
     section = {"every": 1, "frames": 9, "prompts": ["one"]}
-    with pytest.raises(ConfigError, match=r"validation\.frames is 9; tiny makes no videos"):
+    with pytest.raises(ConfigError, match=r"validation\.frames is 9, but tiny generates no videos"):
         run_training(tiny_run(validation=section))
 
 
-def test_pictures_only_when_asked(tiny_run, told):
+def test_manual_validation_generates_no_samples_by_itself(tiny_run, told):
     section = {"every": 0, "enable_manual_validation": True, "prompts": ["one"]}
     run_training(tiny_run(validation=section), sinks=[told])
     assert told.of(Validated) == []
 
 
-def test_an_adapter_of_another_shape_is_refused(tiny_run):
+def test_resuming_with_another_adapter_rank_is_rejected(tiny_run):
     run_training(tiny_run(adapter={"rank": 4}))
-    with pytest.raises(CheckpointError, match=r"adapter\.rank was 4, is 8"):
+    with pytest.raises(CheckpointError, match=r"adapter\.rank was 4 and is now 8"):
         run_training(tiny_run(adapter={"rank": 8}))
 
 
 @pytest.mark.parametrize(
-    ("asked", "used"), [("auto", "no"), ("no", "no"), ("bf16", "bf16"), ("fp16", "bf16")]
+    ("setting", "used"), [("auto", "no"), ("no", "no"), ("bf16", "bf16"), ("fp16", "bf16")]
 )
-def test_precision_on_a_cpu(asked, used):
-    run = RunFile.model_validate({"train": {"mixed_precision": asked}})
+def test_precision_on_a_cpu(setting, used):
+    run = RunFile.model_validate({"train": {"mixed_precision": setting}})
     assert resolve_precision(run) == used
 
 
-def test_use_gh200_trainer_false_leaves_the_optimizations_out_and_says_so(tiny_run, told):
+def test_use_gh200_trainer_false_disables_the_optimizations(tiny_run, told):
     ramp = {"enable_batch_size_rampup": True, "initial_effective_batch_size": 8}
     run = tiny_run(use_gh200_trainer=False, gh200_optimizations=ramp)
     run_training(run, sinks=[told])
     assert {e.accumulation for e in told.of(StepDone)} == {1}
     assert any("use_gh200_trainer is false" in text for text in told.texts())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_while_training_is_only_noted(number, capsys):
+    before = signal.getsignal(number)
+    with SignalHandler() as signals, signals.deferred():
+        assert signals.received is None
+        os.kill(os.getpid(), number)
+        assert signals.received == number.name
+    assert signal.getsignal(number) is before
+    assert "finishing the step" in capsys.readouterr().err
+
+
+def test_the_second_signal_ends_the_process_at_once():
+    script = (
+        "import os, signal, time\n"
+        "from gracetune.train.run import SignalHandler\n"
+        "with SignalHandler() as signals, signals.deferred():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('still running')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130
+    assert "still running" not in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_raises_keyboard_interrupt(number):
+    with pytest.raises(KeyboardInterrupt), SignalHandler():
+        os.kill(os.getpid(), number)
+        signal.pause()

@@ -1,4 +1,4 @@
-"""The step's arithmetic: whatever the window looks like, every sample weighs the same."""
+"""One optimizer step: every sample has the same weight, whatever the batches look like."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,10 +7,16 @@ import pytest
 import torch
 
 from gracetune.events.run_control import RunControl
-from gracetune.train.build import build, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
-from gracetune.train.state import TrainProgress
-from gracetune.train.step import batch_losses, losses_given_noise, scale_and_clip_gradients, train_step
+from gracetune.train.step import (
+    Ema,
+    TrainProgress,
+    batch_losses,
+    losses_given_noise,
+    scale_and_clip_gradients,
+    train_step,
+)
 
 
 @pytest.fixture
@@ -19,7 +25,7 @@ def session(tiny_run, told, tmp_path):
         run = tiny_run(**sections)
         (tmp_path / "run").mkdir(exist_ok=True)
         accelerator = start_accelerator(run)
-        return build(run, accelerator, told, RunControl(tmp_path), SignalHandler()).session
+        return build_session(run, accelerator, told, RunControl(tmp_path), SignalHandler())
 
     return make
 
@@ -36,16 +42,16 @@ def weights(session):
 
 
 @pytest.mark.parametrize("sizes", [[4, 4], [4, 1], [1, 2, 3], [5]])
-def test_the_loss_is_the_mean_over_what_was_really_accumulated(session, sizes):
+def test_the_loss_is_the_mean_over_all_accumulated_samples(session, sizes):
     s = session(train={"max_grad_norm": 0})
-    window = batches(s, sizes)
+    micro_batches = batches(s, sizes)
     generators = [s.state.rng.at("train", i, 0).initial_seed() for i in range(len(sizes))]
     expected_losses = []
-    for batch, seed in zip(window, generators, strict=True):
+    for batch, seed in zip(micro_batches, generators, strict=True):
         generator = torch.Generator().manual_seed(seed)
-        levels = torch.randn(len(batch), generator=generator).sigmoid()
+        timesteps = torch.randn(len(batch), generator=generator).sigmoid()
         noise = torch.randn(batch.latents.shape, generator=generator)
-        expected_losses.append(losses_given_noise(s.state, batch, levels, noise))
+        expected_losses.append(losses_given_noise(s.state, batch, timesteps, noise))
     mean = torch.cat(expected_losses).mean()
     expected = torch.autograd.grad(mean, list(s.state.parameters.values()), allow_unused=True)
 
@@ -53,16 +59,16 @@ def test_the_loss_is_the_mean_over_what_was_really_accumulated(session, sizes):
     s.state.optimizer.step = lambda: seen.update(
         {n: None if p.grad is None else p.grad.clone() for n, p in s.state.parameters.items()}
     )
-    result = train_step(s.state, window, len(window), TrainProgress())
+    result = train_step(s.state, micro_batches, len(micro_batches), TrainProgress())
     torch.testing.assert_close(result.loss, mean.detach())
     assert result.samples.item() == sum(sizes)
-    for gradient, wanted in zip(seen.values(), expected, strict=True):
-        if wanted is not None:
-            torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+    for gradient, expected_gradient in zip(seen.values(), expected, strict=True):
+        if expected_gradient is not None:
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_a_ramp_never_changes_the_weight_of_a_step(session):
-    """The guides' ramp, 4 to 32: the samples of each step are those of whole micro-batches."""
+def test_every_step_of_a_ramp_uses_whole_micro_batches(session):
+    """The ramp of the fork's guide, from 4 to 32."""
     s = session(
         gh200_optimizations={
             "enable_batch_size_rampup": True,
@@ -74,20 +80,20 @@ def test_a_ramp_never_changes_the_weight_of_a_step(session):
     done = 0
     for step in range(5):
         length = s.ramp.accumulation(done)
-        window = batches(s, [4] * length)
-        result = train_step(s.state, window, length, TrainProgress(step, done))
+        micro_batches = batches(s, [4] * length)
+        result = train_step(s.state, micro_batches, length, TrainProgress(step, done))
         assert result.samples.item() == 4 * length
         done += length
 
 
-def test_the_draws_depend_on_the_position_alone(session):
+def test_noise_and_timesteps_depend_on_the_position_only(session):
     s = session()
-    window = batches(s, [4])
+    micro_batches = batches(s, [4])
     before = weights(s)
-    first = train_step(s.state, window, 1, TrainProgress(step=3, micro_batches=7)).loss
+    first = train_step(s.state, micro_batches, 1, TrainProgress(step=3, micro_batches=7)).loss
     for name, parameter in s.state.parameters.items():
         parameter.data.copy_(before[name])
-    again = train_step(s.state, window, 1, TrainProgress(step=9, micro_batches=7)).loss
+    again = train_step(s.state, micro_batches, 1, TrainProgress(step=9, micro_batches=7)).loss
     assert torch.equal(first, again)
 
 
@@ -102,44 +108,44 @@ def test_gradients_are_scaled_and_then_clipped():
     torch.testing.assert_close(weight.grad, torch.tensor([3.0, 4.0]))
 
 
-def test_the_rate_of_the_schedule_is_the_one_that_is_used(session):
+def test_the_optimizer_uses_the_scheduled_learning_rate(session):
     s = session(optimizer={"lr": 0.5, "warmup_steps": 4})
     result = train_step(s.state, batches(s, [2]), 1, TrainProgress(step=1))
     assert result.lr == pytest.approx(0.5 * 2 / 5)
     assert s.state.optimizer.param_groups[0]["lr"] == result.lr
 
 
-def test_checkpointed_gradients_equal_kept_ones(session):
+def test_gradient_checkpointing_does_not_change_gradients(session):
     gradients = []
     for recompute in (False, True):
         s = session(train={"gradient_checkpointing": recompute})
         s.state.transformer.train()
-        window = batches(s, [4])
+        micro_batches = batches(s, [4])
         kept = {}
         s.state.optimizer.step = lambda s=s, kept=kept: kept.update(
             {n: p.grad.clone() for n, p in s.state.parameters.items() if p.grad is not None}
         )
-        train_step(s.state, window, 1, TrainProgress())
+        train_step(s.state, micro_batches, 1, TrainProgress())
         gradients.append(kept)
     assert gradients[0].keys() == gradients[1].keys()
     for name in gradients[0]:
         assert torch.equal(gradients[0][name], gradients[1][name]), name
 
 
-def test_a_window_is_read_lazily(session):
+def test_batches_are_read_lazily(session):
     s = session()
     taken = []
 
-    def window():
+    def micro_batches():
         for batch in batches(s, [2, 2]):
             taken.append(len(batch))
             yield batch
 
-    train_step(s.state, window(), 2, replace(TrainProgress(), step=0))
+    train_step(s.state, micro_batches(), 2, replace(TrainProgress(), step=0))
     assert taken == [2, 2]
 
 
-def test_a_step_of_fewer_micro_batches_than_it_says_is_none(session):
+def test_a_step_with_too_few_micro_batches_updates_nothing(session):
     s = session()
     before = {name: p.detach().clone() for name, p in s.state.parameters.items()}
     with pytest.raises(AssertionError, match="1 micro-batches for a step of 2"):
@@ -147,32 +153,76 @@ def test_a_step_of_fewer_micro_batches_than_it_says_is_none(session):
     assert all(torch.equal(p, before[name]) for name, p in s.state.parameters.items())
 
 
-def test_weights_of_levels_are_those_of_the_samples_they_were_drawn_for(session):
+def test_loss_weights_belong_to_the_timesteps_of_their_samples(session):
     s = session(train={"min_snr_gamma": 5.0, "min_snr_in_flow": "exact"})
     (batch,) = batches(s, [4])
     generator = s.state.rng.at("train", 0, 0)
-    levels = torch.randn(4, generator=generator).sigmoid()
+    timesteps = torch.randn(4, generator=generator).sigmoid()
     noise = torch.randn(batch.latents.shape, generator=generator)
-    plain = losses_given_noise(s.state, batch, levels, noise)
-    weights = torch.minimum((1 - levels) ** 2, 5 * levels**2)
+    plain = losses_given_noise(s.state, batch, timesteps, noise)
+    weights = torch.minimum((1 - timesteps) ** 2, 5 * timesteps**2)
     torch.testing.assert_close(batch_losses(s.state, batch, 0), plain * weights)
 
 
-def test_the_run_files_window_reaches_the_step(session, monkeypatch):
+def test_a_step_draws_from_the_timestep_window_of_the_run_file(session, monkeypatch):
     s = session(train={"timestep_window": [0.5, 0.6]})
     seen = []
     predict = type(s.state.family).predict
 
-    def watched(self, transformer, noisy, levels, text):
-        seen.extend(levels.tolist())
-        return predict(self, transformer, noisy, levels, text)
+    def recorded(self, transformer, noisy, timesteps, text):
+        seen.extend(timesteps.tolist())
+        return predict(self, transformer, noisy, timesteps, text)
 
-    monkeypatch.setattr(type(s.state.family), "predict", watched)
+    monkeypatch.setattr(type(s.state.family), "predict", recorded)
     train_step(s.state, batches(s, [4, 4]), 2, TrainProgress())
     assert len(seen) == 8
-    assert all(0.5 <= level < 0.6 for level in seen)
+    assert all(0.5 <= timestep < 0.6 for timestep in seen)
 
 
-def test_min_snr_for_flow_matching_is_told_once(session, told):
+def test_min_snr_in_flow_matching_is_reported_once(session, told):
     session(train={"min_snr_gamma": 5.0})
-    assert sum("min_snr_gamma 5 changes nothing" in text for text in told.texts()) == 1
+    assert sum("min_snr_gamma is 5 but has no effect" in text for text in told.texts()) == 1
+
+
+def test_progress_counts_the_steps_of_each_expert():
+    progress = TrainProgress()
+    for expert in ("high", "low", "low", None):
+        progress = progress.after(2, 9, expert)
+    assert progress == TrainProgress(4, 8, 9, high_steps=1, low_steps=2)
+
+
+def test_the_ema_follows_the_weights_and_soon_forgets_its_start():
+    live = {"w": torch.zeros(3)}
+    ema = Ema(live, decay=0.9)
+    live["w"].fill_(1.0)
+    ema.update(step=0)
+    torch.testing.assert_close(ema.averages["w"], torch.full((3,), 0.9))
+    for step in range(1, 200):
+        ema.update(step)
+    torch.testing.assert_close(ema.averages["w"], torch.ones(3))
+
+
+def test_late_steps_use_the_full_ema_decay():
+    live = {"w": torch.zeros(1)}
+    ema = Ema(live, decay=0.9)
+    live["w"].fill_(1.0)
+    ema.update(step=100_000)
+    torch.testing.assert_close(ema.averages["w"], torch.tensor([0.1]))
+
+
+def test_the_model_holds_the_ema_only_inside_the_block():
+    live = {"w": torch.nn.Parameter(torch.zeros(2))}
+    ema = Ema(live, decay=0.5)
+    live["w"].data.fill_(4.0)
+    with ema.swapped_in():
+        assert live["w"].tolist() == [0.0, 0.0]
+    assert live["w"].tolist() == [4.0, 4.0]
+
+
+def test_weights_are_restored_after_an_error_in_the_ema_block():
+    live = {"w": torch.nn.Parameter(torch.ones(1))}
+    ema = Ema({"w": live["w"]}, decay=0.5)
+    live["w"].data.fill_(2.0)
+    with pytest.raises(RuntimeError), ema.swapped_in():
+        raise RuntimeError
+    assert live["w"].item() == 2.0

@@ -12,13 +12,13 @@ from gracetune.train.timesteps import (
     DISTRIBUTIONS,
     FULL_WINDOW,
     TimestepWindow,
-    sample_timesteps,
-    fp32_bounds,
-    expert_windows,
-    intersect,
-    window_probability,
-    shift_for,
     apply_shift,
+    expert_windows,
+    fp32_bounds,
+    intersect,
+    sample_timesteps,
+    shift_for,
+    window_probability,
 )
 
 SHIFTS = [0.5, 1.0, 3.0, 12.0]
@@ -34,14 +34,14 @@ def section(name="logit_normal", shift=1.0, **settings):
 
 @pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
 @pytest.mark.parametrize("shift", SHIFTS)
-def test_levels_stay_between_picture_and_noise(name, shift):
+def test_timesteps_lie_between_0_and_1(name, shift):
     s = sample_timesteps(section(name, shift), 10_000, generator())
     assert s.dtype == torch.float32
     assert s.min() >= 0
     assert s.max() <= 1
 
 
-def test_the_shift_is_the_published_map():
+def test_the_shift_is_the_published_formula():
     s = torch.tensor([0.0, 0.5, 1.0])
     assert apply_shift(s, 3.0).tolist() == [0.0, 0.75, 1.0]
     assert torch.equal(apply_shift(s, 1.0), s)
@@ -60,14 +60,14 @@ def test_the_mean_and_spread_of_logit_normal_are_those_of_its_logits():
 
 
 @pytest.mark.parametrize("window", [FULL_WINDOW, TimestepWindow(0.2, 0.9)])
-def test_the_same_generator_draws_the_same_levels(window):
+def test_the_same_seed_draws_the_same_timesteps(window):
     draws = [sample_timesteps(TrainSection(), 8, generator(5), window) for _ in range(2)]
     assert torch.equal(*draws)
 
 
 @pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
-def test_the_density_is_the_published_one(name):
-    """Against diffusers, whose own draws every trainer uses."""
+def test_the_density_matches_diffusers(name):
+    """Other trainers use diffusers' own draws."""
     from diffusers.training_utils import compute_density_for_timestep_sampling
 
     scheme = {"uniform": "none"}.get(name, name)
@@ -86,11 +86,11 @@ def test_the_density_is_the_published_one(name):
 
 
 @pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
-def test_quantile_and_share_are_inverse(name):
+def test_the_cdf_is_the_inverse_of_the_quantile_function(name):
     distribution, settings_ = DISTRIBUTIONS[name], section(name)
     for share in (0.001, 0.1, 0.5, 0.87, 0.999):
-        level = distribution.quantile(torch.tensor(share).double(), settings_).item()
-        assert distribution.cdf(level, settings_) == pytest.approx(share, abs=1e-6)
+        timestep = distribution.quantile(torch.tensor(share).double(), settings_).item()
+        assert distribution.cdf(timestep, settings_) == pytest.approx(share, abs=1e-6)
 
 
 @given(
@@ -101,7 +101,7 @@ def test_quantile_and_share_are_inverse(name):
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=100, deadline=None)
-def test_a_window_holds_every_draw_and_keeps_the_shape(name, shift, low, width, seed):
+def test_a_window_contains_every_draw_and_keeps_the_density(name, shift, low, width, seed):
     window = TimestepWindow(low, min(1.0, low + width))
     s = sample_timesteps(section(name, shift), 400, generator(seed), window)
     for compared in (s, s.double()):  # as fp32 and as Python numbers see the edges
@@ -118,17 +118,17 @@ def test_a_window_holds_every_draw_and_keeps_the_shape(name, shift, low, width, 
 
 @given(boundary=st.floats(0.05, 0.95), name=st.sampled_from(sorted(DISTRIBUTIONS)))
 @settings(max_examples=100, deadline=None)
-def test_no_level_reaches_the_wrong_expert(boundary, name):
+def test_no_timestep_reaches_the_wrong_expert(boundary, name):
     windows = expert_windows(boundary)
     for stage, window in windows.items():
         s = sample_timesteps(section(name, 5.0), 500, generator(), window)
         assert bool(((s >= boundary) == (stage == "high")).all())
-        assert all((level >= boundary) == (stage == "high") for level in s.tolist())
+        assert all((t >= boundary) == (stage == "high") for t in s.tolist())
 
 
 @pytest.mark.parametrize("name", sorted(DISTRIBUTIONS))
 @pytest.mark.parametrize("boundary", [0.875, 0.9])
-def test_a_window_is_covered_up_to_its_edges(name, boundary):
+def test_draws_cover_a_window_up_to_its_edges(name, boundary):
     for window in expert_windows(boundary).values():
         s = sample_timesteps(section(name, 3.0), 200_000, generator(), window)
         width = window.high - window.low
@@ -136,28 +136,31 @@ def test_a_window_is_covered_up_to_its_edges(name, boundary):
         assert s.max() > window.high - 0.06 * width
 
 
-def test_edges_are_the_outermost_numbers_of_a_window():
+def test_fp32_bounds_are_the_outermost_numbers_of_a_window():
     below_nine_tenths = np.float32(0.9)  # 0.89999998
     assert float(below_nine_tenths) < 0.9
     low, _ = fp32_bounds(TimestepWindow(0.9, 1.0))
     _, high = fp32_bounds(TimestepWindow(0.0, 0.9))
     assert low == float(np.nextafter(below_nine_tenths, np.float32(1)))
     assert high == float(np.nextafter(below_nine_tenths, np.float32(0)))
-    assert fp32_bounds(TimestepWindow(0.875, 1.0)) == (0.875, float(np.nextafter(np.float32(1), np.float32(0))))
+    assert fp32_bounds(TimestepWindow(0.875, 1.0)) == (
+        0.875,
+        float(np.nextafter(np.float32(1), np.float32(0))),
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "shift", "share"),
     [("uniform", 1.0, 0.125), ("logit_normal", 1.0, 0.0258), ("uniform", 5.0, 0.4167)],
 )
-def test_the_share_of_the_high_expert_is_what_sampling_everywhere_gives_it(name, shift, share):
+def test_the_window_probability_equals_the_share_of_unrestricted_draws(name, shift, share):
     high = expert_windows(0.875)["high"]
     assert window_probability(section(name, shift), high) == pytest.approx(share, abs=1e-3)
     drawn = sample_timesteps(section(name, shift), 100_000, generator())
     assert (drawn >= 0.875).float().mean().item() == pytest.approx(share, abs=5e-3)
 
 
-def test_the_run_files_window_narrows_every_other():
+def test_train_timestep_window_restricts_all_draws():
     half = section(timestep_window=(0.25, 0.5))
     s = sample_timesteps(half, 2000, generator())
     assert s.min() >= 0.25
@@ -167,14 +170,16 @@ def test_the_run_files_window_narrows_every_other():
     assert intersect(TimestepWindow(0.1, 0.6), TimestepWindow(0.3, 0.9)) == TimestepWindow(0.3, 0.6)
 
 
-def test_windows_without_a_level_are_refused():
-    with pytest.raises(ConfigError, match=r"no noise level is both in .* Widen"):
-        sample_timesteps(section(timestep_window=(0.0, 0.5)), 1, generator(), TimestepWindow(0.5, 1.0))
+def test_empty_windows_are_rejected():
+    with pytest.raises(ConfigError, match=r"the two do not overlap\. Widen"):
+        sample_timesteps(
+            section(timestep_window=(0.0, 0.5)), 1, generator(), TimestepWindow(0.5, 1.0)
+        )
     with pytest.raises(ConfigError, match=r"Set train\.timestep_sampling: uniform"):
         sample_timesteps(section(timestep_std=0.1), 1, generator(), TimestepWindow(0.99, 1.0))
 
 
-def test_shifts_by_resolution_are_those_of_the_models():
+def test_shifts_depend_on_the_resolution_as_in_the_models():
     assert shift_for(section(shift=2.5), 77) == 2.5
     assert shift_for(section(shift="flux"), 256) == pytest.approx(math.exp(0.5))
     assert shift_for(section(shift="flux"), 4096) == pytest.approx(math.exp(1.15))
@@ -184,7 +189,7 @@ def test_shifts_by_resolution_are_those_of_the_models():
 
 
 @pytest.mark.parametrize("rule", ["flux", "qwen_image"])
-def test_the_shift_equals_diffusers_own(rule):
+def test_the_shift_equals_that_of_diffusers(rule):
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     (x0, y0), (x1, y1) = {
@@ -195,7 +200,7 @@ def test_the_shift_equals_diffusers_own(rule):
     assert shift_for(section(shift=rule), 1536) == pytest.approx(math.exp(mu))
 
 
-def test_larger_pictures_are_drawn_noisier():
+def test_larger_images_are_drawn_noisier():
     small, large = (
         sample_timesteps(section(shift="flux"), 1000, generator(), num_tokens=n).mean()
         for n in (256, 4096)

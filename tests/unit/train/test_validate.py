@@ -1,15 +1,29 @@
 import json
+import wave
 from dataclasses import replace
 
+import av
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from gracetune.events.run_control import RunControl
-from gracetune.train import validate as validating
-from gracetune.train.build import build, start_accelerator
+from gracetune.models.family import GeneratedSample
+from gracetune.train import validate as validate_module
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
-from gracetune.train.validate import ValidationWriteError, image_grid, held_out_loss, sample, validate
+from gracetune.train.validate import (
+    ValidationWriteError,
+    contact_sheet,
+    generate_samples,
+    held_out_loss,
+    image_grid,
+    require_packages,
+    spectrogram,
+    validate,
+    write_sample,
+)
 
 SECTION = {"every": 1, "sample_steps": 2, "holdout": 0.2}
 
@@ -19,12 +33,14 @@ def session(tiny_run, told, tmp_path):
     def make(**validation):
         run = tiny_run(validation=SECTION | validation)
         (tmp_path / "run").mkdir(exist_ok=True)
-        return build(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()).session
+        return build_session(
+            run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()
+        )
 
     return make
 
 
-def test_pictures_are_the_same_every_time_and_do_not_touch_the_weights(session):
+def test_samples_are_reproducible_and_leave_the_weights_alone(session):
     s = session(prompts=["a red circle on a black background", "a blue box"])
     before = {n: p.detach().clone() for n, p in s.state.parameters.items()}
     state = torch.get_rng_state()
@@ -39,48 +55,50 @@ def test_pictures_are_the_same_every_time_and_do_not_touch_the_weights(session):
         assert torch.equal(parameter, before[name])
 
 
-def test_a_picture_does_not_depend_on_the_other_prompts(session):
+def test_a_sample_does_not_depend_on_the_other_prompts(session):
     alone = session(prompts=["a red circle"])
     together = session(prompts=["a red circle", "a blue box on a white background"])
     with torch.no_grad():
-        first = sample(alone.state, alone.validation)[0]
-        second = sample(together.state, together.validation)[0]
+        first = generate_samples(alone.state, alone.validation)[0]
+        second = generate_samples(together.state, together.validation)[0]
     assert first.kind == "image"
     assert first.data.std() > 0
-    torch.testing.assert_close(first.data, second.data)  # sums in another order round differently
+    torch.testing.assert_close(
+        first.data, second.data
+    )  # sums in another order are rounded differently
 
 
-def test_a_sheet_is_whole_or_not_there(session, monkeypatch):
-    class Torn:
+def test_a_grid_is_written_completely_or_not_at_all(session, monkeypatch):
+    class FailingImage:
         def save(self, file, format):
             file.write_bytes(b"half")
-            raise OSError("no room")
+            raise OSError("no space")
 
-    monkeypatch.setattr(validating, "grid", lambda *_: Torn())
+    monkeypatch.setattr(validate_module, "image_grid", lambda *_: FailingImage())
     s = session(prompts=["a red circle"])
-    with pytest.raises(ValidationWriteError, match=r"step-000003\.png cannot be written: no room"):
+    with pytest.raises(ValidationWriteError, match=r"step-000003\.png cannot be written: no space"):
         validate(s.state, s.validation, 3)
     assert [path.name for path in s.validation.folder.iterdir()] == ["step-000003"]
 
 
-def test_prompts_of_the_data_set_are_named_where_none_are_given(session, told):
+def test_captions_are_the_default_prompts_and_are_reported(session, told):
     s = session(num_prompts=3)
     assert len(s.validation.prompts) == 3
     (text,) = [t for t in told.texts() if t.startswith("validation.prompts")]
     assert all(repr(prompt) in text for prompt in s.validation.prompts)
 
 
-def test_folders_are_made_and_the_step_is_in_every_name(session):
+def test_file_names_contain_the_step(session):
     s = session(prompts=["one", "two"])
     event = validate(s.state, s.validation, 12)
     assert event.grid == str(s.validation.folder / "step-000012.png")
     folder = s.validation.folder / "step-000012"
     assert json.loads((folder / "prompts.json").read_text()) == ["one", "two"]
-    with Image.open(folder / "001.png") as picture:
-        assert picture.size == (24, 24)
+    with Image.open(folder / "001.png") as image:
+        assert image.size == (24, 24)
 
 
-def test_the_average_is_pictured_where_one_is_kept(session):
+def test_validation_uses_the_ema(session):
     s = session(prompts=["one"])
     before = validate(s.state, s.validation, 0).losses["held_out"]
     for parameter in s.state.parameters.values():
@@ -99,14 +117,14 @@ def test_the_held_out_loss_is_a_mean_over_samples_with_fixed_noise(session):
 
 
 @pytest.mark.parametrize(("width", "height"), [(26, 24), (24, 200)])
-def test_sizes_that_the_model_cannot_make_are_refused(session, width, height):
+def test_sizes_that_the_model_cannot_generate_are_rejected(session, width, height):
     with pytest.raises(Exception, match=r"validation\.width and height"):
         session(width=width, height=height)
 
 
-def test_a_grid_has_room_for_every_picture_and_caption():
-    pictures = [Image.new("RGB", (24, 24), (index * 40, 0, 0)) for index in range(5)]
-    sheet = image_grid(pictures, ["a rather long caption " * 3] * 5, "step 3")
+def test_a_grid_shows_every_image_and_caption():
+    images = [Image.new("RGB", (24, 24), (index * 40, 0, 0)) for index in range(5)]
+    sheet = image_grid(images, ["a rather long caption " * 3] * 5, "step 3")
     assert sheet.width >= 3 * 24 * 6
     colours = {
         sheet.getpixel((x, y)) for x in range(0, sheet.width, 9) for y in range(0, sheet.height, 9)
@@ -114,10 +132,77 @@ def test_a_grid_has_room_for_every_picture_and_caption():
     assert {(index * 40, 0, 0) for index in range(5)} <= colours
 
 
-def test_a_held_out_loss_is_no_rougher_for_latents_that_another_tool_has_rounded(session):
+def test_the_held_out_loss_of_bf16_latents_uses_fp32_noise(session):
     s = session()
     rounded = [replace(b, latents=b.latents.bfloat16()) for b in s.validation.held_out]
     widened = [replace(b, latents=b.latents.float()) for b in rounded]
     with torch.no_grad():
         losses = [held_out_loss(s.state, batches) for batches in (rounded, widened)]
     assert losses[0] == losses[1]
+
+
+def test_an_image_is_written_unchanged(tmp_path):
+    data = torch.linspace(-1.2, 1.2, 3 * 4 * 6).view(3, 4, 6)
+    image = write_sample(GeneratedSample("image", data), tmp_path, "000")
+    assert [path.name for path in tmp_path.iterdir()] == ["000.png"]
+    saved = np.asarray(Image.open(tmp_path / "000.png"))
+    assert saved.shape == (4, 6, 3)
+    expected = data.clamp(-1, 1).add(1).mul(127.5).round().byte().permute(1, 2, 0).numpy()
+    assert (saved == expected).all()
+    assert image.size == (6, 4)
+
+
+def test_a_clip_is_written_with_its_frames_and_rate(tmp_path):
+    shades = torch.linspace(-0.8, 0.8, 9)
+    data = shades.view(1, 9, 1, 1).expand(3, 9, 32, 48)
+    write_sample(GeneratedSample("video", data, 16.0), tmp_path, "007")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["007.mp4", "007.png"]
+    with av.open(str(tmp_path / "007.mp4")) as container:
+        stream = container.streams.video[0]
+        assert stream.average_rate == 16
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+    assert len(frames) == 9
+    assert frames[0].shape == (32, 48, 3)
+    for frame, shade in zip(frames, shades.tolist(), strict=True):
+        assert abs(frame.mean() - (shade + 1) * 127.5) < 4
+
+
+@pytest.mark.parametrize(("frames", "size"), [(1, (8, 8)), (5, (32, 16)), (81, (32, 16))])
+def test_a_contact_sheet_shows_the_first_and_the_last_frame(frames, size):
+    shades = torch.linspace(-1, 1, frames) if frames > 1 else torch.tensor([0.5])
+    sheet = contact_sheet(shades.view(1, frames, 1, 1).expand(3, frames, 8, 8))
+    assert sheet.size == size
+    assert sheet.getpixel((0, 0))[0] == round((shades[0].item() + 1) * 127.5)
+    count = min(8, frames)
+    last = ((count - 1) % 4 * 8, (count - 1) // 4 * 8)
+    assert sheet.getpixel(last)[0] == round((shades[-1].item() + 1) * 127.5)
+
+
+def test_audio_is_written_with_its_rate_and_channels(tmp_path):
+    time = torch.arange(8000) / 8000
+    tone = torch.sin(2 * torch.pi * 1000 * time)
+    data = torch.stack([tone * 0.5, tone * 2])  # the second channel is clipped
+    write_sample(GeneratedSample("audio", data, 8000), tmp_path, "000")
+    with wave.open(str(tmp_path / "000.wav")) as file:
+        assert (file.getnchannels(), file.getframerate(), file.getnframes()) == (2, 8000, 8000)
+        samples = np.frombuffer(file.readframes(8000), "<i2").reshape(-1, 2)
+    assert abs(samples[:, 0].max() - 16384) <= 1
+    assert samples[:, 1].max() == 32767
+    assert (tmp_path / "000.png").is_file()
+
+
+def test_a_spectrogram_is_bright_at_the_frequency_of_a_tone():
+    time = torch.arange(16000) / 16000
+    image = np.asarray(spectrogram(torch.sin(2 * torch.pi * 4000 * time)[None])).astype(int)
+    brightness = image.sum(2).mean(1)
+    assert image.shape == (256, 512, 3)
+    assert abs(int(brightness.argmax()) - 128) <= 2  # half of the Nyquist frequency: the middle
+    assert brightness.max() > 400
+    assert brightness[10] < 60
+    silent = np.asarray(spectrogram(torch.zeros(2, 100)))
+    assert silent.max() <= 4
+
+
+def test_required_packages_are_installed():
+    for kind in ("image", "video", "audio"):
+        require_packages(kind)

@@ -1,4 +1,4 @@
-"""Optimizers inside the trainer: what they need around a step, and that a run goes on exactly."""
+"""Optimizers in a whole run: resuming, learning-rate histograms and averaged weights."""
 
 from pathlib import Path
 
@@ -8,8 +8,6 @@ from safetensors.torch import load_file
 
 from gracetune.events.log import read_events
 from gracetune.events.types import RatesSpread, StepDone
-from gracetune.optim.automagic import Automagic
-from gracetune.train.loop import learning_rate_histograms
 from gracetune.train.run import run_training
 
 
@@ -35,7 +33,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tiny_run, tmp_path, name):
         assert torch.equal(value, ended[1][key]), key
 
 
-def test_rates_are_told_as_a_histogram_and_the_mean_as_the_rate(tiny_run, told):
+def test_automagic_logs_a_histogram_and_the_mean_learning_rate(tiny_run, told):
     run = tiny_run(
         optimizer={"name": "automagic", "lr": 1e-5, "lr_bump": 1e-6},
         gh200_optimizations={
@@ -46,28 +44,20 @@ def test_rates_are_told_as_a_histogram_and_the_mean_as_the_rate(tiny_run, told):
         },
     )
     run_training(run, sinks=[told])
-    spreads, steps = told.of(RatesSpread), told.of(StepDone)
-    assert [spread.step for spread in spreads] == [step.step for step in steps] == [1, 2, 3]
+    histograms, steps = told.of(RatesSpread), told.of(StepDone)
+    assert (
+        [histogram.step for histogram in histograms] == [step.step for step in steps] == [1, 2, 3]
+    )
     assert len({step.accumulation for step in steps}) > 1, "the ramp did not move"
-    total = sum(spreads[0].counts)
-    assert all(sum(spread.counts) == total for spread in spreads)
-    assert len(spreads[0].limits) == len(spreads[0].counts) + 1
-    lowest = spreads[0].limits[next(i for i, n in enumerate(spreads[0].counts) if n)]
+    total = sum(histograms[0].counts)
+    assert all(sum(histogram.counts) == total for histogram in histograms)
+    assert len(histograms[0].limits) == len(histograms[0].counts) + 1
+    lowest = histograms[0].limits[next(i for i, n in enumerate(histograms[0].counts) if n)]
     assert lowest == pytest.approx(1e-5, rel=0.5)
     assert steps[0].lr == pytest.approx(1e-5)
     assert steps[2].lr != steps[0].lr
     logged = list(read_events(Path(run.output_dir) / "events.jsonl"))
     assert sum(event["event"] == "rates_spread" for event in logged) == 3
-
-
-def test_other_optimizers_have_no_spread_to_tell():
-    p = torch.nn.Parameter(torch.zeros(2))
-    assert learning_rate_histograms(torch.optim.SGD([p], lr=0.1))(3) == []
-    p.grad = torch.ones(2)
-    optimizer = Automagic([{"params": [p], "stage": "low"}])
-    optimizer.step()
-    (spread,) = learning_rate_histograms(optimizer)(3)
-    assert (spread.expert, sum(spread.counts)) == ("low", 2)
 
 
 def test_schedule_free_validates_and_exports_its_average(tiny_run, tmp_path):
@@ -80,19 +70,19 @@ def test_schedule_free_validates_and_exports_its_average(tiny_run, tmp_path):
     (file,) = Path(run.output_dir).glob("model/transformer/*.safetensors")
     exported, trained = load_file(file), weights(run)
     assert any(not torch.equal(exported[key], trained[key]) for key in trained)
-    quiet = run.model_copy(
+    unvalidated = run.model_copy(
         update={
-            "output_dir": str(tmp_path / "quiet"),
+            "output_dir": str(tmp_path / "unvalidated"),
             "validation": run.validation.model_copy(update={"every": 4}),
         }
     )
-    run_training(quiet)
-    for key, value in weights(quiet).items():
-        assert torch.equal(value, trained[key]), "looking changed the run"
+    run_training(unvalidated)
+    for key, value in weights(unvalidated).items():
+        assert torch.equal(value, trained[key]), "validating changed the run"
 
 
-def test_the_seeds_optimizer_trains_two_experts_and_keeps_every_rate(tiny_run, miniature, told):
-    """Resumed while the low expert has not been trained once."""
+def test_automagic_trains_two_experts_and_keeps_every_learning_rate(tiny_run, miniature, told):
+    """The run is resumed before the low-noise expert is trained for the first time."""
     sections = {
         "model": {"family": "wan22", "path": str(miniature("wan22-t2v"))},
         "adapter": {"kind": "lora", "rank": 2},
@@ -118,6 +108,6 @@ def test_the_seeds_optimizer_trains_two_experts_and_keeps_every_rate(tiny_run, m
     high = {key for key in rates if key.startswith("high.")}
     assert {key for key in first if key.endswith("|rate")} == high
     assert high < rates
-    for key in high:  # they rested in the second part
+    for key in high:  # not trained in the second part
         assert torch.equal(first[key], last[key])
-    assert {spread.expert for spread in told.of(RatesSpread)} == {"high", "low"}
+    assert {histogram.expert for histogram in told.of(RatesSpread)} == {"high", "low"}
