@@ -1,1 +1,1 @@
-"""What moves between host and device during a step: frozen weights and activations."""
+"""Keep weights and activations in host memory, and copy them to the device for each step."""

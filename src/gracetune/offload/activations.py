@@ -1,14 +1,18 @@
-"""Activations of some blocks wait for backward in host memory.
+"""Offload the activations of some blocks to host memory between forward and backward.
 
-While such a block runs, what autograd saves is sent to the host, and when backward comes near it is
-brought back, a block ahead. Weights, what is small, and inputs that blocks share stay where they
-are. The hooks are on modules; no model code is changed, and gradients are those of the kept step.
-What keeps copies and computing from each other's memory is in `transport`.
+While an offloaded block runs in forward, saved-tensor hooks send what autograd saves to the host.
+When backward approaches the block, its activations are copied back, one or more blocks ahead.
+Weights, small tensors and inputs that several blocks share stay on the device. Gradients are bit
+for bit those of a step that keeps everything on the device. The copies and their ordering are in
+`offload/offloaded_tensors.py`.
 
-A block that recomputes itself (a checkpoint inside of its forward) saves its input alone, so that
-is what is sent. Where a checkpoint calls the block, use `Offload.checkpoint`. Blocks called inside
-of backward are being recomputed: of those nothing is sent. One thread at a time may run the model,
-and a block's kernels must be on the stream that is current when it is called.
+With activation checkpointing only a block's input is saved, and so only the input is sent. A block
+that contains its own checkpoint is passed in `checkpointed_blocks`; if the checkpoint is outside
+the block, call the block through `ActivationOffload.checkpoint`. Blocks that run inside backward
+are being recomputed, and nothing of them is sent.
+
+All hooks are on modules; model code does not change. Only one thread may run the model, and a
+block's kernels must be on the stream that is current when the block is called.
 """
 
 from __future__ import annotations
@@ -23,21 +27,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gracetune.events.types import Notice
+from gracetune.offload.autosize import PrefetchDistance
 from gracetune.offload.checkpointing import checkpoint_block
-from gracetune.offload.copies import StreamError
+from gracetune.offload.copies import OffloadError
 from gracetune.offload.offloaded_tensors import (
-    Distance,
-    HostPool,
+    BlockCall,
+    HostBufferPool,
     OffloadCopies,
-    OffloadedCall,
-    OffloadedTensor,
-    SavedTensor,
+    OffloadedStorage,
+    SavedView,
     SharedInputs,
-    is_plain,
-    room_for,
+    available_host_nbytes,
+    is_plain_tensor,
+    large_weight_storages,
     storages_in,
     tensors_in,
-    weights_of,
 )
 from gracetune.units import MIB, format_bytes
 
@@ -47,178 +51,198 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from gracetune.offload.copies import CopyEngine
-    from gracetune.offload.ring import Reference, Ring
+    from gracetune.offload.ring import WeightReference, WeightRing
 
 
-IN_FLIGHT = 2
-"""Blocks whose memory may be on its way out at once, the running one among them."""
+MAX_OUTGOING_CALLS = 2
+"""Block calls whose device memory may wait for its copy out at once, including the running one."""
 SLAB_NBYTES = 256 * MIB
+"""Host memory is allocated in slabs of this size."""
 NO_BACKWARD = -1
+"""Graph task id of torch while no backward is running."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadSettings:
-    """How far ahead, in how much memory."""
+    """Prefetch distance and memory limits of the activation offload."""
 
-    ahead: int = 1
-    """Blocks that are brought back before backward reaches them."""
-    ahead_nbytes: int | None = None
-    """Device memory within which more are, where backward waits; none: as many as above."""
+    prefetch_blocks: int = 1
+    """Number of blocks that are fetched before backward reaches them."""
+    prefetch_nbytes: int | None = None
+    """Device memory in which that number may grow while backward stalls; None: it is fixed."""
     host_nbytes: int | None = None
-    """The most host memory; none: as much as the host has."""
+    """Host memory limit; None: what the host has available."""
     poison: bool = False
-    """Fill memory with NaN when it is given up: for finding who reads too late."""
+    """Fill memory with NaN when it is given up, to expose reads that come too late."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadCounters:
-    """What was moved since offloading began, and what was not."""
+    """Totals since the offload was created."""
 
     sent: int
-    """Storages."""
+    """Storages copied to the host."""
     sent_nbytes: int
-    brought_nbytes: int
+    fetched_nbytes: int
+    """Bytes copied back to the device."""
     on_demand: int
-    """Storages that were brought when they were asked for."""
+    """Storages that were fetched only when backward asked for them."""
     late: int
-    """Copies, either way, that were begun ahead and still waited for."""
-    waited_s: float
-    """How long computing stood still for copies."""
+    """Copies in either direction that were started early and still had to be waited for."""
+    stalled_s: float
+    """Seconds that computing waited for copies."""
     too_small: int
-    """Tensors that stayed on the device for this and the following reasons."""
+    """Tensors kept on the device because they are small."""
     shared: int
-    """Weights, and inputs that other blocks have too."""
-    unfit: int
-    """Not dense, of a special class, not on the device, or not an input where only those go."""
-    ahead: int
+    """Tensors kept on the device because they are weights or inputs shared with other blocks."""
+    unsupported: int
+    """Tensors kept on the device because they are not dense, have a special class, are not on the
+    device, or are not an input of a checkpointed block."""
+    prefetch_blocks: int
+    """Current prefetch distance, in blocks."""
     host_nbytes: int
+    """Host memory in use."""
 
 
 def offload_activations(
     blocks: Sequence[nn.Module],
-    mover: CopyEngine,
-    ring: Ring | None,
+    copy_engine: CopyEngine,
+    ring: WeightRing | None,
     emit: Callable[[Notice], None],
     min_nbytes: int = MIB,
-    inputs_of: Sequence[nn.Module] = (),
-    others: Sequence[nn.Module] = (),
+    checkpointed_blocks: Sequence[nn.Module] = (),
+    other_blocks: Sequence[nn.Module] = (),
     settings: OffloadSettings | None = None,
-) -> Offload:
-    """Keep what some blocks of a model save for backward in host memory.
+) -> ActivationOffload:
+    """Keep the activations of some blocks in host memory until backward needs them.
 
-    Of the blocks in `inputs_of`, which recompute themselves, only inputs are sent. `others` are the
-    rest of the model's blocks: nothing of them is sent, but they tell how far a pass has come, so
-    that memory is given up and brought back in time. The `ring` is the one that streams the model's
-    weights. Close this before the ring.
+    Args:
+        blocks: Blocks whose saved tensors are offloaded.
+        copy_engine: Makes the copies.
+        ring: The ring that streams the model's weights, if any. Close the offload before the ring.
+        emit: Receives notices.
+        min_nbytes: Smaller tensors stay on the device.
+        checkpointed_blocks: Blocks that recompute themselves. Only their inputs are offloaded.
+        other_blocks: The remaining blocks of the model. Nothing of them is offloaded, but their
+            calls show how far a pass has come, so that memory is released and fetched in time.
+        settings: Prefetch distance and memory limits.
     """
     settings = settings or OffloadSettings()
-    named = [*blocks, *inputs_of, *others]
-    if not named:
-        raise StreamError("there are no blocks to offload; name at least one, or do without.")
-    if len(set(named)) < len(named):
-        raise StreamError(
-            "a block is given twice to offload_activations(). Each is offloaded, or sends its "
-            "inputs, or is one of the others."
+    all_blocks = [*blocks, *checkpointed_blocks, *other_blocks]
+    if not all_blocks:
+        raise OffloadError(
+            "offload_activations() was called without blocks. Pass at least one, or do not call it."
         )
-    compiled = [block for block in named if block._compiled_call_impl is not None]
+    if len(set(all_blocks)) < len(all_blocks):
+        raise OffloadError(
+            "a block was passed twice to offload_activations(). Pass each one either in blocks, in "
+            "checkpointed_blocks or in other_blocks."
+        )
+    compiled = [block for block in all_blocks if block._compiled_call_impl is not None]
     if compiled:
-        raise StreamError(
-            f"a {type(compiled[0]).__name__} was compiled with its hooks, by compile(). Compile "
-            "its forward instead: block.forward = torch.compile(block.forward)."
+        raise OffloadError(
+            f"a {type(compiled[0]).__name__} was compiled together with its hooks, by compile(). "
+            "Compile its forward instead: block.forward = torch.compile(block.forward)."
         )
-    if min_nbytes < 1 or settings.ahead < 1:
-        raise StreamError(
-            f"min_nbytes is {min_nbytes} and ahead is {settings.ahead}; both must be at least 1. "
-            f"{MIB} and 1 are good for most."
+    if min_nbytes < 1 or settings.prefetch_blocks < 1:
+        raise OffloadError(
+            f"min_nbytes is {min_nbytes} and prefetch_blocks is {settings.prefetch_blocks}; both "
+            f"must be at least 1. The defaults are {MIB} and 1."
         )
-    return Offload(blocks, mover, ring, emit, min_nbytes, inputs_of, others, settings)
+    return ActivationOffload(
+        blocks, copy_engine, ring, emit, min_nbytes, checkpointed_blocks, other_blocks, settings
+    )
 
 
-class Offload:
-    """Activations on their way; made by `offload_activations`, ended by `close`."""
+class ActivationOffload:
+    """The hooks that offload activations. Created by `offload_activations`, removed by `close`."""
 
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        mover: CopyEngine,
-        ring: Ring | None,
+        copy_engine: CopyEngine,
+        ring: WeightRing | None,
         emit: Callable[[Notice], None],
         min_nbytes: int,
-        inputs_of: Sequence[nn.Module],
-        others: Sequence[nn.Module],
+        checkpointed_blocks: Sequence[nn.Module],
+        other_blocks: Sequence[nn.Module],
         settings: OffloadSettings,
     ) -> None:
         self._ring = ring
         self._emit = emit
         self._min_nbytes = min_nbytes
-        self._whole = frozenset(blocks)
-        self._inputs_of = frozenset(inputs_of)
-        self._pool = HostPool(mover, SLAB_NBYTES, partial(room_for, settings.host_nbytes))
-        self._transport = OffloadCopies(mover, self._pool, settings.poison)
-        num_blocks = len(blocks) + len(inputs_of)
-        self._packer = OffloadPolicy(
-            mover.device, ring, self._transport, self._pool, min_nbytes, num_blocks
+        self._blocks = frozenset(blocks)
+        self._checkpointed_blocks = frozenset(checkpointed_blocks)
+        self._pool = HostBufferPool(
+            copy_engine, SLAB_NBYTES, partial(available_host_nbytes, settings.host_nbytes)
         )
-        self._told_nbytes = 0
-        self._distance = Distance(settings.ahead, settings.ahead_nbytes, self._transport.lap)
+        self._copies = OffloadCopies(copy_engine, self._pool, settings.poison)
+        num_blocks = len(blocks) + len(checkpointed_blocks)
+        self._policy = OffloadPolicy(
+            copy_engine.device, ring, self._copies, self._pool, min_nbytes, num_blocks
+        )
+        self._reported_nbytes = 0
+        self._distance = PrefetchDistance(
+            settings.prefetch_blocks, settings.prefetch_nbytes, self._copies.begin_stall_window
+        )
         self._running: list[tuple[nn.Module, ExitStack]] = []
-        """Blocks that have begun and not ended."""
+        """Blocks whose forward has started and not ended, outermost first."""
         self._seen: set[nn.Module] = set()
-        """Blocks of this pass."""
-        self._last: OffloadedCall | None = None
-        """The call before, in this pass."""
-        self._reached: OffloadedCall | None = None
-        """Where backward is."""
+        """Blocks already called in this pass."""
+        self._last_call: BlockCall | None = None
+        """The last call of this pass."""
+        self._backward_at: BlockCall | None = None
+        """The call that backward has reached; None: backward has not started."""
         self._shared_inputs = SharedInputs()
         self._closed = False
         self._hooks: list[RemovableHandle] = []
-        for block in (*blocks, *inputs_of, *others):
+        for block in (*blocks, *checkpointed_blocks, *other_blocks):
             self._hooks += [
-                block.register_forward_pre_hook(self._begins, prepend=True, with_kwargs=True),
-                block.register_forward_hook(self._ends, always_call=True),
+                block.register_forward_pre_hook(self._begin_block, prepend=True, with_kwargs=True),
+                block.register_forward_hook(self._end_block, always_call=True),
             ]
 
-    def __deepcopy__(self, memo: object) -> Offload:
-        """Refused: a copied model would send through the first one's hooks."""
-        raise StreamError(
+    def __deepcopy__(self, memo: object) -> ActivationOffload:
+        """Refuse: the hooks of the copied model would offload through this object."""
+        raise OffloadError(
             "a model cannot be copied while its activations are offloaded. Copy it before "
-            "offload_activations(), or close() that first."
+            "offload_activations(), or close() the offload first."
         )
 
     def counters(self) -> OffloadCounters:
-        """What was done so far. Waits until the device has got to the last copy."""
-        out, back = self._transport.waits()
+        """Return the totals so far. Blocks until the device has reached the last copy."""
+        out, back = self._copies.stalls()
         return OffloadCounters(
-            sent=self._transport.sent,
-            sent_nbytes=self._transport.sent_nbytes,
-            brought_nbytes=self._transport.brought_nbytes,
-            on_demand=self._transport.on_demand,
+            sent=self._copies.sent,
+            sent_nbytes=self._copies.sent_nbytes,
+            fetched_nbytes=self._copies.fetched_nbytes,
+            on_demand=self._copies.on_demand,
             late=out.late + back.late,
-            waited_s=out.seconds + back.seconds,
-            too_small=self._packer.too_small,
-            shared=self._packer.shared,
-            unfit=self._packer.unfit,
-            ahead=self._distance.ahead,
+            stalled_s=out.stalled_s + back.stalled_s,
+            too_small=self._policy.too_small,
+            shared=self._policy.shared,
+            unsupported=self._policy.unsupported,
+            prefetch_blocks=self._distance.blocks,
             host_nbytes=self._pool.nbytes,
         )
 
     def checkpoint(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call a block and recompute it in backward; its input waits in host memory."""
-        if block in self._whole or block in self._inputs_of:
-            raise StreamError(
-                f"a {type(block).__name__} is offloaded already and cannot be recomputed as well. "
+        """Call a block with activation checkpointing, and keep its inputs in host memory."""
+        if block in self._blocks or block in self._checkpointed_blocks:
+            raise OffloadError(
+                f"a {type(block).__name__} is already offloaded and cannot be recomputed as well. "
                 "Leave it out of offload_activations(), or call it without checkpoint()."
             )
-        self._begins(block, args, kwargs, recompute=True)
+        self._begin_block(block, args, kwargs, recompute=True)
         result = None
         try:
             result = checkpoint_block(block, args, kwargs)
         finally:
-            self._ends(block, args, result)
+            self._end_block(block, args, result)
         return result
 
     def close(self) -> None:
-        """Take the hooks away and give host memory up; graphs that need it cannot be used."""
+        """Remove the hooks and free the host memory. Existing graphs can no longer run backward."""
         if self._closed:
             return
         self._closed = True
@@ -226,193 +250,205 @@ class Offload:
             hook.remove()
         while self._running:
             self._running.pop()[1].close()
-        self._transport.close()
+        self._copies.close()
 
-    def _begins(
+    def _begin_block(
         self, block: nn.Module, args: Any, kwargs: dict[str, Any], recompute: bool = False
     ) -> None:
-        while self._running and not any(block is one for one in self._running[-1][0].modules()):
-            self._running.pop()[1].close()  # an interrupt ended it without our hooks
-            self._packer.open(None)
+        """Handle the start of a block's forward: install the saved-tensor hooks if it offloads."""
+        while self._running and not any(
+            block is module for module in self._running[-1][0].modules()
+        ):
+            self._running.pop()[1].close()  # an interrupt ended that block without its end hook
+            self._policy.begin_call(None)
         nested = bool(self._running)
         saving = ExitStack()
         self._running.append((block, saving))
         if nested:
             return
-        sends = block in self._whole or block in self._inputs_of or recompute
+        offloads = block in self._blocks or block in self._checkpointed_blocks or recompute
         if torch._C._current_graph_task_id() != NO_BACKWARD:
-            if sends:  # a checkpoint around it saw nothing of it before, and must not now
-                saving.enter_context(saved_tensors_hooks(_as_it_is, _as_it_is))
+            if offloads:
+                # The block is recomputed by a checkpoint around it. That checkpoint did not see the
+                # block's saved tensors in forward, so it must not see them now.
+                saving.enter_context(saved_tensors_hooks(_identity, _identity))
             return
-        self._transport.clear_up()
-        self._transport.land(but=_chain(self._last, IN_FLIGHT - 1))
+        self._copies.reclaim_host_buffers()
+        self._copies.release_outgoing(keep=_last_calls(self._last_call, MAX_OUTGOING_CALLS - 1))
         if not torch.is_grad_enabled():
             return
-        if block in self._seen or self._reached is not None:
-            self._pass_begins()
+        if block in self._seen or self._backward_at is not None:
+            self._begin_pass()
         self._seen.add(block)
         inputs = storages_in((args, kwargs))
-        shared = self._shared_inputs.of(block, inputs)
-        weights = weights_of(block, self._min_nbytes) if sends else frozenset()
-        self._last = OffloadedCall(
-            before=self._last,
-            stays=weights | shared,
-            only=None if block in self._whole else frozenset(ref.cdata for ref in inputs),
+        shared = self._shared_inputs.find(block, inputs)
+        weights = large_weight_storages(block, self._min_nbytes) if offloads else frozenset()
+        self._last_call = BlockCall(
+            previous=self._last_call,
+            kept_storages=weights | shared,
+            only_storages=None if block in self._blocks else frozenset(ref.cdata for ref in inputs),
         )
-        self._packer.open(self._last)
-        if sends:
-            saving.enter_context(saved_tensors_hooks(self._packer.pack, self._unpack))
+        self._policy.begin_call(self._last_call)
+        if offloads:
+            saving.enter_context(saved_tensors_hooks(self._policy.pack, self._unpack))
 
-    def _ends(self, block: nn.Module, _: Any, result: Any) -> None:
-        if not self._running or self._running[-1][0] is not block:  # beginning failed
+    def _end_block(self, block: nn.Module, _: Any, result: Any) -> None:
+        """Handle the end of a block's forward: have its output's gradient announce backward."""
+        if not self._running or self._running[-1][0] is not block:  # its start hook failed
             return
         self._running.pop()[1].close()
-        call = None if self._running else self._packer.close()
+        call = None if self._running else self._policy.end_call()
         if call is None:
             return
         for tensor in tensors_in(result):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._comes_back, call))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._backward_reaches, call))  # type: ignore[no-untyped-call]
                 return
 
-    def _pass_begins(self) -> None:
-        if self._reached is not None:  # nothing more of the pass before is needed on the device
-            self._transport.land()
+    def _begin_pass(self) -> None:
+        if self._backward_at is not None:  # the previous pass needs nothing more on the device
+            self._copies.release_outgoing()
         self._seen.clear()
-        self._last = self._reached = None
-        self._shared_inputs.begin()
-        change = self._distance.observe(self._packer.block_nbytes)
+        self._last_call = self._backward_at = None
+        self._shared_inputs.begin_pass()
+        change = self._distance.training_pass(self._policy.block_nbytes)
         if change:
-            self._emit(Notice(f"blocks whose activations are brought back ahead: {change}."))
+            self._emit(Notice(f"blocks whose activations are prefetched: {change}."))
 
-    def _unpack(self, packed: Tensor | Reference | SavedTensor) -> Tensor:
+    def _unpack(self, packed: Tensor | WeightReference | SavedView) -> Tensor:
+        """Return the tensor that backward asks for, fetching it if it was not prefetched."""
         if isinstance(packed, Tensor):
             return packed
-        if not isinstance(packed, SavedTensor):
-            assert self._ring is not None, "a reference into a ring that is not there"
+        if not isinstance(packed, SavedView):
+            assert self._ring is not None, "a weight reference without a ring"
             return self._ring.unpack(packed)
         if self._closed:
-            raise StreamError(
-                "backward reached activations whose host memory was given up. Run backward before "
-                "close(), or compute the loss again."
+            raise OffloadError(
+                "backward needs activations whose host memory was freed by close(). Run backward "
+                "before close(), or compute the loss again."
             )
-        parcel = packed.parcel
-        self._comes_back(parcel.call)
-        if parcel.was_changed():
-            raise StreamError(
-                f"a tensor of {tuple(packed.size)} that backward needs was changed in place after "
-                "it was saved, and gradients would be wrong. Write to a copy of it instead."
+        storage = packed.storage
+        self._backward_reaches(storage.call)
+        if storage.was_modified():
+            raise OffloadError(
+                f"a tensor of shape {tuple(packed.size)} that backward needs was changed in place "
+                "after it was saved, so gradients would be wrong. Write to a copy of it instead."
             )
-        if parcel.original is None and parcel.device is None:
-            self._transport.bring(parcel, foreseen=False)
-        return packed.view(parcel.read())
+        if storage.original is None and storage.device is None:
+            self._copies.fetch(storage, prefetched=False)
+        return packed.view(storage.read())
 
-    def _comes_back(self, call: OffloadedCall, *_: object) -> None:
-        """Backward has come to a block: have the ones before it on the device soon."""
-        if call is self._reached or self._closed:
+    def _backward_reaches(self, call: BlockCall, *_: object) -> None:
+        """Fetch the activations of a block that backward has reached and of the next blocks."""
+        if call is self._backward_at or self._closed:
             return
-        self._reached = call
-        near = _chain(call, 1 + self._distance.ahead)
-        self._transport.land(but=near)
-        self._transport.clear_up()
-        for one in near:
-            for parcel in one.away():
-                self._transport.bring(parcel, foreseen=one is not call)
-        if self._pool.nbytes > self._told_nbytes:
-            grew = "" if self._told_nbytes == 0 else f" (before: {format_bytes(self._told_nbytes)})"
-            self._told_nbytes = self._pool.nbytes
+        self._backward_at = call
+        near_calls = _last_calls(call, 1 + self._distance.blocks)
+        self._copies.release_outgoing(keep=near_calls)
+        self._copies.reclaim_host_buffers()
+        for near_call in near_calls:
+            for storage in near_call.offloaded():
+                self._copies.fetch(storage, prefetched=near_call is not call)
+        if self._pool.nbytes > self._reported_nbytes:
+            before = (
+                ""
+                if self._reported_nbytes == 0
+                else f" (was {format_bytes(self._reported_nbytes)})"
+            )
+            self._reported_nbytes = self._pool.nbytes
             size = format_bytes(self._pool.nbytes)
-            self._emit(Notice(f"offloaded activations take {size} of host memory{grew}."))
+            self._emit(Notice(f"offloaded activations use {size} of host memory{before}."))
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _chain(call: OffloadedCall | None, count: int) -> list[OffloadedCall]:
-    """A call and those before it."""
-    calls: list[OffloadedCall] = []
+def _last_calls(call: BlockCall | None, count: int) -> list[BlockCall]:
+    """Return a call and those before it in the pass, `count` at most, latest first."""
+    calls: list[BlockCall] = []
     while call is not None and len(calls) < count:
         calls.append(call)
-        call = call.before
+        call = call.previous
     return calls
 
 
-# ------------------------------------------------------------------------------------------
-# What of a block is sent: which tensors are worth it, and what is said when the host is full.
-
-
 class OffloadPolicy:
-    """Takes what autograd saves of the call that is open, and keeps count of what stays."""
+    """Decide for each tensor that autograd saves whether it is offloaded, and count those kept."""
 
     def __init__(
         self,
         device: torch.device,
-        ring: Ring | None,
-        transport: OffloadCopies,
-        pool: HostPool,
+        ring: WeightRing | None,
+        copies: OffloadCopies,
+        pool: HostBufferPool,
         min_nbytes: int,
         num_blocks: int,
     ) -> None:
-        self.too_small = self.shared = self.unfit = 0
+        self.too_small = self.shared = self.unsupported = 0
+        """Tensors kept on the device, by reason; see `OffloadCounters`."""
         self.block_nbytes = 0
-        """The most that a call sent."""
+        """Bytes sent by the largest call so far."""
         self._device = device
         self._ring = ring
-        self._transport = transport
+        self._copies = copies
         self._pool = pool
         self._min_nbytes = min_nbytes
         self._num_blocks = num_blocks
-        self._call: OffloadedCall | None = None
+        self._call: BlockCall | None = None
 
-    def open(self, call: OffloadedCall | None) -> None:
-        """From here on a block saves; none: what one was saving when it was interrupted is over."""
+    def begin_call(self, call: BlockCall | None) -> None:
+        """Attribute saved tensors to this call from now on; None drops an interrupted call."""
         self._call = call
 
-    def close(self) -> OffloadedCall | None:
-        """The block is over; its call, where it had one."""
+    def end_call(self) -> BlockCall | None:
+        """End the current call and return it, if there is one."""
         call, self._call = self._call, None
         if call is not None:
-            self.unfit += sum(parcel.host is None for parcel in call.gathered.values())
-            call.gathered.clear()
+            self.unsupported += sum(storage.host is None for storage in call.by_storage.values())
+            call.by_storage.clear()
             self.block_nbytes = max(self.block_nbytes, call.nbytes)
-            self._transport.depart(call)
+            self._copies.track_outgoing(call)
         return call
 
-    def pack(self, tensor: Tensor) -> Tensor | Reference | SavedTensor:
-        """For saved-tensor hooks: a streamed weight, part of a parcel, or the tensor as it is."""
+    def pack(self, tensor: Tensor) -> Tensor | WeightReference | SavedView:
+        """Return what autograd keeps for backward: a weight reference, a view of an offloaded
+        storage, or the tensor itself.
+
+        This is the pack function of the saved-tensor hooks.
+        """
         packed = tensor if self._ring is None else self._ring.pack(tensor)
         if not isinstance(packed, Tensor):
             return packed
         call = self._call
-        assert call is not None, "a block saves that has not begun"
-        storage = tensor.untyped_storage() if is_plain(tensor, self._device) else None
+        assert call is not None, "a tensor was saved by a block that has not started"
+        storage = tensor.untyped_storage() if is_plain_tensor(tensor, self._device) else None
         if storage is None:
-            self.unfit += 1
+            self.unsupported += 1
         elif storage.nbytes() < self._min_nbytes:
             self.too_small += 1
-        elif storage._cdata in call.stays or (tensor.is_leaf and tensor.requires_grad):
+        elif storage._cdata in call.kept_storages or (tensor.is_leaf and tensor.requires_grad):
             self.shared += 1
-        elif call.only is not None and storage._cdata not in call.only:
-            self.unfit += 1
+        elif call.only_storages is not None and storage._cdata not in call.only_storages:
+            self.unsupported += 1
         else:
-            return self._gather(call, tensor, (storage._cdata, tensor._version))
+            return self._offload(call, tensor, (storage._cdata, tensor._version))
         return tensor
 
-    def _gather(self, call: OffloadedCall, tensor: Tensor, state: tuple[int, int]) -> SavedTensor:
-        parcel = call.gathered.get(state)
-        if parcel is None:
-            parcel = call.gathered[state] = OffloadedTensor(call, tensor, self._transport.left)
-        saved = parcel.save(tensor)
-        if parcel.worth_sending() and not self._transport.send(parcel):
-            raise self._no_room(max(self.block_nbytes, call.nbytes + parcel.nbytes))
+    def _offload(self, call: BlockCall, tensor: Tensor, key: tuple[int, int]) -> SavedView:
+        storage = call.by_storage.get(key)
+        if storage is None:
+            storage = call.by_storage[key] = OffloadedStorage(call, tensor, self._copies.released)
+        saved = storage.add_view(tensor)
+        if storage.is_worth_sending() and not self._copies.send(storage):
+            raise self._host_is_full(max(self.block_nbytes, call.nbytes + storage.nbytes))
         return saved
 
-    def _no_room(self, block_nbytes: int) -> StreamError:
-        return StreamError(
+    def _host_is_full(self, block_nbytes: int) -> OffloadError:
+        return OffloadError(
             f"offloaded activations need about {format_bytes(block_nbytes * self._num_blocks)} of "
-            f"host memory ({format_bytes(block_nbytes)} a block, {self._num_blocks} blocks); "
-            f"{format_bytes(self._pool.nbytes)} are taken and there is room for "
-            f"{format_bytes(max(0, self._pool.room()))} more. Offload fewer blocks, recompute "
-            "them, or use a smaller batch."
+            f"host memory ({self._num_blocks} blocks of {format_bytes(block_nbytes)}), but only "
+            f"{format_bytes(max(0, self._pool.available_nbytes()))} are available besides the "
+            f"{format_bytes(self._pool.nbytes)} in use. Offload fewer blocks, recompute them, or "
+            "use a smaller batch."
         )

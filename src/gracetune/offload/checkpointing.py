@@ -1,14 +1,14 @@
-"""How a block computes: as it is or compiled, and what of it is kept for backward.
+"""Set what each block saves for backward, and whether it is compiled.
 
-A block's forward is wrapped on the instance; no model code is changed. Three ways to keep:
+A block's `forward` is replaced on the instance; model code does not change. There are three modes:
 
-`keep`      everything that backward reads, as autograd would (compiled: as the compiler would).
-`lean`      what products and attention gave; cheap elementwise work is done again.
-`recompute` the block's input and what attention gave; products are done again too.
+`keep`       save everything that backward reads, as autograd does (compiled: as the compiler does).
+`lean`       save the outputs of matmuls and attention; recompute the cheap elementwise work.
+`recompute`  save the block's inputs and the output of attention; recompute everything else.
 
-Compiled, the second forward is part of the backward graph, where what nobody reads is not computed
-again. All equal blocks share one compilation. Without gradients a block runs as it is: a sampler
-is not worth a compilation of its own.
+In a compiled block the recomputation is part of the backward graph, where the compiler removes what
+backward does not read. Equal blocks share one compilation. Without gradients a block runs eagerly,
+because sampling is not worth a compilation of its own.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from gracetune.offload.ring import Ring
+    from gracetune.offload.ring import WeightRing
 
 
-Keeping = Literal["keep", "lean", "recompute"]
+CheckpointMode = Literal["keep", "lean", "recompute"]
 
-PRODUCTS = {
+MATMUL_OPS = {
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
@@ -53,167 +53,201 @@ PRODUCTS = {
     "gracetune::lora_linears",
     "gracetune::lora_linear_fp8",
 }
+"""Operators whose outputs the `lean` mode saves."""
 REASON_LINES = 2
-"""Of what a compiler says: the first may only tell that something was raised."""
-DEFAULT_GRAPHS = 64
-"""Compilations of one kind of block at most: for each bucket, way to keep, and home of weights."""
+"""Lines of a compiler error to show: the first may only say that an exception was raised."""
+DEFAULT_MAX_GRAPHS = 64
+"""Compilations per kind of block: one for each bucket, mode, and place of the weights."""
 
 
-class Running:
-    """Blocks that compute as they were told to; `close` gives them their own forward back."""
+def wrap_blocks(
+    blocks: Sequence[nn.Module],
+    modes: Sequence[CheckpointMode],
+    compiler: BlockCompiler | None,
+    ring: WeightRing | None = None,
+) -> WrappedBlocks:
+    """Make each block save what its mode says. Without a compiler the blocks run eagerly."""
+    for block, mode in zip(blocks, modes, strict=True):
+        if "forward" in block.__dict__:
+            raise GracetuneError(
+                f"the forward of a {type(block).__name__} is already wrapped by something else "
+                "(gradient checkpointing, offloading or compilation). Remove that wrapper first."
+            )
+        eager = _eager_forward(block, mode, ring)
+        block.forward = (
+            eager if compiler is None else _compiled_forward(block, mode, compiler, eager)
+        )
+    return WrappedBlocks(blocks)
+
+
+class WrappedBlocks:
+    """Blocks with a replaced forward. `close` restores the forward of their classes."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = list(blocks)
 
     def close(self) -> None:
-        """Each block as its class has it."""
+        """Restore the original forward of every block."""
         for block in self._blocks:
             block.__dict__.pop("forward", None)
 
 
-class Compiler:
-    """How blocks are compiled; one for a run, closed at its end."""
+def checkpoint_block(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any
+) -> Any:
+    """Call a function with activation checkpointing, keeping only its inputs.
+
+    `torch.utils.checkpoint` holds keyword arguments and the function's closure by strong
+    references, out of reach of saved-tensor hooks. So all inputs are passed by position, where
+    hooks may offload them, and the closure knows only the names.
+    """
+    num_positional, names = len(args), tuple(kwargs)
+
+    def call_by_position(*values: Any) -> Any:
+        named = dict(zip(names, values[num_positional:], strict=True))
+        return call(*values[:num_positional], **named)
+
+    return checkpoint(call_by_position, *args, *kwargs.values(), use_reentrant=False, **settings)
+
+
+class BlockCompiler:
+    """Compile the blocks of a run and count the compilations. Close it when the run ends."""
 
     def __init__(
         self,
         emit: Callable[[Notice], None],
         backend: str = "inductor",
-        max_graphs: int = DEFAULT_GRAPHS,
+        max_graphs: int = DEFAULT_MAX_GRAPHS,
     ) -> None:
         self.graphs = 0
+        """Number of compilations so far."""
         self.seconds = 0.0
-        """What compiling has taken so far."""
+        """Time spent compiling so far."""
         self._emit = emit
         self._backend = backend
         self._gave_up = False
         self._began = 0.0
-        self._breaks: set[str] = set(counters["graph_break"])
-        """Why a function was compiled in parts, before us or told already."""
+        self._known_graph_breaks: set[str] = set(counters["graph_break"])
+        """Reasons for graph breaks that predate this compiler or were already reported."""
         self._settings = ExitStack()
         self._settings.enter_context(
             torch._dynamo.config.patch(recompile_limit=max_graphs, fail_on_recompile_limit_hit=True)
         )
-        callback_handler.register_start_callback(self._starts)
-        callback_handler.register_end_callback(self._ends)
+        callback_handler.register_start_callback(self._compilation_starts)
+        callback_handler.register_end_callback(self._compilation_ends)
 
     def close(self) -> None:
-        """Put torch's settings back as they were."""
-        with suppress(ValueError):  # a reset of the compiler has forgotten us already
-            callback_handler.remove_start_callback(self._starts)
-            callback_handler.remove_end_callback(self._ends)
+        """Restore torch's settings."""
+        with suppress(ValueError):  # torch._dynamo.reset() has removed the callbacks already
+            callback_handler.remove_start_callback(self._compilation_starts)
+            callback_handler.remove_end_callback(self._compilation_ends)
         self._settings.close()
 
-    def compiled(
-        self, way: Callable[..., Any], eager: Callable[..., Any], whole: bool
+    def compile(
+        self, function: Callable[..., Any], eager: Callable[..., Any], fullgraph: bool
     ) -> Callable[..., Any]:
-        """A function that is compiled at its first call; where that fails, `eager`, and told.
+        """Return a function that is compiled at its first call.
 
-        `whole`: it fails too where it can be compiled in parts only.
+        If compilation fails, all functions of this compiler run as their `eager` version from then
+        on, with one warning. With `fullgraph`, a graph break is a failure too.
         """
-        fast = torch.compile(way, dynamic=False, fullgraph=whole, backend=self._backend)
+        compiled = torch.compile(
+            function, dynamic=False, fullgraph=fullgraph, backend=self._backend
+        )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._gave_up:
                 return eager(*args, **kwargs)
             try:
-                return fast(*args, **kwargs)
-            except (TorchDynamoException, FailOnRecompileLimitHit) as why:
-                self._give_up(why)
+                return compiled(*args, **kwargs)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                self._give_up(error)
                 return eager(*args, **kwargs)
 
         return run
 
-    def _give_up(self, why: Exception) -> None:
+    def _give_up(self, error: Exception) -> None:
         self._gave_up = True
         text = (
-            f"blocks are not compiled from here on, which costs speed: {type(why).__name__}: "
-            f"{_said(str(why))}. Compilations so far: {self.graphs}. "
-            "Fewer buckets need fewer of them; plan.compile: never says that none is wanted."
+            f"compilation failed, so blocks run eagerly from now on, which is slower: "
+            f"{type(error).__name__}: {_short_reason(str(error))}. Compilations so far: "
+            f"{self.graphs}. Use fewer buckets, or set plan.compile: never."
         )
         self._emit(Notice(text, level="warning", fallback=True))
 
-    def _starts(self, *_: object) -> None:
+    def _compilation_starts(self, *_: object) -> None:
         self._began = time.perf_counter()
 
-    def _ends(self, *_: object) -> None:
+    def _compilation_ends(self, *_: object) -> None:
         self.graphs += 1
         self.seconds += time.perf_counter() - self._began
-        for why in set(counters["graph_break"]) - self._breaks:
-            self._breaks.add(why)
-            text = f"blocks are compiled in parts, which costs speed: {_said(why)}."
+        for reason in set(counters["graph_break"]) - self._known_graph_breaks:
+            self._known_graph_breaks.add(reason)
+            text = (
+                "blocks are compiled in several parts (graph breaks), which is slower: "
+                f"{_short_reason(reason)}."
+            )
             self._emit(Notice(text, level="warning", fallback=True))
 
 
-def _said(why: str) -> str:
-    """A compiler's reason, in short."""
-    lines = [line.strip() for line in why.strip().splitlines()[:REASON_LINES]]
+def _short_reason(reason: str) -> str:
+    lines = [line.strip() for line in reason.strip().splitlines()[:REASON_LINES]]
     return " ".join(lines).rstrip(".") or "no reason given"
 
 
-def run_blocks(
-    blocks: Sequence[nn.Module],
-    keeping: Sequence[Keeping],
-    compiler: Compiler | None,
-    ring: Ring | None = None,
-) -> Running:
-    """Make each block keep what it is told to; no compiler: eager."""
-    for block, how in zip(blocks, keeping, strict=True):
-        if "forward" in block.__dict__:
-            raise GracetuneError(
-                f"a {type(block).__name__} already has a forward of its own: something else wraps "
-                "it. Let go of that first (gradient checkpointing, offloading, compilation)."
-            )
-        eager = _eager(block, how, ring)
-        block.forward = eager if compiler is None else _compiled(block, how, compiler, eager)
-    return Running(blocks)
-
-
-def _eager(block: nn.Module, how: Keeping, ring: Ring | None) -> Callable[..., Any]:
-    forward = block.forward
-    if how == "keep":
-        return forward
-
-    def keeps() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Backward calls the forward without the block's hooks: the ring is asked here."""
-        first, again = _keeps(how)()
-        if ring is None or not ring.streams(block):
-            return first, again
-        return first, _both(ring.weights_of(block), again)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint_block(forward, args, kwargs, context_fn=keeps)
-
-    return run
-
-
-def _compiled(
-    block: nn.Module, how: Keeping, compiler: Compiler, eager: Callable[..., Any]
+def _eager_forward(
+    block: nn.Module, mode: CheckpointMode, ring: WeightRing | None
 ) -> Callable[..., Any]:
     forward = block.forward
-    if how == "keep":
-        fast = compiler.compiled(forward, eager, whole=False)
-    else:  # in parts, what is done again would not find the weights that stream
-        fast = compiler.compiled(_checkpointed(forward, _keeps(how)), eager, whole=True)
+    if mode == "keep":
+        return forward
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of forward and of its recomputation.
+
+        The recomputation calls `forward` without the block's hooks, so the weights of a streamed
+        block are bound here.
+        """
+        first, recompute = _checkpoint_contexts(mode)()
+        if ring is None or not ring.streams(block):
+            return first, recompute
+        return first, _nested(ring.bind_weights(block), recompute)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return fast(*args, **kwargs)
+        return checkpoint_block(forward, args, kwargs, context_fn=contexts)
 
     return run
 
 
-def _checkpointed(forward: Callable[..., Any], keeps: Callable[[], Any]) -> Callable[..., Any]:
+def _compiled_forward(
+    block: nn.Module, mode: CheckpointMode, compiler: BlockCompiler, eager: Callable[..., Any]
+) -> Callable[..., Any]:
+    forward = block.forward
+    if mode == "keep":
+        compiled = compiler.compile(forward, eager, fullgraph=False)
+    else:  # with a graph break, the recomputation would run without the streamed weights
+        checkpointed = _checkpointed(forward, _checkpoint_contexts(mode))
+        compiled = compiler.compile(checkpointed, eager, fullgraph=True)
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=keeps, **kwargs)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return compiled(*args, **kwargs)
+
+    return run
+
+
+def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
 
 
 @contextmanager
-def _both(
+def _nested(
     outer: AbstractContextManager[None], inner: AbstractContextManager[None]
 ) -> Iterator[None]:
     with outer, inner:
@@ -221,45 +255,24 @@ def _both(
 
 
 @functools.cache
-def _keeps(how: Keeping) -> Callable[[], Any]:
-    """One object a way, so that equal blocks are seen to be equal."""
-    policy = _keep_products if how == "lean" else _keep_attention
+def _checkpoint_contexts(mode: CheckpointMode) -> Callable[[], Any]:
+    """Return one shared object per mode, so that the compiler sees equal blocks as equal."""
+    policy = _save_matmuls if mode == "lean" else _save_attention
     return functools.partial(create_selective_checkpoint_contexts, policy)
 
 
-def _keep_products(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
-    return _verdict(op, products=True)
+def _save_matmuls(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
+    return _op_policy(op, save_matmuls=True)
 
 
-def _keep_attention(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
-    return _verdict(op, products=False)
+def _save_attention(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
+    return _op_policy(op, save_matmuls=False)
 
 
 @functools.cache
-def _verdict(op: Any, products: bool) -> CheckpointPolicy:
-    """Found once for each operator: it is asked for at every call."""
+def _op_policy(op: Any, save_matmuls: bool) -> CheckpointPolicy:
+    """Decide whether an operator's output is saved. Cached, because every call of it asks."""
     name = op.name().split(".")[0]
-    # torch's own kernels for attention and those of packages all say what they are
-    kept = "attention" in name or "attn" in name or (products and name in PRODUCTS)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# ------------------------------------------------------------------------------------------
-# A block that is done again on the way back, and of which nothing but its inputs is held.
-
-
-def checkpoint_block(
-    call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **how: Any
-) -> Any:
-    """Call now and once more in backward; hooks on saved tensors may send the inputs away.
-
-    A checkpoint holds on to what is given by name, and to the function itself with all that it
-    knows: so inputs go by place, and the function knows their names alone.
-    """
-    num_placed, names = len(args), tuple(kwargs)
-
-    def by_place(*values: Any) -> Any:
-        named = dict(zip(names, values[num_placed:], strict=True))
-        return call(*values[:num_placed], **named)
-
-    return checkpoint(by_place, *args, *kwargs.values(), use_reentrant=False, **how)
+    # Attention operators, of torch and of other packages, all have it in their name.
+    save = "attention" in name or "attn" in name or (save_matmuls and name in MATMUL_OPS)
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE

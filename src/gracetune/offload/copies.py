@@ -1,9 +1,15 @@
-"""How bytes get from host to device and back: copy streams on CUDA, a plain copy elsewhere.
+"""Copy bytes between host and device: CUDA copy streams, or a plain copy on the CPU.
 
-The ring and the offload see this protocol alone and are the same on every machine. A copy never
-starts before the kernels that were queued when it was asked for, so that they have read what it
-overwrites and written what it reads. Copies of one lane are done in the order they were asked for;
-lanes know nothing of each other.
+The weight ring, the activation offload and the optimizer state use only the `CopyEngine` protocol
+and are the same code on every machine. Ordering, for compute stream C and copy stream H:
+
+    C:  ... kernels queued so far | ready                | wait(done) | kernels that use the copy
+    H:                              wait(ready) | copy | done
+
+- A copy starts after every kernel that was queued when it was requested. Those kernels have then
+  read what the copy overwrites and written what it reads.
+- `PendingCopy.wait` makes the compute stream, not the host, wait for the copy.
+- Copies of one stream run in the order of their requests. Streams are independent of each other.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import torch
 
 from gracetune.errors import GracetuneError
 from gracetune.memory.platform import Link
-from gracetune.offload.stall_timer import PlainLap, StallTimer, Waits
+from gracetune.offload.stall_timer import HostStallWindow, StallTimer, StallTotals
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,80 +33,94 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.offload.stall_timer import Lap
+    from gracetune.offload.stall_timer import StallWindow
 
 POISON = 0xFF
-"""Of these bytes every floating point number is a NaN."""
+"""Byte for debugging fills: a float of any type made of these bytes is NaN."""
+ALIGNMENT = 256
+"""Alignment in bytes of tensors packed into one buffer, as kernels expect of fresh memory."""
 
 
-class StreamError(GracetuneError):
-    """Weights or activations cannot be streamed as asked, or were changed while they are."""
+def aligned(nbytes: int) -> int:
+    """Round a size up to a multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class OffloadError(GracetuneError):
+    """Weights or activations cannot be offloaded as requested, or were modified meanwhile."""
 
 
 class CopyStream(Enum):
-    """What is copied, and which way: each has a stream and a stopwatch of its own."""
+    """Purpose and direction of a copy. Each has its own CUDA stream and stall timer."""
 
     WEIGHTS = "weights"
-    """To the device."""
-    OUT = "activations out"
-    BACK = "activations back"
+    """Frozen weights, host to device."""
+    ACTIVATIONS_OUT = "activations out"
+    ACTIVATIONS_IN = "activations back"
     STATE_IN = "optimizer state in"
     STATE_OUT = "optimizer state out"
 
 
-class Arrival(Protocol):
-    """A copy under way."""
+class PendingCopy(Protocol):
+    """A copy that was requested and may not have finished."""
 
-    def wait(self, ahead: bool) -> None:
-        """Let what is queued from here on see the copy; `ahead`: it was asked for before."""
+    def wait(self, prefetched: bool) -> None:
+        """Make work queued from now on see the copy.
+
+        `prefetched` tells whether the copy was requested before it was needed: only then does a
+        stall count as late.
+        """
         ...
 
 
 class CopyEngine(Protocol):
-    """Memory on both sides, and copies between them."""
+    """Allocate memory on both sides and copy between them."""
 
     @property
     def device(self) -> torch.device:
-        """Where slots are."""
+        """Device to copy to and from."""
         ...
 
-    def host_memory(self, nbytes: int) -> Tensor:
-        """Bytes that the device copies from at full speed."""
+    def allocate_host(self, nbytes: int) -> Tensor:
+        """Return host memory that the device reads at full speed."""
         ...
 
-    def landing_memory(self, nbytes: int) -> Tensor:
-        """Host bytes that are copied to as well."""
+    def allocate_pinned(self, nbytes: int) -> Tensor:
+        """Return host memory that the device reads and writes at full speed."""
         ...
 
-    def let_go(self, memory: Tensor) -> None:
-        """Wait for copies under way and give one piece of host memory up."""
+    def free_host(self, memory: Tensor) -> None:
+        """Wait for running copies and free one allocation of host memory."""
         ...
 
-    def device_memory(self, nbytes: int) -> Tensor:
-        """Bytes of a slot."""
+    def allocate_device(self, nbytes: int) -> Tensor:
+        """Return device memory that copies may write to."""
         ...
 
     def copy(
-        self, target: Tensor, source: Tensor, poison: bool, lane: CopyStream = CopyStream.WEIGHTS
-    ) -> Arrival:
-        """Overwrite bytes once all work queued so far is done; `poison` them first."""
+        self, target: Tensor, source: Tensor, poison: bool, stream: CopyStream = CopyStream.WEIGHTS
+    ) -> PendingCopy:
+        """Copy bytes after all work queued so far; fill the target with NaN first if `poison`."""
         ...
 
-    def waits(self, lane: CopyStream = CopyStream.WEIGHTS) -> Waits:
-        """What was waited for; this and giving up memory alone wait for the device itself."""
+    def stalls(self, stream: CopyStream = CopyStream.WEIGHTS) -> StallTotals:
+        """Return the stalls of a stream so far. Blocks until the device has reached the last one.
+
+        Only this method and those that free host memory block the host.
+        """
         ...
 
-    def lap(self, lane: CopyStream) -> Lap:
-        """Begin one with what is waited for next; the lane's lap before it has ended."""
+    def begin_stall_window(self, stream: CopyStream) -> StallWindow:
+        """End the current stall window of a stream, and start the next one."""
         ...
 
-    def release(self) -> None:
-        """Wait for copies under way and let host memory go; nothing is copied after."""
+    def close(self) -> None:
+        """Wait for running copies and free all host memory. No copy may follow."""
         ...
 
 
 def open_copy_engine(device: torch.device, link: Link) -> CopyEngine:
-    """The one way to the device that fits the machine; nothing below asks about hardware."""
+    """Return the copy engine for this machine. Its users never ask about the hardware."""
     if device.type == "cpu":
         return SynchronousCopyEngine()
     # Over C2C, or with one memory for both, the copy engine reads any page: pinning buys nothing.
@@ -108,192 +128,196 @@ def open_copy_engine(device: torch.device, link: Link) -> CopyEngine:
 
 
 class SynchronousCopyEngine:
-    """Copies at once, and counts all their time as waited for."""
+    """Copy immediately on the CPU. All copy time counts as stalled."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._seconds = dict.fromkeys(CopyStream, 0.0)
-        self._laps: dict[CopyStream, PlainLap] = {}
+        self._stalled_s = dict.fromkeys(CopyStream, 0.0)
+        self._windows: dict[CopyStream, HostStallWindow] = {}
 
-    def host_memory(self, nbytes: int) -> Tensor:
-        """Plain memory."""
+    def allocate_host(self, nbytes: int) -> Tensor:
+        """Return ordinary memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def landing_memory(self, nbytes: int) -> Tensor:
-        """No different."""
-        return self.host_memory(nbytes)
+    def allocate_pinned(self, nbytes: int) -> Tensor:
+        """Return ordinary memory: nothing needs to be pinned."""
+        return self.allocate_host(nbytes)
 
-    def let_go(self, memory: Tensor) -> None:
-        """It goes with its last owner."""
+    def free_host(self, memory: Tensor) -> None:
+        """Do nothing: the memory is freed with the last tensor that uses it."""
 
-    def device_memory(self, nbytes: int) -> Tensor:
-        """Plain memory too."""
+    def allocate_device(self, nbytes: int) -> Tensor:
+        """Return ordinary memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy(
-        self, target: Tensor, source: Tensor, poison: bool, lane: CopyStream = CopyStream.WEIGHTS
-    ) -> Arrival:
-        """Done when it returns."""
+        self, target: Tensor, source: Tensor, poison: bool, stream: CopyStream = CopyStream.WEIGHTS
+    ) -> PendingCopy:
+        """Copy before returning."""
         began = time.perf_counter()
         if poison:
             target.fill_(POISON)
         target[: len(source)].copy_(source)
-        self._seconds[lane] += time.perf_counter() - began
-        return _Arrived()
+        self._stalled_s[stream] += time.perf_counter() - began
+        return _FinishedCopy()
 
-    def waits(self, lane: CopyStream = CopyStream.WEIGHTS) -> Waits:
-        """Nothing is late that is there at once."""
-        return Waits(0, self._seconds[lane])
+    def stalls(self, stream: CopyStream = CopyStream.WEIGHTS) -> StallTotals:
+        """Return the time spent on copies. None of them is ever late."""
+        return StallTotals(0, self._stalled_s[stream])
 
-    def lap(self, lane: CopyStream) -> Lap:
-        """By the host's clock."""
-        now, seconds = time.perf_counter(), self._seconds[lane]
-        if lane in self._laps:
-            self._laps[lane].end(now, seconds)
-        self._laps[lane] = PlainLap(now, seconds)
-        return self._laps[lane]
+    def begin_stall_window(self, stream: CopyStream) -> StallWindow:
+        """Start a window measured with the host's clock."""
+        now, stalled_s = time.perf_counter(), self._stalled_s[stream]
+        if stream in self._windows:
+            self._windows[stream].end(now, stalled_s)
+        self._windows[stream] = HostStallWindow(now, stalled_s)
+        return self._windows[stream]
 
-    def release(self) -> None:
-        """There is nothing to wait for."""
+    def close(self) -> None:
+        """Do nothing: no copy is pending."""
 
 
-class _Arrived:
-    def wait(self, ahead: bool) -> None:
-        """It is there."""
+class _FinishedCopy:
+    def wait(self, prefetched: bool) -> None:
+        """Do nothing: the copy has finished."""
 
 
 class CudaCopyEngine:
-    """A copy stream a lane; events keep them and the computing stream from each other's bytes."""
+    """Copy on one CUDA stream per `CopyStream`, ordered against the compute stream by events."""
 
     def __init__(self, device: torch.device, pin: bool) -> None:
+        """`pin` tells whether memory that the device only reads must be pinned."""
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._pin = pin
         self._streams: dict[CopyStream, torch.cuda.Stream] = {
-            lane: torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            for lane in CopyStream
+            kind: torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            for kind in CopyStream
         }
-        self._stream = self._streams[CopyStream.WEIGHTS]
-        self._stopwatches = {lane: StallTimer() for lane in CopyStream}
-        self._lent: dict[int, weakref.finalize[[_Streams, Tensor, bool], CudaCopyEngine]] = {}
-        """How to give up what begins at an address."""
-        self._computing = torch.cuda.current_stream(self.device)
+        self._timers = {kind: StallTimer() for kind in CopyStream}
+        self._free_functions: dict[
+            int, weakref.finalize[[_Streams, Tensor, bool], CudaCopyEngine]
+        ] = {}
+        """Address of each allocation of host memory -> the function that frees it."""
+        self._compute = torch.cuda.current_stream(self.device)
 
-    def host_memory(self, nbytes: int) -> Tensor:
-        """Pinned in place: torch's own pinned memory comes in powers of two."""
-        return self._host_memory(nbytes, self._pin)
+    def allocate_host(self, nbytes: int) -> Tensor:
+        """Return memory that is pinned in place: torch's own pinned memory has power-of-2 sizes."""
+        return self._allocate_host(nbytes, self._pin)
 
-    def landing_memory(self, nbytes: int) -> Tensor:
-        """Pinned on every machine: a copy into memory that is not may hold its caller."""
-        return self._host_memory(nbytes, pin=True)
+    def allocate_pinned(self, nbytes: int) -> Tensor:
+        """Return memory pinned on every machine: copying to pageable memory may block the host."""
+        return self._allocate_host(nbytes, pin=True)
 
-    def let_go(self, memory: Tensor) -> None:
-        """Nothing reads or writes it any more when this returns."""
-        let_go = self._lent.pop(memory.data_ptr(), None)
-        if let_go is not None:  # none where all was released before
-            let_go()
+    def free_host(self, memory: Tensor) -> None:
+        """Free an allocation after the last copy that uses it."""
+        free = self._free_functions.pop(memory.data_ptr(), None)
+        if free is not None:  # None after close()
+            free()
 
-    def device_memory(self, nbytes: int) -> Tensor:
-        """From torch's allocator, which must not give it out again under a running copy."""
+    def allocate_device(self, nbytes: int) -> Tensor:
+        """Return memory that torch does not reuse while the weight stream still writes to it."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        memory.record_stream(self._stream)
+        memory.record_stream(self._streams[CopyStream.WEIGHTS])
         return memory
 
     def copy(
-        self, target: Tensor, source: Tensor, poison: bool, lane: CopyStream = CopyStream.WEIGHTS
-    ) -> Arrival:
-        """On the lane's stream, behind everything that computing has queued."""
-        stream = self._streams[lane]
+        self, target: Tensor, source: Tensor, poison: bool, stream: CopyStream = CopyStream.WEIGHTS
+    ) -> PendingCopy:
+        """Queue a copy behind all work of the compute stream."""
+        copy_stream = self._streams[stream]
         ready = _event()
-        ready.record(self._computing_stream())
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready)
+        ready.record(self._compute_stream())
+        with torch.cuda.stream(copy_stream):
+            copy_stream.wait_event(ready)
             if poison:
                 target.fill_(POISON)
             target[: len(source)].copy_(source, non_blocking=True)
             done = _event()
-            done.record(stream)
-        return _Arriving(self, done, self._stopwatches[lane])
+            done.record(copy_stream)
+        return _CudaPendingCopy(self, done, self._timers[stream])
 
-    def wait(self, done: torch.cuda.Event, stopwatch: StallTimer, ahead: bool) -> None:
-        """Hold the computing stream, not the caller, until a copy is done; note when and since."""
-        stream = self._computing_stream()
+    def wait(self, done: torch.cuda.Event, timer: StallTimer, prefetched: bool) -> None:
+        """Make the compute stream wait for an event, and time the wait. The host does not block."""
+        compute = self._compute_stream()
         asked = _event(timed=True)
         resumed = _event(timed=True)
-        asked.record(stream)
-        stream.wait_event(done)
-        resumed.record(stream)
-        stopwatch.note(asked, resumed, ahead)
+        asked.record(compute)
+        compute.wait_event(done)
+        resumed.record(compute)
+        timer.record(asked, resumed, prefetched)
 
-    def waits(self, lane: CopyStream = CopyStream.WEIGHTS) -> Waits:
-        """Waits for the last copy that computing asked for."""
-        self._stopwatches[lane].catch_up()
-        return self._stopwatches[lane].read()
+    def stalls(self, stream: CopyStream = CopyStream.WEIGHTS) -> StallTotals:
+        """Return the stalls so far, after blocking until the device has reached the last one."""
+        self._timers[stream].synchronize()
+        return self._timers[stream].collect()
 
-    def lap(self, lane: CopyStream) -> Lap:
-        """By events on the device."""
-        return self._stopwatches[lane].begin_lap()
+    def begin_stall_window(self, stream: CopyStream) -> StallWindow:
+        """Start a window measured with events on the device."""
+        return self._timers[stream].begin_window()
 
-    def release(self) -> None:
-        """Nothing reads or writes host memory any more when this returns."""
-        while self._lent:
-            self._lent.popitem()[1]()
+    def close(self) -> None:
+        """Free all host memory after the last copy."""
+        while self._free_functions:
+            self._free_functions.popitem()[1]()
 
-    def _computing_stream(self) -> torch.cuda.Stream:
-        """The stream of this thread; another than before waits, for that may still read slots."""
+    def _compute_stream(self) -> torch.cuda.Stream:
+        """Return the current stream of this thread.
+
+        If it differs from the last one, it first waits for that one, which may still read memory
+        that the next copy overwrites.
+        """
         stream = torch.cuda.current_stream(self.device)
-        if stream != self._computing:
-            stream.wait_stream(self._computing)
-            self._computing = stream
+        if stream != self._compute:
+            stream.wait_stream(self._compute)
+            self._compute = stream
         return stream
 
-    def _host_memory(self, nbytes: int, pin: bool) -> Tensor:
+    def _allocate_host(self, nbytes: int, pin: bool) -> Tensor:
         pages_nbytes = -(-nbytes // PAGESIZE) * PAGESIZE
-        room = torch.empty(pages_nbytes + PAGESIZE, dtype=torch.uint8)
-        first = -room.data_ptr() % PAGESIZE  # a page cannot be pinned twice: none is shared
-        pages = room[first : first + pages_nbytes]
+        unaligned = torch.empty(pages_nbytes + PAGESIZE, dtype=torch.uint8)
+        start = -unaligned.data_ptr() % PAGESIZE  # own whole pages: none can be pinned twice
+        pages = unaligned[start : start + pages_nbytes]
         if pin:
-            self._pin_down(pages)
-        let_go = weakref.finalize(self, _let_go, tuple(self._streams.values()), pages, pin)
-        let_go.atexit = False  # the driver lets go by itself, and may be gone before us
-        self._lent[pages.data_ptr()] = let_go
+            self._register(pages)
+        free = weakref.finalize(self, _free_host, tuple(self._streams.values()), pages, pin)
+        free.atexit = False  # the driver unpins at exit, and may be gone before us
+        self._free_functions[pages.data_ptr()] = free
         return pages[:nbytes]
 
-    def _pin_down(self, pages: Tensor) -> None:
+    def _register(self, pages: Tensor) -> None:
         with torch.cuda.device(self.device):
-            code = int(_runtime().cudaHostRegister(pages.data_ptr(), len(pages), 0))
+            code = int(_cudart().cudaHostRegister(pages.data_ptr(), len(pages), 0))
         if code:
-            # CUDA keeps the refusal, and the next kernel would be blamed for it: this one is.
+            # CUDA keeps the error and would report it at the next kernel. Make this be that kernel.
             with suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
-            raise StreamError(
-                f"{format_bytes(len(pages))} of host memory for what is streamed cannot be pinned "
+            raise OffloadError(
+                f"{format_bytes(len(pages))} of host memory cannot be pinned for offloading "
                 f"(cudaHostRegister returned {code}). Stream or offload fewer blocks, or raise the "
                 "limits on locked memory (ulimit -l, the container's memory)."
             )
 
 
-class _Arriving:
-    def __init__(
-        self, mover: CudaCopyEngine, done: torch.cuda.Event, stopwatch: StallTimer
-    ) -> None:
-        self._mover = mover
+class _CudaPendingCopy:
+    def __init__(self, engine: CudaCopyEngine, done: torch.cuda.Event, timer: StallTimer) -> None:
+        self._engine = engine
         self._done = done
-        self._stopwatch = stopwatch
+        self._timer = timer
 
-    def wait(self, ahead: bool) -> None:
-        """On the device's side."""
-        self._mover.wait(self._done, self._stopwatch, ahead)
+    def wait(self, prefetched: bool) -> None:
+        """Make the compute stream wait for the copy."""
+        self._engine.wait(self._done, self._timer, prefetched)
 
 
 _Streams = tuple[torch.cuda.Stream, ...]
 
 
-def _let_go(streams: _Streams, pages: Tensor, pinned: bool) -> None:
+def _free_host(streams: _Streams, pages: Tensor, pinned: bool) -> None:
     for stream in streams:
-        stream.synchronize()  # a copy that nobody waited for may still be under way
+        stream.synchronize()  # a copy that no one waited for may still be running
     if pinned:
-        code = int(_runtime().cudaHostUnregister(pages.data_ptr()))
+        code = int(_cudart().cudaHostUnregister(pages.data_ptr()))
         assert code == 0, f"cudaHostUnregister returned {code} for {pages.data_ptr():#x}"
 
 
@@ -301,5 +325,5 @@ def _event(timed: bool = False) -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
 
-def _runtime() -> ModuleType:
+def _cudart() -> ModuleType:
     return cast("ModuleType", torch.cuda.cudart())  # type: ignore[no-untyped-call]

@@ -1,9 +1,14 @@
-"""Which weights are streamed, and the host memory that they live in: a piece for each block.
+"""Select the weights that a ring streams, and move them to host memory.
 
-Frozen parameters of a block are copied into its piece and from then on are views of it: they can be
-read, saved and hashed as before, at the price of host memory. What they were before is gone before
-the next block is copied. What the blocks share with the rest of the model, everything that is
-trained, and what is too small to matter, biases mostly, stays out.
+Each block gets one allocation. Its frozen parameters are copied into it one after the other and
+become views of it, so they can still be read, saved and hashed. These weights stay on the device:
+
+- trained parameters,
+- parameters that a block shares with the rest of the model,
+- parameters that are tiny compared with their block, mostly biases.
+
+The allocations live as long as the ring. Activations come and go with every step and use a pool
+instead (`offload/offloaded_tensors.py`).
 """
 
 from __future__ import annotations
@@ -14,184 +19,194 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from gracetune.offload.copies import StreamError
+from gracetune.offload.copies import OffloadError, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-ALIGNMENT = 256
-"""Of each weight, in bytes: what device kernels expect of fresh memory."""
+SMALL_WEIGHT_DIVISOR = 1000
+"""A weight of less than 1/1000 of its block's bytes stays on the device: streaming it saves hardly
+any memory, and binding it costs the host as much time as binding a large weight."""
 
-SMALL = 1000
-"""A weight smaller than this part of its block stays on the device: to stream it saves no memory to
-speak of, and takes the host as long as to stream a large one."""
-
-Home = tuple[dict[str, Tensor], str]
-"""The dictionary of a module that a weight is looked up in, and its name there."""
+Binding = tuple[dict[str, Tensor], str]
+"""A module's parameter dictionary and the name under which it finds the weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostWeight:
-    """One frozen parameter of one block, and where its bytes are."""
+    """One streamed parameter of a block, and its place in the block's memory."""
 
     name: str
+    """Name in the model, for messages."""
     parameter: nn.Parameter
-    homes: tuple[Home, ...]
-    """More than one where a block uses a weight twice."""
-    first: int
-    """Its first number, counted in its own type from the start of the block."""
-    size: tuple[int, ...]
+    bindings: tuple[Binding, ...]
+    """Every place where modules of the block look the weight up; several if it is shared."""
+    offset: int
+    """Start in the block's memory, in elements of its dtype."""
+    shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def view(self, start: Tensor) -> Tensor:
-        """The weight, in any memory that holds the block: bytes seen as this weight's type."""
-        return start.as_strided(self.size, self.stride, start.storage_offset() + self.first)
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the weight as a view of memory that holds the block, already cast to its dtype."""
+        return memory.as_strided(self.shape, self.stride, memory.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """The frozen weights of one block, and how many bytes they take."""
+class BlockWeights:
+    """The streamed weights of one block. Empty if everything in the block is resident."""
 
-    places: tuple[HostWeight, ...]
+    weights: tuple[HostWeight, ...]
     nbytes: int
+    """Size of the block's memory, including alignment."""
 
 
-def lay_out(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Region]:
-    """Where each block's frozen weights go; what cannot be streamed is refused by name."""
+def select_streamed_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> list[BlockWeights]:
+    """Choose the weights of each block to stream and lay them out in memory.
+
+    Raises:
+        OffloadError: A block or a weight cannot be streamed; the message names it.
+    """
     names = {module: name for name, module in model.named_modules()}
     _check_blocks(names, blocks)
     shared = {
         parameter
-        for module in _reached_without(model, set(blocks))
+        for module in _modules_outside(model, set(blocks))
         for parameter in module.parameters(recurse=False)
     }
-    stay = shared | _small(blocks, shared)
-    regions = [_region(names, block, stay) for block in blocks]
-    if not any(region.places for region in regions):
-        raise StreamError(
+    resident = shared | _small_weights(blocks, shared)
+    selected = [_block_weights(names, block, resident) for block in blocks]
+    if not any(block.weights for block in selected):
+        raise OffloadError(
             f"there is nothing to stream: all weights of the {len(blocks)} blocks are trained, or "
             "shared with the rest of the model. Freeze them first, or train without streaming."
         )
-    return regions
+    return selected
 
 
-def fill(regions: Sequence[Region], allocate: Callable[[int], Tensor]) -> list[Tensor]:
-    """Move the weights into memory of their own, whose views the parameters become.
+def move_to_host(blocks: Sequence[BlockWeights], allocate: Callable[[int], Tensor]) -> list[Tensor]:
+    """Move the selected weights to host memory, and return the memory of each block.
 
-    One piece of memory for all would be there beside all weights as they were: host memory for two
-    models, and again for a plan that takes the place of another.
+    Blocks are moved one at a time, and the old memory of one is freed before the next is allocated.
+    A single allocation for all blocks would need host memory for two copies of the model.
     """
-    pieces = []
-    for region in regions:
-        piece = allocate(region.nbytes) if region.places else torch.empty(0, dtype=torch.uint8)
-        pieces.append(piece)
-        for place in region.places:  # a weight that two blocks share is in both
-            home = place.view(piece.view(place.dtype))
-            home.copy_(place.parameter.detach())
-            place.parameter.data = home
-    return pieces
+    memory = []
+    for block in blocks:
+        block_memory = (
+            allocate(block.nbytes) if block.weights else torch.empty(0, dtype=torch.uint8)
+        )
+        memory.append(block_memory)
+        for weight in block.weights:  # a weight that two blocks share is copied into both
+            view = weight.view(block_memory.view(weight.dtype))
+            view.copy_(weight.parameter.detach())
+            weight.parameter.data = view
+    return memory
 
 
-def seen(parameter: Tensor) -> tuple[int, int]:
-    """Where a parameter is, and how often torch knows it to have been written to."""
-    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
+def move_to_device(blocks: Iterable[BlockWeights], device: torch.device) -> None:
+    """Make every streamed parameter an ordinary parameter on the device."""
+    for parameter in {weight.parameter for block in blocks for weight in block.weights}:
+        parameter.data = parameter.data.to(device, copy=True)
 
 
 def load_resident_weights(
-    model: nn.Module, regions: Iterable[Region], device: torch.device
+    model: nn.Module, streamed: Iterable[BlockWeights], device: torch.device
 ) -> None:
-    """What is not streamed must be on the device: adapters, buffers, the rest of the model."""
-    streamed = {place.parameter for region in regions for place in region.places}
+    """Move everything that is not streamed to the device: adapters, buffers, other modules."""
+    streamed_parameters = {weight.parameter for block in streamed for weight in block.weights}
     for parameter in model.parameters():
-        if parameter not in streamed and parameter.device != device:
+        if parameter not in streamed_parameters and parameter.device != device:
             parameter.data = parameter.data.to(device)
-    brought: dict[Tensor, Tensor] = {}  # one buffer may have several names
+    moved: dict[Tensor, Tensor] = {}  # one buffer may have several names
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.device == device:
                 continue
-            if buffer not in brought:
-                brought[buffer] = buffer.to(device)
-            module._buffers[name] = brought[buffer]
+            if buffer not in moved:
+                moved[buffer] = buffer.to(device)
+            module._buffers[name] = moved[buffer]
 
 
-def put_back(regions: Iterable[Region], device: torch.device) -> None:
-    """Make every streamed parameter an ordinary one on the device."""
-    for parameter in {place.parameter for region in regions for place in region.places}:
-        parameter.data = parameter.data.to(device, copy=True)
+def parameter_state(parameter: Tensor) -> tuple[int, int]:
+    """Return the address and version counter of a parameter, to notice that it was changed."""
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
 def _check_blocks(names: dict[nn.Module, str], blocks: Sequence[nn.Module]) -> None:
     if not blocks:
-        raise StreamError("there are no blocks to stream; name at least one module of the model.")
+        raise OffloadError("there are no blocks to stream. Pass at least one module of the model.")
     for index, block in enumerate(blocks):
         if block not in names:
-            raise StreamError(
+            raise OffloadError(
                 f"block {index} ({type(block).__name__}) is not part of the model "
-                f"({type(next(iter(names))).__name__}); give blocks of the model that is called."
+                f"({type(next(iter(names))).__name__}). Pass blocks of the model that is called."
             )
     for block in blocks:
         for other in blocks:
             if other is not block and other in set(block.modules()):
-                raise StreamError(
-                    f"block {names[other]!r} is inside block {names[block]!r}; blocks to stream "
-                    "must not contain each other. Name the outer or the inner ones."
+                raise OffloadError(
+                    f"block {names[other]!r} is inside block {names[block]!r}, but streamed blocks "
+                    "must not contain each other. Pass either the outer or the inner ones."
                 )
     if len(set(blocks)) < len(blocks):
-        raise StreamError("a block is given twice; name each block to stream once.")
+        raise OffloadError("a block was passed twice. Pass each block to stream once.")
 
 
-def _reached_without(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Modules that are used outside of the blocks, whoever else has them too."""
+def _modules_outside(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules that are reachable without passing through one of the blocks."""
     if module not in blocks:
         yield module
         for child in module.children():
-            yield from _reached_without(child, blocks)
+            yield from _modules_outside(child, blocks)
 
 
-def _small(blocks: Sequence[nn.Module], shared: set[nn.Parameter]) -> set[nn.Parameter]:
-    """What is not worth streaming in any block that has it."""
+def _small_weights(blocks: Sequence[nn.Module], shared: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Return the weights that are small in every block that has them."""
     small: set[nn.Parameter] = set()
     large: set[nn.Parameter] = set()
     for block in blocks:
-        sizes = {p: p.numel() * p.element_size() for _, _, p in _frozen(block) if p not in shared}
+        sizes = {
+            parameter: parameter.numel() * parameter.element_size()
+            for _, _, parameter in _frozen_parameters(block)
+            if parameter not in shared
+        }
         total_nbytes = sum(sizes.values())
         for parameter, nbytes in sizes.items():
-            (small if SMALL * nbytes < total_nbytes else large).add(parameter)
+            (small if SMALL_WEIGHT_DIVISOR * nbytes < total_nbytes else large).add(parameter)
     return small - large
 
 
-def _region(names: dict[nn.Module, str], block: nn.Module, stay: set[nn.Parameter]) -> Region:
-    homes: dict[nn.Parameter, list[Home]] = {}
-    called: dict[nn.Parameter, str] = {}
-    for module, name, parameter in _frozen(block):
-        if parameter in stay:
+def _block_weights(
+    names: dict[nn.Module, str], block: nn.Module, resident: set[nn.Parameter]
+) -> BlockWeights:
+    bindings: dict[nn.Parameter, list[Binding]] = {}
+    full_names: dict[nn.Parameter, str] = {}
+    for module, name, parameter in _frozen_parameters(block):
+        if parameter in resident:
             continue
-        called.setdefault(parameter, f"{names[module]}.{name}")
-        _check_streamable(called[parameter], module, parameter)
-        homes.setdefault(parameter, []).append(
+        full_names.setdefault(parameter, f"{names[module]}.{name}")
+        _check_streamable(full_names[parameter], module, parameter)
+        bindings.setdefault(parameter, []).append(
             (cast("dict[str, Tensor]", module._parameters), name)
         )
-    places, offset = [], 0
-    for parameter, its_homes in homes.items():
-        size = tuple(parameter.shape)
-        places.append(
+    weights, offset = [], 0
+    for parameter, parameter_bindings in bindings.items():
+        weights.append(
             HostWeight(
-                name=called[parameter],
+                name=full_names[parameter],
                 parameter=parameter,
-                homes=tuple(its_homes),
-                first=offset // parameter.element_size(),
-                size=size,
+                bindings=tuple(parameter_bindings),
+                offset=offset // parameter.element_size(),
+                shape=tuple(parameter.shape),
                 stride=_dense_stride(parameter),
                 dtype=parameter.dtype,
             )
         )
-        offset += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
-    return Region(tuple(places), offset)
+        offset += aligned(parameter.nbytes)
+    return BlockWeights(tuple(weights), offset)
 
 
-def _frozen(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _frozen_parameters(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for module in block.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if not parameter.requires_grad:
@@ -201,7 +216,7 @@ def _frozen(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 def _check_streamable(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
     reason = ""
     if type(parameter) is not nn.Parameter:
-        reason = f"it is a {type(parameter).__name__}, whose parts cannot be moved one by one"
+        reason = f"it is a {type(parameter).__name__}, which is not one plain tensor"
     elif parameter.layout is not torch.strided:
         reason = f"its layout is {parameter.layout}"
     elif parameter.is_meta:
@@ -209,12 +224,15 @@ def _check_streamable(name: str, module: nn.Module, parameter: nn.Parameter) -> 
     elif isinstance(module, nn.RNNBase):
         reason = f"{type(module).__name__} keeps its own list of weights"
     if reason:
-        raise StreamError(
-            f"weight {name!r} cannot be streamed: {reason}. Leave its block out of those to "
-            "stream, or load the model with plain weights."
+        raise OffloadError(
+            f"weight {name!r} cannot be streamed: {reason}. Leave its block out of the streamed "
+            "blocks, or load the model with plain weights."
         )
 
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
-    """The weight's own order in memory where it has no holes: kernels are chosen by it."""
+    """Return the parameter's strides without gaps, in its own dimension order.
+
+    Kernels are chosen by the order of dimensions, so it must not change.
+    """
     return torch.empty_like(parameter, device="meta").stride()

@@ -1,9 +1,20 @@
-"""What autograd saved of one block, on its way to host memory and back.
+"""Hold activations that autograd saved in host memory, and copy them there and back.
 
-A parcel is one storage: views of it that autograd saved one by one travel together and are cut out
-of it again. Autograd owns parcels, through what it saved; when it lets go of the last view, what is
-left of the parcel, its host memory above all, is put on a list for whoever offloads to clear up.
-Nothing here asks the device for anything when a parcel ends: that may be at any moment.
+The unit of a copy is a whole storage (`OffloadedStorage`). Autograd often saves several views of
+one storage; they are copied together, and each view is recreated from the storage when backward
+asks for it. Autograd owns the storages through the views it saved (`SavedView`). When it drops the
+last view, `OffloadedStorage.__del__` only puts the host buffer on a list, because it may run at any
+moment; `OffloadCopies.reclaim_host_buffers` returns the buffers later.
+
+Ordering. Everything is ordered by the compute stream; the host never waits:
+
+- Device memory that is copied out is kept alive until the compute stream has waited for the copy.
+  Only then may torch's allocator reuse it.
+- Device memory for a copy back is allocated on the compute stream, which the copy waits for.
+- A host buffer is reused after the compute stream has waited for the last copy that reads it.
+  Copies that write host buffers all run on one stream (`ACTIVATIONS_OUT`), so they stay in order.
+
+`offload/activations.py` decides what is offloaded, and when.
 """
 
 from __future__ import annotations
@@ -17,384 +28,358 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.memory.platform import read_this_host
-from gracetune.offload.autosize import StallWindows
-from gracetune.offload.copies import POISON, CopyStream
+from gracetune.offload.copies import POISON, CopyStream, aligned
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from gracetune.offload.copies import PendingCopy, CopyEngine
-    from gracetune.offload.stall_timer import StallWindow, StallTotals
+    from gracetune.offload.copies import CopyEngine, PendingCopy
+    from gracetune.offload.stall_timer import StallTotals, StallWindow
 
 
 MIN_SAVED_SHARE = 7 / 8
-"""Of a storage: what autograd must have saved of it before it is worth sending."""
-WINDOW = 3
-"""Passes that are looked at before the distance changes."""
-GAIN = 0.9
-"""A longer distance must bring waiting below this part of what it was."""
+"""Share of a storage that autograd must have saved before the storage is worth a copy."""
+HOST_RESERVE = 2 * GIB
+"""Host memory left to other programs if no limit is set."""
 
 
 class SavedView(NamedTuple):
-    """What autograd keeps instead of a tensor: a view of a parcel."""
+    """The object autograd keeps instead of a saved tensor: a view of an offloaded storage."""
 
     storage: OffloadedStorage
     dtype: torch.dtype
     offset: int
+    """Storage offset, in elements."""
     size: torch.Size
     stride: tuple[int, ...]
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor, in any memory that holds the parcel."""
+        """Recreate the tensor from device memory that holds the storage."""
         start = torch.empty(0, dtype=self.dtype, device=memory.device)
         return start.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
 
 class ReleasedStorage(NamedTuple):
-    """Of a parcel that autograd has let go of."""
+    """Memory of an offloaded storage that autograd no longer needs."""
 
     host: Tensor
     device: Tensor | None
-    """Memory that a copy may still be writing to."""
+    """Device memory that a copy may still be writing to."""
     pending_copy: PendingCopy | None
-    """That copy, where nobody has waited for it."""
+    """The copy to the device, if nothing has waited for it yet."""
 
 
 class OffloadedStorage:
-    """One storage, on the device, in host memory, or both."""
+    """A storage that autograd saved: on the device, in host memory, or both."""
 
-    def __init__(self, call: BlockCall, tensor: Tensor, left: list[ReleasedStorage]) -> None:
+    def __init__(self, call: BlockCall, tensor: Tensor, released: list[ReleasedStorage]) -> None:
+        """`released` receives the memory when autograd drops the last view."""
         self.call = call
         self.nbytes = tensor.untyped_storage().nbytes()
         self.version = tensor._version
         self.original: Tensor | None = tensor.detach()
-        """As autograd saved it; none once it has left. Shares the count of changes in place."""
+        """The saved tensor; None once its device memory was released. It shares the version counter
+        of the saved tensor, so in-place changes are noticed."""
         self.host: Tensor | None = None
-        """None: not sent."""
+        """Host buffer; None: not sent."""
         self.device: Tensor | None = None
-        """Brought back, or on its way."""
+        """Device memory it was copied back to, or is being copied back to."""
         self.pending_copy: PendingCopy | None = None
-        """None: waited for."""
+        """The copy back; None once the compute stream has waited for it."""
         self.prefetched = False
-        """Whether it was brought before it was asked for."""
+        """True if the copy back was started before backward asked for it."""
         self.modified = False
         self._views: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-        self._covered = 0
-        self._saved = 0
-        self._unread = 0
-        self._left = left
+        self._covered_nbytes = 0
+        self._saved_count = 0
+        self._unread_count = 0
+        self._released = released
 
     def __del__(self) -> None:
-        """Leave what others must not use yet to who clears up."""
+        """Leave memory that copies may still use to `OffloadCopies.reclaim_host_buffers`."""
         if self.host is not None:
             device = None if self.pending_copy is None else self.device
-            self._left.append(ReleasedStorage(self.host, device, self.pending_copy))
+            self._released.append(ReleasedStorage(self.host, device, self.pending_copy))
 
     def add_view(self, tensor: Tensor) -> SavedView:
-        """One more view."""
+        """Register a tensor that autograd saves, and return its stand-in."""
         saved = SavedView(
             self, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
         )
         view = (saved.offset * tensor.element_size(), saved.size, saved.stride)
         if view not in self._views:
             self._views.add(view)
-            self._covered += tensor.numel() * tensor.element_size()
-        self._saved += 1
+            self._covered_nbytes += tensor.numel() * tensor.element_size()
+        self._saved_count += 1
         return saved
 
     def is_worth_sending(self) -> bool:
-        """Whether nearly all of the storage was saved; not again if it is sent."""
-        return self.host is None and self._covered >= MIN_SAVED_SHARE * self.nbytes
+        """Return True if nearly all of the storage was saved and it was not sent before."""
+        return self.host is None and self._covered_nbytes >= MIN_SAVED_SHARE * self.nbytes
 
     def was_modified(self) -> bool:
-        """Whether someone wrote to it in place, so that host memory may hold either state."""
+        """Return True if the tensor was written in place after it was saved.
+
+        The host buffer may then hold the values from before or after the write.
+        """
         if self.original is not None and self.original._version != self.version:
             self.modified = True
         return self.modified
 
-    def begin_fetch(self, device: Tensor, arrival: PendingCopy, foreseen: bool) -> None:
-        """It is on its way back."""
-        self.device, self.pending_copy, self.prefetched = device, arrival, foreseen
-        self._unread = self._saved
+    def begin_fetch(self, device: Tensor, pending_copy: PendingCopy, prefetched: bool) -> None:
+        """Record a copy back to the device that has just been queued."""
+        self.device, self.pending_copy, self.prefetched = device, pending_copy, prefetched
+        self._unread_count = self._saved_count
 
     def read(self) -> Tensor:
-        """The memory that holds it; forgotten here with the last view, for a graph that is kept."""
+        """Return device memory that holds the storage, ready for the compute stream.
+
+        The last view to be read drops the reference to it, so that a graph kept for a second
+        backward does not keep the device memory as well.
+        """
         if self.original is not None:
             return self.original
-        assert self.device is not None, "a parcel was read that nobody brought"
+        assert self.device is not None, "a storage was read that was not fetched"
         if self.pending_copy is not None:
             self.pending_copy.wait(self.prefetched)
             self.pending_copy = None
         device = self.device
-        self._unread -= 1
-        if self._unread == 0:
+        self._unread_count -= 1
+        if self._unread_count == 0:
             self.device = None
         return device
 
 
 @dataclass(slots=True, eq=False)
 class BlockCall:
-    """One call of one block: what it saved, and which call came before."""
+    """One call of one block in forward: the storages it saved, and the call before it."""
 
     previous: BlockCall | None
-    """Of the same pass: backward comes to it next."""
+    """The call before this one in the same pass, which backward reaches after this one."""
     kept_storages: frozenset[int]
-    """Storages that are not sent: weights, and inputs that other blocks have too."""
+    """Storages that stay on the device: weights, and inputs shared with other blocks."""
     only_storages: frozenset[int] | None
-    """The only storages that are; none: all others."""
+    """The only storages that may be sent (a checkpointed block's inputs); None: no restriction."""
     sent: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
-    """Those sent, in order."""
+    """Storages that were sent, in order."""
     outgoing: list[tuple[weakref.ref[OffloadedStorage], Tensor]] = field(default_factory=list)
-    """Device memory that copies may still read."""
+    """Device memory that copies to the host may still be reading."""
     last_copy: PendingCopy | None = None
-    """The last of these copies."""
+    """The last of these copies. Copies run in order, so waiting for it waits for all."""
     nbytes: int = 0
+    """Bytes sent."""
     by_storage: dict[tuple[int, int], OffloadedStorage] = field(default_factory=dict)
-    """While the block runs: by storage and state."""
+    """While the block runs: (storage, version) -> its offloaded storage."""
 
-    def sent(self, parcel: OffloadedStorage, arrival: PendingCopy) -> None:
-        """A parcel is on its way out."""
-        assert parcel.original is not None, "a parcel was sent that is away"
-        reference = weakref.ref(parcel)
+    def add_sent(self, storage: OffloadedStorage, pending_copy: PendingCopy) -> None:
+        """Record a copy to the host that has just been queued."""
+        assert storage.original is not None, "a storage was sent that is not on the device"
+        reference = weakref.ref(storage)
         self.sent.append(reference)
-        self.outgoing.append((reference, parcel.original))
-        self.last_copy = arrival
-        self.nbytes += parcel.nbytes
+        self.outgoing.append((reference, storage.original))
+        self.last_copy = pending_copy
+        self.nbytes += storage.nbytes
 
     def offloaded(self) -> Iterator[OffloadedStorage]:
-        """Parcels that are in host memory alone, the first that backward reads first."""
+        """Yield the storages that exist only in host memory, in the order backward reads them."""
         for reference in reversed(self.sent):
-            parcel = reference()
-            if parcel is not None and parcel.original is None and parcel.device is None:
-                yield parcel
+            storage = reference()
+            if storage is not None and storage.original is None and storage.device is None:
+                yield storage
 
     def release_outgoing(self) -> list[Tensor]:
-        """Let go of what has left: device memory that nobody copies from any more."""
+        """Wait (on the compute stream) for the copies out, and give up their device memory."""
         if self.last_copy is not None:
             self.last_copy.wait(prefetched=True)
             self.last_copy = None
-        gone, self.outgoing = self.outgoing, []
-        for reference, _ in gone:
-            parcel = reference()
-            if parcel is not None:
-                parcel.was_modified()
-                parcel.original = None
-        return [original for _, original in gone]
-
-
-class PrefetchDistance:
-    """How many blocks are brought ahead: one more while backward waits and that helps."""
-
-    def __init__(self, ahead: int, limit_nbytes: int | None, begin: Callable[[], StallWindow]) -> None:
-        self.blocks = ahead
-        self._limit_nbytes = limit_nbytes
-        """Device memory for blocks brought ahead; none: the distance stays as it is."""
-        self._laps = StallWindows(begin, WINDOW)
-        self._waited_before: float | None = None
-        """What a window waited before the distance was last changed; none: it was not."""
-        self._settled = limit_nbytes is None
-
-    def training_pass(self, block_nbytes: int) -> str:
-        """At the start of a pass: how the distance changed."""
-        lap = None if self._settled else self._laps.start_pass()
-        if lap is None:
-            return ""
-        assert self._limit_nbytes is not None
-        if self._waited_before is not None and lap.stalled_s > GAIN * self._waited_before:
-            self._settled = True
-            self.blocks -= 1
-            return f"{self.blocks} again: more did not help, the link is busy all the time"
-        self._waited_before = None
-        if lap.late == 0 or (self.blocks + 1) * block_nbytes > self._limit_nbytes:
-            return ""
-        self._waited_before = lap.stalled_s
-        self.blocks += 1
-        return f"{self.blocks}: backward waited {lap.stalled_s / WINDOW * 1e3:.1f} ms a pass"
-
-
-# ------------------------------------------------------------------------------------------
-# The way of parcels: host memory to put them in, copies out and back, and when memory is let go.
-#
-# All order comes from the computing stream; the host waits for nothing. Device memory that leaves
-# is
-# held until computing has waited for its copy, so that the allocator may then give it out again.
-# Memory that comes back is taken on the computing stream, which its copy waits for. Host memory is
-# given out again when computing has waited for its last reader; all who write to it are on one
-# lane.
-# Which parcels go, and when, is for others to decide.
-
-
-ALIGNMENT = 256
-"""Of each buffer, in bytes."""
-HOST_RESERVE = 2 * GIB
-"""Of host memory, left to others where no limit is given."""
-
-
-def available_host_nbytes(limit_nbytes: int | None, taken_nbytes: int) -> int:
-    """What is left of a limit; without one, of what the host and our container have."""
-    if limit_nbytes is not None:
-        return limit_nbytes - taken_nbytes
-    return read_this_host().usable_bytes() - HOST_RESERVE
+        outgoing, self.outgoing = self.outgoing, []
+        for reference, _ in outgoing:
+            storage = reference()
+            if storage is not None:
+                storage.was_modified()  # remembers a change before the original is dropped
+                storage.original = None
+        return [original for _, original in outgoing]
 
 
 class OffloadCopies:
-    """Parcels on their way; `poison` fills memory with NaN when it is given up."""
+    """Copy storages to the host and back, and release memory when the copies allow it."""
 
-    def __init__(self, mover: CopyEngine, pool: HostPool, poison: bool) -> None:
+    def __init__(self, copy_engine: CopyEngine, pool: HostBufferPool, poison: bool) -> None:
+        """`poison` fills memory with NaN when it is given up, to expose reads after that."""
         self.sent = self.sent_nbytes = 0
         self.fetched_nbytes = self.on_demand = 0
         self.released: list[ReleasedStorage] = []
-        """Where parcels leave what is to be cleared up."""
-        self._mover = mover
+        """Memory of storages that autograd has dropped."""
+        self._engine = copy_engine
         self._pool = pool
         self._poison = poison
-        self._flights: list[BlockCall] = []
-        """Calls whose memory is leaving, oldest first."""
+        self._outgoing_calls: list[BlockCall] = []
+        """Calls with device memory still being copied out, oldest first."""
 
-    def send(self, parcel: OffloadedStorage) -> bool:
-        """On its way out; false: the host has no memory left."""
-        assert parcel.original is not None, "a parcel was sent that is away"
-        host = self._pool.take(parcel.nbytes)
+    def send(self, storage: OffloadedStorage) -> bool:
+        """Start the copy to the host. Return False if there is no host memory left."""
+        assert storage.original is not None, "a storage was sent that is not on the device"
+        host = self._pool.take(storage.nbytes)
         if host is None:
             return False
-        parcel.host = host
-        arrival = self._mover.copy(host, bytes_of(parcel.original), False, CopyStream.ACTIVATIONS_OUT)
-        parcel.call.sent(parcel, arrival)
+        storage.host = host
+        pending_copy = self._engine.copy(
+            host, storage_bytes(storage.original), False, CopyStream.ACTIVATIONS_OUT
+        )
+        storage.call.add_sent(storage, pending_copy)
         self.sent += 1
-        self.sent_nbytes += parcel.nbytes
+        self.sent_nbytes += storage.nbytes
         return True
 
-    def fetch(self, parcel: OffloadedStorage, prefetched: bool) -> None:
-        """On its way back; `foreseen`: before anyone asked for it."""
-        assert parcel.host is not None, "a parcel is away that was never sent"
-        device = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._mover.device)
-        arrival = self._mover.copy(device, parcel.host, self._poison, CopyStream.ACTIVATIONS_IN)
-        parcel.begin_fetch(device, arrival, prefetched)
+    def fetch(self, storage: OffloadedStorage, prefetched: bool) -> None:
+        """Start the copy back to the device; `prefetched`: before backward asked for it."""
+        assert storage.host is not None, "a storage is not on the device but was never sent"
+        device = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._engine.device)
+        pending_copy = self._engine.copy(
+            device, storage.host, self._poison, CopyStream.ACTIVATIONS_IN
+        )
+        storage.begin_fetch(device, pending_copy, prefetched)
         self.on_demand += not prefetched
-        self.fetched_nbytes += parcel.nbytes
+        self.fetched_nbytes += storage.nbytes
 
     def track_outgoing(self, call: BlockCall) -> None:
-        """A call is over; its memory is leaving."""
+        """Remember a finished call whose device memory is being copied out."""
         if call.outgoing:
-            self._flights.append(call)
+            self._outgoing_calls.append(call)
 
     def release_outgoing(self, keep: Collection[BlockCall] = ()) -> None:
-        """Let device memory go, but for that of some calls."""
-        for call in [call for call in self._flights if call not in keep]:
-            self._flights.remove(call)
-            gone = call.release_outgoing()
-            while gone:
-                self._spoil(gone.pop())
+        """Give up device memory that was copied out, except for the calls in `keep`."""
+        for call in [call for call in self._outgoing_calls if call not in keep]:
+            self._outgoing_calls.remove(call)
+            memory = call.release_outgoing()
+            while memory:
+                self._poison_released(memory.pop())
 
     def reclaim_host_buffers(self) -> None:
-        """Take host memory back from parcels that autograd is through with."""
+        """Return the host buffers of storages that autograd has dropped to the pool."""
         while self.released:
-            host, device, arrival = self.released.pop()
-            if arrival is not None:
-                arrival.wait(prefetched=True)
+            host, device, pending_copy = self.released.pop()
+            if pending_copy is not None:
+                pending_copy.wait(prefetched=True)
             if device is not None:
-                self._spoil(device)
+                self._poison_released(device)
             if self._poison:
                 nans = torch.full(
-                    (len(host),), POISON, dtype=torch.uint8, device=self._mover.device
+                    (len(host),), POISON, dtype=torch.uint8, device=self._engine.device
                 )
-                self._mover.copy(host, nans, False, CopyStream.ACTIVATIONS_OUT).wait(prefetched=True)
+                self._engine.copy(host, nans, False, CopyStream.ACTIVATIONS_OUT).wait(
+                    prefetched=True
+                )
             self._pool.put_back(host)
 
-    def waits(self) -> tuple[StallTotals, StallTotals]:
-        """Out and back; waits for the device itself."""
-        return self._mover.stalls(CopyStream.ACTIVATIONS_OUT), self._mover.stalls(CopyStream.ACTIVATIONS_IN)
+    def stalls(self) -> tuple[StallTotals, StallTotals]:
+        """Return the stalls of copies out and copies back. Blocks until the device reaches them."""
+        return (
+            self._engine.stalls(CopyStream.ACTIVATIONS_OUT),
+            self._engine.stalls(CopyStream.ACTIVATIONS_IN),
+        )
 
-    def lap(self) -> StallWindow:
-        """Of the way back, from here on."""
-        return self._mover.begin_stall_window(CopyStream.ACTIVATIONS_IN)
+    def begin_stall_window(self) -> StallWindow:
+        """Start the next stall window of the copies back."""
+        return self._engine.begin_stall_window(CopyStream.ACTIVATIONS_IN)
 
     def close(self) -> None:
-        """Wait for what is under way and give host memory up."""
+        """Wait for running copies and free the host memory."""
         self.release_outgoing()
         self.reclaim_host_buffers()
         self._pool.close()
 
-    def _spoil(self, memory: Tensor) -> None:
-        """Device memory is given up; what others still hold is theirs."""
-        if self._poison and has_one_owner(memory):
-            bytes_of(memory).fill_(POISON)
+    def _poison_released(self, memory: Tensor) -> None:
+        """Fill device memory that is given up, unless another tensor still uses it."""
+        if self._poison and is_sole_owner(memory):
+            storage_bytes(memory).fill_(POISON)
 
 
-class HostPool:
-    """Buffers cut from slabs of host memory, which is taken as needed and kept.
+class HostBufferPool:
+    """Pinned host buffers for activations, cut from large slabs that are kept until `close`.
 
-    `room` tells what the host can still give, from what was taken. Buffers that came back are given
-    out again for the same size; when all are back, slabs are cut anew, so that other shapes need no
-    more memory.
+    A returned buffer is reused for the same size. Once all buffers are back, the slabs are cut from
+    the start again, so that other shapes (another resolution) need no more memory. Frozen weights
+    do not use this pool: each block's weights are one allocation that lives as long as the ring
+    (`offload/host_weights.py`).
     """
 
-    def __init__(self, mover: CopyEngine, slab_nbytes: int, room: Callable[[int], int]) -> None:
+    def __init__(
+        self, copy_engine: CopyEngine, slab_nbytes: int, available: Callable[[int], int]
+    ) -> None:
+        """`available` maps the bytes allocated so far to the bytes that may still be allocated."""
         self.nbytes = 0
-        """In all slabs."""
-        self._mover = mover
+        """Size of all slabs together."""
+        self._engine = copy_engine
         self._slab_nbytes = slab_nbytes
-        self._room = room
+        self._available = available
         self._slabs: list[Tensor] = []
-        self._cut: list[int] = []
-        """How much of each slab was given out."""
+        self._used_nbytes: list[int] = []
+        """For each slab, how much of it was cut into buffers."""
         self._free: dict[int, list[Tensor]] = {}
-        self._lent = 0
+        """Aligned size -> returned buffers of that size."""
+        self._num_taken = 0
 
     def take(self, nbytes: int) -> Tensor | None:
-        """A buffer; none where the host has no memory left."""
-        whole = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        free = self._free.get(whole)
-        buffer = free.pop() if free else self._cut_one(whole)
+        """Return a buffer, or None if there is no host memory left."""
+        aligned_nbytes = aligned(nbytes)
+        free = self._free.get(aligned_nbytes)
+        buffer = free.pop() if free else self._cut(aligned_nbytes)
         if buffer is None:
             return None
-        self._lent += 1
+        self._num_taken += 1
         return buffer[:nbytes]
 
     def put_back(self, buffer: Tensor) -> None:
-        """Whoever read it has been waited for; whoever writes to it does so before the next."""
-        whole = -(-len(buffer) // ALIGNMENT) * ALIGNMENT
-        self._lent -= 1
-        self._free.setdefault(whole, []).append(buffer.as_strided((whole,), (1,)))
-        if self._lent == 0:
+        """Take a buffer back. The compute stream must have waited for every copy that reads it."""
+        aligned_nbytes = aligned(len(buffer))
+        self._num_taken -= 1
+        self._free.setdefault(aligned_nbytes, []).append(buffer.as_strided((aligned_nbytes,), (1,)))
+        if self._num_taken == 0:
             self._free.clear()
-            self._cut = [0] * len(self._slabs)
+            self._used_nbytes = [0] * len(self._slabs)
 
     def close(self) -> None:
-        """Give all memory up."""
+        """Free all slabs."""
         for slab in self._slabs:
-            self._mover.free_host(slab)
-        self._slabs, self._cut = [], []
+            self._engine.free_host(slab)
+        self._slabs, self._used_nbytes = [], []
         self._free.clear()
         self.nbytes = 0
 
-    def room(self) -> int:
-        """What more slabs may take."""
-        return self._room(self.nbytes)
+    def available_nbytes(self) -> int:
+        """Return how much more the slabs may grow, in bytes."""
+        return self._available(self.nbytes)
 
-    def _cut_one(self, nbytes: int) -> Tensor | None:
+    def _cut(self, nbytes: int) -> Tensor | None:
         for index, slab in enumerate(self._slabs):
-            start = self._cut[index]
+            start = self._used_nbytes[index]
             if start + nbytes <= len(slab):
-                self._cut[index] += nbytes
+                self._used_nbytes[index] += nbytes
                 return slab[start : start + nbytes]
-        room = self.room()
-        if nbytes > room:
+        available = self.available_nbytes()
+        if nbytes > available:
             return None
-        slab = self._mover.allocate_pinned(max(nbytes, min(self._slab_nbytes, room)))
+        slab = self._engine.allocate_pinned(max(nbytes, min(self._slab_nbytes, available)))
         self._slabs.append(slab)
-        self._cut.append(nbytes)
+        self._used_nbytes.append(nbytes)
         self.nbytes += len(slab)
         return slab[:nbytes]
 
 
-# ------------------------------------------------------------------------------------------
-# Storages under tensors: what they are worth, whose they are, and which ones blocks share.
+def available_host_nbytes(limit_nbytes: int | None, used_nbytes: int) -> int:
+    """Return what is left of the limit, or without one, of the host's (or container's) memory."""
+    if limit_nbytes is not None:
+        return limit_nbytes - used_nbytes
+    return read_this_host().usable_bytes() - HOST_RESERVE
 
 
-def is_plain(tensor: Tensor, device: torch.device) -> bool:
-    """Whether its values are bytes of one storage on the device, and nothing more."""
+# Storages and tensors
+
+
+def is_plain_tensor(tensor: Tensor, device: torch.device) -> bool:
+    """Return True if the tensor is an ordinary strided view of one storage on the device."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return False
     if tensor.layout is not torch.strided or tensor.device != device:
@@ -402,22 +387,22 @@ def is_plain(tensor: Tensor, device: torch.device) -> bool:
     return not tensor.is_conj() and not tensor.is_neg()
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage."""
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """Return the whole storage of a tensor as bytes."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def has_one_owner(tensor: Tensor) -> bool:
-    """Whether no other tensor is made of the same storage."""
+def is_sole_owner(tensor: Tensor) -> bool:
+    """Return True if no other tensor uses the storage of this one."""
     storage = tensor.untyped_storage()
     tensor_and_storage = 2
     return int(torch._C._storage_Use_Count(storage._cdata)) == tensor_and_storage
 
 
-def weights_of(block: nn.Module, min_nbytes: int) -> frozenset[int]:
-    """Storages of parameters and buffers, as far as these are large."""
+def large_weight_storages(block: nn.Module, min_nbytes: int) -> frozenset[int]:
+    """Return the storages of a block's parameters and buffers of at least `min_nbytes`."""
     return frozenset(
         tensor.untyped_storage()._cdata
         for module in block.modules()
@@ -427,19 +412,22 @@ def weights_of(block: nn.Module, min_nbytes: int) -> frozenset[int]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested lists and dictionaries, in order."""
+    """Yield every tensor in nested lists, tuples and dictionaries, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one)
+        for item in value:
+            yield from tensors_in(item)
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from tensors_in(one)
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 def storages_in(value: Any) -> list[StorageWeakRef]:
-    """The storage of each of these tensors. While it is referred to, no other has its number."""
+    """Return a weak reference to the storage of each tensor in `value`.
+
+    While the weak reference lives, no other storage gets the same number (`cdata`).
+    """
     return [
         StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         for tensor in tensors_in(value)
@@ -448,32 +436,35 @@ def storages_in(value: Any) -> list[StorageWeakRef]:
 
 
 class SharedInputs:
-    """Inputs that a block has in common with the block before: rotary tables, text, time.
+    """Find inputs that a block shares with the block before it: rotary tables, text, timestep.
 
-    The first block of a pass has none before it. Which of its inputs the second had too is known
-    from the pass before, by their places.
+    Sending such an input once per block would be useless work. The first block of a pass has no
+    block before it; which of its inputs the second block shares is known from the previous pass, by
+    their positions among the arguments.
     """
 
     def __init__(self) -> None:
-        self._before: tuple[nn.Module, list[StorageWeakRef]] | None = None
-        self._places: dict[nn.Module, frozenset[int]] = {}
+        self._previous: tuple[nn.Module, list[StorageWeakRef]] | None = None
+        self._shared_with_next: dict[nn.Module, frozenset[int]] = {}
 
-    def begin(self) -> None:
-        """A pass begins."""
-        self._before = None
+    def begin_pass(self) -> None:
+        """Forget the last block of the previous pass."""
+        self._previous = None
 
-    def of(self, block: nn.Module, inputs: list[StorageWeakRef]) -> frozenset[int]:
-        """The storages, by number."""
-        if self._before is None:
-            places = self._places.get(block, frozenset())
+    def find(self, block: nn.Module, inputs: list[StorageWeakRef]) -> frozenset[int]:
+        """Return the storage numbers of the inputs that another block has too."""
+        if self._previous is None:
+            positions = self._shared_with_next.get(block, frozenset())
         else:
-            other, theirs = self._before
-            places = _places(inputs, theirs)
-            self._places[other] = _places(theirs, inputs)
-        self._before = block, inputs
-        return frozenset(ref.cdata for place, ref in enumerate(inputs) if place in places)
+            previous_block, previous_inputs = self._previous
+            positions = _shared_positions(inputs, previous_inputs)
+            self._shared_with_next[previous_block] = _shared_positions(previous_inputs, inputs)
+        self._previous = block, inputs
+        return frozenset(ref.cdata for index, ref in enumerate(inputs) if index in positions)
 
 
-def _places(mine: list[StorageWeakRef], theirs: list[StorageWeakRef]) -> frozenset[int]:
-    known = set(theirs)
-    return frozenset(place for place, storage in enumerate(mine) if storage in known)
+def _shared_positions(
+    inputs: list[StorageWeakRef], other_inputs: list[StorageWeakRef]
+) -> frozenset[int]:
+    others = set(other_inputs)
+    return frozenset(index for index, storage in enumerate(inputs) if storage in others)

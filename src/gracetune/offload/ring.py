@@ -1,16 +1,29 @@
-"""The ring: frozen weights live in host memory and pass through a few slots on the device.
+"""Stream frozen weights from host memory through a ring of device slots.
 
-Before a block runs, its weights are put where its modules look them up, as views of a slot; after
-it they are taken away again. Meanwhile the blocks that come next are fetched. A weight that
-autograd saves for backward is remembered as a reference to its block and fetched again then.
+A slot is device memory for the weights of one block. Forward hooks bind a block's parameters to
+views of its slot just before the block runs, and restore them afterwards. While the block computes,
+the blocks that come next are fetched into free slots. Where autograd saves a streamed weight for
+backward, saved-tensor hooks keep a `WeightReference` instead, and backward fetches the block again,
+in reverse order.
 
-Nobody reads a slot that is being overwritten: a slot is not filled again while any tensor made of
-it lives (`slots`), a copy waits for the kernels queued before it, and what reads the new contents
-waits for the copy (`movers`). If all slots are held the ring grows rather than take one.
+A fetch into slot s, for compute stream C and weight copy stream H:
 
-The hooks are on modules; no model code is changed. One thread at a time may run the model, and a
-block's kernels must be on the stream that is current when it is called. Which blocks are streamed
-is for others to decide.
+    C:  kernels that read the old s | ready                     | wait(done) | kernels that read it
+    H:                                wait(ready) | copy | done
+
+Two rules keep a slot from being overwritten while it is read:
+
+1. A slot is refilled only when no live tensor aliases it (`Slot.held`). By then every kernel that
+   reads the old weights is queued on C.
+2. The copy waits for everything queued on C, and kernels that read the new weights wait for the
+   copy (`offload/copies.py`).
+
+If every slot is held, the ring adds a slot instead of waiting, and counts it in
+`RingCounters.extra_slots`.
+
+The hooks are on modules; model code does not change. Only one thread may run the model, and a
+block's kernels must be on the stream that is current when the block is called. The planner decides
+which blocks stream (`plan/search.py`).
 """
 
 from __future__ import annotations
@@ -30,213 +43,237 @@ from torch.utils import dlpack
 
 from gracetune.events.types import Notice
 from gracetune.offload.autosize import RingAutosizer
-from gracetune.offload.copies import StreamError
-from gracetune.offload.host_weights import fill, lay_out, load_resident_weights, put_back, seen
+from gracetune.offload.copies import OffloadError
+from gracetune.offload.host_weights import (
+    load_resident_weights,
+    move_to_device,
+    move_to_host,
+    parameter_state,
+    select_streamed_weights,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
-    from gracetune.offload.copies import Arrival, CopyEngine
+    from gracetune.offload.copies import CopyEngine, PendingCopy
 
 
-LEAST_SLOTS = 2
+MIN_SLOTS = 2
 DEFAULT_SLOTS = 3
-"""The block in use, the one after it, and one being filled."""
+"""One for the block in use, one for the block after it, and one that is being filled."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingCounters:
-    """What the ring has done since it was opened."""
+    """Totals since the ring was created."""
 
     fetches: int
+    """Blocks copied to the device."""
     fetched_nbytes: int
     on_time: int
-    """Uses whose weights were there, or arrived before the device got to them."""
+    """Uses of a block whose weights were on the device before the compute stream needed them."""
     late: int
-    """Uses whose weights were asked for ahead, and still waited for."""
+    """Uses of a block that was prefetched but had not arrived in time."""
     on_demand: int
-    """Uses whose weights nobody had asked for."""
-    surprises: int
-    """Uses in another order than in the passes before."""
-    waited_s: float
-    """How long computing stood still for weights."""
+    """Uses of a block that was not prefetched."""
+    order_mismatches: int
+    """Uses of a block other than the one that earlier passes used at this point."""
+    stalled_s: float
+    """Seconds that computing waited for weights."""
     slots: int
+    """Slots that exist now."""
     extra_slots: int
-    """How often a slot was added because all others were held."""
+    """Number of times a slot was added because all others were held."""
     slot_nbytes: int
+    """Size of one slot."""
     host_nbytes: int
-
-
-class Reference(NamedTuple):
-    """A weight that autograd saved: where its values are found again."""
-
-    block: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    """Host memory of all streamed weights."""
 
 
 def stream_weights(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    mover: CopyEngine,
+    copy_engine: CopyEngine,
     emit: Callable[[Notice], None],
     slots: int = DEFAULT_SLOTS,
     poison: bool = False,
-    parts: Sequence[nn.Module] | None = None,
-) -> Ring:
-    """Stream the frozen weights of some blocks of a model, given in the order forward uses them.
+    submodels: Sequence[nn.Module] | None = None,
+) -> WeightRing:
+    """Stream the frozen weights of some blocks, and move the rest of the model to the device.
 
-    All else of the model is brought to the device. `poison` fills a slot with NaN before it is
-    filled with weights: for finding who reads too late. `parts` are the modules of which each
-    call is a pass, in the order of their blocks: two experts, say; none: the model itself.
+    Args:
+        model: The model that contains the blocks.
+        blocks: Blocks to stream, in the order forward uses them.
+        copy_engine: Makes the copies. The ring closes it.
+        emit: Receives notices.
+        slots: Number of device slots.
+        poison: Fill a slot with NaN before each fetch, to expose reads that come too late.
+        submodels: Modules whose call is one pass, in the order of their blocks, such as the two
+            experts of Wan 2.2. None: the model itself.
     """
-    if slots < LEAST_SLOTS:
-        raise StreamError(
-            f"a ring of {slots} slot(s) was asked for; one holds the block in use and another what "
-            f"comes next, so at least {LEAST_SLOTS} are needed. Ask for {DEFAULT_SLOTS}."
+    if slots < MIN_SLOTS:
+        raise OffloadError(
+            f"slots is {slots}, but a ring needs at least {MIN_SLOTS}: one for the block in use "
+            f"and one for the block that comes next. Use {DEFAULT_SLOTS}."
         )
-    schedule = FetchSchedule(len(blocks), (0,) if parts is None else _starts(parts, blocks))
-    return Ring(model, parts or [model], blocks, mover, emit, schedule, slots, poison)
+    first_blocks = (0,) if submodels is None else _first_blocks(submodels, blocks)
+    schedule = FetchSchedule(len(blocks), first_blocks)
+    return WeightRing(
+        model, submodels or [model], blocks, copy_engine, emit, schedule, slots, poison
+    )
 
 
-def _starts(parts: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[int]:
-    """The number of each part's first block."""
-    inside = [set(part.modules()) for part in parts]
-    owners = [[block in modules for modules in inside] for block in blocks]
-    starts = []
-    for number in range(len(parts)):
-        own = [index for index, owner in enumerate(owners) if owner[number]]
-        if not own or own != list(range(own[0], own[0] + len(own))):
-            raise StreamError(
-                f"part {number} ({type(parts[number]).__name__}) has no blocks to stream, or they "
-                "do not stand side by side in the list. Give the blocks part by part."
+def _first_blocks(submodels: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[int]:
+    """Return the index of each submodel's first block."""
+    first_blocks = []
+    for number, submodel in enumerate(submodels):
+        modules = set(submodel.modules())
+        indices = [index for index, block in enumerate(blocks) if block in modules]
+        if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
+            raise OffloadError(
+                f"submodel {number} ({type(submodel).__name__}) has no blocks to stream, or they "
+                "are not consecutive in `blocks`. Pass the blocks submodel by submodel."
             )
-        starts.append(own[0])
-    return starts
+        first_blocks.append(indices[0])
+    return first_blocks
 
 
-class Ring:
-    """Frozen weights on their way; made by `stream_weights`, ended by `close`."""
+class WeightReference(NamedTuple):
+    """The object autograd keeps instead of a streamed weight: its block and place in the slot."""
+
+    block: int
+    dtype: torch.dtype
+    offset: int
+    """Storage offset in elements."""
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class WeightRing:
+    """The hooks and slots that stream weights. Created by `stream_weights`, removed by `close`."""
 
     def __init__(
         self,
         model: nn.Module,
-        parts: Sequence[nn.Module],
+        submodels: Sequence[nn.Module],
         blocks: Sequence[nn.Module],
-        mover: CopyEngine,
+        copy_engine: CopyEngine,
         emit: Callable[[Notice], None],
         schedule: FetchSchedule,
         slots: int,
         poison: bool,
     ) -> None:
-        self._regions = lay_out(model, blocks)
-        self._mover = mover
+        self._block_weights = select_streamed_weights(model, blocks)
+        self._engine = copy_engine
         self._emit = emit
         self._poison = poison
-        self._host = fill(self._regions, mover.host_memory)
-        self._seen = {
-            place.parameter: seen(place.parameter)
-            for region in self._regions
-            for place in region.places
+        self._host_memory = move_to_host(self._block_weights, copy_engine.allocate_host)
+        self._parameter_states = {
+            weight.parameter: parameter_state(weight.parameter)
+            for block in self._block_weights
+            for weight in block.weights
         }
-        """As parameters must still be: whoever changes them means something that we do not do."""
-        load_resident_weights(model, self._regions, mover.device)
-        self._slots = Slots(mover, max(region.nbytes for region in self._regions), slots)
-        self._growth: RingAutosizer | None = None
+        """State of each parameter now. A later change would be lost, so it is an error."""
+        load_resident_weights(model, self._block_weights, copy_engine.device)
+        slot_nbytes = max(block.nbytes for block in self._block_weights)
+        self._slots = SlotPool(copy_engine, slot_nbytes, slots)
+        self._autosizer: RingAutosizer | None = None
         self._schedule = schedule
         self._in_use: int | None = None
-        """The block whose weights were asked for last."""
-        self._lease: Lease | None = None
-        """Its slot, while it is in use: what is made of weights one by one has this one lease."""
-        self._calls = [0] * len(blocks)
-        """How deep in each block we are: one may call itself."""
+        """The block that was used last; None between passes."""
+        self._lease: SlotLease | None = None
+        """Lease of that block's slot, shared by all weights that are taken from it one by one."""
+        self._call_depths = [0] * len(blocks)
+        """Nesting depth of each block's forward: a block may call itself."""
         self._passes: list[ExitStack] = []
+        """Saved-tensor hooks of the running passes, innermost last."""
         self._fetches = self._fetched_nbytes = 0
-        self._foreseen = self._on_demand = self._extra_slots = 0
-        self._told_surprise = False
+        self._prefetched_uses = self._on_demand = self._extra_slots = 0
+        self._reported_mismatch = False
         self._closed = False
         self._indices = {block: index for index, block in enumerate(blocks)}
-        self._hooks = self._hook(parts, blocks)
+        self._hooks = self._register_hooks(submodels, blocks)
 
-    def __deepcopy__(self, memo: object) -> Ring:
-        """Refused: a copied model would have hooks that feed the first one's modules."""
-        raise StreamError(
+    def __deepcopy__(self, memo: object) -> WeightRing:
+        """Refuse: the hooks of the copied model would bind weights in the original."""
+        raise OffloadError(
             "a model cannot be copied while its weights are streamed. Copy it before "
             "stream_weights(), or close() the ring first."
         )
 
     def counters(self) -> RingCounters:
-        """What was done so far. Waits until the device has got to the last use."""
-        waits = self._mover.waits()
+        """Return the totals so far. Blocks until the device has reached the last use."""
+        stalls = self._engine.stalls()
         return RingCounters(
             fetches=self._fetches,
             fetched_nbytes=self._fetched_nbytes,
-            on_time=self._foreseen - waits.late,
-            late=waits.late,
+            on_time=self._prefetched_uses - stalls.late,
+            late=stalls.late,
             on_demand=self._on_demand,
-            surprises=self._schedule.surprises,
-            waited_s=waits.seconds,
+            order_mismatches=self._schedule.mismatches,
+            stalled_s=stalls.stalled_s,
             slots=len(self._slots),
             extra_slots=self._extra_slots,
             slot_nbytes=self._slots.nbytes,
-            host_nbytes=sum(len(piece) for piece in self._host),
+            host_nbytes=sum(len(memory) for memory in self._host_memory),
         )
 
-    def grow_within(self, nbytes: int) -> None:
-        """Add slots while steps wait for weights, in so much more device memory."""
-        useful = sum(bool(region.places) for region in self._regions)
-        self._growth = RingAutosizer(self._slots, self._mover, useful, nbytes, self._emit)
+    def enable_autosize(self, nbytes: int) -> None:
+        """Add slots while steps stall on weights, using at most `nbytes` more device memory."""
+        num_streamed = sum(bool(block.weights) for block in self._block_weights)
+        self._autosizer = RingAutosizer(self._slots, self._engine, num_streamed, nbytes, self._emit)
 
-    def give_back(self) -> bool:
-        """Go on with the slots that were asked for; false where none was added to them."""
-        self._rest()
-        return self._growth is not None and self._growth.give_back()
+    def release_extra_slots(self) -> bool:
+        """Free the slots that autosizing has added. Return False if there are none."""
+        self._release_block()
+        return self._autosizer is not None and self._autosizer.release_extra_slots()
 
-    def pack(self, tensor: Tensor) -> Tensor | Reference:
-        """For saved-tensor hooks: a streamed weight as a reference, all else as it is."""
+    def pack(self, tensor: Tensor) -> Tensor | WeightReference:
+        """Return a reference for a streamed weight, and any other tensor unchanged.
+
+        This is the pack function of the saved-tensor hooks.
+        """
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return tensor
-        slot = self._slots.at(tensor.untyped_storage().data_ptr())
+        slot = self._slots.find_address(tensor.untyped_storage().data_ptr())
         if slot is None:
             return tensor
-        assert slot.block is not None, "a lease of an empty slot"
+        assert slot.block is not None, "a tensor aliases an empty slot"
         offset = int(tensor.storage_offset())
-        return Reference(slot.block, tensor.dtype, offset, tensor.shape, tensor.stride())
+        return WeightReference(slot.block, tensor.dtype, offset, tensor.shape, tensor.stride())
 
-    def unpack(self, saved: Tensor | Reference) -> Tensor:
-        """The other half: the weight, on the device again."""
-        if not isinstance(saved, Reference):
+    def unpack(self, saved: Tensor | WeightReference) -> Tensor:
+        """Return the weight of a reference, fetching its block if needed. Inverse of `pack`."""
+        if not isinstance(saved, WeightReference):
             return saved
         if self._closed:
-            raise StreamError(
-                "backward reached a weight whose ring is closed. Run backward before close(), or "
-                "compute the loss again."
+            raise OffloadError(
+                "backward needs a streamed weight, but its ring is closed. Run backward before "
+                "close(), or compute the loss again."
             )
-        numbers = self._use(saved.block)[saved.dtype]
-        return numbers.as_strided(saved.size, saved.stride, saved.offset)
+        memory = self._use(saved.block)[saved.dtype]
+        return memory.as_strided(saved.size, saved.stride, saved.offset)
 
     def streams(self, block: nn.Module) -> bool:
-        """Whether a block's weights pass through this ring."""
+        """Return True if the block's weights are streamed by this ring."""
         return block in self._indices and not self._closed
 
     @contextmanager
-    def weights_of(self, block: nn.Module) -> Iterator[None]:
-        """For whoever calls a block's forward and not the block: its weights are in place."""
+    def bind_weights(self, block: nn.Module) -> Iterator[None]:
+        """Bind a block's weights for code that calls its `forward` directly, without hooks."""
         index = self._indices[block]
-        self._block_begins(index)
+        self._begin_block(index)
         try:
             yield
         finally:
-            self._block_ends(index)
+            self._end_block(index)
 
-    def close(self, bring: bool = True) -> None:
-        """Take the hooks away and put all weights onto the device, where they must fit.
+    def close(self, to_device: bool = True) -> None:
+        """Remove the hooks and move all weights to the device, where they must fit.
 
-        Not to `bring` them leaves them in host memory, and a model that cannot run as it is.
+        With `to_device=False` the weights stay in host memory, and the model cannot run as it is.
         """
         if self._closed:
             return
@@ -245,187 +282,190 @@ class Ring:
             hook.remove()
         while self._passes:
             self._passes.pop().close()
-        self._rest()
+        self._release_block()
         self._slots.clear()
-        if bring:
-            put_back(self._regions, self._mover.device)
-        self._host.clear()
-        self._mover.release()
+        if to_device:
+            move_to_device(self._block_weights, self._engine.device)
+        self._host_memory.clear()
+        self._engine.close()
 
-    def _hook(
-        self, parts: Sequence[nn.Module], blocks: Sequence[nn.Module]
+    def _register_hooks(
+        self, submodels: Sequence[nn.Module], blocks: Sequence[nn.Module]
     ) -> list[RemovableHandle]:
         hooks = []
-        for number, part in enumerate(parts):
-            begins = partial(self._pass_begins, number)
-            hooks.append(part.register_forward_pre_hook(begins, prepend=True))
-            hooks.append(part.register_forward_hook(self._pass_ends, always_call=True))
+        for number, submodel in enumerate(submodels):
+            begin = partial(self._begin_pass, number)
+            hooks.append(submodel.register_forward_pre_hook(begin, prepend=True))
+            hooks.append(submodel.register_forward_hook(self._end_pass, always_call=True))
         for index, block in enumerate(blocks):
-            if self._regions[index].places:
+            if self._block_weights[index].weights:
                 hooks.append(
-                    block.register_forward_pre_hook(
-                        partial(self._block_begins, index), prepend=True
-                    )
+                    block.register_forward_pre_hook(partial(self._begin_block, index), prepend=True)
                 )
                 hooks.append(
-                    block.register_forward_hook(partial(self._block_ends, index), always_call=True)
+                    block.register_forward_hook(partial(self._end_block, index), always_call=True)
                 )
         return hooks
 
-    def _pass_begins(self, part: int, *_: object) -> None:
+    def _begin_pass(self, submodel: int, *_: object) -> None:
         training = torch.is_grad_enabled()
-        self._schedule.begin(Pass.TRAIN if training else Pass.SAMPLE, part)
-        self._rest()
+        self._schedule.begin_pass(PassKind.TRAIN if training else PassKind.SAMPLE, submodel)
+        self._release_block()
         self._slots.trim()
-        if self._growth is not None:
-            begins = self._growth.observe if training else self._growth.sampling
-            begins()
-        self._fetch_ahead()
+        if self._autosizer is not None:
+            if training:
+                self._autosizer.training_pass()
+            else:
+                self._autosizer.sampling_pass()
+        self._prefetch()
         saving = ExitStack()
-        if training:  # checkpoints inside the model put hooks of their own above these
+        if training:  # checkpoints inside the model put their own hooks above these
             saving.enter_context(saved_tensors_hooks(self.pack, self.unpack))
         self._passes.append(saving)
 
-    def _pass_ends(self, *_: object) -> None:
-        if self._passes:  # none where beginning failed
+    def _end_pass(self, *_: object) -> None:
+        if self._passes:  # empty if _begin_pass failed
             self._passes.pop().close()
 
-    def _block_begins(self, index: int, *_: object) -> None:
-        if self._calls[index] == 0:
-            self._check_untouched(index)
+    def _begin_block(self, index: int, *_: object) -> None:
+        if self._call_depths[index] == 0:
+            self._check_unchanged(index)
             lease = self._use(index)
-            for place in self._regions[index].places:
-                weight = place.view(lease[place.dtype])
-                for lookup, name in place.homes:
-                    lookup[name] = weight
-        self._calls[index] += 1
+            for weight in self._block_weights[index].weights:
+                view = weight.view(lease[weight.dtype])
+                for parameters, name in weight.bindings:
+                    parameters[name] = view
+        self._call_depths[index] += 1
 
-    def _block_ends(self, index: int, *_: object) -> None:
-        if self._calls[index] == 0:  # beginning failed
+    def _end_block(self, index: int, *_: object) -> None:
+        if self._call_depths[index] == 0:  # _begin_block failed
             return
-        self._calls[index] -= 1
-        if self._calls[index] == 0:
-            for place in self._regions[index].places:
-                for lookup, name in place.homes:
-                    lookup[name] = place.parameter
+        self._call_depths[index] -= 1
+        if self._call_depths[index] == 0:
+            for weight in self._block_weights[index].weights:
+                for parameters, name in weight.bindings:
+                    parameters[name] = weight.parameter
 
-    def _check_untouched(self, index: int) -> None:
-        for place in self._regions[index].places:
-            parameter = place.parameter
+    def _check_unchanged(self, index: int) -> None:
+        for weight in self._block_weights[index].weights:
+            parameter = weight.parameter
             if parameter.requires_grad:
-                raise StreamError(
-                    f"weight {place.name!r} is to be trained, but it is streamed and would not "
-                    "change. Choose what is trained before stream_weights(), or close() the ring."
+                raise OffloadError(
+                    f"weight {weight.name!r} requires a gradient, but it is streamed and would not "
+                    "change. Choose the trained parameters before stream_weights(), or close() "
+                    "the ring."
                 )
-            in_place = seen(parameter) == self._seen[parameter]
-            for lookup, name in place.homes:
-                in_place &= lookup[name] is parameter
-            if not in_place:
-                raise StreamError(
-                    f"weight {place.name!r} was moved, replaced or written to while it is "
+            unchanged = parameter_state(parameter) == self._parameter_states[parameter]
+            for parameters, name in weight.bindings:
+                unchanged &= parameters[name] is parameter
+            if not unchanged:
+                raise OffloadError(
+                    f"weight {weight.name!r} was moved, replaced or written to while it is "
                     "streamed. close() the ring before model.to(), or before loading, merging or "
                     "exchanging weights."
                 )
 
-    def _rest(self) -> None:
-        """No block is in use: a pass is over, or begins."""
+    def _release_block(self) -> None:
+        """Drop the lease of the last block, because a pass has ended or is about to start."""
         self._in_use = self._lease = None
 
-    def _use(self, index: int) -> Lease:
-        """The weights of a block, for whatever is queued next."""
+    def _use(self, index: int) -> SlotLease:
+        """Return a lease of the block's weights, ready for the work that is queued next."""
         if index == self._in_use:
-            assert self._lease is not None, f"block {index} is in use, and nothing holds it"
+            assert self._lease is not None, f"block {index} is in use without a lease"
             return self._lease
-        self._take_note(index)
+        self._record_use(index)
         self._in_use, self._lease = index, None
-        slot = self._slots.holding(index)
-        foreseen = slot is not None
+        slot = self._slots.find(index)
+        prefetched = slot is not None
         if slot is None:
-            slot = slot_to_refill(self._slots, self._ranks(), index) or self._one_more_slot()
+            slot = slot_to_refill(self._slots, self._ranks(), index) or self._add_slot()
             self._fetch(index, slot)
-        self._foreseen += foreseen
-        self._on_demand += not foreseen
-        assert slot.arrival is not None, f"block {index} has a slot but was never fetched"
-        slot.arrival.wait(foreseen)
-        self._lease = Lease(slot)
-        self._fetch_ahead()
+        self._prefetched_uses += prefetched
+        self._on_demand += not prefetched
+        assert slot.pending_copy is not None, f"block {index} has a slot but was never fetched"
+        slot.pending_copy.wait(prefetched)
+        self._lease = SlotLease(slot)
+        self._prefetch()
         return self._lease
 
-    def _fetch_ahead(self) -> None:
+    def _prefetch(self) -> None:
         for block, slot in prefetches(self._slots, self._ranks(), self._in_use):
             self._fetch(block, slot)
 
     def _fetch(self, index: int, slot: Slot) -> None:
-        source = self._host[index]
-        self._slots.vacate(slot)
-        self._slots.put(slot, index, self._mover.copy(slot.memory, source, self._poison))
+        source = self._host_memory[index]
+        self._slots.evict(slot)
+        self._slots.assign(slot, index, self._engine.copy(slot.memory, source, self._poison))
         self._fetches += 1
         self._fetched_nbytes += len(source)
 
     def _ranks(self) -> dict[int, int]:
         """Return the streamed blocks still to come, each with its rank: 0 is needed next."""
-        upcoming = (block for block in self._schedule.ahead() if self._regions[block].places)
+        upcoming = (
+            block for block in self._schedule.upcoming() if self._block_weights[block].weights
+        )
         return {block: rank for rank, block in enumerate(upcoming)}
 
-    def _take_note(self, index: int) -> None:
+    def _record_use(self, index: int) -> None:
         expected = self._schedule.expected()
-        if self._schedule.used(index) or self._told_surprise:
+        if self._schedule.record_use(index) or self._reported_mismatch:
             return
-        self._told_surprise = True
+        self._reported_mismatch = True
         self._warn(
-            f"the model uses its blocks in another order than before: block {index} where "
-            f"{'none' if expected is None else expected} was expected. Weights that were not "
-            "foreseen are fetched on demand, and the step waits for them."
+            f"the model used block {index} where earlier passes used "
+            f"{'none' if expected is None else f'block {expected}'}. Blocks that cannot be "
+            "predicted are fetched on demand, and the step waits for them."
         )
 
-    def _one_more_slot(self) -> Slot:
+    def _add_slot(self) -> Slot:
         if self._extra_slots == 0:
             self._warn(
-                f"all {len(self._slots)} slots of the ring hold weights that are in use (blocks "
-                f"{', '.join(map(str, self._slots.blocks()))}), so one was added. Someone keeps "
-                "weights beyond their block: a graph that was not made by calling the model, or "
-                "one checkpoint around several blocks. Ask for more slots, or checkpoint each "
-                "block."
+                f"all {len(self._slots)} slots of the weight ring are held (by blocks "
+                f"{', '.join(map(str, self._slots.blocks()))}), so a slot was added. Something "
+                "keeps weights after their block has run: a graph that was not created by calling "
+                "the model, or one checkpoint around several blocks. Use more slots, or checkpoint "
+                "each block."
             )
         self._extra_slots += 1
-        return self._slots.grow()
+        return self._slots.add()
 
     def _warn(self, text: str) -> None:
         self._emit(Notice(text, level="warning", fallback=True))
 
 
-# ------------------------------------------------------------------------------------------
-# The device memory of a ring: slots, what is in them, and who still holds it.
+# Slots: the device memory of a ring
 #
-# A slot is given out as an alias with a storage of its own, a lease, and not as itself: that
-# storage
-# ends with the last tensor made from it, wherever that went, and only then may the slot be filled
-# again. By then every kernel that reads it is queued, and copies wait for those.
+# The ring never hands out a slot's own tensor. It leases aliases, each with a storage of its own
+# (through DLPack). That storage dies with the last tensor made from it, wherever that tensor went,
+# so a weak reference to it tells whether the slot may be refilled.
 
 
-PRUNE_FROM = 32
+MAX_LEASES = 32
+"""Number of remembered leases at which expired ones are removed."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Room for the weights of any one block."""
+    """Device memory for the weights of any one block."""
 
     memory: Tensor
     block: int | None = None
-    """What is in it, or on its way there."""
-    arrival: Arrival | None = None
+    """The block that is in the slot or being copied to it; None: empty."""
+    pending_copy: PendingCopy | None = None
+    """The copy that fills the slot."""
     _leases: list[StorageWeakRef] = field(default_factory=list)
 
-    def lend(self) -> Tensor:
-        """The bytes under a storage of their own, whose end can be seen."""
-        if len(self._leases) >= PRUNE_FROM:
+    def lease(self) -> Tensor:
+        """Return the memory under a new storage, whose lifetime `held` tracks."""
+        if len(self._leases) >= MAX_LEASES:
             self.held()
         alias = dlpack.from_dlpack(dlpack.to_dlpack(self.memory))  # type: ignore[attr-defined]
         self._leases.append(StorageWeakRef(alias.untyped_storage()))  # type: ignore[no-untyped-call]
         return alias
 
     def held(self) -> bool:
-        """Whether any tensor made of a lease is alive."""
+        """Return True while a live tensor aliases the slot."""
         self._leases = [
             lease
             for lease in self._leases
@@ -434,37 +474,38 @@ class Slot:
         return bool(self._leases)
 
 
-class Lease(dict["torch.dtype", "Tensor"]):
-    """A slot's bytes as numbers of any type, made when first asked for; held while this lives.
+class SlotLease(dict["torch.dtype", "Tensor"]):
+    """Views of a leased slot by dtype, created on first access. The slot is held while it lives.
 
-    What a sampler has asked for first may be what backward asks for next, and must do for it too.
+    The views are ordinary tensors even if sampling creates them in inference mode, because backward
+    may use the same lease next.
     """
 
     def __init__(self, slot: Slot) -> None:
         super().__init__()
         with torch.inference_mode(False):
-            self._bytes = slot.lend()
+            self._memory = slot.lease()
 
     def __missing__(self, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
-            numbers = self[dtype] = self._bytes.view(dtype)
-        return numbers
+            view = self[dtype] = self._memory.view(dtype)
+        return view
 
 
-class Slots:
-    """As many slots as were asked for, and more only while all of those are held."""
+class SlotPool:
+    """The slots of a ring. There are more than `count` only while all of those are held."""
 
-    def __init__(self, mover: CopyEngine, nbytes: int, count: int) -> None:
+    def __init__(self, copy_engine: CopyEngine, nbytes: int, count: int) -> None:
         self.nbytes = nbytes
-        """Of each."""
+        """Size of one slot."""
         self.count = count
-        """As many as were asked for; there may be more for a while."""
-        self._mover = mover
+        """Requested number of slots."""
+        self._engine = copy_engine
         self._slots: list[Slot] = []
         self._by_address: dict[int, Slot] = {}
         self._by_block: dict[int, Slot] = {}
         for _ in range(count):
-            self.grow()
+            self.add()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -472,58 +513,56 @@ class Slots:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
 
-    def holding(self, block: int) -> Slot | None:
-        """The slot that a block is in, or on its way to."""
+    def find(self, block: int) -> Slot | None:
+        """Return the slot that holds a block or is being filled with it."""
         return self._by_block.get(block)
 
-    def at(self, address: int) -> Slot | None:
-        """The slot whose memory, and so every lease of it, begins here."""
+    def find_address(self, address: int) -> Slot | None:
+        """Return the slot whose memory starts here. All its leases start at the same address."""
         return self._by_address.get(address)
 
     def blocks(self) -> list[int]:
-        """What is in the slots."""
+        """Return the blocks that are in the slots, sorted."""
         return sorted(self._by_block)
 
-    def vacate(self, slot: Slot) -> None:
-        """Forget what is in a slot: it will be overwritten."""
+    def evict(self, slot: Slot) -> None:
+        """Mark a slot as empty, because it is about to be overwritten."""
         assert not slot.held(), f"block {slot.block} is still in use and would be overwritten"
         if slot.block is not None:
             del self._by_block[slot.block]
             slot.block = None
 
-    def put(self, slot: Slot, block: int, arrival: Arrival) -> None:
-        """A block is on its way into a slot."""
+    def assign(self, slot: Slot, block: int, pending_copy: PendingCopy) -> None:
+        """Record that a copy fills the slot with this block."""
         slot.block = block
-        slot.arrival = arrival
+        slot.pending_copy = pending_copy
         self._by_block[block] = slot
 
-    def grow(self) -> Slot:
-        """One slot more, empty."""
-        with torch.inference_mode(False):  # it outlives the pass that made it necessary
-            slot = Slot(self._mover.device_memory(self.nbytes))
+    def add(self) -> Slot:
+        """Allocate one more slot."""
+        with torch.inference_mode(False):  # it outlives the pass that needed it
+            slot = Slot(self._engine.allocate_device(self.nbytes))
         self._slots.append(slot)
         self._by_address[slot.memory.data_ptr()] = slot
         return slot
 
     def resize(self, count: int) -> None:
-        """Ask for another number, between passes: more are there at once, fewer when nobody holds
-        them.
-        """
+        """Change the requested number, between passes. Held slots are freed by a later `trim`."""
         while len(self._slots) < count:
-            self.grow()
+            self.add()
         self.count = count
         self.trim()
 
     def trim(self) -> None:
-        """Give slots beyond the number asked for back, as far as nobody holds them."""
+        """Free the slots beyond the requested number that are not held."""
         for slot in self._slots[self.count :]:
             if not slot.held():
-                self.vacate(slot)
+                self.evict(slot)
                 del self._by_address[slot.memory.data_ptr()]
                 self._slots.remove(slot)
 
     def clear(self) -> None:
-        """Let all memory go; what is lent lives on until its holder is done."""
+        """Drop all slots. Leased memory lives until its last tensor dies."""
         self._slots.clear()
         self._by_address.clear()
         self._by_block.clear()
@@ -570,11 +609,12 @@ def slot_to_refill(
 
 
 def prefetches(
-    slots: Collection[SlotT], ranks: Mapping[int, int], in_use: int | None
+    slots: Iterable[SlotT], ranks: Mapping[int, int], in_use: int | None
 ) -> Iterator[tuple[int, SlotT]]:
     """Yield (block, slot) for each block to fetch now, soonest needed first.
 
-    The caller assigns each block to its slot before it asks for the next pair.
+    The caller assigns each block to its slot before it asks for the next pair. `slots` is iterated
+    several times.
     """
     present = {slot.block for slot in slots}
     for block, rank in ranks.items():
@@ -588,88 +628,91 @@ def prefetches(
         yield block, slot
 
 
-# ------------------------------------------------------------------------------------------
-# Which block is needed next, from the order in which earlier passes used them.
-#
-# Pure bookkeeping over block numbers: no tensors, no clocks. A pass is one call of the model with
-# the backward that follows it. Its order is guessed for the first pass of a kind, learnt from that,
-# and held against every later one. Uses of the same block in a row count as one. Of several models
-# that share the blocks' memory, such as two experts, a pass runs one.
+# Fetch schedule: the order in which blocks are expected to be used
 
 
 LONGEST_PASS = 64
-"""Uses a block that are remembered: what is longer was never announced as several passes."""
+"""Uses per block that are remembered of one pass. A longer sequence of uses is several passes that
+the ring was not told about, and nothing is learnt from it."""
 
 
-class Pass(Enum):
-    """What a call of the model leads to."""
+class PassKind(Enum):
+    """Kinds of pass, by what follows the forward."""
 
     TRAIN = "train"
-    """Forward, then backward; with recomputation each block still comes once on the way back."""
+    """Forward and backward. With recomputation, backward still visits each block once."""
     SAMPLE = "sample"
-    """Forward alone."""
+    """Forward only."""
 
 
 class FetchSchedule:
-    """The expected order of each kind of pass, and where in it we are."""
+    """Predict which block is used next, from the order of earlier passes.
 
-    def __init__(self, num_blocks: int, starts: Sequence[int] = (0,)) -> None:
-        """`starts` has the first block of each model."""
-        self.surprises = 0
-        """Uses that a learnt order did not have next."""
-        self._orders: dict[tuple[Pass, int], list[int]] = {}
-        for model, (start, end) in enumerate(pairwise([*starts, num_blocks])):
-            there = list(range(start, end))
-            self._orders[Pass.TRAIN, model] = there + there[-2::-1]
-            self._orders[Pass.SAMPLE, model] = there
-        self._learnt: set[tuple[Pass, int]] = set()
-        self._kind = (Pass.TRAIN, 0)
-        self._seen: list[int] = []
-        self._longest = LONGEST_PASS * num_blocks
-        self._next = 0
+    A pass is one call of a submodel with the backward that follows. For each submodel and kind of
+    pass the order is assumed at first (all blocks forward, then in reverse), learnt from the first
+    pass, and compared with every later one. Consecutive uses of one block count as one. This is
+    bookkeeping over block numbers only: no tensors and no clocks.
+    """
 
-    def begin(self, kind: Pass, model: int = 0) -> None:
-        """A model is called: learn from the pass that is over, expect the first block."""
+    def __init__(self, num_blocks: int, first_blocks: Sequence[int] = (0,)) -> None:
+        """`first_blocks` has the first block of each submodel."""
+        self.mismatches = 0
+        """Uses of a block that a learnt order did not have next."""
+        self._orders: dict[tuple[PassKind, int], list[int]] = {}
+        for submodel, (start, end) in enumerate(pairwise([*first_blocks, num_blocks])):
+            forward = list(range(start, end))
+            self._orders[PassKind.TRAIN, submodel] = forward + forward[-2::-1]
+            self._orders[PassKind.SAMPLE, submodel] = forward
+        self._learnt: set[tuple[PassKind, int]] = set()
+        self._current = (PassKind.TRAIN, 0)
+        self._used: list[int] = []
+        self._max_uses = LONGEST_PASS * num_blocks
+        self._position = 0
+
+    def begin_pass(self, kind: PassKind, submodel: int = 0) -> None:
+        """Learn from the pass that has ended, and start one at its first block."""
         self._learn()
-        self._kind = (kind, model)
-        self._seen = []
-        self._next = 0
+        self._current = (kind, submodel)
+        self._used = []
+        self._position = 0
 
     def expected(self) -> int | None:
-        """The next block, if the pass goes as the ones before; none: it should be over."""
-        order = self._orders[self._kind]
-        return order[self._next] if self._next < len(order) else None
+        """Return the block that should be used next, or None if the pass should be over."""
+        order = self._orders[self._current]
+        return order[self._position] if self._position < len(order) else None
 
-    def used(self, block: int) -> bool:
-        """Take note of a use; false where another was expected from a learnt order."""
-        if len(self._seen) < self._longest:
-            self._seen.append(block)
+    def record_use(self, block: int) -> bool:
+        """Record that a block is used. Return False if a learnt order expected another one."""
+        if len(self._used) < self._max_uses:
+            self._used.append(block)
         as_expected = block == self.expected()
         if as_expected:
-            self._next += 1
+            self._position += 1
         else:
-            self._find(block)
-        if as_expected or self._kind not in self._learnt:
+            self._resynchronize(block)
+        if as_expected or self._current not in self._learnt:
             return True
-        self.surprises += 1
+        self.mismatches += 1
         return False
 
-    def ahead(self) -> list[int]:
-        """Every block still to come, this pass and the next of its kind, soonest first."""
-        order = self._orders[self._kind]
-        return list(dict.fromkeys(order[self._next :] + order))
+    def upcoming(self) -> list[int]:
+        """Return all blocks in the order of next use, in this pass or the next of its kind."""
+        order = self._orders[self._current]
+        return list(dict.fromkeys(order[self._position :] + order))
 
-    def _find(self, block: int) -> None:
-        """Go on from the nearest place that has this block: one was skipped, or repeated."""
-        order = self._orders[self._kind]
-        places = [place for place, other in enumerate(order) if other == block]
-        if places:  # of two as near, the later: more passes skip a block than repeat one
-            self._next = 1 + min(places, key=lambda place: (abs(place - self._next), -place))
+    def _resynchronize(self, block: int) -> None:
+        """Continue after the nearest position of this block: blocks were skipped or repeated."""
+        order = self._orders[self._current]
+        positions = [position for position, other in enumerate(order) if other == block]
+        if positions:  # of two equally near, the later: passes skip blocks more often than repeat
+            self._position = 1 + min(
+                positions, key=lambda position: (abs(position - self._position), -position)
+            )
 
     def _learn(self) -> None:
-        if not self._seen or len(self._seen) == self._longest:
+        if not self._used or len(self._used) == self._max_uses:
             return
-        order = self._orders[self._kind]
-        if self._seen != order[: len(self._seen)]:  # a pass without its backward teaches nothing
-            self._orders[self._kind] = self._seen
-        self._learnt.add(self._kind)
+        order = self._orders[self._current]
+        if self._used != order[: len(self._used)]:  # a pass without its backward teaches nothing
+            self._orders[self._current] = self._used
+        self._learnt.add(self._current)

@@ -1,7 +1,12 @@
-"""What computing waited for: in all, and from one moment to another.
+"""Measure how long computing stalls on copies, in total and per window of passes.
 
-The device is behind the host that queues its work. Waits are pairs of events on it, and are read
-when it is through with them; nothing here waits for it but `catch_up`.
+On CUDA the host queues work far ahead of the device, so a stall is recorded as a pair of events and
+read only after the device has passed them. Nothing here blocks the host except
+`StallTimer.synchronize`.
+
+A window collects the stalls recorded between two calls of the host, no matter when the device
+reaches them. `StallWindows` cuts training into windows of a few passes; the controllers in
+`offload/autosize.py` decide from one window at a time.
 """
 
 from __future__ import annotations
@@ -11,152 +16,197 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-LATE_S = 20e-6
-"""Two events in a row are some microseconds apart even when nothing is waited for."""
-HARVEST_EVERY = 512
+MIN_STALL_S = 20e-6
+"""Shorter waits count as none: two consecutive events are a few microseconds apart anyway."""
+COLLECT_EVERY = 512
+"""Number of recorded waits after which completed ones are read, so that the queue stays short."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
-    """What computing waited for."""
+class StallTotals:
+    """Stalls of one copy stream since it was created."""
 
     late: int
-    """Copies asked for ahead of use that were not done in time."""
-    seconds: float
+    """Prefetched copies that had not finished when they were needed."""
+    stalled_s: float
+    """Seconds that computing waited for copies."""
 
 
-class Lap(Protocol):
-    """What computing waits for from one moment to another, however far the device is behind."""
+class StallWindow(Protocol):
+    """Stalls of one copy stream between two points of the host's program."""
 
     @property
     def late(self) -> int:
-        """Copies asked for ahead of use that were not done in time."""
+        """Prefetched copies that had not finished when they were needed."""
         ...
 
     @property
-    def seconds(self) -> float:
-        """Of waiting."""
+    def stalled_s(self) -> float:
+        """Seconds that computing waited for copies."""
         ...
 
     @property
     def span_s(self) -> float:
-        """In which that was, from the first use to the last."""
+        """Seconds from the first use of a copy in the window to the last."""
         ...
 
-    def is_over(self) -> bool:
-        """Whether it has ended and the device is through with it; waits for nothing."""
+    def is_complete(self) -> bool:
+        """Return True once the window has ended and the device has passed it. Does not block."""
         ...
 
 
-class PlainLap:
-    """A lap where the host does all work itself, and is never behind."""
+class StallWindows:
+    """Divide training into consecutive windows of a fixed number of passes.
+
+    A decision changes the stalls of the passes queued after it. The passes that are already queued
+    when a window ends therefore belong to no window, and the next one starts only when the last one
+    has been read:
+
+        host    | window 1: n passes | passes in no window | window 2 ...
+        device            | window 1: n passes | ...
+                                               ^ complete: start_pass() returns window 1
+    """
+
+    def __init__(self, begin: Callable[[], StallWindow], num_passes: int) -> None:
+        """`begin` starts a window and ends the one before it."""
+        self._begin = begin
+        self._num_passes = num_passes
+        self._window: StallWindow | None = None
+        self._passes = 0
+
+    def discard(self) -> None:
+        """Forget the current window, because other work ran between its passes."""
+        self._window, self._passes = None, 0
+
+    def start_pass(self) -> StallWindow | None:
+        """Count a pass that starts now. Return the last window if it is complete."""
+        if self._window is None:
+            self._window = self._begin()
+            return None
+        self._passes += 1
+        if self._passes == self._num_passes:
+            self._begin()  # ends the window; later passes are not part of it
+        if self._passes < self._num_passes or not self._window.is_complete():
+            return None
+        window, self._window, self._passes = self._window, self._begin(), 0
+        return window
+
+
+class HostStallWindow:
+    """A window for copies that the host makes itself: it is complete as soon as it ends."""
 
     late = 0
 
-    def __init__(self, now: float, seconds: float) -> None:
-        self._began, self._before = now, seconds
-        self._ended: tuple[float, float] | None = None
+    def __init__(self, now: float, stalled_s: float) -> None:
+        """`stalled_s` is the total of the copy stream at the time `now`."""
+        self._began, self._stalled_before = now, stalled_s
+        self._measured: tuple[float, float] | None = None
 
-    def end(self, now: float, seconds: float) -> None:
-        """So much was waited in all by now."""
-        self._ended = now - self._began, seconds - self._before
+    def end(self, now: float, stalled_s: float) -> None:
+        """End the window at the time `now`, with the stream's total at that time."""
+        self._measured = now - self._began, stalled_s - self._stalled_before
 
     @property
-    def seconds(self) -> float:
-        """Of copying, since that is waited for."""
-        return 0.0 if self._ended is None else self._ended[1]
+    def stalled_s(self) -> float:
+        """Seconds spent on copies, all of which computing waits for."""
+        return 0.0 if self._measured is None else self._measured[1]
 
     @property
     def span_s(self) -> float:
-        """From its beginning to its end."""
-        return 0.0 if self._ended is None else self._ended[0]
+        """Seconds from start to end."""
+        return 0.0 if self._measured is None else self._measured[0]
 
-    def is_over(self) -> bool:
-        """There is no device that is behind."""
-        return self._ended is not None
+    def is_complete(self) -> bool:
+        """Return True once the window has ended."""
+        return self._measured is not None
+
+
+class StallTimer:
+    """Add up the time that the compute stream waits for one copy stream."""
+
+    def __init__(self) -> None:
+        self._waits: deque[_Wait] = deque()
+        self._window: DeviceStallWindow | None = None
+        self._late = 0
+        self._stalled_s = 0.0
+
+    def begin_window(self) -> DeviceStallWindow:
+        """End the current window and start one with the next recorded wait."""
+        if self._window is not None:
+            self._window.ended = True
+        self._window = DeviceStallWindow(self)
+        return self._window
+
+    def record(self, asked: torch.cuda.Event, resumed: torch.cuda.Event, prefetched: bool) -> None:
+        """Record a wait by the events before and after it on the compute stream."""
+        self._waits.append(_Wait(asked, resumed, prefetched, self._window))
+        if self._window is not None:
+            self._window.unread += 1
+        if len(self._waits) % COLLECT_EVERY == 0:
+            self.collect()
+
+    def synchronize(self) -> None:
+        """Block the host until the device has passed every recorded wait."""
+        if self._waits:
+            self._waits[-1].resumed.synchronize()
+
+    def collect(self) -> StallTotals:
+        """Read the waits that the device has passed, and return the totals so far."""
+        while self._waits and self._waits[0].is_past():
+            wait = self._waits.popleft()
+            stalled_s = wait.stalled_s()
+            self._late += stalled_s > 0 and wait.prefetched
+            self._stalled_s += stalled_s
+            if wait.window is not None:
+                wait.window.add(wait, stalled_s)
+        return StallTotals(self._late, self._stalled_s)
+
+
+class DeviceStallWindow:
+    """A window of a `StallTimer`, which fills it as the device passes its waits."""
+
+    def __init__(self, timer: StallTimer) -> None:
+        self.late = 0
+        self.stalled_s = 0.0
+        self.span_s = 0.0
+        self.unread = 0
+        """Recorded waits that have not been read yet."""
+        self.ended = False
+        self._timer = timer
+        self._first: torch.cuda.Event | None = None
+
+    def add(self, wait: _Wait, stalled_s: float) -> None:
+        """Add a wait that the device has passed."""
+        if self._first is None:
+            self._first = wait.asked
+        self.unread -= 1
+        self.late += stalled_s > 0 and wait.prefetched
+        self.stalled_s += stalled_s
+        self.span_s = _elapsed_s(self._first, wait.resumed)
+
+    def is_complete(self) -> bool:
+        """Read what can be read; return True once the window has ended and is read completely."""
+        self._timer.collect()
+        return self.ended and self.unread == 0
 
 
 class _Wait(NamedTuple):
     asked: torch.cuda.Event
     resumed: torch.cuda.Event
-    ahead: bool
-    lap: _DeviceLap | None
+    prefetched: bool
+    window: DeviceStallWindow | None
 
-    def seconds(self) -> float:
-        seconds = _seconds(self.asked, self.resumed)
-        return seconds if seconds > LATE_S else 0.0
+    def stalled_s(self) -> float:
+        seconds = _elapsed_s(self.asked, self.resumed)
+        return seconds if seconds > MIN_STALL_S else 0.0
 
-    def is_over(self) -> bool:
+    def is_past(self) -> bool:
         return bool(self.resumed.query())  # type: ignore[no-untyped-call]
 
 
-class StallTimer:
-    """How long computing stood still for one lane, by pairs of events."""
-
-    def __init__(self) -> None:
-        self._waits: deque[_Wait] = deque()
-        self._lap: _DeviceLap | None = None
-        self._late = 0
-        self._seconds = 0.0
-
-    def begin_lap(self) -> _DeviceLap:
-        """All that is noted from here on is of this one."""
-        if self._lap is not None:
-            self._lap.ended = True
-        self._lap = _DeviceLap(self)
-        return self._lap
-
-    def note(self, asked: torch.cuda.Event, resumed: torch.cuda.Event, ahead: bool) -> None:
-        """One wait, to be read when the device is through with it."""
-        self._waits.append(_Wait(asked, resumed, ahead, self._lap))
-        if self._lap is not None:
-            self._lap.unread += 1
-        if len(self._waits) % HARVEST_EVERY == 0:
-            self.read()
-
-    def catch_up(self) -> None:
-        """Wait until the device is through with all of them."""
-        if self._waits:
-            self._waits[-1].resumed.synchronize()
-
-    def read(self) -> Waits:
-        """Add up those that are over."""
-        while self._waits and self._waits[0].is_over():
-            wait = self._waits.popleft()
-            seconds = wait.seconds()
-            self._late += seconds > 0 and wait.ahead
-            self._seconds += seconds
-            if wait.lap is not None:
-                wait.lap.add(wait, seconds)
-        return Waits(self._late, self._seconds)
-
-
-class _DeviceLap:
-    def __init__(self, stopwatch: StallTimer) -> None:
-        self.late = 0
-        self.seconds = 0.0
-        self.span_s = 0.0
-        self.unread = 0
-        self.ended = False
-        self._stopwatch = stopwatch
-        self._first: torch.cuda.Event | None = None
-
-    def add(self, wait: _Wait, seconds: float) -> None:
-        """One of its waits is over, after so many seconds."""
-        if self._first is None:
-            self._first = wait.asked
-        self.unread -= 1
-        self.late += seconds > 0 and wait.ahead
-        self.seconds += seconds
-        self.span_s = _seconds(self._first, wait.resumed)
-
-    def is_over(self) -> bool:
-        """Reads what there is to read."""
-        self._stopwatch.read()
-        return self.ended and self.unread == 0
-
-
-def _seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+def _elapsed_s(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(start.elapsed_time(end)) / 1e3

@@ -128,20 +128,20 @@ class Automagic(Optimizer):
         states = [self._state_of(p, group) for p in params]
         steps = [int(state["step"]) for state in states]  # counted on the CPU
         rates, squares, before = (
-            [local(state[key]) for state in states] for key in ("rate", "square", "before")
+            [local_shard(state[key]) for state in states] for key in ("rate", "square", "before")
         )
         beta1, beta2 = group["betas"]
-        updates = normalised([local(p.grad).float() for p in params], squares, steps, beta2)
+        updates = normalized_updates([local_shard(p.grad).float() for p in params], squares, steps, beta2)
         if group["lr_bump"] is not None:
-            scale_down(updates, sums_of(params, [updates, updates])[0], params)
-            bump(rates, updates, before, group["lr_bump"])
+            clip_to_rms(updates, inner_products(params, [updates, updates])[0], params)
+            update_rates_by_sign(rates, updates, before, group["lr_bump"])
         else:
-            said, length = follow(updates, before, steps, params, beta1)
-            find(rates, said / length.clamp_min(EPSILON), length > 0, group["lr"])
+            said, length = update_means(updates, before, steps, params, beta1)
+            update_group_rate(rates, said / length.clamp_min(EPSILON), length > 0, group["lr"])
         torch._foreach_clamp_min_(rates, group["min_lr"])
         torch._foreach_clamp_max_(rates, group["max_lr"])
 
-        weights = [local(p) for p in params]
+        weights = [local_shard(p) for p in params]
         masters = [weight.float() for weight in weights]  # themselves, where they are fp32
         if group["weight_decay"]:
             torch._foreach_add_(updates, masters, alpha=group["weight_decay"])
@@ -149,7 +149,7 @@ class Automagic(Optimizer):
         torch._foreach_add_(masters, updates, alpha=-group["lr"])
         for place, step, weight, master in zip(places, steps, weights, masters, strict=True):
             if weight is not master:
-                round_into(weight, master, (self._seed, first + place, step))
+                stochastic_round_(weight, master, (self._seed, first + place, step))
 
     def _state_of(self, p: Parameter, group: Group) -> dict[str, Tensor]:
         """The state, made at the first gradient, and one step further."""
@@ -178,7 +178,7 @@ class Automagic(Optimizer):
                 self.state[p][key] = value.to(device="cpu" if key == "step" else p.device)
 
     @torch.no_grad()
-    def mean_rate(self) -> Tensor:
+    def mean_lr(self) -> Tensor:
         """The mean over all elements that have one, as the schedule lets it be used.
 
         While there are gradients, of what has one: of two experts, that of the one in training.
@@ -189,12 +189,12 @@ class Automagic(Optimizer):
         totals, num_elements = [], 0
         for group, params in trained or stepped:
             sums = [(rate.sum() * weight).unsqueeze(0) for rate, weight in self._rates(params)]
-            totals.append(over_shards(params, sums).sum() * group["lr"])
+            totals.append(sum_over_shards(params, sums).sum() * group["lr"])
             num_elements += sum(p.numel() for p in params)
         return torch.stack(totals).sum() / max(1, num_elements) if totals else torch.zeros(())
 
     @torch.no_grad()
-    def rate_counts(self, low: float, high: float, num_bins: int) -> dict[str, Tensor]:
+    def lr_histogram(self, low: float, high: float, num_bins: int) -> dict[str, Tensor]:
         """By stage: how many rates lie in each of the bins, equal in log10, from low to high."""
         found: dict[str, Tensor] = {}
         for group, params in self._stepped():
@@ -202,13 +202,13 @@ class Automagic(Optimizer):
                 torch.histc(rate.log10().clamp(low, high), num_bins, low, high) * weight
                 for rate, weight in self._rates(params)
             ]
-            found[group.get("stage", "")] = over_shards(params, counts).sum(0)
+            found[group.get("stage", "")] = sum_over_shards(params, counts).sum(0)
         return found
 
     def _rates(self, params: Sequence[Parameter]) -> list[tuple[Tensor, int]]:
         """Each parameter's rates here, and for how many elements each of them stands."""
-        rates = [local(self.state[p]["rate"]) for p in params]
-        return [(r, 1 if r.ndim else local(p).numel()) for r, p in zip(rates, params, strict=True)]
+        rates = [local_shard(self.state[p]["rate"]) for p in params]
+        return [(r, 1 if r.ndim else local_shard(p).numel()) for r, p in zip(rates, params, strict=True)]
 
     def _stepped(self) -> list[tuple[Group, list[Parameter]]]:
         """Each group that has been stepped, with those of its parameters that have a rate."""
@@ -216,7 +216,7 @@ class Automagic(Optimizer):
         return [(group, params) for group, params in with_rates if params]
 
 
-def normalised(
+def normalized_updates(
     gradients: list[Tensor], squares: list[Tensor], steps: Sequence[int], beta2: float
 ) -> list[Tensor]:
     """U = G / sqrt(V), before it is scaled down."""
@@ -229,7 +229,7 @@ def normalised(
     return list(updates)
 
 
-def bump(rates: list[Tensor], updates: list[Tensor], signs: list[Tensor], size: float) -> None:
+def update_rates_by_sign(rates: list[Tensor], updates: list[Tensor], signs: list[Tensor], size: float) -> None:
     """The published rule: each rate by itself, up where the sign stays and down where it turns."""
     new = torch._foreach_sign(updates)
     agreement = torch._foreach_mul(new, signs)
@@ -237,7 +237,7 @@ def bump(rates: list[Tensor], updates: list[Tensor], signs: list[Tensor], size: 
     torch._foreach_copy_(signs, new)
 
 
-def follow(
+def update_means(
     updates: list[Tensor],
     means: list[Tensor],
     steps: Sequence[int],
@@ -246,21 +246,21 @@ def follow(
 ) -> tuple[Tensor, Tensor]:
     """Turn updates into their running mean, without bias; gives <U, M> and <M, M> of the last."""
     last = torch._foreach_mul(means, [1 / max(1 - beta1 ** (t - 1), EPSILON) for t in steps])
-    squares, said, length = sums_of(params, [updates, updates], [updates, last], [last, last])
-    scales = scale_down(updates, squares, params)
+    squares, said, length = inner_products(params, [updates, updates], [updates, last], [last, last])
+    scales = clip_to_rms(updates, squares, params)
     torch._foreach_lerp_(means, updates, 1 - beta1)
     torch._foreach_copy_(updates, means)
     torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
     return (said * scales).sum(), length.sum()
 
 
-def find(rates: list[Tensor], q: Tensor, known: Tensor, share: float) -> None:
+def update_group_rate(rates: list[Tensor], q: Tensor, known: Tensor, share: float) -> None:
     """Our own rule: all rates of a group together, once there was an update to speak of."""
     surprise = (q.clamp(-1, 1) + share * DAMPING / 2) * known
     torch._foreach_mul_(rates, (GAIN * share * surprise).exp())
 
 
-def scale_down(updates: list[Tensor], squares: Tensor, params: Sequence[Parameter]) -> Tensor:
+def clip_to_rms(updates: list[Tensor], squares: Tensor, params: Sequence[Parameter]) -> Tensor:
     """Scale each tensor's update down to a root mean square of `CLIP`; gives by how much."""
     means = torch._foreach_mul(squares.unbind(), [1 / (CLIP**2 * p.numel()) for p in params])
     scales = torch.stack(means).clamp_min(1.0).rsqrt()
@@ -268,13 +268,13 @@ def scale_down(updates: list[Tensor], squares: Tensor, params: Sequence[Paramete
     return scales
 
 
-def sums_of(params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+def inner_products(params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     """For each pair of lists, the inner product of each two tensors, over all shards."""
     rows = [
         torch.stack([torch.sum(one * other) for one, other in row])
         for row in zip(*(zip(*pair, strict=True) for pair in pairs), strict=True)
     ]
-    return over_shards(params, rows).unbind(1)
+    return sum_over_shards(params, rows).unbind(1)
 
 
 # ------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def sums_of(params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor]]) -> 
 LOWER_BITS = 16
 
 
-def round_into(target: Tensor, source: Tensor, position: tuple[int, int, int]) -> None:
+def stochastic_round_(target: Tensor, source: Tensor, position: tuple[int, int, int]) -> None:
     """Put fp32 values into a bf16 tensor; `position` (seed, place, step) fixes every draw.
 
     Draws by position and not by history: resuming needs no state, and ranks that hold copies of a
@@ -314,12 +314,12 @@ def round_into(target: Tensor, source: Tensor, position: tuple[int, int, int]) -
 # What an optimizer needs to know of sharded parameters: its own part, and sums over all parts.
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part, sharing its memory; all of a tensor that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def over_shards(owners: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+def sum_over_shards(owners: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     """One row of sums for each owner, over all of its shards; one exchange for each mesh."""
     whole = list(rows)
     meshes: dict[object, list[int]] = {}

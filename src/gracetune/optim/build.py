@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gracetune import registry
 from gracetune.errors import ConfigError
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.master_weights import MasterWeights, stand_ins
+from gracetune.optim.master_weights import MasterWeights, fp32_placeholders
 from gracetune.optim.registry import OPTIMIZERS, optimizer_info
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ STAGES = ("high", "low")
 """Parameters whose names begin so belong to one of two experts, and get a group of their own."""
 
 
-class BuildOptimizer(Protocol):
+class OptimizerBuilder(Protocol):
     """How an optimizer is made; outsiders register one as an entry point `gracetune.optimizer`.
 
     Each group has `params`, pairs of name and parameter; `stage`, which is `high`, `low` or empty;
@@ -52,28 +52,28 @@ def build_optimizer(
     Parameters narrower than fp32 get masters; Automagic rounds such weights in its own way.
     """
     builders = {name: info.builder for name, info in OPTIMIZERS.items()}
-    build = cast("BuildOptimizer", registry.load("optimizer", section.name, builders))
+    build = cast("OptimizerBuilder", registry.load("optimizer", section.name, builders))
     narrow = any(p.itemsize < FP32_NBYTES for p in parameters.values())
     if narrow and optimizer_info(section.name).state_can_be_split:
-        stood_for = stand_ins(parameters.values())
+        stood_for = fp32_placeholders(parameters.values())
         named = dict(zip(parameters, stood_for, strict=True))
         optimizer: Optimizer = MasterWeights(
-            build(groups_of(named, section), section, seed), stood_for
+            build(parameter_groups(named, section), section, seed), stood_for
         )
     else:
-        optimizer = build(groups_of(parameters, section), section, seed)
+        optimizer = build(parameter_groups(parameters, section), section, seed)
     for group in optimizer.param_groups:
-        group["initial_lr"] = highest_lr(section)
+        group["initial_lr"] = peak_lr(section)
     return optimizer
 
 
-def highest_lr(section: OptimizerSection) -> float:
+def peak_lr(section: OptimizerSection) -> float:
     """What the schedule's share is of."""
     info = optimizer_info(section.name)
     return info.default_lr if section.lr is None or info.manages_lr else section.lr
 
 
-def groups_of(parameters: Mapping[str, Parameter], section: OptimizerSection) -> Groups:
+def parameter_groups(parameters: Mapping[str, Parameter], section: OptimizerSection) -> Groups:
     """One group, or one for each expert that is trained."""
     by_stage: dict[str, list[tuple[str, Parameter]]] = {}
     for name, parameter in parameters.items():
@@ -81,7 +81,7 @@ def groups_of(parameters: Mapping[str, Parameter], section: OptimizerSection) ->
         by_stage.setdefault(head if head in STAGES else "", []).append((name, parameter))
     if not by_stage.keys() & set(STAGES):
         _refuse_stage_settings(section)
-    lr = highest_lr(section)
+    lr = peak_lr(section)
     return [{"params": pairs, "stage": stage, "lr": lr} for stage, pairs in by_stage.items()]
 
 
@@ -257,15 +257,15 @@ PROBE_EDGE = 256
 """Edge of the matrix that an optimizer is tried on: factored ones keep less of larger ones."""
 
 
-def nbytes_each(section: OptimizerSection, parameters: Sequence[Tensor]) -> float:
+def state_nbytes_per_element_of(section: OptimizerSection, parameters: Sequence[Tensor]) -> float:
     """Bytes of state for each number of parameters that are mostly of one type."""
     numels: Counter[torch.dtype] = Counter()
     for parameter in parameters:
         numels[parameter.dtype] += parameter.numel()
-    return state_nbytes_each(section, numels.most_common(1)[0][0])
+    return state_nbytes_per_element(section, numels.most_common(1)[0][0])
 
 
-def state_nbytes_each(section: OptimizerSection, dtype: torch.dtype = torch.float32) -> float:
+def state_nbytes_per_element(section: OptimizerSection, dtype: torch.dtype = torch.float32) -> float:
     """Bytes of state for each number of this type, found by one step on a small matrix."""
     probe = nn.Parameter(torch.zeros(PROBE_EDGE, PROBE_EDGE, dtype=dtype))
     optimizer = build_optimizer({f"{_stage(section)}.probe": probe}, section)

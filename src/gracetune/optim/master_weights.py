@@ -99,7 +99,7 @@ class MasterWeights(Optimizer):
                     self.state[p][key] = value.to(p.device)
 
 
-def stand_ins(parameters: Iterable[Parameter]) -> dict[Parameter, Parameter]:
+def fp32_placeholders(parameters: Iterable[Parameter]) -> dict[Parameter, Parameter]:
     """For each parameter one of its shape in fp32, that takes no memory: a rule is made for it."""
     return {
         Parameter(torch.zeros((), dtype=torch.float32, device=p.device).expand(p.shape)): p

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from gracetune.config.schema import OptimizerSection
 
 
-DEPENDS_ON_LENGTH = {"constant": False, "linear": True, "cosine": True}
+SCHEDULE_DEPENDS_ON_LENGTH = {"constant": False, "linear": True, "cosine": True}
 """Whether a run with more steps has other rates in the steps it shares with a shorter one."""
 
 
-def rate_share(section: OptimizerSection, step: int, total_steps: int) -> float:
+def lr_scale(section: OptimizerSection, step: int, total_steps: int) -> float:
     """The share of `lr` that holds in step 0, 1, ... total_steps - 1."""
     warmup = section.warmup_steps
     if step < warmup:
@@ -44,7 +44,7 @@ def rate_share(section: OptimizerSection, step: int, total_steps: int) -> float:
 
 
 @runtime_checkable
-class Averaging(Protocol):
+class AveragingOptimizer(Protocol):
     """An optimizer whose parameters are not what it has learnt until it is asked for that."""
 
     def train(self) -> None:
@@ -56,28 +56,28 @@ class Averaging(Protocol):
         ...
 
 
-def set_rates(optimizer: Optimizer, share: float) -> None:
+def set_lr(optimizer: Optimizer, share: float) -> None:
     """Give every group its share of its highest rate."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * share
 
 
-def used_rate(optimizer: Optimizer) -> float | Tensor:
+def effective_lr(optimizer: Optimizer) -> float | Tensor:
     """The rate of the last step; a tensor stays on the device until someone logs it."""
     if isinstance(optimizer, Automagic):
-        return optimizer.mean_rate()
+        return optimizer.mean_lr()
     group = optimizer.param_groups[0]
     rate: float = group["lr"] * group.get("d", 1.0)  # Prodigy's estimate
     return rate
 
 
 @contextmanager
-def averaged(optimizer: Optimizer) -> Iterator[None]:
+def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
     """Let parameters be what is to be used, where that is not what is trained.
 
     The trained ones come back bit for bit: looking at a run must not change it.
     """
-    if not isinstance(optimizer, Averaging):
+    if not isinstance(optimizer, AveragingOptimizer):
         yield
         return
     parameters = [p.data for group in optimizer.param_groups for p in group["params"]]

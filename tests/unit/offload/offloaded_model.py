@@ -1,4 +1,4 @@
-"""Models whose blocks are kept, recomputed, offloaded or streamed in any mix, and slow links."""
+"""Models whose blocks are kept, recomputed, offloaded and streamed in any mix, and slow copies."""
 
 import copy
 
@@ -11,41 +11,45 @@ from gracetune.offload.activations import OffloadSettings, offload_activations
 from gracetune.offload.copies import POISON, CopyStream, SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
-SMALL = 64
-"""Bytes: the models are tiny, and nearly all they save is larger than this."""
-WAYS = ["keep", "recompute", "offload", "inputs", "inside"]
-"""The last two: recomputed by a checkpoint around or in the block, its input offloaded."""
+MIN_NBYTES = 64
+"""The models are tiny, and nearly all tensors they save are larger than this."""
+MODES = ["keep", "recompute", "offload", "inputs", "inside"]
+"""The last two: recomputed by a checkpoint around or in the block, with its input offloaded."""
 
 
-class Mixed:
-    """A copy of a model whose every block goes its own way; called like the model."""
+class MixedModel:
+    """A copy of a model in which every block has its own mode; called like the model."""
 
-    def __init__(self, model, ways, streamed, told, mover=None, **settings):
+    def __init__(self, model, modes, streamed, told, copy_engine=None, **settings):
         self.model = copy.deepcopy(model)
-        self.ways = ways
-        mover = mover or SynchronousCopyEngine()
+        self.modes = modes
+        copy_engine = copy_engine or SynchronousCopyEngine()
         blocks = list(self.model.blocks)
         self.ring = None
         if streamed:
-            which = [blocks[k] for k in streamed]
-            self.ring = stream_weights(self.model, which, mover, told, 2, poison=True)
+            streamed_blocks = [blocks[k] for k in streamed]
+            self.ring = stream_weights(
+                self.model, streamed_blocks, copy_engine, told, 2, poison=True
+            )
         self.offload = None
-        by_way = {way: [b for b, w in zip(blocks, ways, strict=True) if w == way] for way in WAYS}
-        for block in by_way["inside"]:
+        by_mode = {
+            mode: [b for b, m in zip(blocks, modes, strict=True) if m == mode] for mode in MODES
+        }
+        for block in by_mode["inside"]:
             block.forward = self.checkpointed(block)
-        if {"offload", "inputs", "inside"} & set(ways):
+        if {"offload", "inputs", "inside"} & set(modes):
             self.offload = offload_activations(
-                by_way["offload"],
-                mover,
+                by_mode["offload"],
+                copy_engine,
                 self.ring,
                 told,
-                SMALL,
-                inputs_of=by_way["inside"],
-                others=by_way["keep"] + by_way["recompute"] + by_way["inputs"],
+                MIN_NBYTES,
+                checkpointed_blocks=by_mode["inside"],
+                other_blocks=by_mode["keep"] + by_mode["recompute"] + by_mode["inputs"],
                 settings=OffloadSettings(**({"poison": True} | settings)),
             )
         self.model.groups = lambda order: [
-            (blocks[k], ways[k]) for k in (range(len(blocks)) if order is None else order)
+            (blocks[k], modes[k]) for k in (range(len(blocks)) if order is None else order)
         ]
         self.model.forward = self.forward
 
@@ -60,87 +64,89 @@ class Mixed:
     def forward(self, x, order=None):
         model = self.model
         x = model.inside(x)
-        for block, way in model.groups(order):
-            if way == "recompute":
+        for block, mode in model.groups(order):
+            if mode == "recompute":
                 x = checkpoint(block, x, shift=0.1, use_reentrant=False)
-            elif way == "inputs":
+            elif mode == "inputs":
                 x = self.offload.checkpoint(block, x, shift=0.1)
             else:
                 x = run(x, [block])
         return model.outside(x)
 
 
-def offloaded(model, told, which=None, mover=None, **settings):
-    """A copy of a model, as it is, some of whose blocks are offloaded."""
+def offloaded(model, told, block_indices=None, copy_engine=None, **settings):
+    """Return a copy of a model, and the offload of some of its blocks."""
     twin = copy.deepcopy(model)
     blocks = list(twin.blocks)
-    chosen = blocks if which is None else [blocks[k] for k in which]
-    others = [block for block in blocks if block not in chosen]
+    chosen = blocks if block_indices is None else [blocks[k] for k in block_indices]
     offload = offload_activations(
         chosen,
-        mover or SynchronousCopyEngine(),
+        copy_engine or SynchronousCopyEngine(),
         None,
         told,
-        SMALL,
-        others=others,
+        MIN_NBYTES,
+        other_blocks=[block for block in blocks if block not in chosen],
         settings=OffloadSettings(**({"poison": True} | settings)),
     )
     return twin, offload
 
 
-class Lanes(SynchronousCopyEngine):
-    """A device whose copies are done as late as waits allow, or as early, by the dice.
+class RandomDelayEngine(SynchronousCopyEngine):
+    """Executes copies at random: immediately, or as late as the waits allow.
 
-    Each lane is a queue. A copy is done when computing waits for it, after all before it in its
-    lane; or at once, after all before it. Like a device it knows addresses, not owners: memory that
-    was let go before its copy was done is a fault, and is listed.
+    Each stream is a queue. A delayed copy is executed when it or a later copy of its stream is
+    waited for or executed immediately. Like a GPU this engine knows addresses, not owners: if
+    memory was freed before its copy was executed, that is listed in `faults`.
     """
 
-    def __init__(self, dice, late=0.7):
+    def __init__(self, rng, late=0.7):
         super().__init__()
-        self.dice = dice
+        self.rng = rng
         self.late = late
-        self.queues = {lane: [] for lane in CopyStream}
-        self.done = dict.fromkeys(CopyStream, 0)
+        self.queues = {stream: [] for stream in CopyStream}
+        self.num_executed = dict.fromkeys(CopyStream, 0)
         self.faults = []
         self.overtaken = 0
-        """Copies that were not done when the next was asked for: there must be some."""
+        """Copies still pending when the next one was requested. A useful test has some."""
 
-    def copy(self, target, source, poison, lane=CopyStream.WEIGHTS):
-        queue = self.queues[lane]
-        self.overtaken += self.done[lane] < len(queue)
+    def copy(self, target, source, poison, stream=CopyStream.WEIGHTS):
+        queue = self.queues[stream]
+        self.overtaken += self.num_executed[stream] < len(queue)
         if poison:
             target.fill_(POISON)
         queue.append((Address(target), Address(source)))
-        if self.dice.random() > self.late:
-            self.run(lane, len(queue))
-        return Ticket(self, lane, len(queue))
+        if self.rng.random() > self.late:
+            self.execute(stream, len(queue))
+        return QueuedCopy(self, stream, len(queue))
 
-    def run(self, lane, until):
-        for target, source in self.queues[lane][self.done[lane] : until]:
-            to, come = target.memory(), source.memory()
-            if to is None or come is None:
-                self.faults.append(f"{lane.value}: {'source' if come is None else 'target'} gone")
+    def execute(self, stream, until):
+        for target_address, source_address in self.queues[stream][
+            self.num_executed[stream] : until
+        ]:
+            target, source = target_address.memory(), source_address.memory()
+            if target is None or source is None:
+                freed = "source" if source is None else "target"
+                self.faults.append(f"{stream.value}: {freed} was freed")
             else:
-                to[: len(come)].copy_(come)
-        self.done[lane] = max(self.done[lane], until)
+                target[: len(source)].copy_(source)
+        self.num_executed[stream] = max(self.num_executed[stream], until)
 
     def finish(self):
-        """As a device does when it is waited for."""
-        for lane, queue in self.queues.items():
-            self.run(lane, len(queue))
+        """Execute all pending copies, as a device synchronization does."""
+        for stream, queue in self.queues.items():
+            self.execute(stream, len(queue))
 
 
-class Ticket:
-    def __init__(self, mover, lane, place):
-        self.mover, self.lane, self.place = mover, lane, place
+class QueuedCopy:
+    def __init__(self, engine, stream, position):
+        self.engine, self.stream, self.position = engine, stream, position
 
-    def wait(self, ahead):
-        self.mover.run(self.lane, self.place)
+    def wait(self, prefetched):
+        self.engine.execute(self.stream, self.position)
 
 
 class Address:
-    """Bytes that are not owned: none when their owners let go."""
+    """Bytes that are not owned: `memory` is None once their owners are gone."""
 
     def __init__(self, tensor):
         self.storage = StorageWeakRef(tensor.untyped_storage())

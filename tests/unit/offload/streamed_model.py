@@ -1,4 +1,4 @@
-"""A model with one of everything that a ring meets, and how its steps are compared."""
+"""A small model that exercises every feature of the weight ring, and comparisons of its steps."""
 
 import copy
 from dataclasses import dataclass
@@ -8,27 +8,45 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.copies import POISON, SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
 WIDTH = 12
 
 
 @dataclass
-class SaidLap:
-    """A window of passes whose waits are said by hand."""
+class FakeStallWindow:
+    """A stall window whose measurements the test sets."""
 
-    seconds: float = 0.0
+    stalled_s: float = 0.0
     late: int = 0
     span_s: float = 1.0
-    over: bool = True
+    complete: bool = True
 
-    def is_over(self):
-        return self.over
+    def is_complete(self):
+        return self.complete
+
+
+class LazyCopyEngine(SynchronousCopyEngine):
+    """Copies only when the copy is waited for; until then the target is NaN."""
+
+    def copy(self, target, source, poison):
+        target.fill_(POISON)
+        return LazyCopy(target, source)
+
+
+class LazyCopy:
+    def __init__(self, target, source):
+        self.target, self.source = target, source
+
+    def wait(self, prefetched):
+        if self.source is not None:
+            self.target[: len(self.source)].copy_(self.source)
+            self.source = None
 
 
 class Block(nn.Module):
-    """Weights that autograd saves as they are, transposed, reshaped, twice, or not at all."""
+    """Weights that autograd saves unchanged, transposed, reshaped, twice, or not at all."""
 
     def __init__(self, tied):
         super().__init__()
@@ -40,45 +58,46 @@ class Block(nn.Module):
         self.a = nn.Parameter(torch.randn(2, WIDTH) * 0.3)  # the adapter: these two are trained
         self.b = nn.Parameter(torch.randn(WIDTH, 2) * 0.3)
         self.tied = tied
-        self.again = self.up.weight  # one weight under two names
+        self.alias = self.up.weight  # one weight under two names
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x, shift=0.0):
         self.calls += 1
         x = x + self.table[0].to(x.dtype)
-        hidden = functional.gelu(self.up(self.norm(x)) + shift) * self.again.sum(dim=1)
+        hidden = functional.gelu(self.up(self.norm(x)) + shift) * self.alias.sum(dim=1)
         x = x * self.table[1].to(x.dtype).exp() + self.down(hidden) + self.tied(x)
         x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
         return x + x @ self.a.t() @ self.b.t()
 
 
 class Model(nn.Module):
-    """`how`: keep, reentrant, checkpoint, or pairs (one checkpoint around every two blocks)."""
+    """`checkpointing`: keep, reentrant, checkpoint, or pairs (one checkpoint per two blocks)."""
 
-    def __init__(self, num_blocks=6, how="keep"):
+    def __init__(self, num_blocks=6, checkpointing="keep"):
         super().__init__()
-        self.how = how
+        self.checkpointing = checkpointing
         self.inside = nn.Linear(4, WIDTH)
         shared = nn.Linear(WIDTH, WIDTH)  # a module that blocks share
         self.outside = nn.Linear(WIDTH, 4)
         self.blocks = nn.ModuleList(Block(shared) for _ in range(num_blocks))
         for block in self.blocks:
-            block.outside = self.outside  # and one that they share with the rest
+            block.outside = self.outside  # and one that they share with the rest of the model
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.split(".")[-1] in ("a", "b"))
 
     def forward(self, x, order=None):
         x = self.inside(x)
         for group in self.groups(order):
-            if self.how == "keep" or not torch.is_grad_enabled():
+            if self.checkpointing == "keep" or not torch.is_grad_enabled():
                 x = run(x, group)
             else:
-                x = checkpoint(run, x, group, use_reentrant=self.how == "reentrant")
+                reentrant = self.checkpointing == "reentrant"
+                x = checkpoint(run, x, group, use_reentrant=reentrant)
         return self.outside(x)
 
     def groups(self, order):
         blocks = [self.blocks[k] for k in (range(len(self.blocks)) if order is None else order)]
-        size = 2 if self.how == "pairs" else 1
+        size = 2 if self.checkpointing == "pairs" else 1
         return [blocks[k : k + size] for k in range(0, len(blocks), size)]
 
 
@@ -88,42 +107,46 @@ def run(x, blocks):
     return x
 
 
-def made(num_blocks=6, how="keep", seed=0):
+def build_model(num_blocks=6, checkpointing="keep", seed=0):
     torch.manual_seed(seed)
-    model = Model(num_blocks, how)
+    model = Model(num_blocks, checkpointing)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # ones and zeros would pass for each other
+            if "norm" in name:  # the default ones and zeros could be mistaken for each other
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return model
 
 
-def streamed(model, told, which=None, slots=3, mover=None, poison=True):
-    """A copy of the model and a ring under some of its blocks."""
+def streamed(model, told, block_indices=None, slots=3, copy_engine=None, poison=True):
+    """Return a copy of the model and a ring that streams some of its blocks."""
     twin = copy.deepcopy(model)
-    blocks = list(twin.blocks) if which is None else [twin.blocks[k] for k in which]
-    return twin, stream_weights(twin, blocks, mover or SynchronousCopyEngine(), told, slots, poison)
+    blocks = list(twin.blocks)
+    if block_indices is not None:
+        blocks = [blocks[k] for k in block_indices]
+    copy_engine = copy_engine or SynchronousCopyEngine()
+    return twin, stream_weights(twin, blocks, copy_engine, told, slots, poison)
 
 
 def step(model, seed, order=None, micro_batches=1):
-    """Losses and every gradient."""
+    """Run forward and backward; return the losses and all gradients."""
     generator = torch.Generator().manual_seed(seed)
     model.zero_grad(set_to_none=True)
     losses = []
     for _ in range(micro_batches):
-        x = torch.randn(2, 5, 4, generator=generator).requires_grad_()  # reentrant asks for it
+        # Reentrant checkpointing needs an input that requires a gradient.
+        x = torch.randn(2, 5, 4, generator=generator).requires_grad_()
         loss = model(x, order).square().mean()
         loss.backward()
         losses.append(loss.detach())
     return losses, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
-def assert_same(mine, reference):
-    """Bit for bit."""
-    assert all(torch.equal(a, b) for a, b in zip(mine[0], reference[0], strict=True)), "loss"
-    assert mine[1].keys() == reference[1].keys()
+def assert_same(result, reference):
+    """Assert that losses and gradients are equal bit for bit."""
+    assert all(torch.equal(a, b) for a, b in zip(result[0], reference[0], strict=True)), "loss"
+    assert result[1].keys() == reference[1].keys()
     for name, expected in reference[1].items():
-        got = mine[1][name]
+        got = result[1][name]
         if expected is None:
             assert got is None, name
         else:

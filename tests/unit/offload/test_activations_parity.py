@@ -1,4 +1,4 @@
-"""An offloaded step is the resident step, bit for bit: loss and every gradient, in every mix."""
+"""An offloaded step equals the resident step bit for bit, in every mix of modes."""
 
 import copy
 import itertools
@@ -6,61 +6,63 @@ import random
 
 import pytest
 import torch
-from offloaded_model import SMALL, WAYS, Mixed, offloaded
+from offloaded_model import MIN_NBYTES, MODES, MixedModel, offloaded
 from peft import LoraConfig, inject_adapter_in_model
-from streamed_model import assert_same, made, step
+from streamed_model import assert_same, build_model, step
 
 from gracetune.offload.activations import OffloadSettings, offload_activations
 from gracetune.offload.copies import SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
-KINDS = list(itertools.product(WAYS, [False, True]))
-"""What becomes of a block's activations, and whether its weights are streamed."""
+KINDS = list(itertools.product(MODES, [False, True]))
+"""(mode of a block's activations, True if its weights are streamed)."""
 
 
-def mixed(model, kinds, told, **settings):
+def build_mixed(model, kinds, told, **settings):
     streamed = [k for k, (_, streams) in enumerate(kinds) if streams]
-    return Mixed(model, [way for way, _ in kinds], streamed, told, **settings)
+    return MixedModel(model, [mode for mode, _ in kinds], streamed, told, **settings)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{'ring' * kind[1]}")
-def test_every_way_beside_every_other(kind, told):
-    model = made(num_blocks=3)
+def test_every_mode_works_next_to_every_other(kind, told):
+    model = build_model(num_blocks=3)
     references = [step(model, seed, micro_batches=2) for seed in range(2)]
     for other in KINDS:
-        twin = mixed(model, [kind, other, kind], told).model
+        twin = build_mixed(model, [kind, other, kind], told).model
         for seed, reference in enumerate(references):
             assert_same(step(twin, seed, micro_batches=2), reference)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_mixes_orders_and_distances(seed, told):
-    dice = random.Random(seed)
+def test_random_mixes_orders_and_prefetch_distances(seed, told):
+    rng = random.Random(seed)
     for trial in range(4):
-        count = dice.randint(1, 7)
-        model = made(count, seed=trial)
-        kinds = [dice.choice(KINDS) for _ in range(count)]
-        twin = mixed(model, kinds, told, ahead=dice.randint(1, 4)).model
+        count = rng.randint(1, 7)
+        model = build_model(count, seed=trial)
+        kinds = [rng.choice(KINDS) for _ in range(count)]
+        twin = build_mixed(model, kinds, told, prefetch_blocks=rng.randint(1, 4)).model
         for repetition in range(4):
-            order = [dice.randrange(count) for _ in range(dice.randint(1, 9))]
-            order = dice.choice([None, order])
-            times = dice.randint(1, 2)
+            order = [rng.randrange(count) for _ in range(rng.randint(1, 9))]
+            order = rng.choice([None, order])
+            times = rng.randint(1, 2)
             assert_same(step(twin, repetition, order, times), step(model, repetition, order, times))
 
 
-@pytest.mark.parametrize("how", ["keep", "reentrant", "checkpoint", "pairs"])
-@pytest.mark.parametrize("which", [None, [0, 2, 4], [1, 2, 5]])
-def test_inside_of_checkpoints_that_others_make(how, which, told):
-    """A checkpoint around an offloaded block has nothing left to recompute, and does no harm."""
-    model = made(how=how)
-    twin, offload = offloaded(model, told, which)
+@pytest.mark.parametrize("checkpointing", ["keep", "reentrant", "checkpoint", "pairs"])
+@pytest.mark.parametrize("block_indices", [None, [0, 2, 4], [1, 2, 5]])
+def test_offloaded_blocks_inside_other_checkpoints(checkpointing, block_indices, told):
+    """A checkpoint around an offloaded block has nothing to recompute, and does no harm."""
+    model = build_model(checkpointing=checkpointing)
+    twin, offload = offloaded(model, told, block_indices)
     for seed in range(3):
         assert_same(step(twin, seed, micro_batches=2), step(model, seed, micro_batches=2))
-    assert (offload.counters().sent == 0) == (how == "reentrant"), "that runs without gradients"
+    assert (offload.counters().sent == 0) == (checkpointing == "reentrant"), (
+        "reentrant forward runs without gradients"
+    )
 
 
-def test_a_graph_that_is_used_twice(told):
-    model = made()
+def test_a_retained_graph_can_be_used_twice(told):
+    model = build_model()
     twin, offload = offloaded(model, told)
     results = []
     for each in (model, twin):
@@ -73,11 +75,11 @@ def test_a_graph_that_is_used_twice(told):
         results.append(([loss.detach()], {n: p.grad for n, p in each.named_parameters()}))
     assert_same(*results)
     counters = offload.counters()
-    assert counters.brought_nbytes > counters.sent_nbytes, "it came back twice"
+    assert counters.fetched_nbytes > counters.sent_nbytes, "it was fetched twice"
 
 
-def test_gradients_of_gradients(told):
-    model = made(num_blocks=3)
+def test_second_order_gradients_are_equal(told):
+    model = build_model(num_blocks=3)
     twin, offload = offloaded(model, told)
     results = []
     for each in (model, twin):
@@ -85,14 +87,14 @@ def test_gradients_of_gradients(told):
         loss = each(torch.randn(2, 5, 4)).square().mean()
         trained = [p for p in each.parameters() if p.requires_grad]
         first = torch.autograd.grad(loss, trained, create_graph=True)
-        sum(one.square().sum() for one in first).backward()
+        sum(gradient.square().sum() for gradient in first).backward()
         results.append(([loss.detach()], {n: p.grad for n, p in each.named_parameters()}))
     assert_same(*results)
-    assert offload.counters().brought_nbytes > 0
+    assert offload.counters().fetched_nbytes > 0
 
 
-def test_only_some_gradients_are_asked_for(told):
-    model = made()
+def test_gradients_of_some_parameters_only(told):
+    model = build_model()
     twin, _ = offloaded(model, told)
     for seed in range(2):
         grads = []
@@ -104,8 +106,8 @@ def test_only_some_gradients_are_asked_for(told):
     assert_same(step(twin, 2), step(model, 2))
 
 
-def test_samples_at_any_moment_send_nothing(told):
-    model = made()
+def test_sampling_offloads_nothing_and_changes_nothing(told):
+    model = build_model()
     twin, offload = offloaded(model, told)
     x = torch.randn(1, 5, 4)
     for seed in range(2):
@@ -129,8 +131,8 @@ def test_samples_at_any_moment_send_nothing(told):
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_peft_and_dropout(streams, dtype, told):
-    model = made()
+def test_offload_is_exact_with_peft_and_dropout(streams, dtype, told):
+    model = build_model()
     model.requires_grad_(False)
     targets = ["up", "down", "tied"]
     inject_adapter_in_model(
@@ -138,7 +140,7 @@ def test_with_peft_and_dropout(streams, dtype, told):
     )
     if dtype is torch.bfloat16:
         model.to(dtype)
-    twin = mixed(model, [("offload", streams)] * 6, told).model
+    twin = build_mixed(model, [("offload", streams)] * 6, told).model
     for seed in range(2):
         results = []
         for each in (twin, model):
@@ -151,19 +153,19 @@ def test_with_peft_and_dropout(streams, dtype, told):
         assert_same(*results)
 
 
-def test_under_autocast(told):
-    model = made()
+def test_offload_is_exact_under_autocast(told):
+    model = build_model()
     twin, _ = offloaded(model, told)
     for seed in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             assert_same(step(twin, seed), step(model, seed))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # raised inside the compiler
 @pytest.mark.parametrize("streams", [False, True])
-def test_compiled_blocks(streams, told):
-    """One compilation for all blocks and passes: hooks are nothing that graphs depend on."""
-    model = made(num_blocks=3)
+def test_compiled_blocks_are_compiled_once(streams, told):
+    """Compiled graphs do not depend on the hooks."""
+    model = build_model(num_blocks=3)
     graphs = []
 
     def backend(graph, inputs):
@@ -176,10 +178,17 @@ def test_compiled_blocks(streams, told):
         for each in (model, twin):
             for block in each.blocks:
                 block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
-        mover = SynchronousCopyEngine()
-        ring = stream_weights(twin, list(twin.blocks), mover, told, 2, True) if streams else None
+        copy_engine = SynchronousCopyEngine()
+        ring = (
+            stream_weights(twin, list(twin.blocks), copy_engine, told, 2, True) if streams else None
+        )
         offload = offload_activations(
-            list(twin.blocks), mover, ring, told, SMALL, settings=OffloadSettings(poison=True)
+            list(twin.blocks),
+            copy_engine,
+            ring,
+            told,
+            MIN_NBYTES,
+            settings=OffloadSettings(poison=True),
         )
         for seed in range(3):
             assert_same(step(twin, seed), step(model, seed))
@@ -192,8 +201,8 @@ def test_compiled_blocks(streams, told):
         torch._dynamo.reset()
 
 
-def test_training_goes_the_same_way(told):
-    model = made()
+def test_training_with_offload_gives_the_same_weights(told):
+    model = build_model()
     twin, offload = offloaded(model, told)
     for each in (model, twin):
         optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)

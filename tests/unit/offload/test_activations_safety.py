@@ -1,4 +1,4 @@
-"""Nobody reads memory before a copy has filled it, or gives it up while one needs it."""
+"""Memory is not read before its copy is done, and not given up while a copy uses it."""
 
 import gc
 import random
@@ -6,102 +6,100 @@ from functools import partial
 
 import pytest
 import torch
-from offloaded_model import SMALL, WAYS, Lanes, Mixed, offloaded
-from streamed_model import assert_same, made, step
+from offloaded_model import MIN_NBYTES, MODES, MixedModel, RandomDelayEngine, offloaded
+from streamed_model import assert_same, build_model, step
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gracetune.offload.activations import IN_FLIGHT, offload_activations
-from gracetune.offload.checkpointing import run_blocks
-from gracetune.offload.copies import CopyStream, StreamError, SynchronousCopyEngine
-from gracetune.offload.offloaded_tensors import OffloadCopies, OffloadedCall, OffloadedTensor
+from gracetune.offload.activations import MAX_OUTGOING_CALLS, offload_activations
+from gracetune.offload.checkpointing import wrap_blocks
+from gracetune.offload.copies import POISON, CopyStream, OffloadError, SynchronousCopyEngine
+from gracetune.offload.offloaded_tensors import BlockCall, OffloadCopies, OffloadedStorage
 
 
 @pytest.mark.parametrize("late", [0.0, 0.3, 0.8, 1.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_copies_as_late_or_as_early_as_waits_allow(seed, late, told):
-    dice = random.Random(seed)
+def test_steps_are_exact_however_late_copies_are_executed(seed, late, told):
+    rng = random.Random(seed)
     overtaken = 0
     for trial in range(2):
-        count = dice.randint(2, 7)
-        model = made(count, seed=trial)
-        ways = [dice.choice([*WAYS, "offload", "offload"]) for _ in range(count)]
-        streamed = [k for k in range(count) if dice.random() < 0.5]
-        mover = Lanes(dice, late)
-        twin = Mixed(model, ways, streamed, told, mover, ahead=dice.randint(1, 3)).model
+        count = rng.randint(2, 7)
+        model = build_model(count, seed=trial)
+        modes = [rng.choice([*MODES, "offload", "offload"]) for _ in range(count)]
+        streamed = [k for k in range(count) if rng.random() < 0.5]
+        copy_engine = RandomDelayEngine(rng, late)
+        twin = MixedModel(
+            model, modes, streamed, told, copy_engine, prefetch_blocks=rng.randint(1, 3)
+        ).model
         for repetition in range(4):
             order = None
             if repetition % 2:
-                order = [dice.randrange(count) for _ in range(dice.randint(1, 9))]
+                order = [rng.randrange(count) for _ in range(rng.randint(1, 9))]
             assert_same(step(twin, repetition, order, 2), step(model, repetition, order, 2))
-        mover.finish()
-        assert mover.faults == []
-        overtaken += mover.overtaken
-    assert overtaken or late == 0, "this is a test of lateness"
+        copy_engine.finish()
+        assert copy_engine.faults == []
+        overtaken += copy_engine.overtaken
+    assert overtaken or late == 0, "the test needs late copies"
 
 
-def test_graphs_are_thrown_away_and_forwards_fail_on_a_slow_link(told):
-    dice = random.Random(0)
-    model = made()
-    mover = Lanes(dice, late=0.9)
-    twin, _ = offloaded(model, told, mover=mover, ahead=2)
+def test_discarded_graphs_and_failing_forwards_with_slow_copies(told):
+    rng = random.Random(0)
+    model = build_model()
+    copy_engine = RandomDelayEngine(rng, late=0.9)
+    twin, _ = offloaded(model, told, copy_engine=copy_engine, prefetch_blocks=2)
 
     def fail(module, args, output):
-        raise ArithmeticError("of the user's")
+        raise ArithmeticError("raised by user code")
 
     for seed in range(8):
         x = torch.randn(2, 5, 4)
         loss = twin(x).square().mean()
-        if seed % 2:  # backward begins, brings blocks ahead, and goes no further
+        if seed % 2:  # backward starts, prefetches blocks, and stops
             torch.autograd.grad(loss, [twin.blocks[4].a], retain_graph=seed % 4 == 1)
         del loss
-        hook = twin.blocks[dice.randrange(6)].down.register_forward_hook(fail)
+        hook = twin.blocks[rng.randrange(6)].down.register_forward_hook(fail)
         with pytest.raises(ArithmeticError):
             twin(x)
         hook.remove()
         assert_same(step(twin, seed), step(model, seed))
-    mover.finish()
-    assert mover.faults == []
-
-
-def no_wait(arrival, ahead):
-    pass
+    copy_engine.finish()
+    assert copy_engine.faults == []
 
 
 BREAKAGES = {
-    "leaves without waiting": (OffloadedCall, "land", "left"),
-    "reads without waiting": (OffloadedTensor, "read", "arrival"),
+    "releases device memory without waiting": (BlockCall, "release_outgoing", "last_copy"),
+    "reads without waiting": (OffloadedStorage, "read", "pending_copy"),
 }
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_wait_that_is_forgotten_would_be_seen(breakage, told, monkeypatch):
-    owner, method, arrival = BREAKAGES[breakage]
-    right = getattr(owner, method)
+def test_these_tests_detect_a_missing_wait(breakage, told, monkeypatch):
+    owner, method, pending_copy = BREAKAGES[breakage]
+    original = getattr(owner, method)
 
-    def wrong(self):
-        setattr(self, arrival, None)
-        return right(self)
+    def broken(self):
+        setattr(self, pending_copy, None)
+        return original(self)
 
-    monkeypatch.setattr(owner, method, wrong)
-    assert trouble(told) > 0
-
-
-def test_memory_that_is_given_up_too_early_would_be_seen(told, monkeypatch):
-    """A graph is thrown away while a copy writes: only clearing up makes that safe."""
-
-    def wrong(self):
-        while self.left:
-            self._pool.put_back(self.left.pop().host)
-
-    monkeypatch.setattr(OffloadCopies, "clear_up", wrong)
-    assert trouble(told) > 0
+    monkeypatch.setattr(owner, method, broken)
+    assert count_errors(told) > 0
 
 
-def trouble(told):
-    """Faults of the device and steps that are not the resident one's."""
-    model = made()
-    mover = Lanes(random.Random(0), late=1.0)
-    twin, _ = offloaded(model, told, mover=mover)
+def test_these_tests_detect_host_memory_that_is_reused_too_early(told, monkeypatch):
+    """A graph may be discarded while a copy still writes; reclaiming must wait for it."""
+
+    def broken(self):
+        while self.released:
+            self._pool.put_back(self.released.pop().host)
+
+    monkeypatch.setattr(OffloadCopies, "reclaim_host_buffers", broken)
+    assert count_errors(told) > 0
+
+
+def count_errors(told):
+    """Return the number of memory faults and of steps that differ from the resident step."""
+    model = build_model()
+    copy_engine = RandomDelayEngine(random.Random(0), late=1.0)
+    twin, _ = offloaded(model, told, copy_engine=copy_engine)
     wrong = 0
     for seed in range(4):
         loss = twin(torch.ones(2, 5, 4)).square().mean()
@@ -111,128 +109,134 @@ def trouble(told):
             assert_same(step(twin, seed), step(model, seed))
         except AssertionError:
             wrong += 1
-    mover.finish()
-    return len(mover.faults) + wrong
+    copy_engine.finish()
+    return len(copy_engine.faults) + wrong
 
 
-def test_the_same_steps_are_right_with_all_waits(told):
-    assert trouble(told) == 0
+def test_the_same_steps_have_no_errors_with_all_waits(told):
+    assert count_errors(told) == 0
 
 
-class Watching(SynchronousCopyEngine):
-    """Notes what is sent and brought, and which of it is still on the device."""
+class WatchingEngine(SynchronousCopyEngine):
+    """Records what is sent and fetched, and how much of it is still on the device."""
 
     def __init__(self):
         super().__init__()
-        self.out, self.back = [], []
+        self.sent, self.fetched = [], []
 
-    def copy(self, target, source, poison, lane=CopyStream.WEIGHTS):
-        if lane is CopyStream.OUT and source.storage_offset() == 0 and not (source == 0xFF).all():
-            self.out.append((StorageWeakRef(source.untyped_storage()), len(source)))
-        elif lane is CopyStream.BACK:
-            self.back.append((StorageWeakRef(target.untyped_storage()), len(target)))
-        return super().copy(target, source, poison, lane)
+    def copy(self, target, source, poison, stream=CopyStream.WEIGHTS):
+        poisoning = source.storage_offset() != 0 or (source == POISON).all()
+        if stream is CopyStream.ACTIVATIONS_OUT and not poisoning:
+            self.sent.append((StorageWeakRef(source.untyped_storage()), len(source)))
+        elif stream is CopyStream.ACTIVATIONS_IN:
+            self.fetched.append((StorageWeakRef(target.untyped_storage()), len(target)))
+        return super().copy(target, source, poison, stream)
 
-    def alive(self):
-        return sum(n for ref, n in self.out + self.back if not ref.expired())
+    def device_nbytes(self):
+        return sum(n for ref, n in self.sent + self.fetched if not ref.expired())
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_no_more_is_on_the_device_than_two_blocks_out_and_those_ahead_back(ahead, told):
-    mover = Watching()
-    twin, offload = offloaded(made(num_blocks=8), told, mover=mover, ahead=ahead)
-    there, back = [], []
+@pytest.mark.parametrize("prefetch_blocks", [1, 2])
+def test_device_memory_is_limited_to_outgoing_and_prefetched_blocks(prefetch_blocks, told):
+    copy_engine = WatchingEngine()
+    twin, offload = offloaded(
+        build_model(num_blocks=8), told, copy_engine=copy_engine, prefetch_blocks=prefetch_blocks
+    )
+    forward, backward = [], []
     for block in twin.blocks:
-        block.register_forward_hook(lambda *_: there.append(mover.alive()))
-        block.a.register_hook(lambda _: back.append(mover.alive()))
+        block.register_forward_hook(lambda *_: forward.append(copy_engine.device_nbytes()))
+        block.a.register_hook(lambda _: backward.append(copy_engine.device_nbytes()))
     step(twin, 0)
-    block_nbytes = offload._packer.block_nbytes
+    block_nbytes = offload._policy.block_nbytes
     hidden_nbytes = 2 * 5 * 12 * 4
-    assert max(there) <= IN_FLIGHT * block_nbytes + hidden_nbytes, "the next block has it too"
-    assert min(there[2:]) > (IN_FLIGHT - 1) * block_nbytes
-    assert max(back[2:]) <= (1 + ahead) * block_nbytes + hidden_nbytes
+    limit = MAX_OUTGOING_CALLS * block_nbytes + hidden_nbytes  # the output is the next input
+    assert max(forward) <= limit
+    assert min(forward[2:]) > (MAX_OUTGOING_CALLS - 1) * block_nbytes
+    assert max(backward[2:]) <= (1 + prefetch_blocks) * block_nbytes + hidden_nbytes
     gc.collect()
-    assert mover.alive() == 0, "nothing is held between steps"
+    assert copy_engine.device_nbytes() == 0, "nothing is kept between steps"
     assert offload.counters().on_demand == 0
 
 
-@pytest.mark.parametrize("by", ["policy", "checkpoint"])
+@pytest.mark.parametrize("recomputed_by", ["policy", "checkpoint"])
 @pytest.mark.parametrize("named", [True, False])
-def test_inputs_that_were_sent_end_on_the_device(by, named, told):
-    """Whoever does a block again must not know its inputs by other ways."""
-    model, mover = made(num_blocks=8), Watching()
+def test_device_memory_of_offloaded_inputs_is_freed(recomputed_by, named, told):
+    """Nothing that recomputes a block may keep its inputs alive in another way."""
+    model, copy_engine = build_model(num_blocks=8), WatchingEngine()
     blocks = list(model.blocks)
-    if by == "policy":
-        run_blocks(blocks, ["recompute"] * 8, None)
-        offload = offload_activations(blocks, mover, None, told, SMALL)
+    if recomputed_by == "policy":
+        wrap_blocks(blocks, ["recompute"] * 8, None)
+        offload = offload_activations(blocks, copy_engine, None, told, MIN_NBYTES)
     else:
-        offload = offload_activations([], mover, None, told, SMALL, others=blocks)
+        offload = offload_activations([], copy_engine, None, told, MIN_NBYTES, other_blocks=blocks)
     x = torch.randn(2, 5, 12, requires_grad=True) * 1
     input_nbytes, alive = x.numel() * x.element_size(), []
     for block in blocks:
-        given = ((), {"x": x, "shift": 0.1}) if named else ((x, 0.1), {})
-        call = block if by == "policy" else partial(offload.checkpoint, block)
-        x = call(*given[0], **given[1])
-        del given
-        alive.append(mover.alive())
+        arguments = ((), {"x": x, "shift": 0.1}) if named else ((x, 0.1), {})
+        call = block if recomputed_by == "policy" else partial(offload.checkpoint, block)
+        x = call(*arguments[0], **arguments[1])
+        del arguments
+        alive.append(copy_engine.device_nbytes())
     assert offload.counters().sent == 8
-    assert max(alive) <= IN_FLIGHT * input_nbytes
+    assert max(alive) <= MAX_OUTGOING_CALLS * input_nbytes
     x.sum().backward()
-    assert offload.counters().brought_nbytes == (8 - IN_FLIGHT) * input_nbytes
+    assert offload.counters().fetched_nbytes == (8 - MAX_OUTGOING_CALLS) * input_nbytes
 
 
-def test_blocks_that_are_kept_tell_how_far_a_pass_is(told):
-    """Without them the last offloaded blocks would stay until backward, and come on demand."""
-    mover = Watching()
-    twin, offload = offloaded(made(num_blocks=8), told, [0, 1, 2], mover)
-    there = []
-    twin.blocks[6].register_forward_hook(lambda *_: there.append(mover.alive()))
+def test_other_blocks_show_how_far_a_pass_has_come(told):
+    """Otherwise the last offloaded blocks would stay on the device until backward."""
+    copy_engine = WatchingEngine()
+    twin, offload = offloaded(build_model(num_blocks=8), told, [0, 1, 2], copy_engine)
+    forward = []
+    twin.blocks[6].register_forward_hook(lambda *_: forward.append(copy_engine.device_nbytes()))
     for seed in range(2):
         step(twin, seed)
-    assert there == [0, 0]
+    assert forward == [0, 0]
     assert offload.counters().on_demand == 0
-    assert offload.counters().brought_nbytes == offload.counters().sent_nbytes
+    assert offload.counters().fetched_nbytes == offload.counters().sent_nbytes
 
 
-def test_a_block_is_brought_when_backward_reaches_the_one_after(told):
-    mover = Watching()
-    twin, _ = offloaded(made(num_blocks=6), told, mover=mover)
-    brought = []
+def test_a_block_is_fetched_when_backward_reaches_the_next_one(told):
+    copy_engine = WatchingEngine()
+    twin, _ = offloaded(build_model(num_blocks=6), told, copy_engine=copy_engine)
+    fetched = []
     for index, block in enumerate(twin.blocks):
-        block.b.register_hook(lambda _, index=index: brought.append((index, len(mover.back))))
+        block.b.register_hook(
+            lambda _, index=index: fetched.append((index, len(copy_engine.fetched)))
+        )
     step(twin, 0)
-    counts = dict(brought)
-    assert counts[5] == 0, "the last blocks have not left yet"
+    counts = dict(fetched)
+    assert counts[5] == 0, "the last blocks are still on the device"
     steps = [counts[k] - counts[k + 1] for k in range(4, -1, -1)]
-    assert steps[0] > 0, "with block 4 comes 3"
-    assert steps[-1] == 0, "with block 0 nothing is left to bring"
+    assert steps[0] > 0, "block 3 is fetched with block 4"
+    assert steps[-1] == 0, "nothing is left to fetch at block 0"
 
 
 @pytest.mark.parametrize("when", [2, 3])
-def test_a_tensor_that_is_changed_in_place_is_refused_as_autograd_does(when, told):
-    """In its own block, or in the next while it is leaving."""
-    model = made()
+def test_an_in_place_change_is_refused_as_autograd_does(when, told):
+    """In the tensor's own block, or in the next one while it is copied out."""
+    model = build_model()
     twin, _ = offloaded(model, told)
-    change_what_a_norm_saved(model, when)
+    modify_input_of_norm(model, when)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step(model, 0)
-    hooks = change_what_a_norm_saved(twin, when)
-    with pytest.raises(StreamError, match=r"tensor of \(2, 5, 12\) .* changed in place"):
+    hooks = modify_input_of_norm(twin, when)
+    with pytest.raises(OffloadError, match=r"tensor of shape \(2, 5, 12\) .* changed in place"):
         step(twin, 0)
     for hook in hooks:
         hook.remove()
     gc.collect()
-    assert_same(step(twin, 1), step(made(), 1))
+    assert_same(step(twin, 1), step(build_model(), 1))
 
 
-def test_a_tensor_that_is_changed_when_it_has_left_is_right(told):
-    model = made()
+def test_an_in_place_change_after_the_copy_is_harmless(told):
+    model = build_model()
     twin, _ = offloaded(model, told)
-    change_what_a_norm_saved(twin, when=4)
+    modify_input_of_norm(twin, when=4)
     assert_same(step(twin, 0), step(model, 0))
 
 
-def change_what_a_norm_saved(model, when):
+def modify_input_of_norm(model, when):
     kept = []
 
     def change(module, args, output):

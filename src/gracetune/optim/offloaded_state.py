@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
-    from gracetune.offload.copies import Arrival, CopyEngine
+    from gracetune.offload.copies import PendingCopy, CopyEngine
 
     State = MutableMapping[Tensor, Any]
 
@@ -41,12 +41,12 @@ SLOTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
+class StateOffloadSettings:
     """How state is cut into buckets, and how they move."""
 
     bucket_numel: int = 1 << 25
     """Numbers trained by one bucket: large enough for the link's full speed, also over C2C."""
-    least_nbytes: int = 1 << 14
+    min_nbytes: int = 1 << 14
     """State smaller than this stays on the device."""
     slots: int = SLOTS
     poison: bool = False
@@ -54,7 +54,7 @@ class Travel:
 
     def slots_nbytes(self, counts: Sequence[int], nbytes_each: float) -> int:
         """Device memory that slots will take, for parameters with so many numbers each."""
-        sizes = [sum(counts[i] for i in run) for run in runs(counts, self.bucket_numel)]
+        sizes = [sum(counts[i] for i in run) for run in split_by_numel(counts, self.bucket_numel)]
         return int(min(self.slots, len(sizes)) * max(sizes, default=0) * nbytes_each)
 
 
@@ -63,35 +63,35 @@ class _BucketSlot:
     memory: Tensor
     bucket: Bucket | None = None
     """Whose state is in it, or on its way there."""
-    arrival: Arrival | None = None
-    leaving: Arrival | None = None
+    arrival: PendingCopy | None = None
+    leaving: PendingCopy | None = None
     """The copy out that nobody has waited for."""
 
     def land(self) -> None:
         """Let what is queued from here on come after the copy out."""
         if self.leaving is not None:
-            self.leaving.wait(ahead=True)
+            self.leaving.wait(prefetched=True)
             self.leaving = None
 
 
-class Update:
+class OptimizerStepper:
     """Steps an optimizer; `place` says how much of its state lives in host memory."""
 
     def __init__(
         self,
         optimizer: Optimizer,
-        mover: CopyEngine,
-        nbytes_each: float,
-        travel: Travel | None = None,
+        copy_engine: CopyEngine,
+        nbytes_per_element: float,
+        settings: StateOffloadSettings | None = None,
     ) -> None:
         """`nbytes_each` is what the optimizer keeps for each number that is trained."""
-        self.count = 0
+        self.num_steps = 0
         """Updates made since this was."""
         self._optimizer = optimizer
-        self._mover = mover
-        self._travel = travel or Travel()
-        self._tensors_each = round(nbytes_each / torch.float32.itemsize)
-        self._buckets = divide(optimizer.param_groups, self._travel.bucket_numel)
+        self._mover = copy_engine
+        self._travel = settings or StateOffloadSettings()
+        self._tensors_each = round(nbytes_per_element / torch.float32.itemsize)
+        self._buckets = make_buckets(optimizer.param_groups, self._travel.bucket_numel)
         self._hosted = 0
         """The first so many buckets live in host memory."""
         self._slots: list[_BucketSlot] = []
@@ -107,7 +107,7 @@ class Update:
         """State on the device, and what state passes through there."""
         state = [value for values in self._optimizer.state.values() for value in values.values()]
         whole = sum(value.nbytes for value in state if isinstance(value, Tensor))
-        away = sum(entry.host.nbytes for bucket in self._buckets for entry in bucket.entries)
+        away = sum(entry.host.nbytes for bucket in self._buckets for entry in bucket.tensors)
         return whole - away + self.slots_nbytes
 
     @property
@@ -115,10 +115,10 @@ class Update:
         """Device memory that state passes through."""
         return len(self._slots) * self._slot_nbytes
 
-    def place(self, host_share: float) -> None:
+    def set_host_share(self, host_share: float) -> None:
         """Let at least this share of the state live in host memory, and the rest on the device."""
         assert 0 <= host_share <= 1, f"a share of {host_share}"
-        self.rest()
+        self.synchronize()
         self._slots.clear()
         wanted = host_share * sum(bucket.numel for bucket in self._buckets)
         numel = self._hosted = 0
@@ -146,22 +146,22 @@ class Update:
                 "Go on from the last one with a lower plan.device_memory, or with another "
                 "optimizer."
             ) from error
-        self.count += 1
+        self.num_steps += 1
 
-    def rest(self) -> None:
+    def synchronize(self) -> None:
         """Wait until host memory holds all that the last step left there."""
         for slot in self._slots:
             slot.land()
-        self._mover.waits(CopyStream.STATE_OUT)
+        self._mover.stalls(CopyStream.STATE_OUT)
 
-    def load(self, whole: Mapping[str, Any]) -> None:
+    def load_state_dict(self, whole: Mapping[str, Any]) -> None:
         """What `Optimizer.load_state_dict` does, without bringing to the device what lives in host
         memory."""
-        self.rest()
+        self.synchronize()
         for slot in self._slots:
             slot.bucket = None
         for bucket in self._buckets:
-            bucket.give_up(self._mover)
+            bucket.free_host_memory(self._mover)
         hosted = {p for bucket in self._buckets[: self._hosted] for p in bucket.parameters}
         ours = [p for group in self._optimizer.param_groups for p in group["params"]]
         saved = [index for group in whole["param_groups"] for index in group["params"]]
@@ -169,7 +169,7 @@ class Update:
         large: dict[Parameter, dict[str, Tensor]] = {}
         for index, parameter in zip(saved, ours, strict=True):
             for key, value in whole["state"].get(index, {}).items():
-                if parameter in hosted and is_large(value, self._travel.least_nbytes):
+                if parameter in hosted and is_worth_moving(value, self._travel.min_nbytes):
                     large.setdefault(parameter, {})[key] = value
                 else:
                     stays.setdefault(index, {})[key] = value
@@ -181,9 +181,9 @@ class Update:
 
     def close(self) -> None:
         """Bring nothing back: the state is only good for reading after this."""
-        self.rest()
+        self.synchronize()
         self._slots.clear()
-        self._mover.release()
+        self._mover.close()
 
     @property
     def _slot_nbytes(self) -> int:
@@ -191,13 +191,13 @@ class Update:
 
     def _make_room(self) -> None:
         """Take and let go of what the step will take: it may run out of memory here, not there."""
-        sizes = [bucket.nbytes for bucket in self._buckets if bucket.pieces]
+        sizes = [bucket.nbytes for bucket in self._buckets if bucket.host_pieces]
         largest, count = max(sizes, default=0), min(self._travel.slots, len(sizes))
         if len(self._slots) < count or largest > self._slot_nbytes:
             for slot in self._slots:
                 slot.land()
             self._slots.clear()
-            self._slots = [_BucketSlot(self._mover.device_memory(largest)) for _ in range(count)]
+            self._slots = [_BucketSlot(self._mover.allocate_device(largest)) for _ in range(count)]
         state = self._optimizer.state
         if len(state) == sum(len(bucket.parameters) for bucket in self._buckets):
             return
@@ -214,9 +214,9 @@ class Update:
     @torch.no_grad()
     def _step(self) -> None:
         hosted, resident = self._buckets[: self._hosted], self._buckets[self._hosted :]
-        due = [bucket for bucket in hosted if bucket.due()]
-        new = [bucket for bucket in due if not bucket.pieces]
-        moving = [bucket for bucket in due if bucket.pieces]
+        due = [bucket for bucket in hosted if bucket.has_gradients()]
+        new = [bucket for bucket in due if not bucket.host_pieces]
+        moving = [bucket for bucket in due if bucket.host_pieces]
         # Masters want gradients in fp32 as well: not of all weights at once.
         by_parts = isinstance(self._optimizer, MasterWeights)
         for part in [[bucket] for bucket in resident] if by_parts else [resident]:
@@ -253,17 +253,17 @@ class Update:
         slot.land()
         for piece, place in bucket.spans(slot.memory):
             slot.arrival = self._mover.copy(
-                place, piece, self._travel.poison, lane=CopyStream.STATE_IN
+                place, piece, self._travel.poison, stream=CopyStream.STATE_IN
             )
         slot.bucket = bucket
 
     def _step_in(self, slot: _BucketSlot, bucket: Bucket) -> None:
         """Update a bucket whose state is in a slot, and send the state home."""
         if slot.arrival is not None:
-            slot.arrival.wait(ahead=True)
+            slot.arrival.wait(prefetched=True)
             slot.arrival = None
         state = self._optimizer.state
-        views = [(entry, entry.view(slot.memory)) for entry in bucket.entries]
+        views = [(entry, entry.view(slot.memory)) for entry in bucket.tensors]
         for entry, view in views:
             state[entry.parameter][entry.key] = view
         try:
@@ -275,7 +275,7 @@ class Update:
                     view.copy_(made)
                 state[entry.parameter][entry.key] = entry.host
         for piece, place in bucket.spans(slot.memory):
-            slot.leaving = self._mover.copy(piece, place, poison=False, lane=CopyStream.STATE_OUT)
+            slot.leaving = self._mover.copy(piece, place, poison=False, stream=CopyStream.STATE_OUT)
         if self._send_home(bucket):  # a parameter had its first gradient
             slot.bucket = None
 
@@ -288,14 +288,14 @@ class Update:
             self._optimizer.step()
 
     def _send_home(self, bucket: Bucket) -> bool:
-        return bucket.send_home(self._optimizer.state, self._mover, self._travel.least_nbytes)
+        return bucket.move_to_host(self._optimizer.state, self._mover, self._travel.min_nbytes)
 
     def _bring_back(self, bucket: Bucket) -> None:
         # All of it before any is put in place: the device may have no room for the last one.
-        there = [entry.host.to(self._mover.device, copy=True) for entry in bucket.entries]
-        for entry, tensor in zip(bucket.entries, there, strict=True):
+        there = [entry.host.to(self._mover.device, copy=True) for entry in bucket.tensors]
+        for entry, tensor in zip(bucket.tensors, there, strict=True):
             self._optimizer.state[entry.parameter][entry.key] = tensor
-        bucket.give_up(self._mover)
+        bucket.free_host_memory(self._mover)
 
 
 @contextmanager
@@ -354,32 +354,32 @@ class Bucket:
 
     group: int
     parameters: list[Parameter]
-    entries: list[StateTensor] = field(default_factory=list)
-    pieces: list[Tensor] = field(default_factory=list)
+    tensors: list[StateTensor] = field(default_factory=list)
+    host_pieces: list[Tensor] = field(default_factory=list)
     """Host memory, in the order of the bucket's bytes."""
 
     @property
     def nbytes(self) -> int:
         """Of what rests in host memory."""
-        return sum(len(piece) for piece in self.pieces)
+        return sum(len(piece) for piece in self.host_pieces)
 
     @property
     def numel(self) -> int:
         """Numbers that are trained."""
         return sum(parameter.numel() for parameter in self.parameters)
 
-    def due(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether any of its parameters has a gradient."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def spans(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each piece of host memory, beside its place in a slot."""
         start = 0
-        for piece in self.pieces:
+        for piece in self.host_pieces:
             yield piece, memory[start : start + len(piece)]
             start += len(piece)
 
-    def send_home(self, state: State, mover: CopyEngine, least_nbytes: int) -> bool:
+    def move_to_host(self, state: State, mover: CopyEngine, least_nbytes: int) -> bool:
         """Move what is not in host memory there; whether there was any.
 
         An optimizer makes state when it sees a first gradient, and torch loads it: both come here.
@@ -389,54 +389,54 @@ class Bucket:
             return False
         first = self.nbytes
         offsets, nbytes = _lay_out([tensor for _, _, tensor in homeless])
-        piece = mover.landing_memory(nbytes)
-        self.pieces.append(piece)
+        piece = mover.allocate_pinned(nbytes)
+        self.host_pieces.append(piece)
         arrival = None
         for (parameter, key, tensor), offset in zip(homeless, offsets, strict=True):
             target = piece[offset : offset + tensor.nbytes]
             if tensor.device == mover.device:
                 arrival = mover.copy(
-                    target, _bytes(tensor), poison=False, lane=CopyStream.STATE_OUT
+                    target, _bytes(tensor), poison=False, stream=CopyStream.STATE_OUT
                 )
             else:
                 target.copy_(_bytes(tensor))
             host = target.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
-            self.entries.append(StateTensor(parameter, key, host, first + offset))
+            self.tensors.append(StateTensor(parameter, key, host, first + offset))
             state[parameter][key] = host
         if arrival is not None:
-            arrival.wait(ahead=False)  # memory on the device is given up when this returns
+            arrival.wait(prefetched=False)  # memory on the device is given up when this returns
         return True
 
-    def give_up(self, mover: CopyEngine) -> None:
+    def free_host_memory(self, mover: CopyEngine) -> None:
         """Let host memory go; nobody may have its tensors any more."""
-        for piece in self.pieces:
-            mover.let_go(piece)
-        self.pieces.clear()
-        self.entries.clear()
+        for piece in self.host_pieces:
+            mover.free_host(piece)
+        self.host_pieces.clear()
+        self.tensors.clear()
 
     def _homeless(self, state: State, least_nbytes: int) -> Iterator[tuple[Parameter, str, Tensor]]:
-        at_home = {id(entry.host) for entry in self.entries}
+        at_home = {id(entry.host) for entry in self.tensors}
         for parameter in self.parameters:
             for key, value in state.get(parameter, {}).items():
-                if id(value) not in at_home and is_large(value, least_nbytes):
+                if id(value) not in at_home and is_worth_moving(value, least_nbytes):
                     yield parameter, key, value
 
 
-def is_large(value: object, least_nbytes: int) -> bool:
+def is_worth_moving(value: object, least_nbytes: int) -> bool:
     """Whether something that an optimizer keeps is worth moving: counters and the like are not."""
     return isinstance(value, Tensor) and value.nbytes >= least_nbytes and _is_dense(value)
 
 
-def divide(groups: Sequence[dict[str, Any]], numel: int) -> list[Bucket]:
+def make_buckets(groups: Sequence[dict[str, Any]], numel: int) -> list[Bucket]:
     """Parameters in their order, about so many numbers a bucket."""
     return [
         Bucket(index, group["params"][run.start : run.stop])
         for index, group in enumerate(groups)
-        for run in runs([parameter.numel() for parameter in group["params"]], numel)
+        for run in split_by_numel([parameter.numel() for parameter in group["params"]], numel)
     ]
 
 
-def runs(counts: Sequence[int], numel: int) -> list[range]:
+def split_by_numel(counts: Sequence[int], numel: int) -> list[range]:
     """Where a list is cut so that no part has more than so much, but for one that has it alone."""
     found: list[range] = []
     room = 0

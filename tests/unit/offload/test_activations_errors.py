@@ -1,30 +1,30 @@
-"""What is refused by name, what closing leaves, and blocks that fail, are interrupted or nest."""
+"""Errors of the activation offload, close(), and blocks that fail, are interrupted or nested."""
 
 import copy
 import gc
 
 import pytest
 import torch
-from offloaded_model import SMALL, offloaded
-from streamed_model import assert_same, made, step
+from offloaded_model import MIN_NBYTES, offloaded
+from streamed_model import assert_same, build_model, step
 from torch import nn
 
 from gracetune.offload.activations import OffloadSettings, offload_activations
-from gracetune.offload.copies import StreamError, SynchronousCopyEngine
+from gracetune.offload.copies import OffloadError, SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
 
-def test_backward_after_closing_is_refused(told):
-    twin, offload = offloaded(made(), told)
+def test_backward_after_closing_the_offload_is_refused(told):
+    twin, offload = offloaded(build_model(), told)
     loss = twin(torch.randn(2, 5, 4)).square().mean()
     offload.close()
     offload.close()
-    with pytest.raises(StreamError, match="host memory was given up"):
+    with pytest.raises(OffloadError, match="host memory was freed"):
         loss.backward()
 
 
-def test_closing_leaves_no_trace(told):
-    model = made()
+def test_close_removes_hooks_and_frees_host_memory(told):
+    model = build_model()
     twin, offload = offloaded(model, told)
     step(twin, 0)
     offload.close()
@@ -36,35 +36,35 @@ def test_closing_leaves_no_trace(told):
     copy.deepcopy(twin)
 
 
-def test_closing_inside_a_block_leaves_no_hooks_behind(told):
-    twin, offload = offloaded(made(), told)
+def test_close_inside_a_block_removes_all_hooks(told):
+    twin, offload = offloaded(build_model(), told)
     handle = twin.blocks[2].down.register_forward_pre_hook(lambda module, args: offload.close())
     assert twin(torch.randn(1, 5, 4)).mean().isfinite()
     handle.remove()
     step(twin, 0)
 
 
-def test_the_ring_goes_on_when_the_offload_is_closed(told):
-    model = made()
+def test_the_ring_keeps_working_after_the_offload_is_closed(told):
+    model = build_model()
     twin = copy.deepcopy(model)
-    mover = SynchronousCopyEngine()
-    stream_weights(twin, list(twin.blocks), mover, told, 2, poison=True)
-    offload = offload_activations(list(twin.blocks), mover, None, told, SMALL)
+    copy_engine = SynchronousCopyEngine()
+    stream_weights(twin, list(twin.blocks), copy_engine, told, 2, poison=True)
+    offload = offload_activations(list(twin.blocks), copy_engine, None, told, MIN_NBYTES)
     assert_same(step(twin, 0), step(model, 0))
     offload.close()
     assert_same(step(twin, 1), step(model, 1))
 
 
-def test_a_model_that_is_copied_is_refused(told):
-    twin, _ = offloaded(made(), told)
-    with pytest.raises(StreamError, match="cannot be copied while its activations are offloaded"):
+def test_copying_an_offloaded_model_is_refused(told):
+    twin, _ = offloaded(build_model(), told)
+    with pytest.raises(OffloadError, match="cannot be copied while its activations are offloaded"):
         copy.deepcopy(twin)
 
 
 @pytest.mark.parametrize("where", [0, 3])
-def test_an_interrupt_that_skips_our_hooks_is_recovered_from(where, told):
-    """Modules tell always-called hooks of exceptions, not of interrupts."""
-    model = made()
+def test_an_interrupt_inside_a_block_is_recovered_from(where, told):
+    """torch calls `always_call` hooks after exceptions, but not after interrupts."""
+    model = build_model()
     twin, offload = offloaded(model, told)
 
     def interrupt(module, args, output):
@@ -93,7 +93,7 @@ class SelfCaller(nn.Module):
         return self(x, depth - 1) * self.linear(x) if depth else x
 
 
-def test_a_block_that_calls_itself(told):
+def test_an_offloaded_block_may_call_itself(told):
     torch.manual_seed(0)
     model = nn.Sequential(SelfCaller(), SelfCaller())
     twin = copy.deepcopy(model)
@@ -102,49 +102,49 @@ def test_a_block_that_calls_itself(told):
         SynchronousCopyEngine(),
         None,
         told,
-        SMALL,
+        MIN_NBYTES,
         settings=OffloadSettings(poison=True),
     )
     x = torch.randn(8, 4)
     for each in (model, twin):
         each(x).sum().backward()
-    for mine, reference in zip(twin.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine.grad, reference.grad)
+    for parameter, reference in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter.grad, reference.grad)
     assert offload.counters().sent > 0
 
 
-def test_bad_input(told):
-    model = made()
+def test_invalid_arguments_are_refused(told):
+    model = build_model()
     blocks = list(model.blocks)
 
-    def refused(*args, **kwargs):
-        with pytest.raises(StreamError) as caught:
+    def error_of(*args, **kwargs):
+        with pytest.raises(OffloadError) as caught:
             offload_activations(*args, **kwargs)
         return str(caught.value)
 
-    mover = SynchronousCopyEngine()
-    assert "no blocks to offload" in refused([], mover, None, told)
-    assert "given twice" in refused(blocks, mover, None, told, others=blocks[:1])
-    assert "min_nbytes is 0" in refused(blocks, mover, None, told, 0)
-    compiled = made().blocks[0]
+    copy_engine = SynchronousCopyEngine()
+    assert "called without blocks" in error_of([], copy_engine, None, told)
+    assert "was passed twice" in error_of(blocks, copy_engine, None, told, other_blocks=blocks[:1])
+    assert "min_nbytes is 0" in error_of(blocks, copy_engine, None, told, 0)
+    compiled = build_model().blocks[0]
     compiled.compile(backend="eager")
-    assert "Compile its forward instead" in refused([compiled], mover, None, told)
-    far = OffloadSettings(ahead=0)
-    assert "ahead is 0" in refused(blocks, mover, None, told, settings=far)
+    assert "Compile its forward instead" in error_of([compiled], copy_engine, None, told)
+    no_prefetch = OffloadSettings(prefetch_blocks=0)
+    assert "prefetch_blocks is 0" in error_of(blocks, copy_engine, None, told, settings=no_prefetch)
 
 
-def test_a_block_is_offloaded_or_recomputed_not_both(told):
-    twin, offload = offloaded(made(), told)
-    with pytest.raises(StreamError, match="Block is offloaded already"):
+def test_an_offloaded_block_cannot_be_recomputed_as_well(told):
+    twin, offload = offloaded(build_model(), told)
+    with pytest.raises(OffloadError, match="Block is already offloaded"):
         offload.checkpoint(twin.blocks[0], torch.randn(1, 5, 12))
 
 
-def test_a_block_that_fails_before_our_hook_is_no_end_of_another(told):
-    model = made()
+def test_a_block_that_fails_before_its_hook_does_not_end_another(told):
+    model = build_model()
     twin, offload = offloaded(model, told)
 
     def fail(module, args):
-        raise ArithmeticError("of the user's")
+        raise ArithmeticError("raised by user code")
 
     hook = twin.blocks[3].register_forward_pre_hook(fail, prepend=True)
     with pytest.raises(ArithmeticError):

@@ -1,0 +1,237 @@
+"""Checkpointed blocks give the same numbers, eager or compiled, resident or streamed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gracetune.errors import GracetuneError
+from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
+from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.ring import stream_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+"""Torch's tracer reads attributes that torch warns about."""
+
+WIDTH, HEADS, TOKENS = 16, 2, 32
+MODES = ("keep", "lean", "recompute")
+MIXED = ("keep", "lean", "recompute", "lean", "keep")
+BACKEND = "aot_eager_decomp_partition"
+"""The partitioner of the real compiler, without its code generator."""
+
+
+class Block(nn.Module):
+    """Norm, attention, matmuls, and a trained tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.trained = nn.Parameter(torch.randn(WIDTH) * 0.1)
+
+    def forward(self, x, shift):
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(*heads.chunk(3, dim=1))
+        x = x + mixed.transpose(1, 2).flatten(2) * (1 + self.trained) + shift
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in MIXED)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("trained" in name)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, x.mean())
+        return x
+
+
+def build_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def compiler():
+    notices = []
+    torch._dynamo.reset()
+    compiler = BlockCompiler(notices.append, BACKEND)
+    compiler.notices = notices
+    yield compiler
+    compiler.close()
+    torch._dynamo.reset()
+
+
+def gradients(model):
+    x = torch.linspace(-1, 1, 2 * TOKENS * WIDTH).view(2, TOKENS, WIDTH).sin()
+    loss = model(x).square().mean()
+    loss.backward()
+    found = [loss.detach(), *(block.trained.grad for block in model.blocks)]
+    model.zero_grad()
+    return found
+
+
+def saved_nbytes(model):
+    """Return the bytes that autograd holds after forward, without the weights."""
+    found = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(torch.ones(2, TOKENS, WIDTH))
+    assert out.grad_fn is not None
+    return sum(found.values())
+
+
+def all_equal(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("modes", [MIXED, ("lean",) * 5, ("recompute",) * 5])
+def test_eager_blocks_give_the_same_numbers_bit_for_bit(modes):
+    expected = gradients(build_model())
+    model = build_model()
+    wrap_blocks(model.blocks, modes, None)
+    assert all_equal(gradients(model), expected)
+    assert all_equal(gradients(model), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_blocks_give_the_same_numbers_and_share_their_graphs(mode, compiler):
+    expected = gradients(build_model())
+    model = build_model()
+    wrap_blocks(model.blocks, [mode] * 5, compiler)
+    for ours, theirs in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    # The first block's input needs no gradient, the others' does: two graphs, forward and backward.
+    assert compiler.notices == []
+    assert compiler.graphs == 4
+    assert compiler.seconds > 0
+    gradients(model)
+    assert compiler.graphs == 4
+
+
+def test_each_mode_saves_less_than_the_one_before(compiler):
+    sizes = []
+    for mode in MODES:
+        model = build_model()
+        wrap_blocks(model.blocks, [mode] * 5, compiler)
+        sizes.append(saved_nbytes(model))
+    keep, lean, recompute = sizes
+    assert compiler.notices == []
+    assert recompute < lean < keep
+
+
+@pytest.mark.parametrize("modes", [("keep",) * 5, ("lean",) * 5, ("recompute",) * 5, MIXED])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_streamed_blocks_equal_resident_ones_bit_for_bit(modes, compiled, compiler):
+    chosen_compiler = compiler if compiled else None
+    resident = build_model()
+    wrap_blocks(resident.blocks, modes, chosen_compiler)
+    expected = gradients(resident)
+    model = build_model()
+    streamed = [model.blocks[index] for index in (0, 1, 3, 4)]
+    ring = stream_weights(model, streamed, SynchronousCopyEngine(), print, slots=2, poison=True)
+    wrap_blocks(model.blocks, modes, chosen_compiler, ring)
+    for _ in range(3):
+        assert all_equal(gradients(model), expected)
+    assert compiler.notices == []
+    counters = ring.counters()
+    assert counters.on_demand == 0
+    assert counters.extra_slots == 0
+    assert counters.fetches > 3 * len(streamed)
+
+
+def test_sampling_runs_blocks_eagerly(compiler):
+    model = build_model()
+    wrap_blocks(model.blocks, ["lean"] * 5, compiler)
+    with torch.no_grad():
+        out = model(torch.ones(1, TOKENS, WIDTH))
+        assert torch.equal(out, build_model()(torch.ones(1, TOKENS, WIDTH)))
+    assert compiler.graphs == 0
+
+
+def test_too_many_shapes_stop_compilation_with_a_warning():
+    notices = []
+    torch._dynamo.reset()
+    compiler = BlockCompiler(notices.append, BACKEND, max_graphs=2)
+    model = build_model()
+    wrap_blocks(model.blocks, ["keep"] * 5, compiler)
+    for tokens in (4, 6, 8):
+        out = model(torch.ones(1, tokens, WIDTH))
+        torch.testing.assert_close(out, build_model()(torch.ones(1, tokens, WIDTH)))
+    compiler.close()
+    torch._dynamo.reset()
+    (notice,) = notices
+    assert notice.fallback
+    assert "blocks run eagerly from now on" in notice.text
+
+
+@pytest.mark.parametrize(
+    ("mode", "failing"),
+    [*((mode, "compiler") for mode in MODES), ("lean", "model"), ("recompute", "model")],
+)
+def test_streamed_blocks_that_cannot_be_compiled_use_weights_on_the_device(mode, failing):
+    """Also while they are recomputed, which does not go through the block's hooks."""
+
+    def broken(*_):
+        raise RuntimeError("no compiler here")
+
+    expected, notices, weight_types = gradients(build_model()), [], set()
+    torch._dynamo.reset()
+    compiler = BlockCompiler(notices.append, broken if failing == "compiler" else BACKEND)
+    model = build_model()
+    ring = stream_weights(model, list(model.blocks), SynchronousCopyEngine(), notices.append, 2)
+    wrap_blocks(model.blocks, [mode] * 5, compiler, ring)
+
+    def inspect(layer, _):
+        weight_types.add(type(layer.weight))
+        if failing == "model":
+            torch._dynamo.graph_break()
+
+    for block in model.blocks:
+        block.up.register_forward_pre_hook(inspect)
+    for _ in range(2):
+        assert all_equal(gradients(model), expected)
+    assert weight_types == {torch.Tensor}, "weights in host memory are parameters"
+    compiler.close()
+    torch._dynamo.reset()
+    (notice,) = notices
+    assert notice.fallback
+    assert ("no compiler here" in notice.text) == (mode == "keep")
+
+
+def test_graph_breaks_are_reported_once_and_give_the_same_numbers(compiler):
+    expected, model = gradients(build_model()), build_model()
+    wrap_blocks(model.blocks, ["keep"] * 5, compiler)
+    for block in model.blocks:
+        block.up.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break("by a hook"))
+    for _ in range(2):
+        for ours, theirs in zip(gradients(model), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    (notice,) = compiler.notices
+    assert notice.fallback
+    assert notice.text.startswith(
+        "blocks are compiled in several parts (graph breaks), which is slower: "
+    )
+    assert "graph_break" in notice.text
+
+
+def test_close_restores_the_original_forward():
+    model = build_model()
+    wrapped = wrap_blocks(model.blocks, ["recompute"] * 5, None)
+    with pytest.raises(GracetuneError, match="is already wrapped"):
+        wrap_blocks(model.blocks, ["keep"] * 5, None)
+    wrapped.close()
+    assert all_equal(gradients(model), gradients(build_model()))
+    assert "forward" not in model.blocks[0].__dict__
