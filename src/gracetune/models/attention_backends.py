@@ -1,7 +1,14 @@
-"""The attention backend, by the names that run files use.
+"""Set the attention backend of a transformer, and find the fastest one by measuring.
 
-What is not installed is refused by name. A backend that the model's attention would ignore is
-refused too: diffusers accepts it without a word.
+`model.attention_mechanism` names a backend of diffusers' attention dispatcher. One that is not
+installed, or that the model would silently ignore, is refused.
+
+To find the fastest, `AttentionRecorder` records the attention calls of a real pass of the model,
+and `time_attention` runs the heaviest of them forward and backward with every installed backend. A
+backend that fails, has no backward, or gives other results than torch's default is left out; so is
+one that fails on a call that was not timed, such as those of other buckets. `math` and `flex` are
+not tried: the first keeps every attention score, the second is fast only after a compilation that
+takes longer than all other measurements together.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     Stopwatch = Callable[[Callable[[], object], int], float]
-    """Seconds of one of so many repetitions."""
+    """A function of (work, repeats) that returns the seconds of one repeat."""
 
 
 BACKENDS = {
@@ -47,43 +54,44 @@ BACKENDS = {
     "sage": "sage",
     "xformers": "xformers",
 }
+"""Name in a run file -> name in diffusers' dispatcher."""
 TORCH_DEFAULT = ("auto", "sdpa")
-"""What torch does on its own; `auto` is measured later, on a GPU, by what the model asks for."""
+"""Names that leave the choice to torch. `auto` is measured later, on a GPU."""
 
 
 def set_attention_backend(transformer: nn.Module, name: str) -> None:
-    """Switch the transformer to this backend, or say why it cannot be."""
+    """Switch the transformer to a backend by its name in a run file, or raise ConfigError."""
     if name in TORCH_DEFAULT:
         return
     if name not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
-        raise ConfigError(f"model.attention_mechanism {name!r} is not known. Known: {known}.")
+        raise ConfigError(f"model.attention_mechanism is {name!r}; it must be one of {known}.")
     try:
         backend = find_backend(name)
     except (RuntimeError, ImportError) as error:
         raise ConfigError(
-            f"model.attention_mechanism {name!r} cannot be used here: {error} "
+            f"model.attention_mechanism is {name!r}, which cannot be used here: {error} "
             "Set it to auto or sdpa."
         ) from error
     if not switch_backend(transformer, backend):
         raise ConfigError(
             f"model.attention_mechanism is {name!r}, but {type(transformer).__name__} does not use "
-            "diffusers' attention dispatcher; set it to auto or sdpa."
+            "diffusers' attention dispatcher. Set it to auto or sdpa."
         )
 
 
 def find_backend(name: str) -> AttentionBackendName:
-    """diffusers' own name; an error where what it needs is not installed."""
+    """Return diffusers' name of a backend. Raises if a package that it needs is missing."""
     backend = AttentionBackendName(BACKENDS[name])
     _check_attention_backend_requirements(backend)
     return backend
 
 
 def switch_backend(transformer: nn.Module, backend: AttentionBackendName) -> int:
-    """Give this backend to all attention that takes one; gives how many did.
+    """Set the backend of all attention processors that have one, and return their number.
 
-    diffusers' own `set_attention_backend` would make it the default of the whole process too, for
-    encoders and for runs to come.
+    diffusers' own `set_attention_backend` would also change the default of the whole process, and
+    with it the encoders and later runs.
     """
     processors = dispatched_processors(transformer)
     for processor in processors:
@@ -92,26 +100,16 @@ def switch_backend(transformer: nn.Module, backend: AttentionBackendName) -> int
 
 
 def dispatched_processors(transformer: nn.Module) -> list[Any]:
-    """The attention processors that go through diffusers' dispatcher."""
+    """Return the attention processors that use diffusers' dispatcher."""
     if not isinstance(transformer, ModelMixin):
         return []
     return [p for p in transformer.attn_processors.values() if "_attention_backend" in dir(p)]
 
 
-# ------------------------------------------------------------------------------------------
-# The fastest attention backend for what a model really asks for, forward and backward.
-#
-# The calls are seen in a pass of the model itself. Each backend of diffusers' dispatcher that is
-# installed does them; what fails, has no backward, or gives other numbers than torch's own choice
-# is
-# left out. So is what cannot do a call that was not timed, such as those of other buckets. `math`
-# and
-# `flex` are not tried: one keeps every score, the other is only fast after a compilation that takes
-# longer than all of this.
-
+# Finding the fastest backend
 
 BASELINE = "sdpa"
-"""torch's own choice: what the others are compared with, and what stays where none is faster."""
+"""Torch's default. Other backends are compared with it, and it stays if none is clearly faster."""
 CANDIDATES = (
     BASELINE,
     "cudnn",
@@ -124,22 +122,22 @@ CANDIDATES = (
 )
 MAX_REPEATS = 4
 TIMING_SECONDS = 2.0
-"""For all backends together: what is slow is repeated less."""
+"""Time for all measurements together. A slow backend is repeated less often."""
 MAX_QUERY_NUMEL = 1 << 26
-"""Of queries: a longer sequence is timed with fewer heads, which are all alike."""
+"""Elements of the largest query that is timed. A larger one is timed with fewer heads."""
 MAX_TIMED_CALLS = 3
-"""Kinds of calls that are timed: those with most work."""
+"""Number of different calls that are timed, heaviest first."""
 TOLERANCE = 0.02
-"""Relative, of outputs and gradients: bf16 differs by a fifth of it from kernel to kernel."""
+"""Largest relative difference of outputs and gradients. bf16 kernels differ by a fifth of it."""
 MAX_RELATIVE_TIME = 0.97
-"""Of the time of torch's own choice: what another must stay below."""
+"""A backend is clearly faster if it takes less than this share of the baseline's time."""
 KERNEL_ERRORS = (RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
-"""What kernels raise that do not fit a shape, a type or a device."""
+"""What kernels raise for a shape, type or device that they do not support."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """One kind of call, as the dispatcher takes it: samples, tokens, heads, width."""
+    """One kind of attention call. Shapes are (batch, tokens, heads, head width)."""
 
     query: tuple[int, int, int, int]
     key: tuple[int, int, int, int]
@@ -150,7 +148,7 @@ class AttentionCall:
 
     @property
     def work(self) -> int:
-        """In products of numbers."""
+        """Number of multiplications in query times key."""
         batch, queries, heads, width = self.query
         return batch * heads * queries * self.key[1] * width
 
@@ -162,20 +160,22 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class BackendTiming:
-    """What one backend took for all the calls of a pass, there and back; or why it is left out."""
+    """The time of one backend for the attention calls of a pass."""
 
     name: str
     seconds: float
+    """Forward and backward of all calls. Infinite if the backend is left out."""
     reason: str = ""
+    """The reason why the backend is left out; empty if it is not."""
 
 
 class AttentionRecorder(TorchFunctionMode):
-    """Notes what attention a model asks torch for while this is entered."""
+    """Context manager that records the attention calls of a model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[object] = Counter()
-        self.asked: dict[object, AttentionCall] = {}
+        self.calls: dict[object, AttentionCall] = {}
 
     def __torch_function__(
         self,
@@ -184,23 +184,23 @@ class AttentionRecorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """All calls go on as they are."""
-        given = dict(kwargs or {})
+        """Record attention calls; run every call unchanged."""
+        options = dict(kwargs or {})
         if func is scaled_dot_product_attention:
-            self._note(*args, **given)
-        return func(*args, **given)
+            self._record(*args, **options)
+        return func(*args, **options)
 
     def heaviest_calls(self) -> list[tuple[AttentionCall, int]]:
-        """The kinds of calls that matter, and how often each is made."""
-        every = [(asked, self.counts[kind]) for kind, asked in self.asked.items()]
-        return sorted(every, key=lambda one: -one[0].work * one[1])[:MAX_TIMED_CALLS]
+        """Return the calls with the most work in total, and how often each was made."""
+        counted = [(call, self.counts[kind]) for kind, call in self.calls.items()]
+        return sorted(counted, key=lambda item: -item[0].work * item[1])[:MAX_TIMED_CALLS]
 
     def other_calls(self, calls: Sequence[tuple[AttentionCall, int]]) -> list[AttentionCall]:
-        """Every other kind, however little work it is."""
-        known = [asked for asked, _ in calls]
-        return [asked for asked in self.asked.values() if asked not in known]
+        """Return all recorded calls that are not among `calls`."""
+        known = [call for call, _ in calls]
+        return [call for call in self.calls.values() if call not in known]
 
-    def _note(
+    def _record(
         self,
         query: Tensor,
         key: Tensor,
@@ -217,16 +217,16 @@ class AttentionRecorder(TorchFunctionMode):
         mask_shape = None if attn_mask is None else attn_mask.shape
         kind = (query.shape, key.shape, dtype, mask_shape, scale, is_causal)
         self.counts[kind] += 1
-        if kind not in self.asked:
-            self.asked[kind] = AttentionCall(
-                _by_tokens(query), _by_tokens(key), dtype, attn_mask, scale, is_causal
+        if kind not in self.calls:
+            self.calls[kind] = AttentionCall(
+                _dispatcher_shape(query), _dispatcher_shape(key), dtype, attn_mask, scale, is_causal
             )
 
 
 def time_attention(
     calls: Sequence[tuple[AttentionCall, int]], device: torch.device, stopwatch: Stopwatch
 ) -> list[BackendTiming]:
-    """Every backend that is worth a try, fastest first, torch's own among them."""
+    """Time every candidate on the calls, and return the timings, fastest first."""
     usable: dict[str, AttentionBackendName] = {}
     timings = []
     for name in CANDIDATES:
@@ -236,12 +236,12 @@ def time_attention(
             timings.append(BackendTiming(name, inf, "not installed"))
     seconds = dict.fromkeys(usable, 0.0)
     reasons: dict[str, str] = {}
-    for asked, count in calls:
-        trial = BackendTrial(asked, device, stopwatch, TIMING_SECONDS / len(calls) / len(usable))
+    for call, count in calls:
+        trial = BackendTrial(call, device, stopwatch, TIMING_SECONDS / len(calls) / len(usable))
         for name, backend in usable.items():
             if name not in reasons:
-                taken, reason = trial.time_backend(backend)
-                seconds[name] += count * taken
+                call_seconds, reason = trial.time_backend(backend)
+                seconds[name] += count * call_seconds
                 reasons |= {name: reason} if reason else {}
     timings += [
         BackendTiming(n, inf if n in reasons else s, reasons.get(n, "")) for n, s in seconds.items()
@@ -250,136 +250,142 @@ def time_attention(
 
 
 def fastest(timings: Sequence[BackendTiming]) -> str:
-    """torch's own choice, unless another is clearly faster.
+    """Return the fastest backend: the baseline unless another one is clearly faster.
 
-    Where that one could not be timed, no other was compared with it either.
+    If the baseline could not be timed, no other backend was compared with it, so it stays.
     """
-    own = next(timing for timing in timings if timing.name == BASELINE)
+    baseline = next(timing for timing in timings if timing.name == BASELINE)
     best = min(timings, key=lambda timing: timing.seconds)
-    faster = isfinite(own.seconds) and best.seconds < MAX_RELATIVE_TIME * own.seconds
+    faster = isfinite(baseline.seconds) and best.seconds < MAX_RELATIVE_TIME * baseline.seconds
     return best.name if faster else BASELINE
 
 
 def drop_incapable_backends(
     timings: Sequence[BackendTiming],
-    others: Callable[[], Sequence[AttentionCall]],
+    other_calls: Callable[[], Sequence[AttentionCall]],
     device: torch.device,
     stopwatch: Stopwatch,
 ) -> list[BackendTiming]:
-    """Leave out the fastest as long as it cannot do all calls that were not timed.
+    """Leave out the fastest backend while it fails on one of the calls that were not timed.
 
-    Where torch's own choice is the fastest nobody asks for `others`, which take passes to find.
+    `other_calls` runs more passes of the model to find these calls, so it is not called if the
+    baseline is the fastest.
     """
     kept = list(timings)
     while (name := fastest(kept)) != BASELINE:
-        reason = next(
-            filter(None, (why_unusable(name, a, device, stopwatch) for a in others())), ""
-        )
+        reasons = (why_unusable(name, call, device, stopwatch) for call in other_calls())
+        reason = next(filter(None, reasons), "")
         if not reason:
             break
         kept = [replace(t, seconds=inf, reason=reason) if t.name == name else t for t in kept]
     return kept
 
 
-def why_unusable(
-    name: str, asked: AttentionCall, device: torch.device, stopwatch: Stopwatch
-) -> str:
-    """Why a backend cannot stand in for torch's own choice here; empty: it can."""
-    trial = BackendTrial(asked, device, stopwatch, seconds=0.0)
-    reason = (
-        trial.time_backend(find_backend(BASELINE))[1] or trial.time_backend(find_backend(name))[1]
-    )
-    return f"{reason}, for {asked}" if reason else ""
+def why_unusable(name: str, call: AttentionCall, device: torch.device, stopwatch: Stopwatch) -> str:
+    """Return why a backend cannot replace the baseline for a call; empty if it can."""
+    trial = BackendTrial(call, device, stopwatch, seconds=0.0)
+    _, reason = trial.time_backend(find_backend(BASELINE))
+    if not reason:
+        _, reason = trial.time_backend(find_backend(name))
+    return f"{reason}, for {call}" if reason else ""
 
 
 class BackendTrial:
-    """One kind of call, done by one backend after the other; torch's own comes first."""
+    """Random inputs for one attention call, on which backends are timed and compared.
+
+    The first backend that is timed must be the baseline: its results are the reference.
+    """
 
     def __init__(
-        self, asked: AttentionCall, device: torch.device, stopwatch: Stopwatch, seconds: float
+        self, call: AttentionCall, device: torch.device, stopwatch: Stopwatch, seconds: float
     ) -> None:
-        self._asked = asked
+        self._attention = call
         self._stopwatch = stopwatch
         self._seconds = seconds
-        batch, queries, heads, width = asked.query
-        fewer = max(1, min(heads, MAX_QUERY_NUMEL // (batch * queries * width)))
-        if asked.mask is not None or asked.key[2] != heads:
-            fewer = heads  # a mask, or keys that heads share, would have to be cut as well
-        self._part = heads / fewer
+        batch, queries, heads, width = call.query
+        timed_heads = max(1, min(heads, MAX_QUERY_NUMEL // (batch * queries * width)))
+        if call.mask is not None or call.key[2] != heads:
+            timed_heads = heads  # a mask, or keys shared by heads, would have to be cut as well
+        self._scale = heads / timed_heads
         generator = torch.Generator(device).manual_seed(0)
-        shapes = [(batch, tokens, fewer, width) for tokens in (queries, asked.key[1], asked.key[1])]
+        shapes = [
+            (batch, tokens, timed_heads, width) for tokens in (queries, call.key[1], call.key[1])
+        ]
 
-        def numbers(shape: tuple[int, ...]) -> Tensor:
+        def random(shape: tuple[int, ...]) -> Tensor:
             drawn = torch.randn(shape, generator=generator, device=device)
-            return drawn.to(asked.dtype)
+            return drawn.to(call.dtype)
 
-        if asked.key[2] != heads:
-            shapes[1:] = [asked.key, asked.key]
-        self._leaves = [numbers(shape).requires_grad_() for shape in shapes]
-        self._grad = numbers(shapes[0])
-        self._expected: list[Tensor] | None = None
+        if call.key[2] != heads:
+            shapes[1:] = [call.key, call.key]
+        self._qkv = [random(shape).requires_grad_() for shape in shapes]
+        self._grad = random(shapes[0])
+        self._reference: list[Tensor] | None = None
 
     def time_backend(self, backend: AttentionBackendName) -> tuple[float, str]:
-        """Seconds of one call there and back, or why it does not count."""
+        """Return the seconds of one forward and backward pass, or the reason to leave it out."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch explains at length why a kernel is not it
-                found = self._call(backend)
-                if self._expected is None:
-                    self._expected = found
-                elif not _agree(found, self._expected):
-                    return 0.0, "other numbers"
-                once = self._stopwatch(lambda: self._call(backend), 1)
-                repeats = min(MAX_REPEATS, int(self._seconds / max(once, 1e-9)))
-                taken = self._stopwatch(lambda: self._call(backend), repeats) if repeats else once
+                warnings.simplefilter("ignore")  # torch explains at length why it skips a kernel
+                results = self._run(backend)
+                if self._reference is None:
+                    self._reference = results
+                elif not _agree(results, self._reference):
+                    return 0.0, "results differ from sdpa"
+                seconds = self._stopwatch(lambda: self._run(backend), 1)
+                repeats = min(MAX_REPEATS, int(self._seconds / max(seconds, 1e-9)))
+                if repeats:
+                    seconds = self._stopwatch(lambda: self._run(backend), repeats)
         except torch.OutOfMemoryError:
-            if self._expected is None:  # torch's own call: nobody was measured
+            if self._reference is None:  # even the baseline does not fit: nothing was measured
                 raise
-            return 0.0, "it takes more memory than there is"
+            return 0.0, "out of memory"
         except KERNEL_ERRORS as error:
             return 0.0, (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return taken * self._part, ""
+        return seconds * self._scale, ""
 
-    def _call(self, backend: AttentionBackendName) -> list[Tensor]:
+    def _run(self, backend: AttentionBackendName) -> list[Tensor]:
+        """Return the output and the gradients of query, key and value."""
         out: Tensor = dispatch_attention_fn(
-            *self._leaves,
-            attn_mask=self._asked.mask,
-            is_causal=self._asked.causal,
-            scale=self._asked.scale,
-            enable_gqa=self._asked.key[2] != self._asked.query[2],
+            *self._qkv,
+            attn_mask=self._attention.mask,
+            is_causal=self._attention.causal,
+            scale=self._attention.scale,
+            enable_gqa=self._attention.key[2] != self._attention.query[2],
             backend=backend,
         )
-        return [out.detach(), *torch.autograd.grad(out, self._leaves, self._grad)]
+        return [out.detach(), *torch.autograd.grad(out, self._qkv, self._grad)]
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """By the device's own events, or by the clock where work is done when a call returns."""
+    """Return a stopwatch that uses CUDA events on a GPU and the clock elsewhere."""
 
     def by_events(work: Callable[[], object], repeats: int) -> float:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
         for _ in range(repeats):
             work()
-        ended.record()
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3 / repeats
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / repeats
 
     def by_clock(work: Callable[[], object], repeats: int) -> float:
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(repeats):
             work()
-        return (time.perf_counter() - began) / repeats
+        return (time.perf_counter() - start) / repeats
 
     return by_events if device.type == "cuda" else by_clock
 
 
-def _by_tokens(tensor: Tensor) -> tuple[int, int, int, int]:
+def _dispatcher_shape(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Return a shape in the dispatcher's order; torch puts heads before tokens."""
     batch, heads, tokens, width = tensor.shape
     return batch, tokens, heads, width
 
 
-def _agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def _agree(results: Sequence[Tensor], reference: Sequence[Tensor]) -> bool:
     return all(
-        bool((one.float() - other.float()).norm() <= TOLERANCE * other.float().norm())
-        for one, other in zip(found, expected, strict=True)
+        bool((a.float() - b.float()).norm() <= TOLERANCE * b.float().norm())
+        for a, b in zip(results, reference, strict=True)
     )

@@ -1,4 +1,15 @@
-"""Attention of the models we know, each by a processor that reads memory less often."""
+"""Replace diffusers' attention processors by faster ones that compute the same numbers.
+
+The fused processors save passes over memory in two ways:
+
+- RoPE. diffusers rotates the even and the odd element of each pair separately. Compiled, these are
+  strided passes that take longer than the norm before them. `apply_rotary_emb` computes
+  `x * cos + neighbour * (+-sin)`: the same products and sums in one contiguous pass.
+- LoRA. Query, key and value projections read the same input; their LoRA matmuls are fused where
+  that is possible, so that the input is read once.
+
+`contiguous_grad` works around a bug in torch's cuDNN attention; see there.
+"""
 
 from __future__ import annotations
 
@@ -28,156 +39,39 @@ IMAGE_PROJECTIONS = ("to_q", "to_k", "to_v")
 TEXT_PROJECTIONS = ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
-class _TwoStreams:
-    """The LoRA layers of each stream's queries, keys and values as one, where they can be."""
+def use_fused_processors(transformer: nn.Module, undo: ExitStack | None = None) -> int:
+    """Replace the processors that have a fused version, and return how many were replaced.
 
-    shared_image: SharedInputLora | None = None
-    shared_text: SharedInputLora | None = None
-
-    def share(self, attn: Any) -> None:
-        """Look which of its layers can compute together."""
-        self.shared_image = fuse_shared_input(
-            [attn.get_submodule(name) for name in IMAGE_PROJECTIONS]
-        )
-        if attn.added_kv_proj_dim is not None:
-            self.shared_text = fuse_shared_input(
-                [attn.get_submodule(name) for name in TEXT_PROJECTIONS]
-            )
-
-
-class FusedFluxAttnProcessor(_TwoStreams, FluxAttnProcessor):  # type: ignore[misc]
-    """As diffusers', where queries are rotated; everything else is left to it."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Of a single block the text is a part of what it is given; of a double one beside it."""
-        if image_rotary_emb is None or attn.fused_projections:
-            plain: Tensor | tuple[Tensor, Tensor] = super().__call__(
-                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-            )
-            return plain
-        width = attn.head_dim
-        query, key, value = _heads(attn, IMAGE_PROJECTIONS, self.shared_image, hidden_states, width)
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        if encoder_hidden_states is not None:
-            of_text = _heads(attn, TEXT_PROJECTIONS, self.shared_text, encoder_hidden_states, width)
-            query = torch.cat([attn.norm_added_q(of_text[0]), query], dim=1)
-            key = torch.cat([attn.norm_added_k(of_text[1]), key], dim=1)
-            value = torch.cat([of_text[2], value], dim=1)
-        cosines, sines = (table[None, :, None] for table in image_rotary_emb)
-        mixed = _attend(
-            self,
-            (apply_rotary_emb(query, cosines, sines), apply_rotary_emb(key, cosines, sines), value),
-            attention_mask,
-        )
-        if encoder_hidden_states is None:
-            return mixed
-        length = encoder_hidden_states.shape[1]
-        drawn = attn.to_out[1](attn.to_out[0](mixed[:, length:].contiguous()))
-        return drawn, attn.to_add_out(mixed[:, :length].contiguous())
-
-
-class FusedQwenAttnProcessor(_TwoStreams, QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
-    """As diffusers', where queries are rotated; everything else is left to it."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_hidden_states_mask: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The picture's part and the text's."""
-        if image_rotary_emb is None or encoder_hidden_states is None or attention_mask is not None:
-            plain: tuple[Tensor, Tensor] = super().__call__(
-                attn,
-                hidden_states,
-                encoder_hidden_states,
-                encoder_hidden_states_mask,
-                attention_mask,
-                image_rotary_emb,
-            )
-            return plain
-        width = attn.inner_dim // attn.heads
-        picture = _heads(attn, IMAGE_PROJECTIONS, self.shared_image, hidden_states, width)
-        text = _heads(attn, TEXT_PROJECTIONS, self.shared_text, encoder_hidden_states, width)
-        of_picture, of_text = (_tables(numbers) for numbers in image_rotary_emb)
-        query, key = (
-            torch.cat(
-                [apply_rotary_emb(norm_text(t), *of_text), apply_rotary_emb(norm(p), *of_picture)],
-                dim=1,
-            )
-            for norm_text, t, norm, p in (
-                (attn.norm_added_q, text[0], attn.norm_q, picture[0]),
-                (attn.norm_added_k, text[1], attn.norm_k, picture[1]),
-            )
-        )
-        value = torch.cat([text[2], picture[2]], dim=1)
-        mask = None
-        if encoder_hidden_states_mask is not None:
-            drawn = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2])
-            mask = torch.cat([encoder_hidden_states_mask, drawn], dim=1)[:, None, None]
-        mixed = _attend(self, (query, key, value), mask)
-        length = encoder_hidden_states.shape[1]
-        out = attn.to_out[0](mixed[:, length:].contiguous())
-        for more in attn.to_out[1:]:
-            out = more(out)
-        return out, attn.to_add_out(mixed[:, :length].contiguous())
-
-
-def _heads(
-    attn: Any, names: tuple[str, ...], shared: SharedInputLora | None, x: Tensor, width: int
-) -> list[Tensor]:
-    """Queries, keys and values of one stream."""
-    given = [attn.get_submodule(name)(x) for name in names] if shared is None else shared(x)
-    return [one.unflatten(-1, (-1, width)) for one in given]
-
-
-def _tables(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Complex numbers of length one as cosines and sines, each twice, once a neighbour."""
-    cosines, sines = torch.view_as_real(numbers)[:, None].repeat_interleave(2, dim=-2).unbind(-1)
-    return cosines, sines
-
-
-def _attend(processor: Any, joint: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> Tensor:
-    mixed: Tensor = dispatch_attention_fn(
-        *joint,
-        attn_mask=mask,
-        dropout_p=0.0,
-        is_causal=False,
-        backend=processor._attention_backend,
-        parallel_config=processor._parallel_config,
-    )
-    return mixed.flatten(2, 3).to(joint[0].dtype)
-
-
-# ------------------------------------------------------------------------------------------
-# Wan's self-attention with fewer passes over memory, for the same numbers.
-#
-# diffusers writes the even and the odd half of each pair separately; compiled, those are strided
-# passes over memory that take longer than the norm beside them. Here a pair is the number times a
-# cosine plus its neighbour times a sine: the same products and sums, one contiguous pass. And a
-# LoRA
-# on queries, keys and values reads what they share once.
+    Call it after `fuse_lora`, if that is used. Callbacks that restore the old processors are pushed
+    onto `undo`.
+    """
+    count = 0
+    for module in transformer.modules():
+        if not isinstance(module, WanAttention | FluxAttention | Attention):
+            continue
+        original = module.processor
+        if type(original) not in FUSED_PROCESSORS:
+            continue
+        fused = FUSED_PROCESSORS[type(original)]()
+        fused._attention_backend = original._attention_backend
+        fused._parallel_config = original._parallel_config
+        fused.share_inputs(module)
+        module.set_processor(fused)
+        if undo is not None:
+            undo.callback(module.set_processor, original)
+        count += 1
+    return count
 
 
 class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
-    """As diffusers', where a query is rotated; everything else is left to it."""
+    """Wan's self-attention, fused. Everything else is left to diffusers' processor."""
 
-    shared: SharedInputLora | None = None
-    """The LoRA layers of queries, keys and values as one, where they can be."""
+    shared_qkv: SharedInputLora | None = None
+    """The fused LoRA of query, key and value, if these layers can be fused."""
 
-    def share(self, attn: Any) -> None:
-        """Look which of its layers can compute together."""
-        self.shared = fuse_shared_input([attn.to_q, attn.to_k, attn.to_v])
+    def share_inputs(self, attn: Any) -> None:
+        """Fuse the LoRA layers that read the same input, where possible."""
+        self.shared_qkv = _fuse_lora(attn, IMAGE_PROJECTIONS)
 
     def __call__(
         self,
@@ -187,16 +81,18 @@ class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Attention of tokens to each other."""
+        """Return the attention of the tokens to each other."""
         if rotary_emb is None or encoder_hidden_states is not None or attn.fused_projections:
-            plain: Tensor = super().__call__(
+            original: Tensor = super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
             )
-            return plain
-        if self.shared is None:
-            query, key, value = (give(hidden_states) for give in (attn.to_q, attn.to_k, attn.to_v))
+            return original
+        if self.shared_qkv is None:
+            query, key, value = (
+                layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v)
+            )
         else:
-            query, key, value = self.shared(hidden_states)
+            query, key, value = self.shared_qkv(hidden_states)
         heads = (attn.heads, -1)
         mixed: Tensor = dispatch_attention_fn(
             apply_rotary_emb(attn.norm_q(query).unflatten(2, heads), *rotary_emb),
@@ -213,16 +109,115 @@ class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
         return dropped
 
 
-def apply_rotary_emb(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Pairs of neighbours turned by their angles, which tables hold twice, once a neighbour."""
-    neighbours = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
-    # Made on the device: a list of numbers would be copied there, and the host would wait for it.
-    signs = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32) % 2 * 2 - 1
-    return (x * cosines + neighbours * (sines * signs)).type_as(x)
+class _TwoStreamProcessor:
+    """Fused LoRA layers of the image stream and of the text stream."""
+
+    shared_image: SharedInputLora | None = None
+    shared_text: SharedInputLora | None = None
+
+    def share_inputs(self, attn: Any) -> None:
+        """Fuse the LoRA layers that read the same input, where possible."""
+        self.shared_image = _fuse_lora(attn, IMAGE_PROJECTIONS)
+        if attn.added_kv_proj_dim is not None:
+            self.shared_text = _fuse_lora(attn, TEXT_PROJECTIONS)
 
 
-# ------------------------------------------------------------------------------------------
-# Attention of the models we know, each by a processor that reads memory less often.
+class FusedFluxAttnProcessor(_TwoStreamProcessor, FluxAttnProcessor):  # type: ignore[misc]
+    """Flux's attention with RoPE, fused. Everything else is left to diffusers' processor."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the attention output; in a double block that of the image and of the text.
+
+        In a single block `hidden_states` holds text and image tokens, and there is no other input.
+        """
+        if image_rotary_emb is None or attn.fused_projections:
+            original: Tensor | tuple[Tensor, Tensor] = super().__call__(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+            return original
+        width = attn.head_dim
+        query, key, value = _project(
+            attn, IMAGE_PROJECTIONS, self.shared_image, hidden_states, width
+        )
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if encoder_hidden_states is not None:
+            text_query, text_key, text_value = _project(
+                attn, TEXT_PROJECTIONS, self.shared_text, encoder_hidden_states, width
+            )
+            query = torch.cat([attn.norm_added_q(text_query), query], dim=1)
+            key = torch.cat([attn.norm_added_k(text_key), key], dim=1)
+            value = torch.cat([text_value, value], dim=1)
+        cos, sin = (table[None, :, None] for table in image_rotary_emb)
+        mixed = _attend(
+            self,
+            (apply_rotary_emb(query, cos, sin), apply_rotary_emb(key, cos, sin), value),
+            attention_mask,
+        )
+        if encoder_hidden_states is None:
+            return mixed
+        length = encoder_hidden_states.shape[1]
+        image = attn.to_out[1](attn.to_out[0](mixed[:, length:].contiguous()))
+        return image, attn.to_add_out(mixed[:, :length].contiguous())
+
+
+class FusedQwenAttnProcessor(_TwoStreamProcessor, QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
+    """Qwen-Image's attention with RoPE, fused. Everything else is left to diffusers' processor."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the attention output of the image and of the text."""
+        if image_rotary_emb is None or encoder_hidden_states is None or attention_mask is not None:
+            original: tuple[Tensor, Tensor] = super().__call__(
+                attn,
+                hidden_states,
+                encoder_hidden_states,
+                encoder_hidden_states_mask,
+                attention_mask,
+                image_rotary_emb,
+            )
+            return original
+        width = attn.inner_dim // attn.heads
+        image = _project(attn, IMAGE_PROJECTIONS, self.shared_image, hidden_states, width)
+        text = _project(attn, TEXT_PROJECTIONS, self.shared_text, encoder_hidden_states, width)
+        image_rotary, text_rotary = (_cos_sin(rotations) for rotations in image_rotary_emb)
+        query, key = (
+            torch.cat(
+                [
+                    apply_rotary_emb(text_norm(text_part), *text_rotary),
+                    apply_rotary_emb(image_norm(image_part), *image_rotary),
+                ],
+                dim=1,
+            )
+            for text_norm, text_part, image_norm, image_part in (
+                (attn.norm_added_q, text[0], attn.norm_q, image[0]),
+                (attn.norm_added_k, text[1], attn.norm_k, image[1]),
+            )
+        )
+        value = torch.cat([text[2], image[2]], dim=1)
+        mask = None
+        if encoder_hidden_states_mask is not None:
+            image_mask = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2])
+            mask = torch.cat([encoder_hidden_states_mask, image_mask], dim=1)[:, None, None]
+        mixed = _attend(self, (query, key, value), mask)
+        length = encoder_hidden_states.shape[1]
+        out = attn.to_out[0](mixed[:, length:].contiguous())
+        for module in attn.to_out[1:]:
+            out = module(out)
+        return out, attn.to_add_out(mixed[:, :length].contiguous())
 
 
 FUSED_PROCESSORS: Mapping[
@@ -232,68 +227,87 @@ FUSED_PROCESSORS: Mapping[
     FluxAttnProcessor: FusedFluxAttnProcessor,
     QwenDoubleStreamAttnProcessor2_0: FusedQwenAttnProcessor,
 }
+"""diffusers' processor -> its fused version."""
 
 
-def use_fused_processors(transformer: nn.Module, undo: ExitStack | None = None) -> int:
-    """Give each attention that we have a processor for that one; gives how many.
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair of neighbouring elements by its angle.
 
-    Call it after LoRA layers were fused, if they are. What would give theirs back is put on `undo`.
+    The tables hold every angle's cosine and sine twice, once for each element of the pair.
     """
-    count = 0
-    for module in transformer.modules():
-        if not isinstance(module, WanAttention | FluxAttention | Attention):
-            continue
-        theirs = module.processor
-        if type(theirs) not in FUSED_PROCESSORS:
-            continue
-        ours = FUSED_PROCESSORS[type(theirs)]()
-        ours._attention_backend = theirs._attention_backend
-        ours._parallel_config = theirs._parallel_config
-        ours.share(module)
-        module.set_processor(ours)
-        if undo is not None:
-            undo.callback(module.set_processor, theirs)
-        count += 1
-    return count
+    neighbours = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    # Computed on the device: copying a Python list there would make the CPU wait for the GPU.
+    signs = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32) % 2 * 2 - 1
+    return (x * cos + neighbours * (sin * signs)).type_as(x)
 
 
-# ------------------------------------------------------------------------------------------
-# Attention whose gradient lies in rows of its own.
-#
-# torch keeps cuDNN's graphs of attention by the layout of queries, keys and values, and not by the
-# gradient's. A single block of Flux puts what attention gives beside what its MLP gives, so its
-# gradient comes back as a part of wider rows; a double block's does not. All else is equal, so one
-# kind gets the graph of the other, which reads past the end or, worse, the wrong numbers (seen on
-# an
-# H200 with torch 2.11). With rows of its own everywhere there is one layout.
+def _cos_sin(rotations: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn complex numbers of length one into tables for `apply_rotary_emb`."""
+    cos, sin = torch.view_as_real(rotations)[:, None].repeat_interleave(2, dim=-2).unbind(-1)
+    return cos, sin
+
+
+def _fuse_lora(attn: Any, names: tuple[str, ...]) -> SharedInputLora | None:
+    return fuse_shared_input([attn.get_submodule(name) for name in names])
+
+
+def _project(
+    attn: Any, names: tuple[str, ...], shared: SharedInputLora | None, x: Tensor, width: int
+) -> list[Tensor]:
+    """Return query, key and value of one stream, split into heads of `width`."""
+    projected = [attn.get_submodule(name)(x) for name in names] if shared is None else shared(x)
+    return [tensor.unflatten(-1, (-1, width)) for tensor in projected]
+
+
+def _attend(processor: Any, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    mixed: Tensor = dispatch_attention_fn(
+        *qkv,
+        attn_mask=mask,
+        dropout_p=0.0,
+        is_causal=False,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config,
+    )
+    return mixed.flatten(2, 3).to(qkv[0].dtype)
+
+
+# Contiguous gradients
 
 
 class ContiguousGrad(Function):
-    """The tensor as it is; its gradient without gaps between rows."""
+    """Identity in forward; makes the gradient contiguous in backward."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
-        """Nothing is computed."""
+        """Return a view of the input."""
         return x.view_as(x)
 
     @staticmethod
     def backward(_ctx: Any, grad: Tensor) -> Tensor:
-        """A copy where there are gaps."""
+        """Copy the gradient if its rows have gaps between them."""
         return grad.contiguous()
 
 
 def make_attention_grads_contiguous(transformer: nn.Module) -> None:
-    """Let Flux's single blocks have it; other models need nothing."""
+    """Apply `contiguous_grad` to Flux's single blocks. Other models do not need it."""
     if isinstance(transformer, FluxTransformer2DModel):
         for block in transformer.single_transformer_blocks:
             contiguous_grad(block.attn)
 
 
 def contiguous_grad(attention: nn.Module) -> None:
-    """Let a module that gives one tensor take its gradient in this way."""
-    attention.register_forward_hook(_take)
+    """Make the gradient of a module's output contiguous, with a forward hook.
+
+    Torch caches cuDNN's attention graphs by the memory layout of query, key and value, but not by
+    that of the gradient. A single block of Flux concatenates the outputs of attention and MLP, so
+    attention's gradient is a slice of wider rows; in a double block it is contiguous. All else
+    being equal, one kind of block gets the other's cached graph, which then reads out of bounds or
+    uses wrong numbers (seen on an H200 with torch 2.11). With contiguous gradients everywhere,
+    there is only one layout.
+    """
+    attention.register_forward_hook(_contiguous_grad_hook)
 
 
-def _take(_module: nn.Module, _given: tuple[Any, ...], out: Tensor) -> Tensor:
-    dense: Tensor = ContiguousGrad.apply(out)  # type: ignore[no-untyped-call]
-    return dense
+def _contiguous_grad_hook(_module: nn.Module, _inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+    hooked: Tensor = ContiguousGrad.apply(out)  # type: ignore[no-untyped-call]
+    return hooked

@@ -306,8 +306,8 @@ PLANNER_SHAPES = FluxShapes(
 )
 
 
-# Key names in other tools. The original checkpoint fuses query, key and value (and the MLP of single
-# blocks) into one projection; diffusers keeps them separate.
+# Key names in other tools. The original checkpoint fuses query, key and value (and, in single
+# blocks, the MLP) into one projection; diffusers keeps them separate.
 
 DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
 FUSED_PROJECTIONS = (

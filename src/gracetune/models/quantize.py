@@ -1,7 +1,7 @@
-"""Frozen weights in fewer bits: the linear layers of a model's blocks, by one setting.
+"""Quantize the frozen linear layers of a model's blocks, for `model.quantize`.
 
-torchao keeps each layer and stores its weight as int8 or fp8; bitsandbytes has a layer of its own
-for nf4. Activations and all that is trained stay as they are.
+torchao keeps the layer and stores its weight as int8 or fp8; bitsandbytes replaces the layer by its
+own for nf4. Activations and trained weights are not quantized.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import AdapterSection
 
-    Kind = Literal["fp8", "int8", "nf4"]
+    QuantizationKind = Literal["fp8", "int8", "nf4"]
+    QuantizeLayer = Callable[[nn.Module, str, nn.Linear], None]
+    """A function of (block, name of the layer in the block, layer)."""
 
 PACKAGES = {"fp8": "torchao", "int8": "torchao", "nf4": "bitsandbytes"}
 
 
-def check_quantizable(kind: Kind, adapter: AdapterSection | None) -> None:
-    """Only what is frozen can be kept so, and DoRA needs the weights themselves."""
+def check_quantizable(kind: QuantizationKind, adapter: AdapterSection | None) -> None:
+    """Refuse quantization where the weights are trained or needed in full precision."""
     if adapter is None:
         raise ConfigError(
             f"model.quantize is {kind!r}, but without an adapter every weight is trained. Add an "
@@ -33,25 +35,25 @@ def check_quantizable(kind: Kind, adapter: AdapterSection | None) -> None:
         )
     if adapter.kind == "dora":
         raise ConfigError(
-            f"model.quantize is {kind!r} and adapter.kind is 'dora', which measures the frozen "
-            "weights in every step. Choose adapter.kind: lora, or set model.quantize: none."
+            f"model.quantize is {kind!r} and adapter.kind is 'dora', which needs the norm of the "
+            "frozen weights in every step. Set adapter.kind: lora, or model.quantize: none."
         )
 
 
-def quantize_blocks(blocks: Sequence[nn.Module], kind: Kind) -> int:
-    """Quantise every linear layer inside the blocks; says how many there were."""
-    change = QUANTIZERS[kind](_package(kind))
+def quantize_blocks(blocks: Sequence[nn.Module], kind: QuantizationKind) -> int:
+    """Quantize every linear layer inside the blocks, freeze them, and return their number."""
+    quantize_layer = QUANTIZERS[kind](_import_package(kind))
     count = 0
     for block in blocks:
         for name, module in list(block.named_modules()):
             if isinstance(module, nn.Linear):
-                change(block, name, module)
+                quantize_layer(block, name, module)
                 count += 1
         block.requires_grad_(False)
     return count
 
 
-def _package(kind: Kind) -> Any:
+def _import_package(kind: QuantizationKind) -> Any:
     name = PACKAGES[kind]
     try:
         return import_module(f"{name}.quantization" if name == "torchao" else name)
@@ -62,33 +64,35 @@ def _package(kind: Kind) -> Any:
         ) from error
 
 
-def _by_torchao(config: str) -> Callable[[Any], Callable[[nn.Module, str, nn.Linear], None]]:
-    def made(torchao: Any) -> Callable[[nn.Module, str, nn.Linear], None]:
-        chosen = getattr(torchao, config)()
-        return lambda _block, _name, layer: torchao.quantize_(layer, chosen)
+def _torchao_quantizer(config_name: str) -> Callable[[Any], QuantizeLayer]:
+    def build(torchao: Any) -> QuantizeLayer:
+        config = getattr(torchao, config_name)()
+        return lambda _block, _name, layer: torchao.quantize_(layer, config)
 
-    return made
+    return build
 
 
-def _by_bitsandbytes(bitsandbytes: Any) -> Callable[[nn.Module, str, nn.Linear], None]:
-    def change(block: nn.Module, name: str, layer: nn.Linear) -> None:
+def _nf4_quantizer(bitsandbytes: Any) -> QuantizeLayer:
+    def quantize_layer(block: nn.Module, name: str, layer: nn.Linear) -> None:
         dtype = layer.weight.dtype
-        new = bitsandbytes.nn.Linear4bit(
+        quantized = bitsandbytes.nn.Linear4bit(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
             compute_dtype=dtype if dtype == torch.float32 else torch.bfloat16,
             quant_type="nf4",
         )
-        new.load_state_dict(layer.state_dict())
-        parent, _, own = name.rpartition(".")
-        setattr(block.get_submodule(parent), own, new.to(layer.weight.device))  # it packs on moving
+        quantized.load_state_dict(layer.state_dict())
+        parent, _, attribute = name.rpartition(".")
+        # bitsandbytes packs the weight when the layer is moved to its device.
+        setattr(block.get_submodule(parent), attribute, quantized.to(layer.weight.device))
 
-    return change
+    return quantize_layer
 
 
-QUANTIZERS: dict[str, Callable[[Any], Callable[[nn.Module, str, nn.Linear], None]]] = {
-    "fp8": _by_torchao("Float8WeightOnlyConfig"),
-    "int8": _by_torchao("Int8WeightOnlyConfig"),
-    "nf4": _by_bitsandbytes,
+QUANTIZERS: dict[str, Callable[[Any], QuantizeLayer]] = {
+    "fp8": _torchao_quantizer("Float8WeightOnlyConfig"),
+    "int8": _torchao_quantizer("Int8WeightOnlyConfig"),
+    "nf4": _nf4_quantizer,
 }
+"""Value of `model.quantize` -> function of the imported package that returns a `QuantizeLayer`."""

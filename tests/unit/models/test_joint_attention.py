@@ -10,7 +10,7 @@ from gracetune.adapters.compute.fused_lora import fuse_lora
 from gracetune.models.attention_processors import (
     FusedFluxAttnProcessor,
     FusedQwenAttnProcessor,
-    _tables,
+    _cos_sin,
     use_fused_processors,
     apply_rotary_emb,
 )
@@ -89,12 +89,12 @@ def test_a_lora_reads_the_picture_and_the_text_once_each(make):
         torch.testing.assert_close(found, theirs)
 
 
-def test_rotating_by_tables_is_multiplying_complex_numbers():
+def test_rotating_by_cos_sin_is_multiplying_complex_numbers():
     angles = torch.randn(5, 8)
     numbers = torch.polar(torch.ones_like(angles), angles)
     x = torch.randn(2, 5, 3, 16, dtype=torch.bfloat16)
     expected = apply_rotary_emb_qwen(x, numbers, use_real=False)
-    torch.testing.assert_close(apply_rotary_emb(x, *_tables(numbers)), expected)
+    torch.testing.assert_close(apply_rotary_emb(x, *_cos_sin(numbers)), expected)
 
 
 def test_what_is_not_rotated_is_left_to_diffusers():

@@ -77,7 +77,7 @@ def test_a_lora_on_queries_keys_and_values_reads_their_input_once():
     expected = trained()
     assert fuse_lora(model) == 6 * SMALL["num_layers"]
     use_fused_processors(model)
-    assert model.blocks[0].attn1.processor.shared is not None
+    assert model.blocks[0].attn1.processor.shared_qkv is not None
     for ours, theirs in zip(trained(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
