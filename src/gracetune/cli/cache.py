@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.config.load import FORMAT_OF_SUFFIX, load_run_file
+from gracetune.config.load import FORMATS_BY_SUFFIX, load_run_file
 from gracetune.errors import CacheError, ConfigError
 from gracetune.units import format_bytes
 
@@ -309,7 +309,7 @@ def _open_store(folder: Path, emit: Emit, repair: bool) -> ShardStore:
 
 
 def _is_run_file(where: Path) -> bool:
-    return where.suffix.lower() in FORMAT_OF_SUFFIX and not where.is_dir()
+    return where.suffix.lower() in FORMATS_BY_SUFFIX and not where.is_dir()
 
 
 def _print(args: argparse.Namespace, answer: object, lines: Sequence[str]) -> None:

@@ -263,12 +263,12 @@ def _with_staged(fixed: FixedMemory, run_file: RunFile) -> FixedMemory:
 
 def staged_nbytes(run_file: RunFile) -> int:
     """Files of local data sets that are staged, as large as they are on disk."""
-    from gracetune.config.schema import STAGED
+    from gracetune.config.schema import STAGED_TYPES
 
     total = 0
     for section in run_file.datasets:
         folder = None if section.instance_data_dir is None else Path(section.instance_data_dir)
-        if folder is not None and section.type in STAGED:
+        if folder is not None and section.type in STAGED_TYPES:
             files = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             limit = section.in_memory.memory_limit_gb
             total += files if limit is None else min(files, int(limit * GIB))

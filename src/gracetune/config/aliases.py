@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from gracetune.config.parse import dotted, place, shown
+from gracetune.config.parse import dotted, format_value, locate_line
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ EVERY_DATASET = ("datasets", "*")
 class Origin:
     """Where a value was written, and by which name."""
 
-    where: str
-    spelled: str
+    location: str
+    spelling: str
 
 
 @dataclass(slots=True)
@@ -32,14 +32,14 @@ class Draft:
 
     tree: dict[str, object] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
-    spelled: dict[str, str] = field(default_factory=dict)
+    respelled: dict[str, str] = field(default_factory=dict)
     """Foreign spellings met, and what they were read as."""
     notices: list[str] = field(default_factory=list)
     """What the user should know: values that mean something else here, settings that follow."""
 
     def get(self, key: str) -> object:
         """The value at a dotted key; none where it is not given."""
-        found = _at(self.tree, tuple(key.split(".")))
+        found = _get_at(self.tree, tuple(key.split(".")))
         return None if found is _ABSENT else found
 
 
@@ -48,18 +48,18 @@ def translate(parsed: ParsedText, name: str) -> Draft:
     draft = Draft()
     later: list[tuple[KeyPath, KeyPath, object]] = []
     for path, value in leaves(parsed.tree) if parsed.tree else ():
-        target = canonical(path, value)
+        target = canonical_path(path, value)
         if target[:2] == EVERY_DATASET:
             later.append((path, target, value))
         else:
-            origin = Origin(place(name, parsed.lines, path), dotted(path))
-            _add(draft, target, _our_value(draft, target, value), origin)
+            origin = Origin(locate_line(name, parsed.lines, path), dotted(path))
+            _add_consistent(draft, target, _canonical_value(draft, target, value), origin)
     for path, target, value in later:
-        origin = Origin(place(name, parsed.lines, path), dotted(path))
-        for each in _spread(target, draft):
-            _add(draft, each, _our_value(draft, each, value), origin)
+        origin = Origin(locate_line(name, parsed.lines, path), dotted(path))
+        for each in _expand_datasets(target, draft):
+            _add_consistent(draft, each, _canonical_value(draft, each, value), origin)
     for path in parsed.lines:
-        draft.origins.setdefault(path, Origin(place(name, parsed.lines, path), dotted(path)))
+        draft.origins.setdefault(path, Origin(locate_line(name, parsed.lines, path), dotted(path)))
     return draft
 
 
@@ -69,14 +69,14 @@ def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
     An object adds to the one that is there, a list takes the place of the other.
     """
     if isinstance(value, list):
-        for target in _spread(canonical((*path, 0), {})[:-1], draft):
-            _put(draft, target, [], Origin(where, dotted(path)))
+        for target in _expand_datasets(canonical_path((*path, 0), {})[:-1], draft):
+            _set_value(draft, target, [], Origin(where, dotted(path)))
     for ending, leaf in leaves(value):
         spelled = (*path, *ending)
-        for target in _spread(canonical(spelled, leaf), draft):
-            ours = _our_value(draft, target, leaf)
-            if ours != {} or not isinstance(_at(draft.tree, target), dict):
-                _put(draft, target, ours, Origin(where, dotted(spelled)))
+        for target in _expand_datasets(canonical_path(spelled, leaf), draft):
+            ours = _canonical_value(draft, target, leaf)
+            if ours != {} or not isinstance(_get_at(draft.tree, target), dict):
+                _set_value(draft, target, ours, Origin(where, dotted(spelled)))
 
 
 def nearest_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
@@ -99,52 +99,55 @@ def leaves(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
         yield path, value
 
 
-def canonical(path: KeyPath, value: object = "") -> KeyPath:
+def canonical_path(path: KeyPath, value: object = "") -> KeyPath:
     """Our path for a path in any spelling; `*` stands where every data set is meant."""
     while True:
         one = len(path) > 1 and path[0] == "datasets" and isinstance(path[1], str)
         if one and path[1] != "*":
             path = ("datasets", 0, *path[1:])
-        better = _respell(path, value)
+        better = _apply_alias(path, value)
         if better is None:
             return path
         path = better
 
 
-def imply(draft: Draft) -> None:
+def apply_implied_settings(draft: Draft) -> None:
     """Settings that follow from others, as the forks and hosts had it; each is noted."""
-    if RAMP_SWITCH in draft.spelled:
-        _follow(
-            draft, "gh200_optimizations.enable_batch_size_rampup", True, f"{RAMP_SWITCH} is given"
+    if RAMP_SWITCH_KEY in draft.respelled:
+        _set_implied(
+            draft,
+            "gh200_optimizations.enable_batch_size_rampup",
+            True,
+            f"{RAMP_SWITCH_KEY} is given",
         )
     for cache in ("cache_config.vae_cache_type", "cache_config.text_cache_type"):
         if draft.get(cache) == "unified_memory":
             why = f"{cache} is unified_memory"
-            _follow(draft, "gh200_optimizations.enable_uvm_hints", True, why)
+            _set_implied(draft, "gh200_optimizations.enable_uvm_hints", True, why)
     datasets = draft.tree.get("datasets")
     for index, dataset in enumerate(datasets if isinstance(datasets, list) else []):
         here: KeyPath = ("datasets", index)
-        if _at(draft.tree, (*here, "cache_latents_to_disk")) is True:
+        if _get_at(draft.tree, (*here, "cache_latents_to_disk")) is True:
             why = f"{dotted(here)}.cache_latents_to_disk is true"
-            _follow(draft, "cache_config.persistent_cache", True, why)
+            _set_implied(draft, "cache_config.persistent_cache", True, why)
         if isinstance(dataset, dict) and isinstance(dataset.get("in_memory"), dict):
             why = f"{dotted(here)}.in_memory is given"
-            _follow(draft, f"{dotted(here)}.type", "in_memory", why)
+            _set_implied(draft, f"{dotted(here)}.type", "in_memory", why)
         staged = isinstance(dataset, dict) and dataset.get("type") == "in_memory"
         if staged and isinstance(dataset.get("in_memory", {}), dict):
             key = f"{dotted(here)}.in_memory.compression"
-            _follow(draft, key, "none", 'it is not given; "auto" would try codecs')
+            _set_implied(draft, key, "none", 'it is not given; "auto" would try codecs')
 
 
-def _follow(draft: Draft, key: str, value: object, why: str) -> None:
+def _set_implied(draft: Draft, key: str, value: object, why: str) -> None:
     """Set what nobody set, and say why."""
     path: KeyPath = tuple(int(step) if step.isdecimal() else step for step in key.split("."))
-    if _at(draft.tree, path) in (_ABSENT, None):
-        _put(draft, path, value, Origin(why, key))
+    if _get_at(draft.tree, path) in (_ABSENT, None):
+        _set_value(draft, path, value, Origin(why, key))
         draft.notices.append(f"{key} is {'true' if value is True else value}: {why}.")
 
 
-def _spread(target: KeyPath, draft: Draft) -> list[KeyPath]:
+def _expand_datasets(target: KeyPath, draft: Draft) -> list[KeyPath]:
     """The path itself, or one for every data set where all are meant."""
     if target[:2] != EVERY_DATASET:
         return [target]
@@ -153,33 +156,33 @@ def _spread(target: KeyPath, draft: Draft) -> list[KeyPath]:
     return [("datasets", index, *target[2:]) for index in range(count)]
 
 
-def _our_value(draft: Draft, path: KeyPath, value: object) -> object:
+def _canonical_value(draft: Draft, path: KeyPath, value: object) -> object:
     """The value in our spelling; a change of meaning is noted."""
     pattern = pattern_of(path)
     if pattern == "validation.prompts" and isinstance(value, str):
         return [value]
-    if not isinstance(value, str | bool | None) or value not in VALUES.get(pattern, {}):
+    if not isinstance(value, str | bool | None) or value not in VALUE_ALIASES.get(pattern, {}):
         return value
-    ours = VALUES[pattern][value]
-    if (pattern, value) in REMARKS:
-        why = REMARKS[pattern, value]
+    ours = VALUE_ALIASES[pattern][value]
+    if (pattern, value) in VALUE_REMARKS:
+        why = VALUE_REMARKS[pattern, value]
         draft.notices.append(f"{dotted(path)} is {value}: taken as {ours}, because {why}.")
     return ours
 
 
-def _respell(path: KeyPath, value: object) -> KeyPath | None:
+def _apply_alias(path: KeyPath, value: object) -> KeyPath | None:
     """One step towards our spelling by the longest alias that fits, or none."""
     exact = ALIASES.get(pattern_of(path))
     if exact is not None and not isinstance(value, dict):
-        return _fill(exact, path, ())
+        return _fill_indices(exact, path, ())
     for length in range(len(path), 0, -1):
         section = ALIASES.get(pattern_of(path[:length]) + ".")
         if section is not None and (length < len(path) or isinstance(value, dict)):
-            return _fill(section.removesuffix("."), path[:length], path[length:])
+            return _fill_indices(section.removesuffix("."), path[:length], path[length:])
     return None
 
 
-def _fill(target: str, matched: KeyPath, rest: KeyPath) -> KeyPath:
+def _fill_indices(target: str, matched: KeyPath, rest: KeyPath) -> KeyPath:
     indices = [step for step in matched if isinstance(step, int)]
     filled: list[str | int] = []
     for step in target.split("."):
@@ -195,47 +198,47 @@ def pattern_of(path: KeyPath) -> str:
     return ".".join("*" if isinstance(step, int) else step for step in path)
 
 
-def _add(draft: Draft, path: KeyPath, value: object, origin: Origin) -> None:
+def _add_consistent(draft: Draft, path: KeyPath, value: object, origin: Origin) -> None:
     """Put a value that may not disagree with one already there."""
     for length in range(1, len(path)):
-        outer = _at(draft.tree, path[:length])
+        outer = _get_at(draft.tree, path[:length])
         if outer not in (_ABSENT, {}, []) and not isinstance(outer, dict | list):
-            raise _twice(draft, path[:length], outer, origin, value)
-    before = _at(draft.tree, path)
+            raise _contradiction(draft, path[:length], outer, origin, value)
+    before = _get_at(draft.tree, path)
     if before is not _ABSENT and before not in ({}, []):
         if value in ({}, []) and isinstance(before, dict | list):
             return
         if before != value or isinstance(before, bool) != isinstance(value, bool):
-            raise _twice(draft, path, before, origin, value)
-    _put(draft, path, value, origin)
+            raise _contradiction(draft, path, before, origin, value)
+    _set_value(draft, path, value, origin)
 
 
-def _twice(
+def _contradiction(
     draft: Draft, path: KeyPath, before: object, origin: Origin, value: object
 ) -> ConfigError:
     first = nearest_origin(path, draft.origins)
     assert first is not None, f"{dotted(path)} has a value that nobody put there"
     return ConfigError(
-        f"{origin.where}: {origin.spelled} is {shown(value)}, but {first.spelled} is "
-        f"{shown(before)} ({first.where}); both set {dotted(path)}. Keep one of them."
+        f"{origin.location}: {origin.spelling} is {format_value(value)}, but {first.spelling} is "
+        f"{format_value(before)} ({first.location}); both set {dotted(path)}. Keep one of them."
     )
 
 
-def _put(draft: Draft, path: KeyPath, value: object, origin: Origin) -> None:
+def _set_value(draft: Draft, path: KeyPath, value: object, origin: Origin) -> None:
     node: object = draft.tree
     for step, following in pairwise(path):
-        child = _at(node, (step,))
+        child = _get_at(node, (step,))
         if not isinstance(child, dict | list):
             child = [] if isinstance(following, int) else {}
-            _place(node, step, child, origin)
+            _set_item(node, step, child, origin)
         node = child
-    _place(node, path[-1], value, origin)
+    _set_item(node, path[-1], value, origin)
     draft.origins[path] = origin
-    if origin.spelled != dotted(path) and origin.spelled not in draft.spelled:
-        draft.spelled[origin.spelled] = dotted(path)
+    if origin.spelling != dotted(path) and origin.spelling not in draft.respelled:
+        draft.respelled[origin.spelling] = dotted(path)
 
 
-def _place(node: object, step: str | int, value: object, origin: Origin) -> None:
+def _set_item(node: object, step: str | int, value: object, origin: Origin) -> None:
     if isinstance(node, dict):
         node[str(step)] = value
     elif isinstance(node, list) and isinstance(step, int) and 0 <= step < len(node):
@@ -245,7 +248,7 @@ def _place(node: object, step: str | int, value: object, origin: Origin) -> None
     else:
         there = len(node) if isinstance(node, list) else 0
         raise ConfigError(
-            f"{origin.where}: {origin.spelled} asks for item {step} of a list that has {there}; "
+            f"{origin.location}: {origin.spelling} asks for item {step} of a list that has {there}; "
             "items count from 0, and a new one comes right after the last."
         )
 
@@ -253,7 +256,7 @@ def _place(node: object, step: str | int, value: object, origin: Origin) -> None
 _ABSENT = object()
 
 
-def _at(node: object, path: KeyPath) -> object:
+def _get_at(node: object, path: KeyPath) -> object:
     for step in path:
         if isinstance(node, list) and isinstance(step, int) and 0 <= step < len(node):
             node = node[step]
@@ -384,7 +387,7 @@ ALIASES: Mapping[str, str] = {
     "logging_steps": "logging.every",
 }
 
-ELSEWHERE: Mapping[str, str] = {
+REMOVED_KEYS: Mapping[str, str] = {
     "resume_from_checkpoint": "say it at the command line: --resume latest, or a checkpoint",
     "data_backend_config": "put the data sets into `datasets` of this file",
     "config": "put the keys of the process at the top level of this file",
@@ -394,7 +397,7 @@ ELSEWHERE: Mapping[str, str] = {
 }
 """Keys that the hosts have and a run file does not, with the way out."""
 
-VALUES: Mapping[str, Mapping[str | bool | None, object]] = {
+VALUE_ALIASES: Mapping[str, Mapping[str | bool | None, object]] = {
     "adapter": {"lora": {}, "full": None},
     "train.mixed_precision": {
         "fp16": "bf16",
@@ -422,10 +425,10 @@ VALUES: Mapping[str, Mapping[str | bool | None, object]] = {
 }
 """Values with another spelling; what also changes the meaning has its words in `REMARKS`."""
 
-REMARKS: Mapping[tuple[str, str | bool | None], str] = {
+VALUE_REMARKS: Mapping[tuple[str, str | bool | None], str] = {
     ("train.mixed_precision", "fp16"): "diffusion transformers overflow in it and train in bf16",
     ("train.mixed_precision", "float16"): "diffusion transformers overflow in it and train in bf16",
 }
 
-RAMP_SWITCH = "initial_effective_batch_size"
+RAMP_SWITCH_KEY = "initial_effective_batch_size"
 """At the top level this also switches the ramp on, as the forks' guide promises."""

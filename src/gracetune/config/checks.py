@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from gracetune.config.schema import STAGED, InMemorySection
+from gracetune.config.schema import STAGED_TYPES, InMemorySection
 from gracetune.errors import ConfigError
 from gracetune.models.registry import FAMILIES
 from gracetune.optim.registry import OPTIMIZERS, optimizer_info
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile, Section
 
 
-class Breach(NamedTuple):
+class Violation(NamedTuple):
     """A setting that does not go with the others."""
 
     key: str
@@ -28,49 +28,49 @@ class Breach(NamedTuple):
     """Follows the key: its value, the rule and the way out."""
 
 
-def breaches(run: RunFile) -> list[Breach]:
+def find_violations(run: RunFile) -> list[Violation]:
     """Everything that any run must keep to and this one does not."""
     return [breach for rule in RULES for breach in rule(run)]
 
 
 def check_trainable(run: RunFile) -> None:
     """Also ask for what training needs and a fragment of a run file may lack."""
-    found = [*breaches(run), *(breach for rule in TRAINING_RULES for breach in rule(run))]
+    found = [*find_violations(run), *(breach for rule in TRAINING_RULES for breach in rule(run))]
     if found:
         raise ConfigError("\n".join(f"{breach.key} {breach.message}" for breach in found))
 
 
-def _ramp(run: RunFile) -> Iterator[Breach]:
+def _check_ramp(run: RunFile) -> Iterator[Violation]:
     ramp = run.gh200_optimizations
     if not ramp.enable_batch_size_rampup:
         return
     section = "gh200_optimizations"
     initial, target = ramp.initial_effective_batch_size, ramp.target_effective_batch_size
     if initial is None:
-        yield Breach(
+        yield Violation(
             f"{section}.enable_batch_size_rampup",
             f"is true, but {section}.initial_effective_batch_size is missing; "
             "say how many samples the first steps take.",
         )
     batch = run.train.batch_size
     if target is not None and target < batch:
-        yield Breach(
+        yield Violation(
             f"{section}.target_effective_batch_size",
             f"is {target}; it must be at least train.batch_size ({batch}). "
             "Raise the target or lower the batch size.",
         )
     if initial is not None and target is not None and initial > target:
-        yield Breach(
+        yield Violation(
             f"{section}.initial_effective_batch_size",
             f"is {initial}; it must be at most target_effective_batch_size ({target}). "
             "Lower the one or raise the other.",
         )
 
 
-def _warmup(run: RunFile) -> Iterator[Breach]:
+def _check_warmup(run: RunFile) -> Iterator[Violation]:
     optimizer, steps = run.optimizer, run.train.max_train_steps
     if optimizer.schedule != "constant" and optimizer.warmup_steps >= steps:
-        yield Breach(
+        yield Violation(
             "optimizer.warmup_steps",
             f"is {optimizer.warmup_steps}; with schedule {optimizer.schedule} it must be below "
             f"train.max_train_steps ({steps}), or the rate never falls. "
@@ -78,21 +78,21 @@ def _warmup(run: RunFile) -> Iterator[Breach]:
         )
 
 
-def _timesteps(run: RunFile) -> Iterator[Breach]:
+def _check_timestep_window(run: RunFile) -> Iterator[Violation]:
     low, high = run.train.timestep_window
     if low >= high:
-        yield Breach(
+        yield Violation(
             "train.timestep_window",
             f"is [{low:g}, {high:g}]; the first must be below the second.",
         )
 
 
-def _automagic(run: RunFile) -> Iterator[Breach]:
+def _check_optimizer_settings(run: RunFile) -> Iterator[Violation]:
     settings = run.optimizer.model_dump()
     for owner, info in OPTIMIZERS.items():
         for key in info.settings if run.optimizer.name != owner else ():
             if settings[key] is not None:
-                yield Breach(
+                yield Violation(
                     f"optimizer.{key}",
                     f"is {settings[key]:g}; only {owner} has this setting, and optimizer.name is "
                     f"{run.optimizer.name}. Remove it, or set optimizer.name: {owner}.",
@@ -103,7 +103,7 @@ def _automagic(run: RunFile) -> Iterator[Breach]:
         low, high = settings[low_key], settings[high_key]
         own = stage == "" or stage in low_key or stage in high_key
         if own and low is not None and high is not None and low > high:
-            yield Breach(
+            yield Violation(
                 f"optimizer.{low_key}",
                 f"is {low:g}; it must be at most optimizer.{high_key} ({high:g}). "
                 "Lower the one or raise the other.",
@@ -120,36 +120,36 @@ def trains_in_bf16(run: RunFile) -> bool:
     )
 
 
-def _state(run: RunFile) -> Iterator[Breach]:
+def _check_optimizer_state(run: RunFile) -> Iterator[Violation]:
     name = run.optimizer.name
     reason = optimizer_info(name).whole_state_reason
     if run.optimizer.state == "host" and reason:
         able = ", ".join(each for each, info in OPTIMIZERS.items() if info.state_can_be_split)
-        yield Breach(
+        yield Violation(
             "optimizer.state",
             f"is host, which copies the state to the device piece by piece, but {name} {reason}. "
             f"Set optimizer.state: device, or use one of {able}.",
         )
 
 
-def _betas(run: RunFile) -> Iterator[Breach]:
+def _check_betas(run: RunFile) -> Iterator[Violation]:
     for index, beta in enumerate(run.optimizer.betas):
         if beta == 1:
-            yield Breach(
+            yield Violation(
                 f"optimizer.betas.{index}", "is 1; it must be below 1, or nothing is ever learnt."
             )
 
 
-def _adapter(run: RunFile) -> Iterator[Breach]:
+def _check_adapter(run: RunFile) -> Iterator[Violation]:
     if run.adapter is not None and run.adapter.targets == ():
-        yield Breach(
+        yield Violation(
             "adapter.targets",
             "is an empty list, so nothing would be trained; name modules, or leave it out for "
             "the family's own choice.",
         )
 
 
-def _fp8(run: RunFile) -> Iterator[Breach]:
+def _check_frozen_compute(run: RunFile) -> Iterator[Violation]:
     if run.model.frozen_compute != "fp8":
         return
     reason = ""
@@ -160,84 +160,84 @@ def _fp8(run: RunFile) -> Iterator[Breach]:
     elif run.model.quantize != "none":
         reason = f"model.quantize {run.model.quantize} has stored them in its own way"
     if reason:
-        yield Breach("model.frozen_compute", f"is fp8, but {reason}; set it to bf16.")
+        yield Violation("model.frozen_compute", f"is fp8, but {reason}; set it to bf16.")
 
 
-def _datasets(run: RunFile) -> Iterator[Breach]:
+def _check_datasets(run: RunFile) -> Iterator[Violation]:
     counts = Counter(dataset.id for dataset in run.datasets)
     for index, dataset in enumerate(run.datasets):
         key = f"datasets.{index}"
         if counts[dataset.id] > 1:
-            yield Breach(
+            yield Violation(
                 f"{key}.id",
                 f"is {dataset.id!r}, as is another's; each data set needs an id of its own.",
             )
         if dataset.caption_strategy == "instanceprompt" and dataset.instance_prompt is None:
-            yield Breach(
+            yield Violation(
                 f"{key}.caption_strategy",
                 f"is instanceprompt, but {key}.instance_prompt is missing; "
                 "write the caption that every sample gets.",
             )
         if dataset.bucket_step is not None and dataset.bucket_step > dataset.resolution:
-            yield Breach(
+            yield Violation(
                 f"{key}.bucket_step",
                 f"is {dataset.bucket_step}; it must be at most {key}.resolution "
                 f"({dataset.resolution}).",
             )
 
 
-def _persistence(run: RunFile) -> Iterator[Breach]:
+def _check_persistent_cache(run: RunFile) -> Iterator[Violation]:
     said = [dataset.cache_latents_to_disk for dataset in run.datasets]
     persistent = run.cache_config.persistent_cache
     if any(value is not None for value in said) and any(said) != persistent:
         index = next(index for index, value in enumerate(said) if value is not None)
-        yield Breach(
+        yield Violation(
             f"datasets.{index}.cache_latents_to_disk",
             f"is {str(said[index]).lower()}, but cache_config.persistent_cache is "
             f"{str(persistent).lower()}; both say whether the cache stays. Keep one of them.",
         )
 
 
-def _validation(run: RunFile) -> Iterator[Breach]:
+def _check_validation(run: RunFile) -> Iterator[Violation]:
     if run.validation.prompts == ():
-        yield Breach(
+        yield Violation(
             "validation.prompts",
             "is an empty list; name prompts, leave it out for captions of the data set, or set "
             "validation.every: 0 for no pictures.",
         )
     if run.validation.holdout == 1:
-        yield Breach(
+        yield Violation(
             "validation.holdout", "is 1, which leaves no sample to train on; lower it below 1."
         )
 
 
-def _some_data(run: RunFile) -> Iterator[Breach]:
+def _check_has_data(run: RunFile) -> Iterator[Violation]:
     if not run.datasets:
-        yield Breach(
+        yield Violation(
             "datasets", "is empty; training needs one, with its folder as instance_data_dir."
         )
     for index, dataset in enumerate(run.datasets):
         if dataset.instance_data_dir is None:
-            yield Breach(
+            yield Violation(
                 f"datasets.{index}.instance_data_dir",
                 f"is missing; say which folder the data set {dataset.id!r} is in.",
             )
 
 
-RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (
-    _ramp,
-    _warmup,
-    _timesteps,
-    _automagic,
-    _state,
-    _betas,
-    _adapter,
-    _fp8,
-    _datasets,
-    _persistence,
-    _validation,
+RULES: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
+    _check_ramp,
+    _check_warmup,
+    _check_timestep_window,
+    _check_optimizer_settings,
+    _check_optimizer_state,
+    _check_betas,
+    _check_adapter,
+    _check_frozen_compute,
+    _check_datasets,
+    _check_persistent_cache,
+    _check_validation,
 )
-TRAINING_RULES: tuple[Callable[[RunFile], Iterator[Breach]], ...] = (_some_data,)
+TRAINING_RULES: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (_check_has_data,)
 
 
 # ------------------------------------------------------------------------------------------
@@ -254,18 +254,18 @@ RAMP_KEYS = (
 )
 
 
-def remarks(run: RunFile) -> list[str]:
+def find_remarks(run: RunFile) -> list[str]:
     """What is allowed, and probably not meant."""
     return [remark for rule in REMARKS for remark in rule(run)]
 
 
-def _idle_ramp(run: RunFile) -> Iterator[str]:
+def _unused_ramp_settings(run: RunFile) -> Iterator[str]:
     ramp = run.gh200_optimizations
     initial = ramp.initial_effective_batch_size
     section = "gh200_optimizations"
     if not ramp.enable_batch_size_rampup:
         for key in RAMP_KEYS:
-            if _differs(ramp, key):
+            if _is_changed(ramp, key):
                 yield (
                     f"{section}.{key} is {getattr(ramp, key)} but has no effect: "
                     f"{section}.enable_batch_size_rampup is false."
@@ -277,16 +277,16 @@ def _idle_ramp(run: RunFile) -> Iterator[str]:
         )
 
 
-def _idle_staging(run: RunFile) -> Iterator[str]:
+def _unused_staging(run: RunFile) -> Iterator[str]:
     for index, dataset in enumerate(run.datasets):
-        if dataset.in_memory != InMemorySection() and dataset.type not in STAGED:
+        if dataset.in_memory != InMemorySection() and dataset.type not in STAGED_TYPES:
             yield (
                 f"datasets.{index}.in_memory has no effect: datasets.{index}.type is "
                 f"{dataset.type}, which is read where it is. Set it to in_memory."
             )
 
 
-def _idle_caching(run: RunFile) -> Iterator[str]:
+def _unused_cache_settings(run: RunFile) -> Iterator[str]:
     kept = [index for index, data in enumerate(run.datasets) if data.cache_latents_to_disk]
     for index, dataset in enumerate(run.datasets):
         mode, changes = dataset.augmentations_cache_mode, bool(dataset.augmentations)
@@ -308,7 +308,7 @@ def _idle_caching(run: RunFile) -> Iterator[str]:
             )
 
 
-def _idle_holdout(run: RunFile) -> Iterator[str]:
+def _unused_holdout(run: RunFile) -> Iterator[str]:
     if run.validation.holdout > 0 and run.validation.every == 0:
         yield (
             f"validation.holdout {run.validation.holdout:g} keeps samples out of training, but "
@@ -316,26 +316,26 @@ def _idle_holdout(run: RunFile) -> Iterator[str]:
         )
 
 
-def _idle_family(run: RunFile) -> Iterator[str]:
+def _unused_family_settings(run: RunFile) -> Iterator[str]:
     info = FAMILIES.get(run.model.family)
     if info is None:  # a family of another package may use any setting
         return
     optional = frozenset[str]().union(*(each.settings for each in FAMILIES.values()))
     for setting in sorted(optional - info.settings):
         name, key = setting.split(".")
-        if _differs(run.model if name == "model" else run.train, key):
+        if _is_changed(run.model if name == "model" else run.train, key):
             yield f"{setting} has no effect: model.family {run.model.family} does not use it."
 
 
-def _idle_adapter(run: RunFile) -> Iterator[str]:
+def _unused_adapter_settings(run: RunFile) -> Iterator[str]:
     if run.adapter is None or run.adapter.kind == "lokr":
         return
     for key in ("factor", "full_matrix"):
-        if _differs(run.adapter, key):
+        if _is_changed(run.adapter, key):
             yield f"adapter.{key} has no effect: adapter.kind is {run.adapter.kind}, not lokr."
 
 
-KIND_SETTINGS = {
+MEDIA_SETTINGS = {
     "frames": ("video",),
     "fps": ("video",),
     "sample_rate": ("audio",),
@@ -346,40 +346,40 @@ KIND_SETTINGS = {
 """Of data sets: which kinds of sample have a setting that not all have."""
 
 
-def _idle_kind(run: RunFile) -> Iterator[str]:
+def _unused_media_settings(run: RunFile) -> Iterator[str]:
     for index, dataset in enumerate(run.datasets):
         kind = dataset.dataset_type
-        for key, kinds in KIND_SETTINGS.items():
-            if kind not in kinds and _differs(dataset, key):
+        for key, kinds in MEDIA_SETTINGS.items():
+            if kind not in kinds and _is_changed(dataset, key):
                 yield f"datasets.{index}.{key} has no effect: its dataset_type is {kind}."
     if run.datasets:
         is_sound = run.datasets[0].dataset_type == "audio"
         for key in ("width", "height", "frames") if is_sound else ("seconds",):
-            if _differs(run.validation, key):
+            if _is_changed(run.validation, key):
                 yield (
                     f"validation.{key} has no effect: samples are {'' if is_sound else 'no '}"
                     "sounds, as those of the first data set."
                 )
 
 
-def _differs(section: Section, key: str) -> bool:
+def _is_changed(section: Section, key: str) -> bool:
     """From what holds where nothing is said."""
     return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
-def _idle_optimizer(run: RunFile) -> Iterator[str]:
+def _unused_optimizer_settings(run: RunFile) -> Iterator[str]:
     for key, note in optimizer_info(run.optimizer.name).setting_notes.items():
         if key in run.optimizer.model_fields_set:
             yield f"optimizer.{key} {note}"
 
 
 REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (
-    _idle_ramp,
-    _idle_staging,
-    _idle_caching,
-    _idle_holdout,
-    _idle_family,
-    _idle_adapter,
-    _idle_kind,
-    _idle_optimizer,
+    _unused_ramp_settings,
+    _unused_staging,
+    _unused_cache_settings,
+    _unused_holdout,
+    _unused_family_settings,
+    _unused_adapter_settings,
+    _unused_media_settings,
+    _unused_optimizer_settings,
 )

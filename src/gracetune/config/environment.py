@@ -20,22 +20,22 @@ from gracetune.units import parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
 
-HINTS = ("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "AITK_GH200_ENABLE_UVM_HINTS")
-RATIO = "GH200_UVM_OVERSUBSCRIPTION_RATIO"
-PATTERN = "GH200_UVM_ACCESS_PATTERN"
-PRECISION = "ACCELERATE_MIXED_PRECISION"
-ALLOC_CONFS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+HINTS_VARIABLES = ("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "AITK_GH200_ENABLE_UVM_HINTS")
+RATIO_VARIABLE = "GH200_UVM_OVERSUBSCRIPTION_RATIO"
+PATTERN_VARIABLE = "GH200_UVM_ACCESS_PATTERN"
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Torch's newer name for its allocator settings, which it prefers, and the older one."""
-KEPT = "GRACETUNE_ALLOC_CONF"
+OWN_ALLOC_CONF_VARIABLE = "GRACETUNE_ALLOC_CONF"
 """Where our settings go that stood among torch's."""
-GROWING = "expandable_segments:True"
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
 """A plan fills a budget to within a few percent: an allocator that cuts fixed segments into pieces
 holds more than that unused, one that grows them hardly any.
 """
-LAUNCHER = "ACCELERATE_DYNAMO_BACKEND"
+LAUNCHER_VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 """Only `accelerate launch` sets it: its mark on the processes it starts."""
 
-ENGINES = {
+ENGINE_VARIABLES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -101,9 +101,13 @@ class EnvironmentSettings:
     """What was kept from torch, and which of two variables counts where they disagree."""
 
 
-def engine_of(env: Mapping[str, str]) -> str:
+def sharding_engine(env: Mapping[str, str]) -> str:
     """What `accelerate launch` was told to shard with; empty: nothing."""
-    asked = (engine for name, engine in ENGINES.items() if _truth(name, env.get(name) or "0"))
+    asked = (
+        engine
+        for name, engine in ENGINE_VARIABLES.items()
+        if _parse_bool(name, env.get(name) or "0")
+    )
     return next(asked, "")
 
 
@@ -119,33 +123,38 @@ def claim_process_alloc_conf() -> None:
 
 def claim_alloc_conf(environ: MutableMapping[str, str]) -> None:
     """Move our settings out of torch's variables into `KEPT`, in place."""
-    for variable in ALLOC_CONFS:
+    for variable in ALLOC_CONF_VARIABLES:
         conf = split_alloc_conf(environ.get(variable, ""), variable)
         if not conf.ours:
             continue
-        kept = {**conf.ours, **split_alloc_conf(environ.get(KEPT, ""), KEPT).ours}
-        environ[KEPT] = ",".join(f"{key}:{value}" for key, value in kept.items())
+        kept = {
+            **conf.ours,
+            **split_alloc_conf(
+                environ.get(OWN_ALLOC_CONF_VARIABLE, ""), OWN_ALLOC_CONF_VARIABLE
+            ).ours,
+        }
+        environ[OWN_ALLOC_CONF_VARIABLE] = ",".join(f"{key}:{value}" for key, value in kept.items())
         if conf.theirs:
             environ[variable] = conf.theirs
         else:
             del environ[variable]
 
 
-def prefer_growing_segments() -> None:
+def prefer_expandable_segments() -> None:
     """Have this process's torch grow its segments; call it before anything imports torch.
 
     Who has told torch's allocator anything decides alone.
     """
-    if not any(os.environ.get(variable) for variable in ALLOC_CONFS):
-        os.environ[ALLOC_CONFS[0]] = GROWING
+    if not any(os.environ.get(variable) for variable in ALLOC_CONF_VARIABLES):
+        os.environ[ALLOC_CONF_VARIABLES[0]] = EXPANDABLE_SEGMENTS
 
 
-def split_alloc_conf(text: str, variable: str = ALLOC_CONFS[1]) -> AllocConf:
+def split_alloc_conf(text: str, variable: str = ALLOC_CONF_VARIABLES[1]) -> AllocConf:
     """Sort `key:value,...` into our settings, checked, and torch's, untouched."""
     ours: dict[str, str] = {}
     theirs: list[str] = []
     unknown: list[str] = []
-    for key, value in _items(text, variable):
+    for key, value in _split_items(text, variable):
         if key in _CHECKS:
             _CHECKS[key](f"{key} in {variable}", value)
             ours[key] = value
@@ -166,7 +175,7 @@ def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
     """Read and check every variable that can decide something."""
     kept: dict[str, str] = {}
     notices: list[str] = []
-    for variable in (ALLOC_CONFS[1], ALLOC_CONFS[0], KEPT):
+    for variable in (ALLOC_CONF_VARIABLES[1], ALLOC_CONF_VARIABLES[0], OWN_ALLOC_CONF_VARIABLE):
         conf = split_alloc_conf(env.get(variable, ""), variable)
         kept.update(conf.ours)
         if conf.unknown:
@@ -174,25 +183,33 @@ def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
     if kept:
         said = ",".join(f"{key}:{value}" for key, value in kept.items())
         notices.append(f"{said}: kept from torch's allocator, which would refuse to start on it.")
-    ratio = _number_above_one(RATIO, env[RATIO]) if env.get(RATIO) else None
-    pattern = _one_of(ACCESS_PATTERNS)(PATTERN, env[PATTERN]) if env.get(PATTERN) else None
+    ratio = _parse_ratio(RATIO_VARIABLE, env[RATIO_VARIABLE]) if env.get(RATIO_VARIABLE) else None
+    pattern = (
+        _one_of(ACCESS_PATTERNS)(PATTERN_VARIABLE, env[PATTERN_VARIABLE])
+        if env.get(PATTERN_VARIABLE)
+        else None
+    )
     if "uvm_oversubscription_ratio" in kept:
         inner = float(kept["uvm_oversubscription_ratio"])
         if ratio is not None and ratio != inner:
-            notices.append(f"uvm_oversubscription_ratio:{inner} counts; {RATIO}={ratio} does not.")
+            notices.append(
+                f"uvm_oversubscription_ratio:{inner} counts; {RATIO_VARIABLE}={ratio} does not."
+            )
         ratio = inner
     if "uvm_access_pattern" in kept:
         named = kept["uvm_access_pattern"]
         if pattern is not None and pattern != named:
-            notices.append(f"uvm_access_pattern:{named} counts; {PATTERN}={pattern} does not.")
+            notices.append(
+                f"uvm_access_pattern:{named} counts; {PATTERN_VARIABLE}={pattern} does not."
+            )
         pattern = named
     return EnvironmentSettings(
-        uvm_hints=_hints(env),
+        uvm_hints=_uvm_hints(env),
         oversubscription_ratio=ratio,
         access_pattern=pattern,
-        mixed_precision=_precision(env),
-        alloc_conf=env.get(ALLOC_CONFS[0]) or env.get(ALLOC_CONFS[1], ""),
-        use_uvm=_truth("use_uvm", kept["use_uvm"]) if "use_uvm" in kept else None,
+        mixed_precision=_mixed_precision(env),
+        alloc_conf=env.get(ALLOC_CONF_VARIABLES[0]) or env.get(ALLOC_CONF_VARIABLES[1], ""),
+        use_uvm=_parse_bool("use_uvm", kept["use_uvm"]) if "use_uvm" in kept else None,
         stage1_threshold=(
             float(kept["uvm_stage1_threshold"]) if "uvm_stage1_threshold" in kept else None
         ),
@@ -203,23 +220,23 @@ def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
     )
 
 
-def _hints(env: Mapping[str, str]) -> bool | None:
-    said = {name: _truth(name, env[name]) for name in HINTS if env.get(name)}
+def _uvm_hints(env: Mapping[str, str]) -> bool | None:
+    said = {name: _parse_bool(name, env[name]) for name in HINTS_VARIABLES if env.get(name)}
     if len(set(said.values())) > 1:
         both = " and ".join(f"{name}={env[name]}" for name in said)
         raise ConfigError(f"{both} say different things; unset one of them.")
     return next(iter(said.values()), None)
 
 
-def _precision(env: Mapping[str, str]) -> str | None:
+def _mixed_precision(env: Mapping[str, str]) -> str | None:
     """The launcher exports `no` whenever nobody chose: that is not a decision."""
-    value = env.get(PRECISION)
-    if not value or (value == "no" and LAUNCHER in env):
+    value = env.get(PRECISION_VARIABLE)
+    if not value or (value == "no" and LAUNCHER_VARIABLE in env):
         return None
-    return _one_of(PRECISIONS)(PRECISION, value)
+    return _one_of(PRECISIONS)(PRECISION_VARIABLE, value)
 
 
-def _items(text: str, variable: str) -> list[tuple[str, str]]:
+def _split_items(text: str, variable: str) -> list[tuple[str, str]]:
     items, at = [], 0
     while text[at:].strip(" ,"):
         match = _ITEM.match(text, at)
@@ -232,7 +249,7 @@ def _items(text: str, variable: str) -> list[tuple[str, str]]:
     return items
 
 
-def _truth(name: str, value: str) -> bool:
+def _parse_bool(name: str, value: str) -> bool:
     if value.lower() in ("1", "true", "yes", "on"):
         return True
     if value.lower() in ("0", "false", "no", "off"):
@@ -240,7 +257,7 @@ def _truth(name: str, value: str) -> bool:
     raise ConfigError(f"{name} is {value!r}; it must be 1 or 0 (or true or false).")
 
 
-def _number(name: str, value: str, rule: str, holds: Callable[[float], bool]) -> float:
+def _parse_number(name: str, value: str, rule: str, holds: Callable[[float], bool]) -> float:
     try:
         number = float(value)
     except ValueError:
@@ -250,12 +267,12 @@ def _number(name: str, value: str, rule: str, holds: Callable[[float], bool]) ->
     return number
 
 
-def _number_above_one(name: str, value: str) -> float:
-    return _number(name, value, "a finite number above 1", lambda x: 1 < x < float("inf"))
+def _parse_ratio(name: str, value: str) -> float:
+    return _parse_number(name, value, "a finite number above 1", lambda x: 1 < x < float("inf"))
 
 
-def _share(name: str, value: str) -> float:
-    return _number(name, value, "a number between 0 and 1", lambda x: 0 < x < 1)
+def _parse_fraction(name: str, value: str) -> float:
+    return _parse_number(name, value, "a number between 0 and 1", lambda x: 0 < x < 1)
 
 
 def _one_of(known: tuple[str, ...]) -> Callable[[str, str], str]:
@@ -267,7 +284,7 @@ def _one_of(known: tuple[str, ...]) -> Callable[[str, str], str]:
     return check
 
 
-def _size(name: str, value: str) -> int:
+def _parse_size(name: str, value: str) -> int:
     try:
         return parse_bytes(value)
     except ConfigError as error:
@@ -275,10 +292,10 @@ def _size(name: str, value: str) -> int:
 
 
 _CHECKS: Mapping[str, Callable[[str, str], object]] = {
-    "use_uvm": _truth,
-    "uvm_oversubscription_ratio": _number_above_one,
+    "use_uvm": _parse_bool,
+    "uvm_oversubscription_ratio": _parse_ratio,
     "uvm_access_pattern": _one_of(ACCESS_PATTERNS),
-    "uvm_stage1_threshold": _share,
-    "uvm_stage1_min_bytes": _size,
+    "uvm_stage1_threshold": _parse_fraction,
+    "uvm_stage1_min_bytes": _parse_size,
 }
 """Our settings among torch's, each with its rule."""

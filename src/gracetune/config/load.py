@@ -14,17 +14,21 @@ from pydantic import BaseModel, ValidationError
 
 from gracetune.config.aliases import (
     ALIASES,
-    ELSEWHERE,
+    REMOVED_KEYS,
     Draft,
-    imply,
+    apply_implied_settings,
     nearest_origin,
     override,
     pattern_of,
     translate,
 )
-from gracetune.config.checks import breaches, remarks
-from gracetune.config.environment import PRECISION, environment_settings, process_environment
-from gracetune.config.parse import dotted, parse_text, shown, walk
+from gracetune.config.checks import find_remarks, find_violations
+from gracetune.config.environment import (
+    PRECISION_VARIABLE,
+    environment_settings,
+    process_environment,
+)
+from gracetune.config.parse import dotted, format_value, parse_text, walk
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 
@@ -38,9 +42,9 @@ if TYPE_CHECKING:
     from gracetune.config.parse import KeyPath
 
 
-FORMAT_OF_SUFFIX = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
+FORMATS_BY_SUFFIX = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 MAX_FILE_BYTES = 16 * 1024**2
-_WORDS = {"True": True, "False": False, "None": None}
+_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +64,9 @@ def load_run_file(
 ) -> LoadedRun:
     """Read and check a run file; without an environment, that of the process counts."""
     file = Path(path)
-    text_format = FORMAT_OF_SUFFIX.get(file.suffix.lower())
+    text_format = FORMATS_BY_SUFFIX.get(file.suffix.lower())
     if text_format is None:
-        raise ConfigError(f"{file}: a run file ends in {', '.join(FORMAT_OF_SUFFIX)}.")
+        raise ConfigError(f"{file}: a run file ends in {', '.join(FORMATS_BY_SUFFIX)}.")
     loaded = load_run_text(_read(file), text_format, str(file), overrides, environment)
     return LoadedRun(loaded.run, loaded.notices, file)
 
@@ -78,12 +82,12 @@ def load_run_text(
     draft = translate(parse_text(text, format, name), name)
     for each in overrides:
         _override(draft, each)
-    imply(draft)
+    apply_implied_settings(draft)
     env = process_environment() if environment is None else environment
     decided = _apply_environment(draft, environment_settings(env))
     run = _validate(draft, name)
     return LoadedRun(
-        run, (*_spelling_notice(draft), *draft.notices, *decided, *remarks(run)), Path(name)
+        run, (*_spelling_notice(draft), *draft.notices, *decided, *find_remarks(run)), Path(name)
     )
 
 
@@ -98,8 +102,8 @@ def parse_override(text: str) -> tuple[KeyPath, object]:
 
 def parse_value(text: str) -> object:
     """JSON where it is JSON, Python's True, False and None, else the text itself."""
-    if text in _WORDS:
-        return _WORDS[text]
+    if text in _PYTHON_CONSTANTS:
+        return _PYTHON_CONSTANTS[text]
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -143,7 +147,7 @@ def _apply_environment(draft: Draft, settings: EnvironmentSettings) -> list[str]
     precision = "train.mixed_precision"
     if settings.mixed_precision is not None and draft.get(precision) in (None, "auto"):
         override(draft, ("train", "mixed_precision"), settings.mixed_precision, "the environment")
-        notices.append(f"{precision} is {draft.get(precision)}: {PRECISION} says so.")
+        notices.append(f"{precision} is {draft.get(precision)}: {PRECISION_VARIABLE} says so.")
     return notices
 
 
@@ -151,10 +155,10 @@ def _validate(draft: Draft, name: str) -> RunFile:
     try:
         run = RunFile.model_validate(_with_tuples(draft.tree), strict=True)
     except ValidationError as error:
-        raise ConfigError(explain(error, draft.origins, name)) from None
+        raise ConfigError(explain_errors(error, draft.origins, name)) from None
     found = [
-        f"{locate(_path(breach.key), draft.origins, name)} {breach.message}"
-        for breach in breaches(run)
+        f"{locate_key(_path(breach.key), draft.origins, name)} {breach.message}"
+        for breach in find_violations(run)
     ]
     if found:
         raise ConfigError("\n".join(found))
@@ -175,9 +179,9 @@ def _with_tuples(value: object) -> object:
 
 
 def _spelling_notice(draft: Draft) -> list[str]:
-    if not draft.spelled:
+    if not draft.respelled:
         return []
-    read = ", ".join(f"{spelled} as {ours}" for spelled, ours in draft.spelled.items())
+    read = ", ".join(f"{spelled} as {ours}" for spelled, ours in draft.respelled.items())
     return [f"Other spellings were read: {read}."]
 
 
@@ -185,7 +189,7 @@ def _spelling_notice(draft: Draft) -> list[str]:
 # What is wrong with a run file, in one line a mistake: place, key, value, rule, way out.
 
 
-_KINDS = {
+_TYPE_RULES = {
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -196,7 +200,7 @@ _KINDS = {
     "model_type": "an object with keys",
     "model_attributes_type": "an object with keys",
 }
-_BOUNDS = {
+_BOUND_RULES = {
     "greater_than_equal": ("ge", "at least"),
     "greater_than": ("gt", "above"),
     "less_than_equal": ("le", "at most"),
@@ -207,11 +211,11 @@ _BOUNDS = {
 }
 
 
-def explain(error: ValidationError, origins: Mapping[KeyPath, Origin], name: str) -> str:
+def explain_errors(error: ValidationError, origins: Mapping[KeyPath, Origin], name: str) -> str:
     """Every mistake that validation found, a line each."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors():
-        found.setdefault(_keys_of(detail["loc"]), []).append(detail)
+        found.setdefault(_key_path(detail["loc"]), []).append(detail)
     return "\n".join(
         _explain_one(path, details, origins, name)
         for path, details in found.items()
@@ -219,20 +223,20 @@ def explain(error: ValidationError, origins: Mapping[KeyPath, Origin], name: str
     )
 
 
-def locate(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> str:
+def locate_key(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> str:
     """Where a key stands and what it is called: `run.json:3: lr (optimizer.lr)`."""
     ours = dotted(path)
-    if path in origins and origins[path].spelled != ours:
-        return f"{origins[path].where}: {origins[path].spelled} ({ours})"
+    if path in origins and origins[path].spelling != ours:
+        return f"{origins[path].location}: {origins[path].spelling} ({ours})"
     nearest = nearest_origin(path, origins)
-    return f"{name if nearest is None else nearest.where}: {ours}"
+    return f"{name if nearest is None else nearest.location}: {ours}"
 
 
-def suggest(path: KeyPath) -> str:
+def suggest_fix(path: KeyPath) -> str:
     """The way out for a key that nobody knows: the nearest one, wherever it belongs."""
     wrong = str(path[-1])
-    if pattern_of(path) in ELSEWHERE:
-        return f"{ELSEWHERE[pattern_of(path)]}."
+    if pattern_of(path) in REMOVED_KEYS:
+        return f"{REMOVED_KEYS[pattern_of(path)]}."
     if "." in wrong:
         return f"write it nested: {wrong.replace('.', ': {')}: ...{'}' * wrong.count('.')}."
     keys = known_keys()
@@ -254,16 +258,16 @@ def suggest(path: KeyPath) -> str:
 
 def known_keys() -> list[str]:
     """Every dotted key of the schema, sections too; `*` is any data set."""
-    return _keys(RunFile, "")
+    return _section_keys(RunFile, "")
 
 
-def _keys(model: type[BaseModel], prefix: str) -> list[str]:
+def _section_keys(model: type[BaseModel], prefix: str) -> list[str]:
     found = []
     for name, info in model.model_fields.items():
         found.append(prefix + name)
         inner, mark = _section_of(info.annotation)
         if inner is not None:
-            found += _keys(inner, f"{prefix}{name}{mark}.")
+            found += _section_keys(inner, f"{prefix}{name}{mark}.")
     return found
 
 
@@ -279,37 +283,37 @@ def _section_of(annotation: object) -> tuple[type[BaseModel] | None, str]:
     return None, ""
 
 
-def _keys_of(place: Sequence[str | int]) -> KeyPath:
+def _key_path(place: Sequence[str | int]) -> KeyPath:
     """The keys of a place that validation names: beside them it has the kinds it tried."""
     path: list[str | int] = []
     kind: object = RunFile
     for step in place:
-        choices = _choices(kind)
+        choices = _alternatives(kind)
         if len(choices) > 1:  # where a value may be of several kinds, the next step is one of them
-            kind = next((each for each in choices if str(step).startswith(_name_of(each))), None)
+            kind = next((each for each in choices if str(step).startswith(_type_name(each))), None)
         else:
             path.append(step)
-            kind = _within(choices[0], step)
+            kind = _type_inside(choices[0], step)
     return tuple(path)
 
 
-def _choices(annotation: object) -> list[object]:
+def _alternatives(annotation: object) -> list[object]:
     """The kinds that a value may be of, without none."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _choices(get_args(annotation)[0])
+        return _alternatives(get_args(annotation)[0])
     if origin not in (Union, UnionType):
         return [annotation]
     kinds = (kind for kind in get_args(annotation) if kind is not NoneType)
-    return [choice for kind in kinds for choice in _choices(kind)]
+    return [choice for kind in kinds for choice in _alternatives(kind)]
 
 
-def _name_of(kind: object) -> str:
+def _type_name(kind: object) -> str:
     named = get_origin(kind) or kind
     return named.__name__ if isinstance(named, type) else str(named)
 
 
-def _within(kind: object, step: str | int) -> object:
+def _type_inside(kind: object, step: str | int) -> object:
     """What a value of this kind has at a key or place; none where that is not known."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         info = kind.model_fields.get(str(step))
@@ -328,13 +332,13 @@ def _is_inside(path: KeyPath, outer: KeyPath) -> bool:
 def _explain_one(
     path: KeyPath, details: Sequence[ErrorDetails], origins: Mapping[KeyPath, Origin], name: str
 ) -> str:
-    place = locate(path, origins, name)
+    place = locate_key(path, origins, name)
     kind = details[0]["type"]
     if kind == "extra_forbidden":
-        return f"{place} is not a known key; {suggest(path)}"
+        return f"{place} is not a known key; {suggest_fix(path)}"
     if kind == "missing":
         return f"{place} is missing."
-    return f"{place} is {shown(details[0]['input'])}; it must be {_rules(details)}."
+    return f"{place} is {format_value(details[0]['input'])}; it must be {_rules(details)}."
 
 
 def _rules(details: Sequence[ErrorDetails]) -> str:
@@ -349,10 +353,10 @@ def _rules(details: Sequence[ErrorDetails]) -> str:
 def _rule(detail: ErrorDetails) -> str:
     kind = detail["type"]
     context = detail.get("ctx", {})
-    if kind in _KINDS:
-        return _KINDS[kind]
-    if kind in _BOUNDS:
-        bound, words = _BOUNDS[kind]
+    if kind in _TYPE_RULES:
+        return _TYPE_RULES[kind]
+    if kind in _BOUND_RULES:
+        bound, words = _BOUND_RULES[kind]
         return f"{words} {context[bound]:g}"
     if kind == "literal_error":
         expected = str(context["expected"])
@@ -366,7 +370,7 @@ def _rule(detail: ErrorDetails) -> str:
 # A run file as text again: what a run folder keeps, and what an editor checks against.
 
 
-def resolved(run: RunFile) -> str:
+def resolved_json(run: RunFile) -> str:
     """Every setting with its value, in order, as JSON; loading it gives the same run."""
     return json.dumps(run.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
 

@@ -29,11 +29,11 @@ _BLANK = re.compile(r"(?:[ \t\r\n]+|//[^\n]*)*")
 
 def parse_json(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
     """The value, and the line of every key and list item in it."""
-    reader = _Reader(text, name)
+    reader = _JsonReader(text, name)
     return reader.document(), reader.lines
 
 
-class _Reader:
+class _JsonReader:
     """One text on its way through; the position moves, the line numbers pile up."""
 
     def __init__(self, text: str, name: str) -> None:
@@ -183,9 +183,9 @@ def parse_text(text: str, text_format: str, name: str) -> ParsedText:
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a run file.") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{name}: the top level is {describe(tree)}; it must be an object.")
+        raise ConfigError(f"{name}: the top level is {describe_type(tree)}; it must be an object.")
     for path, value in walk(tree):
-        where = place(name, lines, path)
+        where = locate_line(name, lines, path)
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{where}: {dotted(path)} is {value}; it must be a finite number.")
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
@@ -210,7 +210,7 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(step) or '""' for step in path)
 
 
-def place(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
+def locate_line(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
     """`file:line` of a key, of the nearest one around it, or the file alone."""
     for length in range(len(path), 0, -1):
         if path[:length] in lines:
@@ -218,21 +218,21 @@ def place(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
     return name
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as JSON, cut where it is long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def describe(value: object) -> str:
+def describe_type(value: object) -> str:
     """The kind of a value, in words."""
-    for kind, words in _KINDS:
+    for kind, words in _TYPE_NAMES:
         if isinstance(value, kind):
             return words
     return f"a {type(value).__name__}"
 
 
-_KINDS = (
+_TYPE_NAMES = (
     (dict, "an object"),
     (list, "a list"),
     (str, "text"),
@@ -246,11 +246,11 @@ _KINDS = (
 def _parse_yaml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
     lines: dict[KeyPath, int] = {}
     try:
-        loader = _CoreLoader(text)
+        loader = _YamlCoreLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None, lines
-        _note_yaml_lines(node, name, lines)
+        _record_yaml_lines(node, name, lines)
         return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -263,7 +263,7 @@ def _parse_yaml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
         raise ConfigError(f"{name}: {str(error).partition(';')[0]}.") from None
 
 
-def _note_yaml_lines(root: yaml.Node, name: str, lines: dict[KeyPath, int]) -> None:
+def _record_yaml_lines(root: yaml.Node, name: str, lines: dict[KeyPath, int]) -> None:
     """Note where each key stands; refuse equal keys, and aliases that grow without end."""
     waiting: list[tuple[KeyPath, yaml.Node]] = [((), root)]
     visited = 0
@@ -294,7 +294,7 @@ def _note_yaml_lines(root: yaml.Node, name: str, lines: dict[KeyPath, int]) -> N
             waiting.append(((*path, step), child))
 
 
-_CORE_WORDS = (
+_YAML_CORE_SCALARS = (
     ("null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
@@ -308,20 +308,20 @@ _CORE_WORDS = (
 )
 
 
-def _core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+def _yaml_core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     """The table that pyyaml looks plain words up in, by their first character."""
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    for tag, pattern, first_characters in _CORE_WORDS:
+    for tag, pattern, first_characters in _YAML_CORE_SCALARS:
         entry = (f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"))
         for character in first_characters:
             table.setdefault(character, []).append(entry)
     return table
 
 
-class _CoreLoader(yaml.SafeLoader):
+class _YamlCoreLoader(yaml.SafeLoader):
     """Safe tags with YAML 1.2's core words, so that `no`, `1:30` and dates stay text."""
 
-    yaml_implicit_resolvers = _core_resolvers()
+    yaml_implicit_resolvers = _yaml_core_resolvers()
 
 
 def _parse_toml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:

@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from gracetune.errors import ConfigError
 from gracetune.units import parse_bytes
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-Plain = str | int | float | bool | None
+Scalar = str | int | float | bool | None
 CacheType = Literal["unified_memory", "memory", "disk"]
 
 
@@ -88,7 +88,7 @@ class ModelSection(Section):
 class OverrideSection(Section):
     """What is different for some of the adapted modules; what is not said stays as it is."""
 
-    rank: Positive | None = None
+    rank: PositiveInt | None = None
     """Their rank."""
     alpha: PositiveFloat | None = None
     """Their alpha; none: equal to their rank, or the section's where the rank is the section's."""
@@ -103,7 +103,7 @@ class AdapterSection(Section):
 
     kind: Literal["lora", "dora", "locon", "loha", "lokr", "full"] = "lora"
     """The algorithm; `full`: a whole difference matrix for each module."""
-    rank: Positive = 16
+    rank: PositiveInt = 16
     """The inner width of each adapter."""
     alpha: PositiveFloat | None = None
     """Scale of the update times rank; none: equal to `rank`."""
@@ -137,7 +137,7 @@ class CacheSection(Section):
     """Most GiB of device memory for text that stays there; none: one 64th of the device's."""
     vae_tiling: Literal["auto"] | bool = "auto"
     """Encode by tiles, in less memory; `auto`: pictures and frames above 2048x2048 pixels."""
-    prefetch_depth: Literal["auto"] | Positive = "auto"
+    prefetch_depth: Literal["auto"] | PositiveInt = "auto"
     """Batches brought to the device ahead of use; `auto`: more while steps wait for one."""
     prefetch_budget_gb: PositiveFloat = 2.0
     """With `auto`: most GiB that batches brought ahead may take."""
@@ -152,11 +152,11 @@ class Gh200Section(Section):
     """Where tensors of a batch live, by role (`latents`, `audio`, `text`, ...) or by name."""
     enable_batch_size_rampup: bool = False
     """Let the effective batch grow while training."""
-    initial_effective_batch_size: Positive | None = None
+    initial_effective_batch_size: PositiveInt | None = None
     """Samples in the first optimizer steps, over all ranks."""
-    target_effective_batch_size: Positive | None = None
+    target_effective_batch_size: PositiveInt | None = None
     """Samples in an optimizer step once the ramp is done; none: the batch without a ramp."""
-    batch_rampup_steps: Positive = 1000
+    batch_rampup_steps: PositiveInt = 1000
     """Micro-batches over which the ramp goes."""
     rampup_shape: Literal["quadratic", "linear"] = "quadratic"
     """How the effective batch grows with micro-batches."""
@@ -165,11 +165,11 @@ class Gh200Section(Section):
 class TrainSection(Section):
     """The loop: how long, in which batches and precision."""
 
-    max_train_steps: Positive = 1000
+    max_train_steps: PositiveInt = 1000
     """Optimizer steps."""
-    batch_size: Positive = 1
+    batch_size: PositiveInt = 1
     """Samples in a micro-batch, on each rank."""
-    gradient_accumulation_steps: Positive = 1
+    gradient_accumulation_steps: PositiveInt = 1
     """Micro-batches in an optimizer step where no ramp says otherwise."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """`auto`: ACCELERATE_MIXED_PRECISION, else bf16 on a GPU and fp32 on a CPU."""
@@ -185,7 +185,7 @@ class TrainSection(Section):
     """`logit_normal`: the standard deviation before the sigmoid."""
     timestep_shift: PositiveFloat | Literal["flux", "qwen_image", "sd3"] = 1.0
     """Noise levels s become shift*s / (1 + (shift-1)*s); a name: by size, as that model."""
-    timestep_window: tuple[Share, Share] = (0.0, 1.0)
+    timestep_window: tuple[Fraction, Fraction] = (0.0, 1.0)
     """Levels are drawn from the first up to, and without, the second; the shape stays."""
     min_snr_gamma: PositiveFloat | None = None
     """Weigh losses by min-SNR (Hang et al. 2023) with this gamma; flow matching: see the next."""
@@ -195,15 +195,15 @@ class TrainSection(Section):
     """Of models with two experts: which are trained."""
     expert_turns: Literal["alternate", "proportional"] = "alternate"
     """Both experts get as many steps, or as many as the noise levels that are drawn."""
-    switch_every: Positive = 1
+    switch_every: PositiveInt = 1
     """Optimizer steps before the other expert may have its turn."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay of the moving average of the trained weights; 0: none is kept."""
-    checkpoint_every: Count = 500
+    checkpoint_every: NonNegativeInt = 500
     """Optimizer steps between checkpoints; 0: only at the end."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 30.0
     """Minutes between checkpoints, beside the steps; 0: never by time."""
-    keep_checkpoints: Positive = 3
+    keep_checkpoints: PositiveInt = 3
     """How many of the newest checkpoints stay."""
 
 
@@ -215,7 +215,7 @@ class OptimizerSection(Section):
     `schedule_free`, or one that a package adds by an entry point."""
     lr: PositiveFloat | None = None
     """The highest learning rate; none: the optimizer's usual one. Automagic: where rates begin."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decays of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
@@ -223,9 +223,9 @@ class OptimizerSection(Section):
     """Decoupled weight decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after the warm-up."""
-    warmup_steps: Count = 0
+    warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the rate rises from zero."""
-    final_lr_share: Share = 0.0
+    final_lr_share: Fraction = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
     state: Literal["auto", "device", "host"] = "auto"
     """Where the optimizer's state lives; `auto`: on the device, and as far as a plan of full
@@ -253,29 +253,29 @@ class OptimizerSection(Section):
 class ValidationSection(Section):
     """Pictures and losses that show how far the run is."""
 
-    every: Count = 500
+    every: NonNegativeInt = 500
     """Optimizer steps between validations, beside step 0 and the last; 0: none at all."""
     prompts: tuple[str, ...] | None = None
     """What to picture; none: a few captions of the data set."""
-    num_prompts: Positive = 4
+    num_prompts: PositiveInt = 4
     """How many captions are taken where no prompts are given."""
     seed: int = 0
     """Seed of the first picture's noise; the next pictures count on from it."""
-    sample_steps: Positive = 24
+    sample_steps: PositiveInt = 24
     """Steps of the sampler."""
     guidance: Annotated[float, Field(ge=0)] = 2.0
     """Classifier-free guidance; 1: none."""
-    width: Positive | None = None
+    width: PositiveInt | None = None
     """Width of the pictures; none: the first data set's resolution."""
-    height: Positive | None = None
+    height: PositiveInt | None = None
     """Height of the pictures; none: the first data set's resolution."""
-    frames: Positive | None = None
+    frames: PositiveInt | None = None
     """Frames of the videos; none: as many as the first data set's clips have, pictures have 1."""
     seconds: PositiveFloat | None = None
     """Length of the sounds; none: that of the first data set's clips."""
     images: tuple[str, ...] | None = None
     """For models that start from a picture or edit one: a file for each of `prompts`."""
-    holdout: Share = 0.0
+    holdout: Fraction = 0.0
     """Share of the samples kept out of training, whose loss is measured with fixed noise."""
     enable_manual_validation: bool = False
     """Also validate when `gracetune now validate` asks for it."""
@@ -284,7 +284,7 @@ class ValidationSection(Section):
 class LoggingSection(Section):
     """Where the run tells what it does."""
 
-    every: Positive = 10
+    every: PositiveInt = 10
     """Optimizer steps between lines; losses reach the host no more often."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
@@ -352,7 +352,7 @@ class RunFile(Section):
 # What a run file may say of a data set: where it is, how it is read, cropped and captioned.
 
 
-STAGED = frozenset(("in_memory", "shapes"))
+STAGED_TYPES = frozenset(("in_memory", "shapes"))
 """Types of data sets that are read into host memory."""
 
 
@@ -362,9 +362,9 @@ class InMemorySection(Section):
     compression: Literal["auto", "lz4", "zlib", "snappy", "zstd", "none"] | None = "auto"
     """The codec of staged files; `auto` keeps one only where it shrinks them. Of a data set of type
     `in_memory` none is tried where nothing is said."""
-    num_workers: Positive | None = None
+    num_workers: PositiveInt | None = None
     """Readers in parallel; none: min(72, CPUs)."""
-    chunk_size: Positive | None = None
+    chunk_size: PositiveInt | None = None
     """Most files that a reader takes at a time; none: by files and bytes, so that all have work."""
     memory_limit_gb: PositiveFloat | None = None
     """Most GiB that the staged bytes may take; more stops the run before it starts."""
@@ -384,16 +384,16 @@ class RemoteSection(Section):
 
     timeout_s: PositiveFloat = 60.0
     """How long one request may take before it counts as failed."""
-    retries: Count = 5
+    retries: NonNegativeInt = 5
     """How often a failed request is repeated, a little later each time."""
-    options: dict[str, Plain | dict[str, Plain]] = Field(default_factory=dict)
+    options: dict[str, Scalar | dict[str, Scalar]] = Field(default_factory=dict)
     """What fsspec's file system is made with, such as `anon` or `endpoint_url` for s3."""
 
 
 class ShapesSection(Section):
     """The made data set of coloured shapes."""
 
-    copies: Positive = 8
+    copies: PositiveInt = 8
     """Pictures of each combination, every one at another place and size."""
     size: Annotated[int, Field(ge=16, multiple_of=4)] = 24
     """Edge of a picture in pixels."""
@@ -420,7 +420,7 @@ class AugmentationSection(Section):
         "erase",
     ]
     """What changes. They are applied in the order of the list."""
-    probability: Share = 0.5
+    probability: Fraction = 0.5
     """How many of the samples it changes."""
     amount: PositiveFloat | None = None
     """How far at most: degrees for `rotate` and `hue`, else a share; none: a mild amount."""
@@ -447,7 +447,7 @@ class DatasetSection(Section):
     """The folder of masks (white: learn this): one for each sample, of the same stem."""
     mask_invert: bool = False
     """Learn where masks are black instead."""
-    mask_background: Share = 0.0
+    mask_background: Fraction = 0.0
     """How much the loss counts where a mask says not to learn; elsewhere it counts 1."""
     mask_normalize: bool = True
     """Weights of a sample are 1 on average: a small white part counts as much as a whole picture.
@@ -474,13 +474,13 @@ class DatasetSection(Section):
     """Bucket edges are multiples of this many pixels; none: the family's own step."""
     max_aspect: Annotated[float, Field(ge=1)] = 3.0
     """Pictures whose long edge is more than this times the short one are dropped, and reported."""
-    min_edge: Count = 0
+    min_edge: NonNegativeInt = 0
     """Pictures with a shorter edge than this are dropped, and reported; 0: enlarge any."""
-    frames: Positive | tuple[Positive, ...] = 81
+    frames: PositiveInt | tuple[PositiveInt, ...] = 81
     """Video: frames of a clip, 4n+1; of several, the most that a video is long enough for."""
     fps: PositiveFloat | None = None
     """Video: frames a second that clips are resampled to; none: the file's own."""
-    sample_rate: Positive = 44100
+    sample_rate: PositiveInt = 44100
     """Audio: samples a second that clips are resampled to."""
     channels: Literal[1, 2] = 2
     """Audio: mono or stereo."""
@@ -494,13 +494,13 @@ class DatasetSection(Section):
     """Where captions come from; `auto`: metadata.jsonl if there is one, else a .txt beside each."""
     instance_prompt: str | None = None
     """The one caption of `instanceprompt`."""
-    caption_dropout: Share = 0.0
+    caption_dropout: Fraction = 0.0
     """Share of samples trained with the empty caption, drawn anew each epoch."""
-    repeats: Positive = 1
+    repeats: PositiveInt = 1
     """How often an epoch shows each sample."""
     weight: PositiveFloat = 1.0
     """Times `repeats`, and may be a fraction: 0.5 shows half of the samples an epoch, in turn."""
-    max_corruption_rate: Share = 0.01
+    max_corruption_rate: Fraction = 0.01
     """Share of unreadable samples past which the run stops; below it they are left out, by name."""
     timeout_s: PositiveFloat = 300.0
     """How long one sample may take to be read and decoded; longer ends the run, by its name."""
@@ -514,5 +514,5 @@ class DatasetSection(Section):
     `static`: drawn once, and so where nothing is said; `refresh_each_epoch`: drawn anew for each
     epoch and encoded ahead of it; `disable_cache`: the same draws, encoded when they are used.
     """
-    variants: Positive = 1
+    variants: PositiveInt = 1
     """With `static`: so many draws of each sample are encoded, and epochs take turns with them."""

@@ -30,7 +30,7 @@ from gracetune.adapters.compute.fused_lora import runs_in_dtype
 from gracetune.cache.batch_transfer import INITIAL_DEPTH, build_batch_transfer
 from gracetune.cache.encode import Ranks
 from gracetune.config.checks import trains_in_bf16
-from gracetune.config.environment import engine_of, process_environment
+from gracetune.config.environment import sharding_engine, process_environment
 from gracetune.data.pipeline import DataPipeline
 from gracetune.data.requirements import check_data
 from gracetune.errors import ConfigError
@@ -285,7 +285,7 @@ def build_session(
 
 def start_accelerator(run: RunFile) -> Accelerator:
     """Join the other ranks, if any, and choose the precision."""
-    engine = engine_of(process_environment())
+    engine = sharding_engine(process_environment())
     if engine:  # checked first: Accelerate's own error for a missing engine helps nobody
         raise _unsupported_engine(engine)
     # Accelerate keeps its settings in process-wide state; a second run must not inherit them.

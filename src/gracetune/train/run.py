@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
 
 from gracetune.atomic_files import write_text
-from gracetune.config.load import resolved
+from gracetune.config.load import resolved_json
 from gracetune.config.schema import Gh200Section, RunFile
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError
 from gracetune.events.dispatcher import EventDispatcher
@@ -187,7 +187,7 @@ def _claim_folder(
     if path.exists() and not _is_run_record(path):
         other, path = path, folder / "run.resolved.json"
         events.emit(Notice(f"{other} was not written by a run and is kept; see {path.name}"))
-    write_text(path, resolved(run))
+    write_text(path, resolved_json(run))
     for newer in checkpoint.set_aside_newer(folder / CHECKPOINT_FOLDER, progress.step):
         text = f"resuming from step {progress.step}; a newer checkpoint is kept as {newer}"
         events.emit(Notice(text, level="warning"))
@@ -197,7 +197,7 @@ def _is_run_record(path: Path) -> bool:
     """Return True if a run wrote this file: resolving its content then gives the same text."""
     try:
         text = path.read_text(encoding="utf-8")
-        return resolved(RunFile.model_validate_json(text)) == text
+        return resolved_json(RunFile.model_validate_json(text)) == text
     except (OSError, ValueError):
         return False
 

@@ -9,7 +9,7 @@ from gracetune.config.environment import (
     claim_alloc_conf,
     claim_process_alloc_conf,
     environment_settings,
-    prefer_growing_segments,
+    prefer_expandable_segments,
     split_alloc_conf,
 )
 from gracetune.config.load import load_run_text
@@ -124,7 +124,7 @@ def test_claiming_in_the_process(monkeypatch):
 def test_segments_grow_unless_torch_is_told_something(monkeypatch, said, expected):
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(variable, said.get(variable, ""))
-    prefer_growing_segments()
+    prefer_expandable_segments()
     assert {variable: os.environ[variable] for variable in expected} == expected
 
 

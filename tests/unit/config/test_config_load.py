@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.config.load import known_keys, load_run_file, load_run_text, parse_value, suggest
+from gracetune.config.load import known_keys, load_run_file, load_run_text, parse_value, suggest_fix
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 
@@ -181,7 +181,7 @@ def test_suggestions_cover_every_key():
     for key in known_keys():
         path = tuple(0 if step == "*" else step for step in key.split("."))
         typo = (*path[:-1], f"{path[-1]}x")
-        assert key.replace("*", "0") in suggest(typo)
+        assert key.replace("*", "0") in suggest_fix(typo)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import json
 
-from gracetune.config.load import json_schema, load_run_text, resolved
+from gracetune.config.load import json_schema, load_run_text, resolved_json
 from gracetune.config.schema import RunFile
 
 RUN = RunFile.model_validate(
@@ -20,18 +20,18 @@ RUN = RunFile.model_validate(
 
 
 def test_what_is_written_loads_as_the_same_run():
-    loaded = load_run_text(resolved(RUN), "json", "run", environment={})
+    loaded = load_run_text(resolved_json(RUN), "json", "run", environment={})
     assert loaded.run == RUN
     assert loaded.notices == ()
-    assert load_run_text(resolved(RunFile()), "json", "run", environment={}).run == RunFile()
+    assert load_run_text(resolved_json(RunFile()), "json", "run", environment={}).run == RunFile()
 
 
 def test_what_is_written_has_every_key_in_the_schemas_order():
-    written = json.loads(resolved(RUN))
+    written = json.loads(resolved_json(RUN))
     assert list(written) == list(RunFile.model_fields)
-    assert resolved(RUN) == resolved(RUN.model_copy())
-    assert "é" in resolved(RUN)
-    assert resolved(RUN).endswith("}\n")
+    assert resolved_json(RUN) == resolved_json(RUN.model_copy())
+    assert "é" in resolved_json(RUN)
+    assert resolved_json(RUN).endswith("}\n")
 
 
 def test_the_schema_describes_every_key():

@@ -1,6 +1,6 @@
 import pytest
 
-from gracetune.config.checks import breaches, check_trainable, remarks
+from gracetune.config.checks import check_trainable, find_remarks, find_violations
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 from gracetune.models.registry import FAMILIES
@@ -15,8 +15,8 @@ def ramp(**settings):
 
 
 def test_the_default_run_breaks_no_rule():
-    assert breaches(RunFile()) == []
-    assert remarks(RunFile()) == []
+    assert find_violations(RunFile()) == []
+    assert find_remarks(RunFile()) == []
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_the_default_run_breaks_no_rule():
     ],
 )
 def test_a_broken_rule_names_the_key_and_the_way_out(sections, key, words):
-    (breach,) = breaches(run(**sections))
+    (breach,) = find_violations(run(**sections))
     assert breach.key == key
     assert words in breach.message
 
 
 def test_every_data_set_of_one_name_is_told():
-    found = breaches(run(datasets=({"id": "a"}, {"id": "b"}, {"id": "a"})))
+    found = find_violations(run(datasets=({"id": "a"}, {"id": "b"}, {"id": "a"})))
     assert [breach.key for breach in found] == ["datasets.0.id", "datasets.2.id"]
 
 
@@ -108,38 +108,43 @@ def test_every_data_set_of_one_name_is_told():
     ],
 )
 def test_what_goes_together_is_let_through(sections):
-    assert breaches(run(**sections)) == []
+    assert find_violations(run(**sections)) == []
 
 
 def test_what_is_probably_not_meant_is_remarked():
     idle = run(gh200_optimizations={"initial_effective_batch_size": 4})
-    assert "has no effect" in remarks(idle)[0]
+    assert "has no effect" in find_remarks(idle)[0]
     both = {"target_effective_batch_size": 8, "batch_rampup_steps": 8}
-    found = remarks(run(gh200_optimizations=both))
+    found = find_remarks(run(gh200_optimizations=both))
     assert [text.split()[0].rpartition(".")[2] for text in found] == list(both)
     late = run(gh200_optimizations=ramp(), train={"batch_size": 32})
-    assert "the ramp begins there" in remarks(late)[0]
+    assert "the ramp begins there" in find_remarks(late)[0]
 
 
 def test_staging_of_what_is_not_staged_is_remarked_on():
     local = run(datasets=({"type": "local", "in_memory": {"num_workers": 2}},))
-    (text,) = remarks(local)
+    (text,) = find_remarks(local)
     assert text.startswith("datasets.0.in_memory has no effect: datasets.0.type is local")
-    assert remarks(run(datasets=({"type": "in_memory", "in_memory": {"num_workers": 2}},))) == []
-    assert remarks(run(datasets=({"type": "local"},))) == []
+    assert (
+        find_remarks(run(datasets=({"type": "in_memory", "in_memory": {"num_workers": 2}},))) == []
+    )
+    assert find_remarks(run(datasets=({"type": "local"},))) == []
 
 
 def test_caching_that_is_not_done_is_remarked_on():
     flips = {"augmentations": ({"name": "flip"},), "augmentations_cache_mode": "disable_cache"}
     kept = {"cache_config": {"persistent_cache": True}}
-    (text,) = remarks(run(datasets=(flips,), **kept))
+    (text,) = find_remarks(run(datasets=(flips,), **kept))
     assert "of its samples only captions are kept" in text
-    assert remarks(run(datasets=(flips,))) == []
-    (text,) = remarks(run(datasets=({"augmentations_cache_mode": "static"},)))
+    assert find_remarks(run(datasets=(flips,))) == []
+    (text,) = find_remarks(run(datasets=({"augmentations_cache_mode": "static"},)))
     assert "augmentations_cache_mode has no effect" in text
-    assert remarks(run(datasets=({"crop": "random", "augmentations_cache_mode": "static"},))) == []
+    assert (
+        find_remarks(run(datasets=({"crop": "random", "augmentations_cache_mode": "static"},)))
+        == []
+    )
     one, other = ({"id": str(said), "cache_latents_to_disk": said} for said in (True, False))
-    (text,) = remarks(run(datasets=(one, other), **kept))
+    (text,) = find_remarks(run(datasets=(one, other), **kept))
     assert text.startswith("datasets.1.cache_latents_to_disk is false but has no effect")
 
 
@@ -162,18 +167,18 @@ def test_training_asks_for_everything_at_once():
 
 def test_a_holdout_that_nothing_measures_is_remarked_on() -> None:
     run = RunFile.model_validate({"validation": {"every": 0, "holdout": 0.1}})
-    assert any("nothing measures them" in remark for remark in remarks(run))
-    assert remarks(RunFile.model_validate({"validation": {"holdout": 0.1}})) == []
+    assert any("nothing measures them" in remark for remark in find_remarks(run))
+    assert find_remarks(RunFile.model_validate({"validation": {"holdout": 0.1}})) == []
 
 
 def test_a_setting_that_an_optimizer_does_not_have_is_remarked_on():
     lion = RunFile.model_validate({"optimizer": {"name": "lion", "eps": 1e-6, "lr": 1e-5}})
-    assert remarks(lion) == ["optimizer.eps has no effect: lion does not use it."]
-    muon = remarks(run(optimizer={"name": "muon", "eps": 1e-6, "betas": [0.9, 0.99]}))
+    assert find_remarks(lion) == ["optimizer.eps has no effect: lion does not use it."]
+    muon = find_remarks(run(optimizer={"name": "muon", "eps": 1e-6, "betas": [0.9, 0.99]}))
     assert [line.split()[0] for line in muon] == ["optimizer.betas", "optimizer.eps"]
     assert all("which muon leaves to AdamW" in line for line in muon)
-    assert remarks(run(optimizer={"name": "muon"})) == []
-    assert remarks(RunFile.model_validate({"optimizer": {"name": "adamw", "eps": 1e-6}})) == []
+    assert find_remarks(run(optimizer={"name": "muon"})) == []
+    assert find_remarks(RunFile.model_validate({"optimizer": {"name": "adamw", "eps": 1e-6}})) == []
 
 
 def test_the_settings_of_families_exist_in_the_schema():
@@ -202,7 +207,7 @@ def test_the_settings_of_families_exist_in_the_schema():
     ],
 )
 def test_a_setting_of_another_family_kind_or_algorithm_is_remarked_on(sections, setting):
-    (text,) = remarks(run(**sections))
+    (text,) = find_remarks(run(**sections))
     assert text.startswith(f"{setting} has no effect: ")
 
 
@@ -218,4 +223,4 @@ def test_a_setting_of_another_family_kind_or_algorithm_is_remarked_on(sections, 
     ],
 )
 def test_a_setting_that_counts_is_not_remarked_on(sections):
-    assert remarks(run(**sections)) == []
+    assert find_remarks(run(**sections)) == []

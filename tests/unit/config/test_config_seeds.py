@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.config.load import load_run_text, resolved
+from gracetune.config.load import load_run_text, resolved_json
 
 SEEDS = Path(__file__).parents[2] / "data" / "seeds"
 BLOCK = re.compile(r"^ *```(json|yaml)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
@@ -84,7 +84,7 @@ def test_there_is_an_expectation_for_every_block():
 def test_the_block_says_what_it_meant(name, language, text):
     run = load_run_text(text, language, name, environment={}).run
     assert run.model_dump(exclude_unset=True) == EXPECTED[name]
-    assert load_run_text(resolved(run), "json", "again", environment={}).run == run
+    assert load_run_text(resolved_json(run), "json", "again", environment={}).run == run
 
 
 def test_half_precision_is_accepted_with_a_warning_that_names_bf16():

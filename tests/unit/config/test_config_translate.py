@@ -1,6 +1,12 @@
 import pytest
 
-from gracetune.config.aliases import ALIASES, ELSEWHERE, REMARKS, VALUES, canonical
+from gracetune.config.aliases import (
+    ALIASES,
+    REMOVED_KEYS,
+    VALUE_ALIASES,
+    VALUE_REMARKS,
+    canonical_path,
+)
 from gracetune.config.load import known_keys, load_run_text
 from gracetune.errors import ConfigError
 
@@ -25,18 +31,18 @@ def test_every_alias_leads_to_a_key_of_the_schema():
 def test_no_alias_hides_a_key_of_the_schema():
     sections = {"optimizer"}
     assert set(ALIASES) & set(known_keys()) == sections
-    assert not set(ELSEWHERE) & set(known_keys())
+    assert not set(REMOVED_KEYS) & set(known_keys())
 
 
 def test_no_key_of_the_schema_is_respelled():
     for key in set(known_keys()) - {"optimizer"}:
         path = tuple(0 if step == "*" else step for step in key.split("."))
-        assert canonical(path, "value") == path
+        assert canonical_path(path, "value") == path
 
 
 def test_values_and_remarks_belong_to_keys_of_the_schema():
-    assert set(VALUES) <= set(known_keys())
-    assert all(value in VALUES[key] for key, value in REMARKS)
+    assert set(VALUE_ALIASES) <= set(known_keys())
+    assert all(value in VALUE_ALIASES[key] for key, value in VALUE_REMARKS)
 
 
 @pytest.mark.parametrize(
