@@ -1,7 +1,7 @@
-"""From the bytes of a sound file to a clip: one rate, one number of channels, one length.
+"""Decode audio files to clips with a given sample rate, channel count and length.
 
-soundfile reads what libsndfile knows (WAV, FLAC, OGG, MP3, ...), PyAV all else (M4A, AAC, WMA,
-...). Shapes: C channels, N samples.
+soundfile reads the formats of libsndfile (WAV, FLAC, OGG, MP3, ...), PyAV the others (M4A, AAC,
+WMA, ...). Tensor layout is CN: channels, samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Waves = NDArray[np.float32]
-    """N samples of C channels."""
+    """Samples by channels."""
 
 EXTENSIONS = frozenset(
     (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac", ".aif", ".aiff", ".wma")
@@ -33,16 +33,17 @@ EXTENSIONS = frozenset(
 MAX_SECONDS = 6 * 3600
 MAX_CHANNELS = 64
 MAX_LEVEL = 1e6
-"""Full scale is 1, or 32768 where a writer forgot to scale; beyond all that is damage."""
+"""Largest absolute value that is accepted. Full scale is 1, or 32768 in unscaled files; larger
+values indicate a damaged file."""
 
 _BLOCK = 1 << 18
 _MARGIN = 256
-"""Samples read past the clip, so that the resampler's end lies outside it."""
-_SOUNDFILE_BROKEN = (RuntimeError, OSError, ValueError, TypeError, OverflowError)
+"""Samples read past the clip, so that resampling artefacts at the end fall outside it."""
+_SOUNDFILE_ERRORS = (RuntimeError, OSError, ValueError, TypeError, OverflowError)
 
 
 class AudioFacts(NamedTuple):
-    """What buckets need to know."""
+    """Properties of an audio file that bucketing needs."""
 
     seconds: float
     sample_rate: int
@@ -50,14 +51,14 @@ class AudioFacts(NamedTuple):
 
 
 def require_packages() -> None:
-    """Say now which extra is missing, not at the first file."""
+    """Raise an error that names the missing extra, before any file is read."""
     _load("soundfile")
     _load("soxr")
 
 
 def probe_audio(data: bytes) -> AudioFacts:
-    """The whole file is decoded, so that one that is truncated or holds a NaN is found here."""
-    _check_whole(data)
+    """Decode the whole file to detect truncation and NaNs, and return its properties."""
+    _check_not_truncated(data)
     count, facts = 0, None
     for block, facts in _blocks(data):
         _check_levels(block, count / facts.sample_rate, facts.sample_rate)
@@ -65,14 +66,14 @@ def probe_audio(data: bytes) -> AudioFacts:
         if count > MAX_SECONDS * facts.sample_rate:
             raise UnreadableSampleError(f"longer than {MAX_SECONDS} seconds; cut it into clips")
     if facts is None or count == 0:
-        raise UnreadableSampleError("the file has no sound in it")
+        raise UnreadableSampleError("the file has no audio stream")
     return facts._replace(seconds=count / facts.sample_rate)
 
 
 def decode_audio(
     data: bytes, channels: int, length: int, sample_rate: int, clip: float = 0.0
 ) -> Tensor:
-    """A clip as CN, float32. `clip` is the share of what is left over that comes before it."""
+    """Return a clip as CN, float32; `clip` 0 takes the start of the file, 1 the end."""
     import torch
 
     whole, facts = _read(data)
@@ -86,15 +87,17 @@ def decode_audio(
     missing = length - len(part)
     if missing > _MARGIN:
         raise UnreadableSampleError(
-            f"the sound ends after {len(part) / sample_rate:.3f} of {length / sample_rate:g} s"
+            f"the audio ends after {len(part) / sample_rate:.3f} of {length / sample_rate:g} s"
         )
-    # resampling may round the last few samples away; they are silence then
+    # resampling may lose the last few samples to rounding; pad them with silence
     padded = np.pad(part[:length], ((0, max(0, missing)), (0, 0)))
     return torch.from_numpy(np.ascontiguousarray(padded.T, dtype=np.float32))
 
 
 def to_channels(waves: Waves, channels: int) -> Waves:
-    """Mono is the mean of all channels; stereo doubles a mono file, or takes the front two."""
+    """Convert the channel count: mono averages all channels; stereo duplicates a mono file or keeps
+    the first two channels.
+    """
     if waves.shape[1] == channels:
         return waves
     if channels == 1:
@@ -105,21 +108,21 @@ def to_channels(waves: Waves, channels: int) -> Waves:
 def _read(data: bytes) -> tuple[Waves, AudioFacts]:
     blocks = list(_blocks(data))
     if not blocks:
-        raise UnreadableSampleError("the file has no sound in it")
+        raise UnreadableSampleError("the file has no audio stream")
     return np.concatenate([block for block, _ in blocks]), blocks[0][1]
 
 
 def _blocks(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
-    """The sound piece by piece, by whoever can read it."""
+    """Yield blocks of samples, read by soundfile or, if it refuses the file, by FFmpeg."""
     soundfile = _load("soundfile")
     if not data:
         raise UnreadableSampleError("the file is empty")
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
-    except _SOUNDFILE_BROKEN:
-        yield from _blocks_of_ffmpeg(data)
+    except _SOUNDFILE_ERRORS:
+        yield from _ffmpeg_blocks(data)
         return
-    facts = _checked(AudioFacts(0.0, file.samplerate, file.channels))
+    facts = _check_facts(AudioFacts(0.0, file.samplerate, file.channels))
     count = 0
     try:
         with file:
@@ -127,71 +130,73 @@ def _blocks(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
                 count += len(block)
                 yield block, facts
             expected = file.frames if _length_is_known(file.format, data) else 0
-    except _SOUNDFILE_BROKEN as error:
-        raise UnreadableSampleError(reason_of(error, "sound")) from error
+    except _SOUNDFILE_ERRORS as error:
+        raise UnreadableSampleError(reason_of(error, "audio")) from error
     if count < expected:
-        raise UnreadableSampleError(f"truncated: {count} of {expected} samples are there")
+        raise UnreadableSampleError(f"truncated: {count} of {expected} samples are present")
 
 
-def _blocks_of_ffmpeg(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
+def _ffmpeg_blocks(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
     import av
 
-    with opened(data, "sound") as container:
+    with opened(data, "audio") as container:
         if not container.streams.audio:
-            raise UnreadableSampleError("the file has no sound in it")
+            raise UnreadableSampleError("the file has no audio stream")
         stream = container.streams.audio[0]
         if stream.codec_context is None:
-            raise UnreadableSampleError("its codec is not known")
-        facts = _checked(AudioFacts(0.0, stream.rate or 0, stream.channels))
-        # planar floats in the file's own layout and rate: mixing and resampling are ours
+            raise UnreadableSampleError("its codec is unknown")
+        facts = _check_facts(AudioFacts(0.0, stream.rate or 0, stream.channels))
+        # planar floats in the file's own layout and rate; mixing and resampling happen later
         resampler = av.AudioResampler(format="fltp")
         for frame in container.decode(stream):
             for part in resampler.resample(frame):
                 waves = np.asarray(part.to_ndarray().T, np.float32)
                 if waves.shape[1] != facts.channels or part.sample_rate != facts.sample_rate:
-                    raise UnreadableSampleError("its rate or number of channels changes midway")
+                    raise UnreadableSampleError(
+                        "its sample rate or channel count changes within the file"
+                    )
                 yield waves, facts
 
 
 def _check_levels(block: Waves, begin: float, rate: int) -> None:
-    """NaN and infinities fail the comparison too."""
-    sound = (np.abs(block) <= MAX_LEVEL).all(axis=1)
-    if not sound.all():
-        at = begin + float(np.argmin(sound)) / rate
+    """Reject NaNs, infinities and values above MAX_LEVEL."""
+    is_valid = (np.abs(block) <= MAX_LEVEL).all(axis=1)
+    if not is_valid.all():
+        at = begin + float(np.argmin(is_valid)) / rate
         raise UnreadableSampleError(
-            f"it holds values that are not numbers, or above {MAX_LEVEL:g}, first at {at:.3f} s"
+            f"it contains NaNs or values above {MAX_LEVEL:g}, first at {at:.3f} s"
         )
 
 
-def _checked(facts: AudioFacts) -> AudioFacts:
+def _check_facts(facts: AudioFacts) -> AudioFacts:
     if not 1 <= facts.channels <= MAX_CHANNELS or facts.sample_rate < 1:
         raise UnreadableSampleError(
-            f"{facts.channels} channels at {facts.sample_rate} samples a second cannot be read"
+            f"{facts.channels} channels at {facts.sample_rate} samples per second are not supported"
         )
     return facts
 
 
-def _check_whole(data: bytes) -> None:
-    """libsndfile takes a file of blocks that ends too early as a shorter one; we do not."""
+def _check_not_truncated(data: bytes) -> None:
+    """Reject a truncated file; libsndfile would read it as a shorter one."""
     end = 0
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
-        end = _end_of_riff(data)
+        end = _riff_data_end(data)
     elif data[:4] == b"FORM":
         end = 8 + int.from_bytes(data[4:8], "big")
     elif data[:4] == b"OggS" and (page := data.rfind(b"OggS")) + 27 <= len(data):
         table = data[page + 27 : page + 27 + data[page + 26]]
         end = page + 27 + data[page + 26] + sum(table)
-    if end > len(data) + 1:  # a writer may forget the byte that pads an odd chunk
+    if end > len(data) + 1:  # some writers omit the padding byte of an odd chunk
         raise UnreadableSampleError(f"truncated: {end - len(data)} bytes are missing")
 
 
 def _length_is_known(file_format: str, data: bytes) -> bool:
-    """An MP3 without a table of contents has only a guess at its length."""
+    """Return whether the reported length is exact; an MP3 without a Xing or VBRI header guesses."""
     return file_format != "MP3" or any(mark in data[:8192] for mark in (b"Xing", b"Info", b"VBRI"))
 
 
-def _end_of_riff(data: bytes) -> int:
-    """Where the sound itself should end; 0 where the writer streamed and did not know."""
+def _riff_data_end(data: bytes) -> int:
+    """Return where the data chunk should end; 0 if the writer was streaming and left it open."""
     at = 12
     while at + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, at)

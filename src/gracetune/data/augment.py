@@ -294,8 +294,8 @@ def check_augmentable(section: DatasetSection, index: int) -> None:
     """Raise an error if a video or audio dataset asks for augmentations."""
     if section.augmentations and section.dataset_type != "image":
         raise ConfigError(
-            f"datasets[{index}].augmentations has {len(section.augmentations)} entries; a dataset of "
-            f"dataset_type {section.dataset_type!r} cannot be augmented. Remove them."
+            f"datasets[{index}].augmentations has {len(section.augmentations)} entries; a "
+            f"dataset of dataset_type {section.dataset_type!r} cannot be augmented. Remove them."
         )
 
 

@@ -1,4 +1,8 @@
-"""Which samples share a shape: pure functions from samples to buckets, and a report of both."""
+"""Assign samples to buckets of equal shape, and report the assignment.
+
+A bucket is a shape that samples are cropped and resized to: (width, height) of images, plus frames
+of videos, and (channels, length) of audio. All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,13 @@ if TYPE_CHECKING:
     from gracetune.config.schema import DatasetSection
     from gracetune.data.sample import Sample, Shape, Size
 
-NAMED = 5
-"""How many dropped samples a report names for each reason."""
+MAX_LISTED_DROPS = 5
+"""Number of dropped samples that the report lists per reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A sample that no bucket takes, and the setting that says so."""
+    """A sample without a bucket, and the setting that excludes it."""
 
     sample: Sample
     reason: str
@@ -30,10 +34,10 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Where every sample goes."""
+    """The bucket of every sample."""
 
     buckets: Mapping[Shape, tuple[Sample, ...]]
-    """Only those that hold samples, from tall to wide and from short to long."""
+    """Non-empty buckets, ordered from tall to wide and from short to long."""
     dropped: tuple[Dropped, ...]
 
 
@@ -43,10 +47,10 @@ def bucket_sizes(
     max_aspect: float,
     resolution_type: Literal["area", "edge"] = "area",
 ) -> list[Size]:
-    """Sizes whose edges are multiples of `step`, from tall to wide; the square is one of them.
+    """Return sizes whose edges are multiples of `step`, from tall to wide, including the square.
 
-    By area, each shorter edge has the long one that comes nearest to resolution^2. By edge, the
-    shorter one is always the resolution.
+    With resolution type "area", each size has about resolution^2 pixels. With "edge", the shorter
+    edge equals the resolution.
     """
     if resolution < step:
         raise ConfigError(
@@ -66,26 +70,30 @@ def bucket_sizes(
 
 
 def frame_counts(section: DatasetSection) -> tuple[int, ...]:
-    """The lengths of a video's clips, from short to long; each 4n+1, as video encoders need."""
+    """Return the clip lengths in frames, in ascending order; video VAEs need 4n+1 frames."""
     counts = section.frames if isinstance(section.frames, tuple) else (section.frames,)
     for count in counts:
         if count % 4 != 1:
             raise ConfigError(
-                f"data set {section.id!r}: frames is {count}; video models take 4n+1 frames. "
+                f"dataset {section.id!r}: frames is {count}; video models take 4n+1 frames. "
                 f"Set {count - (count - 1) % 4} or {count - (count - 1) % 4 + 4}."
             )
-    return _some(counts, section, "frames")
+    return _ascending(counts, section, "frames")
 
 
 def sound_lengths(section: DatasetSection) -> tuple[int, ...]:
-    """The lengths of a sound's clips in samples, from short to long."""
+    """Return the clip lengths in audio samples, in ascending order."""
     seconds = section.seconds if isinstance(section.seconds, tuple) else (section.seconds,)
-    return _some([max(1, round(s * section.sample_rate)) for s in seconds], section, "seconds")
+    return _ascending([max(1, round(s * section.sample_rate)) for s in seconds], section, "seconds")
 
 
 def assign(samples: Sequence[Sample], section: DatasetSection, step: int) -> BucketPlan:
-    """Give each sample the bucket that cuts off least. `step` is what the model's grid needs."""
-    place = _place_sounds(section) if section.dataset_type == "audio" else _place(section, step)
+    """Assign each sample to the bucket that crops least; `step` is the model's edge multiple."""
+    place = (
+        _audio_bucket_finder(section)
+        if section.dataset_type == "audio"
+        else _bucket_finder(section, step)
+    )
     members: dict[Shape, list[Sample]] = {}
     dropped: list[Dropped] = []
     for sample in samples:
@@ -96,16 +104,15 @@ def assign(samples: Sequence[Sample], section: DatasetSection, step: int) -> Buc
             members.setdefault(shape, []).append(sample)
     if samples and len(dropped) == len(samples):
         raise DataError(
-            f"data set {section.id!r}: every one of its {len(samples)} samples is dropped; the "
-            f"first, {dropped[0].sample.key}: {dropped[0].reason}. "
-            f"Loosen {_LOOSEN[section.dataset_type]}."
+            f"dataset {section.id!r}: all {len(samples)} samples are dropped; the first is "
+            f"{dropped[0].sample.key}: {dropped[0].reason}. {_REMEDY[section.dataset_type]}"
         )
     buckets = {shape: tuple(members[shape]) for shape in sorted(members, key=_tall_to_wide)}
     return BucketPlan(buckets, tuple(dropped))
 
 
 def cropped_share(size: Shape, samples: Sequence[Sample]) -> float:
-    """The share of these samples' pixels that this bucket cuts off; a sound has none to lose."""
+    """Return the fraction of the samples' pixels that this bucket crops; 0 for audio."""
     if samples[0].kind == "audio":
         return 0.0
     pixels = sum(sample.width * sample.height for sample in samples)
@@ -117,21 +124,23 @@ def cropped_share(size: Shape, samples: Sequence[Sample]) -> float:
 
 
 def report(plan: BucketPlan) -> str:
-    """The plan as a table for people."""
+    """Format the plan as a text table."""
     lines = ["bucket       samples  cropped"]
     for size, samples in plan.buckets.items():
         shape = "x".join(map(str, size))
         lines.append(f"{shape:<11} {len(samples):>8}  {cropped_share(size, samples):>7.1%}")
     kinds = Counter(_kind(item) for item in plan.dropped)
     for kind, count in kinds.items():
-        named = [item for item in plan.dropped if _kind(item) == kind][:NAMED]
+        named = [item for item in plan.dropped if _kind(item) == kind][:MAX_LISTED_DROPS]
         first = "; ".join(f"{item.sample.key}: {item.reason}" for item in named)
-        lines.append(f"dropped by {kind}: {count} ({first}{'; ...' if count > NAMED else ''})")
+        lines.append(
+            f"dropped by {kind}: {count} ({first}{'; ...' if count > MAX_LISTED_DROPS else ''})"
+        )
     return "\n".join(lines)
 
 
 def as_json(plan: BucketPlan) -> dict[str, object]:
-    """The plan for machines: every bucket and every dropped sample by name."""
+    """Return the plan as JSON: every bucket and every dropped sample."""
     return {
         "buckets": [
             {
@@ -153,15 +162,15 @@ _AXES = {
     "video": ("width", "height", "frames"),
     "audio": ("channels", "length"),
 }
-_LOOSEN = {
-    "image": "max_aspect or min_edge",
-    "video": "max_aspect or min_edge, or ask for fewer frames",
-    "audio": "it: ask for fewer seconds",
+_REMEDY = {
+    "image": "Raise max_aspect or lower min_edge.",
+    "video": "Raise max_aspect, lower min_edge, or set fewer frames.",
+    "audio": "Set fewer seconds.",
 }
 
 
-def _place(section: DatasetSection, step: int) -> Callable[[Sample], Shape | str]:
-    """From a picture or a video to its bucket, or the reason why it has none."""
+def _bucket_finder(section: DatasetSection, step: int) -> Callable[[Sample], Shape | str]:
+    """Return a function from an image or video to its bucket, or to the reason it has none."""
     sizes = bucket_sizes(
         section.resolution, _step(section, step), section.max_aspect, section.resolution_type
     )
@@ -169,10 +178,10 @@ def _place(section: DatasetSection, step: int) -> Callable[[Sample], Shape | str
     counts = frame_counts(section) if section.dataset_type == "video" else ()
 
     def place(sample: Sample) -> Shape | str:
-        reason = _why_not(sample, section)
+        reason = _reason_to_drop(sample, section)
         if reason is not None:
             return reason
-        # The share cropped away grows with the distance of the logarithms of both aspects.
+        # The cropped fraction grows with the difference between the log aspect ratios.
         aspect = math.log(sample.width / sample.height)
         at = bisect_left(aspects, aspect)
         near = range(max(0, at - 1), min(len(sizes), at + 1))
@@ -189,12 +198,12 @@ def _place(section: DatasetSection, step: int) -> Callable[[Sample], Shape | str
 
 
 def available_frames(sample: Sample, section: DatasetSection) -> int:
-    """How many frames a video has at the rate that the run file asks for."""
-    # Moments 0, 1/fps, ... before the end; Matroska rounds the end to milliseconds.
+    """Return the number of frames of a video at the frame rate of the run file."""
+    # Times 0, 1/fps, ... before the end; Matroska rounds the end to milliseconds.
     return max(1, math.ceil((sample.seconds - 1.5e-3) * (section.fps or sample.fps)))
 
 
-def _place_sounds(section: DatasetSection) -> Callable[[Sample], Shape | str]:
+def _audio_bucket_finder(section: DatasetSection) -> Callable[[Sample], Shape | str]:
     lengths = sound_lengths(section)
 
     def place(sample: Sample) -> Shape | str:
@@ -207,9 +216,11 @@ def _place_sounds(section: DatasetSection) -> Callable[[Sample], Shape | str]:
     return place
 
 
-def _some(values: Sequence[int], section: DatasetSection, key: str) -> tuple[int, ...]:
+def _ascending(values: Sequence[int], section: DatasetSection, key: str) -> tuple[int, ...]:
     if not values:
-        raise ConfigError(f"data set {section.id!r}: {key} is an empty list. Name one length.")
+        raise ConfigError(
+            f"dataset {section.id!r}: {key} is an empty list. Set at least one length."
+        )
     return tuple(sorted(set(values)))
 
 
@@ -218,7 +229,7 @@ def _tall_to_wide(shape: Shape) -> tuple[float, Shape]:
 
 
 def _nearest(length: float, step: int) -> int:
-    """The multiple of `step` nearest to `length`, the smaller one of two; never none at all."""
+    """Return the multiple of `step` nearest to `length` (ties round down), at least `step`."""
     return step * max(1, math.ceil(length / step - 0.5))
 
 
@@ -227,13 +238,13 @@ def _step(section: DatasetSection, step: int) -> int:
         return step
     if section.bucket_step % step:
         raise ConfigError(
-            f"data set {section.id!r}: bucket_step is {section.bucket_step}; the model needs edges "
-            f"that are multiples of {step}. Set a multiple of it, or leave bucket_step out."
+            f"dataset {section.id!r}: bucket_step is {section.bucket_step}; the model needs edges "
+            f"that are multiples of {step}. Set a multiple of {step}, or remove bucket_step."
         )
     return section.bucket_step
 
 
-def _why_not(sample: Sample, section: DatasetSection) -> str | None:
+def _reason_to_drop(sample: Sample, section: DatasetSection) -> str | None:
     short, long = sorted((sample.width, sample.height))
     if long / short > section.max_aspect:
         return f"max_aspect is {section.max_aspect:g}, its aspect {long / short:.2f}"

@@ -1,4 +1,4 @@
-"""Where captions come from: a text file beside the picture, a table, its name, or one for all."""
+"""Read captions from text files, a JSONL or parquet table, file names, or one prompt for all."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from gracetune.data.source import Source
 
     Rows = Iterator[tuple[str, str, str]]
-    """Where a row is, for messages; the name of its sample; its caption."""
+    """Location for error messages, file name and caption of each row."""
 
 METADATA = "metadata.jsonl"
 PARQUET = "metadata.parquet"
-NAMED = 5
-"""How many pictures without a caption an error names."""
+MAX_LISTED = 5
+"""Number of samples without a caption that an error lists."""
 
 
 def read_captions(
     source: Source, image_keys: Sequence[str], section: DatasetSection, setting: str = "datasets"
 ) -> dict[str, str]:
-    """A caption for every picture, empty only where the user wrote an empty one."""
+    """Return the caption of every sample; a missing caption is an error, an empty one is not."""
     strategy = section.caption_strategy
     if strategy == "auto":
         strategy = "jsonl" if _tables(source, METADATA) else "textfile"
@@ -47,22 +47,22 @@ def read_captions(
             captions = dict.fromkeys(image_keys, _prompt(section, setting))
     missing = [key for key in image_keys if key not in captions]
     if missing:
-        named = ", ".join(map(printable, missing[:NAMED])) + (
-            ", ..." if len(missing) > NAMED else ""
+        named = ", ".join(map(printable, missing[:MAX_LISTED])) + (
+            ", ..." if len(missing) > MAX_LISTED else ""
         )
         raise DataError(
             f"{setting}.caption_strategy is {section.caption_strategy!r}: {len(missing)} of "
-            f"{len(image_keys)} pictures have no caption: {named}. {_WAY_OUT[strategy]}."
+            f"{len(image_keys)} samples have no caption: {named}. {_REMEDY[strategy]}."
         )
     return {key: captions[key] for key in image_keys}
 
 
-_OR = ", or set caption_strategy: instanceprompt with one instance_prompt for all"
-_WAY_OUT = {
-    "textfile": f"Put a .txt of the same name beside each (empty: an empty caption){_OR}",
+_OR = ", or set caption_strategy: instanceprompt and one instance_prompt for all"
+_REMEDY = {
+    "textfile": f"Add a .txt file of the same name next to each (it may be empty){_OR}",
     "jsonl": f"Add a line with file_name and text to {METADATA} for each{_OR}",
     "parquet": f"Add a row with file_name and text to {PARQUET} for each{_OR}",
-    "filename": f"Give each a name with words in it{_OR}",
+    "filename": f"Give each file a name that contains words{_OR}",
 }
 
 
@@ -81,7 +81,7 @@ def _from_text_files(
 
 
 def _tables(source: Source, name: str) -> list[str]:
-    """Every table of this name, the outermost first."""
+    """Return every table with this file name, outermost folder first."""
     found = [key for key in source.keys() if PurePosixPath(key).name == name]  # noqa: SIM118
     return sorted(found, key=lambda key: key.count("/"))
 
@@ -89,7 +89,7 @@ def _tables(source: Source, name: str) -> list[str]:
 def _from_tables(
     source: Source, name: str, rows_of: Callable[[bytes, str], Rows], setting: str
 ) -> dict[str, str]:
-    """Every table of this name; the one nearest to a sample has the last word."""
+    """Read every table with this file name; the table nearest to a sample wins."""
     captions: dict[str, str] = {}
     for table in _tables(source, name):
         where = f"{setting}: {printable(table)}"
@@ -99,7 +99,7 @@ def _from_tables(
 
 
 def _from_names(image_keys: Sequence[str]) -> dict[str, str]:
-    """A name without words is no caption."""
+    """Turn file names into captions; a name without words gives none."""
     words = {key: re.sub(r"[\s_-]+", " ", PurePosixPath(key).stem).strip() for key in image_keys}
     return {key: caption for key, caption in words.items() if caption}
 
@@ -108,7 +108,7 @@ def _prompt(section: DatasetSection, setting: str) -> str:
     if section.instance_prompt is None:
         raise ConfigError(
             f"{setting}.caption_strategy is 'instanceprompt', which needs {setting}."
-            "instance_prompt. Write the caption that all pictures share."
+            "instance_prompt. Set it to the caption that all samples share."
         )
     return section.instance_prompt
 
@@ -122,7 +122,7 @@ def _bytes(source: Source, key: str, setting: str) -> bytes:
         return source.read(key)
     except OSError as error:
         raise DataError(
-            f"{setting}: {printable(key)} cannot be read ({error}). Mend or remove it."
+            f"{setting}: {printable(key)} cannot be read ({error}). Fix or remove it."
         ) from error
 
 
@@ -136,14 +136,12 @@ def _decode(data: bytes, where: str) -> str:
 
 
 def _by_key(rows: Rows, folder: PurePosixPath) -> dict[str, str]:
-    """Captions by key; `file_name` starts at the table's own folder."""
+    """Return captions by key; `file_name` is relative to the table's folder."""
     captions: dict[str, str] = {}
     for where, name, caption in rows:
         key = str(folder / name)
         if key in captions:
-            raise DataError(
-                f"{where}: file_name {name!r} is there twice. Leave one line a picture."
-            )
+            raise DataError(f"{where}: file_name {name!r} occurs twice. Keep one line per file.")
         captions[key] = caption.strip()
     return captions
 
@@ -156,7 +154,7 @@ def _read_jsonl(data: bytes, where: str) -> Rows:
 
 
 def _read_parquet(data: bytes, where: str) -> Rows:
-    # Here, because only who has such a table needs the package behind it.
+    # Imported late: only parquet tables need pyarrow.
     from gracetune.data.tables import read_caption_table
 
     for number, (name, caption) in enumerate(read_caption_table(data, where)):
@@ -167,9 +165,9 @@ def _read_row(line: str, where: str) -> tuple[str, str]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON ({error}). Write one object a line.") from error
+        raise DataError(f"{where} is not JSON ({error}). Write one object per line.") from error
     values = [row.get(name) for name in ("file_name", "text")] if isinstance(row, dict) else []
     match values:
         case [str(name), str(caption)]:
             return name, caption
-    raise DataError(f'{where} must be {{"file_name": "...", "text": "..."}}; it is {line.strip()}')
+    raise DataError(f'{where} must be {{"file_name": "...", "text": "..."}}, but is {line.strip()}')

@@ -1,4 +1,4 @@
-"""How staged files are compressed: one line a codec, and the choice that `auto` makes."""
+"""Compression of staged files: the codecs, and how `compression: auto` chooses between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Codec(NamedTuple):
-    """Bytes to fewer bytes, and back."""
+    """A compress and a decompress function."""
 
     compress: Callable[[bytes], bytes]
     decompress: Callable[[bytes | memoryview], bytes]
@@ -41,22 +41,22 @@ CODECS: dict[str, Codec] = {
 }
 
 CANDIDATES = ("lz4", "zstd")
-"""What `auto` tries: the fastest and the smallest of those that decode faster than a disk reads."""
+"""Codecs that `auto` tries: the fastest, and the smallest that still decodes faster than a disk."""
 
-WORTHWHILE = 0.05
-"""The share of its bytes that a codec must save under `auto`: decoding is paid at each read."""
+MIN_SAVING = 0.05
+"""Fraction of bytes that a codec must save under `auto`, because every read pays for decoding."""
 
 
 class CodecChoice(NamedTuple):
-    """What `auto` found."""
+    """The codec that `auto` chose."""
 
     codec: str | None
     savings: Mapping[str, float]
-    """By candidate: the share of the sampled bytes that it saves."""
+    """Fraction of the sampled bytes that each candidate saves."""
 
 
 def choose(sampled: Sequence[bytes]) -> CodecChoice:
-    """Try each candidate on a few files; none where not even the best is worthwhile."""
+    """Try each candidate on sampled files; choose None if the best does not save enough."""
     total = sum(map(len, sampled))
     if total == 0:
         return CodecChoice(None, dict.fromkeys(CANDIDATES, 0.0))
@@ -65,50 +65,48 @@ def choose(sampled: Sequence[bytes]) -> CodecChoice:
         for name in CANDIDATES
     }
     best = max(CANDIDATES, key=lambda name: savings[name])
-    return CodecChoice(best if savings[best] >= WORTHWHILE else None, savings)
+    return CodecChoice(best if savings[best] >= MIN_SAVING else None, savings)
 
 
-def pack(data: bytes, codec: str, keep: float) -> bytes | None:
-    """The compressed bytes, where they save more than the share `keep`; else none."""
+def pack(data: bytes, codec: str, min_saving: float) -> bytes | None:
+    """Return the compressed bytes, or None if they save less than the fraction `min_saving`."""
     packed = CODECS[codec].compress(data)
-    worthwhile = len(packed) < len(data) and len(packed) <= (1 - keep) * len(data)
+    worthwhile = len(packed) < len(data) and len(packed) <= (1 - min_saving) * len(data)
     return packed if worthwhile else None
 
 
-# ------------------------------------------------------------------------------------------
-# Which codec each file of a data set is staged with: as asked, or as `auto` finds by trying.
-
+# Choosing a codec for every file of a dataset
 
 SAMPLED_FILES = 16
-"""How many files of a kind `auto` tries its codecs on."""
+"""Files per suffix that `auto` tries its codecs on."""
 SAMPLED_NBYTES = 32 * 1024**2
-"""How many of their bytes it holds for that, the first file aside."""
-KINDS = 16
-"""How many endings are tried apart; the rarer ones are one kind."""
-OTHERS = "other"
+"""Bytes of sampled files per suffix that are kept, not counting the first file."""
+MAX_SUFFIXES = 16
+"""Suffixes that are sampled separately; rarer ones are sampled together."""
+OTHER_SUFFIXES = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How each file is stored."""
+    """The codec of each file, by its suffix."""
 
-    by_kind: Mapping[str, str | None]
+    by_suffix: Mapping[str, str | None]
     others: str | None
-    """The codec of kinds that are not named."""
-    keep: float
-    """The share of its bytes that a file must save to stay compressed."""
-    why: str
+    """Codec of suffixes that are not listed."""
+    min_saving: float
+    """Fraction of its bytes that a file must save to be stored compressed."""
+    reason: str
     sampled: Mapping[str, bytes]
-    """Files that the choice has read already; none is read twice."""
+    """Contents of the sampled files, so that they are not read twice."""
 
     def codec_of(self, key: str) -> str | None:
-        """The codec to try on this file."""
-        return self.by_kind.get(kind_of(key), self.others) if self.by_kind else self.others
+        """Return the codec to try on this file."""
+        return self.by_suffix.get(suffix_of(key), self.others) if self.by_suffix else self.others
 
     @property
     def compresses(self) -> bool:
-        """Whether any file may be stored compressed."""
-        return self.others is not None or any(self.by_kind.values())
+        """Return whether any file may be stored compressed."""
+        return self.others is not None or any(self.by_suffix.values())
 
 
 def choose_packing(
@@ -118,11 +116,11 @@ def choose_packing(
     compression: str | None,
     num_workers: int,
 ) -> Packing:
-    """What `in_memory.compression` means for these files."""
+    """Resolve `in_memory.compression` for these files."""
     if compression in (None, "none"):
         return Packing({}, None, 0.0, "compression is off", {})
     if compression != "auto":
-        return Packing({}, compression, 0.0, f"{compression} as asked", {})
+        return Packing({}, compression, 0.0, f"compression is {compression}", {})
     kinds = _samples(keys, sizes)
     wanted = [key for chosen in kinds.values() for key in chosen]
     found = ordered_map(lambda key: _read(source, key), wanted, num_workers)
@@ -135,26 +133,26 @@ def choose_packing(
         saves = ", ".join(f"{name} saves {share:.1%}" for name, share in choice.savings.items())
         count = sum(key in sampled for key in chosen)
         words.append(
-            f"{choice.codec or 'no compression'} for {kind or 'files without an ending'} "
+            f"{choice.codec or 'no compression'} for {kind or 'files without a suffix'} "
             f"(on {count} sampled files {saves})"
         )
-    why = "auto chose " + "; ".join(words or ["nothing, there are no files"])
-    return Packing(codecs, codecs.get(OTHERS), WORTHWHILE, why, sampled)
+    why = "auto chose " + "; ".join(words or ["nothing, because there are no files"])
+    return Packing(codecs, codecs.get(OTHER_SUFFIXES), MIN_SAVING, why, sampled)
 
 
-def kind_of(key: str) -> str:
-    """The ending, in small letters: files that share one compress alike."""
+def suffix_of(key: str) -> str:
+    """Return the lower-case suffix; files with the same suffix compress alike."""
     stem, dot, ending = key.rpartition(".")
     return f".{ending.lower()}" if dot and stem and "/" not in ending else ""
 
 
 def _samples(keys: Sequence[str], sizes: Sequence[int]) -> dict[str, list[str]]:
-    """A few keys of each kind, spread over all of them; the commonest kind first."""
-    common = {kind for kind, _ in Counter(map(kind_of, keys)).most_common(KINDS)}
+    """Choose a few keys per suffix, spread evenly; the most common suffix first."""
+    common = {kind for kind, _ in Counter(map(suffix_of, keys)).most_common(MAX_SUFFIXES)}
     rows: dict[str, list[int]] = defaultdict(list)
     for row, key in enumerate(keys):
-        kind = kind_of(key)
-        rows[kind if kind in common else OTHERS].append(row)
+        kind = suffix_of(key)
+        rows[kind if kind in common else OTHER_SUFFIXES].append(row)
     chosen: dict[str, list[str]] = {}
     for kind, members in sorted(rows.items(), key=lambda item: -len(item[1])):
         spread = members[:: max(1, len(members) // SAMPLED_FILES)][:SAMPLED_FILES]
@@ -174,4 +172,4 @@ def _read(source: Source, key: str) -> bytes | None:
     try:
         return source.read(key)
     except OSError:
-        return None  # recorded when its turn comes
+        return None  # reported when the file is staged

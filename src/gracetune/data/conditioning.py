@@ -1,4 +1,4 @@
-"""Pictures that belong to samples: controls, references and masks, found by equal stems."""
+"""Find the control image and mask of each sample: files with the same stem in another folder."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ if TYPE_CHECKING:
 
     Role = Literal["control", "mask"]
 
-NAMED = 5
-"""How many samples an error names."""
+MAX_LISTED = 5
+"""Number of samples that an error lists."""
 ASPECT_TOLERANCE = 0.02
-"""A companion is cropped as its sample is: with another aspect it would not lie over it."""
+"""Largest relative difference between the aspect ratios of a sample and its companion, which are
+cropped alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """Which picture belongs to which sample, and a source that has both."""
+    """Companion files by sample, and a source that reads samples and companions."""
 
     source: Source
     keys: Mapping[str, tuple[tuple[Role, str], ...]] = field(default_factory=dict)
-    """By sample key: role and key in `source`."""
+    """(role, key in `source`) pairs by sample key."""
 
 
 class JoinedSource:
-    """Several sources as one, so that all is staged together, under one limit."""
+    """Several sources joined into one, so that they are staged together under one memory limit."""
 
     def __init__(self, parts: Mapping[str, Source]) -> None:
-        """By prefix; the samples' own is empty."""
+        """`parts` maps a key prefix to its source; the samples' own prefix is empty."""
         self._parts = parts
         self._where: dict[str, tuple[Source, str]] = {}
         for prefix, source in parts.items():
             for key in source.keys():  # noqa: SIM118  a source is no mapping
                 if prefix + key in self._where:
                     raise DataError(
-                        f"{source.describe()}: {prefix + key!r} is the name of a sample too. "
+                        f"{source.describe()}: {prefix + key!r} is also the name of a sample. "
                         "Rename the sample."
                     )
                 self._where[prefix + key] = (source, key)
@@ -90,7 +91,7 @@ def find_companions(
     keys: Sequence[str],
     open_folder: Callable[[str, str], Source],
 ) -> Companions:
-    """One picture for each sample and each folder that the run file names; none may be missing."""
+    """Find the companions of every sample; a missing one is an error."""
     roles: dict[Role, tuple[str, str | None]] = {
         "control": ("conditioning_data_dir", section.conditioning_data_dir),
         "mask": ("mask_data_dir", section.mask_data_dir),
@@ -111,7 +112,7 @@ def find_companions(
 def _opened(
     open_folder: Callable[[str, str], Source], folder: str, setting: str, name: str
 ) -> Source:
-    """A folder beside the data set's own; messages name the setting that it is from."""
+    """Open a companion folder; errors name its own setting."""
     try:
         return open_folder(folder, setting)
     except DataError as error:
@@ -120,7 +121,7 @@ def _opened(
 
 
 def same_aspect(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two pictures show the same part of the world once they have one size."""
+    """Return whether two sizes have the same aspect ratio within the tolerance."""
     ratio = one[0] * other[1] / (one[1] * other[0])
     return abs(ratio - 1) <= ASPECT_TOLERANCE
 
@@ -132,15 +133,15 @@ def _by_stem(keys: Sequence[str], beside: Source, name: str, folder: str) -> dic
             stems[_stem(key)].append(key)
     missing = [key for key in keys if not stems.get(_stem(key))]
     if missing:
-        named = ", ".join(missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
+        named = ", ".join(missing[:MAX_LISTED]) + (", ..." if len(missing) > MAX_LISTED else "")
         raise DataError(
-            f"{name} is {folder!r}: {len(missing)} of {len(keys)} samples have no picture of the "
-            f"same stem there: {named}. Add them, or take the samples out."
+            f"{name} is {folder!r}: {len(missing)} of {len(keys)} samples have no file with the "
+            f"same stem there: {named}. Add these files, or remove the samples."
         )
     twice = [stems[_stem(key)] for key in keys if len(stems[_stem(key)]) > 1]
     if twice:
         raise DataError(
-            f"{name} is {folder!r}: {' and '.join(twice[0])} are of one stem. Leave one of them."
+            f"{name} is {folder!r}: {' and '.join(twice[0])} have the same stem. Keep one of them."
         )
     return {key: stems[_stem(key)][0] for key in keys}
 

@@ -1,4 +1,8 @@
-"""Opening a data set: from a section of the run file to samples that are known to be readable."""
+"""Open a dataset: find its source, samples, captions and companions, and probe every file once.
+
+`instance_data_dir` may be a folder, tar shards, parquet tables, a saved Hugging Face dataset or a
+remote address; `open_address` decides which. Unreadable files are collected in a `CorruptionLog`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 from blake3 import blake3
 
 from gracetune import registry
-from gracetune.config.schema import STAGED
+from gracetune.atomic_files import write_text
+from gracetune.config.schema import STAGED_TYPES
 from gracetune.data import audio, images, video
 from gracetune.data.captions import read_captions
 from gracetune.data.conditioning import find_companions, same_aspect
@@ -19,7 +24,6 @@ from gracetune.data.prefetch import by_threads, prefetched
 from gracetune.data.sample import Companion, Sample, UnreadableSampleError
 from gracetune.data.source import data_dir, printable, walk
 from gracetune.data.staging import StagedSource
-from gracetune.durable import write_text
 from gracetune.errors import DataError
 from gracetune.events.dispatcher import ProgressReporter
 from gracetune.events.types import Notice
@@ -52,32 +56,32 @@ PACKAGES: dict[str, Callable[[], None]] = {
     "video": video.require_packages,
     "audio": audio.require_packages,
 }
-"""What a kind cannot do without is asked for before any file is."""
-AHEAD = 256
-"""How many samples are looked into before the first of them is taken."""
-NOUNS = {"image": "picture", "video": "video", "audio": "sound"}
+"""Checks that raise an error if a package needed for this kind of sample is missing."""
+PROBED_AHEAD = 256
+"""Number of samples that are probed ahead."""
+NOUNS = {"image": "images", "video": "videos", "audio": "audio files"}
 
 
 class Opener(Protocol):
-    """What a name in SOURCES, or an entry point of `gracetune.source`, stands for."""
+    """A function that opens a source; in SOURCES or an entry point of `gracetune.source`."""
 
     def __call__(self, section: DatasetSection, setting: str, emit: Emit) -> Source:
-        """Open the source; `setting` is the section's place in the run file, for messages."""
+        """Open the source; `setting` is the section's path in the run file, for error messages."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OpenDataset:
-    """A data set that is ready to be bucketed and read."""
+    """A dataset with all its readable samples."""
 
     section: DatasetSection
     source: Source
-    """Has the bytes of samples and of their companions."""
+    """Source of the samples and their companions."""
     samples: tuple[Sample, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Probe:
     digest: str
     width: int
     height: int
@@ -90,12 +94,12 @@ def open_dataset(
     section: DatasetSection,
     index: int,
     emit: Emit,
-    ledger: CorruptionLog,
+    corruption: CorruptionLog,
     meet_in: Path | None = None,
 ) -> OpenDataset:
-    """Find samples and captions, stage where asked, and look into every sample once.
+    """Find samples and captions, stage the files if asked to, and probe every sample once.
 
-    Processes of one machine that give the same folder in `meet_in` share what is staged.
+    Processes of one machine that pass the same folder as `meet_in` share the staged data.
     """
     setting = f"datasets[{index}]"
     PACKAGES[section.dataset_type]()
@@ -108,50 +112,50 @@ def open_dataset(
         section, setting, source, keys, lambda folder, of: _open_beside(section, folder, of, emit)
     )
     source = beside.source
-    if section.type in STAGED:
+    if section.type in STAGED_TYPES:
         needed = [*keys, *(key for pairs in beside.keys.values() for _, key in pairs)]
         source = StagedSource.stage(source, needed, section.in_memory, emit, setting, meet_in)
 
     samples = []
     progress = ProgressReporter("reading", len(keys), emit)
-    looks = prefetched(
+    probes = prefetched(
         keys,
-        lambda key: _look(source, key, section, beside.keys.get(key, ())),
-        lambda key: f"data set {section.id!r}: {key}",
-        by_threads(section.in_memory.num_workers, AHEAD, section.timeout_s),
+        lambda key: _probe(source, key, section, beside.keys.get(key, ())),
+        lambda key: f"dataset {section.id!r}: {key}",
+        by_threads(section.in_memory.num_workers, PROBED_AHEAD, section.timeout_s),
     )
-    for key, seen in zip(keys, looks, strict=True):
-        if isinstance(seen, _Seen):
+    for key, probe in zip(keys, probes, strict=True):
+        if isinstance(probe, _Probe):
             samples.append(
                 Sample(
                     section.id,
                     key,
                     captions[key],
-                    seen.digest,
-                    seen.width,
-                    seen.height,
+                    probe.digest,
+                    probe.width,
+                    probe.height,
                     section.dataset_type,
-                    seen.seconds,
-                    seen.fps,
-                    seen.companions,
+                    probe.seconds,
+                    probe.fps,
+                    probe.companions,
                 )
             )
         else:
-            ledger.record(section.id, key, seen)
+            corruption.record(section.id, key, probe)
         progress.advance()
 
-    ledger.check(section.id, len(keys), section.max_corruption_rate)
+    corruption.check(section.id, len(keys), section.max_corruption_rate)
     if not samples:
         raise DataError(
             f"{setting} ({section.id!r}): none of the {len(keys)} "
-            f"{NOUNS[section.dataset_type]}s in {source.describe()} can be read. "
-            "Mend the files, or name another folder."
+            f"{NOUNS[section.dataset_type]} in {source.describe()} can be read. "
+            "Fix the files, or set another folder."
         )
     return OpenDataset(section, source, tuple(samples))
 
 
 def _open_beside(section: DatasetSection, folder: str, setting: str, emit: Emit) -> Source:
-    """A folder of companions is read as the samples are; made samples have theirs in a folder."""
+    """Open a companion folder with the samples' source type; generated shapes use a folder."""
     kind = "local" if section.type == "shapes" else section.type
     opener = cast("Opener", registry.load("source", kind, SOURCES))
     return opener(section.model_copy(update={"instance_data_dir": folder}), setting, emit)
@@ -162,40 +166,40 @@ def _sample_keys(source: Source, section: DatasetSection, setting: str) -> Seque
     keys = [name for name in names if PurePosixPath(name).suffix.lower() in known]
     if not keys:
         raise DataError(
-            f"{setting}: {source.describe()} has {len(names)} files and no "
-            f"{NOUNS[section.dataset_type]} among them. Known endings: {' '.join(sorted(known))}."
+            f"{setting}: {source.describe()} has {len(names)} files, but no "
+            f"{NOUNS[section.dataset_type]}. Known suffixes: {' '.join(sorted(known))}."
         )
     return keys
 
 
-def _look(
+def _probe(
     source: Source, key: str, section: DatasetSection, companions: Sequence[tuple[Role, str]]
-) -> _Seen | str:
-    """What a sample needs to know of its file, or the reason why it cannot be one."""
+) -> _Probe | str:
+    """Return the properties of a sample's file, or the reason why it is unreadable."""
     try:
         data = source.read(key)
-        seen = _facts(data, section.dataset_type)
+        probe = _probe_file(data, section.dataset_type)
         if not companions:
-            return seen
-        size = (seen.width, seen.height)
+            return probe
+        size = (probe.width, probe.height)
         inverts = section.mask_invert
         found = tuple(_companion(source, *pair, size, inverts) for pair in companions)
-        return replace(seen, companions=found)
+        return replace(probe, companions=found)
     except UnreadableSampleError as error:
         return error.reason
     except OSError as error:
         return error.strerror or str(error)
 
 
-def _facts(data: bytes, kind: str) -> _Seen:
+def _probe_file(data: bytes, kind: str) -> _Probe:
     digest = blake3(data).hexdigest()
     match kind:
         case "video":
-            film = video.probe_video(data)
-            return _Seen(digest, film.width, film.height, film.seconds, film.fps)
+            clip = video.probe_video(data)
+            return _Probe(digest, clip.width, clip.height, clip.seconds, clip.fps)
         case "audio":
-            return _Seen(digest, 0, 0, audio.probe_audio(data).seconds)
-    return _Seen(digest, *images.probe(data))
+            return _Probe(digest, 0, 0, audio.probe_audio(data).seconds)
+    return _Probe(digest, *images.probe(data))
 
 
 def _companion(
@@ -208,7 +212,7 @@ def _companion(
         raise UnreadableSampleError(f"its companion {key}: {error.reason}") from error
     if not same_aspect(shown, size):
         raise UnreadableSampleError(
-            f"its companion {key} is {shown[0]}x{shown[1]}, of another aspect than "
+            f"its companion {key} is {shown[0]}x{shown[1]}, which has another aspect ratio than "
             f"{size[0]}x{size[1]}"
         )
     return Companion(role, key, blake3(data).hexdigest(), inverts and role == "mask")
@@ -219,16 +223,14 @@ def _report_empty(section: DatasetSection, captions: dict[str, str], emit: Emit)
     if empty:
         emit(
             Notice(
-                f"data set {section.id!r}: {len(empty)} of {len(captions)} captions are empty "
-                f"({empty[0]} the first); these pictures train without a caption",
+                f"dataset {section.id!r}: {len(empty)} of {len(captions)} captions are empty (the "
+                f"first is {empty[0]}); these samples are trained without a caption",
                 level="warning",
             )
         )
 
 
-# ------------------------------------------------------------------------------------------
-# What `instance_data_dir` names: a folder, shards, tables, a saved data set, or an address.
-
+# What `instance_data_dir` refers to
 
 OPENERS = {
     "folder": "gracetune.data.source:open_folder",
@@ -238,14 +240,14 @@ OPENERS = {
     "remote": "gracetune.data.remote:open_remote",
 }
 SAVED_DATASET = ("dataset_dict.json", "state.json")
-"""What only a folder has that Hugging Face `datasets` saved."""
+"""Files that identify a folder written by `save_to_disk` of Hugging Face `datasets`."""
 SHARDS = (".tar", ".parquet")
-BESIDE = frozenset((".md", ".json", ".yaml", ".yml", ""))
-"""Endings of files that lie beside shards and tables and are not samples."""
+NON_SAMPLE_SUFFIXES = frozenset((".md", ".json", ".yaml", ".yml", ""))
+"""Suffixes of files next to shards and tables that are not samples."""
 
 
 def open_address(section: DatasetSection, setting: str, emit: Emit) -> Source:
-    """The source of `local` and `in_memory`: whatever the address turns out to be."""
+    """Open the source of `local` and `in_memory`, whatever kind the address has."""
     kind = kind_of_address(data_dir(section, setting))
     source = _open(kind, section, setting, emit)
     if kind == "remote":
@@ -255,23 +257,23 @@ def open_address(section: DatasetSection, setting: str, emit: Emit) -> Source:
 
 
 def kind_of_address(address: str) -> str:
-    """By its scheme, its ending, or what the folder holds; a name in OPENERS."""
+    """Return the key in OPENERS for an address, by its scheme, its suffix or its folder's files."""
     if "://" in address:
-        return _ending(address)[1:] if is_shard(address) else "remote"
+        return _suffix(address)[1:] if is_shard(address) else "remote"
     root = os.path.expanduser(address)
     if not os.path.isdir(root):
-        return _ending(root)[1:] if is_shard(root) else "folder"
+        return _suffix(root)[1:] if is_shard(root) else "folder"
     if any(os.path.isfile(os.path.join(root, name)) for name in SAVED_DATASET):
         return "hf"
     try:
         return _kind_of_files(walk(Path(root)))
     except OSError:
-        return "folder"  # opening it says what is wrong
+        return "folder"  # opening it raises the error
 
 
 def is_shard(address: str) -> bool:
-    """Whether it is the name of one file of many samples, or a pattern of such names."""
-    return _ending(address) in SHARDS
+    """Return whether an address names a tar or parquet file, or a pattern of such files."""
+    return _suffix(address) in SHARDS
 
 
 def _open(kind: str, section: DatasetSection, setting: str, emit: Emit) -> Source:
@@ -280,11 +282,11 @@ def _open(kind: str, section: DatasetSection, setting: str, emit: Emit) -> Sourc
 
 
 def _kind_of_files(keys: Iterable[str]) -> str:
-    """Nothing but shards, or nothing but tables; the first other file settles it."""
+    """Return "tar" or "parquet" if all samples are in such files, else "folder"."""
     found = ""
     for key in keys:
-        ending = _ending(key)
-        if ending in BESIDE:
+        ending = _suffix(key)
+        if ending in NON_SAMPLE_SUFFIXES:
             continue
         if ending not in SHARDS or found not in ("", ending):
             return "folder"
@@ -292,23 +294,21 @@ def _kind_of_files(keys: Iterable[str]) -> str:
     return found[1:] or "folder"
 
 
-def _ending(name: str) -> str:
-    """In small letters; what an address asks of its server is no part of the name."""
+def _suffix(name: str) -> str:
+    """Return the lower-case suffix, without the query string of a URL."""
     path = name.partition("?")[0] if name.startswith(("http://", "https://")) else name
     return os.path.splitext(path)[1].lower()
 
 
-# ------------------------------------------------------------------------------------------
-# Which samples could not be read, and when that is too many to go on.
+# Unreadable samples
 
-
-NAMED = 5
-"""How many files an error names; the report has them all."""
+MAX_LISTED = 5
+"""Number of files that an error lists; the report has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corruption:
-    """One sample that is left out."""
+    """An unreadable sample that is skipped."""
 
     dataset: str
     key: str
@@ -316,45 +316,47 @@ class Corruption:
 
 
 class CorruptionLog:
-    """Keeps every unreadable sample of a run, once each, and tells it by name."""
+    """Collects the unreadable samples of a run and reports each one once."""
 
     def __init__(self, emit: Emit, report: Path | None = None) -> None:
-        """`report` is written before a run stops for its broken files, which must be mended."""
+        """`report` is the file that is written before a run stops because of unreadable samples."""
         self._emit = emit
         self._report = report
         self._entries: dict[tuple[str, str], Corruption] = {}
 
     @property
     def entries(self) -> tuple[Corruption, ...]:
-        """In the order in which they were found."""
+        """Unreadable samples in the order in which they were found."""
         return tuple(self._entries.values())
 
     def record(self, dataset: str, key: str, reason: str) -> None:
-        """Leave a sample out; the second time the same one is recorded says nothing new."""
+        """Skip a sample; recording the same sample again has no effect."""
         if (dataset, key) in self._entries:
             return
         self._entries[dataset, key] = Corruption(dataset, key, reason)
-        text = f"data set {dataset!r}: {printable(key)} is left out: {printable(reason)}"
+        text = f"dataset {dataset!r}: skipped {printable(key)}: {printable(reason)}"
         self._emit(Notice(text, level="warning"))
 
     def check(self, dataset: str, total: int, rate: float) -> None:
-        """Stop once more than `rate` of the `total` samples are unreadable."""
+        """Raise an error if more than `rate` of the `total` samples are unreadable."""
         broken = [entry for entry in self.entries if entry.dataset == dataset]
         if len(broken) / total <= rate:
             return
-        named = "; ".join(f"{printable(e.key)} ({printable(e.reason)})" for e in broken[:NAMED])
-        more = f"; and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
+        named = "; ".join(
+            f"{printable(e.key)} ({printable(e.reason)})" for e in broken[:MAX_LISTED]
+        )
+        more = f"; and {len(broken) - MAX_LISTED} more" if len(broken) > MAX_LISTED else ""
         if self._report is not None:
             self.write(self._report)
             more += f" (all of them in {self._report})"
         raise DataError(
-            f"data set {dataset!r}: {len(broken)} of {total} samples cannot be read, more than "
-            f"max_corruption_rate {rate:g} allows: {named}{more}. Mend or remove these files, or "
-            "raise max_corruption_rate."
+            f"dataset {dataset!r}: {len(broken)} of {total} samples cannot be read, but "
+            f"max_corruption_rate is {rate:g}: {named}{more}. Fix or remove these files, or raise "
+            "max_corruption_rate."
         )
 
     def write(self, path: Path) -> None:
-        """Leave a report for whoever mends the files."""
+        """Write all unreadable samples to a JSON report."""
         report = {
             "unreadable": len(self._entries),
             "samples": [asdict(entry) for entry in self.entries],

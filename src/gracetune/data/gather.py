@@ -1,7 +1,7 @@
-"""Many files into the arena, or many pieces of memory side by side, by one call of a helper in C.
+"""Bindings of gather.c: copy many files into an arena, or many buffers into one, in a single call.
 
-`gather.c` says how. The package's build compiles it beside this file; a machine without a C
-compiler installs all the same: files come one by one there, by Python, and memory by torch.
+The package build compiles gather.c next to this file. Without a C compiler the package still
+installs: files are then read one by one in Python, and buffers are joined by torch.
 """
 
 from __future__ import annotations
@@ -22,32 +22,39 @@ if TYPE_CHECKING:
     from gracetune.memory.shared_arena import SegmentWriter
 
 ABI = 2
-"""Raised together with the one in gather.c whenever the two must change together."""
+"""Interface version; must equal the one in gather.c."""
 LIBRARY = "_gather.so"
 SOURCE = Path(__file__).with_name("gather.c")
 _WHOLE = -1
-ODD = -1
-"""The length of a file that is not as it was, or cannot be copied so."""
+FAILED = -1
+"""Length reported for a file that changed since it was measured or cannot be copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissingGather:
-    """There is no helper here, and why."""
+    """The compiled helper is not available."""
 
     reason: str
 
 
 class Gather:
-    """The loaded helper."""
+    """The loaded C helper."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        wide = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
+        int64_array = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
         self._gather = library.gracetune_gather
-        self._gather.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, wide, wide, wide)
+        self._gather.argtypes = (
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_int64,
+            int64_array,
+            int64_array,
+            int64_array,
+        )
         self._gather.restype = ctypes.c_int64
 
         self._sizes = library.gracetune_sizes
-        self._sizes.argtypes = (ctypes.c_char_p, ctypes.c_int64, wide)
+        self._sizes.argtypes = (ctypes.c_char_p, ctypes.c_int64, int64_array)
         self._sizes.restype = None
 
         self._join = library.gracetune_join
@@ -55,25 +62,27 @@ class Gather:
         self._join.restype = None
 
     def sizes(self, paths: Sequence[str]) -> list[int]:
-        """The length of each file; 0 for one that cannot be asked."""
+        """Return the length of each file; 0 where `stat` fails."""
         found = np.zeros(len(paths), np.int64)
-        self._sizes(_joined(paths), len(paths), found)
+        self._sizes(_encode_paths(paths), len(paths), found)
         sizes: list[int] = found.tolist()
         return sizes
 
     def join(self, target: int, pieces: Sequence[int], nbytes: int) -> None:
-        """Copy pieces of memory of one length behind each other; all are given by their addresses,
-        and whoever calls keeps them alive. Python's lock is let go once, not for each."""
+        """Copy buffers of `nbytes` each, given by address, one after another to `target`.
+
+        The caller keeps all buffers alive. The GIL is released once for the whole call.
+        """
         self._join(target, array("Q", pieces).tobytes(), len(pieces), nbytes)
 
     def __call__(
-        self, hand: SegmentWriter, places: Sequence[FileRange], sizes: Sequence[int]
+        self, segment: SegmentWriter, places: Sequence[FileRange], sizes: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Copy files of known lengths into the arena: where each lies, and how long it is or ODD.
+        """Copy files of known lengths into the arena; return their offsets, and lengths or FAILED.
 
-        ArenaFullError: there is no memory left.
+        Raises ArenaFullError if there is no memory left.
         """
-        paths = _joined([place.path for place in places])
+        paths = _encode_paths([place.path for place in places])
         offsets = np.array(
             [_WHOLE if nbytes is None else offset for _, offset, nbytes in places], np.int64
         )
@@ -86,23 +95,23 @@ class Gather:
                 raise OSError(-done, os.strerror(-done))
             return done
 
-        first = hand.write_with(write)
+        first = segment.write_with(write)
         return [first + start for start in starts.tolist()], nbytes.tolist()
 
 
-def _joined(paths: Sequence[str]) -> bytes:
-    """Each with a NUL at its end."""
+def _encode_paths(paths: Sequence[str]) -> bytes:
+    """Encode the paths, each terminated by a NUL byte."""
     joined = os.fsencode("\0".join(paths)) + b"\0"
     assert joined.count(b"\0") == max(1, len(paths)), "a path with a NUL in it"
     return joined
 
 
 def find_gather(folder: Path = SOURCE.parent) -> Gather | MissingGather:
-    """The helper beside this file, or why there is none."""
+    """Load the compiled helper, or return the reason why it is missing."""
     path = folder / LIBRARY
     if not path.exists():
         return MissingGather(
-            "it was not built: there was no C compiler when gracetune was installed"
+            "it was not built, because no C compiler was found when gracetune was installed"
         )
     try:
         library = ctypes.CDLL(str(path))
@@ -110,5 +119,5 @@ def find_gather(folder: Path = SOURCE.parent) -> Gather | MissingGather:
     except (OSError, AttributeError) as error:
         return MissingGather(f"it cannot be loaded: {error}")
     if found != str(ABI):
-        return MissingGather(f"it has version {found}, and this gracetune needs {ABI}")
+        return MissingGather(f"it has version {found}, but this gracetune needs {ABI}")
     return Gather(library)

@@ -1,7 +1,11 @@
-"""From the bytes of a picture file to pixels: upright, sRGB, opaque, eight bits.
+"""Decode image files to upright, opaque, 8-bit sRGB pixels, and resize them to a bucket.
 
-Sizes, orders and caches are others'. Whatever Pillow cannot read, or should not, is one error here:
-`UnreadableImageError`, with a reason for people.
+Pillow defines the result. Where a faster decoder is installed (simplejpeg, imagecodecs), it is used
+for the formats and modes in which it returns the same pixels, and Pillow handles the rest. Every
+file that cannot be decoded raises `UnreadableImageError` with a readable reason.
+
+A "simple" file is 8-bit RGB, upright, opaque, not animated and without a colour profile. For these,
+`parse_plain_header` replaces the slower `Image.open`.
 """
 
 from __future__ import annotations
@@ -30,57 +34,56 @@ if TYPE_CHECKING:
 
     Pixels = NDArray[np.uint8]
     Decode = Callable[[bytes, str, Size], Pixels | None]
-    """From a file, the Pillow mode of its header and the smallest size that will do."""
-    DecodePlain = Callable[[bytes], Pixels | None]
-    """From a file that `headers` has found to be plain: nothing is asked again."""
+    """Decode (file, Pillow mode, minimum size); None if the decoder refuses the file."""
+    DecodeSimple = Callable[[bytes], Pixels | None]
+    """Decode a simple file; None if the decoder refuses it."""
     from collections.abc import Iterator
 
     from torch import Tensor
 
-
 Lanczos = Literal["pillow", "torch"]
 MODES = ("L", "RGB", "RGBA")
-"""Eight bits a channel: in all others Pillow's reading is the definition."""
+"""Pillow modes that fast decoders may handle: 8 bits per channel."""
 
-_JPEG_COLOURS = {"L": "GRAY", "RGB": "RGB"}
+_JPEG_COLOUR_SPACES = {"L": "GRAY", "RGB": "RGB"}
 _PNG_DEPTH = 24
 _WEBP_CHUNK, _WEBP_FLAGS, _WEBP_ANIMATION = slice(12, 16), 20, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Decoders:
-    """What reads which format; where there is none, Pillow does."""
+    """Fast decoders by file format, and the resizer; Pillow is used for all other formats."""
 
     by_format: Mapping[str, Decode] = field(default_factory=dict)
     lanczos: Lanczos = "pillow"
-    plain: Mapping[str, DecodePlain] = field(default_factory=dict)
-    """The same for plain files, by the fastest that there is."""
-    why: str = "pictures are decoded and resized by Pillow"
+    simple: Mapping[str, DecodeSimple] = field(default_factory=dict)
+    """Fastest decoder of simple files, by file format."""
+    description: str = "images are decoded and resized by Pillow"
 
 
 PILLOW = Decoders()
 
 
 def choose_decoders() -> Decoders:
-    """Look once what is installed; nothing below asks again."""
+    """Return the fastest decoders that are installed."""
     found: dict[str, Decode] = {}
-    plain: dict[str, DecodePlain] = {}
+    simple: dict[str, DecodeSimple] = {}
     names = []
     for add in (_add_simplejpeg, _add_imagecodecs):
         try:
-            names.append(add(found, plain))
+            names.append(add(found, simple))
         except ImportError:
             continue  # an extra that is not installed
     lanczos: Lanczos = "torch" if _torch_has_lanczos() else "pillow"
-    who = f"pictures are decoded by {', '.join([*names, 'Pillow'])} and resized by {lanczos}"
-    more = "" if len(names) == 2 else "; `pip install gracetune[images]` makes it faster"
-    return Decoders(found, lanczos, plain, who + more)
+    description = f"images are decoded by {', '.join([*names, 'Pillow'])} and resized by {lanczos}"
+    tip = "" if len(names) == 2 else "; `pip install gracetune[images]` makes it faster"
+    return Decoders(found, lanczos, simple, description + tip)
 
 
 def _torch_has_lanczos() -> bool:
-    """Since torch 2.13, for eight bits on the CPU.
+    """Return whether `interpolate` supports Lanczos for uint8 on the CPU (torch 2.13 and newer).
 
-    Asked with pixels that lie as pictures do: with few of them in planes torch fails by itself.
+    The probe uses channels-last memory, as images do: torch fails on tiny planar inputs.
     """
     import torch
 
@@ -92,8 +95,8 @@ def _torch_has_lanczos() -> bool:
     return True
 
 
-def _tried(decode: Callable[[bytes], Pixels], *refusals: type[Exception]) -> DecodePlain:
-    """The decoder, with none for what it refuses."""
+def _none_on_error(decode: Callable[[bytes], Pixels], *refusals: type[Exception]) -> DecodeSimple:
+    """Wrap a decoder so that it returns None for files it refuses."""
 
     def call(data: bytes) -> Pixels | None:
         try:
@@ -104,27 +107,31 @@ def _tried(decode: Callable[[bytes], Pixels], *refusals: type[Exception]) -> Dec
     return call
 
 
-def _add_simplejpeg(found: dict[str, Decode], plain: dict[str, DecodePlain]) -> str:
+def _add_simplejpeg(found: dict[str, Decode], simple: dict[str, DecodeSimple]) -> str:
     import simplejpeg
 
     def jpeg(data: bytes, mode: str, least: Size) -> Pixels | None:
-        if mode not in _JPEG_COLOURS:
+        if mode not in _JPEG_COLOUR_SPACES:
             return None
         try:
-            # strict: what libjpeg only warns about is for Pillow to judge
+            # strict: a file that libjpeg would only warn about goes to Pillow
             pixels: Pixels = simplejpeg.decode_jpeg(
-                data, _JPEG_COLOURS[mode], min_width=least[0], min_height=least[1], strict=True
+                data,
+                _JPEG_COLOUR_SPACES[mode],
+                min_width=least[0],
+                min_height=least[1],
+                strict=True,
             )
         except ValueError:
             return None
         return pixels[:, :, 0] if mode == "L" else pixels
 
     found["JPEG"] = jpeg
-    plain["JPEG"] = _tried(simplejpeg.decode_jpeg, ValueError)  # strict, too, unless told otherwise
+    simple["JPEG"] = _none_on_error(simplejpeg.decode_jpeg, ValueError)  # strict by default
     return "simplejpeg (JPEG)"
 
 
-def _add_imagecodecs(found: dict[str, Decode], plain: dict[str, DecodePlain]) -> str:
+def _add_imagecodecs(found: dict[str, Decode], simple: dict[str, DecodeSimple]) -> str:
     import imagecodecs
 
     def png(data: bytes, mode: str, least: Size) -> Pixels | None:  # noqa: ARG001
@@ -147,18 +154,14 @@ def _add_imagecodecs(found: dict[str, Decode], plain: dict[str, DecodePlain]) ->
 
     found |= {"PNG": png, "WEBP": webp}
     opaque = partial(imagecodecs.webp_decode, hasalpha=False)
-    plain["PNG"] = _tried(imagecodecs.spng_decode, imagecodecs.SpngError, ValueError, MemoryError)
-    plain["WEBP"] = _tried(opaque, imagecodecs.WebpError, ValueError)
+    simple["PNG"] = _none_on_error(
+        imagecodecs.spng_decode, imagecodecs.SpngError, ValueError, MemoryError
+    )
+    simple["WEBP"] = _none_on_error(opaque, imagecodecs.WebpError, ValueError)
     return "imagecodecs (PNG, WebP)"
 
 
-# ------------------------------------------------------------------------------------------
-# From the bytes of a picture file to pixels: upright, sRGB, opaque, eight bits.
-#
-# Sizes, orders and caches are others'. Whatever Pillow cannot read, or should not, is one error
-# here:
-# `UnreadableImageError`, with a reason for people.
-
+# Decoding and resizing
 
 EXTENSIONS = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"))
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
@@ -173,9 +176,9 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_ON_ITS_SIDE = (5, 6, 7, 8)
+_SWAPS_EDGES = (5, 6, 7, 8)
 
-_BROKEN = (
+_DECODE_ERRORS = (
     OSError,
     SyntaxError,
     ValueError,
@@ -188,82 +191,87 @@ _BROKEN = (
     zlib.error,
     Image.DecompressionBombError,
 )
-"""What Pillow's parsers raise on hostile bytes: here it is the file's fault, never a crash."""
+"""Exceptions that Pillow's parsers raise on corrupted or hostile files."""
 
-_SURELY_255 = 2.0
-"""The highest of floats from 0 to 255 is above this, or all is black; that of floats from 0 to 1
-may overshoot a little, and such a picture is not taken for a black one."""
+_MIN_MAXIMUM_OF_0_TO_255 = 2.0
+"""A float image whose maximum is above this uses the range 0 to 255, not 0 to 1.
 
-_FILTERS = threading.Lock()
-"""Warning filters belong to the whole process; two threads must not swap them at once."""
+An image in the range 0 to 1 may overshoot 1 slightly, and must not be mistaken for a nearly black
+image in the range 0 to 255.
+"""
+
+_WARNING_FILTERS = threading.Lock()
+"""Serialises changes of the process-wide warning filters."""
 
 
 CENTRE = (0.5, 0.5)
-"""Where a crop lies: the share of what is cut off that goes at the left, and at the top."""
+"""Crop position: the fractions of the cut-off width and height removed at the left and the top."""
 WHOLE: Size = (0, 0)
-"""The least size that stands for no reduction at all."""
+"""Minimum size that stands for full resolution."""
 
 
 class UnreadableImageError(UnreadableSampleError):
-    """These bytes are not a picture that can be trained on."""
+    """The bytes are not an image that can be used for training."""
 
 
 def probe(data: bytes) -> tuple[int, int]:
-    """Width and height as shown. The whole file is read, so that a truncated one is found here."""
-    with _readable():
+    """Return width and height as displayed, after decoding the file to detect truncation."""
+    with _decode_errors_as_unreadable():
         image, orientation = _open(data)
         width, height = image.size
         image.draft(None, (max(1, width // 8), max(1, height // 8)))
         image.load()
-    return (height, width) if orientation in _ON_ITS_SIDE else (width, height)
+    return (height, width) if orientation in _SWAPS_EDGES else (width, height)
 
 
 def decode(
     data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE, paper: str = "white"
 ) -> Image.Image:
-    """The picture as an RGB image: orientation applied, profile to sRGB, alpha over the paper.
+    """Return an RGB image: EXIF orientation applied, converted to sRGB, alpha over `background`.
 
-    With `least`, a JPEG may come out smaller than it is, but in both edges no smaller than that.
+    With `min_size`, a JPEG may be decoded at reduced resolution, but not below that size.
     """
-    with _readable():
+    with _decode_errors_as_unreadable():
         image, orientation = _open(data)
         profile = image.info.get("icc_profile")
-        image = _load(image, data, decoders, least[::-1] if orientation in _ON_ITS_SIDE else least)
-        image = _over(paper, _to_srgb(_eight_bits(image), profile))
+        image = _load_pixels(
+            image, data, decoders, least[::-1] if orientation in _SWAPS_EDGES else least
+        )
+        image = _composite_over(paper, _to_srgb(_to_8_bits(image), profile))
         return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
 def decode_pixels(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE) -> Pixels:
-    """What `decode` shows as HWC; a fast decoder's plain RGB takes no detour over an image."""
-    plain = _plain(data, decoders) if least == WHOLE else None
-    if plain is not None:
-        return plain
-    with _readable():
+    """Return the result of `decode` as an HWC array, without a Pillow image where possible."""
+    simple = _decode_simple(data, decoders) if least == WHOLE else None
+    if simple is not None:
+        return simple
+    with _decode_errors_as_unreadable():
         image, orientation = _open(data)
         if image.mode == "RGB" and orientation == 1 and not image.info.get("icc_profile"):
-            pixels = _fast(image, data, decoders, least)
+            pixels = _decode_fast(image, data, decoders, least)
             if pixels is not None:
                 return pixels
     return np.array(decode(data, decoders, least))
 
 
-def _plain(data: bytes, decoders: Decoders) -> Pixels | None:
-    """The pixels of a plain picture by its decoder alone: Pillow's opening of it takes time."""
+def _decode_simple(data: bytes, decoders: Decoders) -> Pixels | None:
+    """Return the pixels of a simple file without opening it in Pillow; None for other files."""
     header = plain_header(data)
-    if header is None or header[0] not in decoders.plain:
+    if header is None or header[0] not in decoders.simple:
         return None
     file_format, (width, height) = header
     most = Image.MAX_IMAGE_PIXELS
     if most is None or not 0 < width * height <= most:
-        return None  # Pillow says what it thinks of such sizes
-    pixels = decoders.plain[file_format](data)
+        return None  # Pillow raises its decompression-bomb error
+    pixels = decoders.simple[file_format](data)
     return pixels if pixels is not None and pixels.shape == (height, width, 3) else None
 
 
 def fit_pixels(
     pixels: Pixels, width: int, height: int, crop: tuple[float, float] = CENTRE
 ) -> Tensor:
-    """As `fit`, by torch: the part that stays is cut out in whole pixels."""
+    """Crop and resize with torch: CHW, float32, in [-1, 1]; the crop uses whole pixels."""
     import torch
 
     left, top, right, bottom = whole_box((pixels.shape[1], pixels.shape[0]), (width, height), crop)
@@ -276,7 +284,7 @@ def fit_pixels(
 
 
 def whole_box(shown: Size, wanted: Size, crop: tuple[float, float]) -> tuple[int, int, int, int]:
-    """The part that stays, in whole pixels: left, top, right, bottom."""
+    """Return the crop box in whole pixels: left, top, right, bottom."""
     scale = max(wanted[0] / shown[0], wanted[1] / shown[1])
     width, height = (
         min(edge, max(1, round(to / scale))) for edge, to in zip(shown, wanted, strict=True)
@@ -286,8 +294,8 @@ def whole_box(shown: Size, wanted: Size, crop: tuple[float, float]) -> tuple[int
 
 
 def fit(image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE) -> Tensor:
-    """Resize to cover by Lanczos and crop: CHW, float32, in [-1, 1]."""
-    import torch  # here alone, so that opening a data set does not wait for torch
+    """Crop and resize with Pillow's Lanczos filter: CHW, float32, in [-1, 1]."""
+    import torch  # imported late, so that opening a dataset does not load torch
 
     pixels = np.array(cover(image, width, height, crop))
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous().float().div_(127.5).sub_(1.0)
@@ -296,7 +304,7 @@ def fit(image: Image.Image, width: int, height: int, crop: tuple[float, float] =
 def cover(
     image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE
 ) -> Image.Image:
-    """One resampling from the part that stays to the size of the bucket."""
+    """Crop to the target's aspect ratio and resize in one resampling step."""
     scale = max(width / image.width, height / image.height)
     beside, above = image.width - width / scale, image.height - height / scale
     box = (
@@ -309,47 +317,47 @@ def cover(
 
 
 @contextmanager
-def _readable() -> Iterator[None]:
+def _decode_errors_as_unreadable() -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise UnreadableImageError("it needs more memory than there is") from error
-    except _BROKEN as error:
+        raise UnreadableImageError("there is not enough memory to decode it") from error
+    except _DECODE_ERRORS as error:
         raise UnreadableImageError(_reason(error)) from error
 
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, UnidentifiedImageError):
-        return f"not a picture in a known format ({', '.join(_FORMATS)})"
+        return f"not an image in a known format ({', '.join(_FORMATS)})"
     return str(error) or type(error).__name__
 
 
 def _open(data: bytes) -> tuple[Image.Image, int]:
-    """Read the header and the orientation; all that Pillow warns about, it warns about here."""
+    """Open an image and return it with its EXIF orientation; Pillow's warnings are ignored."""
     if not data:
         raise UnreadableImageError("the file is empty")
-    with _FILTERS, warnings.catch_warnings():
+    with _WARNING_FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
         if image.format == "TIFF":
-            # Its tags are read with its pixels, and Pillow turns it upright itself.
+            # Pillow applies a TIFF's orientation itself when it loads the pixels.
             image.load()
             return image, 1
         if image.format == "PNG" and PNG_EXIF.isdisjoint(png_chunks(data)):
-            return image, 1  # asked for EXIF, Pillow would decode all pixels to look behind them
+            return image, 1  # getexif() would decode all pixels to look for EXIF after them
         return image, _orientation(image)
 
 
-def _load(image: Image.Image, data: bytes, decoders: Decoders, least: Size) -> Image.Image:
-    """The pixels as the file has them, by the fastest that can; Pillow has the last word."""
-    pixels = _fast(image, data, decoders, least)
+def _load_pixels(image: Image.Image, data: bytes, decoders: Decoders, least: Size) -> Image.Image:
+    """Load the pixels with a fast decoder, or with Pillow if that refuses."""
+    pixels = _decode_fast(image, data, decoders, least)
     if pixels is not None:
         return Image.fromarray(pixels)
     image.load()
     return image
 
 
-def _fast(image: Image.Image, data: bytes, decoders: Decoders, least: Size) -> Pixels | None:
+def _decode_fast(image: Image.Image, data: bytes, decoders: Decoders, least: Size) -> Pixels | None:
     if least != WHOLE:
         image.draft(None, least)
     decoder = decoders.by_format.get(image.format or "")
@@ -361,19 +369,19 @@ def _fast(image: Image.Image, data: bytes, decoders: Decoders, least: Size) -> P
 
 
 def _orientation(image: Image.Image) -> int:
-    """1 (upright) where the EXIF block is broken: the pixels are fine all the same."""
+    """Return the EXIF orientation; 1 (upright) if the EXIF block is broken."""
     try:
         return int(image.getexif().get(_ORIENTATION_TAG, 1))
-    except _BROKEN:
+    except _DECODE_ERRORS:
         return 1
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey pictures of 16 or 32 bits or floats, scaled; Pillow would clip them at 255."""
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Scale greyscale images of 16 bits, 32 bits or floats to 8 bits; Pillow would clip them."""
     if image.mode == "F":
-        levels = _float_levels(np.asarray(image, np.float64))
+        levels = _scale_floats(np.asarray(image, np.float64))
     elif image.mode == "I":
-        levels = _whole_levels(np.asarray(image, np.float64))
+        levels = _scale_integers(np.asarray(image, np.float64))
     elif image.mode.startswith("I;16"):
         levels = np.asarray(image) / 257
     else:
@@ -381,37 +389,35 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.rint(levels).astype(np.uint8))
 
 
-def _float_levels(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Floats on a scale of 255, by what they reach; a file says nowhere what its white is."""
+def _scale_floats(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Scale floats to 0..255, inferring the white level from the range of values."""
     values = np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf)
     low, high = float(values.min()), float(values.max())
     for white in (1.0, 255.0):
-        slack = white / 255 / 2  # what rounds to black or to white
-        is_sure = white == 1.0 or high > _SURELY_255
+        slack = white / 255 / 2  # values this far outside still round to black or white
+        is_sure = white == 1.0 or high > _MIN_MAXIMUM_OF_0_TO_255
         if is_sure and low >= -slack and high <= white + slack:
             return values.clip(0.0, white) * (255 / white)
     raise UnreadableImageError(
-        f"its floats reach from {low:g} to {high:g}, which is neither 0 to 1 nor 0 to 255"
+        f"its float values range from {low:g} to {high:g}, which is neither 0 to 1 nor 0 to 255"
     )
 
 
-def _whole_levels(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Whole numbers of 32 bits on a scale of 255, by what they reach: black as levels of 16 bits,
-    those up to 255 are levels already.
-    """
+def _scale_integers(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Scale 32-bit integers to 0..255: values up to 255 are 8-bit, values up to 65535 16-bit."""
     low, high = float(values.min()), float(values.max())
     for white in (255, 65535):
         if low >= 0 and high <= white:
             return values * (255 / white)
     raise UnreadableImageError(
-        f"its whole numbers reach from {low:g} to {high:g}, which is neither 0 to 255 nor 0 to "
+        f"its integer values range from {low:g} to {high:g}, which is neither 0 to 255 nor 0 to "
         "65535"
     )
 
 
 def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Colours as the embedded profile means them; a profile that does not apply is not used."""
-    image = _plain_mode(image)
+    """Convert from the embedded colour profile to sRGB; an unusable profile is ignored."""
+    image = _to_simple_mode(image)
     if not profile or image.mode not in ("L", "RGB", "CMYK", "RGBA"):
         return image
     alpha = image.getchannel("A") if image.mode == "RGBA" else None
@@ -431,8 +437,8 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     return converted
 
 
-def _plain_mode(image: Image.Image) -> Image.Image:
-    """L, RGB, RGBA or CMYK: what the steps after this know."""
+def _to_simple_mode(image: Image.Image) -> Image.Image:
+    """Convert to L, RGB, RGBA or CMYK, the modes that colour conversion supports."""
     if image.mode in ("LA", "La", "PA", "RGBa") or "transparency" in image.info:
         return image.convert("RGBA")
     if image.mode in ("L", "RGB", "RGBA", "CMYK"):
@@ -440,7 +446,7 @@ def _plain_mode(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _over(colour: str, image: Image.Image) -> Image.Image:
+def _composite_over(colour: str, image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode != "RGBA":
@@ -450,62 +456,56 @@ def _over(colour: str, image: Image.Image) -> Image.Image:
     return paper
 
 
-# ------------------------------------------------------------------------------------------
-# What the first bytes of a picture say, where it is as plain as most are.
-#
-# Plain is eight bits of red, green and blue, upright, opaque, still, and of no colour profile.
-# Such a
-# file needs no more than its decoder. Of all others, and of what looks odd, nothing is said here:
-# Pillow opens them.
+# Headers of simple files
 
-
-_PNG_MARK = b"\x89PNG\r\n\x1a\n"
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt")
 _PNG_HEAD = struct.Struct(">IIBB").unpack_from
 _PNG_CHUNK = struct.Struct(">I4s").unpack_from
 _PNG_RGB = [8, 2]
 PNG_EXIF = frozenset((b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp"))
-"""Where the orientation of a PNG picture can be."""
+"""PNG chunks and text keywords that can hold an orientation."""
 _PNG_SPECIAL = PNG_EXIF | {b"tRNS", b"iCCP", b"acTL"}
 
 _JPEG_START = 0xD8
 _JPEG_SEGMENT = struct.Struct(">HH").unpack_from
 _JPEG_FRAME = struct.Struct(">BHHBBxxBxxB").unpack_from
-"""Depth, height, width, the number of components, and the name of each."""
+"""Bit depth, height, width, number of components, and the identifier of each component."""
 _JPEG_FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)
 """Huffman-coded frames: baseline, extended and progressive."""
 _JPEG_SCAN = 0xFFDA
-_JPEG_PLAIN = frozenset((0xFFC4, 0xFFDB, 0xFFDD, 0xFFE0, 0xFFFE))
-"""Tables, restart interval, JFIF and comment: others can hold a turn, a profile, or colour."""
+_JPEG_IGNORED = frozenset((0xFFC4, 0xFFDB, 0xFFDD, 0xFFE0, 0xFFFE))
+"""Segments that change nothing: tables, restart interval, JFIF, comment. Other segments can hold an
+orientation, a colour profile or a colour transform."""
 _JPEG_COMPONENTS = (3, 1, 2, 3)
-"""How JFIF numbers them; other numbers can mean other colours."""
+"""JFIF's component count and identifiers; other identifiers can mean another colour space."""
 
 _WEBP_SIZE = 0x3FFF
-_WEBP_LOSSY_MARK = b"\x9d\x01\x2a"
-_WEBP_LOSSLESS_MARK = 0x2F
+_WEBP_LOSSY_SIGNATURE = b"\x9d\x01\x2a"
+_WEBP_LOSSLESS_SIGNATURE = 0x2F
 _WEBP_ALPHA = 1 << 28
 
 
 def plain_header(data: bytes) -> tuple[str, Size] | None:
-    """Format and size of a plain picture; none where Pillow has to look.
+    """Return format and size of a simple file; None for every other file.
 
-    In few steps: a decoder fills the processor's caches with pixels, so whatever Python does
-    between two of them is fetched from memory again, and takes ten times as long.
+    Kept short on purpose: decoding evicts Python's working set from the CPU caches, so each extra
+    step between two images costs about ten times its usual time.
     """
     try:
-        file_format, read = _READERS[data[0]]
+        file_format, read = _HEADER_PARSERS[data[0]]
         size = read(data)
     except (KeyError, IndexError, struct.error):
-        return None  # of another format, or it ends within its header
+        return None  # another format, or a truncated header
     return None if size is None else (file_format, size)
 
 
 def png_chunks(data: bytes) -> set[bytes]:
-    """The names of a PNG file's chunks, and the keywords of its texts, without reading pixels."""
+    """Return a PNG's chunk names and text keywords without decoding pixels."""
     names, at, end = set(), 8, len(data) - 8
     while at <= end:
         length, name = _PNG_CHUNK(data, at)
-        if name != b"IDAT":  # most of them, and none of the others is looked for so often
+        if name != b"IDAT":  # pixel data: most chunks, and never searched for
             names.add(name)
             if name in _PNG_TEXTS:
                 names.add(data[at + 8 : at + 88].partition(b"\0")[0])
@@ -513,8 +513,8 @@ def png_chunks(data: bytes) -> set[bytes]:
     return names
 
 
-def _png(data: bytes) -> Size | None:
-    if not data.startswith(_PNG_MARK):
+def _parse_png(data: bytes) -> Size | None:
+    if not data.startswith(_PNG_SIGNATURE):
         return None
     width, height, *kind = _PNG_HEAD(data, 16)
     if kind != _PNG_RGB or not _PNG_SPECIAL.isdisjoint(png_chunks(data)):
@@ -522,13 +522,13 @@ def _png(data: bytes) -> Size | None:
     return width, height
 
 
-def _jpeg(data: bytes) -> Size | None:
+def _parse_jpeg(data: bytes) -> Size | None:
     size, at = None, 2
     if data[1] != _JPEG_START:
         return None
     while True:
         marker, length = _JPEG_SEGMENT(data, at)
-        if marker in _JPEG_PLAIN:
+        if marker in _JPEG_IGNORED:
             at += 2 + length
         elif marker == _JPEG_SCAN:
             return size
@@ -542,24 +542,24 @@ def _jpeg(data: bytes) -> Size | None:
             return None
 
 
-def _webp(data: bytes) -> Size | None:
+def _parse_webp(data: bytes) -> Size | None:
     match data[:4] + data[8:16]:
         case b"RIFFWEBPVP8 ":
-            if data[23:26] != _WEBP_LOSSY_MARK:
+            if data[23:26] != _WEBP_LOSSY_SIGNATURE:
                 return None
             width, height = struct.unpack_from("<HH", data, 26)
             return width & _WEBP_SIZE, height & _WEBP_SIZE
         case b"RIFFWEBPVP8L":
             mark, bits = struct.unpack_from("<BI", data, 20)
-            if mark != _WEBP_LOSSLESS_MARK or bits & _WEBP_ALPHA:
+            if mark != _WEBP_LOSSLESS_SIGNATURE or bits & _WEBP_ALPHA:
                 return None
             return (bits & _WEBP_SIZE) + 1, (bits >> 14 & _WEBP_SIZE) + 1
     return None
 
 
-_READERS: dict[int, tuple[str, Callable[[bytes], Size | None]]] = {
-    0xFF: ("JPEG", _jpeg),
-    0x89: ("PNG", _png),
-    ord("R"): ("WEBP", _webp),
+_HEADER_PARSERS: dict[int, tuple[str, Callable[[bytes], Size | None]]] = {
+    0xFF: ("JPEG", _parse_jpeg),
+    0x89: ("PNG", _parse_png),
+    ord("R"): ("WEBP", _parse_webp),
 }
-"""By the first byte of a file; each reader looks at the next ones itself."""
+"""Header parsers by the first byte of a file; each checks the following bytes itself."""

@@ -1,4 +1,4 @@
-"""Opening videos and sounds through PyAV: an optional package, and hostile bytes."""
+"""Open video and audio containers with PyAV, and turn its errors into `UnreadableSampleError`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from av.container import InputContainer
 
-BROKEN = (
+DECODE_ERRORS = (
     OSError,
     ValueError,
     TypeError,
@@ -26,43 +26,42 @@ BROKEN = (
     RuntimeError,
     ZeroDivisionError,
 )
-"""What PyAV's readers raise on hostile bytes, beside FFmpeg's own errors."""
+"""Exceptions that PyAV raises on corrupted files, besides FFmpeg's own errors."""
 
 
 @contextmanager
-def opened(data: bytes, what: Literal["video", "sound"]) -> Iterator[InputContainer]:
-    """The container in these bytes; whatever goes wrong inside the block is the file's fault."""
+def opened(data: bytes, what: Literal["video", "audio"]) -> Iterator[InputContainer]:
+    """Open a container; errors inside the block become `UnreadableSampleError`."""
     av = load_av(what)
     if not data:
         raise UnreadableSampleError("the file is empty")
     try:
-        # a title in another encoding is no reason to refuse a sample
+        # metadata in another text encoding must not make a sample unreadable
         with av.open(io.BytesIO(data), "r", metadata_errors="replace") as container:
             yield container
     except UnreadableSampleError:
         raise
     except MemoryError as error:
-        raise UnreadableSampleError("it needs more memory than there is") from error
-    except (*BROKEN, av.FFmpegError) as error:
+        raise UnreadableSampleError("there is not enough memory to decode it") from error
+    except (*DECODE_ERRORS, av.FFmpegError) as error:
         raise UnreadableSampleError(reason_of(error, what)) from error
 
 
 def reason_of(error: BaseException, what: str) -> str:
-    """The library's words, without its numbers and the name that bytes do not have."""
+    """Return FFmpeg's message without its error numbers and file name."""
     if isinstance(error, EOFError):
-        return f"the {what} has no frames: the file ends before the first"
+        return f"the {what} file has no frames: it ends before the first"
     text = re.sub(r"^\[Errno -?\d+\] |^Error : |: '.*$|\.$", "", str(error))
-    return f"not a {what} that can be read ({text or type(error).__name__})"
+    return f"not a readable {what} file ({text or type(error).__name__})"
 
 
-def load_av(what: Literal["video", "sound"]) -> ModuleType:
-    """PyAV; the error names the extra to install."""
+def load_av(what: Literal["video", "audio"]) -> ModuleType:
+    """Import PyAV, or raise an error that names the extra to install."""
     try:
         import av
     except ImportError as error:
-        kind = "video" if what == "video" else "audio"
         raise ConfigError(
-            f"dataset_type is {kind!r}, and this {what} needs the package av. Run `pip install "
-            f"gracetune[{kind}]`."
+            f"dataset_type is {what!r}, and this file needs the package av. Run `pip install "
+            f"gracetune[{what}]`."
         ) from error
     return av

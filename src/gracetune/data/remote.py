@@ -1,4 +1,8 @@
-"""Anything that fsspec can address as a source: s3, http and the others, each file a sample."""
+"""Read samples and shards from remote storage through fsspec: S3, HTTP and others.
+
+Files are read in ranges. A failed request is retried with growing pauses, and the ranges that have
+already arrived are kept.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +37,27 @@ try:
     from fsspec.asyn import AsyncFileSystem, sync
 except ModuleNotFoundError as missing:
     raise DataError(
-        f"addresses such as s3://... are read by a package that is not installed ({missing.name}). "
-        "Install it with: pip install 'gracetune[remote]'."
+        f"remote addresses such as s3://... need a package that is not installed ({missing.name}). "
+        "Run `pip install 'gracetune[remote]'`."
     ) from missing
 
 Result = TypeVar("Result")
 
 RANGE_NBYTES = 8 * 1024**2
-"""What one request asks for: what a broken connection costs at most."""
+"""Bytes per request, and so the most that a broken connection can cost."""
 FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 10.0
-_TOO_BUSY = (408, 425, 429)
+MAX_PAUSE_S = 10.0
+_RETRY_STATUS = (408, 425, 429)
 _FAILURES = (OSError, aiohttp.ClientError, BotoCoreError)
-"""What file systems raise when a request fails; aiohttp's and botocore's are no OSErrors."""
-_AT_ONCE = 16
-"""Shards whose lengths are asked for at the same time."""
-_MARKS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime")
-"""What file systems call that which changes with a file."""
+"""Exceptions of failed requests; those of aiohttp and botocore are not OSErrors."""
+_CONCURRENT_REQUESTS = 16
+"""Shards whose lengths are requested concurrently."""
+_VERSION_FIELDS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime")
+"""Listing fields that change when a file changes."""
 
 
 class RemoteFiles:
-    """The file system behind an address, asked until it answers."""
+    """The fsspec file system of an address, with retries."""
 
     def __init__(
         self,
@@ -63,47 +67,47 @@ class RemoteFiles:
         range_nbytes: int = RANGE_NBYTES,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`setting` is the data set's place in the run file, for messages: `datasets[0]`."""
+        """`setting` is the dataset's path in the run file, for messages: `datasets[0]`."""
         self.address = address
         self._timeout_s = section.timeout_s
         self._retries = section.retries
         self._range = range_nbytes
         self._pause = pause
         self._setting = setting
-        with self._listing():
+        with self._listing_errors():
             self._fs, self.root = fsspec.url_to_fs(address, **section.options)
         self.over_http = "http" in self._fs.protocol
 
     def find(self) -> Mapping[str, dict[str, Any]]:
-        """Every file below the address, with what its listing tells."""
-        # Left to itself, http skips the folders that it cannot list.
+        """Return all files below the address with their listing fields."""
+        # By default, fsspec's HTTP file system skips folders that it cannot list.
         strictly = {"on_error": "raise"} if self.over_http else {}
-        with self._listing():
+        with self._listing_errors():
             found: dict[str, dict[str, Any]] = self._fs.find(self.root, detail=True, **strictly)
         return {path: about for path, about in found.items() if about["type"] == "file"}
 
     def match(self) -> list[str]:
-        """Every path that the address, a pattern, stands for."""
-        with self._listing():
+        """Return all paths that match the address, which is a pattern."""
+        with self._listing_errors():
             return sorted(self._fs.glob(self.root))
 
-    def shown(self, path: str) -> str:
-        """The name that people know it by."""
+    def display_name(self, path: str) -> str:
+        """Return a path as displayed to the user: URL-decoded over HTTP."""
         return unquote(path) if self.over_http else path
 
     def info(self, path: str) -> dict[str, Any]:
-        """Length and marks of one file; OSError in the end."""
-        return self._insist(partial(self._ask, path))
+        """Return the listing fields of one file; OSError after the last retry."""
+        return self._retry(partial(self._info, path))
 
     def read(self, path: str, start: int, stop: int, size: int) -> bytes:
-        """Bytes `start` to `stop` of a file of `size`, each range asked for again where it fails.
+        """Return bytes `start` to `stop` of a file of `size` bytes, retrying each range.
 
-        All of the file comes where a server knows no ranges.
+        Returns the whole file if the server does not support ranges.
         """
         parts: list[bytes] = []
         while start < stop:
             end = min(start + self._range, stop)
-            data = self._insist(partial(self._cat, path, start, end, size))
+            data = self._retry(partial(self._cat, path, start, end, size))
             if len(data) != end - start:
                 return data
             parts.append(data)
@@ -119,20 +123,20 @@ class RemoteFiles:
         else:
             data = self._fs.cat_file(path, start=start, end=end)
         if len(data) not in (end - start, size):
-            raise OSError(f"{len(data)} bytes came for bytes {start} to {end} of {size}")
+            raise OSError(f"received {len(data)} bytes for the range {start} to {end} of {size}")
         return data
 
-    def _ask(self, path: str) -> dict[str, Any]:
+    def _info(self, path: str) -> dict[str, Any]:
         if isinstance(self._fs, AsyncFileSystem):
             found = sync(self._fs.loop, self._fs._info, path, timeout=self._timeout_s)
         else:
             found = self._fs.info(path)
         if found["size"] is None:
-            raise OSError("the server does not say how long it is")
+            raise OSError("the server does not report its length")
         return cast("dict[str, Any]", found)
 
-    def _insist(self, ask: Callable[[], Result]) -> Result:
-        """Ask until there is an answer, a little later each time; OSError in the end."""
+    def _retry(self, ask: Callable[[], Result]) -> Result:
+        """Retry with exponential backoff; OSError after the last attempt."""
         attempt = 0
         while True:
             try:
@@ -141,10 +145,10 @@ class RemoteFiles:
                 attempt += 1
                 if _is_final(error) or attempt > self._retries:
                     raise OSError(f"{_reason(error)}, after {attempt} attempts") from error
-            self._pause(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)))
+            self._pause(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)))
 
     @contextmanager
-    def _listing(self) -> Iterator[None]:
+    def _listing_errors(self) -> Iterator[None]:
         try:
             yield
         except (*_FAILURES, ValueError, ImportError) as error:
@@ -155,15 +159,15 @@ class RemoteFiles:
             ) from error
 
 
-def mark_of(about: Mapping[str, Any]) -> str:
-    """What a listing tells of a file's version; empty where it tells nothing."""
-    return next((str(about[name]) for name in _MARKS if about.get(name) is not None), "")
+def version_of(about: Mapping[str, Any]) -> str:
+    """Return the version field of a listing entry; empty if it has none."""
+    return next((str(about[name]) for name in _VERSION_FIELDS if about.get(name) is not None), "")
 
 
 def find_remote_shards(
     address: str, ending: str, section: RemoteSection, setting: str
 ) -> list[RemoteShard]:
-    """One file, those below an address, or those that match a pattern."""
+    """Return the shards of an address: one file, all below it, or all that match a pattern."""
     files = RemoteFiles(address, section, setting)
     if "*" in files.root:
         paths = files.match()
@@ -172,16 +176,16 @@ def find_remote_shards(
     else:
         paths = sorted(path for path in files.find() if path.lower().endswith(ending))
     try:
-        return list(ordered_map(lambda path: RemoteShard(files, path), paths, _AT_ONCE))
+        return list(ordered_map(lambda path: RemoteShard(files, path), paths, _CONCURRENT_REQUESTS))
     except OSError as error:
         raise DataError(
-            f"{setting}.instance_data_dir is {address!r}: a file of it cannot be read ({error}). "
-            f"Check the address, your credentials and {setting}.remote.options."
+            f"{setting}.instance_data_dir is {address!r}: one of its files cannot be read "
+            f"({error}). Check the address, your credentials and {setting}.remote.options."
         ) from error
 
 
 class RemoteShard:
-    """A file at an address, of which parts are read."""
+    """A remote shard that is read in ranges."""
 
     folder = None
 
@@ -190,20 +194,20 @@ class RemoteShard:
         self._path = path
         about = files.info(path)
         self._size = int(about["size"])
-        self._mark = mark_of(about)
-        self.name = files.shown(path)
+        self._version = version_of(about)
+        self.name = files.display_name(path)
 
     def open(self, ahead_nbytes: int) -> BinaryIO:
-        return cast("BinaryIO", io.BufferedReader(_Ranges(self, self._size), ahead_nbytes))
+        return cast("BinaryIO", io.BufferedReader(_RangeFile(self, self._size), ahead_nbytes))
 
     def read(self, offset: int, nbytes: int) -> bytes:
         stop = offset + nbytes
         if stop > self._size:
-            raise OSError(f"the file that it lies in ends {stop - self._size} bytes too early")
+            raise OSError(f"the file that contains it ends {stop - self._size} bytes too early")
         data = self._files.read(self._path, offset, stop, self._size)
         if len(data) != nbytes:
             raise OSError(
-                "the server sends whole files where a part is asked for; copy it to this machine"
+                "the server does not support range requests; copy the file to this machine"
             )
         return data
 
@@ -211,11 +215,11 @@ class RemoteShard:
         return None
 
     def stamp(self) -> str:
-        return f"{self._size} {self._mark}"
+        return f"{self._size} {self._version}"
 
 
-class _Ranges(io.RawIOBase):
-    """A shard as the unbuffered file that archives and tables are read from."""
+class _RangeFile(io.RawIOBase):
+    """A remote shard as a raw, seekable file."""
 
     def __init__(self, shard: RemoteShard, size: int) -> None:
         self._shard = shard
@@ -232,7 +236,7 @@ class _Ranges(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
-    def emit(self) -> int:
+    def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: WriteableBuffer) -> int:
@@ -244,11 +248,11 @@ class _Ranges(io.RawIOBase):
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether asking again cannot help."""
+    """Return whether retrying cannot help."""
     if isinstance(error, FileNotFoundError | PermissionError):
         return True
     if isinstance(error, aiohttp.ClientResponseError):
-        return error.status < 500 and error.status not in _TOO_BUSY
+        return error.status < 500 and error.status not in _RETRY_STATUS
     return False
 
 
@@ -256,12 +260,8 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-# ------------------------------------------------------------------------------------------
-# Anything that fsspec can address as a source: s3, http and the others, each file a sample.
-
-
 class RemoteSource:
-    """Every file below an address, listed once when it is opened; hidden ones are left out."""
+    """All files below an address, listed when the source is opened; hidden files are skipped."""
 
     def __init__(
         self,
@@ -271,23 +271,23 @@ class RemoteSource:
         range_nbytes: int = RANGE_NBYTES,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`setting` is the data set's place in the run file, for messages: `datasets[0]`."""
+        """`setting` is the dataset's path in the run file, for messages: `datasets[0]`."""
         self._address = address
         self._files = RemoteFiles(address, section, setting, range_nbytes, pause)
         self._paths: dict[str, str] = {}
         self._sizes: dict[str, int | None] = {}
-        self._marks: dict[str, str] = {}
+        self._versions: dict[str, str] = {}
         for path, about in self._files.find().items():
-            key = self._files.shown(path.removeprefix(self._files.root).lstrip("/"))
+            key = self._files.display_name(path.removeprefix(self._files.root).lstrip("/"))
             if key and not is_hidden(key):
                 check_name(f"{setting}.instance_data_dir", key)
                 self._paths[key] = path
                 self._sizes[key] = about["size"]
-                self._marks[key] = mark_of(about)
+                self._versions[key] = version_of(about)
         if not self._paths:
             raise DataError(
-                f"{setting}.instance_data_dir is {address!r}: there are no files below it. Name a "
-                "folder, or what stands for one; over http the server must list it."
+                f"{setting}.instance_data_dir is {address!r}: it contains no files. Set a folder "
+                "or prefix; over HTTP the server must list it."
             )
         self._keys = tuple(sorted(self._paths))
 
@@ -295,7 +295,7 @@ class RemoteSource:
         return self._keys
 
     def read(self, key: str) -> bytes:
-        """By ranges, each asked for again where it fails; what has come is kept."""
+        """Return a file's bytes, read in ranges with retries."""
         nbytes = self.nbytes(key)
         return self._files.read(self._paths[key], 0, nbytes, nbytes)
 
@@ -308,15 +308,15 @@ class RemoteSource:
         return size
 
     def stamp(self, keys: Sequence[str]) -> str:
-        """What the listing told; over http it tells nothing but names."""
-        return blake3("\n".join(self._marks[key] for key in keys).encode()).hexdigest(length=16)
+        """Return a digest of the version fields in the listing; HTTP listings have none."""
+        return blake3("\n".join(self._versions[key] for key in keys).encode()).hexdigest(length=16)
 
     def describe(self) -> str:
         return f"the files below {self._address}"
 
 
 def open_remote(section: DatasetSection, setting: str, emit: Emit) -> Source:
-    """The source of `remote`, and of any address with a scheme that does not say more."""
+    """Open dataset type `remote`, or any address with a scheme."""
     address = data_dir(section, setting)
     if "://" in address and is_shard(address):
         return open_address(section, setting, emit)

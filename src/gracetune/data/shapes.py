@@ -1,7 +1,7 @@
-"""The made data set: coloured shapes on plain backgrounds, drawn here, captioned exactly.
+"""A synthetic dataset: coloured shapes on plain backgrounds with exact captions, for the demo.
 
-A third of the combinations is never drawn, so that a run can show whether it learned the words or
-the pictures. Once its folder is made it is a folder like any other.
+A third of the combinations is held out, so that validation shows whether a model has learned the
+words or memorised the images. The dataset is drawn into a folder on first use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COLOURS: dict[str, Colour] = {
 }
 SHAPES = ("circle", "square", "triangle", "cross")
 CONCEPTS = ("star",)
-"""Shapes that the usual set lacks: what an adapter can be taught."""
+"""Shapes that are not in the base dataset, to be taught to an adapter."""
 BACKGROUNDS: dict[str, Colour] = {
     "black": (15, 15, 15),
     "white": (240, 240, 240),
@@ -51,15 +51,15 @@ BACKGROUNDS: dict[str, Colour] = {
 }
 MARKER = ".gracetune-shapes.json"
 
-_DRAWING = 1
-"""Counted up when the same settings would draw other pictures."""
-_FINER = 8
-"""Shapes are drawn this many times larger and reduced, which smooths their edges."""
+_DRAWING_VERSION = 1
+"""Raised whenever the same settings would draw other images."""
+_SUPERSAMPLING = 8
+"""Supersampling factor for smooth edges."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeSpec:
-    """One combination of words."""
+    """One combination of colour, shape and background."""
 
     colour: str
     shape: str
@@ -72,17 +72,17 @@ class ShapeSpec:
 
 
 def held_out(concept: str | None = None) -> tuple[ShapeSpec, ...]:
-    """The combinations that are never drawn: a third, every word among them."""
+    """Return the held-out third of all combinations; it contains every word."""
     return tuple(figure for figure, held in _figures(concept) if held)
 
 
 def drawn(concept: str | None = None) -> tuple[ShapeSpec, ...]:
-    """The combinations to train on."""
+    """Return the combinations to train on."""
     return tuple(figure for figure, held in _figures(concept) if not held)
 
 
 def stencil(shape: str, edge: int, centre: tuple[float, float], radius: float) -> Image.Image:
-    """The shape in white on black, one byte a pixel, drawn as hard as pixels are."""
+    """Draw a shape in white on black, without anti-aliasing, as an 8-bit mask."""
     image = Image.new("L", (edge, edge), 0)
     pen = ImageDraw.Draw(image)
     x, y = centre
@@ -111,8 +111,8 @@ def stencil(shape: str, edge: int, centre: tuple[float, float], radius: float) -
 
 
 def draw(figure: ShapeSpec, size: int, copy: int, seed: int) -> Image.Image:
-    """One picture; the copy's number moves it by up to 1/24 of the edge and sets its size."""
-    fine = size * _FINER
+    """Draw one image; the copy number varies position (by up to 1/24 of the edge) and size."""
+    fine = size * _SUPERSAMPLING
     uniform = _uniforms(f"{seed} {copy} {figure.caption}")
     radius = fine * (7 + 2 * uniform[0]) / 24
     centre = (fine * (11 + 2 * uniform[1]) / 24, fine * (11 + 2 * uniform[2]) / 24)
@@ -122,7 +122,7 @@ def draw(figure: ShapeSpec, size: int, copy: int, seed: int) -> Image.Image:
 
 
 class ShapesSource:
-    """The folder of drawn shapes, made when it is not there."""
+    """The folder of drawn shapes; it is created if missing."""
 
     def __init__(
         self, path: str | Path, section: ShapesSection, emit: Emit, setting: str = "datasets"
@@ -133,11 +133,11 @@ class ShapesSource:
             )
         root = Path(path).expanduser().resolve()
         try:
-            _make(root, section, emit, f"{setting}.instance_data_dir")
+            _ensure_drawn(root, section, emit, f"{setting}.instance_data_dir")
         except OSError as error:
             raise DataError(
-                f"{setting}.instance_data_dir is {str(path)!r}: the shapes cannot be made there "
-                f"({error}). Name a folder that can be written."
+                f"{setting}.instance_data_dir is {str(path)!r}: the shapes cannot be written there "
+                f"({error}). Set a writable folder."
             ) from error
         self._folder = FolderSource(root, setting)
 
@@ -151,16 +151,16 @@ class ShapesSource:
         return self._folder.nbytes(key)
 
     def describe(self) -> str:
-        return f"the made shapes in {self._folder.describe()}"
+        return f"the generated shapes in {self._folder.describe()}"
 
 
 def open_shapes(section: DatasetSection, setting: str, emit: Emit) -> ShapesSource:
-    """The source of `shapes`."""
+    """Open dataset type `shapes`."""
     return ShapesSource(data_dir(section, setting), section.shapes, emit, setting)
 
 
 def _figures(concept: str | None) -> list[tuple[ShapeSpec, bool]]:
-    """Every combination in order, and whether it is held out."""
+    """Return every combination, and whether it is held out."""
     shapes = SHAPES if concept is None else (concept,)
     words = itertools.product(enumerate(COLOURS), enumerate(shapes), enumerate(BACKGROUNDS))
     return [
@@ -170,21 +170,21 @@ def _figures(concept: str | None) -> list[tuple[ShapeSpec, bool]]:
 
 
 def _uniforms(what: str) -> tuple[float, float, float]:
-    """Three numbers in [0, 1) that depend on nothing but the words."""
+    """Return three numbers in [0, 1) derived from a text."""
     digest = blake3(what.encode()).digest(length=24)
     parts = [int.from_bytes(digest[at : at + 8], "big") >> 11 for at in (0, 8, 16)]
     return (parts[0] / 2**53, parts[1] / 2**53, parts[2] / 2**53)
 
 
-def _make(root: Path, section: ShapesSection, emit: Emit, setting: str) -> None:
-    """Have the folder hold what is asked: nothing to do, made, or made anew if it is all ours."""
-    settings = {"drawing": _DRAWING, **section.model_dump()}
+def _ensure_drawn(root: Path, section: ShapesSection, emit: Emit, setting: str) -> None:
+    """Create the folder, or recreate it if the settings changed and it has only our files."""
+    settings = {"drawing": _DRAWING_VERSION, **section.model_dump()}
     if root.is_dir() and any(root.iterdir()):
         made = _marker(root, setting)
         if made["settings"] == settings:
             return
-        _refuse_foreign(root, made["files"], setting)
-        emit(Notice(f"{setting}: the shapes in {root} are made anew, for their settings changed"))
+        _check_no_user_files(root, made["files"], setting)
+        emit(Notice(f"{setting}: recreating the shapes in {root}, because their settings changed"))
     root.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{root.name}.", dir=root.parent))
     try:
@@ -195,13 +195,13 @@ def _make(root: Path, section: ShapesSection, emit: Emit, setting: str) -> None:
         (new / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
         if root.is_dir() and any(root.iterdir()):
             os.replace(root, old)
-        _put(new, root, settings, setting)
+        _move_into_place(new, root, settings, setting)
     finally:
         shutil.rmtree(staging)
 
 
-def _put(new: Path, root: Path, settings: Mapping[str, object], setting: str) -> None:
-    """Take the place; another rank that was quicker with the same settings did our work."""
+def _move_into_place(new: Path, root: Path, settings: Mapping[str, object], setting: str) -> None:
+    """Move the new folder into place, unless another rank has already created the same one."""
     try:
         os.replace(new, root)
     except OSError as error:
@@ -210,7 +210,7 @@ def _put(new: Path, root: Path, settings: Mapping[str, object], setting: str) ->
 
 
 def _draw_all(folder: Path, section: ShapesSection) -> dict[str, str]:
-    """Draw and caption every combination; the digest of each file by name."""
+    """Draw and caption every combination; return the digest of each file by name."""
     for figure in drawn(section.concept):
         for copy in range(section.copies):
             name = f"{figure.colour}-{figure.shape}-{figure.background}-{copy:03d}"
@@ -220,7 +220,7 @@ def _draw_all(folder: Path, section: ShapesSection) -> dict[str, str]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Every file by name; a link has no digest of ours, wherever it leads."""
+    """Return the digest of every file by name; links are marked as "link"."""
     return {
         str(path.relative_to(folder)): "link"
         if path.is_symlink()
@@ -231,7 +231,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _marker(root: Path, setting: str) -> dict[str, Mapping[str, object]]:
-    """What the folder says about itself; without that it is someone else's."""
+    """Read the folder's marker file, or raise an error if it is not a generated folder."""
     try:
         made = json.loads((root / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -240,17 +240,17 @@ def _marker(root: Path, setting: str) -> dict[str, Mapping[str, object]]:
         case {"settings": dict(), "files": dict()}:
             return {"settings": made["settings"], "files": made["files"]}
     raise DataError(
-        f"{setting} is {root}: it holds files that were not made as shapes. Name an empty or new "
-        "folder, or set type: local to train on what is there."
+        f"{setting} is {root}: it contains files that were not generated as shapes. Set an empty "
+        "or new folder, or set type: local to train on these files."
     )
 
 
-def _refuse_foreign(root: Path, files: Mapping[str, object], setting: str) -> None:
-    """Only what was made here and is still as it was made may be thrown away."""
+def _check_no_user_files(root: Path, files: Mapping[str, object], setting: str) -> None:
+    """Refuse to delete files that were added or changed by the user."""
     foreign = [name for name, digest in _digests(root).items() if files.get(name) != digest]
     if foreign:
         raise DataError(
-            f"{setting} is {root}: it holds shapes of other settings and also {len(foreign)} files "
-            f"that were added or changed since ({', '.join(foreign[:3])}), so it is not made anew. "
-            "Move these away, or name another folder."
+            f"{setting} is {root}: it contains shapes of other settings and {len(foreign)} files "
+            f"that were added or changed since ({', '.join(foreign[:3])}), so it is not recreated. "
+            "Move these files away, or set another folder."
         )

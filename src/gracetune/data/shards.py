@@ -1,4 +1,9 @@
-"""Files that hold many samples each, archives and tables: on this machine, or at an address."""
+"""Shard files with many samples each (tar archives, tables), local or remote; the tar source.
+
+Tar members are read in place; nothing is unpacked. In web-dataset pairs, `x.jpg` is a sample and
+`x.txt` its caption. With several shards, the name of each shard becomes a folder in the keys,
+because shards often number their members alike.
+"""
 
 from __future__ import annotations
 
@@ -33,38 +38,38 @@ if TYPE_CHECKING:
 
 
 class Shard(Protocol):
-    """One such file, of which parts are read."""
+    """A shard file that is read in parts."""
 
     @property
     def name(self) -> str:
-        """Its path or address, for messages and keys."""
+        """Path or address, for messages and keys."""
         ...
 
     @property
     def folder(self) -> Path | None:
-        """Where relative paths in it start; none where that is not on this machine."""
+        """Folder that relative paths in the shard refer to; None for remote shards."""
         ...
 
     def open(self, ahead_nbytes: int) -> BinaryIO:
-        """To be looked into, with so much read ahead where reading is slow to begin."""
+        """Open for parsing; remote shards read `ahead_nbytes` ahead."""
         ...
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """A part of it; OSError where it cannot be read."""
+        """Return a range of bytes; OSError if it cannot be read."""
         ...
 
     def place(self, offset: int, nbytes: int) -> FileRange | None:
-        """Where that part is on this machine, if it is."""
+        """Return the local file range, or None for remote shards."""
         ...
 
     def stamp(self) -> str:
-        """Another text once the file is another."""
+        """Return a text that changes when the file changes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """A file of this machine, opened for each read: there may be more than a process may hold."""
+    """A local shard. It is opened for each read, because there may be too many to keep open."""
 
     path: Path
 
@@ -90,7 +95,7 @@ class LocalShard:
 
 
 def find_shards(address: str, ending: str, remote: RemoteSection, setting: str) -> Sequence[Shard]:
-    """What an address means: the file itself, those below it, or those that match it; sorted."""
+    """Return the shards of an address: one file, a folder's files, or a pattern's matches."""
     if "://" in address:
         from gracetune.data.remote import find_remote_shards
 
@@ -99,7 +104,7 @@ def find_shards(address: str, ending: str, remote: RemoteSection, setting: str) 
         found = [LocalShard(path) for path in _local(address, ending, setting)]
     if not found:
         raise DataError(
-            f"{setting}.instance_data_dir is {address!r}: no {ending} file is there. Name a file, "
+            f"{setting}.instance_data_dir is {address!r}: there is no {ending} file. Set a file, "
             f"a folder, or a pattern such as shards/*{ending}. Relative paths start at the "
             f"working directory, {Path.cwd()}."
         )
@@ -107,7 +112,7 @@ def find_shards(address: str, ending: str, remote: RemoteSection, setting: str) 
 
 
 def stems(shards: Sequence[Shard]) -> list[str]:
-    """Their names without endings, from the folder that all of them are in."""
+    """Return the shards' names without suffix, relative to their common folder."""
     paths = [PurePosixPath(shard.name) for shard in shards]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common).with_suffix("")) for path in paths]
@@ -129,49 +134,46 @@ def _local(address: str, ending: str, setting: str) -> list[Path]:
         ) from error
 
 
-# ------------------------------------------------------------------------------------------
-# Tar shards as a source: members are read where they lie, nothing is unpacked.
-#
-# Pairs as web data sets have them, `x.jpg` and `x.txt`, are a picture and its caption by the usual
-# rule. With several shards each one's name is a folder, for shards number their members alike.
-
+# Tar archives
 
 _AHEAD_NBYTES = 8 * 1024**2
-"""From an address, headers come with what lies between them: one request for many small members."""
-_AT_ONCE = 8
-"""Shards that are listed at the same time: over a network each of them waits most of the time."""
+"""Bytes that are read ahead while listing a remote shard: one request covers many small members."""
+_CONCURRENT_LISTINGS = 8
+"""Shards that are listed concurrently, to hide network latency."""
 
 
 class _Members(NamedTuple):
-    """The files of one shard."""
+    """Members of one tar archive."""
 
     places: dict[str, tuple[int, int]]
-    """By name: offset and length."""
-    left_out: int
+    """Offset and length by name."""
+    num_skipped: int
 
 
 class TarSource:
-    """The files in uncompressed tar archives, listed once when it is opened."""
+    """The members of uncompressed tar archives, listed when the source is opened."""
 
     def __init__(self, shards: Sequence[Shard], emit: Emit, setting: str = "datasets") -> None:
-        """`shards` in the order of their names; `setting` is for messages: `datasets[0]`."""
+        """`shards` are sorted by name; `setting` is for messages: `datasets[0]`."""
         name = f"{setting}.instance_data_dir"
         self._shards = tuple(shards)
         prefixes = [f"{stem}/" for stem in stems(shards)] if len(shards) > 1 else [""]
         found: dict[str, tuple[int, int, int]] = {}
-        left_out = 0
-        listed = ordered_map(partial(_list, setting=name), shards, min(_AT_ONCE, len(shards)))
+        num_skipped = 0
+        listed = ordered_map(
+            partial(_list, setting=name), shards, min(_CONCURRENT_LISTINGS, len(shards))
+        )
         for number, members in enumerate(listed):
-            left_out += members.left_out
+            num_skipped += members.num_skipped
             for key, (offset, nbytes) in members.places.items():
                 found[prefixes[number] + key] = (number, offset, nbytes)
         if not found:
-            raise DataError(f"{name}: there are no files in {self.describe()}. Name other shards.")
-        if left_out:
+            raise DataError(f"{name}: {self.describe()} contains no files. Set other shards.")
+        if num_skipped:
             emit(
                 Notice(
-                    f"{self.describe()}: {left_out} members are links, sparse or hidden files and "
-                    "are left out",
+                    f"{self.describe()}: skipped {num_skipped} members that are links, sparse or "
+                    "hidden files",
                     level="warning",
                 )
             )
@@ -209,26 +211,26 @@ class TarSource:
 
 
 def open_tar(section: DatasetSection, setting: str, emit: Emit) -> TarSource:
-    """The source of `tar`: one archive, a folder of them, or a pattern such as `data/*.tar`."""
+    """Open dataset type `tar`: one archive, a folder of them, or a pattern such as `data/*.tar`."""
     address = data_dir(section, setting)
     return TarSource(find_shards(address, ".tar", section.remote, setting), emit, setting)
 
 
 def _list(shard: Shard, setting: str) -> _Members:
     places: dict[str, tuple[int, int]] = {}
-    left_out = 0
+    num_skipped = 0
     for member in _members(shard, setting):
         key = _relative(member.name)
         if not member.isreg() or member.issparse() or is_hidden(key):
-            left_out += not member.isdir()
+            num_skipped += not member.isdir()
             continue
         check_name(setting, key)
         places[key] = (member.offset_data, member.size)
-    return _Members(places, left_out)
+    return _Members(places, num_skipped)
 
 
 def _members(shard: Shard, setting: str) -> Iterator[tarfile.TarInfo]:
-    """Headers in their order. The list that tarfile keeps is emptied: it is large for many."""
+    """Yield member headers; tarfile's own list is cleared, since it would need much memory."""
     try:
         with (
             shard.open(_AHEAD_NBYTES) as file,
@@ -239,9 +241,8 @@ def _members(shard: Shard, setting: str) -> Iterator[tarfile.TarInfo]:
                 yield member
     except (tarfile.TarError, OSError) as error:
         raise DataError(
-            f"{setting}: {shard.name} cannot be read as a tar archive ({error}). Copy it anew; one "
-            "that is compressed must be unpacked to a plain .tar first, since its members have no "
-            "place."
+            f"{setting}: {shard.name} cannot be read as a tar archive ({error}). Copy it again; a "
+            "compressed archive must be decompressed to a plain .tar first."
         ) from error
 
 

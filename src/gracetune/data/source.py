@@ -1,4 +1,8 @@
-"""What every place that samples come from can do, and what some can do beside it."""
+"""The `Source` protocol, its optional extensions, and the source for a folder of files.
+
+A source is a set of named byte strings. Folders, tar shards, tables, remote storage and staged data
+all implement it, so readers do not depend on where samples come from.
+"""
 
 from __future__ import annotations
 
@@ -18,76 +22,76 @@ if TYPE_CHECKING:
 
 
 _PIECE_NBYTES = 1024**2
-"""What is asked for where a file has more than it had."""
+"""Read size for a file that has grown since it was measured."""
 
 
 class Source(Protocol):
-    """Named byte strings: the files of a folder, the members of a shard, a staged arena."""
+    """Named byte strings, such as the files of a folder or the members of a tar shard."""
 
     def keys(self) -> Sequence[str]:
-        """Every name, sorted; relative, with forward slashes."""
+        """Return all names, sorted; relative paths with forward slashes."""
         ...
 
     def read(self, key: str) -> bytes:
-        """The bytes behind one name; OSError where they cannot be read."""
+        """Return the bytes of one name; OSError if they cannot be read."""
         ...
 
     def nbytes(self, key: str) -> int:
-        """How long they are, without reading them where that is possible."""
+        """Return the length in bytes, without reading the data if possible."""
         ...
 
     def describe(self) -> str:
-        """One phrase for messages: what and where this is."""
+        """Return a phrase for messages, such as "the folder /data/cats"."""
         ...
 
 
 class FileRange(NamedTuple):
-    """Bytes that lie in one piece in a file."""
+    """A contiguous range of bytes in a local file."""
 
     path: str
     offset: int
     nbytes: int | None
-    """None: all that the file has."""
+    """Length of the range; None for the whole file."""
 
 
 @runtime_checkable
 class FileSource(Source, Protocol):
-    """A source of plain files or parts of them: staging copies these inside the kernel."""
+    """A source whose data lies in local files; staging copies these inside the kernel."""
 
     def place(self, key: str) -> FileRange | None:
-        """Where the bytes are; none where no file of this machine has them as they are."""
+        """Return the file range of a name; None if its bytes are not in a local file."""
         ...
 
 
 @runtime_checkable
 class StampedSource(Source, Protocol):
-    """A source that can tell whether files have changed, also where their lengths have not."""
+    """A source that can detect changed files even if their lengths are unchanged."""
 
     def stamp(self, keys: Sequence[str]) -> str:
-        """Another text once one of these files is another, as far as that shows without reading."""
+        """Return a text that changes when one of these files changes, without reading the files."""
         ...
 
 
 @runtime_checkable
 class EstimatingSource(Source, Protocol):
-    """A source that must decode to know one length, but can tell them all roughly for nothing."""
+    """A source that can estimate its total size cheaply, but must decode to know single lengths."""
 
     def estimate(self) -> int:
-        """About how many bytes its samples have together."""
+        """Return the approximate total size of all samples in bytes."""
         ...
 
 
 def read_place(place: FileRange) -> bytes:
-    """All of it, or OSError; the kernel gives at most 2 GiB a call."""
+    """Read a file range completely; one `pread` returns at most 2 GiB."""
     path, offset, nbytes = place
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        has = os.fstat(descriptor).st_size
-        check_whole(place, has)
-        likely = has if nbytes is None else nbytes
+        file_nbytes = os.fstat(descriptor).st_size
+        check_whole(place, file_nbytes)
+        likely = file_nbytes if nbytes is None else nbytes
         parts = [os.pread(descriptor, likely + (nbytes is None), offset)]
         done = len(parts[0])
-        while parts[-1] and done != likely:  # it is long, or changes while it is read
+        while parts[-1] and done != likely:  # a long file, or one that changes while it is read
             wanted = max(likely - done, _PIECE_NBYTES) if nbytes is None else nbytes - done
             parts.append(os.pread(descriptor, wanted, offset + done))
             done += len(parts[-1])
@@ -96,17 +100,17 @@ def read_place(place: FileRange) -> bytes:
     return b"".join(parts) if len(parts) > 1 else parts[0]
 
 
-def check_whole(place: FileRange, has: int) -> None:
-    """OSError where a file of `has` bytes ends before the place does."""
-    missing = place.offset + (place.nbytes or 0) - has
+def check_whole(place: FileRange, file_nbytes: int) -> None:
+    """Raise OSError if a file of `file_nbytes` bytes ends before the range does."""
+    missing = place.offset + (place.nbytes or 0) - file_nbytes
     if missing > 0:
-        raise OSError(f"the file that it lies in ends {missing} bytes too early")
+        raise OSError(f"the file that contains it ends {missing} bytes too early")
 
 
 def stamp_of(paths: Iterable[str]) -> str:
-    """When each file was last changed, and which file it is; one that is gone is another, too.
+    """Return a digest of inode and change time of each file; a missing file changes it as well.
 
-    The kernel sets the time of the last change itself: no tool that keeps dates can keep it.
+    Uses ctime, which the kernel sets and copying tools cannot preserve.
     """
     digest = blake3()
     for path in paths:
@@ -120,50 +124,48 @@ def stamp_of(paths: Iterable[str]) -> str:
 
 
 def check_name(setting: str, key: str) -> None:
-    """Logs and reports are UTF-8; a name that is not could not stand in one."""
+    """Reject names that are not UTF-8, because logs and reports could not contain them."""
     try:
         key.encode()
     except UnicodeEncodeError:
         shown = os.fsencode(key).decode(errors="backslashreplace")
         raise DataError(
-            f"{setting} holds a file whose name is not UTF-8: {shown}. Logs and reports could not "
-            "name it; rename it."
+            f"{setting} has a file whose name is not UTF-8: {shown}. Rename it; logs and "
+            "reports are UTF-8."
         ) from None
 
 
 def printable(key: str) -> str:
-    """The name on one line of a message, whatever characters it has."""
+    """Return a name with its non-printable characters escaped, for messages."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in key)
 
 
 def is_hidden(key: str) -> bool:
-    """Whether a part of the name begins with a dot: `.git/x`, `a/._b.jpg`, and also `../x`."""
+    """Return whether a part of the path starts with a dot: `.git/x`, `a/._b.jpg`, also `../x`."""
     return key.startswith(".") or "/." in key
 
 
-# ------------------------------------------------------------------------------------------
-# A folder of files as a source: what a run file's `instance_data_dir` names.
-
+# Folders
 
 Identity = tuple[int, int]
 
 
 class FolderSource:
-    """Every file below a folder, listed once when it is opened; hidden ones are left out."""
+    """All files below a folder, listed when the source is opened; hidden files are skipped."""
 
     def __init__(self, path: str | Path, setting: str = "datasets") -> None:
-        """`setting` is the data set's place in the run file, for messages: `datasets[0]`."""
+        """`setting` is the dataset's path in the run file, for messages: `datasets[0]`."""
         self._root = Path(os.path.expanduser(path))
         name = f"{setting}.instance_data_dir"
         try:
             if not self._root.exists():
                 raise DataError(
-                    f"{name} is {str(path)!r}: there is no such folder. Relative paths start at "
-                    f"the working directory, {Path.cwd()}."
+                    f"{name} is {str(path)!r}: the folder does not exist. Relative paths start "
+                    f"at the working directory, {Path.cwd()}."
                 )
             if not self._root.is_dir():
                 raise DataError(
-                    f"{name} is {str(path)!r}: that is a file. Name the folder it is in."
+                    f"{name} is {str(path)!r}: it is a file. Set the folder that contains it."
                 )
             self._keys = tuple(sorted(walk(self._root)))
         except OSError as error:
@@ -197,37 +199,37 @@ class FolderSource:
         return f"the folder {self._root}"
 
     def _path(self, key: str) -> str:
-        """Only what was listed: a key never leads out of the folder."""
+        """Return the path of a listed key; a key can never point outside the folder."""
         if key not in self._known:
             raise FileNotFoundError(f"{self.describe()} has no {key!r}")
         return self._prefix + key
 
 
 def open_folder(section: DatasetSection, setting: str, emit: Emit) -> FolderSource:  # noqa: ARG001
-    """The source of `local` and `in_memory`."""
+    """Open a folder, for dataset types `local` and `in_memory`."""
     return FolderSource(data_dir(section, setting), setting)
 
 
 def data_dir(section: DatasetSection, setting: str) -> str:
-    """The folder that a data set cannot be without."""
+    """Return `instance_data_dir`, or raise an error if it is missing or invalid."""
     if section.instance_data_dir is None:
         raise DataError(
-            f"{setting}.instance_data_dir is not set; a data set of type {section.type!r} needs "
-            "it. Name the folder of its samples."
+            f"{setting}.instance_data_dir is not set; a dataset of type {section.type!r} needs "
+            "it. Set it to the folder of the samples."
         )
     if "\0" in section.instance_data_dir:
         raise DataError(
-            f"{setting}.instance_data_dir is {section.instance_data_dir!r}: no name can have a NUL "
-            "in it. Take it out."
+            f"{setting}.instance_data_dir is {section.instance_data_dir!r}: a path cannot "
+            "contain a NUL character. Remove it."
         )
     return section.instance_data_dir
 
 
 def walk(folder: Path, prefix: str = "", above: tuple[Identity, ...] = ()) -> Iterator[str]:
-    """Keys below `folder`, hidden ones left out; links are followed, unless they lead back up.
+    """Yield the keys below `folder`, without hidden files; links to a parent folder are skipped.
 
-    A link that leads nowhere is listed too: it is a sample the user believes to have, so it must
-    show up as unreadable instead of vanishing.
+    A dangling link is listed, too: the user expects a sample there, so it must be reported as
+    unreadable instead of vanishing.
     """
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)

@@ -1,12 +1,12 @@
-"""What every source promises, as checks that anyone can run over a source of their own.
+"""Contract checks for sources, for authors of their own sources.
 
-A package that publishes a source by an entry point of `gracetune.source` tests it like this:
+A package that registers a source under the entry point `gracetune.source` can test it like this:
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_contract(check):
         check(my_source(), {"a.png": b"..."})
 
-The second argument is everything that the source must hold. A broken promise is an AssertionError.
+The second argument is the complete content of the source. A violation raises AssertionError.
 """
 
 from __future__ import annotations
@@ -29,73 +29,77 @@ THREADS = 8
 
 
 def keys_are_sorted_and_complete(source: Source, files: Mapping[str, bytes]) -> None:
-    """The same names in the same order, however often they are asked for."""
+    """Check that `keys` returns all names, sorted, and the same on every call."""
     keys = list(source.keys())
     assert keys == sorted(files), f"{source.describe()} has {keys}, not {sorted(files)}"
-    assert keys == list(source.keys()), "the names differ from one call to the next"
+    assert keys == list(source.keys()), "keys() returns different names on a second call"
     assert len(source.keys()) == len(keys)
     assert [source.keys()[place] for place in range(len(keys))] == keys
 
 
 def keys_are_relative_names(source: Source, files: Mapping[str, bytes]) -> None:  # noqa: ARG001
-    """Forward slashes, nothing above the root, nothing hidden, writable into a report."""
+    """Check that names are relative, stay below the root, are not hidden and are valid UTF-8."""
     for key in source.keys():  # noqa: SIM118
         assert not key.startswith(("/", ".")), f"{key!r} is not relative"
-        assert ".." not in key.split("/"), f"{key!r} leads out"
+        assert ".." not in key.split("/"), f"{key!r} points outside the source"
         key.encode()
 
 
 def bytes_come_back_as_they_were(source: Source, files: Mapping[str, bytes]) -> None:
-    """Twice, because a source must not be used up."""
+    """Check that every file can be read, repeatedly."""
     for _ in range(2):
         for key, data in files.items():
             found = source.read(key)
             assert type(found) is bytes, f"{key} is read as {type(found).__name__}"
-            assert found == data, f"{key} came back as other bytes"
+            assert found == data, f"{key} has other bytes than expected"
 
 
 def nbytes_is_the_length_of_what_is_read(source: Source, files: Mapping[str, bytes]) -> None:
-    """Exactly: buffers are made of it."""
+    """Check that `nbytes` is exact; buffers are allocated from it."""
     for key, data in files.items():
         assert source.nbytes(key) == len(data), f"{key}: {source.nbytes(key)}, not {len(data)}"
 
 
 def unknown_keys_are_not_found(source: Source, files: Mapping[str, bytes]) -> None:
-    """FileNotFoundError, whatever the name looks like; no name leads outside."""
+    """Check that unknown names raise FileNotFoundError and cannot point outside the source."""
     for key in UNKNOWN:
         if key in files:
             continue
         for ask in (source.read, source.nbytes):
-            said = _refusal(ask, key)
-            assert said is not None, f"{key!r} is not there, and yet {ask.__name__} answers"
-            assert "has no" in said, f"{key!r}: the error does not say so: {said}"
+            message = _refusal(ask, key)
+            assert message is not None, (
+                f"{key!r} does not exist, but {ask.__name__} returns a value"
+            )
+            assert "has no" in message, f"{key!r}: the error does not say so: {message}"
 
 
 def threads_may_read_at_once(source: Source, files: Mapping[str, bytes]) -> None:
-    """Staging and decoding read from many threads, in any order."""
+    """Check that many threads can read at the same time."""
     wanted = [key for _ in range(THREADS) for key in files]
     with ThreadPoolExecutor(THREADS) as pool:
         for key, data in zip(wanted, pool.map(source.read, wanted), strict=True):
-            assert data == files[key], f"{key} is mixed up when threads read at once"
+            assert data == files[key], f"{key} has wrong bytes when several threads read"
 
 
 def describe_is_one_phrase(source: Source, files: Mapping[str, bytes]) -> None:  # noqa: ARG001
-    """It stands in the middle of messages."""
+    """Check that `describe` returns one non-empty line, usable inside a message."""
     text = source.describe()
     assert text, "describe is empty"
     assert "\n" not in text, f"describe has more than one line: {text!r}"
 
 
 def extras_agree_with_the_rest(source: Source, files: Mapping[str, bytes]) -> None:
-    """What a source offers beside the four verbs tells the same as they do."""
+    """Check that the optional methods agree with the required ones."""
     if isinstance(source, FileSource):
         for key, data in files.items():
             place = source.place(key)
             if place is not None:
-                assert read_place(place) == data, f"{key} is elsewhere than its place says"
+                assert read_place(place) == data, f"{key}: the file range has other bytes"
     if isinstance(source, StampedSource):
         keys = list(files)
-        assert source.stamp(keys) == source.stamp(keys), "the stamp of the same files differs"
+        assert source.stamp(keys) == source.stamp(keys), (
+            "stamp() returns different values for the same files"
+        )
     if isinstance(source, EstimatingSource):
         total = sum(map(len, files.values()))
         assert 0.5 * total <= source.estimate() + 4096, f"{source.estimate()} bytes for {total}"

@@ -1,6 +1,9 @@
-"""A source held in host memory: every file is read once, and none is opened again.
+"""Stage a dataset in host memory: read every file once into an arena shared by all processes.
 
-All bytes lie in one arena that the processes of a machine share; how they get there is `staging`'s.
+`StagedSource.stage` fills an arena (memory/shared_arena.py) with worker threads, within a memory
+budget, and appends an index (staging_index.py). Each worker takes a run of files. Uncompressed
+local files are copied inside the kernel: all in one call by the compiled helper (gather.py), or the
+large ones one by one. Other files are read, compressed where that helps, and written in batches.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import numpy as np
 from blake3 import blake3
 
 from gracetune.data.codecs import CODECS, Packing, choose_packing, pack
-from gracetune.data.gather import ODD, MissingGather, find_gather
+from gracetune.data.gather import FAILED, MissingGather, find_gather
 from gracetune.data.prefetch import chunks, default_workers, ordered_map
 from gracetune.data.source import EstimatingSource, FileSource, StampedSource, check_whole
 from gracetune.data.staging_index import PLAIN, Columns, StagedFile, StagingIndex, write_index
@@ -38,24 +41,24 @@ if TYPE_CHECKING:
     from gracetune.data.gather import Gather
     from gracetune.data.source import FileRange, Source
     from gracetune.events.dispatcher import Emit
-    from gracetune.memory.shared_arena import SegmentWriter, ArenaHandle
+    from gracetune.memory.shared_arena import ArenaHandle, SegmentWriter
 
 
 RESERVE_NBYTES = 4 * GIB
 RESERVE_SHARE = 0.1
-"""What staging leaves to everyone else: this much, or this share of a small machine."""
+"""Memory that staging leaves free: RESERVE_NBYTES, or RESERVE_SHARE of a small machine."""
 WATCH_NBYTES = 256 * MIB
-"""Stored bytes between two looks at the host: others take memory while we read."""
+"""Stored bytes between two checks of the host's free memory, which other processes use too."""
 
 
 def host_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
-    """Bytes that could be staged now; negative where the reserve is gone already."""
+    """Return the bytes that can be staged now; negative if the reserve is already in use."""
     host = read_host(proc, sys, os.sysconf("SC_PAGE_SIZE"))
     return host.usable_bytes() - min(RESERVE_NBYTES, int(RESERVE_SHARE * host.capacity_bytes()))
 
 
 class StagingBudget:
-    """The tighter of both limits, and the error that says what would fit."""
+    """Enforces the smaller of `memory_limit_gb` and the host's free memory."""
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class StagingBudget:
         setting: str,
         room: Callable[[], int],
     ) -> None:
-        """`raw_nbytes` and `num_files` are the whole data set, as far as it can be foretold."""
+        """`raw_nbytes` and `num_files` describe the whole dataset, as estimated before reading."""
         self._limit_gib = limit_gib
         self._raw_total = raw_nbytes
         self._num_files = num_files
@@ -75,17 +78,17 @@ class StagingBudget:
         self._raw = self._stored = self._watched = 0
         room_now = room()
         asked = None if limit_gib is None else int(limit_gib * GIB)
-        self._is_the_users = asked is not None and asked <= room_now
-        self.nbytes = asked if asked is not None and self._is_the_users else max(0, room_now)
-        """The most that may be stored."""
+        self._is_user_limit = asked is not None and asked <= room_now
+        self.nbytes = asked if asked is not None and self._is_user_limit else max(0, room_now)
+        """Largest number of bytes that may be stored."""
 
-    def check(self, least: int) -> None:
-        """Before reading: `least` bytes are sure to be stored."""
-        if least > self.nbytes:
-            raise self._exceeded(least)
+    def check(self, certain_nbytes: int) -> None:
+        """Raise before reading if the bytes that will certainly be stored exceed the budget."""
+        if certain_nbytes > self.nbytes:
+            raise self._exceeded(certain_nbytes)
 
     def take(self, raw: int, stored: int) -> None:
-        """While reading, from any thread: one more file of `raw` bytes takes `stored` bytes."""
+        """Account for a file of `raw` bytes stored in `stored` bytes; thread-safe."""
         with self._lock:
             self._raw += raw
             self._stored += stored
@@ -95,61 +98,54 @@ class StagingBudget:
                 return
             self._watched = self._stored
         if self._room() < 0:
-            raise self.out_of_memory("others have taken what the host must keep free")
+            raise self.out_of_memory("other processes use the memory that must stay free")
 
     def out_of_memory(self, reason: str | None) -> DataError:
-        """The error where the host itself ends before the limit does."""
+        """Return the error for a host that runs out of memory before the limit is reached."""
         return DataError(
             f"{self._setting}: the host ran out of memory after {format_bytes(self._stored)} of "
-            f"the data set were staged ({reason}). End what else runs on it, or read from disk "
-            "with type: local."
+            f"the dataset were staged ({reason}). Stop other processes, or read from disk with "
+            "type: local."
         )
 
     def no_room(self, error: ArenaFullError) -> DataError:
-        """The error where the kernel takes no more, for a reason that it gives."""
+        """Return the error for a write that the kernel refused."""
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno != errno.EFBIG:
             return self.out_of_memory(str(error))
         most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         limit = "" if most == resource.RLIM_INFINITY else f" of {format_bytes(most)}"
         return DataError(
-            f"{self._setting}: a limit{limit} on the size of files (ulimit -f) ended staging after "
-            f"{format_bytes(self._stored)} of the data set; what is staged lies in files in memory "
-            f"({error}). Raise that limit, or read from disk with type: local."
+            f"{self._setting}: the file-size limit{limit} (ulimit -f) stopped staging after "
+            f"{format_bytes(self._stored)} of the dataset; staged data is held in memory files "
+            f"({error}). Raise the limit, or read from disk with type: local."
         )
 
     def _exceeded(self, need: int) -> DataError:
         fitting = min(self._num_files - 1, self._num_files * self.nbytes // need)
         limit = (
             f"{self._setting}.in_memory.memory_limit_gb is {self._limit_gib:g}"
-            if self._is_the_users
-            else f"{self._setting}: this machine has {format_bytes(self.nbytes)} to spare for data"
+            if self._is_user_limit
+            else f"{self._setting}: this machine has {format_bytes(self.nbytes)} free for data"
         )
-        raise_it = "Raise the limit" if self._is_the_users else "Free memory on this machine"
+        remedy = "Raise the limit" if self._is_user_limit else "Free memory on this machine"
         return DataError(
-            f"{limit}; the data set needs about {need / GIB:.3g} GiB, so about {fitting:,} of its "
-            f"{self._num_files:,} files would fit. {raise_it}, set in_memory.compression: zstd "
-            "where the files are not compressed already, or read from disk with type: local."
+            f"{limit}, but the dataset needs about {need / GIB:.3g} GiB; about {fitting:,} of its "
+            f"{self._num_files:,} files would fit. {remedy}, set in_memory.compression: zstd "
+            "if the files are not compressed already, or read from disk with type: local."
         )
-
-
-# ------------------------------------------------------------------------------------------
-# A source held in host memory: every file is read once, and none is opened again.
-#
-# All bytes lie in one arena that the processes of a machine share; how they get there is
-# `staging`'s.
 
 
 class StagedSource:
-    """The staged files. One that could not be read says why again whenever it is asked for."""
+    """A source of staged files; a file that could not be staged raises its error when read."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._index = StagingIndex(arena)
-        # Functions, not methods: a source in a ring with itself would hold its memory for longer.
+        # Functions instead of bound methods: a reference cycle would delay freeing the arena.
         self._data = partial(_data, arena, self._index)
         self.view = self._index.viewer(partial(_view, self._data))
-        """The bytes in place, without a copy, where they are stored as they are."""
+        """Return a file's bytes without a copy, if it is stored uncompressed."""
 
     @classmethod
     def stage(
@@ -163,10 +159,10 @@ class StagedSource:
         room: Callable[[], int] = host_room,
         find: Callable[[], Gather | MissingGather] = find_gather,
     ) -> StagedSource:
-        """Read `keys` by threads into host memory, never past `memory_limit_gb` or the host's room.
+        """Read `keys` into host memory within `memory_limit_gb` and the host's free memory.
 
-        Processes of one machine that name the same folder in `meet_in` end up with one copy: the
-        first stages, the others wait and map what it made. `find` looks for the compiled helper.
+        Processes of one machine that pass the same folder as `meet_in` share one copy: the first
+        process stages the data, the others wait and map it. `find` loads the compiled helper.
         """
         keys = sorted(set(keys))
         gather = find()
@@ -175,9 +171,7 @@ class StagedSource:
         def make() -> Arena:
             if isinstance(gather, MissingGather):
                 emit(
-                    Notice(
-                        f"files are staged one by one, by Python: {gather.reason}", fallback=True
-                    )
+                    Notice(f"files are staged one by one in Python: {gather.reason}", fallback=True)
                 )
             return fill_arena(source, keys, sizes, section, emit, setting, room, gather)
 
@@ -194,7 +188,7 @@ class StagedSource:
             emit(
                 Notice(
                     f"another process has {what} in memory, but it cannot be mapped "
-                    f"({shared.attach_error}); this one holds a copy of its own. Run both as one user",
+                    f"({shared.attach_error}); this one keeps its own copy. Run both as one user",
                     level="warning",
                     fallback=True,
                 )
@@ -206,31 +200,31 @@ class StagedSource:
 
     @classmethod
     def attach(cls, ticket: ArenaHandle) -> StagedSource:
-        """Map what another process of this machine has staged; OSError where it is gone."""
+        """Map the data that another process has staged; OSError if it is gone."""
         return cls(Arena.attach(ticket))
 
     @property
     def ticket(self) -> ArenaHandle:
-        """What `attach` needs: plain numbers, for a process that was not forked from this one."""
+        """Handle for `attach`; plain numbers that can be passed to a spawned process."""
         return self._arena.handle
 
     def __reduce__(self) -> tuple[Callable[[ArenaHandle], StagedSource], tuple[ArenaHandle]]:
-        """What a worker process is handed is the ticket: it maps the arena, nothing is copied."""
+        """Pickle the handle only: a worker process maps the arena instead of copying it."""
         return StagedSource.attach, (self.ticket,)
 
     @property
     def stored_nbytes(self) -> int:
-        """What the files take in memory, compressed as they are."""
+        """Bytes of all files as stored, after compression."""
         return self._index.stored_nbytes
 
     @property
     def index_nbytes(self) -> int:
-        """What it takes to find them."""
+        """Bytes of the index."""
         return self._index.nbytes
 
     @property
     def resident_nbytes(self) -> int:
-        """What the machine spends on files and index, however many processes share them."""
+        """Host memory used by files and index, counted once for all processes."""
         return self._arena.resident_nbytes
 
     def keys(self) -> Sequence[str]:
@@ -274,7 +268,7 @@ def _describe(index: StagingIndex) -> str:
 def _identity(
     source: Source, keys: Sequence[str], sizes: Sequence[int], section: InMemorySection
 ) -> str:
-    """What must be the same for two processes to share: where from, which files, how stored."""
+    """Return a digest of origin, files and compression; processes with equal digests share data."""
     stamp = source.stamp(keys) if isinstance(source, StampedSource) else ""
     digest = blake3()
     for part in (source.describe(), section.compression, list(keys), list(sizes), stamp):
@@ -282,25 +276,18 @@ def _identity(
     return digest.hexdigest(length=16)
 
 
-# ------------------------------------------------------------------------------------------
-# Filling an arena from a source: every file is read once, by threads, and none is held twice.
-#
-# A worker takes a run of files. Those that lie in plain files and stay as they are it copies inside
-# the kernel: all by one call where the compiled helper is there, else the large ones one by one.
-# The
-# others are gathered, compressed where that helps, and written together.
-
+# Filling an arena
 
 UNREADABLE = 255
 CODEC_NAMES = (None, *sorted(CODECS))
-"""The number of a codec in the index is its place here."""
-GATHERED_NBYTES = 1024**2
-"""Small files are written to the arena in pieces of this size."""
+"""Codec names by their number in the index."""
+WRITE_BATCH_NBYTES = 1024**2
+"""Small files are written to the arena in batches of this size."""
 TIMED_FILES = 16
-QUICK_S = 20e-6
-"""A file whose length is asked for in less than this is on a disk of this machine."""
+LOCAL_STAT_S = 20e-6
+"""Files whose `stat` takes less time than this are assumed to be on a local disk."""
 SMALL_NBYTES = 16 * 1024
-"""Below this a copy inside the kernel costs more calls than it saves."""
+"""Files below this size are read normally: a kernel copy needs more system calls."""
 
 
 def sizes_of(
@@ -310,14 +297,14 @@ def sizes_of(
     gather: Gather | MissingGather,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[int]:
-    """The length of each file before it is read; 0 for one that cannot be asked."""
+    """Return the length of each file before reading; 0 where it cannot be determined."""
     if isinstance(source, EstimatingSource):
         return [source.estimate() // max(1, len(keys))] * len(keys)
 
     def ask(rows: range) -> list[int]:
         return [_size(source, keys[row]) for row in rows]
 
-    def ask_the_rest(by: Callable[[range], list[int]]) -> list[int]:
+    def measure_rest(by: Callable[[range], list[int]]) -> list[int]:
         left = chunks([0] * (len(keys) - len(first)), num_workers, None)
         shifted = (range(rows.start + len(first), rows.stop + len(first)) for rows in left)
         return [size for piece in ordered_map(by, shifted, num_workers) for size in piece]
@@ -326,11 +313,11 @@ def sizes_of(
     first = ask(range(min(TIMED_FILES, len(keys))))
     took = clock() - began
     if isinstance(source, FileSource) and not isinstance(gather, MissingGather):
-        return first + ask_the_rest(partial(_sizes_together, source, keys, gather))
-    # Threads hide what a network takes; where nothing is to hide they only get in each other's way.
-    if took < QUICK_S * len(first):
+        return first + measure_rest(partial(_sizes_together, source, keys, gather))
+    # Threads hide network latency; on a local disk they only contend with each other.
+    if took < LOCAL_STAT_S * len(first):
         return first + ask(range(len(first), len(keys)))
-    return first + ask_the_rest(ask)
+    return first + measure_rest(ask)
 
 
 def fill_arena(
@@ -343,11 +330,11 @@ def fill_arena(
     room: Callable[[], int],
     gather: Gather | MissingGather,
 ) -> Arena:
-    """Read `keys`, which are sorted, into a new arena, never past the limits."""
+    """Read the sorted `keys` into a new arena within the budget."""
     num_workers = section.num_workers or default_workers()
     budget = StagingBudget(section.memory_limit_gb, sum(sizes), len(keys), setting, room)
     packing = choose_packing(source, keys, sizes, section.compression, num_workers)
-    budget.check(_sure(keys, sizes, packing))
+    budget.check(_certain_nbytes(keys, sizes, packing))
 
     writer = ArenaWriter()
     columns = Columns.empty(len(keys))
@@ -373,7 +360,7 @@ def fill_arena(
 
 @dataclass(slots=True)
 class _Rows:
-    """What became of one run of files."""
+    """Index rows of one run of files."""
 
     first: int
     at: list[int] = field(default_factory=list)
@@ -389,7 +376,7 @@ class _Rows:
         self.codec.append(codec)
 
     def filled(self, at: list[int], nbytes: list[int]) -> _Rows:
-        """With every file of the run, stored as it is."""
+        """Fill in all files of the run, stored uncompressed."""
         self.at, self.stored, self.nbytes = at, nbytes, nbytes
         self.codec = [PLAIN] * len(at)
         return self
@@ -402,11 +389,11 @@ class _Rows:
         columns.codec[rows] = self.codec
 
 
-class _Gathered:
-    """Small files on their way into the arena, written together."""
+class _WriteBatch:
+    """Collects small files and writes them to the arena together."""
 
-    def __init__(self, hand: SegmentWriter, rows: _Rows) -> None:
-        self._hand = hand
+    def __init__(self, segment: SegmentWriter, rows: _Rows) -> None:
+        self._segment = segment
         self._rows = rows
         self._waiting: list[bytes] = []
         self._places: list[int] = []
@@ -417,18 +404,18 @@ class _Gathered:
         self._rows.add(self._nbytes, len(data), nbytes, codec)
         self._waiting.append(data)
         self._nbytes += len(data)
-        if self._nbytes >= GATHERED_NBYTES:
+        if self._nbytes >= WRITE_BATCH_NBYTES:
             self.flush()
 
     def flush(self) -> None:
-        start = self._hand.write(b"".join(self._waiting))
+        start = self._segment.write(b"".join(self._waiting))
         for place in self._places:
             self._rows.at[place] += start
         self._waiting, self._places, self._nbytes = [], [], 0
 
 
 class _Filler:
-    """What workers share: the source, how to pack, and where to."""
+    """Stages runs of files; one instance is shared by all workers."""
 
     def __init__(
         self,
@@ -450,30 +437,29 @@ class _Filler:
         self._gather = None if isinstance(gather, MissingGather) else gather
 
     def fill(self, numbers: range) -> _Rows:
-        """Bring one run of files into the arena."""
+        """Stage one run of files."""
         rows = _Rows(numbers.start)
         places = self._places(numbers)
-        with self._writer.segment_writer() as hand:
-            starts, lengths = self._brought(numbers, places, hand)
-            if ODD not in lengths:
+        with self._writer.segment_writer() as segment:
+            starts, lengths = self._copy_with_helper(numbers, places, segment)
+            if FAILED not in lengths:
                 return rows.filled(starts, lengths)
-            gathered = _Gathered(hand, rows)
+            write_batch = _WriteBatch(segment, rows)
             for number, place, at, nbytes in zip(numbers, places, starts, lengths, strict=True):
-                if nbytes != ODD:
+                if nbytes != FAILED:
                     rows.add(at, nbytes, nbytes, PLAIN)
                     continue
                 try:
-                    if not self._copied(number, place, rows, hand):
-                        self._read(self._keys[number], gathered)
+                    if not self._copy_in_kernel(number, place, rows, segment):
+                        self._read(self._keys[number], write_batch)
                 except OSError as error:
                     rows.add(0, 0, 0, UNREADABLE)
                     rows.unreadable[self._keys[number]] = error.strerror or str(error)
-            gathered.flush()
+            write_batch.flush()
         return rows
 
     def _places(self, numbers: range) -> Sequence[FileRange | None]:
-        """Where each lies that the kernel can copy: plain files, or parts of them, stored as they
-        are."""
+        """Return the file range of each file that the kernel can copy uncompressed, else None."""
         files, packing = self._files, self._packing
         if files is None:
             return [None] * len(numbers)
@@ -485,12 +471,12 @@ class _Filler:
             for key in keys
         ]
 
-    def _brought(
-        self, numbers: range, places: Sequence[FileRange | None], hand: SegmentWriter
+    def _copy_with_helper(
+        self, numbers: range, places: Sequence[FileRange | None], segment: SegmentWriter
     ) -> tuple[list[int], list[int]]:
-        """Place and length of what came by one call; ODD for what did not."""
+        """Copy files with the compiled helper; return offsets, and lengths or FAILED."""
         sizes = self._sizes[numbers.start : numbers.stop]
-        starts, lengths = [0] * len(sizes), [ODD] * len(sizes)
+        starts, lengths = [0] * len(sizes), [FAILED] * len(sizes)
         pairs = enumerate(zip(places, sizes, strict=True))
         chosen = [(row, place, size) for row, (place, size) in pairs if place is not None and size]
         if self._gather is None or not chosen:
@@ -498,14 +484,16 @@ class _Filler:
         rows, wanted, known = zip(*chosen, strict=True)
         expected = sum(known)
         self._budget.take(expected, expected)
-        for row, start, nbytes in zip(rows, *self._gather(hand, wanted, known), strict=True):
+        for row, start, nbytes in zip(rows, *self._gather(segment, wanted, known), strict=True):
             starts[row], lengths[row] = start, nbytes
-        missing = sum(nbytes for nbytes in lengths if nbytes != ODD) - expected
+        missing = sum(nbytes for nbytes in lengths if nbytes != FAILED) - expected
         self._budget.take(missing, missing)
         return starts, lengths
 
-    def _copied(self, number: int, place: FileRange | None, rows: _Rows, hand: SegmentWriter) -> bool:
-        """Whether the kernel could copy it as it is."""
+    def _copy_in_kernel(
+        self, number: int, place: FileRange | None, rows: _Rows, segment: SegmentWriter
+    ) -> bool:
+        """Copy one large file inside the kernel; return False if it must be read instead."""
         size = self._sizes[number]
         if size < SMALL_NBYTES or place is None:
             return False
@@ -515,29 +503,31 @@ class _Filler:
             if nbytes is not None:
                 check_whole(place, os.fstat(descriptor).st_size)
             self._budget.take(size, size)
-            # One byte more than it had: a file that has not changed comes by one call, unasked.
-            at, done = hand.copy_from(descriptor, offset, size + (nbytes is None), likely=size)
+            # Ask for one byte more than its length: an unchanged file then needs only one call.
+            at, done = segment.copy_from(
+                descriptor, offset, size + (nbytes is None), expected_nbytes=size
+            )
             if done != size:
-                done += self._rest(descriptor, size, done, hand)
+                done += self._copy_growth(descriptor, size, done, segment)
         finally:
             os.close(descriptor)
         rows.add(at, done, done, PLAIN)
         return True
 
-    def _rest(self, descriptor: int, size: int, done: int, hand: SegmentWriter) -> int:
-        """What a file has gained since it was sized; the budget learns of both directions."""
+    def _copy_growth(self, descriptor: int, size: int, done: int, segment: SegmentWriter) -> int:
+        """Copy the bytes that a file has gained since it was measured, and correct the budget."""
         more = max(0, os.fstat(descriptor).st_size - done) if done > size else 0
         self._budget.take(done + more - size, done + more - size)
-        return hand.copy_from(descriptor, done, more)[1]
+        return segment.copy_from(descriptor, done, more)[1]
 
-    def _read(self, key: str, gathered: _Gathered) -> None:
+    def _read(self, key: str, write_batch: _WriteBatch) -> None:
         codec = self._packing.codec_of(key)
         sampled = self._packing.sampled
         data = sampled[key] if key in sampled else self._source.read(key)
-        packed = pack(data, codec, self._packing.keep) if codec is not None and data else None
+        packed = pack(data, codec, self._packing.min_saving) if codec is not None and data else None
         stored = data if packed is None else packed
         self._budget.take(len(data), len(stored))
-        gathered.add(stored, len(data), PLAIN if packed is None else CODEC_NAMES.index(codec))
+        write_batch.add(stored, len(data), PLAIN if packed is None else CODEC_NAMES.index(codec))
 
 
 def _sizes_together(
@@ -554,18 +544,18 @@ def _place(source: FileSource, key: str) -> FileRange | None:
     try:
         return source.place(key)
     except OSError:
-        return None  # reading it will say why
+        return None  # reading it raises the error
 
 
 def _size(source: Source, key: str) -> int:
     try:
         return source.nbytes(key)
     except OSError:
-        return 0  # reading it will say why
+        return 0  # reading it raises the error
 
 
-def _sure(keys: Sequence[str], sizes: Sequence[int], packing: Packing) -> int:
-    """Bytes that will be stored however well the codecs do."""
+def _certain_nbytes(keys: Sequence[str], sizes: Sequence[int], packing: Packing) -> int:
+    """Return the bytes of files that are stored uncompressed."""
     if not packing.compresses:
         return sum(sizes)
     return sum(size for key, size in zip(keys, sizes, strict=True) if packing.codec_of(key) is None)
@@ -577,4 +567,4 @@ def _summary(source: Source, columns: Columns, packing: Packing, raw: int, store
     if packing.compresses:
         packed = readable - int(np.count_nonzero(columns.codec == PLAIN))
         text += f" ({packed:,} compressed, {format_bytes(raw - stored)} saved)"
-    return f"{text}; {packing.why}"
+    return f"{text}; {packing.reason}"

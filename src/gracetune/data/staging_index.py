@@ -1,8 +1,11 @@
-"""From names to places in an arena: a table that lies in the arena itself.
+"""Hash index from file names to locations in an arena, stored in the arena itself.
 
-Every process that maps the arena has the index with it, at no cost of its own. Records lie in the
-order of their names' hashes. The hash leads to an offset, and what is there is unpacked with the
-name in it: one call of `struct` finds a file and makes sure that it is the one.
+Every process that maps the arena gets the index without building its own. Records are sorted by the
+hash of their name; a bucket table maps a hash to the offset of the first record in its bucket. One
+`struct` unpack reads a record together with its name, so a lookup is one call and one comparison.
+
+Record layout: original size, codec, last-in-bucket flag | start, stop, name length and flag,
+segment, name. Offsets point at `start`; the fields before it are needed on the slow path only.
 """
 
 from __future__ import annotations
@@ -30,29 +33,29 @@ _RECORD = np.dtype(
     [("nbytes", "<u8"), ("codec", "u1"), ("last", "u1"),
      ("start", "<u8"), ("stop", "<u8"), ("kind", "<u4"), ("segment", "<u2")]
 )  # fmt: skip
-"""The name follows. Offsets lead to `start`: what is before it is looked at second."""
-_FIRST_NBYTES = 10
-_FIRST = struct.Struct("<QBB").unpack_from
-_SECOND = "<QQIH"
-_NAME_AT = struct.calcsize(_SECOND)
+"""Fixed part of a record; the name follows."""
+_SLOW_FIELDS_NBYTES = 10
+_SLOW_FIELDS = struct.Struct("<QBB").unpack_from
+_FAST_FIELDS = "<QQIH"
+_NAME_AT = struct.calcsize(_FAST_FIELDS)
 _KIND = struct.Struct("<I").unpack_from
 _KIND_AT = 16
-_NOT_PLAIN = 1 << 31
-"""`kind` is the length of the name; with this in it where the file is not stored as it is."""
-_NOBODY = 2**32 - 1
-_SPARSE = 4
-"""Offsets for each file: the fewer share one, the fewer records are looked at in vain."""
+_COMPRESSED = 1 << 31
+"""Flag in `kind`, which fallback is the length of the name: the file is stored compressed."""
+_DUMMY = 2**32 - 1
+_BUCKETS_PER_FILE = 4
+"""Buckets per file; more buckets mean fewer collisions."""
 _TRAILER = struct.Struct("<QQ8s")
-"""Where the JSON head is, how long it is, and what all this is."""
+"""Offset and length of the JSON header, and the magic bytes."""
 _MAGIC = b"gtindex2"
 
 PLAIN = 0
-"""The codec of what is stored as it is."""
-LONGEST_NAME = 2**16 - 1
+"""Codec number of uncompressed files."""
+MAX_NAME_NBYTES = 2**16 - 1
 
 
 class Columns(NamedTuple):
-    """The rows of every file, in the order of their names."""
+    """Index columns of all files, in the order of their names."""
 
     at: NDArray[np.uint64]
     stored_nbytes: NDArray[np.uint64]
@@ -61,31 +64,31 @@ class Columns(NamedTuple):
 
     @classmethod
     def empty(cls, length: int) -> Columns:
-        """Room for so many rows."""
-        wide = [np.zeros(length, np.uint64) for _ in range(3)]
-        return cls(wide[0], wide[1], wide[2], np.zeros(length, np.uint8))
+        """Allocate columns for `length` files."""
+        offset_type = [np.zeros(length, np.uint64) for _ in range(3)]
+        return cls(offset_type[0], offset_type[1], offset_type[2], np.zeros(length, np.uint8))
 
 
 def write_index(
     writer: ArenaWriter, keys: Sequence[str], columns: Columns, facts: Mapping[str, object]
 ) -> None:
-    """Put the index behind the data; `facts` are whatever readers want to know of the whole."""
+    """Append the index to the arena; `facts` is JSON metadata of the whole dataset."""
     assert len(keys) == len(columns.at), f"{len(keys)} names for {len(columns.at)} rows"
     names = [key.encode() for key in keys]
     lengths = np.fromiter(map(len, names), np.uint64, len(names))
     longest = int(lengths.max(initial=0))
-    assert longest <= LONGEST_NAME, f"a name of {longest} bytes"
-    num_buckets = _SPARSE << max(0, len(names) - 1).bit_length()
+    assert longest <= MAX_NAME_NBYTES, f"a name of {longest} bytes"
+    num_buckets = _BUCKETS_PER_FILE << max(0, len(names) - 1).bit_length()
     buckets = np.fromiter(map(crc32, names), np.uint32, len(names)) & np.uint32(num_buckets - 1)
     order = np.argsort(buckets, kind="stable")
     buckets = buckets[order]
     sizes = lengths[order] + np.uint64(_RECORD.itemsize)
-    # The record of nobody comes first: where a bucket without a file leads to.
-    offsets = np.cumsum(sizes) - sizes + np.uint64(_RECORD.itemsize + _FIRST_NBYTES)
-    wide = np.uint32 if sizes.sum() < _NOBODY - _RECORD.itemsize else np.uint64
-    firsts = np.full(num_buckets, _FIRST_NBYTES, wide)
-    firsts[buckets[::-1]] = offsets[::-1]  # of those that share a bucket the first stays
-    by_name = np.zeros(len(names), wide)
+    # The first record is a dummy that empty buckets point to.
+    offsets = np.cumsum(sizes) - sizes + np.uint64(_RECORD.itemsize + _SLOW_FIELDS_NBYTES)
+    offset_type = np.uint32 if sizes.sum() < _DUMMY - _RECORD.itemsize else np.uint64
+    firsts = np.full(num_buckets, _SLOW_FIELDS_NBYTES, offset_type)
+    firsts[buckets[::-1]] = offsets[::-1]  # reversed, so that the first record of each bucket wins
+    by_name = np.zeros(len(names), offset_type)
     by_name[order] = offsets
     tables: dict[str, bytes | bytearray] = {
         "records": _records(names, lengths, columns, order, buckets) + bytes(longest),
@@ -93,18 +96,18 @@ def write_index(
         "by_name": by_name.tobytes(),
     }
     places = {}
-    with writer.segment_writer() as hand:
+    with writer.segment_writer() as segment:
         for name, table in tables.items():
-            places[name] = (hand.write(memoryview(table)), len(table))
+            places[name] = (segment.write(memoryview(table)), len(table))
         about = {
             "places": places,
             "lengths": np.unique(lengths).tolist(),
-            "offset_nbytes": np.dtype(wide).itemsize,
+            "offset_nbytes": np.dtype(offset_type).itemsize,
             "totals": [int(columns.stored_nbytes.sum()), int(columns.nbytes.sum())],
             "facts": facts,
         }
         head = json.dumps(about).encode()
-        hand.write(head + _TRAILER.pack(hand.write(b""), len(head), _MAGIC))
+        segment.write(head + _TRAILER.pack(segment.write(b""), len(head), _MAGIC))
 
 
 def _records(
@@ -114,7 +117,7 @@ def _records(
     order: NDArray[np.intp],
     buckets: NDArray[np.uint32],
 ) -> bytearray:
-    """Nobody's record, then each file's with its name; `buckets` are in `order` already."""
+    """Return the dummy record followed by all records; `buckets` is already sorted by `order`."""
     rows = np.zeros(len(names), _RECORD)
     at = columns.at[order]
     rows["nbytes"] = columns.nbytes[order]
@@ -124,11 +127,13 @@ def _records(
     rows["stop"] = rows["start"] + columns.stored_nbytes[order]
     rows["segment"] = at >> np.uint64(OFFSET_BITS)
     rows["kind"] = lengths[order]
-    rows["kind"][rows["codec"] != PLAIN] |= np.uint32(_NOT_PLAIN)
-    nobody = np.zeros(1, _RECORD)
-    nobody["kind"], nobody["last"] = _NOBODY, True
+    rows["kind"][rows["codec"] != PLAIN] |= np.uint32(_COMPRESSED)
+    dummy = np.zeros(1, _RECORD)
+    dummy["kind"], dummy["last"] = _DUMMY, True
     fixed, size = memoryview(rows.tobytes()), _RECORD.itemsize
-    made = bytearray(nobody.tobytes())  # one piece that grows: a million small ones are large
+    made = bytearray(
+        dummy.tobytes()
+    )  # one growing buffer: a million small objects would need far more memory
     for place, row in enumerate(order.tolist()):
         made += fixed[place * size : place * size + size]
         made += names[row]
@@ -136,17 +141,17 @@ def _records(
 
 
 class StagedFile(NamedTuple):
-    """What the index knows of one file."""
+    """Location and size of one staged file."""
 
     at: int
     stored_nbytes: int
     nbytes: int
-    """As read."""
+    """Uncompressed size."""
     codec: int
 
 
 class StagingIndex(Sequence[str]):
-    """The names of an arena in order, and the row of each."""
+    """Sorted sequence of the staged names, with lookup by name."""
 
     def __init__(self, arena: Arena) -> None:
         trailers = (segment[-_TRAILER.size :] for segment in arena.segments)
@@ -157,23 +162,25 @@ class StagingIndex(Sequence[str]):
         self.stored_nbytes: int
         self.raw_nbytes: int
         self.stored_nbytes, self.raw_nbytes = head["totals"]
-        """Of all files: as they are stored, and as they are read."""
+        """Total bytes of all files, stored and uncompressed."""
         tables = {name: arena.view(*place) for name, place in head["places"].items()}
         self.nbytes: int = sum(map(len, tables.values())) + length + _TRAILER.size
-        """What the index itself takes."""
-        wide: Literal["I", "Q"] = "I" if head["offset_nbytes"] == 4 else "Q"
+        """Size of the index itself."""
+        offset_type: Literal["I", "Q"] = "I" if head["offset_nbytes"] == 4 else "Q"
         self._segments = arena.segments
         self._records = tables["records"]
-        self._firsts = tables["firsts"].cast(wide)
-        self._by_name = tables["by_name"].cast(wide)
-        self._unpack = {n: struct.Struct(f"{_SECOND}{n}s").unpack_from for n in head["lengths"]}
-        """By the length of a name; names of other lengths are not here."""
+        self._firsts = tables["firsts"].cast(offset_type)
+        self._by_name = tables["by_name"].cast(offset_type)
+        self._unpack = {
+            n: struct.Struct(f"{_FAST_FIELDS}{n}s").unpack_from for n in head["lengths"]
+        }
+        """Record readers by name length; no staged name has another length."""
 
-    def viewer(self, otherwise: View) -> View:
-        """The bytes of one name in place; what is not there or not plain is `otherwise`'s.
+    def viewer(self, fallback: View) -> View:
+        """Return a function from a name to its bytes; missing or compressed files go to `fallback`.
 
-        A closure over tables that do not change: a read costs less than a microsecond, and each
-        name that is looked up is a part of that.
+        A closure over local variables on purpose: a lookup takes less than a microsecond, of which
+        attribute lookups would be a noticeable part.
         """
         unpack, records, firsts = self._unpack, self._records, self._firsts
         segments, mask = self._segments, len(self._firsts) - 1
@@ -186,31 +193,31 @@ class StagingIndex(Sequence[str]):
                     records, firsts[crc32(wanted) & mask]
                 )
             except (UnicodeEncodeError, KeyError):
-                return otherwise(key)
+                return fallback(key)
             if name == wanted and kind == length:
                 found: memoryview = segments[segment][start:stop]
                 return found
-            return otherwise(key)  # another name of the same bucket, or stored in another way
+            return fallback(key)  # another name in the same bucket, or a compressed file
 
         return view
 
     def find(self, key: str) -> StagedFile | None:
-        """The row of one name; none where there is none."""
+        """Return the location of a name, or None."""
         try:
             wanted = key.encode()
         except UnicodeEncodeError:
-            return None  # no name that we keep is such
+            return None  # staged names are valid UTF-8
         if len(wanted) not in self._unpack:
             return None
         offset = self._firsts[crc32(wanted) & (len(self._firsts) - 1)]
         while True:
-            nbytes, codec, last = _FIRST(self._records, offset - _FIRST_NBYTES)
+            nbytes, codec, last = _SLOW_FIELDS(self._records, offset - _SLOW_FIELDS_NBYTES)
             start, stop, kind, segment, name = self._unpack[len(wanted)](self._records, offset)
-            if kind & ~_NOT_PLAIN == len(wanted) and name == wanted:
+            if kind & ~_COMPRESSED == len(wanted) and name == wanted:
                 return StagedFile(segment << OFFSET_BITS | start, stop - start, nbytes, codec)
             if last:
                 return None
-            offset += _RECORD.itemsize + (kind & ~_NOT_PLAIN)
+            offset += _RECORD.itemsize + (kind & ~_COMPRESSED)
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -233,5 +240,5 @@ class StagingIndex(Sequence[str]):
         return isinstance(key, str) and self.find(key) is not None
 
     def _name(self, offset: int) -> str:
-        length = _KIND(self._records, offset + _KIND_AT)[0] & ~_NOT_PLAIN
+        length = _KIND(self._records, offset + _KIND_AT)[0] & ~_COMPRESSED
         return str(self._records[offset + _NAME_AT : offset + _NAME_AT + length], "utf-8")

@@ -1,7 +1,7 @@
-"""Tables of samples as a source: rows of parquet and arrow files look like pictures and captions.
+"""Sources for tables: parquet files, and datasets saved by Hugging Face `datasets`.
 
-A row is `row-000000.jpg` and `row-000000.txt`, so that captions beside pictures work as ever. What
-differs between the two file formats, how a group of rows is read, arrives as `Group`s.
+Row 0 appears as the files `row-000000.jpg` and `row-000000.txt`, so captions work as in a folder.
+The formats differ only in how a chunk of rows is read (`RowGroup`, `RecordBatchGroup`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ import threading
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from gracetune.data import audio, images, video
 from gracetune.data.shards import find_shards, stems
 from gracetune.data.source import data_dir, stamp_of
 from gracetune.errors import DataError
+
+try:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+except ModuleNotFoundError as missing:
+    raise DataError(
+        f"tables and saved datasets need a package that is not installed ({missing.name}). "
+        "Run `pip install 'gracetune[parquet]'`."
+    ) from missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "picture", "video", "mp4", "audio")
 CAPTION_NAMES = ("text", "caption", "captions", "prompt", "txt", "description")
-_ENDINGS = (
+_MAGIC_BYTES = (
     (0, b"\xff\xd8\xff", ".jpg"),
     (0, b"\x89PNG", ".png"),
     (8, b"WEBP", ".webp"),
@@ -46,24 +53,24 @@ _ENDINGS = (
     (0, b"OggS", ".ogg"),
     (0, b"ID3", ".mp3"),
 )
-"""Where a format writes its name, and the ending that goes with it."""
-_KNOWN = images.EXTENSIONS | video.EXTENSIONS | audio.EXTENSIONS
-"""Any other ending of a path says nothing: `x.jpg?width=512`, or the 2 of `scan v1.2`."""
+"""Offset and value of each format's magic bytes, and its suffix."""
+_KNOWN_SUFFIXES = images.EXTENSIONS | video.EXTENSIONS | audio.EXTENSIONS
+"""Known suffixes; others are ignored, such as `.jpg?width=512` or the `.2` of `scan v1.2`."""
 
 
 class TableChunk(Protocol):
-    """Rows that can only be read together."""
+    """A group of rows that is read as a unit."""
 
     @property
     def num_rows(self) -> int: ...
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes the samples of the group have."""
+        """Approximate size of the chunk's samples in bytes."""
         ...
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """One column of the group."""
+        """Return one column."""
         ...
 
 
@@ -71,13 +78,13 @@ class TableFile(NamedTuple):
     """One file of a table."""
 
     name: str
-    """For keys, and for messages."""
+    """Name used in keys and messages."""
     folder: Path | None
-    """Where paths that it names start; none where they cannot be followed."""
+    """Folder that paths in the table refer to; None if they cannot be resolved."""
     schema: pa.Schema
     groups: Sequence[TableChunk]
     stamp: str
-    """Of the file when it was opened."""
+    """Stamp of the file when it was opened; see `StampedSource`."""
 
 
 class _RowLocation(NamedTuple):
@@ -88,7 +95,7 @@ class _RowLocation(NamedTuple):
 
 
 class TableSource:
-    """Every row of a table with an image column, and a text column where there is one."""
+    """The rows of a table with an image column and, optionally, a caption column."""
 
     def __init__(
         self,
@@ -98,7 +105,7 @@ class TableSource:
         image: str | None = None,
         caption: str | None = None,
     ) -> None:
-        """`image` and `caption` name columns; none: found by their types and usual names."""
+        """`image` and `caption` are column names; None finds them by type and common names."""
         self._parts = parts
         self._origin = origin
         schema = parts[0].schema
@@ -109,9 +116,11 @@ class TableSource:
         for number, part in enumerate(parts):
             self._list(number, part)
         if not self._places:
-            raise DataError(f"{setting}.instance_data_dir: {origin} has no rows. Name another.")
+            raise DataError(
+                f"{setting}.instance_data_dir: {origin} has no rows. Set another table."
+            )
         self._keys = tuple(sorted(self._places))
-        self._last = _Last()
+        self._last = _LastColumn()
 
     def keys(self) -> Sequence[str]:
         return self._keys
@@ -125,7 +134,7 @@ class TableSource:
         if data is not None:
             return bytes(data)
         if path is not None:
-            return self._beside(place, path).read_bytes()
+            return self._resolve_path(place, path).read_bytes()
         raise OSError("the row has neither bytes nor a path")
 
     def nbytes(self, key: str) -> int:
@@ -133,7 +142,7 @@ class TableSource:
         value = self._value(place)
         data, path = (None, None) if place.is_text else _data_and_path(value)
         if path is not None and data is None:
-            return self._beside(place, path).stat().st_size
+            return self._resolve_path(place, path).stat().st_size
         return len(self.read(key))
 
     def stamp(self, keys: Sequence[str]) -> str:  # noqa: ARG002  one text for all of the table
@@ -145,10 +154,12 @@ class TableSource:
     def describe(self) -> str:
         return self._origin
 
-    def _beside(self, place: _RowLocation, path: str) -> Path:
+    def _resolve_path(self, place: _RowLocation, path: str) -> Path:
         folder = self._parts[place.part].folder
         if folder is None:
-            raise OSError(f"the row has no bytes but the path {path!r}, and its table is far away")
+            raise OSError(
+                f"the row has only the path {path!r}, which cannot be resolved for a remote table"
+            )
         return folder / path
 
     def _list(self, number: int, part: TableFile) -> None:
@@ -157,11 +168,11 @@ class TableSource:
         row = 0
         usual: str | None = None
         for place, group in enumerate(part.groups):
-            endings = _endings_by_path(group, part.schema, self._image)
+            endings = _suffixes_by_path(group, part.schema, self._image)
             for within in range(group.num_rows):
                 ending = endings[within] if endings is not None else ""
                 if not ending:
-                    usual = usual or _usual_ending(group.column(self._image))
+                    usual = usual or _suffix_by_content(group.column(self._image))
                     ending = usual
                 stem = f"{prefix}row-{row:0{width}d}"
                 self._places[stem + ending] = _RowLocation(number, place, within, is_text=False)
@@ -175,7 +186,7 @@ class TableSource:
         return self._places[key]
 
     def _value(self, place: _RowLocation) -> object:
-        """Read its group, unless it is the one that this thread read last: rows come in order."""
+        """Return a value, reading its chunk unless this thread read the same chunk last."""
         name = self._caption if place.is_text else self._image
         assert name is not None, "a caption without a caption column"
         wanted = (place.part, place.group, name)
@@ -190,50 +201,52 @@ class TableSource:
         return self._last.column[place.row].as_py()
 
 
-class _Last(threading.local):
-    """The column that a thread read last: whoever goes through the rows decodes each once."""
+class _LastColumn(threading.local):
+    """The column that a thread read last, so that sequential reads decode each chunk once."""
 
     what: tuple[int, int, str] | None = None
     column: pa.ChunkedArray = None
 
 
 def _check_distinct(parts: Sequence[TableFile], origin: str, setting: str) -> None:
-    """Keys begin with the names of parts: with one name twice, rows would take others' places."""
+    """Reject files with equal names: their rows would get the same keys."""
     seen: set[str] = set()
     for part in parts:
         if part.name in seen:
             raise DataError(
-                f"{setting}: {origin} have two files that are called {part.name!r} but for their "
-                "ending. Rename one of them."
+                f"{setting}: {origin} contain two files named {part.name!r} (without suffix). "
+                "Rename one of them."
             )
         seen.add(part.name)
 
 
-def image_column(schema: pa.Schema, asked: str | None, setting: str, origin: str) -> str:
-    """The column of bytes: the one asked for, else by its type and the usual names."""
+def image_column(schema: pa.Schema, requested: str | None, setting: str, origin: str) -> str:
+    """Return the column with the files' bytes: the requested one, or found by type and name."""
     fitting = [field.name for field in schema if _holds_bytes(field.type)]
-    if asked is not None and asked in fitting:
-        return asked
-    if asked is None:
+    if requested is not None and requested in fitting:
+        return requested
+    if requested is None:
         by_name = [name for name in IMAGE_NAMES if name in fitting]
         if by_name or len(fitting) == 1:
             return (by_name or fitting)[0]
     have = ", ".join(f"{field.name} ({field.type})" for field in schema)
     raise DataError(
-        f"{setting} is {asked!r}: {origin} has {'no such' if asked else 'no one obvious'} column "
-        f"of bytes. It has: {have}. Name the one with the files' bytes."
+        f"{setting} is {requested!r}: {origin} has {'no such' if requested else 'no obvious'} column "
+        f"of bytes. Its columns: {have}. Set the column that contains the files' bytes."
     )
 
 
-def caption_column(schema: pa.Schema, asked: str | None, setting: str, origin: str) -> str | None:
-    """The column of captions; none where no column has a usual name."""
+def caption_column(
+    schema: pa.Schema, requested: str | None, setting: str, origin: str
+) -> str | None:
+    """Return the caption column; None if no column has a common name."""
     fitting = [field.name for field in schema if _holds_text(field.type)]
-    if asked is not None and asked not in fitting:
+    if requested is not None and requested not in fitting:
         raise DataError(
-            f"{setting} is {asked!r}: {origin} has no such column of text. It has: "
-            f"{', '.join(fitting) or 'none'}. Name one of them, or leave it out."
+            f"{setting} is {requested!r}: {origin} has no such text column. Text columns: "
+            f"{', '.join(fitting) or 'none'}. Set one of them, or remove the setting."
         )
-    return asked or next((name for name in CAPTION_NAMES if name in fitting), None)
+    return requested or next((name for name in CAPTION_NAMES if name in fitting), None)
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:
@@ -252,22 +265,22 @@ def _data_and_path(value: object) -> tuple[bytes | None, str | None]:
     return (value, None) if isinstance(value, bytes) else (None, None)
 
 
-def _endings_by_path(group: TableChunk, schema: pa.Schema, name: str) -> list[str] | None:
-    """The known endings of the paths that rows keep beside their bytes, where they do."""
+def _suffixes_by_path(group: TableChunk, schema: pa.Schema, name: str) -> list[str] | None:
+    """Return the suffix of each row's path ("" if unknown); None if rows have no path."""
     kind = schema.field(name).type
     if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
         return None
     paths = group.column(f"{name}.path").to_pylist()
     endings = (PurePosixPath(path or "").suffix.lower() for path in paths)
-    return [ending if ending in _KNOWN else "" for ending in endings]
+    return [ending if ending in _KNOWN_SUFFIXES else "" for ending in endings]
 
 
-def _usual_ending(column: pa.ChunkedArray) -> str:
-    """What the first sample is, by its first bytes; decoders look at the bytes anyway."""
+def _suffix_by_content(column: pa.ChunkedArray) -> str:
+    """Return the suffix of the first sample by its magic bytes; decoders do not rely on it."""
     for value in column:
         data, _ = _data_and_path(value.as_py())
         if data:
-            for offset, mark, ending in _ENDINGS:
+            for offset, mark, ending in _MAGIC_BYTES:
                 if data[offset : offset + len(mark)] == mark:
                     return ending
             break
@@ -275,30 +288,18 @@ def _usual_ending(column: pa.ChunkedArray) -> str:
 
 
 def flatten(column: pa.ChunkedArray, inner: str) -> pa.ChunkedArray:
-    """One field of a column of structs."""
+    """Return one field of a struct column."""
     return pc.struct_field(column, inner)
 
 
-# ------------------------------------------------------------------------------------------
-# Parquet files as a source, and tables of captions in parquet.
-
-
-try:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-except ModuleNotFoundError as missing:
-    raise DataError(
-        f"parquet files are read by a package that is not installed ({missing.name}). "
-        "Install it with: pip install 'gracetune[parquet]'."
-    ) from missing
-
+# Parquet
 
 _AHEAD_NBYTES = 64 * 1024
-"""From an address: more than most footers have, and less than a column."""
+"""Bytes read ahead from a remote file: larger than most footers, smaller than a column."""
 
 
 class RowGroup:
-    """One row group of a file, which is opened when it is read."""
+    """One row group of a parquet file; the file is opened for each read."""
 
     def __init__(self, shard: Shard, footer: pq.FileMetaData, number: int) -> None:
         self._shard = shard
@@ -309,7 +310,7 @@ class RowGroup:
         self.nbytes: int = about.total_byte_size
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """One column, or `column.field`; only its own bytes are read."""
+        """Return `column` or `column.field`, reading only its bytes."""
         outer, _, inner = name.partition(".")
         with (
             self._shard.open(_AHEAD_NBYTES) as opened,
@@ -320,7 +321,7 @@ class RowGroup:
 
 
 def open_parquet(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  # noqa: ARG001
-    """The source of `parquet`: one file, a folder of them, or a pattern."""
+    """Open dataset type `parquet`: one file, a folder of them, or a pattern."""
     address = data_dir(section, setting)
     shards = find_shards(address, ".parquet", section.remote, setting)
     name = f"{setting}.instance_data_dir"
@@ -330,11 +331,11 @@ def open_parquet(section: DatasetSection, setting: str, emit: Emit) -> TableSour
 
 
 def read_caption_table(data: bytes, where: str) -> Sequence[tuple[str, str]]:
-    """File names and captions of a parquet table beside the samples."""
+    """Return file names and captions from the bytes of a parquet table."""
     try:
         table = pq.read_table(pa.BufferReader(data))
     except pa.ArrowException as error:
-        raise DataError(f"{where} is no parquet file ({error}). Make it anew.") from error
+        raise DataError(f"{where} is not a parquet file ({error}). Write it again.") from error
     names = [name for name in ("file_name", "filename", "key") if name in table.column_names]
     texts = [name for name in ("text", "caption", "prompt") if name in table.column_names]
     if not names or not texts:
@@ -352,31 +353,21 @@ def _part(shard: Shard, name: str, setting: str) -> TableFile:
             footer, schema = file.metadata, file.schema_arrow
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"{setting}: {shard.name} cannot be read as parquet ({error}). Copy it anew or remove "
+            f"{setting}: {shard.name} cannot be read as parquet ({error}). Copy it again or remove "
             "it."
         ) from error
     groups = [RowGroup(shard, footer, number) for number in range(footer.num_row_groups)]
     return TableFile(name, shard.folder, schema, groups, shard.stamp())
 
 
-# ------------------------------------------------------------------------------------------
-# Folders that Hugging Face `datasets` saved to disk, read as the arrow files they are.
-
-
-try:
-    import pyarrow as pa
-except ModuleNotFoundError as missing:
-    raise DataError(
-        f"data sets on disk are read by a package that is not installed ({missing.name}). "
-        "Install it with: pip install 'gracetune[parquet]'."
-    ) from missing
+# Datasets saved by Hugging Face `datasets`
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"
 
 
 class RecordBatchGroup:
-    """One record batch, which lies in a mapped file: nothing is read until a row is."""
+    """One record batch of a memory-mapped arrow file."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         self._batch = batch
@@ -384,50 +375,50 @@ class RecordBatchGroup:
         self.nbytes = batch.nbytes
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """One column, or `column.field`."""
+        """Return `column` or `column.field`."""
         outer, _, inner = name.partition(".")
         column = pa.chunked_array([self._batch.column(outer)])
         return flatten(column, inner) if inner else column
 
 
 def open_hf(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  # noqa: ARG001
-    """The source of `hf`: what `save_to_disk` wrote, with or without splits."""
+    """Open dataset type `hf`: a folder written by `save_to_disk`, with or without splits."""
     address = data_dir(section, setting)
     root = Path(os.path.expanduser(address))
     name = f"{setting}.instance_data_dir"
     folders = {"": root}
     if (root / SPLITS).is_file():
-        folders = {f"{split}/": root / split for split in _listed(root / SPLITS, "splits", name)}
+        folders = {f"{split}/": root / split for split in _read_list(root / SPLITS, "splits", name)}
     parts = [
         TableFile(f"{prefix}{path.stem}", folder, *_read(path, name), stamp_of([str(path)]))
         for prefix, folder in folders.items()
         for path in _arrow_files(folder, name)
     ]
-    origin = f"the data set on disk {address}"
+    origin = f"the dataset on disk {address}"
     return TableSource(parts, origin, setting, section.columns.image, section.columns.caption)
 
 
 def _arrow_files(folder: Path, setting: str) -> list[Path]:
-    """As the state says, which leaves out what an earlier save left behind."""
+    """Return the arrow files listed in the state file, ignoring leftovers of earlier saves."""
     if not (folder / STATE).is_file():
         raise DataError(
-            f"{setting}: {folder} has no {STATE}, so `save_to_disk` did not make it, or not to the "
-            "end. Name the folder that was given to save_to_disk."
+            f"{setting}: {folder} has no {STATE}, so it was not written by `save_to_disk`, or not "
+            "completely. Set the folder that was passed to save_to_disk."
         )
-    entries = _listed(folder / STATE, "_data_files", setting)
+    entries = _read_list(folder / STATE, "_data_files", setting)
     return [folder / entry["filename"] for entry in entries]
 
 
-def _listed(path: Path, name: str, setting: str) -> list[Any]:
-    """One list out of the JSON that describes the data set."""
+def _read_list(path: Path, name: str, setting: str) -> list[Any]:
+    """Return a list from a JSON file that describes the dataset."""
     try:
         return list(json.loads(path.read_text(encoding="utf-8"))[name])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{setting}: {path} cannot be read ({error}). Save it anew.") from error
+        raise DataError(f"{setting}: {path} cannot be read ({error}). Save it again.") from error
 
 
 def _read(path: Path, setting: str) -> tuple[pa.Schema, list[RecordBatchGroup]]:
-    """The batches of one file, in either of arrow's two file forms."""
+    """Return the schema and batches of one arrow file, in stream or file format."""
     try:
         mapped = pa.memory_map(str(path))
         try:
@@ -439,5 +430,5 @@ def _read(path: Path, setting: str) -> tuple[pa.Schema, list[RecordBatchGroup]]:
             return file.schema, [RecordBatchGroup(batch) for batch in batches]
     except (pa.ArrowException, OSError) as error:
         raise DataError(
-            f"{setting}: {path} cannot be read as an arrow file ({error}). Save it anew."
+            f"{setting}: {path} cannot be read as an arrow file ({error}). Save it again."
         ) from error

@@ -1,6 +1,6 @@
-"""From the bytes of a video file to a clip: frames at even times, upright, of one size.
+"""Decode video files to clips: frames at a constant rate, upright, cropped and resized to a bucket.
 
-Shapes: C colours, F frames, H and W in pixels.
+Tensor layout is CFHW: colour channels, frames, height, width.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 EXTENSIONS = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi"))
 MAX_PIXELS = 2**26
-"""Of one frame: 8K has half of it."""
+"""Largest frame that is decoded; an 8K frame has half as many pixels."""
 MAX_FRAMES = 2**20
-"""Twelve hours at 24 a second; a file that claims more is not a clip."""
+"""Longest video that is accepted: twelve hours at 24 frames per second."""
 
-_HAIR_S = 1.5e-3
-"""Matroska rounds times to milliseconds; two that are this close are the same."""
+_TIME_TOLERANCE_S = 1.5e-3
+"""Tolerance for comparing timestamps, in seconds; Matroska rounds them to milliseconds."""
 _SEEK_S = 1.0
 _HD_HEIGHT = 720
-"""From here on colours that are not said are BT.709, below BT.601: what every player assumes."""
-_BT709, _UNSAID, _BT2020, _BT2020_CONSTANT = 1, 2, 9, 10
-"""As frames number them; of the two of BT.2020 swscale has the first, and nobody uses the other."""
-_SEEK_FURTHER_S = (0.0, 1.0, 5.0, 30.0, math.inf)
-"""A file may be entered between key frames, and pictures after one may need what is before it."""
-_TURNS = {
+"""If a file names no colour matrix, players assume BT.709 from this height on and BT.601 below."""
+_BT709, _UNSPECIFIED, _BT2020, _BT2020_CONSTANT = 1, 2, 9, 10
+"""FFmpeg's colour-space numbers. swscale supports BT.2020 non-constant luminance only."""
+_SEEK_MARGINS_S = (0.0, 1.0, 5.0, 30.0, math.inf)
+"""How far before the wanted time to seek, tried in this order, until a key frame is found."""
+_ROTATIONS = {
     90: Image.Transpose.ROTATE_90,
     180: Image.Transpose.ROTATE_180,
     270: Image.Transpose.ROTATE_270,
@@ -51,33 +51,33 @@ _TURNS = {
 
 @dataclass(frozen=True, slots=True)
 class VideoFacts:
-    """What buckets need to know."""
+    """Properties of a video that bucketing needs."""
 
     width: int
     height: int
-    """As shown: turned upright."""
+    """Width and height as displayed, after rotation."""
     seconds: float
     fps: float
 
 
-class _Timed(NamedTuple):
+class _TimedFrame(NamedTuple):
     time: float
     frame: VideoFrame
 
 
 def require_packages() -> None:
-    """Say now which extra is missing, not at the first file."""
+    """Raise an error that names the missing extra, before any file is read."""
     load_av("video")
 
 
 def probe_video(data: bytes) -> VideoFacts:
-    """Every packet is read, the first frame is decoded; the rest only when its clip is."""
+    """Return size, duration and frame rate: decode the first frame and read every packet."""
     with opened(data, "video") as container:
         stream = _stream(container)
         first = next(_frames(container, stream), None)
         if first is None:
             raise UnreadableSampleError("the video has no frames")
-        width, height = _shown_width(first.frame, stream), first.frame.height
+        width, height = _display_width(first.frame, stream), first.frame.height
         if first.frame.rotation % 180:
             width, height = height, width
     with opened(data, "video") as container:
@@ -94,7 +94,7 @@ def probe_video(data: bytes) -> VideoFacts:
                 raise UnreadableSampleError(f"more than {MAX_FRAMES} frames; cut it into clips")
         fps = float(stream.average_rate or stream.guessed_rate or 0) or (count / end if end else 0)
         if count == 0 or fps <= 0:
-            raise UnreadableSampleError("the video has no frames that follow each other")
+            raise UnreadableSampleError("the video has no sequence of frames")
         return VideoFacts(width, height, max(end, 0.0) or count / fps, fps)
 
 
@@ -107,117 +107,118 @@ def decode_video(
     crop: tuple[float, float] = CENTRE,
     lanczos: Lanczos = "pillow",
 ) -> Tensor:
-    """A clip as CFHW in [-1, 1]. `clip` is the share of what is left over that comes before it.
+    """Return a clip as CFHW in [-1, 1].
 
-    Of a file with another rate, each moment shows the frame that a player would show then.
+    `clip` places the clip: 0 takes the start of the video, 1 the end. If the file has another frame
+    rate, each output frame is the one that a player would show at that time.
     """
     import torch
 
     facts = probe_video(data) if clip else None
     start = clip * max(0.0, facts.seconds - num_frames / fps) if facts else 0.0
-    pictures: list[Tensor] = []
+    clip_frames: list[Tensor] = []
     with opened(data, "video") as container:
         stream = _stream(container)
         shown: VideoFrame | None = None
-        for frame in _shown(container, stream, start, num_frames, fps):
+        for frame in _displayed_frames(container, stream, start, num_frames, fps):
             if frame is not shown:
-                image = _upright(frame, stream)
+                image = _to_upright_image(frame, stream)
                 by_torch = lanczos == "torch"
                 fitted = (
                     fit_pixels(np.array(image), *size, crop)
                     if by_torch
                     else fit(image, *size, crop)
                 )
-            pictures.append(fitted)
+            clip_frames.append(fitted)
             shown = frame
-    if len(pictures) < num_frames:
+    if len(clip_frames) < num_frames:
         raise UnreadableSampleError(
-            f"the video ends after {len(pictures)} of {num_frames} frames at {fps:g} a second"
+            f"the video ends after {len(clip_frames)} of {num_frames} frames at {fps:g} fps"
         )
-    return torch.stack(pictures, dim=1)
+    return torch.stack(clip_frames, dim=1)
 
 
 def _stream(container: InputContainer) -> VideoStream:
     if not container.streams.video:
-        raise UnreadableSampleError("the file has no video in it")
+        raise UnreadableSampleError("the file has no video stream")
     stream = container.streams.video[0]
     if stream.codec_context is None:
-        raise UnreadableSampleError("its codec is not known")
+        raise UnreadableSampleError("its codec is unknown")
     width, height = stream.codec_context.width, stream.codec_context.height
     if width * height > MAX_PIXELS:
-        raise UnreadableSampleError(f"{width}x{height} pixels; at most {MAX_PIXELS} are read")
+        raise UnreadableSampleError(f"{width}x{height} pixels; the limit is {MAX_PIXELS}")
     return stream
 
 
 def _frames(
-    container: InputContainer, stream: VideoStream, *, sought: bool = False
-) -> Iterator[_Timed]:
-    """In the order of their times; those without one follow each other evenly.
+    container: InputContainer, stream: VideoStream, *, after_seek: bool = False
+) -> Iterator[_TimedFrame]:
+    """Yield frames with their times; frames without a timestamp are spaced evenly.
 
-    Where a file was sought in, from a key frame on: others are decoded without what they refer to.
+    After a seek, frames before the first key frame are skipped: their references are missing.
     """
     rate = float(stream.average_rate or stream.guessed_rate or 24)
     for number, frame in enumerate(container.decode(stream)):
-        if sought and not frame.key_frame:
+        if after_seek and not frame.key_frame:
             continue
-        sought = False
-        width = max(frame.width, _shown_width(frame, stream))
+        after_seek = False
+        width = max(frame.width, _display_width(frame, stream))
         if width * frame.height > MAX_PIXELS:
             raise UnreadableSampleError(f"frame {number} has {width}x{frame.height} pixels")
         if frame.is_corrupt:
             raise UnreadableSampleError(f"frame {number} is damaged")
-        yield _Timed(number / rate if frame.time is None else frame.time, frame)
+        yield _TimedFrame(number / rate if frame.time is None else frame.time, frame)
 
 
-def _shown(
+def _displayed_frames(
     container: InputContainer, stream: VideoStream, start: float, num_frames: int, fps: float
 ) -> Iterator[VideoFrame]:
-    """What is on the screen at start, start + 1/fps, ...; fewer where the video ends before."""
+    """Yield the frames displayed at start, start + 1/fps, ...; fewer if the video ends early."""
     frames = _frames(container, stream)
     current = next(frames, None)
     if current is None:
         return
     first, begin = current.time, current.time + start
     if start > _SEEK_S and stream.time_base:
-        for further in _SEEK_FURTHER_S:
-            moment = max(begin - further, first)
+        for margin in _SEEK_MARGINS_S:
+            moment = max(begin - margin, first)
             container.seek(int(moment / stream.time_base), stream=stream, backward=True)
-            frames = _frames(container, stream, sought=True)
+            frames = _frames(container, stream, after_seek=True)
             entered = next(frames, None)
-            if entered is not None and entered.time <= begin + _HAIR_S:
+            if entered is not None and entered.time <= begin + _TIME_TOLERANCE_S:
                 current = entered
                 break
         else:
-            raise UnreadableSampleError("its index is wrong: seeking leads past the moment sought")
+            raise UnreadableSampleError("its index is wrong: seeking goes past the requested time")
     ahead = next(frames, None)
     length = 1 / fps
     for number in range(num_frames):
         moment = begin + number / fps
-        while ahead is not None and ahead.time <= moment + _HAIR_S:
-            length = max(ahead.time - current.time, _HAIR_S)
+        while ahead is not None and ahead.time <= moment + _TIME_TOLERANCE_S:
+            length = max(ahead.time - current.time, _TIME_TOLERANCE_S)
             current, ahead = ahead, next(frames, None)
-        if ahead is None and moment >= current.time + max(length, 1 / fps) - _HAIR_S:
+        if ahead is None and moment >= current.time + max(length, 1 / fps) - _TIME_TOLERANCE_S:
             return
         yield current.frame
 
 
-def _upright(frame: VideoFrame, stream: VideoStream) -> Image.Image:
+def _to_upright_image(frame: VideoFrame, stream: VideoStream) -> Image.Image:
     pixels = frame.to_ndarray(
-        format="rgb24", width=_shown_width(frame, stream), src_colorspace=_matrix(frame)
+        format="rgb24", width=_display_width(frame, stream), src_colorspace=_yuv_matrix(frame)
     )
     image = Image.fromarray(pixels)
-    turn = _TURNS.get(frame.rotation % 360)
+    turn = _ROTATIONS.get(frame.rotation % 360)
     return image if turn is None else image.transpose(turn)
 
 
-def _shown_width(frame: VideoFrame, stream: VideoStream) -> int:
-    """Of a file whose pixels are not square, players widen or narrow the lines."""
+def _display_width(frame: VideoFrame, stream: VideoStream) -> int:
+    """Return the display width: players stretch frames whose pixels are not square."""
     return max(1, round(frame.width * (stream.sample_aspect_ratio or 1)))
 
 
-def _matrix(frame: VideoFrame) -> int | str:
-    """What made the colours luma and chroma, as swscale names it."""
+def _yuv_matrix(frame: VideoFrame) -> int | str:
+    """Return the YUV matrix of a frame, as swscale names it."""
     if frame.colorspace in (_BT2020, _BT2020_CONSTANT):
         return _BT2020
-    large_unsaid = frame.colorspace == _UNSAID and frame.height >= _HD_HEIGHT
-    return "ITU709" if frame.colorspace == _BT709 or large_unsaid else "ITU601"
+    is_unspecified_hd = frame.colorspace == _UNSPECIFIED and frame.height >= _HD_HEIGHT
+    return "ITU709" if frame.colorspace == _BT709 or is_unspecified_hd else "ITU601"

@@ -74,10 +74,10 @@ def test_each_kind_is_opened(tmp_path: Path) -> None:
     ("address", "rule"),
     [
         ("x" * 300, "File name too long"),
-        ("~no-such-user/pictures", "no such folder"),
+        ("~no-such-user/pictures", "folder does not exist"),
         ("a\0b", "NUL"),
         ("a\0*.tar", "NUL"),
-        ("no-*.parquet", r"no \.parquet file is there"),
+        ("no-*.parquet", r"there is no \.parquet file"),
     ],
 )
 def test_an_impossible_address_is_a_clear_error(address: str, rule: str) -> None:

@@ -10,7 +10,7 @@ from PIL import Image, ImageFilter
 
 from gracetune.config.schema import AugmentationSection, DatasetSection
 from gracetune.data.augment import (
-    CHANGES,
+    AUGMENTATIONS,
     NOTHING,
     AugmentationDraw,
     Step,
@@ -36,7 +36,7 @@ def _always(name: str, **settings: object) -> DatasetSection:
 
 
 def test_every_name_of_the_run_file_is_known_here() -> None:
-    assert set(NAMES) == set(CHANGES)
+    assert set(NAMES) == set(AUGMENTATIONS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,8 +182,11 @@ def test_hue_turns_red_to_green() -> None:
 @pytest.mark.parametrize(
     ("one", "message"),
     [
-        ({"name": "crop", "amount": 0.95}, r"augmentations\[0\]\.amount is 0\.95; crop takes at"),
-        ({"name": "flip", "amount": 0.5}, r"amount is 0\.5; flip happens or does not"),
+        (
+            {"name": "crop", "amount": 0.95},
+            r"augmentations\[0\]\.amount is 0\.95; the largest value for crop",
+        ),
+        ({"name": "flip", "amount": 0.5}, r"amount is 0\.5, but flip has no strength"),
     ],
 )
 def test_amounts_that_make_no_sense_are_refused(one: dict[str, object], message: str) -> None:

@@ -28,7 +28,7 @@ def test_the_users_limit_is_named_with_what_would_fit() -> None:
         _budget(10, 50 * GIB).check(100 * GIB)
     text = str(caught.value)
     assert "datasets[1].in_memory.memory_limit_gb is 10" in text
-    assert "needs about 100 GiB, so about 100 of its 1,000 files would fit. Raise the limit" in text
+    assert "needs about 100 GiB; about 100 of its 1,000 files would fit. Raise the limit" in text
 
 
 def test_the_hosts_limit_is_named_where_it_is_tighter() -> None:
@@ -56,7 +56,7 @@ def test_the_host_is_watched_while_others_take_memory() -> None:
     spent.take(1, 1)  # not worth a look
     assert len(rooms) == 2
     spent.take(staging.WATCH_NBYTES, staging.WATCH_NBYTES)
-    with pytest.raises(DataError, match=r"ran out of memory after 512\.0 MiB.*others have taken"):
+    with pytest.raises(DataError, match=r"ran out of memory after 512\.0 MiB.*other processes use"):
         spent.take(staging.WATCH_NBYTES, staging.WATCH_NBYTES)
 
 

@@ -63,9 +63,9 @@ def test_missing_captions_are_counted_named_and_come_with_ways_out(tmp_path: Pat
     with pytest.raises(DataError) as caught:
         _read(tmp_path, {**files, "3.txt": b"here"})
     text = str(caught.value)
-    assert "datasets[0].caption_strategy is 'auto': 6 of 7 pictures have no caption" in text
+    assert "datasets[0].caption_strategy is 'auto': 6 of 7 samples have no caption" in text
     assert "0.png, 1.png, 2.png, 4.png, 5.png, ..." in text
-    assert ".txt of the same name" in text
+    assert ".txt file of the same name" in text
     assert "instanceprompt" in text
 
 
@@ -86,12 +86,12 @@ def test_a_folder_with_its_own_table_has_the_last_word(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_the_table_lacks_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"1 of 2 pictures.*b\.png.*line with file_name and text"):
+    with pytest.raises(DataError, match=r"1 of 2 samples.*b\.png.*line with file_name and text"):
         _read(tmp_path, {"a.png": b"", "b.png": b"", "metadata.jsonl": _table(("a.png", "x"))})
 
 
 def test_jsonl_without_a_table_misses_all(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="1 of 1 pictures"):
+    with pytest.raises(DataError, match="1 of 1 samples"):
         _read(tmp_path, {"a.png": b"", "a.txt": b"x"}, caption_strategy="jsonl")
 
 
@@ -107,7 +107,7 @@ def test_a_bad_row_is_an_error_by_file_and_line(tmp_path: Path, line: str) -> No
 
 def test_a_file_named_twice_in_one_table_is_an_error(tmp_path: Path) -> None:
     table = _table(("a.png", "x"), ("./a.png", "y"))
-    with pytest.raises(DataError, match=r"line 2: file_name '\./a\.png' is there twice"):
+    with pytest.raises(DataError, match=r"line 2: file_name '\./a\.png' occurs twice"):
         _read(tmp_path, {"a.png": b"", "metadata.jsonl": table})
 
 
@@ -120,7 +120,7 @@ def test_file_names_become_words(tmp_path: Path) -> None:
 
 
 def test_a_file_name_without_words_is_no_caption(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"1 of 1.*Give each a name"):
+    with pytest.raises(DataError, match=r"1 of 1.*Give each file a name"):
         _read(tmp_path, {"__-.png": b""}, caption_strategy="filename")
 
 
@@ -159,10 +159,10 @@ def test_captions_in_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "rule"),
     [
-        (b"PAR1", r"datasets\[0\]: metadata\.parquet is no parquet file"),
+        (b"PAR1", r"datasets\[0\]: metadata\.parquet is not a parquet file"),
         (_parquet(name=["a.png"]), r"must have the columns file_name and text.*it has name"),
         (_parquet(file_name=["a.png", "a.png"], text=["x", "y"]), r"row 1: file_name.*twice"),
-        (_parquet(file_name=["b.png"], text=["x"]), r"1 of 1 pictures.*Add a row"),
+        (_parquet(file_name=["b.png"], text=["x"]), r"1 of 1 samples.*Add a row"),
     ],
 )
 def test_a_wrong_parquet_table_says_what_is_wrong(tmp_path: Path, table: bytes, rule: str) -> None:

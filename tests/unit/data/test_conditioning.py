@@ -103,7 +103,7 @@ def test_a_missing_companion_is_an_error_by_name(folders: Path) -> None:
 
 def test_two_companions_of_one_stem_are_an_error(folders: Path) -> None:
     (folders / "controls/a.jpg").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"a\.jpg and a\.webp are of one stem\. Leave one"):
+    with pytest.raises(DataError, match=r"a\.jpg and a\.webp have the same stem\. Keep one"):
         _open(folders)
 
 
@@ -115,8 +115,11 @@ def test_a_missing_folder_is_an_error_that_names_the_setting(folders: Path) -> N
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"no picture", r"its companion \(mask\) a\.PNG: not a picture"),
-        (picture_bytes(photo(40, 40)), r"\(mask\) a\.PNG is 40x40, of another aspect than 60x40"),
+        (b"no picture", r"its companion \(mask\) a\.PNG: not an image"),
+        (
+            picture_bytes(photo(40, 40)),
+            r"\(mask\) a\.PNG is 40x40, which has another aspect ratio than 60x40",
+        ),
     ],
 )
 def test_a_broken_companion_leaves_its_sample_out(
@@ -144,7 +147,7 @@ def test_a_joined_source_keeps_its_parts_apart(folders: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no 'b\.png'"):
         joined.read("b.png")
     (folders / "pictures/(mask) a.PNG").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"'\(mask\) a\.PNG' is the name of a sample too"):
+    with pytest.raises(DataError, match=r"'\(mask\) a\.PNG' is also the name of a sample"):
         JoinedSource({"": FolderSource(folders / "pictures"), "(mask) ": masks})
 
 

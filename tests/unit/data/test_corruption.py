@@ -27,8 +27,8 @@ def test_each_is_told_once_by_name() -> None:
     ledger.record("cats", "a.png", "truncated, again")
     ledger.record("dogs", "a.png", "empty")
     assert told == [
-        Notice("data set 'cats': a.png is left out: truncated", level="warning"),
-        Notice("data set 'dogs': a.png is left out: empty", level="warning"),
+        Notice("dataset 'cats': skipped a.png: truncated", level="warning"),
+        Notice("dataset 'dogs': skipped a.png: empty", level="warning"),
     ]
     assert ledger.entries == (
         Corruption("cats", "a.png", "truncated"),
@@ -56,7 +56,7 @@ def test_the_error_names_the_first_files_and_the_ways_out() -> None:
     with pytest.raises(DataError) as caught:
         _ledger(8).check("cats", 10, 0.5)
     text = str(caught.value)
-    assert "'cats': 8 of 10 samples cannot be read, more than max_corruption_rate 0.5" in text
+    assert "'cats': 8 of 10 samples cannot be read, but max_corruption_rate is 0.5" in text
     assert "0.png (truncated); 1.png (truncated)" in text
     assert "4.png" in text
     assert "5.png" not in text
@@ -89,9 +89,7 @@ def test_a_name_of_two_lines_is_told_on_one() -> None:
     told: list[Event] = []
     ledger = CorruptionLog(told.append)
     ledger.record("cats", "two\nlines.png", "bad\nbytes")
-    assert told == [
-        Notice("data set 'cats': two\\nlines.png is left out: bad\\nbytes", level="warning")
-    ]
+    assert told == [Notice("dataset 'cats': skipped two\\nlines.png: bad\\nbytes", level="warning")]
     with pytest.raises(DataError) as caught:
         ledger.check("cats", 1, 0.0)
     assert "\n" not in str(caught.value)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.staging_index import LONGEST_NAME, PLAIN, Columns, StagingIndex, write_index
+from gracetune.data.staging_index import MAX_NAME_NBYTES, PLAIN, Columns, StagingIndex, write_index
 from gracetune.memory.shared_arena import ArenaWriter
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -58,7 +58,7 @@ def test_totals_and_facts() -> None:
 
 def test_the_longest_path_has_room() -> None:
     name = "x" * 4096
-    assert LONGEST_NAME > 4096
+    assert MAX_NAME_NBYTES > 4096
     assert _index([name])[0] == name
 
 

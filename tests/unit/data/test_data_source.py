@@ -37,7 +37,7 @@ def test_a_dot_inside_hides_nothing() -> None:
 
 def test_names_must_be_utf8() -> None:
     check_name("datasets[0].instance_data_dir", "ü\n.png")
-    with pytest.raises(DataError, match=r"datasets\[0\]\.instance_data_dir holds.*\\xe9"):
+    with pytest.raises(DataError, match=r"datasets\[0\]\.instance_data_dir has.*\\xe9"):
         check_name("datasets[0].instance_data_dir", "caf\udce9")
 
 

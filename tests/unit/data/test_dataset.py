@@ -96,9 +96,9 @@ def test_unreadable_pictures_are_left_out_by_name(pictures: Path, kind: str) -> 
     opened = Opened(pictures, type=kind, max_corruption_rate=0.5)
     assert [sample.key for sample in opened.open().samples] == ["a.png", "deep/b.PNG"]
     assert [entry.key for entry in opened.ledger.entries] == ["broken.jpg", "gone.webp"]
-    assert [text.split(" is ")[0] for text in opened.warnings()] == [
-        "data set 'cats': broken.jpg",
-        "data set 'cats': gone.webp",
+    assert [text.rpartition(": ")[0] for text in opened.warnings()] == [
+        "dataset 'cats': skipped broken.jpg",
+        "dataset 'cats': skipped gone.webp",
     ]
     assert opened.ledger.entries[1].reason == "No such file or directory"
 
@@ -113,7 +113,7 @@ def test_too_many_unreadable_pictures_stop_the_run(pictures: Path) -> None:
 def test_no_readable_picture_is_an_error_at_any_rate(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no")
     (tmp_path / "broken.txt").write_text("x")
-    with pytest.raises(DataError, match=r"datasets\[4\] \('cats'\): none of the 1 pictures"):
+    with pytest.raises(DataError, match=r"datasets\[4\] \('cats'\): none of the 1 images"):
         Opened(tmp_path, max_corruption_rate=1.0).open(4)
 
 
@@ -122,12 +122,12 @@ def test_empty_captions_are_counted_aloud(pictures: Path) -> None:
     opened = Opened(pictures)
     assert opened.open().samples[0].caption == ""
     (text,) = opened.warnings()
-    assert "1 of 2 captions are empty (a.png the first)" in text
+    assert "1 of 2 captions are empty (the first is a.png)" in text
 
 
 def test_a_folder_without_pictures_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(DataError, match=r"datasets\[1\].*1 files and no picture.*\.avif \.bmp"):
+    with pytest.raises(DataError, match=r"datasets\[1\].*1 files, but no images.*\.avif \.bmp"):
         Opened(tmp_path).open(1)
 
 

@@ -36,8 +36,8 @@ class Counting:
 
 def test_the_extras_are_installed_and_told() -> None:
     assert set(FAST.by_format) == {"JPEG", "PNG", "WEBP"}
-    assert FAST.why == (
-        "pictures are decoded by simplejpeg (JPEG), imagecodecs (PNG, WebP), Pillow "
+    assert FAST.description == (
+        "images are decoded by simplejpeg (JPEG), imagecodecs (PNG, WebP), Pillow "
         f"and resized by {FAST.lanczos}"
     )
 
@@ -57,13 +57,13 @@ def test_without_the_extras_pillow_decodes_and_the_extra_is_named() -> None:
     program = (
         "import sys; sys.modules['simplejpeg'] = None; sys.modules['imagecodecs'] = None\n"
         "from gracetune.data.images import choose_decoders\n"
-        "chosen = choose_decoders(); print(len(chosen.by_format), chosen.why)"
+        "chosen = choose_decoders(); print(len(chosen.by_format), chosen.description)"
     )
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == (
-        f"0 pictures are decoded by Pillow and resized by {FAST.lanczos}; "
+        f"0 images are decoded by Pillow and resized by {FAST.lanczos}; "
         "`pip install gracetune[images]` makes it faster"
     )
 

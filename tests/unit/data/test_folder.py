@@ -61,7 +61,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("missing", "no such folder"), ("file", "that is a file"), ("empty", "is empty")],
+    [("missing", "folder does not exist"), ("file", "it is a file"), ("empty", "is empty")],
 )
 def test_the_error_names_setting_path_and_rule(tmp_path: Path, name: str, rule: str) -> None:
     (tmp_path / "file").write_text("x")
@@ -75,7 +75,7 @@ def test_the_error_names_setting_path_and_rule(tmp_path: Path, name: str, rule: 
 def test_a_name_that_is_not_utf8_is_refused_readably(tmp_path: Path) -> None:
     with open(os.fsencode(tmp_path) + b"/caf\xe9.png", "wb"):
         pass
-    with pytest.raises(DataError, match=r"not UTF-8: caf\\xe9\.png.*rename") as caught:
+    with pytest.raises(DataError, match=r"not UTF-8: caf\\xe9\.png.*Rename") as caught:
         FolderSource(tmp_path)
     str(caught.value).encode()
 

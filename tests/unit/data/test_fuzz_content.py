@@ -43,11 +43,11 @@ def test_damaged_files_are_read_or_unreadable(names: list[str], count: int) -> N
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        (Damaged("mp4", 67), "its codec is not known"),
-        (Damaged("m4a", 27), "its codec is not known"),
+        (Damaged("mp4", 67), "its codec is unknown"),
+        (Damaged("m4a", 27), "its codec is unknown"),
         (Damaged("mp4", 21), "the video has no frames"),
         (Damaged("matroska", 157), "frame 0 is damaged"),
-        (Damaged("wav", 165), "218 channels at 8000 samples a second cannot be read"),
+        (Damaged("wav", 165), "218 channels at 8000 samples per second are not supported"),
     ],
 )
 def test_known_damage_has_its_own_words(task: Damaged, reason: str) -> None:

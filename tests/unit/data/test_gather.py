@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from forked import holds_in_a_fork
 
-from gracetune.data.gather import LIBRARY, ODD, SOURCE, Gather, MissingGather, find_gather
+from gracetune.data.gather import FAILED, LIBRARY, SOURCE, Gather, MissingGather, find_gather
 from gracetune.data.source import FileRange
 from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, SegmentWriter
 from gracetune.memory.shim import COMPILE_FLAGS, build_shim
@@ -84,7 +84,7 @@ def test_what_is_odd_is_left_to_others_and_the_rest_comes(tmp_path: Path, gather
     places += [FileRange(str(last), 40_000, 20_000), FileRange(str(last), 0, None)]
     sizes = [50_000, 49_999, 50_001, 9, 4096, 1, 20_000, 50_000]
     arena, starts, lengths = _gathered(gather, places, sizes)
-    assert lengths == [50_000, ODD, ODD, ODD, ODD, ODD, ODD, 50_000]
+    assert lengths == [50_000, FAILED, FAILED, FAILED, FAILED, FAILED, FAILED, 50_000]
     assert bytes(arena.view(starts[0], 50_000)) == first.read_bytes()
     assert bytes(arena.view(starts[-1], 50_000)) == last.read_bytes()
     assert len(arena.segments[0]) == 100_000 + len(b"what was there beforewhat comes after")
@@ -121,7 +121,10 @@ def test_without_descriptors_every_file_is_odd(tmp_path: Path, gather: Gather) -
         with ArenaWriter().segment_writer() as hand:
             used = max(map(int, os.listdir("/proc/self/fd")))
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, used))
-            return gather(hand, [FileRange(str(path), 0, None)] * 2, [100] * 2)[1] == [ODD, ODD]
+            return gather(hand, [FileRange(str(path), 0, None)] * 2, [100] * 2)[1] == [
+                FAILED,
+                FAILED,
+            ]
 
     assert holds_in_a_fork(all_odd)
 
@@ -167,7 +170,7 @@ def test_a_broken_helper_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("int gracetune_gather_abi(void) { return 99; }", "version 99, and this gracetune needs 2"),
+        ("int gracetune_gather_abi(void) { return 99; }", "version 99, but this gracetune needs 2"),
         ("int x;", "cannot be loaded.*undefined symbol"),
     ],
 )

@@ -73,9 +73,9 @@ FOLDERS: dict[str, tuple[dict[str, object], dict[str, bytes], dict[str, tuple[by
                 "image file is truncated (",
             ),
             "zero bytes.webp": (b"", "the file is empty"),
-            "text.png": (b"I am a text", "not a picture in a known format (PNG,"),
+            "text.png": (b"I am a text", "not an image in a known format (PNG,"),
             "bomb.png": (_bomb(60_000, 60_000), "Image size (3600000000 pixels) exceeds limit"),
-            "sound.png": (sound_bytes(tone(0.1, 8000, 440), 8000), "not a picture in a known"),
+            "sound.png": (sound_bytes(tone(0.1, 8000, 440), 8000), "not an image in a known"),
         },
     ),
     "video": (
@@ -84,15 +84,15 @@ FOLDERS: dict[str, tuple[dict[str, object], dict[str, bytes], dict[str, tuple[by
         {
             "no frames.mkv": (
                 MATROSKA[: MATROSKA.index(b"\x1f\x43\xb6\x75")],
-                "the video has no frames: the file ends before the first",
+                "the video file has no frames: it ends before the first",
             ),
             "truncated.mp4": (
                 video_bytes(grey_frames(24))[:900],
-                "not a video that can be read (Invalid data found",
+                "not a readable video file (Invalid data found",
             ),
             "zero bytes.webm": (b"", "the file is empty"),
-            "picture.mp4": (b"I am a text" * 9, "not a video that can be read (Invalid data"),
-            "sound.mp4": (sound_bytes(tone(0.1, 8000, 440), 8000), "the file has no video in it"),
+            "picture.mp4": (b"I am a text" * 9, "not a readable video file (Invalid data"),
+            "sound.mp4": (sound_bytes(tone(0.1, 8000, 440), 8000), "the file has no video stream"),
         },
     ),
     "audio": (
@@ -104,15 +104,15 @@ FOLDERS: dict[str, tuple[dict[str, object], dict[str, bytes], dict[str, tuple[by
         {
             "nan.wav": (
                 sound_bytes(NAN, 8000, subtype="FLOAT"),
-                "it holds values that are not numbers, or above 1e+06, first at 1.125 s",
+                "it contains NaNs or values above 1e+06, first at 1.125 s",
             ),
             "truncated.wav": (
                 sound_bytes(tone(2.0, 8000, 440), 8000)[:-999],
                 "truncated: 999 bytes are missing",
             ),
             "zero bytes.ogg": (b"", "the file is empty"),
-            "text.flac": (b"I am a text" * 9, "not a sound that can be read (Invalid data"),
-            "silent film.m4a": (video_bytes(grey_frames(5)), "the file has no sound in it"),
+            "text.flac": (b"I am a text" * 9, "not a readable audio file (Invalid data"),
+            "silent film.m4a": (video_bytes(grey_frames(5)), "the file has no audio stream"),
         },
     ),
 }
@@ -195,5 +195,5 @@ def test_a_file_that_never_arrives_ends_the_run_by_its_name(
 ) -> None:
     monkeypatch.setattr("gracetune.registry.load", lambda *_: lambda *_: Stuck())
     section = DatasetSection(id="worst", caption_strategy="filename", timeout_s=0.5)
-    with pytest.raises(RunFailedError, match=r"data set 'worst': stuck\.png: loading it keeps"):
+    with pytest.raises(RunFailedError, match=r"dataset 'worst': stuck\.png: loading it took"):
         open_dataset(section, 0, lambda _: None, CorruptionLog(lambda _: None))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gracetune.data import codecs
-from gracetune.data.codecs import choose_packing, kind_of
+from gracetune.data.codecs import choose_packing, suffix_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,25 +50,25 @@ def test_each_kind_of_file_gets_its_own_codec() -> None:
     chosen = _choose(Memory(files))
     assert chosen.codec_of("new.jpg") is None
     assert chosen.codec_of("new.txt") in ("lz4", "zstd")
-    assert "no compression for .jpg (on 16 sampled files" in chosen.why
-    assert " for .txt (on 3 sampled files" in chosen.why
-    assert chosen.keep == 0.05
+    assert "no compression for .jpg (on 16 sampled files" in chosen.reason
+    assert " for .txt (on 3 sampled files" in chosen.reason
+    assert chosen.min_saving == 0.05
 
 
 def test_what_was_sampled_is_kept_and_what_is_broken_is_not() -> None:
     source = Memory({"a.txt": WORDS, "b.txt": None})
     chosen = _choose(source)
     assert chosen.sampled == {"a.txt": WORDS}
-    assert "on 1 sampled files" in chosen.why
+    assert "on 1 sampled files" in chosen.reason
 
 
 def test_rare_endings_are_one_kind() -> None:
     source = Memory({f"x.{n:04d}": WORDS for n in range(200)})
     chosen = _choose(source)
-    assert len(chosen.by_kind) == codecs.KINDS + 1
+    assert len(chosen.by_suffix) == codecs.MAX_SUFFIXES + 1
     assert chosen.codec_of("x.0199") is not None
     assert chosen.codec_of("x.never-seen") is not None
-    assert len(source.reads) <= codecs.SAMPLED_FILES * (codecs.KINDS + 1)
+    assert len(source.reads) <= codecs.SAMPLED_FILES * (codecs.MAX_SUFFIXES + 1)
 
 
 def test_samples_are_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,11 +90,11 @@ def test_off_is_off(compression: str | None) -> None:
 def test_a_codec_that_was_asked_for_is_for_all() -> None:
     chosen = _choose(Memory({"a": WORDS}), "snappy")
     assert chosen.compresses
-    assert (chosen.codec_of("x.jpg"), chosen.keep, chosen.sampled) == ("snappy", 0.0, {})
+    assert (chosen.codec_of("x.jpg"), chosen.min_saving, chosen.sampled) == ("snappy", 0.0, {})
 
 
 def test_nothing_needs_no_codec() -> None:
-    assert "there are no files" in _choose(Memory({})).why
+    assert "there are no files" in _choose(Memory({})).reason
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_nothing_needs_no_codec() -> None:
     [("a/b.JPG", ".jpg"), ("a.d/b", ""), ("b", ""), (".png", ""), ("x.tar.GZ", ".gz")],
 )
 def test_the_kind_is_the_ending(key: str, kind: str) -> None:
-    assert kind_of(key) == kind
+    assert suffix_of(key) == kind

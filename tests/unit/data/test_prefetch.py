@@ -92,13 +92,13 @@ def test_a_worker_that_raises_ends_the_run_by_name(settings: Prefetch) -> None:
     taken, message, _ = take_until_it_ends(fail_at_seven, settings)
     assert taken == list(range(7))
     assert message.startswith("sample 7 cannot be loaded: ")
-    assert "ValueError: seven is not to be had. Mend" in message
+    assert "ValueError: seven is not to be had. Fix" in message
 
 
 @pytest.mark.parametrize("settings", WAYS[:2], ids=IDS[:2])
 def test_our_own_errors_keep_their_words(settings: Prefetch) -> None:
     _, message, _ = take_until_it_ends(refuse_seven, settings)
-    assert message == "sample 7 cannot be loaded: seven is broken. Mend or remove it."
+    assert message == "sample 7 cannot be loaded: seven is broken. Fix or remove it."
 
 
 @pytest.mark.parametrize(("work", "code"), [(exit_at_seven, 3), (killed_at_seven, -signal.SIGKILL)])
@@ -116,9 +116,7 @@ def test_a_worker_that_hangs_ends_the_run_in_time(settings: Prefetch) -> None:
     # processes take a while to start, which counts as waiting for their first result
     taken, message, waited = take_until_it_ends(hang_at_seven, settings._replace(timeout_s=4))
     assert taken == list(range(7))
-    assert message.startswith(
-        "sample 7: loading it keeps the run waiting for more than timeout_s (4"
-    )
+    assert message.startswith("sample 7: loading it took longer than timeout_s (4")
     assert 3.9 < waited < 6
 
 
@@ -126,7 +124,7 @@ def test_a_process_that_stops_while_answering_ends_the_run_in_time() -> None:
     settings = PROCESSES._replace(timeout_s=4)
     taken, message, waited = take_until_it_ends(stop_in_the_middle_of_an_answer, settings)
     assert len(taken) == 7
-    assert message.startswith("sample 7: loading it keeps the run waiting")
+    assert message.startswith("sample 7: loading it took longer than")
     assert waited < 6
 
 
@@ -139,7 +137,7 @@ def test_a_hanging_thread_does_not_keep_python_from_ending() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
     )
     assert run.returncode == 1
-    assert "1: loading it keeps the run waiting for more than timeout_s (0.2 s)" in run.stderr
+    assert "1: loading it took longer than timeout_s (0.2 s)" in run.stderr
 
 
 def test_no_more_than_depth_is_done_ahead() -> None:

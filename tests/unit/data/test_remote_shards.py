@@ -134,7 +134,9 @@ def test_a_member_that_stays_out_of_reach_says_why(shards: Server) -> None:
 def test_a_server_without_ranges_cannot_serve_shards(shards: Server) -> None:
     shards.knows_ranges = False
     source = _open(f"{shards.address}/one.tar")  # all of it is one range
-    with pytest.raises(OSError, match=r"sends whole files.*copy it to this machine"):
+    with pytest.raises(
+        OSError, match=r"does not support range requests.*copy the file to this machine"
+    ):
         source.read("deep/z.bin")
 
 
@@ -146,7 +148,7 @@ def test_what_is_no_shard_is_refused_by_name(shards: Server) -> None:
         _open(f"{shards.address}/bad.parquet")
     with pytest.raises(DataError, match=r"datasets\[3\].*absent\.tar.*FileNotFoundError"):
         _open(f"{shards.address}/absent.tar")
-    with pytest.raises(DataError, match=r"datasets\[3\].*no \.tar file is there"):
+    with pytest.raises(DataError, match=r"datasets\[3\].*there is no \.tar file"):
         _open(f"{shards.address}/none*.tar")
 
 
@@ -156,7 +158,7 @@ def test_a_row_that_only_has_a_path_cannot_be_followed(shards: Server, tmp_path:
     source = _open(f"{shards.address}/rows.parquet")
     assert source.read("row-000000.jpg") == IMAGES[0]
     for ask in (source.read, source.nbytes):
-        with pytest.raises(OSError, match=r"has no bytes but the path 'b\.jpg'"):
+        with pytest.raises(OSError, match=r"has only the path 'b\.jpg'"):
             ask("row-000001.jpg")
 
 

@@ -118,7 +118,7 @@ def test_the_folder_is_made_once(tmp_path: Path) -> None:
     again = _open(tmp_path / "deep/shapes")
     assert list(again.keys()) == list(source.keys())
     assert marker.stat().st_mtime_ns == made_at
-    assert "made shapes" in again.describe()
+    assert "generated shapes" in again.describe()
 
 
 def test_copies_and_concept(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_other_settings_make_it_anew_and_say_so(tmp_path: Path) -> None:
     second = ShapesSource(tmp_path / "x", ShapesSection(copies=2, seed=1), told.append)
     assert len(second.keys()) == 2 * len(first.keys())
     assert [type(event) for event in told] == [Notice]
-    assert "made anew" in str(told[0])
+    assert "recreating the shapes" in str(told[0])
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
@@ -173,7 +173,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path, marker: str | N
     (tmp_path / "holiday.jpg").write_bytes(b"precious")
     if marker is not None:
         (tmp_path / MARKER).write_text(marker)
-    with pytest.raises(DataError, match=r"not made as shapes.*empty or new"):
+    with pytest.raises(DataError, match=r"not generated as shapes.*empty or new"):
         _open(tmp_path)
     assert (tmp_path / "holiday.jpg").read_bytes() == b"precious"
 
@@ -181,7 +181,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path, marker: str | N
 def test_a_place_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file/below"):
-        with pytest.raises(DataError, match=r"datasets\[0\]\.instance_data_dir.*cannot be made"):
+        with pytest.raises(DataError, match=r"datasets\[0\]\.instance_data_dir.*cannot be written"):
             _open(path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -193,10 +193,12 @@ def test_two_makers_at_once_agree(tmp_path: Path) -> None:
     made = json.loads((tmp_path / "first" / MARKER).read_text())
     assert made["settings"] == settings
     _open(tmp_path / "second")
-    shapes._put(tmp_path / "second", tmp_path / "first", settings, "datasets[0]")
+    shapes._move_into_place(tmp_path / "second", tmp_path / "first", settings, "datasets[0]")
     assert (tmp_path / "second").exists()
     with pytest.raises(OSError, match="not empty"):
-        shapes._put(tmp_path / "second", tmp_path / "first", {"other": 1}, "datasets[0]")
+        shapes._move_into_place(
+            tmp_path / "second", tmp_path / "first", {"other": 1}, "datasets[0]"
+        )
 
 
 def test_an_unknown_concept_is_refused(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_auto_says_why_it_chose_nothing() -> None:
     staged = _stage(CountingSource({"a": NOISE, "b": NOISE}), events)
     assert staged.stored_nbytes == 2 * len(NOISE)
     text = next(event.text for event in events if isinstance(event, Notice))
-    assert "auto chose no compression for files without an ending (on 2 sampled files" in text
+    assert "auto chose no compression for files without a suffix (on 2 sampled files" in text
     assert "lz4 saves" in text
     assert "zstd saves" in text
 

@@ -152,7 +152,7 @@ def test_large_and_small_files_mix(tmp_path: Path, find: Find) -> None:
 def test_what_is_gathered_is_written_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "GATHERED_NBYTES", 1000)
+    monkeypatch.setattr(staging, "WRITE_BATCH_NBYTES", 1000)
     files = {f"{n:03d}": bytes([n]) * 300 for n in range(50)}
     source = FolderSource(write_folder(tmp_path, files))
     staged = _stage(source, find=lambda: MissingGather("it is not here"))
@@ -191,7 +191,7 @@ def test_the_limit_holds_for_files_copied_in_the_kernel(tmp_path: Path) -> None:
 
 def test_a_host_without_room_stages_nothing(tmp_path: Path) -> None:
     source = FolderSource(write_folder(tmp_path, {"a": BIG}))
-    with pytest.raises(DataError, match="this machine has 0 B to spare"):
+    with pytest.raises(DataError, match="this machine has 0 B free"):
         StagedSource.stage(
             source, source.keys(), InMemorySection(), lambda event: None, room=lambda: -1
         )
@@ -218,7 +218,7 @@ def _names_the_limit(source: Source, find: Find) -> bool:
     try:
         _stage(source, find=find, num_workers=1)
     except DataError as error:
-        said = "datasets[0]: a limit of 8.0 KiB on the size of files (ulimit -f) ended staging"
+        said = "datasets[0]: the file-size limit of 8.0 KiB (ulimit -f) stopped staging"
         return str(error).startswith(said) and "(File too large)" in str(error)
     return False
 
@@ -228,7 +228,7 @@ def test_without_the_helper_it_is_told_once(tmp_path: Path) -> None:
     source = FolderSource(write_folder(tmp_path, {"a": BIG, "b": BIG}))
     _stage(source, events, lambda: MissingGather("it is not here"))
     (notice,) = (event for event in events if isinstance(event, Notice) and event.fallback)
-    assert notice.text == "files are staged one by one, by Python: it is not here"
+    assert notice.text == "files are staged one by one in Python: it is not here"
 
 
 def test_progress_tells_files_and_bytes_and_seconds(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def _says_it_holds_a_copy(folder: Path, meet_in: Path) -> bool:
     told: list[Event] = []
     staged = _meet(folder, meet_in, told)
     notices = [event for event in told if isinstance(event, Notice)]
-    warned = [notice for notice in notices if notice.fallback and "of its own" in notice.text]
+    warned = [notice for notice in notices if notice.fallback and "its own copy" in notice.text]
     return staged.read("a") == b"one" and len(warned) == 1
 
 

@@ -67,11 +67,11 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
     source = _parquet(path, image="b", caption="long_text")
     assert source.read("row-000000.jpg") == JPEG
     assert source.read("row-000000.txt") == b"yes"
-    with pytest.raises(DataError, match=r"columns\.image is None.*no one obvious.*a \(binary\), b"):
+    with pytest.raises(DataError, match=r"columns\.image is None.*no obvious.*a \(binary\), b"):
         _parquet(path)
     with pytest.raises(DataError, match=r"datasets\[1\]\.columns\.image is 'c'.*no such column"):
         _parquet(path, image="c")
-    with pytest.raises(DataError, match=r"columns\.caption is 'a'.*It has: text, long_text"):
+    with pytest.raises(DataError, match=r"columns\.caption is 'a'.*Text columns: text, long_text"):
         _parquet(path, image="a", caption="a")
 
 
@@ -99,7 +99,7 @@ def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "no.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(DataError, match=r"datasets\[1\].*no\.parquet cannot be read as parquet"):
         _parquet(tmp_path / "no.parquet")
-    with pytest.raises(DataError, match=r"no \.parquet file is there"):
+    with pytest.raises(DataError, match=r"there is no \.parquet file"):
         _parquet(tmp_path / "nothing")
     with pytest.raises(DataError, match="has no rows"):
         _parquet(write_parquet(tmp_path / "empty.parquet", image_table([], [])))
@@ -118,7 +118,7 @@ def test_files_of_one_name_in_two_folders_keep_their_rows(tmp_path: Path) -> Non
 def test_files_that_differ_in_their_ending_alone_are_refused(tmp_path: Path) -> None:
     for ending in ("parquet", "PARQUET"):
         write_parquet(tmp_path / f"0000.{ending}", image_table([JPEG], [ending]))
-    with pytest.raises(DataError, match=r"datasets\[1\].*two files that are called '0000'"):
+    with pytest.raises(DataError, match=r"datasets\[1\].*two files named '0000'"):
         _parquet(tmp_path)
 
 
@@ -174,7 +174,7 @@ def test_splits_are_folders(tmp_path: Path) -> None:
     source = _hf(root)
     assert source.read("train/data-00000-of-00001/row-000000.jpg") == JPEG
     assert source.read("test/data-00000-of-00001/row-000000.txt") == b"test"
-    assert source.describe() == f"the data set on disk {root}"
+    assert source.describe() == f"the dataset on disk {root}"
 
 
 def test_what_is_no_saved_data_set_says_so(tmp_path: Path) -> None:
@@ -195,8 +195,7 @@ def test_what_is_no_saved_data_set_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "package", "extra"),
     [
-        ("parquet", "pyarrow", "parquet"),
-        ("hf_datasets", "pyarrow", "parquet"),
+        ("tables", "pyarrow", "parquet"),
         ("remote", "aiohttp", "remote"),
     ],
 )
