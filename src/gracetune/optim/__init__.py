@@ -1,1 +1,1 @@
-"""Update rules and learning-rate schedules."""
+"""Optimizers, learning-rate schedules, and optimizer state in host memory."""

@@ -1,31 +1,34 @@
-"""Automagic: learning rates that follow from whether gradients agree.
+"""Automagic: an optimizer that finds its own learning rates.
 
-For a gradient G, of which V is the running mean of squares without bias,
+Symbols: G is the gradient of a weight W, and V the bias-corrected running mean of G**2. `L` is the
+learning rate in fp32, and `lr` the factor of the schedule, 1 at its peak.
 
-    U = G / sqrt(V),  scaled down to a root mean square of `CLIP` over its tensor
+    U = G / sqrt(V),   scaled down to a root mean square of at most `CLIP` over its tensor
     W = W - lr (L D + weight_decay L W)
 
-`L` are the rates, in fp32; `lr` is the schedule's share.
+There are two rules for D and L.
 
-With `lr_bump` each element has a rate, which the published rule moves, and D is U:
+**With `lr_bump`** (the published rule) every element has its own L, and D is U. L rises while the
+sign of U stays the same and falls when it changes:
 
     L = clamp(L + lr_bump a, min_lr, max_lr)
-    a = +1 where the sign is that of the step before, -1 where it is not, 0 where one is zero
+    a = +1 if U has the sign of the last step, -1 if not, 0 if either is zero
 
-Without it nobody has said how large a rate is, and a group finds its own. D is the running mean M
-of U, and what the next U says of the last M tells how far the steps go:
+**Without `lr_bump`** a parameter group has one L, and D is the bias-corrected running mean M of U.
+The next U shows whether the last step M went too far:
 
     L = clamp(L exp(GAIN lr (q + lr DAMPING / 2)), min_lr, max_lr),   q = <U, M> / <M, M>
 
-Around a minimum of curvature h, whatever noise there is, q is -h lr L / 2 on average: W no longer
-grows, so that E[W (W - W')] is half of E[(W - W')^2]. While there is a way to go q is higher, and
-rates rise. They settle where h L is `DAMPING`, a half of the Newton step. Sums are over the group:
-one tensor's step disturbs another's gradient, and rates by tensor run away from each other. What
-small steps at the end of a schedule say counts little, or L would rise as `lr` falls.
+Why this works: near a minimum with curvature h, q is -h lr L / 2 on average, whatever the noise,
+because W no longer grows and so E[W (W - W')] is half of E[(W - W')**2]. Far from the minimum q is
+higher, and L rises. It settles where h L equals `DAMPING`, half of the Newton step. The sums run
+over the whole group, because the step of one tensor changes the gradient of another, and separate
+rates would drift apart. `lr` in the exponent gives little weight to the small steps at the end of a
+schedule; otherwise L would rise as `lr` falls.
 
-Rates are never rounded to a grid. State begins with no sign and no mean, so that a first gradient
-moves no rate. All of it is element by element, so that shards keep their own; ranks exchange three
-sums for each tensor. Nothing in a step waits for the device.
+Rates are fp32 and never quantized. State starts without a sign and with a mean of zero, so the
+first gradient changes no rate. Everything is element-wise, so shards (DTensor) keep their own
+state; ranks exchange three sums per tensor. A step never waits for the device.
 """
 
 from __future__ import annotations
@@ -48,17 +51,23 @@ if TYPE_CHECKING:
 START_LR = 1e-6
 MIN_LR = 1e-7
 MAX_LR = {True: 1e-3, False: 1e-1}
-"""With a bump, the published bound; without one, only what hardly any training survives."""
+"""Default bound. True: with `lr_bump`, as published. False: without, as hardly any training is
+stable at a higher rate."""
 CLIP = 1.0
 EPSILON = 1e-30
 GAIN = 0.3
+"""Speed at which a group's rate follows q."""
 DAMPING = 0.5
+"""Target of curvature times rate; 1 would be the Newton step."""
 
 Group = dict[str, Any]
 
 
 class Automagic(Optimizer):
-    """See the module's text. `seed` fixes how bf16 weights are rounded, step by step."""
+    """The optimizer described at the top of this module.
+
+    `seed` determines the stochastic rounding of bf16 weights in every step.
+    """
 
     def __init__(
         self,
@@ -85,7 +94,7 @@ class Automagic(Optimizer):
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Settle the bounds: each one that is given holds, whether or not the others are."""
+        """Add a group and fill in the bounds that are not given, consistent with those that are."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["min_lr"] is None:
@@ -97,62 +106,71 @@ class Automagic(Optimizer):
         if group["min_lr"] > group["max_lr"]:
             raise ConfigError(
                 f"optimizer.min_lr is {group['min_lr']:g}; it must be at most max_lr "
-                f"({group['max_lr']:g}). Lower the one or raise the other."
+                f"({group['max_lr']:g}). Lower min_lr or raise max_lr."
             )
         group["start_lr"] = min(max(group["start_lr"], group["min_lr"]), group["max_lr"])
-        odd = {p.dtype for p in group["params"]} - {torch.float32, torch.bfloat16}
-        if odd:
+        unsupported = {p.dtype for p in group["params"]} - {torch.float32, torch.bfloat16}
+        if unsupported:
             raise ConfigError(
-                f"optimizer.name is automagic, which trains weights in fp32 or bf16, not {odd}. "
-                "Set train.mixed_precision: bf16, or another optimizer."
+                f"optimizer.name is automagic, which trains weights in fp32 or bf16, not "
+                f"{unsupported}. Set train.mixed_precision: bf16, or another optimizer."
             )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        first = 0
+        start = 0
         for group in self.param_groups:
-            self._step_group(group, first)
-            first += len(group["params"])
+            self._step_group(group, start)
+            start += len(group["params"])
         return loss
 
-    def _step_group(self, group: Group, first: int) -> None:
-        places = [i for i, p in enumerate(group["params"]) if p.grad is not None]
-        if not places:
+    def _step_group(self, group: Group, start: int) -> None:
+        """Step one group; `start` is the index of its first parameter among all."""
+        indices = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+        if not indices:
             return
-        params = [group["params"][i] for i in places]
-        states = [self._state_of(p, group) for p in params]
-        steps = [int(state["step"]) for state in states]  # counted on the CPU
+        params = [group["params"][i] for i in indices]
+        states = [self._advance_state(p, group) for p in params]
+        steps = [int(state["step"]) for state in states]  # on the CPU: does not wait for the device
         rates, squares, before = (
             [local_shard(state[key]) for state in states] for key in ("rate", "square", "before")
         )
         beta1, beta2 = group["betas"]
-        updates = normalized_updates([local_shard(p.grad).float() for p in params], squares, steps, beta2)
+        gradients = [local_shard(p.grad).float() for p in params]
+        updates = normalized_updates(gradients, squares, steps, beta2)
         if group["lr_bump"] is not None:
             clip_to_rms(updates, inner_products(params, [updates, updates])[0], params)
             update_rates_by_sign(rates, updates, before, group["lr_bump"])
         else:
-            said, length = update_means(updates, before, steps, params, beta1)
-            update_group_rate(rates, said / length.clamp_min(EPSILON), length > 0, group["lr"])
+            agreement, length = update_means(updates, before, steps, params, beta1)
+            q = agreement / length.clamp_min(EPSILON)
+            update_group_rate(rates, q, length > 0, group["lr"])
         torch._foreach_clamp_min_(rates, group["min_lr"])
         torch._foreach_clamp_max_(rates, group["max_lr"])
 
         weights = [local_shard(p) for p in params]
-        masters = [weight.float() for weight in weights]  # themselves, where they are fp32
+        fp32_weights = [weight.float() for weight in weights]  # the same tensors if they are fp32
         if group["weight_decay"]:
-            torch._foreach_add_(updates, masters, alpha=group["weight_decay"])
+            torch._foreach_add_(updates, fp32_weights, alpha=group["weight_decay"])
         torch._foreach_mul_(updates, rates)
-        torch._foreach_add_(masters, updates, alpha=-group["lr"])
-        for place, step, weight, master in zip(places, steps, weights, masters, strict=True):
-            if weight is not master:
-                stochastic_round_(weight, master, (self._seed, first + place, step))
+        torch._foreach_add_(fp32_weights, updates, alpha=-group["lr"])
+        for index, step, weight, fp32_weight in zip(
+            indices, steps, weights, fp32_weights, strict=True
+        ):
+            if weight is not fp32_weight:
+                stochastic_round_(weight, fp32_weight, (self._seed, start + index, step))
 
-    def _state_of(self, p: Parameter, group: Group) -> dict[str, Tensor]:
-        """The state, made at the first gradient, and one step further."""
+    def _advance_state(self, p: Parameter, group: Group) -> dict[str, Tensor]:
+        """Return a parameter's state with its step count increased; create it if needed.
+
+        The keys are part of the checkpoint format. `before` is the running mean of updates, or with
+        `lr_bump` the sign of the last update.
+        """
         state: dict[str, Tensor] = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.int64)
@@ -160,28 +178,30 @@ class Automagic(Optimizer):
             start = torch.full((), group["start_lr"], dtype=torch.float32, device=p.device)
             if group["lr_bump"] is None:
                 state["rate"] = start
-                state["before"] = torch.zeros_like(p, dtype=torch.float32)  # the running mean
+                state["before"] = torch.zeros_like(p, dtype=torch.float32)
             else:
                 state["rate"] = torch.ones_like(p, dtype=torch.float32).mul_(start)
-                state["before"] = torch.zeros_like(p, dtype=torch.int8)  # signs
+                state["before"] = torch.zeros_like(p, dtype=torch.int8)
         state["step"] += 1
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does, but each tensor in the type it was saved in: torch would make all of them
-        the parameter's, and rates in bf16 stand still."""
+        """Load a state dict and keep the dtype of each tensor.
+
+        Torch would convert all state to the parameter's dtype, and rates in bf16 would not move.
+        """
         super().load_state_dict(state_dict)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        ours = [p for group in self.param_groups for p in group["params"]]
-        for index, p in zip(saved, ours, strict=True):
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved, params, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
                 self.state[p][key] = value.to(device="cpu" if key == "step" else p.device)
 
     @torch.no_grad()
     def mean_lr(self) -> Tensor:
-        """The mean over all elements that have one, as the schedule lets it be used.
+        """Return the mean learning rate over all elements, scaled by the schedule.
 
-        While there are gradients, of what has one: of two experts, that of the one in training.
+        If some parameters have gradients, only those count: with two experts, the one in training.
         """
         stepped = self._stepped()
         trained = [(group, [p for p in params if p.grad is not None]) for group, params in stepped]
@@ -195,23 +215,25 @@ class Automagic(Optimizer):
 
     @torch.no_grad()
     def lr_histogram(self, low: float, high: float, num_bins: int) -> dict[str, Tensor]:
-        """By stage: how many rates lie in each of the bins, equal in log10, from low to high."""
-        found: dict[str, Tensor] = {}
+        """Return a histogram of log10 of the rates for each expert, with bins from low to high."""
+        histograms: dict[str, Tensor] = {}
         for group, params in self._stepped():
             counts = [
                 torch.histc(rate.log10().clamp(low, high), num_bins, low, high) * weight
                 for rate, weight in self._rates(params)
             ]
-            found[group.get("stage", "")] = sum_over_shards(params, counts).sum(0)
-        return found
+            histograms[group.get("stage", "")] = sum_over_shards(params, counts).sum(0)
+        return histograms
 
     def _rates(self, params: Sequence[Parameter]) -> list[tuple[Tensor, int]]:
-        """Each parameter's rates here, and for how many elements each of them stands."""
+        """Return each parameter's rates on this rank, and how many elements share each rate."""
         rates = [local_shard(self.state[p]["rate"]) for p in params]
-        return [(r, 1 if r.ndim else local_shard(p).numel()) for r, p in zip(rates, params, strict=True)]
+        return [
+            (r, 1 if r.ndim else local_shard(p).numel()) for r, p in zip(rates, params, strict=True)
+        ]
 
     def _stepped(self) -> list[tuple[Group, list[Parameter]]]:
-        """Each group that has been stepped, with those of its parameters that have a rate."""
+        """Return the groups that have been stepped, with their parameters that have a rate."""
         with_rates = [(g, [p for p in g["params"] if self.state.get(p)]) for g in self.param_groups]
         return [(group, params) for group, params in with_rates if params]
 
@@ -219,7 +241,7 @@ class Automagic(Optimizer):
 def normalized_updates(
     gradients: list[Tensor], squares: list[Tensor], steps: Sequence[int], beta2: float
 ) -> list[Tensor]:
-    """U = G / sqrt(V), before it is scaled down."""
+    """Return U = G / sqrt(V), before it is clipped, and update V (`squares`)."""
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
     updates = torch._foreach_mul(squares, [1 / (1 - beta2**step) for step in steps])
@@ -229,12 +251,14 @@ def normalized_updates(
     return list(updates)
 
 
-def update_rates_by_sign(rates: list[Tensor], updates: list[Tensor], signs: list[Tensor], size: float) -> None:
-    """The published rule: each rate by itself, up where the sign stays and down where it turns."""
-    new = torch._foreach_sign(updates)
-    agreement = torch._foreach_mul(new, signs)
+def update_rates_by_sign(
+    rates: list[Tensor], updates: list[Tensor], signs: list[Tensor], size: float
+) -> None:
+    """Apply the published rule: raise a rate if the sign of its update stays, else lower it."""
+    new_signs = torch._foreach_sign(updates)
+    agreement = torch._foreach_mul(new_signs, signs)
     torch._foreach_add_(rates, agreement, alpha=size)
-    torch._foreach_copy_(signs, new)
+    torch._foreach_copy_(signs, new_signs)
 
 
 def update_means(
@@ -244,32 +268,39 @@ def update_means(
     params: Sequence[Parameter],
     beta1: float,
 ) -> tuple[Tensor, Tensor]:
-    """Turn updates into their running mean, without bias; gives <U, M> and <M, M> of the last."""
+    """Replace updates by their bias-corrected running mean.
+
+    Returns <U, M> and <M, M>, where M is the mean before this step.
+    """
     last = torch._foreach_mul(means, [1 / max(1 - beta1 ** (t - 1), EPSILON) for t in steps])
-    squares, said, length = inner_products(params, [updates, updates], [updates, last], [last, last])
+    squares, agreement, length = inner_products(
+        params, [updates, updates], [updates, last], [last, last]
+    )
     scales = clip_to_rms(updates, squares, params)
     torch._foreach_lerp_(means, updates, 1 - beta1)
     torch._foreach_copy_(updates, means)
     torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
-    return (said * scales).sum(), length.sum()
+    return (agreement * scales).sum(), length.sum()
 
 
-def update_group_rate(rates: list[Tensor], q: Tensor, known: Tensor, share: float) -> None:
-    """Our own rule: all rates of a group together, once there was an update to speak of."""
-    surprise = (q.clamp(-1, 1) + share * DAMPING / 2) * known
-    torch._foreach_mul_(rates, (GAIN * share * surprise).exp())
+def update_group_rate(rates: list[Tensor], q: Tensor, known: Tensor, lr: float) -> None:
+    """Apply the group rule to all rates of a group; `known` is False before the first update."""
+    change = (q.clamp(-1, 1) + lr * DAMPING / 2) * known
+    torch._foreach_mul_(rates, (GAIN * lr * change).exp())
 
 
 def clip_to_rms(updates: list[Tensor], squares: Tensor, params: Sequence[Parameter]) -> Tensor:
-    """Scale each tensor's update down to a root mean square of `CLIP`; gives by how much."""
+    """Scale each tensor's update down to a root mean square of `CLIP`. Returns the factors."""
     means = torch._foreach_mul(squares.unbind(), [1 / (CLIP**2 * p.numel()) for p in params])
     scales = torch.stack(means).clamp_min(1.0).rsqrt()
     torch._foreach_mul_(updates, scales.unbind())
     return scales
 
 
-def inner_products(params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """For each pair of lists, the inner product of each two tensors, over all shards."""
+def inner_products(
+    params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor]]
+) -> tuple[Tensor, ...]:
+    """Return, for each pair of lists, the inner products of their tensors over all shards."""
     rows = [
         torch.stack([torch.sum(one * other) for one, other in row])
         for row in zip(*(zip(*pair, strict=True) for pair in pairs), strict=True)
@@ -277,26 +308,26 @@ def inner_products(params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor
     return sum_over_shards(params, rows).unbind(1)
 
 
-# ------------------------------------------------------------------------------------------
-# Stochastic rounding: weights in bf16 take steps smaller than their last digit, on average.
+# Stochastic rounding
 #
-# A value between two neighbours goes to the nearer one more often, so that the mean is the value.
-# bf16 is the upper half of an fp32 number: noise in the lower half, then cutting it off, does that.
+# A value between two bf16 numbers is rounded to either at random, to the nearer one more often, so
+# that its mean is the value. Steps smaller than the bf16 spacing then work on average. bf16 is the
+# upper half of an fp32 number: add random bits to the lower half, then cut it off.
 
 
 LOWER_BITS = 16
 
 
 def stochastic_round_(target: Tensor, source: Tensor, position: tuple[int, int, int]) -> None:
-    """Put fp32 values into a bf16 tensor; `position` (seed, place, step) fixes every draw.
+    """Round fp32 values into a bf16 tensor; `position` is (seed, parameter index, step).
 
-    Draws by position and not by history: resuming needs no state, and ranks that hold copies of a
-    weight round them alike. The same code runs on CPU and GPU.
+    The random bits depend only on the position, so resuming needs no generator state, and ranks
+    with copies of a weight round them the same way. The same code runs on CPU and GPU.
     """
     assert (target.dtype, source.dtype) == (torch.bfloat16, torch.float32), target.dtype
-    seed, place, step = position
+    seed, index, step = position
     generator = torch.Generator(source.device)
-    generator.manual_seed((seed * 1_000_003 + place) * 1_000_003 + step & (2**63 - 1))
+    generator.manual_seed((seed * 1_000_003 + index) * 1_000_003 + step & (2**63 - 1))
     noise = torch.randint(
         0,
         1 << LOWER_BITS,
@@ -306,32 +337,33 @@ def stochastic_round_(target: Tensor, source: Tensor, position: tuple[int, int, 
         dtype=torch.int32,
     )
     bits = noise.add_(source.contiguous().view(torch.int32)).bitwise_and_(-1 << LOWER_BITS)
-    # NaN and infinity are not rounded: noise could turn one into the other.
+    # Do not round NaN and infinity: the noise could turn one into the other.
     target.copy_(torch.where(source.isfinite(), bits.view(torch.float32), source))
 
 
-# ------------------------------------------------------------------------------------------
-# What an optimizer needs to know of sharded parameters: its own part, and sums over all parts.
+# Sharded parameters
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing its memory; all of a tensor that is not sharded."""
+    """Return this rank's shard without a copy, or the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sum_over_shards(owners: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """One row of sums for each owner, over all of its shards; one exchange for each mesh."""
-    whole = list(rows)
+def sum_over_shards(params: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """Add up one row of partial sums per parameter over its shards, with one exchange per mesh."""
+    totals = list(rows)
     meshes: dict[object, list[int]] = {}
-    for index, owner in enumerate(owners):
-        if isinstance(owner, DTensor):
-            meshes.setdefault((owner.device_mesh, owner.placements), []).append(index)
+    for index, param in enumerate(params):
+        if isinstance(param, DTensor):
+            meshes.setdefault((param.device_mesh, param.placements), []).append(index)
     for indices in meshes.values():
-        owner = owners[indices[0]]
-        assert isinstance(owner, DTensor)
-        kinds = [Partial() if kind.is_shard() else Replicate() for kind in owner.placements]
-        mine = torch.stack([rows[index] for index in indices])
-        summed = DTensor.from_local(mine, owner.device_mesh, kinds, run_check=False).full_tensor()
+        param = params[indices[0]]
+        assert isinstance(param, DTensor)
+        placements = [Partial() if p.is_shard() else Replicate() for p in param.placements]
+        partial_sums = torch.stack([rows[index] for index in indices])
+        summed = DTensor.from_local(
+            partial_sums, param.device_mesh, placements, run_check=False
+        ).full_tensor()
         for index, row in zip(indices, summed.unbind(), strict=True):
-            whole[index] = row
-    return torch.stack(whole)
+            totals[index] = row
+    return torch.stack(totals)

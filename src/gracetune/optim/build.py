@@ -1,4 +1,9 @@
-"""From the optimizer section to an optimizer, with its parameters in named groups."""
+"""Build the optimizer that a run file names, with its parameters in groups.
+
+The registry (`optim/registry.py`) maps each name to a builder function in this module. Optimizers
+come from torch or from their authors' packages; if a package is missing, the error has the command
+that installs it.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +24,28 @@ from gracetune.optim.master_weights import MasterWeights, fp32_placeholders
 from gracetune.optim.registry import OPTIMIZERS, optimizer_info
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.nn import Parameter
 
     from gracetune.config.schema import OptimizerSection
 
     Groups = list[dict[str, Any]]
-    from collections.abc import Callable, Sequence
 
 
 FP32_NBYTES = 4
 STAGES = ("high", "low")
-"""Parameters whose names begin so belong to one of two experts, and get a group of their own."""
+"""First part of a parameter's name if it belongs to one of two experts. Each gets a group."""
+PROBE_EDGE = 256
+"""Edge of the matrix on which state is measured. Factored optimizers need less for larger ones."""
 
 
 class OptimizerBuilder(Protocol):
-    """How an optimizer is made; outsiders register one as an entry point `gracetune.optimizer`.
+    """A function that builds an optimizer.
 
-    Each group has `params`, pairs of name and parameter; `stage`, which is `high`, `low` or empty;
-    and `lr`, the highest rate.
+    Other packages register one as an entry point of the group `gracetune.optimizer`. Each group has
+    `params`, a list of (name, parameter); `stage`, which is `high`, `low` or empty; and `lr`, the
+    peak learning rate.
     """
 
     def __call__(self, groups: Groups, section: OptimizerSection, seed: int) -> Optimizer: ...
@@ -47,18 +54,19 @@ class OptimizerBuilder(Protocol):
 def build_optimizer(
     parameters: Mapping[str, Parameter], section: OptimizerSection, seed: int = 0
 ) -> Optimizer:
-    """The optimizer that the run file names; `seed` is for what it draws, if anything.
+    """Build the optimizer of a run file; `seed` is for optimizers that draw random numbers.
 
-    Parameters narrower than fp32 get masters; Automagic rounds such weights in its own way.
+    If a parameter is narrower than fp32, the optimizer gets fp32 master weights, provided its state
+    can be split by parameter. Automagic uses stochastic rounding instead.
     """
     builders = {name: info.builder for name, info in OPTIMIZERS.items()}
     build = cast("OptimizerBuilder", registry.load("optimizer", section.name, builders))
     narrow = any(p.itemsize < FP32_NBYTES for p in parameters.values())
     if narrow and optimizer_info(section.name).state_can_be_split:
-        stood_for = fp32_placeholders(parameters.values())
-        named = dict(zip(parameters, stood_for, strict=True))
+        parameter_of = fp32_placeholders(parameters.values())
+        placeholders = dict(zip(parameters, parameter_of, strict=True))
         optimizer: Optimizer = MasterWeights(
-            build(parameter_groups(named, section), section, seed), stood_for
+            build(parameter_groups(placeholders, section), section, seed), parameter_of
         )
     else:
         optimizer = build(parameter_groups(parameters, section), section, seed)
@@ -68,24 +76,49 @@ def build_optimizer(
 
 
 def peak_lr(section: OptimizerSection) -> float:
-    """What the schedule's share is of."""
+    """Return the learning rate that the schedule scales."""
     info = optimizer_info(section.name)
     return info.default_lr if section.lr is None or info.manages_lr else section.lr
 
 
 def parameter_groups(parameters: Mapping[str, Parameter], section: OptimizerSection) -> Groups:
-    """One group, or one for each expert that is trained."""
+    """Return one group, or one for each expert that is trained."""
     by_stage: dict[str, list[tuple[str, Parameter]]] = {}
     for name, parameter in parameters.items():
         head = name.partition(".")[0]
         by_stage.setdefault(head if head in STAGES else "", []).append((name, parameter))
     if not by_stage.keys() & set(STAGES):
-        _refuse_stage_settings(section)
+        _check_no_expert_settings(section)
     lr = peak_lr(section)
     return [{"params": pairs, "stage": stage, "lr": lr} for stage, pairs in by_stage.items()]
 
 
-def _refuse_stage_settings(section: OptimizerSection) -> None:
+def state_nbytes_per_element_of(section: OptimizerSection, parameters: Sequence[Tensor]) -> float:
+    """Return the bytes of state per parameter element, for the parameters' most common dtype."""
+    numel_by_dtype: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        numel_by_dtype[parameter.dtype] += parameter.numel()
+    return state_nbytes_per_element(section, numel_by_dtype.most_common(1)[0][0])
+
+
+def state_nbytes_per_element(
+    section: OptimizerSection, dtype: torch.dtype = torch.float32
+) -> float:
+    """Return the bytes of state per parameter element, measured by one step on a small matrix."""
+    probe = nn.Parameter(torch.zeros(PROBE_EDGE, PROBE_EDGE, dtype=dtype))
+    optimizer = build_optimizer({f"{_configured_stage(section)}.probe": probe}, section)
+    probe.grad = torch.ones_like(probe)
+    optimizer.step()
+    state_nbytes = [
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    return sum(state_nbytes) / probe.numel()
+
+
+def _check_no_expert_settings(section: OptimizerSection) -> None:
     for stage in STAGES:
         for key in ("lr_bump", "min_lr", "max_lr"):
             value = section.model_dump()[f"{stage}_noise_{key}"]
@@ -96,42 +129,64 @@ def _refuse_stage_settings(section: OptimizerSection) -> None:
                 )
 
 
-# ------------------------------------------------------------------------------------------
-# Every optimizer that a run file can name, each from torch or from its authors' own package.
-#
-# What is not installed is refused with the command that installs it.
+def _configured_stage(section: OptimizerSection) -> str:
+    """Return an expert that the section has settings for, or any other name.
+
+    A probe must belong to that expert, because settings of an expert are refused without experts.
+    """
+    given = section.model_dump(exclude_none=True)
+    stages = [stage for stage in STAGES if any(key.startswith(f"{stage}_noise") for key in given)]
+    return stages[0] if stages else "one"
 
 
-def adamw(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
-    """Loshchilov and Hutter's, one kernel for all parameters."""
-    return torch.optim.AdamW(groups, **_adam(section), fused=True)
-
-
-def adamw_8bit(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
-    """AdamW with moments in 8 bits, by blocks (Dettmers et al. 2022)."""
-    package = _package("bitsandbytes.optim", "adamw_8bit", "bitsandbytes")
-    return _made(package.AdamW8bit(groups, **_adam(section)))
+# Builders, in the order of the alphabet
 
 
 def adafactor(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
-    """Second moments by rows and columns; the rate is at most 1/sqrt(step) (Shazeer and Stern)."""
+    """Build Adafactor (Shazeer and Stern 2018).
+
+    Second moments are stored by row and column, and the relative step is at most 1/sqrt(step).
+    """
     return torch.optim.Adafactor(groups, weight_decay=section.weight_decay)
 
 
+def adamw(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
+    """Build AdamW (Loshchilov and Hutter 2017), with one fused kernel for all parameters."""
+    return torch.optim.AdamW(groups, **_adam_settings(section), fused=True)
+
+
+def adamw_8bit(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
+    """Build AdamW with block-wise 8-bit moments (Dettmers et al. 2022)."""
+    package = _import_package("bitsandbytes.optim", "adamw_8bit", "bitsandbytes")
+    return _as_optimizer(package.AdamW8bit(groups, **_adam_settings(section)))
+
+
+def automagic(groups: Groups, section: OptimizerSection, seed: int) -> Optimizer:
+    """Build Automagic. Each expert may have its own bounds; otherwise the common ones apply."""
+    settings = section.model_dump()
+    for group in groups:
+        group["start_lr"] = section.lr
+        for key in ("lr_bump", "min_lr", "max_lr"):
+            of_expert = settings[f"{group['stage']}_noise_{key}"] if group["stage"] else None
+            group[key] = settings[key] if of_expert is None else of_expert
+    return Automagic(groups, betas=section.betas, weight_decay=section.weight_decay, seed=seed)
+
+
 def lion(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
-    """The sign of a momentum (Chen et al. 2023); rates a tenth of AdamW's."""
-    package = _package("lion_pytorch", "lion", "lion-pytorch")
+    """Build Lion (Chen et al. 2023), which uses only the sign of a momentum."""
+    package = _import_package("lion_pytorch", "lion", "lion-pytorch")
     optimizer = package.Lion(groups, betas=section.betas, weight_decay=section.weight_decay)
-    return _made(optimizer)
+    return _as_optimizer(optimizer)
 
 
 def muon(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
-    """Orthogonal updates for matrices (Jordan et al. 2024), scaled so that AdamW's rates fit.
+    """Build Muon (Jordan et al. 2024), with updates scaled so that AdamW's learning rates fit.
 
-    Whatever is no matrix is AdamW's, with the same rate.
+    Muon orthogonalizes the updates of matrices. AdamW trains all other parameters, with the same
+    learning rate.
     """
-    matrices = _only(groups, lambda p: p.ndim == 2)
-    others = _only(groups, lambda p: p.ndim != 2)
+    matrices = _filter_groups(groups, lambda p: p.ndim == 2)
+    others = _filter_groups(groups, lambda p: p.ndim != 2)
     parts: list[Optimizer] = []
     if matrices:
         parts.append(
@@ -140,30 +195,35 @@ def muon(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
             )
         )
     if others:
-        parts.append(torch.optim.AdamW(others, **_adam(section), fused=True))
+        parts.append(torch.optim.AdamW(others, **_adam_settings(section), fused=True))
     return parts[0] if len(parts) == 1 else MultiOptimizer(parts)
 
 
 def prodigy(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
-    """Adam that estimates how far it has to go (Mishchenko and Defazio 2023); `lr` is a factor."""
-    package = _package("prodigyopt", "prodigy", "prodigyopt")
+    """Build Prodigy (Mishchenko and Defazio 2023): Adam with an estimated step size.
+
+    `lr` is a factor of the estimate.
+    """
+    package = _import_package("prodigyopt", "prodigy", "prodigyopt")
     _check_one_group(groups, "prodigy")
     with redirect_stdout(StringIO()):  # it prints that weight decay is decoupled
-        return _made(package.Prodigy(groups, **_adam(section), safeguard_warmup=True))
+        return _as_optimizer(
+            package.Prodigy(groups, **_adam_settings(section), safeguard_warmup=True)
+        )
 
 
 def schedule_free(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
-    """AdamW whose average needs no schedule (Defazio et al. 2024)."""
-    package = _package("schedulefree", "schedule_free", "schedulefree")
+    """Build schedule-free AdamW (Defazio et al. 2024), which averages instead of decaying `lr`."""
+    package = _import_package("schedulefree", "schedule_free", "schedulefree")
     _check_one_group(groups, "schedule_free")
     if section.schedule != "constant":
         raise ConfigError(
-            f"optimizer.schedule is {section.schedule!r}, but schedule_free averages instead of "
-            "lowering the rate. Remove optimizer.schedule."
+            f"optimizer.schedule is {section.schedule!r}, but schedule_free averages weights "
+            "instead of lowering the learning rate. Remove optimizer.schedule."
         )
-    optimizer = package.AdamWScheduleFree(groups, **_adam(section))
+    optimizer = package.AdamWScheduleFree(groups, **_adam_settings(section))
     optimizer.train()
-    return _made(optimizer)
+    return _as_optimizer(optimizer)
 
 
 def _check_one_group(groups: Groups, name: str) -> None:
@@ -175,28 +235,20 @@ def _check_one_group(groups: Groups, name: str) -> None:
         )
 
 
-def automagic(groups: Groups, section: OptimizerSection, seed: int) -> Optimizer:
-    """Ours; each expert has its own bounds, and what is not given for it is everyone's."""
-    settings = section.model_dump()
-    for group in groups:
-        group["start_lr"] = section.lr
-        for key in ("lr_bump", "min_lr", "max_lr"):
-            own = settings[f"{group['stage']}_noise_{key}"] if group["stage"] else None
-            group[key] = settings[key] if own is None else own
-    return Automagic(groups, betas=section.betas, weight_decay=section.weight_decay, seed=seed)
-
-
-def _adam(section: OptimizerSection) -> dict[str, Any]:
+def _adam_settings(section: OptimizerSection) -> dict[str, Any]:
     return {"betas": section.betas, "eps": section.eps, "weight_decay": section.weight_decay}
 
 
-def _only(groups: Groups, wanted: Any) -> Groups:
-    """The groups with some of their parameters; none that would be empty."""
-    kept = [{**g, "params": [pair for pair in g["params"] if wanted(pair[1])]} for g in groups]
-    return [group for group in kept if group["params"]]
+def _filter_groups(groups: Groups, is_included: Callable[[Parameter], bool]) -> Groups:
+    """Return the groups with some of their parameters, without groups that would be empty."""
+    filtered = [
+        {**group, "params": [pair for pair in group["params"] if is_included(pair[1])]}
+        for group in groups
+    ]
+    return [group for group in filtered if group["params"]]
 
 
-def _package(module: str, name: str, distribution: str) -> Any:
+def _import_package(module: str, name: str, distribution: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
@@ -206,27 +258,23 @@ def _package(module: str, name: str, distribution: str) -> Any:
         ) from error
 
 
-def _made(optimizer: Any) -> Optimizer:
-    """Packages without types give something; it must be what they promise."""
+def _as_optimizer(optimizer: Any) -> Optimizer:
+    """Check the type of an object from a package without type annotations."""
     assert isinstance(optimizer, torch.optim.Optimizer), type(optimizer)
     return optimizer
 
 
-# ------------------------------------------------------------------------------------------
-# Several optimizers, each with parameters of its own, as one.
-
-
 class MultiOptimizer(Optimizer):
-    """Steps its parts one after the other; groups and state are the parts' own."""
+    """Several optimizers with separate parameters, used as one. Groups and state are shared."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self._parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self._share()
+        self._share_groups_and_state()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Every part's step."""
+        """Step every part."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -236,52 +284,14 @@ class MultiOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch makes new groups and a new state; the parts are given them."""
+        """Load a state dict, and hand the groups and state that torch creates to the parts."""
         super().load_state_dict(state_dict)
-        self._share()
+        self._share_groups_and_state()
 
-    def _share(self) -> None:
-        first = 0
+    def _share_groups_and_state(self) -> None:
+        start = 0
         for part in self._parts:
-            last = first + len(part.param_groups)
-            part.param_groups = self.param_groups[first:last]
+            end = start + len(part.param_groups)
+            part.param_groups = self.param_groups[start:end]
             part.state = self.state
-            first = last
-
-
-# ------------------------------------------------------------------------------------------
-# What an optimizer keeps of each number that it updates.
-
-
-PROBE_EDGE = 256
-"""Edge of the matrix that an optimizer is tried on: factored ones keep less of larger ones."""
-
-
-def state_nbytes_per_element_of(section: OptimizerSection, parameters: Sequence[Tensor]) -> float:
-    """Bytes of state for each number of parameters that are mostly of one type."""
-    numels: Counter[torch.dtype] = Counter()
-    for parameter in parameters:
-        numels[parameter.dtype] += parameter.numel()
-    return state_nbytes_per_element(section, numels.most_common(1)[0][0])
-
-
-def state_nbytes_per_element(section: OptimizerSection, dtype: torch.dtype = torch.float32) -> float:
-    """Bytes of state for each number of this type, found by one step on a small matrix."""
-    probe = nn.Parameter(torch.zeros(PROBE_EDGE, PROBE_EDGE, dtype=dtype))
-    optimizer = build_optimizer({f"{_stage(section)}.probe": probe}, section)
-    probe.grad = torch.ones_like(probe)
-    optimizer.step()
-    kept = [
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    return sum(kept) / probe.numel()
-
-
-def _stage(section: OptimizerSection) -> str:
-    """Settings of one expert are refused where there are no experts."""
-    named = section.model_dump(exclude_none=True)
-    stages = [stage for stage in STAGES if any(key.startswith(f"{stage}_noise") for key in named)]
-    return stages[0] if stages else "one"
+            start = end

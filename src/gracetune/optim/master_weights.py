@@ -1,9 +1,11 @@
-"""Weights in bf16, updated in fp32: a wide copy of each is part of the optimizer's state.
+"""Train bf16 weights with fp32 master weights that are part of the optimizer's state.
 
-Updates are far smaller than the steps of bf16, so that most would change nothing. Here a parameter
-has a master in fp32, which any optimizer updates as if it were the parameter; the parameter is what
-is nearest to it. With its moments the master lives wherever state lives: in host memory, a weight
-takes 2 bytes of the device and its gradient 2 more, where fp32 takes 8.
+Updates are usually far smaller than the spacing of bf16 numbers, so most would be rounded away.
+Here each bf16 parameter has a master copy in fp32. Any optimizer updates the masters as if they
+were the parameters, and the parameters are the masters rounded to bf16.
+
+The masters live wherever the rest of the state lives. With the state in host memory, a weight and
+its gradient take 2 bytes each on the device, instead of 4 each in fp32.
 """
 
 from __future__ import annotations
@@ -19,51 +21,51 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 MASTER = "master"
-OWN = ("params", "param_names")
-"""Of a group: what is not handed on as a setting."""
-
-
-class _Lent(NamedTuple):
-    parameter: Parameter
-    stand_in: Parameter
-    master: Tensor | None
-    """None: the parameter stands for itself."""
+"""Key of the master weight in a parameter's state. Part of the checkpoint format."""
+GROUP_KEYS_NOT_SHARED = ("params", "param_names")
+"""Keys of a group that are not passed on to the inner optimizer as settings."""
 
 
 class MasterWeights(Optimizer):
-    """Another optimizer's rule on masters; what it keeps is state of the parameters here."""
+    """Wrap an optimizer so that it updates fp32 master weights of bf16 parameters.
 
-    def __init__(self, rule: Optimizer, stood_for: Mapping[Parameter, Parameter]) -> None:
-        """`rule` was made for stand-ins, each for a parameter of the same shape."""
-        self._rule = rule
+    Between steps all state belongs to the wrapper, with the real parameters as keys. For a step,
+    each parameter is lent to the inner optimizer as an fp32 stand-in with its state.
+    """
+
+    def __init__(self, inner: Optimizer, parameter_of: Mapping[Parameter, Parameter]) -> None:
+        """`inner` was built for placeholders; `parameter_of` maps each to the real parameter."""
+        self._inner = inner
         groups = [
-            {**group, "params": [stood_for[stand_in] for stand_in in group["params"]]}
-            for group in rule.param_groups
+            {**group, "params": [parameter_of[placeholder] for placeholder in group["params"]]}
+            for group in inner.param_groups
         ]
         super().__init__(groups, {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        lent: list[_Lent] = []
-        for group, theirs in zip(self.param_groups, self._rule.param_groups, strict=True):
-            theirs.update({key: value for key, value in group.items() if key not in OWN})
-            found = [self._lend(p) for p in group["params"] if p.grad is not None]
-            theirs["params"] = [one.stand_in for one in found]
-            lent += found
-        self._rule.step()
+        lent: list[_LentParameter] = []
+        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner_group.update(
+                {key: value for key, value in group.items() if key not in GROUP_KEYS_NOT_SHARED}
+            )
+            lent_from_group = [self._lend(p) for p in group["params"] if p.grad is not None]
+            inner_group["params"] = [one.stand_in for one in lent_from_group]
+            lent += lent_from_group
+        self._inner.step()
         for one in lent:
             self._take_back(one)
-        for theirs in self._rule.param_groups:
-            theirs["params"] = []  # nobody but the state has masters between steps
+        for inner_group in self._inner.param_groups:
+            inner_group["params"] = []  # between steps only the state may refer to the masters
         return loss
 
-    def _lend(self, p: Parameter) -> _Lent:
-        """What the rule updates for a parameter: its master, or itself where it is wide enough."""
+    def _lend(self, p: Parameter) -> _LentParameter:
+        """Give the inner optimizer a parameter's state, under an fp32 stand-in if it is bf16."""
         assert p.grad is not None, "a parameter without a gradient"
         state = dict(self.state[p])
         master = state.pop(MASTER, None)
@@ -72,35 +74,49 @@ class MasterWeights(Optimizer):
             master = p.detach().float() if master is None else master
             stand_in = Parameter(master)
             stand_in.grad = p.grad.float()
-        if state:  # what has none is given some by the rule
-            self._rule.state[stand_in] = state
-        return _Lent(p, stand_in, master)
+        if state:  # otherwise the inner optimizer creates it
+            self._inner.state[stand_in] = state
+        return _LentParameter(p, stand_in, master)
 
-    def _take_back(self, one: _Lent) -> None:
-        state = dict(self._rule.state.pop(one.stand_in, {}))
-        if one.master is not None:
-            state[MASTER] = one.master
-            one.parameter.copy_(one.master)
-        self.state[one.parameter] = state
+    def _take_back(self, lent: _LentParameter) -> None:
+        state = dict(self._inner.state.pop(lent.stand_in, {}))
+        if lent.master is not None:
+            state[MASTER] = lent.master
+            lent.parameter.copy_(lent.master)
+        self.state[lent.parameter] = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does, but each tensor in the type it was saved in: torch would make all of them
-        the parameter's."""
-        counters = {
+        """Load a state dict and keep the dtype of each tensor.
+
+        Torch would convert all state to the parameter's dtype, and so the masters to bf16.
+        """
+        steps_only = {
             index: {key: value for key, value in state.items() if key == "step"}
             for index, state in state_dict["state"].items()
         }
-        super().load_state_dict({**state_dict, "state": counters})
+        super().load_state_dict({**state_dict, "state": steps_only})
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        ours = [p for group in self.param_groups for p in group["params"]]
-        for index, p in zip(saved, ours, strict=True):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved, parameters, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
                 if key != "step":
                     self.state[p][key] = value.to(p.device)
 
 
+class _LentParameter(NamedTuple):
+    parameter: Parameter
+    stand_in: Parameter
+    """The parameter that the inner optimizer updates."""
+    master: Tensor | None
+    """The fp32 weight; None if the parameter is fp32 and is its own stand-in."""
+
+
 def fp32_placeholders(parameters: Iterable[Parameter]) -> dict[Parameter, Parameter]:
-    """For each parameter one of its shape in fp32, that takes no memory: a rule is made for it."""
+    """Return an fp32 placeholder for each parameter, mapped to it.
+
+    Optimizers are built with placeholders. They have the right shape and, being expanded from one
+    element, take no memory.
+    """
     return {
         Parameter(torch.zeros((), dtype=torch.float32, device=p.device).expand(p.shape)): p
         for p in parameters

@@ -1,14 +1,20 @@
-"""The optimizer's step, wherever its state lives: on the device, in host memory, or part here.
+"""Step an optimizer whose state lives on the device, in host memory, or split between them.
 
-State in host memory passes through a few slots on the device, bucket by bucket, and the optimizer
-itself steps on what is there: the same kernels on the same numbers, so the same bits as with all of
-it on the device. Both directions of the link are busy at once: while one bucket arrives, the one
-before leaves. AdamW's two moments are 8 bytes a number each way; a CPU that did the same update
-would read and write 28 bytes of its memory, and round in its own way.
+State in host memory is divided into buckets. In each step the buckets pass through a few slots on
+the device, and the optimizer's own kernels update them there, so the result is bit for bit that of
+an optimizer with all its state on the device:
 
-A step goes through the buckets against the order of the step before: what is still in the slots is
-used first, and the last copies out are hidden behind the next forward. Updates cannot begin before
-backward is over, since clipping needs the length of all gradients.
+    copy in     bucket 3 | bucket 4 | ...          STATE_IN stream
+    optimizer   bucket 2 | bucket 3 | ...          compute stream
+    copy out    bucket 1 | bucket 2 | ...          STATE_OUT stream
+
+Both directions of the link are busy at once. Each step visits the buckets in the opposite order of
+the step before: those still in the slots are updated first, and the last copies out are hidden
+behind the next forward. Updates cannot start before backward is over, because gradient clipping
+needs the norm of all gradients.
+
+Why not update on the CPU: AdamW's moments are 8 bytes per element and direction over the link. The
+same update on the CPU would read and write 28 bytes of its memory and round differently.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import RunFailedError
-from gracetune.offload.copies import CopyStream
+from gracetune.offload.copies import CopyStream, aligned
 from gracetune.optim.master_weights import MasterWeights
 
 if TYPE_CHECKING:
@@ -31,51 +37,38 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
-    from gracetune.offload.copies import PendingCopy, CopyEngine
+    from gracetune.offload.copies import CopyEngine, PendingCopy
 
     State = MutableMapping[Tensor, Any]
 
 
-SLOTS = 3
-"""One fills, one is updated, one empties."""
+DEFAULT_SLOTS = 3
+"""One is filled, one is updated, one is emptied."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateOffloadSettings:
-    """How state is cut into buckets, and how they move."""
+    """Sizes of the buckets and slots for state in host memory."""
 
     bucket_numel: int = 1 << 25
-    """Numbers trained by one bucket: large enough for the link's full speed, also over C2C."""
+    """Parameter elements per bucket: enough for the full speed of the link, also over C2C."""
     min_nbytes: int = 1 << 14
-    """State smaller than this stays on the device."""
-    slots: int = SLOTS
+    """State tensors smaller than this stay on the device."""
+    slots: int = DEFAULT_SLOTS
     poison: bool = False
-    """Fill a slot with NaN before it is filled: what is read too early shows."""
+    """Fill a slot with NaN before each copy, to expose reads that come too early."""
 
-    def slots_nbytes(self, counts: Sequence[int], nbytes_each: float) -> int:
-        """Device memory that slots will take, for parameters with so many numbers each."""
-        sizes = [sum(counts[i] for i in run) for run in split_by_numel(counts, self.bucket_numel)]
-        return int(min(self.slots, len(sizes)) * max(sizes, default=0) * nbytes_each)
-
-
-@dataclass(slots=True, eq=False)
-class _BucketSlot:
-    memory: Tensor
-    bucket: Bucket | None = None
-    """Whose state is in it, or on its way there."""
-    arrival: PendingCopy | None = None
-    leaving: PendingCopy | None = None
-    """The copy out that nobody has waited for."""
-
-    def land(self) -> None:
-        """Let what is queued from here on come after the copy out."""
-        if self.leaving is not None:
-            self.leaving.wait(prefetched=True)
-            self.leaving = None
+    def slots_nbytes(self, numels: Sequence[int], nbytes_per_element: float) -> int:
+        """Return the device memory of the slots for parameters of these sizes."""
+        sizes = [
+            sum(numels[index] for index in indices)
+            for indices in split_by_numel(numels, self.bucket_numel)
+        ]
+        return int(min(self.slots, len(sizes)) * max(sizes, default=0) * nbytes_per_element)
 
 
 class OptimizerStepper:
-    """Steps an optimizer; `place` says how much of its state lives in host memory."""
+    """Step an optimizer. `set_host_share` sets how much of its state lives in host memory."""
 
     def __init__(
         self,
@@ -84,230 +77,256 @@ class OptimizerStepper:
         nbytes_per_element: float,
         settings: StateOffloadSettings | None = None,
     ) -> None:
-        """`nbytes_each` is what the optimizer keeps for each number that is trained."""
+        """`nbytes_per_element` is the optimizer's state in bytes per parameter element."""
         self.num_steps = 0
-        """Updates made since this was."""
+        """Completed steps since this object was created."""
         self._optimizer = optimizer
-        self._mover = copy_engine
-        self._travel = settings or StateOffloadSettings()
-        self._tensors_each = round(nbytes_per_element / torch.float32.itemsize)
-        self._buckets = make_buckets(optimizer.param_groups, self._travel.bucket_numel)
-        self._hosted = 0
-        """The first so many buckets live in host memory."""
-        self._slots: list[_BucketSlot] = []
-        self._turned = False
+        self._engine = copy_engine
+        self._settings = settings or StateOffloadSettings()
+        self._fp32_tensors_per_parameter = round(nbytes_per_element / torch.float32.itemsize)
+        self._buckets = make_buckets(optimizer.param_groups, self._settings.bucket_numel)
+        self._num_in_host = 0
+        """The first this many buckets live in host memory."""
+        self._slots: list[_StateSlot] = []
+        self._reverse = False
 
     @property
     def host_nbytes(self) -> int:
-        """State in host memory."""
+        """Bytes of state in host memory."""
         return sum(bucket.nbytes for bucket in self._buckets)
 
     @property
     def device_nbytes(self) -> int:
-        """State on the device, and what state passes through there."""
+        """Bytes of state on the device, including the slots."""
         state = [value for values in self._optimizer.state.values() for value in values.values()]
-        whole = sum(value.nbytes for value in state if isinstance(value, Tensor))
-        away = sum(entry.host.nbytes for bucket in self._buckets for entry in bucket.tensors)
-        return whole - away + self.slots_nbytes
+        total = sum(value.nbytes for value in state if isinstance(value, Tensor))
+        in_host = sum(tensor.host.nbytes for bucket in self._buckets for tensor in bucket.tensors)
+        return total - in_host + self.slots_nbytes
 
     @property
     def slots_nbytes(self) -> int:
-        """Device memory that state passes through."""
+        """Bytes of device memory that the slots take."""
         return len(self._slots) * self._slot_nbytes
 
     def set_host_share(self, host_share: float) -> None:
-        """Let at least this share of the state live in host memory, and the rest on the device."""
-        assert 0 <= host_share <= 1, f"a share of {host_share}"
+        """Move at least this share of the state to host memory, and the rest to the device."""
+        assert 0 <= host_share <= 1, f"host_share is {host_share}"
         self.synchronize()
         self._slots.clear()
-        wanted = host_share * sum(bucket.numel for bucket in self._buckets)
-        numel = self._hosted = 0
+        target_numel = host_share * sum(bucket.numel for bucket in self._buckets)
+        numel = self._num_in_host = 0
         for bucket in self._buckets:
-            if numel < wanted:
-                self._hosted += 1
+            if numel < target_numel:
+                self._num_in_host += 1
                 numel += bucket.numel
-                self._send_home(bucket)
+                self._move_to_host(bucket)
             else:
-                self._bring_back(bucket)
+                self._move_to_device(bucket)
 
     def step(self) -> None:
         """Update every parameter that has a gradient.
 
-        Where memory runs out before anything has changed, a smaller plan can try again. After that
-        nobody can: a second try would update some weights twice.
+        Raises:
+            torch.OutOfMemoryError: Memory ran out before anything changed. The step can be repeated
+                with a smaller plan.
+            RunFailedError: Memory ran out in the middle. Repeating the step would update some
+                weights twice.
         """
-        self._make_room()
+        self._reserve_memory()
         try:
             self._step()
         except torch.OutOfMemoryError as error:
             raise RunFailedError(
-                f"the device was full in the middle of an update ({str(error).splitlines()[0]}): "
-                "some weights have changed and others have not. Checkpoints saved before are kept. "
-                "Go on from the last one with a lower plan.device_memory, or with another "
-                "optimizer."
+                "the GPU ran out of memory in the middle of an optimizer step "
+                f"({str(error).splitlines()[0]}), after some weights had changed. Earlier "
+                "checkpoints are intact. Resume from the last one with a lower "
+                "plan.device_memory, or with another optimizer."
             ) from error
         self.num_steps += 1
 
     def synchronize(self) -> None:
-        """Wait until host memory holds all that the last step left there."""
+        """Block until host memory holds everything that the last step wrote to it."""
         for slot in self._slots:
-            slot.land()
-        self._mover.stalls(CopyStream.STATE_OUT)
+            slot.finish_copy_out()
+        self._engine.stalls(CopyStream.STATE_OUT)
 
-    def load_state_dict(self, whole: Mapping[str, Any]) -> None:
-        """What `Optimizer.load_state_dict` does, without bringing to the device what lives in host
-        memory."""
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict like the optimizer, but keep state for host memory off the device."""
         self.synchronize()
         for slot in self._slots:
             slot.bucket = None
         for bucket in self._buckets:
-            bucket.free_host_memory(self._mover)
-        hosted = {p for bucket in self._buckets[: self._hosted] for p in bucket.parameters}
-        ours = [p for group in self._optimizer.param_groups for p in group["params"]]
-        saved = [index for group in whole["param_groups"] for index in group["params"]]
-        stays: dict[int, dict[str, Any]] = {}
-        large: dict[Parameter, dict[str, Tensor]] = {}
-        for index, parameter in zip(saved, ours, strict=True):
-            for key, value in whole["state"].get(index, {}).items():
-                if parameter in hosted and is_worth_moving(value, self._travel.min_nbytes):
-                    large.setdefault(parameter, {})[key] = value
+            bucket.free_host_memory(self._engine)
+        hosted = {p for bucket in self._buckets[: self._num_in_host] for p in bucket.parameters}
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for_device: dict[int, dict[str, Any]] = {}
+        for_host: dict[Parameter, dict[str, Tensor]] = {}
+        for index, parameter in zip(saved, parameters, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if parameter in hosted and is_worth_moving(value, self._settings.min_nbytes):
+                    for_host.setdefault(parameter, {})[key] = value
                 else:
-                    stays.setdefault(index, {})[key] = value
-        self._optimizer.load_state_dict({"state": stays, "param_groups": whole["param_groups"]})
-        for parameter, values in large.items():
+                    for_device.setdefault(index, {})[key] = value
+        self._optimizer.load_state_dict(
+            {"state": for_device, "param_groups": state_dict["param_groups"]}
+        )
+        for parameter, values in for_host.items():
             self._optimizer.state[parameter].update(values)
-        for bucket in self._buckets[: self._hosted]:
-            self._send_home(bucket)
+        for bucket in self._buckets[: self._num_in_host]:
+            self._move_to_host(bucket)
 
     def close(self) -> None:
-        """Bring nothing back: the state is only good for reading after this."""
+        """Free the slots. State in host memory stays there, and can only be read after this."""
         self.synchronize()
         self._slots.clear()
-        self._mover.close()
+        self._engine.close()
 
     @property
     def _slot_nbytes(self) -> int:
         return len(self._slots[0].memory) if self._slots else 0
 
-    def _make_room(self) -> None:
-        """Take and let go of what the step will take: it may run out of memory here, not there."""
+    def _reserve_memory(self) -> None:
+        """Allocate the slots, and probe for the new state that the step will create.
+
+        If memory is short, it then runs out here, where no weight has changed yet.
+        """
         sizes = [bucket.nbytes for bucket in self._buckets if bucket.host_pieces]
-        largest, count = max(sizes, default=0), min(self._travel.slots, len(sizes))
+        largest, count = max(sizes, default=0), min(self._settings.slots, len(sizes))
         if len(self._slots) < count or largest > self._slot_nbytes:
             for slot in self._slots:
-                slot.land()
+                slot.finish_copy_out()
             self._slots.clear()
-            self._slots = [_BucketSlot(self._mover.allocate_device(largest)) for _ in range(count)]
+            self._slots = [_StateSlot(self._engine.allocate_device(largest)) for _ in range(count)]
         state = self._optimizer.state
         if len(state) == sum(len(bucket.parameters) for bucket in self._buckets):
             return
-        new = [
+        without_state = [
             [p for p in bucket.parameters if p.grad is not None and not state.get(p)]
             for bucket in self._buckets
         ]
-        stays = [p for bucket in new[self._hosted :] for p in bucket]
-        passes = max(new[: self._hosted], key=_numel, default=[])
-        wide = [p for p in stays + passes for _ in range(self._tensors_each)]
-        room = [torch.empty_like(p, dtype=torch.float32) for p in wide]
-        del room
+        # New state stays on the device, except that of host buckets, which is there one at a time.
+        staying = [p for bucket in without_state[self._num_in_host :] for p in bucket]
+        passing = max(without_state[: self._num_in_host], key=_numel, default=[])
+        probed = [p for p in staying + passing for _ in range(self._fp32_tensors_per_parameter)]
+        probes = [torch.empty_like(p, dtype=torch.float32) for p in probed]
+        del probes
 
     @torch.no_grad()
     def _step(self) -> None:
-        hosted, resident = self._buckets[: self._hosted], self._buckets[self._hosted :]
+        hosted, resident = self._buckets[: self._num_in_host], self._buckets[self._num_in_host :]
         due = [bucket for bucket in hosted if bucket.has_gradients()]
         new = [bucket for bucket in due if not bucket.host_pieces]
         moving = [bucket for bucket in due if bucket.host_pieces]
-        # Masters want gradients in fp32 as well: not of all weights at once.
-        by_parts = isinstance(self._optimizer, MasterWeights)
-        for part in [[bucket] for bucket in resident] if by_parts else [resident]:
-            if part:
-                self._step_only(part)
-        for bucket in new:  # their first gradients: the optimizer makes state on the device
-            self._step_only([bucket])
-            self._send_home(bucket)
+        # Master weights need the gradients in fp32 as well: convert one bucket at a time.
+        one_by_one = isinstance(self._optimizer, MasterWeights)
+        for buckets in [[bucket] for bucket in resident] if one_by_one else [resident]:
+            if buckets:
+                self._step_buckets(buckets)
+        for bucket in new:  # at their first gradient the optimizer creates state on the device
+            self._step_buckets([bucket])
+            self._move_to_host(bucket)
         self._stream(moving)
 
     def _stream(self, buckets: Sequence[Bucket]) -> None:
-        """Let buckets pass through the slots; each slot is filled again once it is empty."""
-        order = list(reversed(buckets)) if self._turned else list(buckets)
-        self._turned = not self._turned
+        """Step buckets in host memory, passing them through the slots."""
+        order = list(reversed(buckets)) if self._reverse else list(buckets)
+        self._reverse = not self._reverse
         for slot in self._slots:
-            slot.land()
+            slot.finish_copy_out()
         first = order[: len(self._slots)]
-        places = {slot.bucket: slot for slot in self._slots if slot.bucket in first}
-        waiting = deque(bucket for bucket in order if bucket not in places)
+        slot_of = {slot.bucket: slot for slot in self._slots if slot.bucket in first}
+        waiting = deque(bucket for bucket in order if bucket not in slot_of)
         for slot in self._slots:
-            if slot.bucket not in places and waiting:
-                places[waiting[0]] = slot
+            if slot.bucket not in slot_of and waiting:
+                slot_of[waiting[0]] = slot
                 self._fetch(slot, waiting.popleft())
-        before: _BucketSlot | None = None
+        previous: _StateSlot | None = None
         for bucket in order:
-            slot = places[bucket]
-            self._step_in(slot, bucket)
-            if before is not None and waiting:
-                places[waiting[0]] = before
-                self._fetch(before, waiting.popleft())
-            before = slot
+            slot = slot_of[bucket]
+            self._step_in_slot(slot, bucket)
+            if previous is not None and waiting:  # its copy out had one bucket's time to finish
+                slot_of[waiting[0]] = previous
+                self._fetch(previous, waiting.popleft())
+            previous = slot
 
-    def _fetch(self, slot: _BucketSlot, bucket: Bucket) -> None:
-        slot.land()
+    def _fetch(self, slot: _StateSlot, bucket: Bucket) -> None:
+        slot.finish_copy_out()
         for piece, place in bucket.spans(slot.memory):
-            slot.arrival = self._mover.copy(
-                place, piece, self._travel.poison, stream=CopyStream.STATE_IN
+            slot.copy_in = self._engine.copy(
+                place, piece, self._settings.poison, stream=CopyStream.STATE_IN
             )
         slot.bucket = bucket
 
-    def _step_in(self, slot: _BucketSlot, bucket: Bucket) -> None:
-        """Update a bucket whose state is in a slot, and send the state home."""
-        if slot.arrival is not None:
-            slot.arrival.wait(prefetched=True)
-            slot.arrival = None
+    def _step_in_slot(self, slot: _StateSlot, bucket: Bucket) -> None:
+        """Step a bucket whose state is in a slot, and copy the state back to host memory."""
+        if slot.copy_in is not None:
+            slot.copy_in.wait(prefetched=True)
+            slot.copy_in = None
         state = self._optimizer.state
-        views = [(entry, entry.view(slot.memory)) for entry in bucket.tensors]
-        for entry, view in views:
-            state[entry.parameter][entry.key] = view
+        views = [(tensor, tensor.view(slot.memory)) for tensor in bucket.tensors]
+        for tensor, view in views:
+            state[tensor.parameter][tensor.key] = view
         try:
-            self._step_only([bucket])
+            self._step_buckets([bucket])
         finally:
-            for entry, view in views:
-                made = state[entry.parameter][entry.key]
-                if made is not view:  # the optimizer put another tensor in its place
-                    view.copy_(made)
-                state[entry.parameter][entry.key] = entry.host
+            for tensor, view in views:
+                result = state[tensor.parameter][tensor.key]
+                if result is not view:  # the optimizer replaced the tensor instead of updating it
+                    view.copy_(result)
+                state[tensor.parameter][tensor.key] = tensor.host
         for piece, place in bucket.spans(slot.memory):
-            slot.leaving = self._mover.copy(piece, place, poison=False, stream=CopyStream.STATE_OUT)
-        if self._send_home(bucket):  # a parameter had its first gradient
+            slot.copy_out = self._engine.copy(
+                piece, place, poison=False, stream=CopyStream.STATE_OUT
+            )
+        if self._move_to_host(bucket):  # a parameter had its first gradient
             slot.bucket = None
 
-    def _step_only(self, buckets: Sequence[Bucket]) -> None:
-        """The optimizer's own step, on some of its parameters."""
+    def _step_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Call the optimizer's own step for the parameters of some buckets."""
         if len(buckets) == len(self._buckets):
             self._optimizer.step()
             return
-        with _restricted(self._optimizer, buckets):
+        with _restricted_to(self._optimizer, buckets):
             self._optimizer.step()
 
-    def _send_home(self, bucket: Bucket) -> bool:
-        return bucket.move_to_host(self._optimizer.state, self._mover, self._travel.min_nbytes)
+    def _move_to_host(self, bucket: Bucket) -> bool:
+        return bucket.move_to_host(self._optimizer.state, self._engine, self._settings.min_nbytes)
 
-    def _bring_back(self, bucket: Bucket) -> None:
-        # All of it before any is put in place: the device may have no room for the last one.
-        there = [entry.host.to(self._mover.device, copy=True) for entry in bucket.tensors]
-        for entry, tensor in zip(bucket.tensors, there, strict=True):
-            self._optimizer.state[entry.parameter][entry.key] = tensor
-        bucket.free_host_memory(self._mover)
+    def _move_to_device(self, bucket: Bucket) -> None:
+        # Copy everything before anything is replaced: there may be no memory for the last tensor.
+        on_device = [tensor.host.to(self._engine.device, copy=True) for tensor in bucket.tensors]
+        for tensor, value in zip(bucket.tensors, on_device, strict=True):
+            self._optimizer.state[tensor.parameter][tensor.key] = value
+        bucket.free_host_memory(self._engine)
+
+
+@dataclass(slots=True, eq=False)
+class _StateSlot:
+    memory: Tensor
+    bucket: Bucket | None = None
+    """The bucket whose state is in the slot or being copied to it."""
+    copy_in: PendingCopy | None = None
+    copy_out: PendingCopy | None = None
+    """A copy to host memory that the compute stream has not waited for."""
+
+    def finish_copy_out(self) -> None:
+        """Make work queued from now on, including copies into the slot, follow the copy out."""
+        if self.copy_out is not None:
+            self.copy_out.wait(prefetched=True)
+            self.copy_out = None
 
 
 @contextmanager
-def _restricted(optimizer: Optimizer, buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Let an optimizer see the parameters of some buckets alone; its groups stay the same."""
-    whole = [group["params"] for group in optimizer.param_groups]
+def _restricted_to(optimizer: Optimizer, buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Hide all parameters except those of some buckets from the optimizer."""
+    all_parameters = [group["params"] for group in optimizer.param_groups]
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [p for b in buckets if b.group == index for p in b.parameters]
     try:
         yield
     finally:
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+        for group, parameters in zip(optimizer.param_groups, all_parameters, strict=True):
             group["params"] = parameters
 
 
@@ -315,153 +334,156 @@ def _numel(parameters: Sequence[Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-# ------------------------------------------------------------------------------------------
-# An optimizer's state in pieces small enough to travel, and where each piece is at home.
+# Buckets
 #
-# A bucket is some parameters of one group that are updated together. Its state, as far as it is
-# large
-# enough to be worth a copy, rests in host memory as one run of bytes; the tensors that the
-# optimizer
-# knows are views of it. So whoever reads, saves or compares the state finds what it would find of
-# an
-# optimizer on the device, and the same bytes fit any slot on the device that is large enough.
-
-
-ALIGNMENT = 256
-"""Of each tensor, in bytes: what device kernels expect of fresh memory."""
+# The state of a bucket in host memory is a run of bytes that fits any large enough slot. The
+# tensors in the optimizer's state are views of it, so code that reads, saves or compares the state
+# sees the same as for an optimizer on the device.
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One tensor of a parameter's state."""
+    """One state tensor of a parameter in host memory, such as a moment."""
 
     parameter: Parameter
     key: str
+    """Key in the parameter's state."""
     host: Tensor
-    """As it rests."""
+    """The tensor, as a view of the bucket's host memory."""
     offset: int
-    """In bytes from the start of the bucket."""
+    """Start in the bucket, in bytes."""
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor, in any memory that holds the bucket."""
-        piece = memory[self.offset : self.offset + self.host.nbytes]
-        return piece.view(self.host.dtype).as_strided(self.host.size(), self.host.stride())
+        """Return the tensor as a view of memory that holds the bucket."""
+        span = memory[self.offset : self.offset + self.host.nbytes]
+        return span.view(self.host.dtype).as_strided(self.host.size(), self.host.stride())
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Parameters of one group, and their state in host memory; empty where it has none there."""
+    """Parameters of one group that are stepped together, and their state in host memory."""
 
     group: int
+    """Index of the parameter group."""
     parameters: list[Parameter]
     tensors: list[StateTensor] = field(default_factory=list)
+    """State in host memory; empty if the state is on the device or does not exist yet."""
     host_pieces: list[Tensor] = field(default_factory=list)
-    """Host memory, in the order of the bucket's bytes."""
+    """Allocations of host memory, in the order of the bucket's bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Of what rests in host memory."""
+        """Size of the state in host memory."""
         return sum(len(piece) for piece in self.host_pieces)
 
     @property
     def numel(self) -> int:
-        """Numbers that are trained."""
-        return sum(parameter.numel() for parameter in self.parameters)
+        """Number of parameter elements."""
+        return _numel(self.parameters)
 
     def has_gradients(self) -> bool:
-        """Whether any of its parameters has a gradient."""
+        """Return True if any of the parameters has a gradient."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def spans(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each piece of host memory, beside its place in a slot."""
+        """Yield each piece of host memory with its place in a slot."""
         start = 0
         for piece in self.host_pieces:
             yield piece, memory[start : start + len(piece)]
             start += len(piece)
 
-    def move_to_host(self, state: State, mover: CopyEngine, least_nbytes: int) -> bool:
-        """Move what is not in host memory there; whether there was any.
+    def move_to_host(self, state: State, engine: CopyEngine, min_nbytes: int) -> bool:
+        """Move state that is not in host memory there. Return True if there was any.
 
-        An optimizer makes state when it sees a first gradient, and torch loads it: both come here.
+        New state appears when an optimizer sees the first gradient of a parameter, and when a state
+        dict is loaded.
         """
-        homeless = list(self._homeless(state, least_nbytes))
-        if not homeless:
+        new = list(self._state_outside_host(state, min_nbytes))
+        if not new:
             return False
-        first = self.nbytes
-        offsets, nbytes = _lay_out([tensor for _, _, tensor in homeless])
-        piece = mover.allocate_pinned(nbytes)
+        start = self.nbytes
+        offsets, nbytes = _layout([tensor for _, _, tensor in new])
+        piece = engine.allocate_pinned(nbytes)
         self.host_pieces.append(piece)
-        arrival = None
-        for (parameter, key, tensor), offset in zip(homeless, offsets, strict=True):
+        last_copy = None
+        for (parameter, key, tensor), offset in zip(new, offsets, strict=True):
             target = piece[offset : offset + tensor.nbytes]
-            if tensor.device == mover.device:
-                arrival = mover.copy(
-                    target, _bytes(tensor), poison=False, stream=CopyStream.STATE_OUT
+            if tensor.device == engine.device:
+                last_copy = engine.copy(
+                    target, _tensor_bytes(tensor), poison=False, stream=CopyStream.STATE_OUT
                 )
             else:
-                target.copy_(_bytes(tensor))
+                target.copy_(_tensor_bytes(tensor))
             host = target.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
-            self.tensors.append(StateTensor(parameter, key, host, first + offset))
+            self.tensors.append(StateTensor(parameter, key, host, start + offset))
             state[parameter][key] = host
-        if arrival is not None:
-            arrival.wait(prefetched=False)  # memory on the device is given up when this returns
+        if last_copy is not None:
+            last_copy.wait(prefetched=False)  # the device memory is freed when this returns
         return True
 
-    def free_host_memory(self, mover: CopyEngine) -> None:
-        """Let host memory go; nobody may have its tensors any more."""
+    def free_host_memory(self, engine: CopyEngine) -> None:
+        """Free the host memory. Its tensors must not be in use any more."""
         for piece in self.host_pieces:
-            mover.free_host(piece)
+            engine.free_host(piece)
         self.host_pieces.clear()
         self.tensors.clear()
 
-    def _homeless(self, state: State, least_nbytes: int) -> Iterator[tuple[Parameter, str, Tensor]]:
-        at_home = {id(entry.host) for entry in self.tensors}
+    def _state_outside_host(
+        self, state: State, min_nbytes: int
+    ) -> Iterator[tuple[Parameter, str, Tensor]]:
+        in_host = {id(tensor.host) for tensor in self.tensors}
         for parameter in self.parameters:
             for key, value in state.get(parameter, {}).items():
-                if id(value) not in at_home and is_worth_moving(value, least_nbytes):
+                if id(value) not in in_host and is_worth_moving(value, min_nbytes):
                     yield parameter, key, value
 
 
-def is_worth_moving(value: object, least_nbytes: int) -> bool:
-    """Whether something that an optimizer keeps is worth moving: counters and the like are not."""
-    return isinstance(value, Tensor) and value.nbytes >= least_nbytes and _is_dense(value)
+def is_worth_moving(value: object, min_nbytes: int) -> bool:
+    """Return True for a large dense tensor; False for step counters and the like."""
+    return isinstance(value, Tensor) and value.nbytes >= min_nbytes and _is_dense(value)
 
 
-def make_buckets(groups: Sequence[dict[str, Any]], numel: int) -> list[Bucket]:
-    """Parameters in their order, about so many numbers a bucket."""
+def make_buckets(groups: Sequence[dict[str, Any]], bucket_numel: int) -> list[Bucket]:
+    """Divide the parameters of each group into buckets of at most `bucket_numel` elements."""
     return [
-        Bucket(index, group["params"][run.start : run.stop])
+        Bucket(index, group["params"][indices.start : indices.stop])
         for index, group in enumerate(groups)
-        for run in split_by_numel([parameter.numel() for parameter in group["params"]], numel)
+        for indices in split_by_numel(
+            [parameter.numel() for parameter in group["params"]], bucket_numel
+        )
     ]
 
 
-def split_by_numel(counts: Sequence[int], numel: int) -> list[range]:
-    """Where a list is cut so that no part has more than so much, but for one that has it alone."""
-    found: list[range] = []
-    room = 0
-    for index, count in enumerate(counts):
-        if count > room or not found:
-            found.append(range(index, index))
-            room = numel
-        found[-1] = range(found[-1].start, index + 1)
-        room -= count
-    return found
+def split_by_numel(numels: Sequence[int], max_numel: int) -> list[range]:
+    """Split a list into consecutive ranges of at most `max_numel` in total.
+
+    A single entry that is larger gets a range of its own.
+    """
+    ranges: list[range] = []
+    remaining = 0
+    for index, numel in enumerate(numels):
+        if numel > remaining or not ranges:
+            ranges.append(range(index, index))
+            remaining = max_numel
+        ranges[-1] = range(ranges[-1].start, index + 1)
+        remaining -= numel
+    return ranges
 
 
-def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each begins, and where the last ends; every piece is a multiple of the alignment."""
+def _layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return the aligned byte offset of each tensor, and the total size."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        end += aligned(tensor.nbytes)
     return offsets, end
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its numbers fill one run of memory, in whatever order."""
+    """Return True if the elements fill one run of memory without gaps, in any dimension order."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _tensor_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor (not of its whole storage)."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

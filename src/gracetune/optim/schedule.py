@@ -1,4 +1,7 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to lose."""
+"""Compute the learning rate of each step, and handle optimizers between steps.
+
+The learning rate is a pure function of the step, so a resumed run has nothing to restore.
+"""
 
 from __future__ import annotations
 
@@ -20,71 +23,73 @@ if TYPE_CHECKING:
 
 
 SCHEDULE_DEPENDS_ON_LENGTH = {"constant": False, "linear": True, "cosine": True}
-"""Whether a run with more steps has other rates in the steps it shares with a shorter one."""
+"""True for a schedule whose learning rate at a given step depends on the total number of steps."""
 
 
 def lr_scale(section: OptimizerSection, step: int, total_steps: int) -> float:
-    """The share of `lr` that holds in step 0, 1, ... total_steps - 1."""
+    """Return the factor of the peak learning rate in a step, counted from 0."""
     warmup = section.warmup_steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    done = (step - warmup) / max(1, total_steps - warmup)
-    falling = {
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    decay = {
         "constant": 1.0,
-        "linear": 1.0 - done,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[section.schedule]
     floor = 1.0 if section.schedule == "constant" else section.final_lr_share
-    return floor + (1.0 - floor) * falling
+    return floor + (1.0 - floor) * decay
 
 
-# ------------------------------------------------------------------------------------------
-# What happens to an optimizer between its steps: the schedule's share, what rate it really used,
-# and the averaged weights of those that have two sets.
+def set_lr(optimizer: Optimizer, scale: float) -> None:
+    """Set the learning rate of every group to its peak times `scale`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * scale
+
+
+def effective_lr(optimizer: Optimizer) -> float | Tensor:
+    """Return the learning rate of the last step.
+
+    A tensor is returned without a copy to the host, so that reading it does not block the step.
+    """
+    if isinstance(optimizer, Automagic):
+        return optimizer.mean_lr()
+    group = optimizer.param_groups[0]
+    lr: float = group["lr"] * group.get("d", 1.0)  # `d` is Prodigy's step-size estimate
+    return lr
 
 
 @runtime_checkable
 class AveragingOptimizer(Protocol):
-    """An optimizer whose parameters are not what it has learnt until it is asked for that."""
+    """An optimizer with two sets of weights: one for training and an average for everything else.
+
+    schedule-free optimizers are of this kind.
+    """
 
     def train(self) -> None:
-        """Parameters become those that gradients are taken at."""
+        """Set the parameters to the weights at which gradients are computed."""
         ...
 
     def eval(self) -> None:
-        """Parameters become the average."""
+        """Set the parameters to the averaged weights."""
         ...
-
-
-def set_lr(optimizer: Optimizer, share: float) -> None:
-    """Give every group its share of its highest rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * share
-
-
-def effective_lr(optimizer: Optimizer) -> float | Tensor:
-    """The rate of the last step; a tensor stays on the device until someone logs it."""
-    if isinstance(optimizer, Automagic):
-        return optimizer.mean_lr()
-    group = optimizer.param_groups[0]
-    rate: float = group["lr"] * group.get("d", 1.0)  # Prodigy's estimate
-    return rate
 
 
 @contextmanager
 def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
-    """Let parameters be what is to be used, where that is not what is trained.
+    """Set the parameters to the averaged weights, if the optimizer has any, inside the context.
 
-    The trained ones come back bit for bit: looking at a run must not change it.
+    Afterwards the training weights are restored bit for bit, so that validating or saving does not
+    change the run. (`train()` alone would recompute them with rounding errors.)
     """
     if not isinstance(optimizer, AveragingOptimizer):
         yield
         return
     parameters = [p.data for group in optimizer.param_groups for p in group["params"]]
-    kept = [p.clone() for p in parameters]
+    training_weights = [p.clone() for p in parameters]
     optimizer.eval()
     try:
         yield
     finally:
         optimizer.train()
-        torch._foreach_copy_(parameters, kept)
+        torch._foreach_copy_(parameters, training_weights)
