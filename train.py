@@ -1,4 +1,4 @@
-"""Train as a run file says: `python train.py --config config/examples/minimal.json`."""
+"""Train a model from a run file: `python train.py --config config/examples/minimal.json`."""
 
 import sys
 

@@ -91,8 +91,7 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
     seconds = Seconds()
     sinks = [seconds, JsonlLog(folder / "events.jsonl"), TensorBoardSink(folder / "tb", 1)]
     with EventDispatcher(sinks) as fan:
-        built = build_session(run, start_accelerator(run), fan.emit, RunControl(folder), SignalHandler())
-        session = built
+        session = build_session(run, start_accelerator(run), fan.emit, RunControl(folder), SignalHandler())
         batches = [session.pipeline.load(session.pipeline.order.batch_at(i)) for i in range(steps)]
         pairs = [(batch.latents, batch.text) for batch in batches]
         bare_model = type(session.state.family.transformer)(
@@ -101,9 +100,9 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
         progress, results = TrainProgress(), []
         for turn in range(num_turns + 1):
             train = run.train.model_copy(update={"max_train_steps": (turn + 1) * steps})
-            trainee = replace(session.state, run=run.model_copy(update={"train": train}))
+            state = replace(session.state, run=run.model_copy(update={"train": train}))
             seconds.steps.clear()
-            progress = train_loop(replace(session, trainee=trainee), progress)
+            progress = train_loop(replace(session, state=state), progress)
             ours = statistics.mean(seconds.steps)
             results.append((ours, bare_loop(bare_model, pairs, steps)))
     return results[1:]  # the first turn warms both up

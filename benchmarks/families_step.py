@@ -48,7 +48,7 @@ from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
 from gracetune.offload.copies import open_copy_engine
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
-from gracetune.plan.controller import candidate_of
+from gracetune.plan.simulate import candidate_of
 from gracetune.plan.device_benchmark import measure_device
 from gracetune.plan.launch_probe import LaunchProbe, build_probe_model
 from gracetune.plan.machines import FITTED_CONSTANTS, machine_rates
@@ -401,7 +401,7 @@ def take_rounds(
                 "peak_gib": peak_gib,
                 "predicted_seconds": plan.seconds.step,
                 "predicted_peak_gib": plan.device.total / GIB,
-                "host": asdict(planner.speeds.host),
+                "host": asdict(planner.rates.host),
             }
         )
     return rounds

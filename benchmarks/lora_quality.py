@@ -67,7 +67,7 @@ from shapes_wan import (
 )
 
 from gracetune.config.schema import OptimizerSection
-from gracetune.train.timesteps import draw_levels
+from gracetune.train.timesteps import sample_timesteps
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def make_arms(size: Size, weights: Mapping[str, Tensor]) -> dict[Way, nn.Module]
     stars = draw_pictures("star", size.pixels, range(fewest), device)
     last = stars.at(slice(-SHOWN, None))
     generator = torch.Generator(device).manual_seed(1)
-    levels = draw_levels(TRAIN, len(last.latents), generator)
+    levels = sample_timesteps(TRAIN, len(last.latents), generator)
     noise = torch.randn(last.latents.shape, generator=generator, device=device)
     shown = ask(last, levels, noise)
     return {way: make_arm(size.shape, weights, way, size.rank, shown) for way in WAYS}

@@ -37,8 +37,8 @@ from gracetune.config.schema import OptimizerSection
 from gracetune.memory.platform import open_machine
 from gracetune.offload.copies import CopyStream, open_copy_engine
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.update import Travel, Update
-from gracetune.train.step import scale_and_clip
+from gracetune.optim.offloaded_state import StateOffloadSettings, OptimizerStepper
+from gracetune.train.step import scale_and_clip_gradients
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Bench:
         self,
         size: Size,
         mover: Callable[[], CopyEngine],
-        travel: Travel,
+        travel: StateOffloadSettings,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.mover = mover
@@ -136,7 +136,7 @@ class Bench:
             self.backward()
             if clip:
                 one = torch.ones((), device=self.device)
-                scale_and_clip(list(self.parameters.values()), one, max_norm=1.0)
+                scale_and_clip_gradients(list(self.parameters.values()), one, max_norm=1.0)
             update()
             self.forget()
         self.wait()
@@ -163,8 +163,8 @@ class Bench:
         """AdamW as a run has it, with so much of its state in host memory."""
         self.clear()
         optimizer = build_optimizer(self.parameters, SECTION)
-        update = Update(optimizer, self.mover(), self.nbytes_each, self.travel)
-        update.place(host_share)
+        update = OptimizerStepper(optimizer, self.mover(), self.nbytes_each, self.travel)
+        update.set_host_share(host_share)
         began = time.perf_counter()
         self.backward()
         update.step()
@@ -214,14 +214,14 @@ class Bench:
             for name, p in self.blocks[:COMPARED_BLOCKS].named_parameters()
         }
         optimizer = build_optimizer(named, SECTION)
-        update = Update(optimizer, self.mover(), STATE_NBYTES_EACH, self.travel)
-        update.place(host_share)
+        update = OptimizerStepper(optimizer, self.mover(), STATE_NBYTES_EACH, self.travel)
+        update.set_host_share(host_share)
         generator = torch.Generator(self.device).manual_seed(0)
         for _ in range(3):
             for p in named.values():
                 p.grad = torch.randn(p.shape, generator=generator, device=self.device)
             update.step()
-        update.rest()
+        update.synchronize()
         for p in named.values():
             for tensor in (p.detach(), *optimizer.state[p].values()):
                 yield tensor.view(torch.int32).sum(dtype=torch.int64).cpu()
@@ -231,8 +231,8 @@ class Bench:
 def link_rates(bench: Bench, nbytes: int) -> dict[str, float]:
     """GB/s in, out, and each way while both are busy."""
     mover = bench.mover()
-    inward = mover.device_memory(nbytes), mover.landing_memory(nbytes)
-    outward = mover.landing_memory(nbytes), mover.device_memory(nbytes)
+    inward = mover.allocate_device(nbytes), mover.allocate_pinned(nbytes)
+    outward = mover.allocate_pinned(nbytes), mover.allocate_device(nbytes)
 
     def timed(*ways: tuple[CopyStream, tuple[Tensor, Tensor]]) -> float:
         for repetitions in (1, COPIES):
@@ -240,13 +240,13 @@ def link_rates(bench: Bench, nbytes: int) -> dict[str, float]:
             began = time.perf_counter()
             for _ in range(repetitions):
                 for lane, (target, source) in ways:
-                    mover.copy(target, source, poison=False, lane=lane)
+                    mover.copy(target, source, poison=False, stream=lane)
             bench.wait()
         return COPIES * nbytes / (time.perf_counter() - began) / 1e9
 
     into, out = (CopyStream.STATE_IN, inward), (CopyStream.STATE_OUT, outward)
     found = {"in": timed(into), "out": timed(out), "each_of_both": timed(into, out)}
-    mover.release()
+    mover.close()
     return found
 
 
@@ -274,7 +274,7 @@ def main() -> int:
     how = (
         REHEARSED if arguments.rehearse else Size(),
         lambda: open_copy_engine(device, link),
-        Travel(bucket_numel=1 << 14) if arguments.rehearse else Travel(),
+        StateOffloadSettings(bucket_numel=1 << 14) if arguments.rehearse else StateOffloadSettings(),
     )
     bench = Bench(*how)
     figures: dict[str, Any] = {

@@ -35,9 +35,9 @@ import torch
 from wan14b import DEVICE, in_a_row, let_go, make_model, make_step
 
 from gracetune.memory.platform import open_machine
-from gracetune.offload.autosize import WINDOW, WORTH
+from gracetune.offload.autosize import RING_WINDOW_PASSES, MIN_STALL_SHARE
 from gracetune.offload.copies import open_copy_engine
-from gracetune.plan.apply import Layout, compute_faster, place
+from gracetune.plan.apply import PlanLayout, fuse_operations, apply_plan
 from gracetune.plan.result import BlockPlan
 from gracetune.units import GIB
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
     from gracetune.plan.apply import AppliedPlan
-    from gracetune.plan.result import Activations
+    from gracetune.plan.result import ActivationMode
 
 LAYERS = 20
 TURNS = {1: 3, 2: 2, 4: 2}
@@ -86,7 +86,7 @@ def main() -> int:
     arguments = parser.parse_args()
     platform = open_machine().platform
     if not torch.cuda.is_available() or torch.cuda.mem_get_info(DEVICE)[0] < NEEDED:
-        print(f"a GPU with 120 GiB free is needed; link: {platform.why['link']}")
+        print(f"a GPU with 120 GiB free is needed; link: {platform.reasons['link']}")
         return 2
     began = time.perf_counter()
     link_gb_s = measure_link(platform.link)
@@ -96,7 +96,7 @@ def main() -> int:
     for compiled in (False, True):
         for activations in ("keep", "recompute"):
             layouts = [
-                Layout([BlockPlan(weights, activations)] * LAYERS, compiled)
+                PlanLayout([BlockPlan(weights, activations)] * LAYERS, compiled)
                 for weights in ("resident", "streamed")
             ]
             sides = [
@@ -113,11 +113,11 @@ def main() -> int:
 def make_ready() -> nn.Module:
     """A model prepared as a run does it."""
     model = make_model(LAYERS)
-    compute_faster(model)
+    fuse_operations(model)
     return model
 
 
-def way(compiled: bool, activations: Activations) -> str:
+def way(compiled: bool, activations: ActivationMode) -> str:
     """As the result file calls it."""
     return f"{'compiled' if compiled else 'eager'}.{activations}"
 
@@ -125,20 +125,20 @@ def way(compiled: bool, activations: Activations) -> str:
 def measure_link(link: Link) -> float:
     """The rate of large copies from the memory that weights are streamed from."""
     mover = open_copy_engine(DEVICE, link)
-    host, slot = mover.host_memory(COPIED), mover.device_memory(COPIED)
+    host, slot = mover.allocate_host(COPIED), mover.allocate_device(COPIED)
     host.fill_(1)  # pages that nobody wrote to are all the same page
     seconds = [
-        timed(lambda: mover.copy(slot, host, poison=False).wait(ahead=True)) for _ in range(10)
+        timed(lambda: mover.copy(slot, host, poison=False).wait(prefetched=True)) for _ in range(10)
     ]
-    mover.release()
+    mover.close()
     return COPIED / median(seconds[2:]) / 1e9
 
 
-def stand(model: nn.Module, layout: Layout, link: Link) -> Side:
+def stand(model: nn.Module, layout: PlanLayout, link: Link) -> Side:
     """A model as it will run, and what it and its optimizer hold."""
     here = sum(tensor.nbytes for tensor in model.parameters() if tensor.device == DEVICE)
     others_nbytes = torch.cuda.memory_allocated(DEVICE) - here
-    placed = place(model, {model: list(model.blocks)}, layout, open_copy_engine(DEVICE, link), show)
+    placed = apply_plan(model, {model: list(model.blocks)}, layout, open_copy_engine(DEVICE, link), show)
     step = make_step(model, min(TURNS))
     step()
     gc.collect()
@@ -156,12 +156,12 @@ def measure(
         found = in_turns(figures, resident, streamed, turns)
         keep(figures, f"{name}.resident.{at}", as_figures(resident, streamed.nbytes))
         keep(figures, f"{name}.streamed.{at}", found)
-        if found["waited_s"] > WORTH * found["step_s"]:
+        if found["waited_s"] > MIN_STALL_SHARE * found["step_s"]:
             settle(streamed, spare_nbytes)
             grown = in_turns(figures, resident, streamed, turns)
             keep(figures, f"{name}.grown.{at}", grown)
-            streamed.placed.give_back()
-            streamed.placed.may_grow(0)
+            streamed.placed.shrink_ring()
+            streamed.placed.allow_ring_growth(0)
     for side in (resident, streamed):
         side.placed.close()
     let_go()
@@ -169,10 +169,10 @@ def measure(
 
 def settle(streamed: Side, spare_nbytes: int) -> None:
     """Let the ring grow until a window of passes has changed nothing."""
-    streamed.placed.may_grow(spare_nbytes)
+    streamed.placed.allow_ring_growth(spare_nbytes)
     slots = 0
     for _ in range(MOST_WINDOWS):
-        for _ in range(WINDOW):
+        for _ in range(RING_WINDOW_PASSES):
             streamed.step()
         torch.cuda.synchronize()
         if slots == (slots := streamed.placed.ring.counters().slots):
@@ -198,7 +198,7 @@ def in_turns(
         "slots": after.slots,
         "copied_gib": copied / GIB,
         "on_demand": (after.on_demand - before.on_demand) / steps,
-        "waited_s": (after.waited_s - before.waited_s) / steps,
+        "waited_s": (after.stalled_s - before.stalled_s) / steps,
         "link_s": link_s,
         "resident_s": resident_s,
         "ratio": streamed_s / max(resident_s, link_s),

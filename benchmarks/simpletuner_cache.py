@@ -68,7 +68,7 @@ def main() -> None:
 def plugged(environment: dict[str, str], folder: Path) -> SimpleTunerPlugin:
     """The plug-in of a rank, with caches in memory."""
     plugin = SimpleTunerPlugin(environment, open_machine, torch.Tensor.contiguous, folder / "meet")
-    plugin.take_config({"cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}})
+    plugin.split_config({"cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}})
     return plugin
 
 

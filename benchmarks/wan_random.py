@@ -17,8 +17,8 @@ from fakes.miniatures import write_miniature
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from gracetune.models.diffusers_family import locate, read_index
-from gracetune.models.wan22 import FOLDERS, with_transformers
+from gracetune.models.diffusers_family import find_model_folder, read_model_index
+from gracetune.models.wan22 import TRANSFORMER_FOLDERS, assemble
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +53,7 @@ def write_folder(folder: Path, *, small: bool) -> Path:
         AutoencoderKLWan().save_pretrained(folder / "vae")
         config = UMT5Config(vocab_size=128, d_model=4096, d_ff=1024, num_layers=1, num_heads=64)
         UMT5EncoderModel(config).save_pretrained(folder / "text_encoder")
-    for name in set(FOLDERS.values()):
+    for name in set(TRANSFORMER_FOLDERS.values()):
         for file in (folder / name).glob("*.safetensors"):
             file.unlink()
         (folder / name / "config.json").write_text(json.dumps(SMALL if small else {}))
@@ -62,12 +62,12 @@ def write_folder(folder: Path, *, small: bool) -> Path:
 
 def load(section: ModelSection) -> Wan22:
     """As `wan22`, but for the weights."""
-    folder = locate(section)
+    folder = find_model_folder(section)
     high, low = (
-        random_transformer(json.loads((folder / FOLDERS[name] / "config.json").read_text()), seed)
+        random_transformer(json.loads((folder / TRANSFORMER_FOLDERS[name] / "config.json").read_text()), seed)
         for seed, name in enumerate(("high", "low"))
     )
-    return with_transformers(section, folder, read_index(folder), high, low)
+    return assemble(section, folder, read_model_index(folder), high, low)
 
 
 def random_transformer(config: Mapping[str, object], seed: int) -> nn.Module:

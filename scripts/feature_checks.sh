@@ -67,7 +67,7 @@ attention() {
     local backend="$1"
     shift
     train --attention_mechanism "$backend" --output_dir "attention-$backend" "$@" | tee attention.log
-    grep -q "done at step $STEPS" attention.log
+    grep -q "done  *$STEPS steps" attention.log
     grep -q "\"attention_mechanism\": \"$backend\"" "attention-$backend/run.json"
 }
 

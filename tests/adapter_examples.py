@@ -1,14 +1,26 @@
 """Made adapters, and the keys that tools were seen to write, for several test files."""
 
+from dataclasses import replace
+
 import torch
 
-from gracetune.adapters.files.keys import LayerPath
+from gracetune.adapters.files.keys import ANY_NAME_FORMATS, KeyTable, LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer
 from gracetune.models.family import key_tables
 
 HIDDEN, FFN, RANK = 24, 48, 4
 TABLES = key_tables()
 WAN, FLUX = TABLES["wan"], TABLES["flux"]
+
+
+def table_of_modules(family, modules):
+    """Return a table for a family whose modules have the same names in every tool."""
+    rows = tuple((name, name) for name in modules)
+    return KeyTable(family, rows=rows, default_formats=ANY_NAME_FORMATS)
+
+
+def map_tensors(layer, change):
+    return replace(layer, tensors={role: change(t) for role, t in layer.tensors.items()})
 
 
 def shape_of(module, hidden=HIDDEN, ffn=FFN):

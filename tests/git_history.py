@@ -1,4 +1,4 @@
-"""Git histories made for tests: a repository, and an upstream that lives on beside a fork."""
+"""Build git repositories for tests, including a long upstream history next to a fork."""
 
 import os
 import random
@@ -18,7 +18,7 @@ IDENTITY = {
 
 
 class Repo:
-    """A repository in a folder of its own."""
+    """A new repository in a folder."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
@@ -40,7 +40,7 @@ class Repo:
         return done.stdout.decode()
 
     def commits(self, branch: str, steps, parent: str | None = None) -> None:
-        """Add commits: (message, {path: text, or None to delete}), by one process."""
+        """Add commits, given as (message, {path: content, or None to delete}), with one process."""
         stream = [f"feature done\nreset refs/heads/{branch}\n"]
         stream += [f"from {parent}\n\n"] if parent else []
         for message, files in steps:
@@ -62,7 +62,7 @@ class Repo:
         return self.run("show", f"{name}:{path}")
 
     def files(self) -> dict[str, bytes]:
-        """Every file on disk but git's own."""
+        """Return every file on disk except git's own."""
         return {
             str(path.relative_to(self.folder)): path.read_bytes()
             for path in sorted(self.folder.rglob("*"))
@@ -71,7 +71,7 @@ class Repo:
 
 
 class Files:
-    """Python files as functions with lines; every line of the base is one of its kind."""
+    """Python files as functions with lines; every line of the base is unique."""
 
     def __init__(self, num_files: int, num_functions: int, num_lines: int) -> None:
         self.files = {
@@ -96,11 +96,11 @@ class Files:
         return next(path for path, functions in self.files.items() if function in functions)
 
 
-class Story:
-    """An upstream of many commits against a fork: who changed which line of the base."""
+class History:
+    """A generated fork and upstream, and which lines of the base each of them changed."""
 
     def __init__(self, seed: int, num_commits: int) -> None:
-        self.draw = random.Random(seed)
+        self.rng = random.Random(seed)
         self.base = Files(24, 6, 14)
         self.upstream = self.base.copy()
         self.fork = self.base.copy()
@@ -110,15 +110,15 @@ class Story:
         self.moved: set[str] = set()
         self.reserved: set[str] = set()
         self.fork_files = self._edit_fork()
-        self.steps = self._live_on(num_commits)
+        self.steps = self._grow_upstream(num_commits)
 
     def _edit_fork(self) -> dict[str, str]:
-        """Seven files changed, five new: twelve."""
+        """Change seven files and add five."""
         files = {}
         for number in range(7):
             path = f"pkg/part{number:02d}.py"
             for name, body in self.fork.files[path].items():
-                for line in self.draw.sample(range(len(body)), 2):
+                for line in self.rng.sample(range(len(body)), 2):
                     self.changed_fork.add(body[line].strip())
                     body[line] = f"{body[line]}  # the fork's"
                 assert name in self.base.files[path]
@@ -127,7 +127,7 @@ class Story:
             files[f"pkg/extra/new{number}.py"] = f"ANSWER = {number}\n"
         return files
 
-    def _live_on(self, num_commits: int):
+    def _grow_upstream(self, num_commits: int):
         steps = []
         for number in range(num_commits):
             kind = {20: "rename", 60: "move", 61: "move", 90: "rename", 120: "dissolve"}.get(
@@ -137,14 +137,14 @@ class Story:
         return steps
 
     def _edit(self, number: int) -> dict[str, str | None]:
-        """One line of the base, changed once: of the fork's functions or of any other."""
+        """Change one line that is still as in the base, in any function."""
         while True:
-            path = self.draw.choice(sorted(self.upstream.files))
+            path = self.rng.choice(sorted(self.upstream.files))
             functions = self.upstream.files[path]
             if not functions:
                 continue
-            name = self.draw.choice(sorted(functions))
-            line = self.draw.randrange(len(functions[name]))
+            name = self.rng.choice(sorted(functions))
+            line = self.rng.randrange(len(functions[name]))
             text = functions[name][line]
             if "#" not in text:
                 break
@@ -160,7 +160,7 @@ class Story:
         return {old: None, new: self.upstream.text(new)}
 
     def _move(self, number: int) -> dict[str, str | None]:
-        """A function that the fork changed goes to a file that it did not."""
+        """Move a function that the fork changed to a file that it did not change."""
         name = "work_2_1" if number == 60 else "work_3_4"
         old, new = self.upstream.where(name), "pkg/part20.py"
         self.moved.add(name)
@@ -168,7 +168,7 @@ class Story:
         return {old: self.upstream.text(old), new: self.upstream.text(new)}
 
     def _dissolve(self, number: int) -> dict[str, str | None]:
-        """A file goes; its functions live on in two others."""
+        """Delete a file and move its functions to two others."""
         old = "pkg/part04.py"
         functions = self.upstream.files.pop(old)
         for place, (name, body) in enumerate(functions.items()):
@@ -184,8 +184,8 @@ class Story:
         functions["work_5_0"] = functions.pop("work_5_0")
         return {path: self.upstream.text(path)}
 
-    def lines_of_both(self) -> set[str]:
-        """Lines of the base that both sides changed."""
+    def lines_changed_by_both(self) -> set[str]:
+        """Return the lines of the base that both sides changed."""
         return self.changed_upstream & self.changed_fork
 
     def build(self, folder: Path) -> Repo:

@@ -1,1 +1,14 @@
-"""Keeping a fork alive: its delta as patches, put back onto a newer upstream, and undone."""
+"""Keep a fork's patches alive across upstream releases.
+
+The package extracts what a fork changed as numbered patches, predicts how they fit a newer
+upstream, applies them to a fresh branch, runs validation commands, and rolls everything back on
+request. It needs git and pydantic and imports nothing of gracetune; `gracetune port` is its command
+line.
+
+Reading order: extract.py, plan.py (merge.py, moves.py, three_way.py and history.py do its work),
+apply.py, validate.py, report.py.
+"""
+
+
+class ForkportError(Exception):
+    """Tell the user why a repository or a patch set does not allow the requested step."""

@@ -1,7 +1,10 @@
-"""Patches onto a fresh branch of upstream, a commit each; a conflict stops, and is gone on from.
+"""Apply patches to a fresh branch of upstream, one commit each, and roll back.
 
-Commits are made from objects alone. The working tree is touched twice: when a conflict is laid out,
-and at the end.
+A conflict stops the port; `continue_apply` takes it up again after the user has resolved it.
+Commits are made from git objects. The working tree is touched only to show a conflict and to check
+out the finished branch.
+
+A rollback moves or deletes no branch and loses no uncommitted byte.
 """
 
 from __future__ import annotations
@@ -9,22 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forkport import worktree
+from forkport import ForkportError, worktree
+from forkport.merge import merge_patch, open_merge_context, patch_changes
 from forkport.patches import read_manifest
-from forkport.plan import patch_changes, patch_verdict, merge_one, open_merge_context
+from forkport.plan import patch_verdict
 from forkport.state import (
     AppliedPatch,
-    PortState,
     PendingPatch,
+    PortState,
+    archive_state,
     copy_patches,
     find_state,
-    archive_state,
     patches_folder,
     read_state,
     write_state,
 )
 from forkport.three_way import find_markers
-from gracetune.errors import PortError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +45,7 @@ SAVED_PREFIX = "gh200-kept"
 
 @dataclass(frozen=True, slots=True)
 class ApplyOutcome:
-    """Where an apply ended."""
+    """The state after applying, and the conflicts that stopped it, if any."""
 
     state: PortState
     conflicts: tuple[FileResult, ...] = ()
@@ -56,11 +59,15 @@ def start_apply(
     stamp: str,
     confirm: Callable[[str], None],
 ) -> ApplyOutcome:
-    """Back up, branch off upstream, and apply until the end or a conflict."""
+    """Back up, branch off upstream, and apply patches until the end or a conflict.
+
+    `confirm` is called with a description before uncommitted changes are moved away; it raises to
+    refuse.
+    """
     state = find_state(git)
     if state is not None and not state.finished:
-        raise PortError(
-            f"a port onto {state.upstream} is under way in {git.folder}. Go on with "
+        raise ForkportError(
+            f"a port onto {state.upstream} is in progress in {git.folder}. Continue with "
             "`gracetune port apply --continue`, or undo it with `gracetune port rollback`."
         )
     worktree.check_no_operation_in_progress(git)
@@ -69,15 +76,15 @@ def start_apply(
     tip = git.resolve_commit(name)
     git.resolve_commit(manifest.base)
     if git.succeeds("rev-parse", "--verify", "--quiet", f"refs/heads/{port_branch}"):
-        raise PortError(
-            f"the branch {port_branch} is there already: name another with --branch, or delete it "
+        raise ForkportError(
+            f"the branch {port_branch} already exists. Name another with --branch, or delete it "
             f"with `git branch -D {port_branch}`."
         )
     dirty = worktree.files_to_save(git, ())
     if dirty:
         confirm(
             f"{len(dirty)} files have uncommitted changes ({', '.join(dirty[:3])}...). They are "
-            "kept in a branch, taken out of the working tree, and put back by a rollback."
+            "saved in a branch, removed from the working tree, and restored by a rollback."
         )
     copy_patches(git, folder)
     state = _back_up(git, name, tip, port_branch, stamp, dirty)
@@ -85,11 +92,11 @@ def start_apply(
 
 
 def continue_apply(git: Git) -> ApplyOutcome:
-    """Commit what was settled, and apply what is left."""
+    """Commit the user's conflict resolution and apply the remaining patches."""
     state = read_state(git)
     if state.finished:
-        raise PortError(
-            f"every patch is on {state.port_branch} already; `gracetune port validate` is next."
+        raise ForkportError(
+            f"every patch is already on {state.port_branch}; `gracetune port validate` is next."
         )
     manifest = read_manifest(patches_folder(git))
     if state.stopped is not None:
@@ -100,12 +107,12 @@ def continue_apply(git: Git) -> ApplyOutcome:
 
 
 def _check_untouched(git: Git, state: PortState) -> None:
-    """Where no patch waits for a person, what a person has changed is not the port's to take."""
+    """Refuse to continue over the user's changes if no patch is waiting for them."""
     worktree.check_branch_contained(git, state.port_branch, state.at)
     if dirty := worktree.uncommitted(git):
-        raise PortError(
-            f"{', '.join(dirty)}: uncommitted, and going on would write over it. Put it away with "
-            "`git stash`; or undo the port with `gracetune port rollback`, which keeps it."
+        raise ForkportError(
+            f"{', '.join(dirty)}: uncommitted, and continuing would overwrite it. Put it away with "
+            "`git stash`; or undo the port with `gracetune port rollback`, which saves it."
         )
 
 
@@ -113,36 +120,37 @@ def _back_up(
     git: Git, upstream: str, tip: str, port_branch: str, stamp: str, dirty: Sequence[str]
 ) -> PortState:
     head = git.resolve_commit("HEAD")
-    backup, kept = f"{BACKUP_PREFIX}-{stamp}", f"{SAVED_PREFIX}-{stamp}" if dirty else None
+    backup, saved = f"{BACKUP_PREFIX}-{stamp}", f"{SAVED_PREFIX}-{stamp}" if dirty else None
     git.run("update-ref", f"refs/heads/{backup}", head, "")
-    if kept is not None:
-        worktree.save_to_branch(git, kept, dirty, "Uncommitted work, kept before a port")
+    if saved is not None:
+        worktree.save_to_branch(git, saved, dirty, "Uncommitted work, saved before a port")
     state = PortState(
         branch=current_branch(git),
         head=head,
         backup=backup,
-        kept=kept,
+        kept=saved,
         port_branch=port_branch,
         upstream=upstream,
         tip=tip,
         at=tip,
     )
-    write_state(git, state)  # from here on a rollback knows the way
-    if kept is not None:
+    # From here on a rollback is possible. Only now may files be removed.
+    write_state(git, state)
+    if saved is not None:
         worktree.discard_changes(git, dirty)
     return state
 
 
 def current_branch(git: Git) -> str | None:
-    """The branch that HEAD is on."""
+    """Return the branch that HEAD is on, or None for a detached HEAD."""
     return git.text("branch", "--show-current") or None
 
 
 def _apply_remaining(git: Git, manifest: Manifest, state: PortState) -> ApplyOutcome:
-    ground = open_merge_context(git, manifest, state.tip)
+    context = open_merge_context(git, manifest, state.tip)
     for patch in manifest.patches[len(state.done) :]:
         changes = patch_changes(git, manifest, patches_folder(git), patch)
-        files = merge_one(ground, git.list_tree(state.at), patch, changes)
+        files = merge_patch(context, git.list_tree(state.at), patch, changes)
         notes = tuple(f"{file.path}: {note}" for file in files for note in file.notes)
         if any(file.is_conflict for file in files):
             return _stop_at_conflict(git, state, patch, files, notes)
@@ -150,8 +158,10 @@ def _apply_remaining(git: Git, manifest: Manifest, state: PortState) -> ApplyOut
         if files:
             tree = git.write_tree_with(state.at, {file.path: file.entry for file in files})
             commit = git.commit_tree(tree, [state.at], commit_message(patch, state, notes))
-        done = AppliedPatch(patch=patch.name, verdict=patch_verdict(files), commit=commit, notes=notes)
-        state = _updated(git, state, at=commit or state.at, done=(*state.done, done))
+        applied = AppliedPatch(
+            patch=patch.name, verdict=patch_verdict(files), commit=commit, notes=notes
+        )
+        state = _updated(git, state, at=commit or state.at, done=(*state.done, applied))
     worktree.switch_branch(git, state.port_branch, state.at)
     return ApplyOutcome(_updated(git, state, finished=True))
 
@@ -159,85 +169,94 @@ def _apply_remaining(git: Git, manifest: Manifest, state: PortState) -> ApplyOut
 def _stop_at_conflict(
     git: Git, state: PortState, patch: Patch, files: Sequence[FileResult], notes: tuple[str, ...]
 ) -> ApplyOutcome:
-    """Lay the conflicts out, and only then say that they wait: they would count as settled."""
+    """Write the conflicts to the working tree, then record that the patch is pending.
+
+    In the other order, a crash in between would make untouched files look like a resolution.
+    """
     worktree.check_no_untracked_conflict(git, state.at, files)
     worktree.switch_branch(git, state.port_branch, state.at)
     worktree.write_conflicts(git, files)
     conflicts = tuple(file for file in files if file.is_conflict)
-    stopped = PendingPatch(
+    pending = PendingPatch(
         patch=patch.name,
         marked=tuple(file.path for file in conflicts if file.conflicts),
         unmarked=tuple(file.path for file in conflicts if not file.conflicts),
         notes=notes,
     )
-    return ApplyOutcome(_updated(git, state, stopped=stopped), conflicts)
+    return ApplyOutcome(_updated(git, state, stopped=pending), conflicts)
 
 
-def _commit_resolution(git: Git, manifest: Manifest, state: PortState, stopped: PendingPatch) -> PortState:
-    """Take a person's answer: the files as they are now, or a commit of theirs."""
+def _commit_resolution(
+    git: Git, manifest: Manifest, state: PortState, pending: PendingPatch
+) -> PortState:
+    """Take the user's resolution: the files as they are now, or the commits the user made."""
     if current_branch(git) != state.port_branch:
-        raise PortError(
-            f"HEAD is not on {state.port_branch}, where patch {stopped.patch} waits; "
+        raise ForkportError(
+            f"HEAD is not on {state.port_branch}, where patch {pending.patch} waits. Run "
             f"`git checkout {state.port_branch}` first."
         )
-    patch = next(each for each in manifest.patches if each.name == stopped.patch)
+    patch = next(each for each in manifest.patches if each.name == pending.patch)
     head = git.resolve_commit("HEAD")
     if head != state.at:
         if worktree.uncommitted(git) or not git.succeeds(
             "merge-base", "--is-ancestor", state.at, head
         ):
-            raise PortError(
+            raise ForkportError(
                 f"{state.port_branch} is at {head[:10]}, not at {state.at[:10]}, and has "
-                "uncommitted changes or other ancestors; commit them, or roll back."
+                "uncommitted changes or other ancestors. Commit the changes, or roll back."
             )
         commit: str | None = head
     else:
-        _check_resolved(git, manifest, state, stopped)
+        _check_resolved(git, manifest, state, patch, pending)
         git.run("add", "--update", ":/")
         tree = git.text("write-tree")
         commit = None
         if tree != git.text("rev-parse", "HEAD^{tree}"):
-            text = commit_message(patch, state, stopped.notes, (*stopped.marked, *stopped.unmarked))
-            commit = git.commit_tree(tree, [head], text)
+            by_hand = (*pending.marked, *pending.unmarked)
+            commit = git.commit_tree(
+                tree, [head], commit_message(patch, state, pending.notes, by_hand)
+            )
             git.run("update-ref", f"refs/heads/{state.port_branch}", commit, head)
-    done = AppliedPatch(
+    applied = AppliedPatch(
         patch=patch.name,
         verdict="conflicts",
         commit=commit,
-        by_hand=(*stopped.marked, *stopped.unmarked),
-        notes=stopped.notes,
+        by_hand=(*pending.marked, *pending.unmarked),
+        notes=pending.notes,
     )
-    return _updated(git, state, at=commit or state.at, stopped=None, done=(*state.done, done))
+    return _updated(git, state, at=commit or state.at, stopped=None, done=(*state.done, applied))
 
 
-def _check_resolved(git: Git, manifest: Manifest, state: PortState, stopped: PendingPatch) -> None:
-    ground = open_merge_context(git, manifest, state.tip)
-    patch = next(each for each in manifest.patches if each.name == stopped.patch)
-    labels = ground.labels(patch)
-    left = []
-    for path in stopped.marked:
+def _check_resolved(
+    git: Git, manifest: Manifest, state: PortState, patch: Patch, pending: PendingPatch
+) -> None:
+    labels = open_merge_context(git, manifest, state.tip).labels(patch)
+    unresolved = []
+    for path in pending.marked:
         file = git.folder / path
         if file.is_file():
-            found = find_markers(file.read_bytes(), labels)
-            left += [f"{path}:{line} is a conflict marker" for line in found]
-    waiting = worktree.unmerged(git)
-    left += [
+            lines = find_markers(file.read_bytes(), labels)
+            unresolved += [f"{path}:{line} is a conflict marker" for line in lines]
+    unmerged = worktree.unmerged(git)
+    unresolved += [
         f"{path}: choose with `git add {path}` or `git rm {path}`"
-        for path in stopped.unmarked
-        if path in waiting
+        for path in pending.unmarked
+        if path in unmerged
     ]
-    if left:
-        raise PortError("not settled yet:\n  " + "\n  ".join(left))
-    present = [path for path in stopped.marked if path in waiting]
+    if unresolved:
+        raise ForkportError("not resolved yet:\n  " + "\n  ".join(unresolved))
+    present = [path for path in pending.marked if path in unmerged]
     if present:
         git.run("add", "--all", "--", *(f":(literal,top){path}" for path in present))
 
 
-def commit_message(patch: Patch, state: PortState, notes: Sequence[str], by_hand: Sequence[str] = ()) -> str:
-    """What a patch's commit says."""
+def commit_message(
+    patch: Patch, state: PortState, notes: Sequence[str], by_hand: Sequence[str] = ()
+) -> str:
+    """Return the message of the commit that applies a patch."""
     lines = [f"Reapply {patch.name}: {patch.title}", ""]
     lines += [f"Onto {state.upstream} at {state.tip[:10]}, from {state.head[:10]}."]
-    lines += [f"Settled by hand: {', '.join(by_hand)}."] if by_hand else []
+    lines += [f"Resolved by hand: {', '.join(by_hand)}."] if by_hand else []
     lines += [f"- {note}" for note in notes]
     return "\n".join(lines) + "\n"
 
@@ -248,49 +267,50 @@ def _updated(git: Git, state: PortState, **changes: object) -> PortState:
     return new
 
 
-# ------------------------------------------------------------------------------------------
-# Back to where the fork was. No branch is moved or deleted, and no uncommitted byte is lost.
+# Rollback
 
 
 @dataclass(frozen=True, slots=True)
 class RollbackResult:
-    """What a rollback did."""
+    """The outcome of a rollback."""
 
     branch: str
-    """Where HEAD is now."""
+    """The branch that HEAD is on now."""
     commit: str
     saved_branch: str | None
-    """The branch with what was uncommitted until now."""
+    """The branch with the changes that were uncommitted before the rollback, if any."""
     saved_paths: tuple[str, ...]
     restored: tuple[str, ...]
-    """Files that had been uncommitted before the port, as they were then."""
+    """Files that were uncommitted before the port, and are again as they were."""
     port_branch: str
 
 
 def roll_back(git: Git, stamp: str, confirm: Callable[[str], None]) -> RollbackResult:
-    """Keep what is uncommitted, return to the fork, put back what it had uncommitted then."""
+    """Save uncommitted changes, return to the fork, and restore what was uncommitted before."""
     state = read_state(git)
-    target = _rollback_target(git, state.branch, state.head, state.backup)
+    target = _rollback_target(git, state)
     trees = [state.head] if state.kept is None else [state.head, state.kept]
     paths = worktree.files_to_save(git, trees)
     confirm(
         f"Return to {target} ({state.head[:10]}), as it was before the port."
-        + (f" {len(paths)} uncommitted files are kept in a branch first." if paths else "")
+        + (f" {len(paths)} uncommitted files are saved in a branch first." if paths else "")
     )
-    kept = None
+    saved = None
     if paths:
-        kept = f"{SAVED_PREFIX}-{stamp}-rollback"
-        worktree.save_to_branch(git, kept, paths, "Uncommitted work, kept before a rollback")
+        saved = f"{SAVED_PREFIX}-{stamp}-rollback"
+        worktree.save_to_branch(git, saved, paths, "Uncommitted work, saved before a rollback")
         worktree.discard_changes(git, paths)
     git.run("checkout", "--quiet", "--no-overwrite-ignore", target, "--")
     restored = worktree.restore_from_branch(git, state.kept) if state.kept is not None else []
     archive_state(git, stamp)
-    return RollbackResult(target, state.head, kept, tuple(paths), tuple(restored), state.port_branch)
+    return RollbackResult(
+        target, state.head, saved, tuple(paths), tuple(restored), state.port_branch
+    )
 
 
-def _rollback_target(git: Git, branch: str | None, head: str, backup: str) -> str:
-    """The branch the user was on, unless it has moved since: then the backup."""
-    ref = f"refs/heads/{branch}"
-    if branch is None or not git.succeeds("rev-parse", "--verify", "--quiet", ref):
-        return backup
-    return branch if git.resolve_commit(ref) == head else backup
+def _rollback_target(git: Git, state: PortState) -> str:
+    """Return the branch the user was on, or the backup branch if that one has moved since."""
+    ref = f"refs/heads/{state.branch}"
+    if state.branch is None or not git.succeeds("rev-parse", "--verify", "--quiet", ref):
+        return state.backup
+    return state.branch if git.resolve_commit(ref) == state.head else state.backup

@@ -1,4 +1,4 @@
-"""A branch's delta against upstream as a numbered patch set, each patch with its risk."""
+"""Extract a branch's changes relative to upstream as numbered patches, each with a risk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from forkport import ForkportError
 from forkport.patches import (
     MANIFEST,
     Manifest,
@@ -17,11 +18,10 @@ from forkport.patches import (
     PatchFile,
     ValidationCommands,
     read_manifest,
+    replace_folder,
     write_manifest,
 )
 from forkport.source_index import change_paths
-from gracetune.atomic_files import atomic_folder
-from gracetune.errors import PortError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from forkport.git import FileChange, Git
     from forkport.patches import Risk
 
-HIGH_COMMITS, HIGH_LINES = 10, 200
-"""From here on upstream works on a file all the time, or has rewritten it."""
+HIGH_RISK_COMMITS, HIGH_RISK_LINES = 10, 200
+"""A file with this many upstream commits or changed lines makes its patch high-risk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """What upstream did to the files of the base, by the path they had there."""
+    """Upstream's commits and changed lines for each file, by the file's path in the base."""
 
     commits: Counter[str]
     lines: Counter[str]
@@ -50,22 +50,24 @@ def extract(
     groups: Sequence[tuple[str, str]] = (),
     validation: ValidationCommands | None = None,
 ) -> Manifest:
-    """Write the patch set; what a manifest already there says of validation is kept."""
-    kept = _validation_of(folder)
+    """Write the patch set to `folder`, replacing an older one but keeping its validation commands.
+
+    `groups` are (name, pattern) pairs; each name becomes one patch of the files that match.
+    """
+    existing_validation = _read_validation(folder)
     head, tip = git.resolve_commit(branch), git.resolve_commit(upstream)
     base = git.merge_base(tip, head)
     changes = [c for c in git.diff_trees(base, head) if not _is_in_folder(git, folder, c)]
     if not changes:
-        raise PortError(
-            f"{branch} has nothing that {upstream} does not have; name the fork's branch and the "
-            "upstream that it grew from."
+        raise ForkportError(
+            f"{branch} has no changes that {upstream} does not have. Name the fork's branch, and "
+            "the upstream branch that it started from."
         )
     churn = count_churn(git, base, tip)
     sizes = _count_lines(git, base, head)
-    grouped = group_changes(changes, groups)
-    with atomic_folder(folder) as staging:
+    with replace_folder(folder) as staging:
         patches = []
-        for number, (title, members) in enumerate(grouped.items(), start=1):
+        for number, (title, members) in enumerate(group_changes(changes, groups).items(), start=1):
             name = f"{number:02d}-{_slug(title)}"
             content = patch_text(git, base, head, members)
             (staging / f"{name}.patch").write_bytes(content)
@@ -81,25 +83,25 @@ def extract(
             upstream=upstream,
             base=base,
             patches=tuple(patches),
-            validation=validation or kept,
+            validation=validation or existing_validation,
         )
         write_manifest(staging, manifest)
     return manifest
 
 
-def _validation_of(folder: Path) -> ValidationCommands:
-    """A folder is replaced only if it is a patch set; its commands were written by hand."""
+def _read_validation(folder: Path) -> ValidationCommands:
+    """Return the commands of an existing patch set. Refuse a folder that is something else."""
     if not folder.exists() or not any(folder.iterdir()):
         return ValidationCommands()
     if not (folder / MANIFEST).exists():
-        raise PortError(
-            f"{folder} is there and is no patch set; name another folder with --patches."
+        raise ForkportError(
+            f"{folder} exists and is not a patch set. Name another folder with --patches."
         )
     return read_manifest(folder).validation
 
 
 def _is_in_folder(git: Git, folder: Path, change: FileChange) -> bool:
-    """The patch set itself is no part of the delta, even where it was committed."""
+    """Return True for files of the patch set itself, which may be committed in the fork."""
     root, inside = git.folder.resolve(), folder.resolve()
     if not inside.is_relative_to(root):
         return False
@@ -110,7 +112,10 @@ def _is_in_folder(git: Git, folder: Path, change: FileChange) -> bool:
 def group_changes(
     changes: Sequence[FileChange], groups: Sequence[tuple[str, str]]
 ) -> dict[str, list[FileChange]]:
-    """By the user's patterns first; else one patch a folder, those that change upstream first."""
+    """Group changes by the user's patterns, and the rest by folder. Keys are patch titles.
+
+    Folders with changes of upstream's files come before folders with new files only.
+    """
     named: dict[str, list[FileChange]] = {name: [] for name, _ in groups}
     folders: dict[str, list[FileChange]] = defaultdict(list)
     for change in changes:
@@ -123,7 +128,7 @@ def group_changes(
             folders[str(PurePosixPath(path).parent)].append(change)
     empty = [name for name, members in named.items() if not members]
     if empty:
-        raise PortError(
+        raise ForkportError(
             f"--group {empty[0]} matches no changed file. The fork changes: "
             f"{', '.join(change_paths(change)[-1] for change in changes)}."
         )
@@ -133,14 +138,14 @@ def group_changes(
 
 
 def _title(folder: str, members: Sequence[FileChange]) -> str:
-    """A lone file's name, or its folder's."""
+    """Return the path of a single file, or the folder of several."""
     if len(members) == 1:
         return change_paths(members[0])[-1]
     return "root" if folder == "." else folder
 
 
 def count_churn(git: Git, base: str, tip: str) -> Churn:
-    """Commits and lines for each file that upstream changed since, followed through renames."""
+    """Count upstream's commits and lines for each file since the base, following renames."""
     raw = git.run(
         *("log", "--no-merges", "--reverse", "--topo-order", "--no-show-signature"),
         *("--no-ext-diff", "-M", "--numstat", "-z"),
@@ -148,25 +153,25 @@ def count_churn(git: Git, base: str, tip: str) -> Churn:
     ).decode(errors="surrogateescape")
     commits: Counter[str] = Counter()
     lines: Counter[str] = Counter()
-    origin: dict[str, str] = {}
+    base_paths: dict[str, str] = {}
     for block in raw.split("\x01")[1:]:
         fields = iter(block.split("\0")[1:])
         for field in fields:
             match = re.match(r"\n?(\d+|-)\t(\d+|-)\t(.*)", field, re.DOTALL)
             if match is None:
                 continue
-            added, taken, path = match.groups()
+            insertions, deletions, path = match.groups()
             if not path:  # a rename: the old and the new path follow
                 old, path = next(fields), next(fields)
-                origin[path] = origin.get(old, old)
-            first = origin.get(path, path)
-            commits[first] += 1
-            lines[first] += sum(int(number) for number in (added, taken) if number != "-")
+                base_paths[path] = base_paths.get(old, old)
+            base_path = base_paths.get(path, path)
+            commits[base_path] += 1
+            lines[base_path] += sum(int(n) for n in (insertions, deletions) if n != "-")
     return Churn(commits, lines)
 
 
 def assess_risk(files: Sequence[PatchFile]) -> tuple[Risk, str]:
-    """Risk from what upstream did to the same files; the worst of them counts."""
+    """Return the risk of a patch and its reason, from upstream's churn of the worst file."""
     worst = max(files, key=lambda file: (_is_high_churn(file), file.churn_lines, file.churn))
     if not worst.churn:
         is_new = all(file.status == "A" for file in files)
@@ -176,11 +181,11 @@ def assess_risk(files: Sequence[PatchFile]) -> tuple[Risk, str]:
 
 
 def _is_high_churn(file: PatchFile) -> bool:
-    return file.churn >= HIGH_COMMITS or file.churn_lines >= HIGH_LINES
+    return file.churn >= HIGH_RISK_COMMITS or file.churn_lines >= HIGH_RISK_LINES
 
 
 def patch_text(git: Git, base: str, head: str, members: Sequence[FileChange]) -> bytes:
-    """The patch of some files, binary ones too."""
+    """Return the patch of some files, including binary ones."""
     paths = [f":(literal,top){path}" for member in members for path in change_paths(member)]
     return git.run(
         *("diff-tree", "-r", "-p", "-M", "-l0", "--binary", "--full-index", "--no-color"),
@@ -190,15 +195,15 @@ def patch_text(git: Git, base: str, head: str, members: Sequence[FileChange]) ->
 
 
 def _count_lines(git: Git, base: str, head: str) -> dict[str, tuple[int, int]]:
-    """Insertions and deletions by the new path; a binary file has none."""
+    """Return (insertions, deletions) by new path. Binary files count as (0, 0)."""
     raw = git.run("diff-tree", "-r", "-M", "-l0", "--numstat", "-z", base, head)
     fields = iter(raw.decode(errors="surrogateescape").split("\0")[:-1])
     sizes = {}
     for field in fields:
-        added, taken, path = field.split("\t", 2)
-        if not path:
+        insertions, deletions, path = field.split("\t", 2)
+        if not path:  # a rename: the old and the new path follow
             _, path = next(fields), next(fields)
-        sizes[path] = (0, 0) if added == "-" else (int(added), int(taken))
+        sizes[path] = (0, 0) if insertions == "-" else (int(insertions), int(deletions))
     return sizes
 
 

@@ -1,8 +1,9 @@
-"""Which upstream commits touched what a patch touches: functions in Python, else ranges of lines.
+"""Find the upstream commits that touched the same code as a patch.
 
-The history is walked along first parents, oldest first, so that one line of versions leads from the
-base to the tip: files are followed through renames, functions into the files they move to, ranges
-as lines above them come and go.
+A patch touches functions of Python files, and line ranges everywhere else. The history is walked
+along first parents, oldest commit first, so that there is one sequence of versions from the base to
+the tip. On the way, files are followed through renames, functions into the files they move to, and
+line ranges as lines above them come and go.
 """
 
 from __future__ import annotations
@@ -14,37 +15,38 @@ from forkport.git import FileChange, Hunk, parse_raw_diff
 from forkport.moves import MIN_SIMILARITY
 from forkport.source_index import (
     change_paths,
+    definition_lines,
+    definitions_named,
     flatten,
     innermost_definition,
     is_touched,
     similarity,
-    definition_lines,
-    definitions_named,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from forkport.git import Git
-    from forkport.source_index import SourceReader, Definition
+    from forkport.source_index import Definition, SourceReader
 
 
 @dataclass(slots=True)
 class TouchedRegion:
-    """Something that a patch touches, followed from commit to commit."""
+    """A function or line range that a patch touches, at its current place in the history."""
 
     patch: str
     label: str
+    """Its place in the base, for the user."""
     path: str
     name: str
-    """A function or class; empty: lines outside of any, or of a file that is not Python."""
+    """The function or class; empty for lines outside of one, which `start` and `end` give."""
     start: int = 0
     end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TouchingCommit:
-    """An upstream commit, and what of a patch's it touched."""
+    """An upstream commit, and the labels of the regions it touched."""
 
     commit: str
     subject: str
@@ -58,75 +60,78 @@ class _UpstreamCommit:
     changes: tuple[FileChange, ...]
 
 
-def touched_regions(library: SourceReader, patch: str, changes: Sequence[FileChange]) -> list[TouchedRegion]:
-    """What a patch touches of the base: each function once, and ranges of other lines."""
-    spots: dict[tuple[str, str, int], TouchedRegion] = {}
+def touched_regions(
+    reader: SourceReader, patch: str, changes: Sequence[FileChange]
+) -> list[TouchedRegion]:
+    """List what a patch touches in the base: each function once, and ranges of other lines."""
+    regions: dict[tuple[str, str, int], TouchedRegion] = {}
     for change in changes:
         if change.old is None or change.old_path is None:
             continue
         path = change.old_path
-        units = library.definitions(path, change.old)
-        for start, end in _touched_ranges(library, change):
-            for unit, first, last in _split(units, start, end):
-                name = "" if unit is None else unit.name
-                label = f"{path}: {name or _range(first, last)}"
+        definitions = reader.definitions(path, change.old)
+        for start, end in _touched_ranges(reader, change):
+            for definition, first, last in _split_by_definition(definitions, start, end):
+                name = "" if definition is None else definition.name
+                label = f"{path}: {name or _range_label(first, last)}"
                 key = (path, name, 0 if name else first)
-                spots.setdefault(key, TouchedRegion(patch, label, path, name, first, last))
-    return [*spots.values()]
+                regions.setdefault(key, TouchedRegion(patch, label, path, name, first, last))
+    return [*regions.values()]
 
 
-def _touched_ranges(library: SourceReader, change: FileChange) -> list[tuple[int, int]]:
+def _touched_ranges(reader: SourceReader, change: FileChange) -> list[tuple[int, int]]:
     assert change.old is not None
-    if change.new is not None and library.is_text(change.old) and library.is_text(change.new):
-        hunks = library.git.diff_blobs(change.old.blob, change.new.blob)
-        return [(hunk.old_start, hunk.old_end) for hunk in hunks]
-    return [(0, max(1, library.read(change.old).count(b"\n")))] if change.new is None else []
+    if change.new is None:
+        return [(0, max(1, reader.read(change.old).count(b"\n")))]
+    return [(hunk.old_start, hunk.old_end) for hunk in _text_hunks(reader, change)]
 
 
-def _split(units: Sequence[Definition], start: int, end: int) -> Iterator[tuple[Definition | None, int, int]]:
-    """A range cut where it passes from one unit into another."""
+def _split_by_definition(
+    definitions: Sequence[Definition], start: int, end: int
+) -> Iterator[tuple[Definition | None, int, int]]:
+    """Cut a range of lines where one definition ends and another one begins."""
     if start == end:
-        unit = innermost_definition(units, start)
-        inside = unit if unit is not None and unit.start < start else None
-        yield inside, start, end
+        definition = innermost_definition(definitions, start)
+        is_inside = definition is not None and definition.start < start
+        yield definition if is_inside else None, start, end
         return
     first = start
     for line in range(start, end):
-        unit = innermost_definition(units, line)
-        if line + 1 == end or innermost_definition(units, line + 1) != unit:
-            yield unit, first, line + 1
+        definition = innermost_definition(definitions, line)
+        if line + 1 == end or innermost_definition(definitions, line + 1) != definition:
+            yield definition, first, line + 1
             first = line + 1
 
 
-def _range(start: int, end: int) -> str:
+def _range_label(start: int, end: int) -> str:
     if end <= start + 1:
         return f"line {start + 1}"
     return f"lines {start + 1}-{end}"
 
 
 def commits_touching(
-    library: SourceReader, base: str, tip: str, spots: Sequence[TouchedRegion]
+    reader: SourceReader, base: str, tip: str, regions: Sequence[TouchedRegion]
 ) -> dict[str, list[TouchingCommit]]:
-    """For each patch the upstream commits that touched its spots, oldest first."""
-    touched: dict[str, list[TouchingCommit]] = {spot.patch: [] for spot in spots}
-    live = list(spots)
-    for step in _upstream_commits(library.git, base, tip):
-        by_path = {change.old_path: change for change in step.changes if change.old_path}
-        hit: dict[str, list[str]] = {}
-        for spot in [spot for spot in live if spot.path in by_path]:
-            change = by_path[spot.path]
-            hunks = _hunks(library, change)
-            if spot.name:
-                was_touched, lives_on = _follow_name(library, spot, change, hunks, step.changes)
+    """Return, for each patch, the upstream commits that touched its regions, oldest first."""
+    commits: dict[str, list[TouchingCommit]] = {region.patch: [] for region in regions}
+    followed = list(regions)
+    for commit in _upstream_commits(reader.git, base, tip):
+        by_path = {change.old_path: change for change in commit.changes if change.old_path}
+        labels_by_patch: dict[str, list[str]] = {}
+        for region in [region for region in followed if region.path in by_path]:
+            change = by_path[region.path]
+            hunks = _text_hunks(reader, change)
+            if region.name:
+                is_hit, still_exists = _follow_name(reader, region, change, hunks, commit.changes)
             else:
-                was_touched, lives_on = _follow_range(spot, change, hunks)
-            if was_touched:
-                hit.setdefault(spot.patch, []).append(spot.label)
-            if not lives_on:
-                live.remove(spot)
-        for patch, labels in hit.items():
-            touched[patch].append(TouchingCommit(step.commit, step.subject, tuple(labels)))
-    return touched
+                is_hit, still_exists = _follow_range(region, change, hunks)
+            if is_hit:
+                labels_by_patch.setdefault(region.patch, []).append(region.label)
+            if not still_exists:
+                followed.remove(region)
+        for patch, labels in labels_by_patch.items():
+            commits[patch].append(TouchingCommit(commit.commit, commit.subject, tuple(labels)))
+    return commits
 
 
 def _upstream_commits(git: Git, base: str, tip: str) -> Iterator[_UpstreamCommit]:
@@ -141,88 +146,93 @@ def _upstream_commits(git: Git, base: str, tip: str) -> Iterator[_UpstreamCommit
         yield _UpstreamCommit(commit, subject, tuple(parse_raw_diff(records)))
 
 
-def _hunks(library: SourceReader, change: FileChange) -> list[Hunk]:
+def _text_hunks(reader: SourceReader, change: FileChange) -> list[Hunk]:
     if change.old is None or change.new is None:
         return []
-    if not (library.is_text(change.old) and library.is_text(change.new)):
+    if not (reader.is_text(change.old) and reader.is_text(change.new)):
         return []
-    return library.git.diff_blobs(change.old.blob, change.new.blob)
+    return reader.git.diff_blobs(change.old.blob, change.new.blob)
 
 
 def _follow_name(
-    library: SourceReader,
-    spot: TouchedRegion,
+    reader: SourceReader,
+    region: TouchedRegion,
     change: FileChange,
     hunks: Sequence[Hunk],
     changes: Sequence[FileChange],
 ) -> tuple[bool, bool]:
-    """Whether a function was touched, and whether it is still to be found."""
+    """Follow a function through a commit. Returns (was touched, still exists)."""
     assert change.old is not None
-    before = flatten(library.definitions(spot.path, change.old)).get(spot.name)
+    before = flatten(reader.definitions(region.path, change.old)).get(region.name)
     if before is None:
         return False, False
     if change.new is not None and change.new_path is not None:
-        after = flatten(library.definitions(change.new_path, change.new)).get(spot.name)
+        after = flatten(reader.definitions(change.new_path, change.new)).get(region.name)
         if after is not None:
-            spot.path = change.new_path
+            region.path = change.new_path
             return any(
                 is_touched(before, h.old_start, h.old_end)
                 or is_touched(after, h.new_start, h.new_end)
                 for h in hunks
             ), True
-    text = definition_lines(before, library.read(change.old))
-    found = _moved_to(library, before, text, changes)
+    text = definition_lines(before, reader.read(change.old))
+    found = _find_moved(reader, before, text, changes)
     if found is None:
         return True, False
-    spot.path, spot.name = found
+    region.path, region.name = found
     return True, True
 
 
-def _moved_to(
-    library: SourceReader, unit: Definition, text: Sequence[bytes], changes: Sequence[FileChange]
+def _find_moved(
+    reader: SourceReader,
+    definition: Definition,
+    text: Sequence[bytes],
+    changes: Sequence[FileChange],
 ) -> tuple[str, str] | None:
-    """Where the same commit put a function that it took away."""
+    """Return the path and name where the same commit put a function that it removed."""
     tree = {each.new_path: each.new for each in changes if each.new_path and each.new}
-    old = {each.new_path: each for each in changes}
+    change_by_path = {each.new_path: each for each in changes}
     best: tuple[float, str, str] | None = None
-    for path, found in definitions_named(library, tree, tuple(tree), unit.last_name):
-        before = old[path]
-        if before.old is not None and found.name in flatten(
-            library.definitions(change_paths(before)[0], before.old)
+    for path, candidate in definitions_named(reader, tree, tuple(tree), definition.last_name):
+        change = change_by_path[path]
+        if change.old is not None and candidate.name in flatten(
+            reader.definitions(change_paths(change)[0], change.old)
         ):
-            continue
-        alike = similarity(text, definition_lines(found, library.read(tree[path])))
-        if alike >= MIN_SIMILARITY and (best is None or alike > best[0]):
-            best = (alike, path, found.name)
+            continue  # it was there before
+        score = similarity(text, definition_lines(candidate, reader.read(tree[path])))
+        if score >= MIN_SIMILARITY and (best is None or score > best[0]):
+            best = (score, path, candidate.name)
     return None if best is None else best[1:]
 
 
-def _follow_range(spot: TouchedRegion, change: FileChange, hunks: Sequence[Hunk]) -> tuple[bool, bool]:
-    """Whether lines were touched; the range then goes on where they are now."""
+def _follow_range(
+    region: TouchedRegion, change: FileChange, hunks: Sequence[Hunk]
+) -> tuple[bool, bool]:
+    """Follow a line range through a commit. Returns (was touched, still exists)."""
     if change.new_path is None:
         return True, False
-    spot.path = change.new_path
+    region.path = change.new_path
     touched = False
     shift = growth = 0
     for hunk in hunks:
-        grown = (hunk.new_end - hunk.new_start) - (hunk.old_end - hunk.old_start)
-        if _overlaps(hunk, spot):
+        added = (hunk.new_end - hunk.new_start) - (hunk.old_end - hunk.old_start)
+        if _overlaps(hunk, region):
             touched = True
-            growth += grown
-        elif hunk.old_end <= spot.start:
-            shift += grown
-    length = max(spot.end - spot.start + growth, 0)
-    spot.start += shift
-    spot.end = spot.start + length
+            growth += added
+        elif hunk.old_end <= region.start:
+            shift += added
+    length = max(region.end - region.start + growth, 0)
+    region.start += shift
+    region.end = region.start + length
     return touched, True
 
 
-def _overlaps(hunk: Hunk, spot: TouchedRegion) -> bool:
-    """Lines in common, an insertion in the middle, or two insertions at one place."""
-    if hunk.old_start == hunk.old_end == spot.start == spot.end:
+def _overlaps(hunk: Hunk, region: TouchedRegion) -> bool:
+    """Return True for common lines, an insertion inside, or two insertions at one place."""
+    if hunk.old_start == hunk.old_end == region.start == region.end:
         return True
     if hunk.old_start == hunk.old_end:
-        return spot.start < hunk.old_start < spot.end
-    if spot.start == spot.end:
-        return hunk.old_start < spot.start < hunk.old_end
-    return max(hunk.old_start, spot.start) < min(hunk.old_end, spot.end)
+        return region.start < hunk.old_start < region.end
+    if region.start == region.end:
+        return hunk.old_start < region.start < hunk.old_end
+    return max(hunk.old_start, region.start) < min(hunk.old_end, region.end)

@@ -1,68 +1,80 @@
-"""Functions and classes that upstream put elsewhere, and the fork's changes brought after them."""
+"""Find functions and classes that upstream moved, and merge the fork's changes into them there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forkport.source_index import flatten, reordered, similarity, definition_lines, reindent, definitions_named
+from forkport.source_index import (
+    definition_lines,
+    definitions_named,
+    flatten,
+    reindent,
+    reordered,
+    similarity,
+)
 from forkport.three_way import MergedText, join_lines, split_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from forkport.git import TreeEntry
-    from forkport.source_index import SourceReader, Definition, UpstreamChanges
+    from forkport.source_index import Definition, SourceReader, UpstreamChanges
     from forkport.three_way import Conflict, SideLabels
 
 MIN_SIMILARITY = 0.5
-"""A function of the same name is the same function if this share of its lines is: git's own
-threshold for files."""
+"""The share of equal lines from which two functions of one name are the same function: the
+threshold that git uses for renamed files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A unit of the base, the fork's version of it, and where upstream has it."""
+    """A definition that upstream moved: in the base, in the fork, and where upstream has it."""
 
     name: str
     base: Definition
     theirs: Definition
+    """The fork's version, in the same file as the base's."""
     path: str
+    """The file where upstream has it now."""
     ours: Definition
 
     def describe(self, home: str) -> str:
-        """For a person."""
+        """Return a note for the user; `home` is the file that it was in."""
         where = "within the file" if self.path == home else f"from {home}"
         name = "" if self.ours.name == self.name else f" as {self.ours.name}"
         return f"{self.name} was moved {where}{name}: check the names that it uses"
 
 
 def find_moves(
-    library: SourceReader,
+    reader: SourceReader,
     upstream: UpstreamChanges,
     tree: dict[str, TreeEntry],
     home: str,
     sides: tuple[TreeEntry | None, TreeEntry | None, TreeEntry | None],
 ) -> list[Move]:
-    """Units that base and fork have in a file, and that are elsewhere in `tree`."""
+    """Find the definitions that base and fork have in file `home` and that `tree` has elsewhere.
+
+    `sides` is the file in the base, in `tree` (None if upstream deleted it) and in the fork.
+    """
     base, ours, theirs = sides
     assert base is not None
     assert theirs is not None
-    seeker = _MoveFinder(
-        library,
+    finder = _MoveFinder(
+        reader,
         upstream,
         tree,
         home,
-        library.read(base),
-        flatten(library.definitions(home, theirs)),
-        {} if ours is None else flatten(library.definitions(home, ours)),
+        reader.read(base),
+        flatten(reader.definitions(home, theirs)),
+        {} if ours is None else flatten(reader.definitions(home, ours)),
     )
-    return seeker.find(library.definitions(home, base))
+    return finder.find(reader.definitions(home, base))
 
 
 @dataclass(frozen=True)
 class _MoveFinder:
-    library: SourceReader
+    reader: SourceReader
     upstream: UpstreamChanges
     tree: dict[str, TreeEntry]
     home: str
@@ -70,101 +82,109 @@ class _MoveFinder:
     theirs: dict[str, Definition]
     ours: dict[str, Definition]
 
-    def find(self, units: Sequence[Definition]) -> list[Move]:
-        """A class that moved is followed whole; in one that stayed, its methods are looked at."""
-        moved_here = reordered(units, self.ours)
+    def find(self, definitions: Sequence[Definition]) -> list[Move]:
+        """Find the moves in one scope. A class that stayed is searched for moved methods."""
+        moved_within_file = reordered(definitions, self.ours)
         moves: list[Move] = []
-        for unit in units:
-            fork = self.theirs.get(unit.name)
+        for definition in definitions:
+            name = definition.name
+            fork = self.theirs.get(name)
             if fork is None:
                 continue
-            if unit.name not in self.ours:
-                found = self._find_elsewhere(unit)
-                moves += [Move(unit.name, unit, fork, *found)] if found else []
-            elif unit.name in moved_here:
-                moves.append(Move(unit.name, unit, fork, self.home, self.ours[unit.name]))
+            if name not in self.ours:
+                found = self._find_elsewhere(definition)
+                moves += [Move(name, definition, fork, *found)] if found else []
+            elif name in moved_within_file:
+                moves.append(Move(name, definition, fork, self.home, self.ours[name]))
             else:
-                moves += self.find(unit.children)
+                moves += self.find(definition.children)
         return moves
 
-    def _find_elsewhere(self, unit: Definition) -> tuple[str, Definition] | None:
-        """The most similar unit of that name that is new where it is; none where two are."""
-        text = definition_lines(unit, self.base_text)
-        found = []
-        for path, there in definitions_named(
-            self.library, self.tree, self.upstream.changed_paths, unit.last_name
+    def _find_elsewhere(self, definition: Definition) -> tuple[str, Definition] | None:
+        """Return the most similar new definition of that name, or None if two are equally so."""
+        text = definition_lines(definition, self.base_text)
+        candidates = []
+        for path, candidate in definitions_named(
+            self.reader, self.tree, self.upstream.changed_paths, definition.last_name
         ):
-            if there.name not in self._base_names(path):
-                alike = similarity(text, definition_lines(there, self.library.read(self.tree[path])))
-                found.append((alike, path, there))
-        found.sort(key=lambda one: one[0], reverse=True)
-        if not found or found[0][0] < MIN_SIMILARITY:
+            if candidate.name not in self._base_names(path):
+                content = self.reader.read(self.tree[path])
+                score = similarity(text, definition_lines(candidate, content))
+                candidates.append((score, path, candidate))
+        candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+        if not candidates or candidates[0][0] < MIN_SIMILARITY:
             return None
-        if len(found) > 1 and found[1][0] == found[0][0]:
+        if len(candidates) > 1 and candidates[1][0] == candidates[0][0]:
             return None
-        return found[0][1:]
+        return candidates[0][1:]
 
     def _base_names(self, path: str) -> set[str]:
-        before = self.upstream.base_path(path)
-        entry = self.upstream.base.get(before)
-        return set() if entry is None else set(flatten(self.library.definitions(before, entry)))
+        """Return what a file defined in the base: such a definition was not moved there."""
+        base_path = self.upstream.base_path(path)
+        entry = self.upstream.base.get(base_path)
+        return set() if entry is None else set(flatten(self.reader.definitions(base_path, entry)))
 
 
 def merge_moved_definitions(
-    library: SourceReader,
+    reader: SourceReader,
     tree: dict[str, TreeEntry],
     home: str,
     texts: tuple[bytes, bytes],
     moves: Sequence[Move],
     labels: SideLabels,
 ) -> dict[str, MergedText]:
-    """Merge each moved unit where it is now, and what is left of the file where that is."""
+    """Merge each moved definition where it is now, and the rest of the file in place.
+
+    `texts` is the file `home` in the base and in the fork. Returns the merged files by path.
+    """
     base, theirs = texts
     results: dict[str, MergedText] = {}
     for path in dict.fromkeys(move.path for move in moves):
-        there = [move for move in moves if move.path == path]
-        results[path] = _merge_definitions(library, library.read(tree[path]), texts, there, labels)
+        moved_here = [move for move in moves if move.path == path]
+        content = reader.read(tree[path])
+        results[path] = _merge_definitions(reader, content, texts, moved_here, labels)
     base_rest = _without(base, [move.base for move in moves])
     theirs_rest = _without(theirs, [move.theirs for move in moves])
     if home in tree:
-        before = results.get(home) or MergedText(library.read(tree[home]))
-        rest = library.merge_texts(base_rest, before.content, theirs_rest, labels)
+        before = results.get(home) or MergedText(reader.read(tree[home]))
+        rest = reader.merge_texts(base_rest, before.content, theirs_rest, labels)
         results[home] = MergedText(
             rest.content,
             (*before.conflicts, *rest.conflicts),
             (*before.adjacent_changes, *rest.adjacent_changes),
         )
     elif base_rest.split() != theirs_rest.split():
-        results[home] = MergedText(theirs_rest)  # the fork changed more, and that has no home
+        # Upstream deleted the file, and the fork changed more than the moved definitions.
+        results[home] = MergedText(theirs_rest)
     return results
 
 
 def _merge_definitions(
-    library: SourceReader,
+    reader: SourceReader,
     content: bytes,
     texts: tuple[bytes, bytes],
     moves: Sequence[Move],
     labels: SideLabels,
 ) -> MergedText:
-    """From the last to the first, so that line numbers above stay true."""
+    """Merge definitions into a file from the last to the first, so line numbers stay valid."""
     lines = split_lines(content)
     conflicts: list[Conflict] = []
-    neighbours: list[str] = []
+    adjacent: list[str] = []
     for move in sorted(moves, key=lambda move: move.ours.start, reverse=True):
         ours = lines[move.ours.start : move.ours.end]
         base, theirs = (
-            reindent(definition_lines(unit, text), ours)
-            for unit, text in zip((move.base, move.theirs), texts, strict=True)
+            reindent(definition_lines(definition, text), ours)
+            for definition, text in zip((move.base, move.theirs), texts, strict=True)
         )
-        one = library.merge_texts(b"".join(base), b"".join(ours), b"".join(theirs), labels)
-        lines[move.ours.start : move.ours.end] = split_lines(one.content)
-        conflicts += one.conflicts
-        neighbours += one.adjacent_changes
-    return MergedText(join_lines(lines), tuple(conflicts), tuple(neighbours))
+        merged = reader.merge_texts(b"".join(base), b"".join(ours), b"".join(theirs), labels)
+        lines[move.ours.start : move.ours.end] = split_lines(merged.content)
+        conflicts += merged.conflicts
+        adjacent += merged.adjacent_changes
+    return MergedText(join_lines(lines), tuple(conflicts), tuple(adjacent))
 
 
-def _without(content: bytes, units: Sequence[Definition]) -> bytes:
+def _without(content: bytes, definitions: Sequence[Definition]) -> bytes:
     lines = split_lines(content)
-    for unit in sorted(units, key=lambda unit: unit.start, reverse=True):
-        del lines[unit.start : unit.end]
+    for definition in sorted(definitions, key=lambda each: each.start, reverse=True):
+        del lines[definition.start : definition.end]
     return b"".join(lines)

@@ -1,17 +1,20 @@
-"""A patch set: numbered files, and a manifest of what they are and how they are validated."""
+"""Read and write a patch set: numbered patch files and the manifest that describes them."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gracetune.atomic_files import write_text
-from gracetune.errors import PortError
+from forkport import ForkportError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
 MANIFEST = "manifest.json"
 MANIFEST_PAGE = "GH200_PATCH_MANIFEST.md"
@@ -21,7 +24,10 @@ VALIDATION_GROUPS: tuple[ValidationGroup, ...] = ("upstream", "ours", "combined"
 
 
 class _ManifestPart(BaseModel):
-    """A part of the manifest: frozen, and a key it does not know is an error."""
+    """Base of the manifest's parts: frozen, and unknown keys are errors.
+
+    Field names are the keys of manifest.json and must not change.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,116 +37,123 @@ class PatchFile(_ManifestPart):
 
     path: str
     status: str
+    """Git's letter for the change: A, D, M, R or T."""
     insertions: int
     deletions: int
     churn: int
-    """Upstream commits since the base that changed this file."""
+    """Number of upstream commits since the base that changed this file."""
     churn_lines: int
-    """Lines that they added and took away."""
+    """Number of lines that those commits added or deleted."""
 
 
 class Patch(_ManifestPart):
     """One numbered patch."""
 
     name: str
-    """Number and name, such as `01-trainer`; the file is this with `.patch`."""
+    """Number and slug, such as `01-trainer`. The file is called `01-trainer.patch`."""
     title: str
     files: tuple[PatchFile, ...]
     risk: Risk
     why: str
-    """What the risk was concluded from."""
+    """The reason for the risk."""
     sha256: str
+    """Digest of the patch file."""
 
     @property
     def file_name(self) -> str:
-        """Its file in the folder."""
+        """The name of the patch file in the patch folder."""
         return f"{self.name}.patch"
 
 
 class ValidationCommands(_ManifestPart):
-    """Commands, each one line of words; nothing expands them but the program that they name."""
+    """The commands that validate a port. Each is split into words; no shell expands it."""
 
     upstream: tuple[str, ...] = ()
-    """Run on a clean copy of upstream, without the fork."""
+    """Run in a clean checkout of upstream, without the fork."""
     ours: tuple[str, ...] = ()
-    """Run on the result: what the fork adds."""
+    """Run on the result, for what the fork adds."""
     combined: tuple[str, ...] = ()
-    """Run on the result: both at once."""
+    """Run on the result, for upstream and fork together."""
 
     def commands(self, group: ValidationGroup) -> tuple[str, ...]:
-        """The commands of one group."""
+        """Return the commands of one group."""
         return {"upstream": self.upstream, "ours": self.ours, "combined": self.combined}[group]
 
 
 class Manifest(_ManifestPart):
-    """What was extracted, from where."""
+    """The contents of manifest.json: what was extracted, and from where."""
 
     version: Literal[1] = 1
     branch: str
+    """The fork's branch."""
     head: str
     """The fork's commit."""
     upstream: str
-    """The name that upstream had."""
+    """The upstream ref as it was given, such as `origin/main`."""
     base: str
-    """The commit that both have: patches apply to it exactly."""
+    """The common ancestor of fork and upstream. The patches apply to it exactly."""
     patches: tuple[Patch, ...]
     validation: ValidationCommands = ValidationCommands()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, with every patch that it names there and unchanged."""
+    """Read the manifest of a patch folder and verify every patch file that it lists."""
     path = folder / MANIFEST
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise PortError(
-            f"{folder} has no {MANIFEST}; make the patches first: gracetune port extract."
+        raise ForkportError(
+            f"{folder} has no {MANIFEST}. Create the patches first: gracetune port extract."
         ) from None
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        where = ".".join(map(str, found["loc"])) or "the file"
-        raise PortError(f"{path}: {where}: {found['msg']}. Mend it, or extract again.") from None
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ForkportError(
+            f"{path}: {where}: {first['msg']}. Fix it, or extract the patches again."
+        ) from None
     for patch in manifest.patches:
         read_patch(folder, patch)
     return manifest
 
 
 def read_patch(folder: Path, patch: Patch) -> bytes:
-    """The bytes of a patch, as they were when its line in the manifest was written."""
+    """Return the content of a patch file, which must have the digest in the manifest."""
     path = folder / patch.file_name
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise PortError(f"{path} cannot be read: {error.strerror}; extract again.") from None
+        raise ForkportError(
+            f"{path} cannot be read: {error.strerror}. Extract the patches again."
+        ) from None
     if hashlib.sha256(content).hexdigest() != patch.sha256:
-        raise PortError(
-            f"{path} was changed after it was extracted, and its line in {MANIFEST} no longer says "
-            "what it does. Change the fork's branch instead and extract again."
+        raise ForkportError(
+            f"{path} was edited after it was extracted, so {MANIFEST} no longer describes it. "
+            "Change the fork's branch instead, and extract the patches again."
         )
     return content
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """The manifest for machines, and the same for people."""
+    """Write the manifest as JSON and as a Markdown page."""
     write_text(folder / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
     write_text(folder / MANIFEST_PAGE, manifest_page(manifest))
 
 
 def manifest_page(manifest: Manifest) -> str:
-    """The manifest as a page."""
+    """Format the manifest as a Markdown page."""
     lines = [
         "# Patch manifest",
         "",
-        f"The delta of `{manifest.branch}` ({manifest.head[:10]}) against `{manifest.upstream}`, "
-        f"from their common commit {manifest.base[:10]}. Written by `gracetune port extract`.",
+        f"Changes of `{manifest.branch}` ({manifest.head[:10]}) relative to `{manifest.upstream}`, "
+        f"since their common commit {manifest.base[:10]}. Written by `gracetune port extract`.",
         "",
         "| patch | files | insertions | deletions | risk | because |",
         "|---|---|---|---|---|---|",
     ]
     for patch in manifest.patches:
-        added = sum(file.insertions for file in patch.files)
-        taken = sum(file.deletions for file in patch.files)
-        size = f"{len(patch.files)} | {added} | {taken}"
+        insertions = sum(file.insertions for file in patch.files)
+        deletions = sum(file.deletions for file in patch.files)
+        size = f"{len(patch.files)} | {insertions} | {deletions}"
         lines.append(f"| {patch.name} | {size} | {patch.risk} | {patch.why} |")
     lines += ["", "| file | patch | status | insertions | deletions | upstream commits | lines |"]
     lines.append("|---|---|---|---|---|---|---|")
@@ -151,3 +164,36 @@ def manifest_page(manifest: Manifest) -> str:
         for f in patch.files
     ]
     return "\n".join(lines) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file atomically: after a crash it has either the old or the new text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
+    with staging.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    staging.replace(path)
+
+
+@contextmanager
+def replace_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty staging folder that takes the place of `path` if the block succeeds.
+
+    The old folder steps aside before the new one moves in, because a rename cannot replace a folder
+    that has files. A patch file cut short by a crash is noticed later, by its digest.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        staging, old = Path(scratch, "new"), Path(scratch, "old")
+        staging.mkdir()
+        yield staging
+        if path.exists():
+            path.replace(old)
+        try:
+            staging.replace(path)
+        except OSError:
+            if old.exists():
+                old.replace(path)
+            raise

@@ -1,4 +1,4 @@
-"""Where a port stands: kept in the git folder, which no switch of branches touches."""
+"""Keep the progress of a port in `.git/gracetune-port`, out of the reach of branch switches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from forkport.patches import read_manifest
-from gracetune.atomic_files import atomic_folder, write_text
-from gracetune.errors import PortError
+from forkport import ForkportError
+from forkport.patches import read_manifest, replace_folder, write_text
 
 if TYPE_CHECKING:
     from forkport.git import Git
@@ -20,115 +19,129 @@ _FILE = "state.json"
 
 
 class _StatePart(BaseModel):
+    """Base of the state's parts. Field names are the keys of state.json and must not change."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class AppliedPatch(_StatePart):
-    """A patch that is behind us."""
+    """A patch that has been applied."""
 
     patch: str
+    """The name of the patch."""
     verdict: str
     commit: str | None
-    """None: upstream had all of it."""
+    """The commit that applies it, or None if upstream already had all of it."""
     by_hand: tuple[str, ...] = ()
-    """Files whose conflicts a person settled."""
+    """Files whose conflicts the user resolved."""
     notes: tuple[str, ...] = ()
+    """Remarks for the user's review, such as renamed files."""
 
 
 class PendingPatch(_StatePart):
-    """The patch whose conflicts wait in the working tree."""
+    """The patch whose conflicts are waiting in the working tree."""
 
     patch: str
+    """The name of the patch."""
     marked: tuple[str, ...]
-    """Files with markers."""
+    """Files with conflict markers."""
     unmarked: tuple[str, ...]
-    """Files where one side must be chosen: deleted here, changed there."""
+    """Files where the user must choose a side, such as one deleted here and changed there."""
     notes: tuple[str, ...] = ()
 
 
 class CommandRun(_StatePart):
-    """One command of a validation."""
+    """The result of one validation command."""
 
     group: str
     command: str
     commit: str
+    """The tested commit, followed by " with uncommitted changes" if there were any."""
     exit_code: int
     seconds: float
     at: str
+    """The time it ended, in ISO format."""
     log: str
+    """The path of its output."""
 
 
 class PortState(_StatePart):
-    """A port, from its backup to its last validation."""
+    """The progress of a port, from its backup branch to its last validation."""
 
     version: Literal[1] = 1
     branch: str | None
-    """Where the user was; none: on no branch."""
+    """The branch the user was on, or None for a detached HEAD."""
     head: str
+    """The commit the user was on."""
     backup: str
+    """The backup branch at `head`."""
     kept: str | None
-    """The branch with what was uncommitted."""
+    """The branch with the user's uncommitted changes, or None if there were none."""
     port_branch: str
     upstream: str
+    """The upstream ref as it was given."""
     tip: str
+    """The upstream commit that the port is based on."""
     at: str
     """The newest commit of the port."""
     done: tuple[AppliedPatch, ...] = ()
     stopped: PendingPatch | None = None
+    """The patch that waits for the user to resolve conflicts, if any."""
     finished: bool = False
-    """Every patch is in, and the working tree shows it."""
+    """True once every patch is applied and checked out."""
     ran: tuple[CommandRun, ...] = ()
+    """The latest run of each validation command."""
 
 
 def state_folder(git: Git) -> Path:
-    """The folder of ours in the git folder."""
+    """Return forkport's folder inside the git folder."""
     return Path(git.text("rev-parse", "--absolute-git-dir")) / "gracetune-port"
 
 
 def find_state(git: Git) -> PortState | None:
-    """The state of a port, if there is one."""
+    """Read the state of the current port, or return None if there is no port."""
     path = state_folder(git) / _FILE
     try:
         return PortState.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise PortError(
-            f"{path} cannot be read ({error.error_count()} errors): remove it."
+        raise ForkportError(
+            f"{path} cannot be read ({error.error_count()} errors). Delete it to start over."
         ) from None
 
 
 def read_state(git: Git) -> PortState:
-    """The state of a port; without one there is nothing to go on with."""
+    """Read the state of the current port, which must exist."""
     state = find_state(git)
     if state is None:
-        raise PortError(
-            f"no port is under way in {git.folder}; begin one with `gracetune port apply`."
+        raise ForkportError(
+            f"no port is in progress in {git.folder}. Start one with `gracetune port apply`."
         )
     return state
 
 
 def write_state(git: Git, state: PortState) -> None:
-    """Replace the state, whole or not at all."""
+    """Replace the state atomically."""
     write_text(state_folder(git) / _FILE, state.model_dump_json(indent=2) + "\n")
 
 
 def archive_state(git: Git, stamp: str) -> Path:
-    """End a port; what it was stays readable."""
-    home = state_folder(git)
-    past = home / f"ended-{stamp}.json"
-    (home / _FILE).replace(past)
-    return past
+    """End the port by renaming its state to `ended-STAMP.json`, and return the new path."""
+    folder = state_folder(git)
+    archive = folder / f"ended-{stamp}.json"
+    (folder / _FILE).replace(archive)
+    return archive
 
 
 def copy_patches(git: Git, folder: Path) -> Manifest:
-    """Copy a patch set to where a switch of branches cannot take it away."""
+    """Copy a patch set into the state folder, so that switching branches cannot remove it."""
     manifest = read_manifest(folder)
-    with atomic_folder(patches_folder(git)) as staging:
+    with replace_folder(patches_folder(git)) as staging:
         shutil.copytree(folder, staging, dirs_exist_ok=True)
     return manifest
 
 
 def patches_folder(git: Git) -> Path:
-    """The copy of the patch set that the port under way uses."""
+    """Return the copy of the patch set that the current port uses."""
     return state_folder(git) / "patches"

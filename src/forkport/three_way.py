@@ -1,7 +1,7 @@
-"""Merging two changes of one text: a conflict is where both changed the same lines, nothing else.
+"""Merge two changes of one text line by line.
 
-Git's own merge also stops where changes only touch. Here both are kept and the place is named, for
-someone to look at.
+A conflict is reported only where both sides changed the same lines. Git's own merge also stops
+where changes merely touch; here both are kept, and the place is reported for review.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from forkport.git import Hunk
 
 Lines = list[bytes]
-_BEFORE = b"||||||| before both\n"
-_BETWEEN = b"=======\n"
+_BASE_MARKER = b"||||||| before both\n"
+_MIDDLE_MARKER = b"=======\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Lines that both sides changed, each in its own way."""
+    """Lines that both sides changed in different ways."""
 
     line: int
-    """Where its first marker stands in the merged text, counted from 1."""
+    """The line of the first marker in the merged text, counted from 1."""
     base: bytes
     ours: bytes
     theirs: bytes
@@ -37,12 +37,12 @@ class MergedText:
     content: bytes
     conflicts: tuple[Conflict, ...] = ()
     adjacent_changes: tuple[str, ...] = ()
-    """The line above each place where a change of one side touches one of the other."""
+    """The line above each place where a change of one side directly follows one of the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideLabels:
-    """What the markers call the two sides."""
+    """The names of the two sides in conflict markers."""
 
     ours: str
     theirs: str
@@ -50,7 +50,7 @@ class SideLabels:
 
 @dataclass(frozen=True, slots=True)
 class _Edit:
-    """A hunk with the side it belongs to."""
+    """A hunk of one side: the base lines from `start` to `end` become `new`."""
 
     start: int
     end: int
@@ -59,14 +59,14 @@ class _Edit:
 
 
 def split_lines(content: bytes) -> Lines:
-    """Lines with their ends, as git counts them: only a line feed ends one."""
+    """Split into lines with their endings as git does: only a line feed ends a line."""
     pieces = content.split(b"\n")
     lines = [piece + b"\n" for piece in pieces[:-1]]
     return [*lines, pieces[-1]] if pieces[-1] else lines
 
 
 def join_lines(lines: Lines) -> bytes:
-    """One text; a line that was the last of its file gets an end where others follow it now."""
+    """Join lines, terminating a line without an ending that is no longer the last one."""
     return b"".join([*_terminate(lines[:-1]), *lines[-1:]])
 
 
@@ -76,37 +76,37 @@ def merge_lines(
     theirs: tuple[Lines, Sequence[Hunk]],
     labels: SideLabels,
 ) -> MergedText:
-    """Take each side's changes; each side comes with its hunks against the base."""
+    """Merge two versions of `base`, each given as its lines and its hunks against the base."""
     edits = sorted(
-        [*_edits(*ours, of_ours=True), *_edits(*theirs, of_ours=False)],
+        [*_edits(*ours, is_ours=True), *_edits(*theirs, is_ours=False)],
         key=lambda edit: (edit.start, edit.end),
     )
     out: Lines = []
     conflicts: list[Conflict] = []
-    neighbours: list[str] = []
-    done = 0
-    last: _Edit | None = None
-    for cluster in _group_overlapping(edits):
-        start, end = cluster[0].start, max(edit.end for edit in cluster)
-        out += base[done:start]
-        if last is not None and last.end == start and last.is_ours != cluster[0].is_ours:
-            neighbours.append(out[-1].decode(errors="replace").strip() if out else "the top")
+    adjacent: list[str] = []
+    position = 0  # base lines before this are merged
+    previous: _Edit | None = None
+    for group in _group_overlapping(edits):
+        start, end = group[0].start, max(edit.end for edit in group)
+        out += base[position:start]
+        if previous and previous.end == start and previous.is_ours != group[0].is_ours:
+            adjacent.append(out[-1].decode(errors="replace").strip() if out else "the top")
         left, right = (
-            _apply_edits(base, [e for e in cluster if e.is_ours is side], start, end)
+            _apply_edits(base, [edit for edit in group if edit.is_ours is side], start, end)
             for side in (True, False)
         )
-        if len({edit.is_ours for edit in cluster}) == 1:
-            out += left if cluster[0].is_ours else right
+        if len({edit.is_ours for edit in group}) == 1:
+            out += left if group[0].is_ours else right
         elif left == right:
             out += left
         else:
             conflicts.append(_write_conflict(out, base[start:end], left, right, labels))
-        done, last = end, cluster[-1]
-    return MergedText(join_lines(out + base[done:]), tuple(conflicts), tuple(neighbours))
+        position, previous = end, group[-1]
+    return MergedText(join_lines(out + base[position:]), tuple(conflicts), tuple(adjacent))
 
 
 def find_conflicts(content: bytes, labels: SideLabels) -> tuple[Conflict, ...]:
-    """Read the markers back, wherever a text was put together from."""
+    """Parse the conflicts out of a text with markers."""
     first, last = (f"<<<<<<< {labels.ours}\n".encode(), f">>>>>>> {labels.theirs}\n".encode())
     found = []
     parts: list[Lines] | None = None
@@ -120,7 +120,7 @@ def find_conflicts(content: bytes, labels: SideLabels) -> tuple[Conflict, ...]:
             left, base, right = (b"".join(part) for part in parts)
             found.append(Conflict(begin, base, left, right))
             parts = None
-        elif (len(parts), line) in ((1, _BEFORE), (2, _BETWEEN)):
+        elif (len(parts), line) in ((1, _BASE_MARKER), (2, _MIDDLE_MARKER)):
             parts.append([])
         else:
             parts[-1].append(line)
@@ -128,34 +128,41 @@ def find_conflicts(content: bytes, labels: SideLabels) -> tuple[Conflict, ...]:
 
 
 def find_markers(content: bytes, labels: SideLabels) -> list[int]:
-    """Lines with a marker of ours, whatever ends lines on this disk; counted from 1."""
-    marks = {f"<<<<<<< {labels.ours}".encode(), f">>>>>>> {labels.theirs}".encode(), _BEFORE[:-1]}
+    """Return the lines, counted from 1, that still have one of our markers.
+
+    Lines may end in CRLF, because an editor or git may have converted the file.
+    """
+    markers = {
+        f"<<<<<<< {labels.ours}".encode(),
+        f">>>>>>> {labels.theirs}".encode(),
+        _BASE_MARKER[:-1],
+    }
     lines = content.split(b"\n")
-    return [number for number, line in enumerate(lines, start=1) if line.rstrip(b"\r") in marks]
+    return [number for number, line in enumerate(lines, start=1) if line.rstrip(b"\r") in markers]
 
 
-def _edits(lines: Lines, hunks: Sequence[Hunk], of_ours: bool) -> list[_Edit]:
+def _edits(lines: Lines, hunks: Sequence[Hunk], is_ours: bool) -> list[_Edit]:
     return [
-        _Edit(h.old_start, h.old_end, tuple(lines[h.new_start : h.new_end]), of_ours) for h in hunks
+        _Edit(h.old_start, h.old_end, tuple(lines[h.new_start : h.new_end]), is_ours) for h in hunks
     ]
 
 
 def _group_overlapping(edits: Sequence[_Edit]) -> list[list[_Edit]]:
-    """Edits that share lines belong together; those that only touch do not."""
-    clusters: list[list[_Edit]] = []
+    """Group edits that share base lines. Edits that merely touch stay apart."""
+    groups: list[list[_Edit]] = []
     end = -1
     for edit in edits:
-        if clusters and (edit.start < end or _same_place(clusters[-1][-1], edit)):
-            clusters[-1].append(edit)
+        if groups and (edit.start < end or _insert_at_same_place(groups[-1][-1], edit)):
+            groups[-1].append(edit)
             end = max(end, edit.end)
         else:
-            clusters.append([edit])
+            groups.append([edit])
             end = edit.end
-    return clusters
+    return groups
 
 
-def _same_place(one: _Edit, other: _Edit) -> bool:
-    """Two insertions at one place have no order of their own."""
+def _insert_at_same_place(one: _Edit, other: _Edit) -> bool:
+    """Detect two insertions at one place: nothing says which comes first."""
     return one.start == one.end == other.start == other.end
 
 
@@ -167,8 +174,10 @@ def _apply_edits(base: Lines, edits: Sequence[_Edit], start: int, end: int) -> L
     return out + base[start:end]
 
 
-def _write_conflict(out: Lines, base: Lines, left: Lines, right: Lines, labels: SideLabels) -> Conflict:
-    """Write a conflict with markers; lines that both sides agree on stay outside."""
+def _write_conflict(
+    out: Lines, base: Lines, left: Lines, right: Lines, labels: SideLabels
+) -> Conflict:
+    """Append a conflict with markers; lines that are equal on both sides stay outside of them."""
     head = _common_prefix(left, right)
     out += left[:head]
     left, right = left[head:], right[head:]
@@ -178,8 +187,8 @@ def _write_conflict(out: Lines, base: Lines, left: Lines, right: Lines, labels: 
     conflict = Conflict(len(out) + 1, b"".join(base), b"".join(left), b"".join(right))
     out += [
         *(f"<<<<<<< {labels.ours}\n".encode(), *_terminate(left)),
-        *(_BEFORE, *_terminate(base)),
-        *(_BETWEEN, *_terminate(right)),
+        *(_BASE_MARKER, *_terminate(base)),
+        *(_MIDDLE_MARKER, *_terminate(right)),
         *(f">>>>>>> {labels.theirs}\n".encode(), *after),
     ]
     return conflict
@@ -191,5 +200,5 @@ def _common_prefix(left: Lines, right: Lines) -> int:
 
 
 def _terminate(lines: Lines) -> Lines:
-    """A file's last line may have no end; before anything else it needs one."""
+    """Add a line feed where it is missing, as it may be after a file's last line."""
     return [line if line.endswith(b"\n") else line + b"\n" for line in lines]

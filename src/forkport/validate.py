@@ -1,4 +1,4 @@
-"""The commands of a manifest: on upstream alone, on what the fork adds, on both together."""
+"""Run the manifest's validation commands: on upstream alone, on the fork's part, on both."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from forkport import ForkportError
 from forkport.patches import MANIFEST
 from forkport.state import CommandRun, find_state, state_folder, write_state
 from forkport.worktree import uncommitted
-from gracetune.errors import PortError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from forkport.git import Git
-    from forkport.patches import ValidationGroup, Manifest
+    from forkport.patches import Manifest, ValidationGroup
 
 WITH_CHANGES = " with uncommitted changes"
+"""Appended to the tested commit in state.json."""
 _NOT_FOUND = 127
+"""The exit code that shells use for a command that cannot be started."""
 
 
 def validate(
@@ -33,44 +35,45 @@ def validate(
     now: Callable[[], datetime],
     on_finished: Callable[[CommandRun], None],
 ) -> list[CommandRun]:
-    """Run every command, all of them even if one fails; a group without any is an error."""
+    """Run every command of some groups, also after a failure. An empty group is an error."""
     empty = [group for group in groups if not manifest.validation.commands(group)]
     if empty:
-        raise PortError(
-            f"validation.{empty[0]} in {MANIFEST} names no command, so nothing would be tested. "
+        raise ForkportError(
+            f"validation.{empty[0]} in {MANIFEST} has no commands, so nothing would be tested. "
             "Add commands there, or name the groups to run: gracetune port validate GROUP."
         )
-    ran = []
+    runs = []
     for group in groups:
         with _folder_under_test(git, group, upstream) as folder:
             commit = _tested_commit(git, group, upstream)
             for number, command in enumerate(manifest.validation.commands(group), start=1):
                 log = state_folder(git) / "logs" / f"{group}-{number:02d}.log"
-                one = _run(git, folder, log, (group, command, commit), now)
-                ran.append(one)
-                on_finished(one)
-                _record(git, one)
-    return ran
+                run = _run(git, folder, log, (group, command, commit), now)
+                runs.append(run)
+                on_finished(run)
+                _record(git, run)
+    return runs
 
 
 @contextmanager
 def _folder_under_test(git: Git, group: ValidationGroup, upstream: str) -> Iterator[Path]:
-    """Upstream's own commands see upstream alone, in a copy; the others see the working tree."""
+    """Yield a temporary checkout of upstream for its own commands, else the working tree."""
     if group != "upstream":
         yield git.folder
         return
-    copy = state_folder(git) / "upstream"
-    if copy.exists():  # what a killed validation left behind
-        git.run("worktree", "remove", "--force", str(copy))
-    git.run("worktree", "add", "--quiet", "--detach", str(copy), git.resolve_commit(upstream))
+    checkout = state_folder(git) / "upstream"
+    if checkout.exists():  # left behind by a killed validation
+        git.run("worktree", "remove", "--force", str(checkout))
+    commit = git.resolve_commit(upstream)
+    git.run("worktree", "add", "--quiet", "--detach", str(checkout), commit)
     try:
-        yield copy
+        yield checkout
     finally:
-        git.run("worktree", "remove", "--force", str(copy))
+        git.run("worktree", "remove", "--force", str(checkout))
 
 
 def _tested_commit(git: Git, group: ValidationGroup, upstream: str) -> str:
-    """The commit that commands prove something of; with changes beside it, it is not that one."""
+    """Return the commit under test, marked if the working tree differs from it."""
     if group == "upstream":
         return git.resolve_commit(upstream)
     return git.resolve_commit("HEAD") + (WITH_CHANGES if uncommitted(git) else "")
@@ -85,10 +88,10 @@ def _run(
 ) -> CommandRun:
     group, command, commit = what
     log.parent.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    start = time.monotonic()
     with log.open("wb") as output:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 shlex.split(command),
                 cwd=folder,
                 env=dict(git.environment),
@@ -97,25 +100,25 @@ def _run(
                 stderr=subprocess.STDOUT,
                 check=False,
             )
-            code = done.returncode
+            exit_code = process.returncode
         except OSError as error:
             output.write(f"{command}: {error.strerror}\n".encode())
-            code = _NOT_FOUND
+            exit_code = _NOT_FOUND
     return CommandRun(
         group=group,
         command=command,
         commit=commit,
-        exit_code=code,
-        seconds=round(time.monotonic() - began, 3),
+        exit_code=exit_code,
+        seconds=round(time.monotonic() - start, 3),
         at=now().isoformat(timespec="seconds"),
         log=str(log),
     )
 
 
-def _record(git: Git, one: CommandRun) -> None:
-    """The newest run of each command counts."""
+def _record(git: Git, run: CommandRun) -> None:
+    """Store a run in the state, replacing the previous run of the same command."""
     state = find_state(git)
     if state is not None:
-        same = (one.group, one.command)
-        others = tuple(ran for ran in state.ran if (ran.group, ran.command) != same)
-        write_state(git, state.model_copy(update={"ran": (*others, one)}))
+        key = (run.group, run.command)
+        others = tuple(each for each in state.ran if (each.group, each.command) != key)
+        write_state(git, state.model_copy(update={"ran": (*others, run)}))

@@ -1,8 +1,8 @@
-"""The user's working tree: what is uncommitted, kept exactly, and switching without overwriting.
+"""Inspect, save and switch the user's working tree without losing anything.
 
-What git does not track stays where it is, ignored or not; where a switch would write over it, it
-is kept first. Kept work is a branch that anyone can look at: the files as they were, byte for byte,
-past every filter, and the index as its second parent.
+Untracked files stay where they are, ignored or not. Where a switch would overwrite one, it is saved
+first. Saved work is an ordinary branch that anyone can inspect: its commit holds the files byte for
+byte, without any filter, and its second parent holds the index.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from forkport import ForkportError
 from forkport.git import GITLINK, SYMLINK, TreeEntry
-from gracetune.errors import PortError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from forkport.merge import FileResult
 
 _OPERATION_FILES = ("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "rebase-merge", "rebase-apply")
+"""Files in the git folder that exist while an operation of the user is in progress."""
 
 
 def uncommitted(git: Git) -> list[str]:
-    """Tracked files that differ from the last commit, in the index or on disk."""
+    """List tracked files that differ from HEAD, in the index or on disk."""
     raw = git.run(
         *("status", "--porcelain=v1", "-z", "--untracked-files=no", "--no-renames"),
         "--ignore-submodules=dirty",
@@ -34,28 +35,30 @@ def uncommitted(git: Git) -> list[str]:
 
 
 def untracked(git: Git) -> set[str]:
-    """Everything on disk that git does not track, ignored files too."""
+    """List every file on disk that git does not track, including ignored ones."""
     raw = git.run("ls-files", "--others", "-z").decode(errors="surrogateescape")
     return set(raw.split("\0")[:-1])
 
 
 def unmerged(git: Git) -> set[str]:
-    """Paths whose conflict nobody has settled in the index."""
+    """List the paths with an unresolved conflict in the index."""
     raw = git.run("ls-files", "--unmerged", "-z").decode(errors="surrogateescape")
     return {record.partition("\t")[2] for record in raw.split("\0")[:-1]}
 
 
 def check_no_operation_in_progress(git: Git) -> None:
-    """A merge or rebase of the user's own comes first."""
+    """Refuse to start during the user's own merge, rebase, cherry-pick or revert."""
     for name in _OPERATION_FILES:
         if (git.folder / git.text("rev-parse", "--git-path", name)).exists():
-            raise PortError(f"{git.folder} is in the middle of a merge ({name}): end that first.")
-    if left := unmerged(git):
-        raise PortError(f"{', '.join(sorted(left))}: not merged yet; settle that first.")
+            raise ForkportError(
+                f"{git.folder} is in the middle of a merge or rebase ({name}). Finish that first."
+            )
+    if conflicted := unmerged(git):
+        raise ForkportError(f"{', '.join(sorted(conflicted))}: not merged yet. Resolve that first.")
 
 
 def blocking_untracked(git: Git, targets: Sequence[str]) -> list[str]:
-    """Untracked files that going to one of these commits would write over with something else."""
+    """List untracked files that checking out one of these commits would overwrite or displace."""
     others = sorted(untracked(git))
     found: set[str] = set()
     for tree in map(git.list_tree, targets):
@@ -72,52 +75,58 @@ def blocking_untracked(git: Git, targets: Sequence[str]) -> list[str]:
 
 
 def files_to_save(git: Git, targets: Sequence[str]) -> list[str]:
-    """What leaving HEAD for one of these commits would cost, unless it is kept first."""
+    """List the files that leaving HEAD for one of these commits would lose."""
     return list(dict.fromkeys([*uncommitted(git), *blocking_untracked(git, ["HEAD", *targets])]))
 
 
-def save_to_branch(git: Git, branch: str, paths: Sequence[str], why: str) -> str:
-    """Put files as they are into a branch of their own; gives its commit."""
+def save_to_branch(git: Git, branch: str, paths: Sequence[str], subject: str) -> str:
+    """Commit files as they are on disk, and the index, to a new branch; return the commit."""
     files = {path: _disk_entry(git, path) for path in paths}
     head = git.resolve_commit("HEAD")
     tree = git.write_tree_with(head, files)
     index = tree if unmerged(git) else git.text("write-tree")
-    staged = git.commit_tree(index, [head], f"{why}: the index\n")
-    commit = git.commit_tree(tree, [head, staged], f"{why}\n\n" + "\n".join(paths) + "\n")
+    staged = git.commit_tree(index, [head], f"{subject}: the index\n")
+    commit = git.commit_tree(tree, [head, staged], f"{subject}\n\n" + "\n".join(paths) + "\n")
     git.run("update-ref", f"refs/heads/{branch}", commit, "")
-    for path, entry in files.items():  # what follows may delete them: be sure that it is kept
+    # The caller may delete the files next, so make sure that the branch has their last content.
+    for path, entry in files.items():
         if entry is not None and git.read_blob(entry.blob) != _disk_content(git, path):
-            raise PortError(f"{path} changed while it was kept in {branch}; stop what writes it.")
+            raise ForkportError(
+                f"{path} changed while it was saved to {branch}. Stop the program that writes it."
+            )
     return commit
 
 
 def restore_from_branch(git: Git, commit: str) -> list[str]:
-    """Write kept files where they were, and the index as it was; gives their paths."""
+    """Write saved files back to disk and restore the index; return the paths."""
     head = git.resolve_commit(f"{commit}^1")
     changes = git.diff_trees(head, commit, renames=False)
-    for change in changes:  # first: a file may have the name of a folder that goes
+    # Delete first: a file may have the name of a folder that goes away.
+    for change in changes:
         if change.new is None:
             assert change.old_path is not None
             (git.folder / change.old_path).unlink(missing_ok=True)
     for change in changes:
         if change.new_path is not None and change.new is not None:
-            _write_file(git.folder / change.new_path, change.new, git.read_blob(change.new.blob))
+            content = git.read_blob(change.new.blob)
+            _write_file(git.folder / change.new_path, change.new, content)
     git.run("read-tree", f"{commit}^2")
-    git.run("update-index", "-q", "--refresh", allow=(0, 1))  # 1: files differ, as they should
+    # Exit code 1 says that files differ from the index, as saved work does.
+    git.run("update-index", "-q", "--refresh", allow=(0, 1))
     return [str(change.new_path or change.old_path) for change in changes]
 
 
-def discard_changes(git: Git, kept: Iterable[str]) -> None:
-    """Make the tree equal to its commit. Only for what was kept before."""
+def discard_changes(git: Git, saved: Iterable[str]) -> None:
+    """Reset the working tree to HEAD and delete untracked files that were saved before."""
     git.run("reset", "--hard", "--quiet")
     others = untracked(git)
-    for path in kept:
+    for path in saved:
         if path in others:
             (git.folder / path).unlink()
 
 
 def switch_branch(git: Git, branch: str, commit: str) -> None:
-    """Stand on a branch at a commit; git refuses where that would overwrite something."""
+    """Check out a branch at a commit. Git refuses if that would overwrite a file."""
     check_branch_contained(git, branch, commit)
     git.run("checkout", "--quiet", "--no-overwrite-ignore", "--detach", commit, "--")
     git.run("update-ref", f"refs/heads/{branch}", commit)
@@ -125,30 +134,30 @@ def switch_branch(git: Git, branch: str, commit: str) -> None:
 
 
 def check_branch_contained(git: Git, branch: str, commit: str) -> None:
-    """No commit of a user's is dropped: a branch that is there moves only to what grew from it."""
+    """Refuse to move an existing branch to a commit that does not contain it."""
     ref = f"refs/heads/{branch}"
     if not git.succeeds("rev-parse", "--verify", "--quiet", ref):
         return
     if not git.succeeds("merge-base", "--is-ancestor", ref, commit):
-        raise PortError(
-            f"{branch} has commits that are not the port's, and going on would drop them. Keep "
-            f"them with `git branch NAME {branch}`, then run `git checkout {branch}` and "
+        raise ForkportError(
+            f"{branch} has commits that the port did not make, and continuing would drop them. "
+            f"Save them with `git branch NAME {branch}`, then run `git checkout {branch}` and "
             f"`git reset --keep {commit[:10]}`; or undo the port with `gracetune port rollback`."
         )
 
 
 def check_no_untracked_conflict(git: Git, commit: str, files: Sequence[FileResult]) -> None:
-    """What is not tracked stays: a patch on a commit is laid out only where nothing is."""
+    """Refuse to write a merged patch over untracked files."""
     tree = git.write_tree_with(commit, {file.path: file.entry for file in files})
     if blocked := blocking_untracked(git, [tree]):
-        raise PortError(
-            f"{', '.join(blocked)} is not tracked, and the patch would write over it; move it away "
+        raise ForkportError(
+            f"{', '.join(blocked)} is not tracked, and the patch would overwrite it. Move it away "
             "and run `gracetune port apply --continue`."
         )
 
 
 def write_conflicts(git: Git, files: Sequence[FileResult]) -> None:
-    """Write a half-merged patch: clean files staged, conflicts with markers and three stages."""
+    """Write a patch with conflicts as git does: clean files staged, conflicts in three stages."""
     _update_index(git, ((file.path, 0, file.entry) for file in files))
     for file in files:
         if file.entry is None:
@@ -162,19 +171,19 @@ def write_conflicts(git: Git, files: Sequence[FileResult]) -> None:
 
 
 def _update_index(git: Git, entries: Iterable[tuple[str, int, TreeEntry | None]]) -> None:
-    lines = b"".join(git.index_record(path, stage, entry) for path, stage, entry in entries)
-    git.run("update-index", "-z", "--index-info", stdin=lines)
+    records = b"".join(git.index_record(path, stage, entry) for path, stage, entry in entries)
+    git.run("update-index", "-z", "--index-info", stdin=records)
 
 
 def _disk_entry(git: Git, path: str) -> TreeEntry | None:
-    """A file on disk as an entry, its bytes kept; none where there is none."""
+    """Store a file on disk as a blob and return its entry, or None if there is no file."""
     full = git.folder / path
     if full.is_symlink():
         return TreeEntry(SYMLINK, git.write_blob(_disk_content(git, path)))
     if full.is_dir():
-        raise PortError(
-            f"{path} is a submodule with changes, or a folder in the place of a file; commit or "
-            "undo that first."
+        raise ForkportError(
+            f"{path} is a changed submodule, or a folder where git expects a file. Commit or undo "
+            "that first."
         )
     if not full.exists():
         return None
@@ -192,7 +201,7 @@ def _write_file(path: Path, entry: TreeEntry, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() and not path.is_symlink():
         for folder, _, _ in os.walk(path, topdown=False):
-            os.rmdir(folder)  # fails where a file is left
+            os.rmdir(folder)  # fails if a file is left in it
     path.unlink(missing_ok=True)
     if entry.mode == SYMLINK:
         path.symlink_to(os.fsdecode(content))

@@ -1,6 +1,6 @@
-"""gracetune: fine-tuning of diffusion models on machines with far more CPU than GPU memory.
+"""gracetune: fine-tune diffusion models on machines with far more CPU than GPU memory.
 
-The public face, resolved on first use: `import gracetune` imports no torch.
+Public names are imported on first use, so `import gracetune` does not load torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PUBLIC = {
     "unified_pool": "gracetune.gh200",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  the names are strings, resolved lazily
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  strings, resolved by __getattr__
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""`python -m gracetune`, for launchers that start a module on every rank."""
+"""Run the command line as `python -m gracetune`, for launchers that start a module."""
 
 from __future__ import annotations
 

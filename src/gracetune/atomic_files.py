@@ -1,7 +1,7 @@
-"""Files and folders that are whole or absent, whatever happens while they are written.
+"""Write files and folders atomically: after a crash they are complete or absent.
 
-Everything is made under a hidden name beside its destination, flushed to the disk, and moved there
-by one `os.replace`.
+Order: write to a hidden staging name next to the target, fsync the contents, rename with one
+`os.replace`, fsync the parent folder. `remove_stale_staging` removes what a killed process left.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A staging folder that becomes `path` when the block ends well, and vanishes when it does not.
+    """Yield a staging folder that becomes `path` if the block succeeds, and is removed if not.
 
-    A folder that is already there is replaced.
+    An existing folder is replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
@@ -40,7 +40,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """The same for one file."""
+    """Yield the path of a staging file that becomes `path` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
     try:
@@ -54,13 +54,13 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small text file."""
+    """Write or replace a text file atomically."""
     with atomic_file(path) as staging:
         staging.write_text(text, encoding="utf-8")
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until the disk has it; an error here fails the write."""
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -69,7 +69,7 @@ def fsync_path(path: Path) -> None:
 
 
 def remove_stale_staging(folder: Path) -> None:
-    """Remove what killed processes left behind; a folder that had stepped aside comes back."""
+    """Remove staging files and folders of killed processes, and restore a folder in mid-swap."""
     for old in folder.glob(".*.old.staging"):
         name = old.name.removeprefix(".").removesuffix(".old.staging").rpartition(".")[0]
         if not (folder / name).exists():
@@ -82,7 +82,10 @@ def remove_stale_staging(folder: Path) -> None:
 
 
 def _swap_in(staging: Path, path: Path) -> None:
-    """os.replace cannot put a folder over a full one: the old one steps aside first."""
+    """Rename the staging folder to `path`.
+
+    `os.replace` cannot replace a folder that is not empty, so the old one is renamed first.
+    """
     if not path.exists():
         os.replace(staging, path)
         return

@@ -1,50 +1,50 @@
-"""The errors a user can cause, and the exit code that each deserves.
+"""Errors that a user can fix, with their exit codes.
 
-A message has the setting, its value, the rule it breaks and the way out. What is our own fault
-is an assert, not one of these.
+A message names the setting, its value, the rule it breaks and the fix. Bugs of gracetune are
+asserts, not these errors.
 """
 
 from __future__ import annotations
 
 
 class GracetuneError(Exception):
-    """Something the user can mend; shown as one clear message, never as a traceback."""
+    """An error that the user can fix; shown as a message without a traceback."""
 
     exit_code = 2
 
 
 class ConfigError(GracetuneError):
-    """A run file, an override or an environment variable is wrong."""
+    """A run file, an override or an environment variable is invalid."""
 
 
 class DataError(GracetuneError):
-    """A data set is missing, empty or too broken to train on."""
+    """A dataset is missing, empty or too damaged to train on."""
 
 
 class CacheError(GracetuneError):
-    """A cache cannot be read or written, or is not ours to change."""
+    """A cache cannot be read or written, or the folder is not a gracetune cache."""
 
 
 class CheckpointError(GracetuneError):
-    """A checkpoint cannot be written, read or continued."""
+    """A checkpoint cannot be written, read or resumed from."""
 
 
 class ModelError(GracetuneError):
-    """Model weights are missing or do not fit what was asked for."""
+    """Model weights are missing or do not match the settings."""
 
 
 class HostError(GracetuneError):
-    """A host is not installed, or no longer has what we hook."""
+    """A host program (SimpleTuner, ai-toolkit) is missing, or lacks a function that we hook."""
 
 
 class PortError(GracetuneError):
-    """A repository, its branches or a patch set do not allow what was asked."""
+    """A repository, its branches or a patch set do not allow the requested operation."""
 
 
 class AdapterError(GracetuneError):
-    """An adapter file cannot be read, is damaged, fits no model, or would load nowhere.
+    """An adapter file is unreadable or damaged, or no model or tool can load it.
 
-    `kind` is one word for machines; `key` is the first tensor that shows it.
+    `kind` classifies the error in one word, for programs; `key` is the first affected tensor.
     """
 
     def __init__(self, message: str, kind: str = "adapter", key: str | None = None) -> None:
@@ -54,7 +54,7 @@ class AdapterError(GracetuneError):
 
 
 class RunFailedError(GracetuneError):
-    """The run itself went wrong (a loss that is not a number, a dead worker)."""
+    """The run failed while running, such as by a NaN loss or a dead worker."""
 
     exit_code = 1
 

@@ -1,8 +1,8 @@
-"""The forks' names: a script written for them changes one import and goes on.
+"""The functions of the GH200 forks: a script that was written for them only changes an import.
 
-Free functions need something to act on, so this is the one place that keeps a process-wide object,
-made when it is first asked for. New code takes a `Hints`, a `Ledger` and `Stages` as arguments
-instead; nothing in the package imports this module.
+Free functions need a process-wide object, so this is the only module that keeps one; it opens the
+hardware on first use. New code passes a `MemorySession`, or its `Hints` and `Stages`, as arguments
+instead. Nothing in the package imports this module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CLASSES = {
     "GH200GradientRamp": ("gracetune.train.ramp", "AccumulationRamp"),
     "GH200InMemoryBackend": ("gracetune.data.staging", "StagedSource"),
 }
-"""The forks' classes, found when asked for: hints need no codecs."""
+"""Classes of the forks, imported on first use: memory hints need no training code."""
 
 __all__ = [  # noqa: PLE0604  the names are strings, resolved lazily
     *_CLASSES,
@@ -53,13 +53,13 @@ __all__ = [  # noqa: PLE0604  the names are strings, resolved lazily
 
 log = logging.getLogger("gracetune.memory")
 
-# The one piece of work done at import: a script written for the forks imports these names and then
-# uses torch, which refuses to start CUDA on the forks' allocator keys.
+# The only work at import: a script written for the forks imports this module and then uses torch,
+# which refuses to start CUDA while PYTORCH_CUDA_ALLOC_CONF contains the forks' keys.
 claim_process_alloc_conf()
 
 
 def log_notice(notice: Notice) -> None:
-    """Notices of the free functions go to the log: there is no run to tell them to."""
+    """Write a notice to the Python log: the free functions belong to no run."""
     log.log(logging.WARNING if notice.level == "warning" else logging.INFO, "%s", notice.text)
 
 
@@ -69,59 +69,62 @@ _process = MemorySession(
 
 
 def gh200_uvm_enabled() -> bool:
-    """Whether hints are wanted: by the override, else the environment, else coherent hardware."""
+    """Return True if hints are on: by the override, else the environment, else a coherent GPU."""
     return _process.hints_enabled
 
 
 def set_uvm_hint_override(value: bool | None) -> None:
-    """Turn hints on or off whatever the environment says; none: let it decide again."""
+    """Turn hints on or off regardless of the environment; None lets the environment decide."""
     _process.hints_override = value
 
 
 def prefer_cpu_residency(tensor: Tensor) -> Hint:
-    """Make host memory the tensor's home."""
+    """Prefer host memory for a tensor."""
     return _process.hints.prefer_cpu_residency(tensor)
 
 
 def prefer_gpu_residency(tensor: Tensor) -> Hint:
-    """Make device memory the tensor's home."""
+    """Prefer device memory for a tensor."""
     return _process.hints.prefer_gpu_residency(tensor)
 
 
 def prefetch_to_device(
     tensor: Tensor, device: Location = None, stream: torch.cuda.Stream | int | None = None
 ) -> Hint:
-    """Move the tensor before it is needed."""
+    """Move a tensor to a device before it is needed, in stream order."""
     return _process.hints.prefetch_to_device(tensor, device, stream)
 
 
 def discard(tensor: Tensor, stream: torch.cuda.Stream | int | None = None) -> Hint:
-    """Drop the tensor's contents without writing them back."""
+    """Drop a tensor's contents without writing them back."""
     return _process.hints.discard(tensor, stream)
 
 
 def residency(tensor: Tensor) -> Residency:
-    """Where the tensor lives."""
+    """Return the location of a tensor."""
     return _process.hints.residency(tensor)
 
 
 def optimize_batch_for_gh200(batch: object, table: PlacementTable = DEFAULT_TABLE) -> BatchReport:
-    """Give each tensor of a batch the home of its role; the report says what became of each."""
+    """Place each tensor of a batch according to its role, and report the outcome of each hint."""
     return place_batch(batch, _process.hints, table)
 
 
 def unified_pool() -> ManagedPool | PoolUnavailable:
-    """The process's managed pool, to allocate in with `pool.allocating()`; or why there is none."""
+    """Return the managed pool of this process, or why there is none.
+
+    Allocate inside `with pool.allocating():`.
+    """
     return _process.pool()
 
 
 def manage_memory() -> Stage:
-    """Take a reading, reclaim if the stage calls for it; call it between steps."""
+    """Take a memory reading and reclaim memory if needed. Call this between steps."""
     return _process.observe(reclaim=True)
 
 
 def memory_stats() -> Stats:
-    """`torch.cuda.memory_stats()` with the `uvm.` keys beside torch's own; works on a CPU too."""
+    """Return `torch.cuda.memory_stats()` with additional `uvm.*` keys. Works without a GPU."""
     return _process.stats()
 
 

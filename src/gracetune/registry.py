@@ -1,8 +1,7 @@
-"""From a name in a run file to the code behind it.
+"""Load the code that a name in a run file stands for.
 
-Our own names are literal dicts of `module:attribute` beside the code that uses them; outsiders
-publish theirs as entry points of the group `gracetune.<kind>`. Nothing is imported until a run file
-names it.
+Built-in names are dicts of `module:attribute` next to the code that uses them. Other packages add
+names through entry points of the group `gracetune.<kind>`. Nothing is imported before it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def load(kind: str, name: str, known: Mapping[str, str]) -> object:
-    """Import what `name` stands for; the error lists every name that would have worked."""
+    """Import the object that `name` stands for; the error lists all valid names."""
     if name in known:
         module, _, attribute = known[name].partition(":")
         return getattr(import_module(module), attribute)
@@ -27,16 +26,16 @@ def load(kind: str, name: str, known: Mapping[str, str]) -> object:
     for point in entry_points(group=group):
         if point.name == name:
             return point.load()
-    every = names(kind, known)
-    near = difflib.get_close_matches(name, every, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else "."
+    all_names = names(kind, known)
+    near = difflib.get_close_matches(name, all_names, n=1)
+    suggestion = f"; did you mean {near[0]!r}?" if near else "."
     raise ConfigError(
-        f"{kind} {name!r} is not known{meant} Known: {', '.join(every)}. "
-        f"A package of yours can add one with an entry point of the group {group!r}."
+        f"{kind} {name!r} is not known{suggestion} Known: {', '.join(all_names)}. "
+        f"Other packages can add names with entry points of the group {group!r}."
     )
 
 
 def names(kind: str, known: Mapping[str, str]) -> list[str]:
-    """Every name of this kind, ours first."""
-    outside = {point.name for point in entry_points(group=f"gracetune.{kind}")}
-    return [*sorted(known), *sorted(outside - set(known))]
+    """Return all names of a kind, built-in names first."""
+    external = {point.name for point in entry_points(group=f"gracetune.{kind}")}
+    return [*sorted(known), *sorted(external - set(known))]

@@ -1,4 +1,4 @@
-"""Bytes and seconds, parsed from what people write and printed as people read."""
+"""Parse and format byte counts and durations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str | float) -> int:
-    """Read `96GB`, `1.5 GiB` or a plain number of bytes."""
+    """Parse `96GB`, `1.5 GiB` or a plain number of bytes."""
     match = _SIZE.fullmatch(str(text))
     if match is None or match[2].lower() not in _FACTORS:
         raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 96GB.")
@@ -38,7 +38,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Print bytes in the largest binary unit that keeps the number above one."""
+    """Format bytes in the largest binary unit in which the number is at least 1."""
     for unit, size in (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.1f} {unit}"
@@ -46,7 +46,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a duration as `1h02m`, `3m20s`, `4.2s` or `12ms`."""
+    """Format a duration as `1h02m`, `3m20s`, `4.2s` or `12ms`."""
     if seconds >= 3600:
         return f"{int(seconds) // 3600}h{int(seconds) % 3600 // 60:02d}m"
     if seconds >= 60:

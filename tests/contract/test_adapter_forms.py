@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from gracetune.adapters.files.formats import FORMATS
 from gracetune.adapters.files.io import read_adapter, write_adapter, write_stages
 from gracetune.adapters.files.keys import LayerPath, get_format
-from gracetune.adapters.files.layers import with_stage, delta
+from gracetune.adapters.files.layers import delta, with_stage
 from gracetune.errors import AdapterError
 
 MODULES = (
@@ -285,7 +285,7 @@ def test_two_stages_do_not_fit_a_form_of_one(tmp_path):
     tensors |= tensors_of("ai-toolkit LoRA, combined, low")
     path = tmp_path / "both.safetensors"
     save_file(tensors, path)
-    with pytest.raises(AdapterError, match="both stages") as caught:
+    with pytest.raises(AdapterError, match="for both experts") as caught:
         write_adapter(tmp_path / "out.safetensors", read_adapter(path, TABLES), "comfyui")
     assert caught.value.kind == "mixed-stages"
 

@@ -91,7 +91,7 @@ def original_flux(hidden=8):
     sizes |= {"img_mod.lin": 6, "txt_mod.lin": 6, "adaLN_modulation.1": 2}
     into = {"linear2": 5, "mlp.2": 4}
     tensors = {}
-    for template in index.templates("original"):
+    for template in index.templates("original").values():
         name = template.format(0)
         rows = next((n for end, n in sizes.items() if name.endswith(end)), 1) * hidden
         columns = next((n for end, n in into.items() if name.endswith(end)), 1) * hidden

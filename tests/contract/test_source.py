@@ -117,7 +117,7 @@ def _staged(compression: str, origin: Callable[[Path], Made]) -> Callable[[Path]
 def _attached(root: Path) -> Made:
     source, expected = _staged("auto", _folder)(root)
     assert isinstance(source, StagedSource)
-    return _Holding(StagedSource.attach(source.ticket), source), expected
+    return _Holding(StagedSource.attach(source.handle), source), expected
 
 
 class _Holding(StagedSource):

@@ -1,7 +1,6 @@
 """Training from the cache is training with live encoding, bit for bit, in every mode."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from PIL import Image
 
 from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
-from gracetune.data.augment import recipe_of, render
+from gracetune.data.augment import render, sample_transform
 from gracetune.data.images import choose_decoders
 from gracetune.data.sample import Batch
 from gracetune.events.run_control import RunControl
@@ -126,7 +125,7 @@ def trained_live(run, mode, told):
     def load(draws):
         pixels = []
         for draw in draws:
-            recipe = recipe_of(
+            recipe = sample_transform(
                 section, draw.sample, run.seed, GENERATION[mode](draw.epoch), decoders.lanczos
             )
             data = (Path(section.instance_data_dir) / draw.sample.key).read_bytes()
@@ -135,7 +134,8 @@ def trained_live(run, mode, told):
         latents = family.encode(torch.stack(pixels))
         return Batch(latents, text, tuple(draw.sample for draw in draws))
 
-    train_loop(replace(session, feed=replace(session.pipeline, load=load)), TrainProgress())
+    session.pipeline.load = load
+    train_loop(session, TrainProgress())
     return losses(told)
 
 

@@ -1,4 +1,4 @@
-"""The guides' launch lines, and more than one rank."""
+"""The command lines of the fork's guides, and training with more than one rank."""
 
 import json
 import os
@@ -18,7 +18,7 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 def call(command, folder):
-    """From a folder of its own, so that relative paths of run files land there."""
+    """Run a command in `folder`, which relative paths of run files refer to."""
     done = subprocess.run(
         [str(word) for word in command],
         capture_output=True,
@@ -31,7 +31,7 @@ def call(command, folder):
     return done.stdout
 
 
-def test_the_guides_line_under_plain_python(tmp_path):
+def test_the_command_of_the_guide_works_with_plain_python(tmp_path):
     config = ROOT / "config/examples/minimal.json"
     out = call(
         [
@@ -40,10 +40,10 @@ def test_the_guides_line_under_plain_python(tmp_path):
         ],
         tmp_path,
     )
-    assert "done at step 3" in out
+    assert "done       3 steps" in out
 
 
-def test_a_backend_that_is_not_installed_is_refused_by_name(tmp_path):
+def test_an_attention_backend_that_is_not_installed_is_rejected(tmp_path):
     config = ROOT / "config/examples/minimal.json"
     done = subprocess.run(
         [
@@ -60,7 +60,7 @@ def test_a_backend_that_is_not_installed_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gh200_config.json", "gh200_in_memory_example.json"])
-def test_the_guides_run_files_train_on_a_folder(tmp_path, name, shapes_folder):
+def test_the_run_files_of_the_guides_train_on_a_folder(tmp_path, name, shapes_folder):
     source = ShapesSource(shapes_folder, ShapesSection(copies=1), lambda event: None)
     assert source.keys()
     out = call(
@@ -72,11 +72,11 @@ def test_the_guides_run_files_train_on_a_folder(tmp_path, name, shapes_folder):
         tmp_path,
     )
     assert "GH200 gradient accumulation ramp enabled" in out
-    assert "done at step 2" in out
+    assert "done       2 steps" in out
 
 
 @pytest.mark.parametrize("script", ["train.py", "simpletuner/train.py"])
-def test_the_guides_lines_under_accelerate(tmp_path, run_file, script):
+def test_the_commands_of_the_guides_work_under_accelerate(tmp_path, run_file, script):
     out = call(
         [
             *(*LAUNCH, "--config_file", ROOT / "config/accelerate_config_gh200.yaml"),
@@ -84,11 +84,11 @@ def test_the_guides_lines_under_accelerate(tmp_path, run_file, script):
         ],
         tmp_path,
     )
-    assert "done at step 2" in out
+    assert "done       2 steps" in out
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 2}])
-def test_two_ranks_train_one_model_and_the_ramp_counts_both(tmp_path, run_file, adapter):
+def test_two_ranks_train_one_model_and_share_the_ramp(tmp_path, run_file, adapter):
     file = run_file(
         adapter=adapter,
         train={"max_train_steps": 3, "batch_size": 2},
@@ -106,7 +106,7 @@ def test_two_ranks_train_one_model_and_the_ramp_counts_both(tmp_path, run_file, 
         ],
         tmp_path,
     )
-    assert out.count("done at step 3") == 1  # one rank speaks
+    assert out.count("done       3 steps") == 1  # only the main rank prints
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step_done"]
     assert [step["samples"] for step in steps] == [4, 8, 8]

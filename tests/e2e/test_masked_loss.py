@@ -11,7 +11,7 @@ from PIL import Image
 
 from gracetune.cache.shard_store import ShardStore
 from gracetune.config.schema import RunFile
-from gracetune.data.augment import recipe_of, render_mask
+from gracetune.data.augment import render_mask, sample_transform
 from gracetune.data.images import choose_decoders
 from gracetune.data.pipeline import latent_grid, required_keys
 from gracetune.errors import CheckpointError, ConfigError
@@ -21,8 +21,7 @@ from gracetune.models.tiny import load
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler, run_training
-from gracetune.train.step import TrainProgress
-from gracetune.train.step import batch_losses
+from gracetune.train.step import TrainProgress, batch_losses
 
 STEPS = 5
 PICTURES = 8
@@ -123,7 +122,7 @@ def weighed(run, draw, generation):
     if section.mask_data_dir is None:
         return torch.ones(height // CELL, width // CELL)
     decoders = choose_decoders()
-    recipe = recipe_of(section, draw.sample, run.seed, generation, decoders.lanczos)
+    recipe = sample_transform(section, draw.sample, run.seed, generation, decoders.lanczos)
     data = (Path(section.mask_data_dir) / draw.sample.key).read_bytes()
     pixels = render_mask(data, recipe, draw.size, decoders)[0]
     if section.mask_invert:
@@ -138,17 +137,18 @@ def weighed(run, draw, generation):
 def test_every_mode_trains_with_the_weights_of_the_drawn_masks(made, built, told, mode):
     """One run with what the feed brings, one with weights put together by hand."""
     session = built(made("by hand", **MODES[mode]))
-    run, feed = session.state.run, session.pipeline
+    run, load_batch = session.state.run, session.pipeline.load
     told.events.clear()
 
     def load(draws):
         by_hand = [weighed(run, draw, GENERATION[mode](draw.epoch)) for draw in draws]
-        batch = feed.load(draws)
-        # Averages that lie between two levels are rounded either way: one of 255, over the mean.
+        batch = load_batch(draws)
+        # An average between two grey values may be rounded up or down: one of 255, over the mean.
         torch.testing.assert_close(batch.weights, torch.stack(by_hand), rtol=0, atol=0.2)
         return batch
 
-    train_loop(replace(session, feed=replace(feed, load=load)), TrainProgress())
+    session.pipeline.load = load
+    train_loop(session, TrainProgress())
     expected = losses(told)
     assert len(set(expected.values())) == STEPS
     assert trained(made("fed", **MODES[mode]), told) == expected

@@ -18,7 +18,7 @@ from gracetune.config.load import load_run_file
 from gracetune.events.run_control import RunControl
 from gracetune.models.family import transformers_of
 from gracetune.train import checkpoint
-from gracetune.train.build import build_session, resume, start_accelerator
+from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler, run_training
 
 STEPS, HALF = 6, 3
@@ -107,7 +107,7 @@ def live_transformer(file, folder):
     session = build_session(
         run, start_accelerator(run), lambda _: None, RunControl(folder), SignalHandler()
     )
-    resume(session, checkpoint.find_snapshot(folder / "checkpoints", "auto", pytest.fail))
+    session.resume(checkpoint.find_snapshot(folder / "checkpoints", "auto", pytest.fail))
     return session.state.family.transformer
 
 

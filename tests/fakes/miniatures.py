@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.errors import ConfigError
-from gracetune.models.diffusers_family import without_bars
+from gracetune.models.diffusers_family import without_progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ def write_miniature(name: str, folder: Path, seed: int = 0) -> Path:
     """Write the miniature of this name (`wan22-t2v`, ...) and give its folder."""
     if name not in MINIATURES:
         raise ConfigError(f"there is no miniature {name!r}. There are: {', '.join(MINIATURES)}.")
-    with torch.random.fork_rng(devices=[]), without_bars():
+    with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.manual_seed(seed)
         MINIATURES[name](folder)
     return folder

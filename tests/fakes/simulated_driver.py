@@ -26,32 +26,32 @@ if TYPE_CHECKING:
     from gracetune.memory.platform import DeviceSpec, Rates
 
 
-_PIECES = 64
+_TOUCH_CHUNKS = 64
 """A touch goes in pieces of this share of a place, so that a large one can evict its own head."""
 
 
 @dataclass(slots=True)
-class BothWays:
+class DirectionBytes:
     """Bytes by direction, seen from the device."""
 
-    into: int = 0
-    out: int = 0
+    to_device: int = 0
+    to_host: int = 0
 
     def add(self, target: int, nbytes: int) -> None:
         """Count bytes that went to a place."""
         if target == HOST:
-            self.out += nbytes
+            self.to_host += nbytes
         else:
-            self.into += nbytes
+            self.to_device += nbytes
 
 
 @dataclass(slots=True)
 class Traffic:
     """Bytes that moved, by cause, since the driver was made."""
 
-    prefetched: BothWays = field(default_factory=BothWays)
-    faulted: BothWays = field(default_factory=BothWays)
-    copied: BothWays = field(default_factory=BothWays)
+    prefetched: DirectionBytes = field(default_factory=DirectionBytes)
+    faulted: DirectionBytes = field(default_factory=DirectionBytes)
+    copied: DirectionBytes = field(default_factory=DirectionBytes)
     evicted: int = 0
     read_in_place: int = 0
     discarded: int = 0
@@ -113,35 +113,35 @@ class SimulatedDriver:
         found = self._memory.find(pointer, 1)
         return PointerKind.UNKNOWN if found is None else found.kind
 
-    def advise(self, pointer: int, nbytes: int, advice: Advice, place: int) -> int:
+    def advise(self, pointer: int, nbytes: int, advice: Advice, location: int) -> int:
         """Write the advice on the pages; nothing moves."""
-        found, code = self._managed("advise", pointer, nbytes, place)
+        found, code = self._managed("advise", pointer, nbytes, location)
         if found is None:
             return code
         for run in self._memory.runs(found, pointer, nbytes):
-            found.pages.update(run.first, run.last, lambda state: _advised(state, advice, place))
+            found.pages.update(run.first, run.last, lambda state: _advised(state, advice, location))
             if advice is Advice.UNSET_READ_MOSTLY:
                 self._memory.keep_one_copy(found, run)
         return CudaCode.SUCCESS
 
-    def prefetch(self, pointer: int, nbytes: int, place: int, stream: int) -> int:
+    def prefetch(self, pointer: int, nbytes: int, location: int, stream: int) -> int:
         """Bring pages to a place, in stream order; the caller is held for part of the way."""
-        found, code = self._managed("prefetch", pointer, nbytes, place)
+        found, code = self._managed("prefetch", pointer, nbytes, location)
         if found is None:
             return code
-        rates, home = self._rates(place), self._home(place)
+        rates, home = self._rates(location), self._home(location)
         self.time.now_s += rates.prefetch_call_s
         busy_s = 0.0
         for run in self._memory.claim(found, pointer, nbytes):
             found.pages.update(
-                run.first, run.last, lambda state: replace(state, last_prefetch=place)
+                run.first, run.last, lambda state: replace(state, last_prefetch=location)
             )
-            if home in run.state.places:
+            if home in run.state.locations:
                 continue
             moved = self._memory.bring(found, run, home)
-            if run.state.places:
+            if run.state.locations:
                 rate = rates.prefetch_out if home == HOST else rates.prefetch_in
-                busy_s += self._transfer(moved, rate, max(run.state.places), home, stream)
+                busy_s += self._transfer(moved, rate, max(run.state.locations), home, stream)
                 self.traffic.prefetched.add(home, moved)
         self.time.now_s += rates.prefetch_blocking_share * busy_s
         return CudaCode.SUCCESS
@@ -183,18 +183,18 @@ class SimulatedDriver:
         return self._allocate("allocate_device", nbytes, PointerKind.DEVICE, home, room)
 
     def touch(
-        self, pointer: int, nbytes: int, place: int, stream: int = 0, *, write: bool = False
+        self, pointer: int, nbytes: int, location: int, stream: int = 0, *, write: bool = False
     ) -> None:
         """A kernel (or the CPU) reads or writes a managed range, faulting where it must."""
         found = self._memory.find(pointer, nbytes)
         assert found is not None, f"{pointer:#x} is not allocated for {nbytes} bytes"
         assert found.kind is PointerKind.MANAGED, f"{pointer:#x} is {found.kind.value}"
-        capacity = self._memory.capacity[self._home(place)]
-        piece = max(1, capacity // _PIECES // self.page_bytes) * self.page_bytes
+        capacity = self._memory.capacity[self._home(location)]
+        piece = max(1, capacity // _TOUCH_CHUNKS // self.page_bytes) * self.page_bytes
         for start in range(pointer, pointer + nbytes, piece):
             size = min(piece, pointer + nbytes - start)
             for run in self._memory.claim(found, start, size):
-                self._touch(found, run, place, stream, write=write)
+                self._touch(found, run, location, stream, write=write)
 
     def copy(self, nbytes: int, source: int, target: int, stream: int) -> None:
         """A copy engine moves pinned or device memory; the call returns at once."""
@@ -222,14 +222,14 @@ class SimulatedDriver:
         assert found is not None, f"{pointer:#x} is not allocated for {nbytes} bytes"
         resident: dict[int, int] = defaultdict(int)
         for run in self._memory.runs(found, pointer, nbytes):
-            for place in run.state.places:
-                resident[place] += self._memory.size(run)
+            for location in run.state.locations:
+                resident[location] += self._memory.size(run)
         return dict(resident)
 
     # Helpers.
 
     def _allocate(
-        self, verb: str, nbytes: int, kind: PointerKind, place: int, room: int
+        self, verb: str, nbytes: int, kind: PointerKind, location: int, room: int
     ) -> tuple[int, int]:
         if verb in self._failing:
             return self._failing[verb], 0
@@ -237,10 +237,10 @@ class SimulatedDriver:
             return CudaCode.INVALID_VALUE, 0
         if nbytes > room:
             return CudaCode.OUT_OF_MEMORY, 0
-        return CudaCode.SUCCESS, self._memory.add(nbytes, kind, place).pointer
+        return CudaCode.SUCCESS, self._memory.add(nbytes, kind, location).pointer
 
     def _managed(
-        self, verb: str, pointer: int, nbytes: int, place: int
+        self, verb: str, pointer: int, nbytes: int, location: int
     ) -> tuple[Range | None, int]:
         """The managed range a verb is about, or the code CUDA gives instead."""
         if verb in self._failing:
@@ -248,47 +248,47 @@ class SimulatedDriver:
         found = self._memory.find(pointer, nbytes)
         if found is None or found.kind is not PointerKind.MANAGED:
             return None, CudaCode.INVALID_VALUE
-        if place != HOST and not 0 <= place < len(self.devices):
+        if location != HOST and not 0 <= location < len(self.devices):
             return None, CudaCode.INVALID_DEVICE
-        asked = range(len(self.devices)) if place == HOST else (place,)
+        asked = range(len(self.devices)) if location == HOST else (location,)
         if not any(self.attribute("concurrent_managed_access", device) for device in asked):
             return None, CudaCode.INVALID_DEVICE
         return found, CudaCode.SUCCESS
 
-    def _touch(self, found: Range, run: Run, place: int, stream: int, *, write: bool) -> None:
-        rates, home = self._rates(place), self._home(place)
-        if home in run.state.places:
+    def _touch(self, found: Range, run: Run, location: int, stream: int, *, write: bool) -> None:
+        rates, home = self._rates(location), self._home(location)
+        if home in run.state.locations:
             here = run
-        elif self._reads_in_place(run.state, place):
+        elif self._reads_in_place(run.state, location):
             here = run._replace(last=run.first)
         else:
             here = self._pull(found, run, home, stream)
         self._memory.touch(found, here, home, write=write)
-        local_s = self._memory.size(here) / (rates.host if place == HOST else rates.device)
+        local_s = self._memory.size(here) / (rates.host if location == HOST else rates.device)
         over = self._memory.size(run) - self._memory.size(here)
         self.traffic.read_in_place += over
-        self._work(local_s + over / rates.read_in_place, place, stream)
+        self._work(local_s + over / rates.read_in_place, location, stream)
 
     def _pull(self, found: Range, run: Run, home: int, stream: int) -> Run:
         """Fault pages in, as many as find room; the rest stays with the host, or is made there."""
         moved = self._memory.bring(found, run, home)
         here = run._replace(last=run.first + moved // self.page_bytes)
-        if run.state.places:
+        if run.state.locations:
             self.traffic.faulted_pages += here.last - here.first
             self.traffic.faulted.add(home, moved)
-            self._transfer(moved, self._rates(home).fault, max(run.state.places), home, stream)
+            self._transfer(moved, self._rates(home).fault, max(run.state.locations), home, stream)
         elif here.last < run.last:
             self._memory.bring(found, run._replace(first=here.last), HOST)
         return here
 
-    def _reads_in_place(self, state: PageState, place: int) -> bool:
+    def _reads_in_place(self, state: PageState, location: int) -> bool:
         """Whether the toucher goes over the link instead of pulling the page."""
-        if not state.places:
+        if not state.locations:
             return False
-        if place == HOST:
-            holder = max(state.places)
+        if location == HOST:
+            holder = max(state.locations)
             return self.attribute("direct_managed_mem_access_from_host", holder) == 1
-        return place in state.accessed_by and state.preferred in state.places
+        return location in state.accessed_by and state.preferred in state.locations
 
     def _transfer(self, nbytes: int, rate: float, source: int, target: int, stream: int) -> float:
         """Bytes over the link, on the copy engine of their direction; the seconds it takes."""
@@ -307,39 +307,39 @@ class SimulatedDriver:
         self.traffic.evicted += nbytes
         self.time.run((Queue("out", device),), nbytes / self._rates(device).prefetch_out)
 
-    def _work(self, seconds: float, place: int, stream: int) -> None:
+    def _work(self, seconds: float, location: int, stream: int) -> None:
         """A kernel on its device; or the CPU itself, which waits for its data first."""
-        if place == HOST:
+        if location == HOST:
             self.synchronize(stream)
             self.time.now_s += seconds
         else:
-            self.compute(seconds, place, stream)
+            self.compute(seconds, location, stream)
 
-    def _rates(self, place: int) -> Rates:
-        return self.devices[max(place, 0)].rates
+    def _rates(self, location: int) -> Rates:
+        return self.devices[max(location, 0)].rates
 
     def _shared(self, device: int) -> bool:
         return self.attribute("integrated", device) == 1
 
-    def _home(self, place: int) -> int:
+    def _home(self, location: int) -> int:
         """Where pages sent to a place really are: an integrated device has no memory of its own."""
-        return HOST if place == HOST or self._shared(place) else place
+        return HOST if location == HOST or self._shared(location) else location
 
 
-def _advised(state: PageState, advice: Advice, place: int) -> PageState:
+def _advised(state: PageState, advice: Advice, location: int) -> PageState:
     match advice:
         case Advice.SET_READ_MOSTLY:
             return replace(state, read_mostly=True)
         case Advice.UNSET_READ_MOSTLY:
             return replace(state, read_mostly=False)
         case Advice.SET_PREFERRED_LOCATION:
-            return replace(state, preferred=place)
+            return replace(state, preferred=location)
         case Advice.UNSET_PREFERRED_LOCATION:
             return replace(state, preferred=None)
         case Advice.SET_ACCESSED_BY:
-            return replace(state, accessed_by=state.accessed_by | {place})
+            return replace(state, accessed_by=state.accessed_by | {location})
         case Advice.UNSET_ACCESSED_BY:
-            return replace(state, accessed_by=state.accessed_by - {place})
+            return replace(state, accessed_by=state.accessed_by - {location})
 
 
 # ------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ class Range:
     pointer: int
     nbytes: int
     kind: PointerKind
-    place: int
+    location: int
     pages: PageTable
 
 
@@ -381,13 +381,13 @@ class SimulatedResidency:
         self._next = _FIRST_ADDRESS
         self._tick = 0
 
-    def add(self, nbytes: int, kind: PointerKind, place: int) -> Range:
+    def add(self, nbytes: int, kind: PointerKind, location: int) -> Range:
         """A new allocation; managed pages take no memory until someone touches them."""
         num_pages = -(-nbytes // self.page_bytes)
-        made = Range(self._next, nbytes, kind, place, PageTable(num_pages))
+        made = Range(self._next, nbytes, kind, location, PageTable(num_pages))
         self._next += (num_pages + 1) * self.page_bytes
         if kind is not PointerKind.MANAGED:
-            self._used[place] += nbytes
+            self._used[location] += nbytes
         self._ranges[made.pointer] = made
         self._bases.append(made.pointer)
         return made
@@ -397,7 +397,7 @@ class SimulatedResidency:
         del self._ranges[gone.pointer]
         self._bases.remove(gone.pointer)
         if gone.kind is not PointerKind.MANAGED:
-            self._used[gone.place] -= gone.nbytes
+            self._used[gone.location] -= gone.nbytes
         for run in gone.pages.runs():
             self._account(run, frozenset())
 
@@ -423,9 +423,9 @@ class SimulatedResidency:
         """Bytes of all allocations, resident or not."""
         return sum(found.nbytes for found in self._ranges.values())
 
-    def free_bytes(self, place: int) -> int:
+    def free_bytes(self, location: int) -> int:
         """What is left of a place."""
-        return self.capacity[place] - self._used[place]
+        return self.capacity[location] - self._used[location]
 
     def begin(self) -> None:
         """A new operation: what it uses is younger than everything before, so it stays."""
@@ -443,19 +443,19 @@ class SimulatedResidency:
         """Give pages a copy at `home`, as many as fit; the bytes that did."""
         fits = self.make_room(home, self.size(run)) // self.page_bytes
         placed = Run(run.first, min(run.last, run.first + fits), run.state)
-        kept = run.state.places if run.state.read_mostly else frozenset()
-        self._place(found, placed, kept | {home})
+        kept = run.state.locations if run.state.read_mostly else frozenset()
+        self._set_locations(found, placed, kept | {home})
         return self.size(placed)
 
     def touch(self, found: Range, run: Run, home: int, *, write: bool) -> None:
         """Note a use; a writer's copy is the only valid one."""
         for part in list(found.pages.runs(run.first, run.last)):
-            self._place(found, part, frozenset({home}) if write else part.state.places)
+            self._set_locations(found, part, frozenset({home}) if write else part.state.locations)
 
     def keep_one_copy(self, found: Range, run: Run) -> None:
         """Drop duplicates; a device's copy is the one that stays."""
-        if len(run.state.places) > 1:
-            self._place(found, run, frozenset({max(run.state.places)}))
+        if len(run.state.locations) > 1:
+            self._set_locations(found, run, frozenset({max(run.state.locations)}))
 
     def drop(self, found: Range, pointer: int, nbytes: int) -> int:
         """Forget the contents of whole pages inside these bytes; how many bytes had any."""
@@ -463,8 +463,8 @@ class SimulatedResidency:
         first = -(-offset // self.page_bytes)
         dropped = 0
         for run in list(found.pages.runs(first, (offset + nbytes) // self.page_bytes)):
-            dropped += self.size(run) if run.state.places else 0
-            self._place(found, run, frozenset())
+            dropped += self.size(run) if run.state.locations else 0
+            self._set_locations(found, run, frozenset())
         return dropped
 
     def make_room(self, home: int, nbytes: int) -> int:
@@ -489,30 +489,30 @@ class SimulatedResidency:
         """Pages at a place that the operation under way has not used itself."""
         for found in self._ranges.values():
             for run in found.pages.runs():
-                if home in run.state.places and run.state.used < self._tick:
+                if home in run.state.locations and run.state.used < self._tick:
                     yield found, run
 
     def _evict(self, found: Range, run: Run, home: int) -> None:
-        places = run.state.places - {home}
-        if not places:
+        locations = run.state.locations - {home}
+        if not locations:
             self.make_room(HOST, self.size(run))
             self._write_back(home, self.size(run))
-            places = frozenset({HOST})
-        self._account(run, places)
-        found.pages.update(run.first, run.last, lambda state: replace(state, places=places))
+            locations = frozenset({HOST})
+        self._account(run, locations)
+        found.pages.update(run.first, run.last, lambda state: replace(state, locations=locations))
 
-    def _place(self, found: Range, run: Run, places: frozenset[int]) -> None:
-        self._account(run, places)
+    def _set_locations(self, found: Range, run: Run, locations: frozenset[int]) -> None:
+        self._account(run, locations)
         tick = self._tick
         found.pages.update(
-            run.first, run.last, lambda state: replace(state, places=places, used=tick)
+            run.first, run.last, lambda state: replace(state, locations=locations, used=tick)
         )
 
-    def _account(self, run: Run, places: frozenset[int]) -> None:
-        for place in run.state.places - places:
-            self._used[place] -= self.size(run)
-        for place in places - run.state.places:
-            self._used[place] += self.size(run)
+    def _account(self, run: Run, locations: frozenset[int]) -> None:
+        for location in run.state.locations - locations:
+            self._used[location] -= self.size(run)
+        for location in locations - run.state.locations:
+            self._used[location] += self.size(run)
 
 
 # ------------------------------------------------------------------------------------------
@@ -527,7 +527,7 @@ class SimulatedResidency:
 class PageState:
     """What is known of a page."""
 
-    places: frozenset[int] = frozenset()
+    locations: frozenset[int] = frozenset()
     """Where it has a valid copy; empty: never written, or discarded."""
     preferred: int | None = None
     last_prefetch: int | None = None

@@ -16,13 +16,13 @@ from gracetune.hosts.simpletuner.hooks import (
     FACTORY,
     FIELD_REGISTRY,
     JSON,
-    KEEPER,
+    PROCESS_KEEPER,
     TRACKER,
     TRAINER,
     install,
 )
 from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
-from gracetune.hosts.simpletuner.webui import OPTIONS, install_webui
+from gracetune.hosts.simpletuner.webui import WEBUI_OPTIONS, install_webui
 from gracetune.memory.platform import open_machine
 
 CONFIG = {"seed": 1, "cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}}
@@ -62,13 +62,15 @@ def serve_files(plugin: SimpleTunerPlugin, folder: Path) -> None:
 def serve_forms(folder: Path) -> None:
     """Fields in the registry, blocks in the file, our entry in a job."""
     registry = import_module(FIELD_REGISTRY).field_registry
-    assert {option.name for option in OPTIONS} <= {*registry.export_field_metadata()["fields"]}
+    assert {option.name for option in WEBUI_OPTIONS} <= {
+        *registry.export_field_metadata()["fields"]
+    }
     store = import_module(CONFIG_STORE).ConfigStore(folder / "configs", "model")
     store.save_trainer_config("a", {"gracetune_vae_cache_type": "disk"}, overwrite=True)
     assert store.load_config("a")[0]["gracetune_vae_cache_type"] == "disk"
     assert not store.validate_config({"gracetune_host_budget_gb": "-1"}).is_valid
     jobs = []
-    keeper = import_module(KEEPER)
+    keeper = import_module(PROCESS_KEEPER)
     keeper.TrainerProcess.start = lambda self, func, config: jobs.append(config)
     keeper.submit_job("1", import_module(TRAINER).run_trainer_job, {"--seed": 1})
     assert jobs == [{"--seed": 1, "accelerate_extra_args": "-m gracetune.hosts.simpletuner"}]

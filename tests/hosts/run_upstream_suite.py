@@ -195,7 +195,15 @@ def main() -> int:
     book = Book(folder / "results.jsonl", stamp_of_hooks(), args.limit)
     book.read()
     os.chdir(folder)  # SimpleTuner leaves its log where it is imported
-    warm([*WARM, *{need.module: None for need in (*needs.NEEDS, *needs.WEBUI_NEEDS)}])
+    warm(
+        [
+            *WARM,
+            *{
+                need.module: None
+                for need in (*needs.REQUIRED_SYMBOLS, *needs.WEBUI_REQUIRED_SYMBOLS)
+            },
+        ]
+    )
     runner = Runner(folder, folder / "logs", hook, fresh)
     verdicts = []
     for module in modules:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from gracetune.hosts.simpletuner.__main__ import check
 from gracetune.hosts.simpletuner.hooks import FACTORY, JSON, LOCAL, TRACKER, TRAINER, install
-from gracetune.hosts.simpletuner.plugin import Accumulation, SimpleTunerPlugin
+from gracetune.hosts.simpletuner.plugin import AccumulationSteps, SimpleTunerPlugin
 from gracetune.memory.platform import open_machine
 
 CONFIG = {
@@ -58,11 +58,11 @@ def backends(hooked, pics, tmp_path):
     """Ours for a staged data set, and the stock one."""
     name = f"pics-{tmp_path.name}"
     block = {"compression": "lz4", "num_workers": 2}
-    [rest] = hooked.plugin.take_datasets(
+    [rest] = hooked.plugin.split_datasets(
         [{"id": name, "type": "in_memory", "instance_data_dir": str(pics), "in_memory": block}]
     )
     assert rest == {"id": name, "type": "local", "instance_data_dir": str(pics)}
-    hooked.plugin.take_config(CONFIG)
+    hooked.plugin.split_config(CONFIG)
     builder = import_module("simpletuner.helpers.data_backend.builders").create_backend_builder(
         "local", SimpleNamespace(is_local_main_process=True)
     )
@@ -141,9 +141,9 @@ def test_the_data_set_that_is_made_for_texts_is_known(tmp_path):
     bare.args = SimpleNamespace(model_family="sdxl", output_dir=str(tmp_path))
     [made] = bare._ensure_text_embed_backends_present([])
     plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
-    plugin.take_config({"cache_config": {"vae_cache_type": "memory", "text_cache_type": "disk"}})
-    assert plugin.memory_of(made["id"]) is None
-    assert plugin.memory_of("pics") is plugin.memory
+    plugin.split_config({"cache_config": {"vae_cache_type": "memory", "text_cache_type": "disk"}})
+    assert plugin.tensor_memory_for(made["id"]) is None
+    assert plugin.tensor_memory_for("pics") is plugin.memory
 
 
 RANK = """
@@ -151,14 +151,15 @@ import json, sys
 from importlib import import_module
 from pathlib import Path
 import torch
-from gracetune.hosts.simpletuner.hooks import install
-from gracetune.hosts.simpletuner.hooks import FACTORY
-from gracetune.hosts.simpletuner.plugin import Plugin
-from gracetune.hosts.simpletuner.plugin import Accumulation
+from gracetune.hosts.simpletuner.hooks import FACTORY, install
+from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 from gracetune.memory.platform import open_machine
-plugin = Plugin({"LOCAL_WORLD_SIZE": "2"}, open_machine, torch.Tensor.contiguous, Path(sys.argv[1]))
+environment = {"LOCAL_WORLD_SIZE": "2"}
+plugin = SimpleTunerPlugin(
+    environment, open_machine, torch.Tensor.contiguous, Path(sys.argv[1])
+)
 install(plugin, import_module)
-plugin.take_config({"cache_config": {"vae_cache_type": "memory"}})
+plugin.split_config({"cache_config": {"vae_cache_type": "memory"}})
 backend = import_module(FACTORY).LocalDataBackend(accelerator=None, id="x")
 for line in sys.stdin:
     value = backend.torch_load(line.strip())
@@ -200,7 +201,7 @@ def test_sound_comes_from_memory(hooked, tmp_path):
         file.writeframes((np.sin(np.arange(1600) / 9) * 9000).astype("<i2").tobytes())
     name = f"sounds-{tmp_path.name}"
     entry = {"id": name, "type": "in_memory", "dataset_type": "audio"}
-    hooked.plugin.take_datasets([{**entry, "instance_data_dir": str(folder)}])
+    hooked.plugin.split_datasets([{**entry, "instance_data_dir": str(folder)}])
     ours = import_module(FACTORY).LocalDataBackend(accelerator=None, id=name)
     stock = hooked.stock(accelerator=None, id=name)
     path = str(folder / "a.wav")
@@ -226,7 +227,7 @@ def test_video_comes_from_memory(hooked, tmp_path):
         container.mux(stream.encode())
     name = f"videos-{tmp_path.name}"
     entry = {"id": name, "type": "in_memory", "instance_data_dir": str(folder)}
-    hooked.plugin.take_datasets([entry])
+    hooked.plugin.split_datasets([entry])
     ours = import_module(FACTORY).LocalDataBackend(accelerator=None, id=name)
     wanted = hooked.stock(accelerator=None, id=name).read_image(path)
     shutil.rmtree(folder)
@@ -257,7 +258,7 @@ def test_validations_come_where_a_step_of_a_ramp_ends():
     validation = import_module("simpletuner.helpers.training.validation").Validation
     bare = validation.__new__(validation)
     ends = []
-    growing = Accumulation(3, lambda: ends[-1])
+    growing = AccumulationSteps(3, lambda: ends[-1])
     settings = {"validation_step_interval": 2, "gradient_accumulation_steps": growing}
     vars(bare).update(
         config=SimpleNamespace(**settings),

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from gracetune.hosts.probe import probe
-from gracetune.hosts.simpletuner.hooks import KNOWN, NEEDS, WEBUI_NEEDS
+from gracetune.hosts.simpletuner.hooks import (
+    TESTED_VERSIONS,
+    REQUIRED_SYMBOLS,
+    WEBUI_REQUIRED_SYMBOLS,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = sorted((ROOT / ".hosts/simpletuner-versions").glob("[0-9]*"))
@@ -21,13 +25,13 @@ pytestmark = [
 
 
 def test_all_of_them_are_recorded():
-    assert {folder.name for folder in FOLDERS} <= {*KNOWN}
+    assert {folder.name for folder in FOLDERS} <= {*TESTED_VERSIONS}
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_symbol_is_there(folder):
-    found = probe(folder, (*NEEDS, *WEBUI_NEEDS))
-    assert [(each.need.symbol, each.reason) for each in found if not each.fits] == []
+    found = probe(folder, (*REQUIRED_SYMBOLS, *WEBUI_REQUIRED_SYMBOLS))
+    assert [(each.need.symbol, each.problem) for each in found if not each.ok] == []
 
 
 @pytest.mark.skipif(

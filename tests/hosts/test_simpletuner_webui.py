@@ -20,7 +20,7 @@ pytest.importorskip("simpletuner.helpers", reason="make test-hosts runs it in th
 
 from tiny_pipeline import write_environment
 
-from gracetune.hosts.simpletuner.webui import OPTIONS
+from gracetune.hosts.simpletuner.webui import WEBUI_OPTIONS
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 pytestmark = pytest.mark.timeout(900)
@@ -92,7 +92,7 @@ def saved(webui) -> dict:
 def test_the_registry_and_the_page_have_our_fields(webui):
     fields = json.loads(get(webui, "/api/fields/metadata"))["fields"]
     page = get(webui, "/web/trainer/tabs/hardware")
-    for option in OPTIONS:
+    for option in WEBUI_OPTIONS:
         assert fields[option.name]["help_text"] == option.help
         assert {"hardware", "gracetune"} == {fields[option.name][k] for k in ("tab", "section")}
         assert f'name="{option.name}"' in page
@@ -125,10 +125,10 @@ def test_the_form_refuses_what_a_job_would_die_of(webui):
 JOB = """
 import json, os, sys, time
 from importlib import import_module
-from gracetune.hosts.simpletuner.hooks import KEEPER, TRAINER
+from gracetune.hosts.simpletuner.hooks import PROCESS_KEEPER, TRAINER
 from gracetune.hosts.simpletuner.webui import install_webui
 install_webui(os.environ, import_module)
-keeper = import_module(KEEPER)
+keeper = import_module(PROCESS_KEEPER)
 job = keeper.submit_job("one", import_module(TRAINER).run_trainer_job, json.loads(sys.argv[1]))
 end = time.monotonic() + 500
 while job.is_alive() and time.monotonic() < end:

@@ -20,7 +20,7 @@ from gracetune.cache.encode import NO_TILING, EncodeItem, decode_items
 from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.masks import MASK_TENSOR, mask_weights, render_masks
 from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
-from gracetune.data.augment import recipe_of
+from gracetune.data.augment import sample_transform
 from gracetune.data.loader import NO_EPOCH
 from gracetune.errors import RunFailedError
 
@@ -63,7 +63,7 @@ class SampleTransforms:
         """Return the transform of a sample in a training epoch."""
         section = self.sections[sample.dataset]
         number = augmentation_epoch(section, epoch)
-        return recipe_of(section, sample, self.seed, number, self.decoders.lanczos)
+        return sample_transform(section, sample, self.seed, number, self.decoders.lanczos)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ import torch
 from gracetune.atomic_files import write_text
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.data.augment import (
-    PLAIN,
+    DEFAULT_TRANSFORM,
     SampleTransform,
     render,
     render_control,
-    render_sound,
+    render_audio,
     render_video,
 )
 from gracetune.data.images import PILLOW
@@ -177,7 +177,7 @@ class EncodeItem:
     """Shape of the bucket."""
     source: Source
     """Where the sample's bytes are read from."""
-    transform: SampleTransform = PLAIN
+    transform: SampleTransform = DEFAULT_TRANSFORM
     """Crop and augmentations."""
     tiled: bool = False
     """Whether the encoder works in tiles."""
@@ -293,7 +293,7 @@ def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
         if sample.kind == "video":
             return render_video(read(sample.key), transform, item.size)
         if sample.kind == "audio":
-            return render_sound(read(sample.key), transform, item.size)
+            return render_audio(read(sample.key), transform, item.size)
         size = (item.size[0], item.size[1])
         controls = [
             render_control(read(companion.key), transform, size, decoders)

@@ -30,7 +30,7 @@ from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.stores import cache_root
 from gracetune.data import buckets
 from gracetune.data.dataset import CorruptionLog, open_dataset
-from gracetune.data.images import CENTRE, choose_decoders
+from gracetune.data.images import CENTRE_CROP, choose_decoders
 from gracetune.errors import CacheError
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _check_centre_crop(item: EncodeItem) -> None:
     transform, dataset = item.transform, item.sample.dataset
     if transform.draw.steps:
         raise CacheError("the run augments this sample, and the entry may be augmented otherwise")
-    if transform.crop != CENTRE:
+    if transform.crop != CENTRE_CROP:
         raise CacheError(
             f"crop of the dataset {dataset!r} is not center, but the entry is a centre crop: set "
             "crop: center, or let the run encode the sample"

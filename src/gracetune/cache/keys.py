@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from gracetune.data.augment import PLAIN
+from gracetune.data.augment import DEFAULT_TRANSFORM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +54,7 @@ def latent_key(
     sample: Sample,
     size: Shape,
     encoder: str,
-    transform: SampleTransform = PLAIN,
+    transform: SampleTransform = DEFAULT_TRANSFORM,
     tiled: bool = False,
 ) -> CacheKey:
     """Return the key of a sample's latents.

@@ -1,14 +1,29 @@
-"""The files of a cache: many entries in one safetensors file, which grows while it is written.
+"""The file format of cache shards: safetensors files that grow entry by entry.
 
-A file begins with room for the header. Entries follow, each after its record and at a multiple of
-64 bytes, large ones of a page. When the file is sealed, the header goes into the room; what is left
-of the room, every record and every gap is a tensor of bytes, because safetensors allows no holes.
-The file system keeps unwritten room as a hole.
+    0             data_offset                                                     length
+    | header space | record | tensors of entry 1 | record | tensors of entry 2 | ... |
 
-While it grows, a file is `NAME.open`; sealing renames it to `NAME.safetensors`. Whoever changes a
-file holds its lock (flock), which the kernel gives back when the process dies. A file that is
-left open, or sealed when it was small, is taken up by the next writer; bytes past the length that
-the index knows are a torn tail, and are cut off.
+Each entry follows a record, which repeats what the index knows of it: a lost index can be rebuilt
+from the shards alone. Entries start at multiples of 64 bytes, large ones at multiples of a page.
+The header space stays empty (a hole in the file) until the shard is sealed. Then it gets a
+safetensors header that lists all tensors. safetensors allows no gaps, so records and unused space
+are listed as byte tensors named `gap/OFFSET`.
+
+A growing shard is named `NAME.open`; sealing renames it to `NAME.safetensors`. A process changes a
+shard only while it holds the shard's lock (flock), which the kernel releases if the process dies.
+
+Crash safety: `ShardWriter` in shard_store.py orders the writes of an entry.
+
+    1. append record and tensors behind `length`
+    2. fdatasync the shard
+    3. commit the rows and the new `length` to the index, in one SQLite transaction
+
+    killed before 3: the shard has bytes beyond the `length` in the index. Nobody reads them, and
+                     the next writer that opens the shard truncates it to `length`.
+    killed after 3:  the entry is complete.
+    killed in seal:  the file is still `NAME.open`, and its index rows are valid. The next writer
+                     continues or seals it.
+    killed between creating a shard and adding it to the index: the next writer removes the file.
 """
 
 from __future__ import annotations
@@ -24,8 +39,8 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_digest, xxh3_128
 
-from gracetune.cache.index import ShardRow, TensorSlice
 from gracetune.atomic_files import fsync_path
+from gracetune.cache.index import ShardRow, TensorSlice
 from gracetune.errors import CacheError
 from gracetune.units import MIB
 
@@ -42,48 +57,88 @@ if TYPE_CHECKING:
 
 
 DEFAULT_DATA_OFFSET = MIB
+"""Header space of a new shard, unless its first entry needs more."""
 MAX_SHARD_NBYTES = 256 * MIB
-"""A file this large is sealed for good."""
+"""A shard of this size gets no more entries."""
 OPEN_SUFFIX, SEALED_SUFFIX = ".open", ".safetensors"
-_ROOM_MARK = b"gtshard1"
-"""What a file begins with until it has a header; the length of its room follows."""
+TENSOR_ALIGNMENT = 64
+PAGE = 4096
+LARGE_ENTRY_NBYTES = 64 * 1024
+"""Entries from this size on start and end at page boundaries, as direct reads (O_DIRECT) need."""
+RECORD_MAGIC = b"gtentry1"
+"""First bytes of a record; the length and the checksum of its JSON text follow."""
+_OPEN_MAGIC = b"gtshard1"
+"""First bytes of a shard without a header; its data offset follows."""
+_FIXED_HEADER_NBYTES = 256
+"""Header bytes for its length, the metadata and the gap before the first entry."""
+_RECORD_HEAD_NBYTES = 24
+_MAX_RECORD_NBYTES = 16 * 1024**2
+_SEARCH_NBYTES = 1024 * TENSOR_ALIGNMENT
+"""Bytes that `find_record` searches at a time."""
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Names of dtypes in safetensors files."""
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+# Shard files
 
 
 class ShardFile:
-    """One file, held by its lock: nobody else writes, renames or removes it meanwhile."""
+    """A locked shard: no other process writes, renames or removes it."""
 
     def __init__(self, path: Path, descriptor: int, row: ShardRow) -> None:
         self.path = path
         self.row = row
         self.end = row.length
+        """Offset at which the next record may start."""
         self.header_nbytes = 0
+        """Upper bound of the header that sealing will write."""
         self._descriptor = descriptor
 
-    def fits_entry(self, cost: int) -> bool:
-        """Whether one more entry fits, with a header of so many bytes."""
-        return self.end < MAX_SHARD_NBYTES and self.header_nbytes + cost <= self.row.data_offset
+    def fits_entry(self, header_nbytes: int) -> bool:
+        """Return True if one more entry fits, given its share of the header."""
+        fits_header = self.header_nbytes + header_nbytes <= self.row.data_offset
+        return self.end < MAX_SHARD_NBYTES and fits_header
 
-    def append(self, packed: PackedEntry, cost: int) -> int:
-        """Write an entry past the end; where it begins. Not durable yet, and in no index."""
+    def append(self, packed: PackedEntry, header_nbytes: int) -> int:
+        """Write an entry behind the end and return its offset. It is not yet durable or indexed."""
         record = align_up(self.end)
-        begin = align_up(record + len(packed.record), entry_alignment(packed.nbytes))
-        padded = packed.record.ljust(begin - record, b"\0")
+        offset = align_up(record + len(packed.record), entry_alignment(packed.nbytes))
+        padded = packed.record.ljust(offset - record, b"\0")
         _write_all(self._descriptor, memoryview(padded), record)
-        for place, part in zip(packed.places, packed.parts, strict=True):
-            _write_all(self._descriptor, part.data, begin + place.offset)
-        self.end = begin + packed.nbytes
-        self.header_nbytes += cost
-        return begin
+        for tensor, data in zip(packed.tensors, packed.data, strict=True):
+            _write_all(self._descriptor, data.data, offset + tensor.offset)
+        self.end = offset + packed.nbytes
+        self.header_nbytes += header_nbytes
+        return offset
 
     def sync(self) -> None:
-        """Wait until the disk has what was appended."""
+        """Flush appended entries to the disk."""
         os.fdatasync(self._descriptor)
 
     def seal(self, rows: Sequence[EntryRow]) -> None:
-        """Write the header and rename; the file is a safetensors file from now on."""
-        # The last entry may end in empty tensors or in nothing at all: the header must agree.
+        """Write the header and rename the shard, which makes it a safetensors file; unlock it."""
+        # The last entry may end in empty tensors, or be empty: set the length that the header has.
         os.ftruncate(self._descriptor, self.end)
-        _write_all(self._descriptor, memoryview(build_header(rows, self.row.data_offset, self.end)), 0)
+        header = build_header(rows, self.row.data_offset, self.end)
+        _write_all(self._descriptor, memoryview(header), 0)
         self.sync()
         sealed = self.path.with_suffix(SEALED_SUFFIX)
         os.replace(self.path, sealed)
@@ -92,44 +147,48 @@ class ShardFile:
         self.release()
 
     def remove(self) -> None:
-        """Delete the file while holding it."""
+        """Delete the shard and release its lock."""
         self.path.unlink()
         self.release()
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         os.close(self._descriptor)
 
 
-def create_shard(folder: Path, index: CacheIndex, cost: int) -> ShardFile:
-    """An empty file, held and known to the index; its room holds at least one header of `cost`."""
+def create_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFile:
+    """Create a shard, lock it and add it to the index.
+
+    Its header space is large enough for at least one entry that needs `header_nbytes` of it.
+    """
     while True:
         path = folder / f"{secrets.token_hex(8)}{OPEN_SUFFIX}"
         path.touch()
         descriptor = _lock(path)
         if descriptor is None:
-            continue  # someone cleaning up was faster
-        room = align_up(max(DEFAULT_DATA_OFFSET, cost + _FIXED_COST))
-        os.ftruncate(descriptor, room)
-        _write_all(descriptor, memoryview(_ROOM_MARK + room.to_bytes(8, "little")), 0)
+            continue  # another process has removed it as a leftover
+        data_offset = align_up(max(DEFAULT_DATA_OFFSET, header_nbytes + _FIXED_HEADER_NBYTES))
+        os.ftruncate(descriptor, data_offset)
+        _write_all(descriptor, memoryview(_OPEN_MAGIC + data_offset.to_bytes(8, "little")), 0)
         os.fsync(descriptor)
         fsync_path(folder)
-        row = ShardRow(path.stem, room, room)
+        row = ShardRow(path.stem, data_offset, data_offset)
         index.add_shard(row)
         shard = ShardFile(path, descriptor, row)
-        shard.header_nbytes = _FIXED_COST
+        shard.header_nbytes = _FIXED_HEADER_NBYTES
         return shard
 
 
-def adopt_shard(folder: Path, index: CacheIndex, cost: int) -> ShardFile | None:
-    """Go on with a file that nobody writes: one left open, or one sealed when it was small."""
+def adopt_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFile | None:
+    """Lock an existing shard to append to; None if there is none with space."""
     for path in appendable_shards(folder):
         shard = lock_shard(path, index)
         if shard is None:
             continue
         rows = index.rows_in_shard(shard.row.name)
-        shard.header_nbytes = _FIXED_COST + sum(header_cost(row.key, row.tensors) for row in rows)
-        if not shard.fits_entry(cost):
+        entries_nbytes = sum(entry_header_nbytes(row.key, row.tensors) for row in rows)
+        shard.header_nbytes = _FIXED_HEADER_NBYTES + entries_nbytes
+        if not shard.fits_entry(header_nbytes):
             if path.suffix == OPEN_SUFFIX:
                 shard.seal(rows)
             else:
@@ -143,22 +202,23 @@ def adopt_shard(folder: Path, index: CacheIndex, cost: int) -> ShardFile | None:
 
 
 def lock_shard(path: Path, index: CacheIndex) -> ShardFile | None:
-    """Lock a file that is there and that the index knows; none where another process has it."""
+    """Lock a shard; None if it is gone, unknown to the index or locked by another process."""
     descriptor = _lock(path)
     if descriptor is None:
         return None
     row = index.shard(path.stem)
-    if row is None:  # its maker died before the index knew of it
+    if row is None:  # its creator died before it added the shard to the index
         path.unlink()
         os.close(descriptor)
         return None
     if path.suffix == OPEN_SUFFIX:
+        # Cut off what a killed writer appended without committing it.
         os.ftruncate(descriptor, max(row.length, row.data_offset))
     return ShardFile(path, descriptor, row)
 
 
 def appendable_shards(folder: Path) -> Iterator[Path]:
-    """Files that a writer may go on with: open ones first, then sealed ones under half full."""
+    """Yield shards that a writer may continue: open ones, then sealed ones under half full."""
     files = sorted(folder.iterdir())
     yield from (path for path in files if path.suffix == OPEN_SUFFIX)
     for path in files:
@@ -167,7 +227,8 @@ def appendable_shards(folder: Path) -> Iterator[Path]:
 
 
 def open_shard(folder: Path, name: str, flags: int = 0) -> int | None:
-    """A descriptor of this file, open or sealed; it may be renamed while we look."""
+    """Open a shard for reading, whether it is open or sealed; None if it is gone."""
+    # Two rounds, because another process may rename it between two attempts.
     for suffix in (SEALED_SUFFIX, OPEN_SUFFIX, SEALED_SUFFIX, OPEN_SUFFIX):
         try:
             return os.open(folder / f"{name}{suffix}", os.O_RDONLY | os.O_CLOEXEC | flags)
@@ -177,7 +238,7 @@ def open_shard(folder: Path, name: str, flags: int = 0) -> int | None:
 
 
 def shard_length(folder: Path, name: str) -> int:
-    """The bytes of this file; none where it is gone."""
+    """Return the file size of a shard; 0 if it is gone."""
     descriptor = open_shard(folder, name)
     if descriptor is None:
         return 0
@@ -188,79 +249,77 @@ def shard_length(folder: Path, name: str) -> int:
 
 
 def map_file(descriptor: int) -> Tensor:
-    """A file's bytes, read when touched. Private: who writes to them changes a copy."""
+    """Map a file as a uint8 tensor. The mapping is private: writes do not reach the file."""
     nbytes = os.fstat(descriptor).st_size
-    # Unlike a mapping of Python's own, torch's keeps no descriptor: views cost no open files.
+    # Unlike Python's mmap, torch's mapping keeps no descriptor open.
     return torch.from_file(
         f"/proc/self/fd/{descriptor}", shared=False, size=nbytes, dtype=torch.uint8
     )
 
 
 def read_data_offset(data: Bytes) -> int:
-    """Where the entries of a file begin, by its first bytes: the mark, or the header."""
-    mark, length = data[:8].tobytes(), int.from_bytes(data[8:16].tobytes(), "little")
-    if mark == _ROOM_MARK:
+    """Return the offset of the first entry, from the first bytes of a shard."""
+    magic, length = data[:8].tobytes(), int.from_bytes(data[8:16].tobytes(), "little")
+    if magic == _OPEN_MAGIC:
         return length
     try:
-        told = json.loads(data[8 : 8 + int.from_bytes(mark, "little")].tobytes())
-        return int(told["__metadata__"]["room"])
+        header = json.loads(data[8 : 8 + int.from_bytes(magic, "little")].tobytes())
+        return int(header["__metadata__"]["room"])
     except (ValueError, KeyError, TypeError):  # killed while the header was written
         return DEFAULT_DATA_OFFSET
 
 
-_FIXED_COST = 256
-"""Of the length, the note that says what this is, and the gap up to the first entry."""
-
-
-def header_cost(key: str, places: Iterable[TensorSlice]) -> int:
-    """An upper bound of what an entry takes in the header, with a gap before each tensor."""
+def entry_header_nbytes(key: str, tensors: Iterable[TensorSlice]) -> int:
+    """Return an upper bound of an entry's share of the header, with a gap before each tensor."""
     return sum(
-        260 + len(json.dumps(f"{key}/{place.name}")) + len(json.dumps(place.shape))
-        for place in places
+        260 + len(json.dumps(f"{key}/{tensor.name}")) + len(json.dumps(tensor.shape))
+        for tensor in tensors
     )
 
 
-def build_header(rows: Sequence[EntryRow], room: int, length: int) -> bytes:
-    """The head of a safetensors file whose entries begin at `room`."""
-    # Offsets count from the header's end, and their digits change its length: pad to the bound.
-    size = align_up(_FIXED_COST + sum(header_cost(row.key, row.tensors) for row in rows)) - 8
-    assert 8 + size <= room, f"a header of {size} bytes in room for {room}"
-    metadata = {"format": "gracetune cache, 2", "room": f"{room}"}
+def build_header(rows: Sequence[EntryRow], data_offset: int, length: int) -> bytes:
+    """Build the safetensors header of a shard with these entries."""
+    # Offsets count from the end of the header, whose length depends on their digits: so the header
+    # is padded to its upper bound.
+    entries_nbytes = sum(entry_header_nbytes(row.key, row.tensors) for row in rows)
+    size = align_up(_FIXED_HEADER_NBYTES + entries_nbytes) - 8
+    assert 8 + size <= data_offset, f"a header of {size} bytes in {data_offset} bytes"
+    metadata = {"format": "gracetune cache, 2", "room": f"{data_offset}"}
     table: dict[str, object] = {"__metadata__": metadata}
-    at = 8 + size
-    pieces = ((row, place, row.offset + place.offset) for row in rows for place in row.tensors)
-    for row, place, begin in pieces:
-        _add_gap(table, at, begin, 8 + size)
-        at = begin + place.nbytes
-        table[f"{row.key}/{place.name}"] = {
-            "dtype": place.dtype,
-            "shape": place.shape,
-            "data_offsets": [begin - 8 - size, at - 8 - size],
+    position = 8 + size
+    slices = ((row, tensor, row.offset + tensor.offset) for row in rows for tensor in row.tensors)
+    for row, tensor, offset in slices:
+        _add_gap(table, position, offset, 8 + size)
+        position = offset + tensor.nbytes
+        table[f"{row.key}/{tensor.name}"] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [offset - 8 - size, position - 8 - size],
         }
-    _add_gap(table, at, length, 8 + size)
+    _add_gap(table, position, length, 8 + size)
     text = json.dumps(table, separators=(",", ":")).encode()
-    assert len(text) <= size, f"{len(text)} bytes of header; at most {size} were expected"
+    assert len(text) <= size, f"the header has {len(text)} bytes; at most {size} were expected"
     return size.to_bytes(8, "little") + text.ljust(size)
 
 
-def _add_gap(table: dict[str, object], begin: int, end: int, origin: int) -> None:
+def _add_gap(table: dict[str, object], begin: int, end: int, header_end: int) -> None:
     if end > begin:
         table[f"gap/{begin}"] = {
             "dtype": "U8",
             "shape": [end - begin],
-            "data_offsets": [begin - origin, end - origin],
+            "data_offsets": [begin - header_end, end - header_end],
         }
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the file; none where it is gone or held by another."""
+    """Open and lock a file; None if it is gone or locked by another process."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Between the two calls it may have been renamed or removed: then it is not ours.
+        # Between open and flock it may have been renamed or removed: then `path` is another file.
         if os.path.samestat(os.stat(path), os.fstat(descriptor)):
             return descriptor
     except (BlockingIOError, FileNotFoundError):
@@ -282,63 +341,27 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-# ------------------------------------------------------------------------------------------
-# An entry as bytes: its tensors side by side, and before them a record of what they are.
-#
-# The record repeats what the index knows of an entry, so that a lost index can be made again from
-# the
-# files alone.
-
-
-TENSOR_ALIGNMENT = 64
-PAGE = 4096
-LARGE_ENTRY_NBYTES = 64 * 1024
-"""Entries from this size on begin and end with a page, so that they can be read past the kernel's
-page cache."""
-RECORD_MAGIC = b"gtentry1"
-"""What a record begins with; its length and the checksum of its text follow."""
-_HEAD_NBYTES = 24
-_MOST_RECORD_NBYTES = 16 * 1024**2
-_LOOKED_AT = 1024 * TENSOR_ALIGNMENT
-DTYPES: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-"""By their names in safetensors."""
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+# Entries as bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PackedEntry:
-    """An entry as it is written: where each tensor lies, the bytes, and what they hash to."""
+    """An entry as it is written to a shard."""
 
-    places: tuple[TensorSlice, ...]
-    parts: tuple[Bytes, ...]
-    """One of bytes for each place, none of them copied."""
+    tensors: tuple[TensorSlice, ...]
+    data: tuple[Bytes, ...]
+    """Bytes of each tensor, not copied."""
     nbytes: int
+    """Bytes from the start of the first to the end of the last tensor."""
     checksum: bytes
     record: bytes
 
 
 class EntryRecord(NamedTuple):
-    """What a record says, and where its entry begins."""
+    """The contents of a record, and the offset of its entry."""
 
     key: str
-    begin: int
+    offset: int
     nbytes: int
     tensors: tuple[TensorSlice, ...]
     checksum: bytes
@@ -346,49 +369,49 @@ class EntryRecord(NamedTuple):
 
 
 def pack(key: str, entry: Mapping[str, Tensor], about: Mapping[str, str]) -> PackedEntry:
-    """Lay the tensors of an entry out one after the other, each aligned."""
-    places: list[TensorSlice] = []
+    """Lay out the tensors of an entry one after the other, each aligned."""
+    tensors: list[TensorSlice] = []
     parts: list[Bytes] = []
     end = 0
     for name, tensor in entry.items():
         if tensor.dtype not in DTYPES:
             raise CacheError(
-                f"Entry {key}: {name} is of {tensor.dtype}, which a cache cannot keep. "
-                f"Known: {', '.join(sorted(DTYPES.values()))}."
+                f"Entry {key}: {name} has the dtype {tensor.dtype}, which a cache cannot store. "
+                f"Supported: {', '.join(sorted(DTYPES.values()))}."
             )
-        begin, data = align_up(end), tensor_bytes(tensor)
-        places.append(
-            TensorSlice(name, DTYPES[tensor.dtype], tuple(tensor.shape), begin, data.nbytes)
+        offset, data = align_up(end), tensor_bytes(tensor)
+        tensors.append(
+            TensorSlice(name, DTYPES[tensor.dtype], tuple(tensor.shape), offset, data.nbytes)
         )
         parts.append(data)
-        end = begin + data.nbytes
-    summed = checksum(parts)
-    told = {"key": str(key), "tensors": places, "checksum": summed.hex(), "about": dict(about)}
-    return PackedEntry(tuple(places), tuple(parts), end, summed, _record(told))
+        end = offset + data.nbytes
+    digest = checksum(parts)
+    record = {"key": str(key), "tensors": tensors, "checksum": digest.hex(), "about": dict(about)}
+    return PackedEntry(tuple(tensors), tuple(parts), end, digest, _encode_record(record))
 
 
-def unpack(data: Tensor, begin: int, places: Iterable[TensorSlice]) -> dict[str, Tensor]:
-    """The tensors of an entry that begins there, as views."""
+def unpack(data: Tensor, begin: int, tensors: Iterable[TensorSlice]) -> dict[str, Tensor]:
+    """Return the tensors of the entry at `begin`, as views of `data`."""
     return {
-        place.name: data[begin + place.offset : begin + place.offset + place.nbytes]
-        .view(TORCH_DTYPES[place.dtype])
-        .view(place.shape)
-        for place in places
+        tensor.name: data[begin + tensor.offset : begin + tensor.offset + tensor.nbytes]
+        .view(TORCH_DTYPES[tensor.dtype])
+        .view(tensor.shape)
+        for tensor in tensors
     }
 
 
 def tensor_bytes(tensor: Tensor) -> Bytes:
-    """The bytes of a tensor, copied only where it is not in one piece in host memory."""
+    """Return the bytes of a tensor, copied only if it is not contiguous in host memory."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     data: Bytes = flat.view(torch.uint8).numpy()
     return data
 
 
 def checksum(parts: Iterable[Bytes]) -> bytes:
-    """What an entry's bytes must hash to, in the order of its tensors.
+    """Return the checksum of an entry's bytes, in the order of its tensors.
 
-    XXH3 finds what disks and kills do to bytes, faster than memory gives them; who may write here
-    may write the index too, so nothing is lost by its not being a cryptographic one.
+    XXH3 detects what disks and crashes do to bytes, and is faster than memory. A cryptographic hash
+    would add no security, because whoever can change a shard can change the index as well.
     """
     hasher = xxh3_128()
     for part in parts:
@@ -396,55 +419,58 @@ def checksum(parts: Iterable[Bytes]) -> bytes:
     return hasher.digest()
 
 
-def entry_checksum(data: Bytes, begin: int, places: Iterable[TensorSlice]) -> bytes:
-    """What the bytes of an entry that begins there hash to."""
-    starts = ((begin + place.offset, place.nbytes) for place in places)
-    return checksum(data[start : start + nbytes] for start, nbytes in starts)
+def entry_checksum(data: Bytes, begin: int, tensors: Iterable[TensorSlice]) -> bytes:
+    """Return the checksum of the entry at `begin`."""
+    spans = ((begin + tensor.offset, tensor.nbytes) for tensor in tensors)
+    return checksum(data[start : start + nbytes] for start, nbytes in spans)
 
 
 def align_up(offset: int, to: int = TENSOR_ALIGNMENT) -> int:
-    """Up to the next place where a tensor may begin."""
+    """Round up to a multiple of `to`."""
     return -(-offset // to) * to
 
 
 def entry_alignment(nbytes: int) -> int:
-    """Where an entry of this size may begin."""
+    """Return the alignment of an entry of this size."""
     return PAGE if nbytes >= LARGE_ENTRY_NBYTES else TENSOR_ALIGNMENT
 
 
 def padded_nbytes(nbytes: int) -> int:
-    """What an entry of this size takes, in a file and in memory."""
+    """Return the bytes that an entry of this size takes in a shard and in memory."""
     return align_up(nbytes, PAGE) if nbytes >= LARGE_ENTRY_NBYTES else nbytes
 
 
-def read_record(data: Bytes, at: int) -> EntryRecord | None:
-    """The record that begins there; none where no whole one does."""
-    head = data[at : at + _HEAD_NBYTES].tobytes()
+def read_record(data: Bytes, offset: int) -> EntryRecord | None:
+    """Parse the record at `offset`; None if there is no complete one."""
+    head = data[offset : offset + _RECORD_HEAD_NBYTES].tobytes()
     length = int.from_bytes(head[8:16], "little")
-    if head[:8] != RECORD_MAGIC or length > _MOST_RECORD_NBYTES:
+    if head[:8] != RECORD_MAGIC or length > _MAX_RECORD_NBYTES:
         return None
-    text = data[at + _HEAD_NBYTES : at + _HEAD_NBYTES + length].tobytes()
+    start = offset + _RECORD_HEAD_NBYTES
+    text = data[start : start + length].tobytes()
     if len(text) < length or xxh3_64_digest(text) != head[16:]:
         return None
-    told = json.loads(text)
-    places = tuple(TensorSlice(n, d, tuple(s), b, size) for n, d, s, b, size in told["tensors"])
-    end = max((place.offset + place.nbytes for place in places), default=0)
-    begin = align_up(at + _HEAD_NBYTES + length, entry_alignment(end))
-    return EntryRecord(told["key"], begin, end, places, bytes.fromhex(told["checksum"]), told["about"])
+    record = json.loads(text)
+    tensors = tuple(TensorSlice(n, d, tuple(s), b, size) for n, d, s, b, size in record["tensors"])
+    nbytes = max((tensor.offset + tensor.nbytes for tensor in tensors), default=0)
+    begin = align_up(start + length, entry_alignment(nbytes))
+    digest = bytes.fromhex(record["checksum"])
+    return EntryRecord(record["key"], begin, nbytes, tensors, digest, record["about"])
 
 
-def find_record(data: Bytes, at: int) -> int | None:
-    """Where the next record begins, there or later; what follows tells whether it is whole."""
-    while at + _HEAD_NBYTES <= len(data):
-        some = data[at : at + _LOOKED_AT]
-        heads = some[: len(some) // TENSOR_ALIGNMENT * TENSOR_ALIGNMENT].reshape(-1, TENSOR_ALIGNMENT)[:, :8]
+def find_record(data: Bytes, offset: int) -> int | None:
+    """Return the offset of the next record at or behind `offset`. It may be incomplete."""
+    while offset + _RECORD_HEAD_NBYTES <= len(data):
+        chunk = data[offset : offset + _SEARCH_NBYTES]
+        rows = len(chunk) // TENSOR_ALIGNMENT
+        heads = chunk[: rows * TENSOR_ALIGNMENT].reshape(-1, TENSOR_ALIGNMENT)[:, :8]
         found = np.flatnonzero((heads == np.frombuffer(RECORD_MAGIC, np.uint8)).all(axis=1))
         if len(found):
-            return at + int(found[0]) * TENSOR_ALIGNMENT
-        at += _LOOKED_AT
+            return offset + int(found[0]) * TENSOR_ALIGNMENT
+        offset += _SEARCH_NBYTES
     return None
 
 
-def _record(told: Mapping[str, object]) -> bytes:
-    text = json.dumps(told, separators=(",", ":")).encode()
+def _encode_record(record: Mapping[str, object]) -> bytes:
+    text = json.dumps(record, separators=(",", ":")).encode()
     return RECORD_MAGIC + len(text).to_bytes(8, "little") + xxh3_64_digest(text) + text

@@ -1,4 +1,15 @@
-"""Encoded entries in the shards of a folder."""
+"""Store encoded entries in the shards of a folder, with an SQLite index.
+
+    FOLDER/gracetune-cache.json   marker: only folders with it are ever changed
+    FOLDER/index.sqlite           where each entry is (cache/index.py)
+    FOLDER/shards/                the entries (cache/shard_format.py)
+
+Any number of processes and threads may read and write. An entry is written to its shard, flushed,
+and then committed to the index, so an entry in the index is complete; shard_format.py shows what a
+crash leaves at each point. Each process compares an entry with its checksum when it first reads
+it. A damaged entry is reported, removed from the index, and encoded again by the caller. A lost or
+damaged index is rebuilt from the shards.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +20,32 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from gracetune.atomic_files import write_text
 from gracetune.cache.index import FORMAT, CacheIndex, EntryRow, ShardRow, unwritable_error
 from gracetune.cache.keys import key_components
 from gracetune.cache.shard_format import (
-    TENSOR_ALIGNMENT,
     LARGE_ENTRY_NBYTES,
     OPEN_SUFFIX,
     SEALED_SUFFIX,
+    TENSOR_ALIGNMENT,
     TORCH_DTYPES,
     adopt_shard,
     align_up,
-    entry_checksum,
-    open_shard,
-    find_record,
-    header_cost,
-    shard_length,
-    map_file,
     create_shard,
+    entry_checksum,
+    entry_header_nbytes,
+    find_record,
+    map_file,
+    open_shard,
     pack,
-    read_record,
     padded_nbytes,
     read_data_offset,
+    read_record,
+    shard_length,
     unpack,
 )
 from gracetune.cache.shard_reader import Bitset, MappedShards, ShardReader
 from gracetune.cache.store import stack_entries
-from gracetune.atomic_files import write_text
 from gracetune.errors import CacheError
 from gracetune.events.types import Notice
 
@@ -45,59 +56,64 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.cache.shard_format import Bytes, ShardFile
-    from gracetune.cache.store import TryAllocate, Entry, Allocate
+    from gracetune.cache.store import Allocate, Entry, TryAllocate
     from gracetune.events.types import Event
 
 
 MARKER = "gracetune-cache.json"
 INDEX = "index.sqlite"
 _CLOSED = -1
-"""The process of a store that nobody has open."""
+"""Process ID of a store that is closed."""
+_ROWS_PER_COMMIT = 1024
+"""Rows that rebuilding an index commits at a time."""
 
-Kept = TypeVar("Kept")
+Value = TypeVar("Value")
 
 
-def _nobody(_: Event) -> None:
-    """Where nobody listens, damage shows as an entry that is missing."""
+def _ignore(_: Event) -> None:
+    """Ignore an event."""
 
 
 class ShardStore:
-    """Entries in the shards of one folder, shared by any number of processes and threads.
+    """Entries in the shards of one folder, for any number of processes and threads.
 
-    What is got are views of the files; what is loaded is read into memory that the caller has. What
-    was put is durable when `put` returns. Reading never waits for writing.
+    `get` returns views of mapped files; `load` reads into memory of the caller. When `put` returns,
+    the entry is durable. Reading never waits for writing.
     """
 
     _pid: int
-    _in_use: IndexUseLock
+    _use_lock: IndexUseLock
     _index: CacheIndex
     _writer: ShardWriter | None
     _maps: MappedShards
-    _files: ShardReader
+    _reader: ShardReader
 
     def __init__(
         self,
         folder: Path,
-        emit: Callable[[Event], None] = _nobody,
+        emit: Callable[[Event], None] = _ignore,
         *,
         check: bool = True,
         max_maps: int = 1024,
         max_open: int = 64,
         max_cached_entries: int = 65536,
     ) -> None:
-        """`check`: compare each entry with its checksum when it is first read. At most so many
-        files are mapped or open for the next reader, and so many places and views kept ready
-        (about 1 kB each)."""
+        """Open or create the cache in `folder`.
+
+        `check`: compare each entry with its checksum when it is first read. `max_maps` and
+        `max_open` limit the mapped and the open files. `max_cached_entries` limits the index rows
+        and the views that are kept in memory (about 1 kB each).
+        """
         self.folder = folder
         _, self.shards, _ = cache_paths(folder)
         self._emit = emit
-        self._told = False
-        self._lossy: set[str] = set()
-        """Files whose damage was told."""
+        self._reported_refusal = False
+        self._damaged_shards: set[str] = set()
+        """Shards whose damage was reported."""
         self._check = check
         self._max_maps = max_maps
         self._max_open = max_open
-        self._max_ready = max_cached_entries
+        self._max_cached_entries = max_cached_entries
         self._lock, self._write_lock = threading.RLock(), threading.RLock()
         try:
             write_marker(folder)
@@ -105,65 +121,74 @@ class ShardStore:
             rebuild_missing_index(*cache_paths(folder), emit)
         except OSError as error:
             raise unwritable_error(folder, error.strerror or error) from error
-        self._begin()
+        self._open()
 
     def get(self, key: str) -> Entry | None:
-        """The entry as views of its file; a damaged one is told, forgotten, and as good as none."""
+        """Return an entry as views of its file; None if it is missing or damaged."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """The same for a batch; the disk is asked for all of it before the first is looked at."""
-        self._at_home()
+        """Return several entries; the disk starts reading all of them before the first is used."""
+        self._reopen_after_fork()
         with self._lock:
-            new = [key for key in keys if key not in self._ready]
+            new = [key for key in keys if key not in self._views]
             if not new:
-                return [self._ready[key] for key in keys]
+                return [self._views[key] for key in keys]
         return self._view(keys)
 
-    def gather(self, keys: Sequence[str], name: str, room: Allocate) -> Tensor | None:
-        """Copied from the page cache where it has them, else read to where they belong; entries of
-        several tensors are read as a whole, and then copied."""
-        self._at_home()
-        found = self._rows(keys)
+    def gather(self, keys: Sequence[str], name: str, allocate: Allocate) -> Tensor | None:
+        """Stack one tensor of each entry into newly allocated memory.
+
+        If the page cache has all entries, they are copied from the mapped files. Otherwise entries
+        that consist of this tensor alone are read straight into their place in the result.
+        """
+        self._reopen_after_fork()
+        found = self._find_rows(keys)
         rows = [found[key] for key in keys if key in found]
         if len(rows) < len(keys):
             return None
-        places = rows[0].tensors
-        alone = [place.name for place in places] == [name] and places[0].nbytes > 0
-        if alone and all(row.tensors == places for row in rows) and not self._files.in_page_cache(rows):
-            place = places[0]
-            slab = room(len(rows) * place.nbytes)
-            if all(self._read(rows, [*slab.numpy().reshape(len(rows), place.nbytes)])):
-                return slab.view(TORCH_DTYPES[place.dtype]).view(len(rows), *place.shape)
-        return stack_entries(self.get_many(keys), name, room)
+        tensors = rows[0].tensors
+        is_single = [tensor.name for tensor in tensors] == [name] and tensors[0].nbytes > 0
+        is_uniform = is_single and all(row.tensors == tensors for row in rows)
+        if is_uniform and not self._reader.in_page_cache(rows):
+            tensor = tensors[0]
+            slab = allocate(len(rows) * tensor.nbytes)
+            if all(self._read(rows, [*slab.numpy().reshape(len(rows), tensor.nbytes)])):
+                return slab.view(TORCH_DTYPES[tensor.dtype]).view(len(rows), *tensor.shape)
+        return stack_entries(self.get_many(keys), name, allocate)
 
     def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:
-        """Read into memory that is given; as views of the files where none is."""
-        self._at_home()
-        rows = self._rows(keys)
-        rooms = {key: allocate(padded_nbytes(row.nbytes)) for key, row in rows.items()}
-        given = {key: room for key, room in rooms.items() if room is not None}
-        read = self._read([rows[key] for key in given], [room.numpy() for room in given.values()])
+        """Read entries into newly allocated memory; without memory, return views of the files."""
+        self._reopen_after_fork()
+        rows = self._find_rows(keys)
+        allocated = {key: allocate(padded_nbytes(row.nbytes)) for key, row in rows.items()}
+        buffers = {key: buffer for key, buffer in allocated.items() if buffer is not None}
+        read = self._read(
+            [rows[key] for key in buffers], [buffer.numpy() for buffer in buffers.values()]
+        )
         entries: dict[str, Entry | None] = {}
-        for (key, room), whole in zip(given.items(), read, strict=True):
-            if whole is not None:
-                entries[key] = unpack(room, 0, rows[key].tensors) if whole else None
+        for (key, buffer), is_intact in zip(buffers.items(), read, strict=True):
+            if is_intact is not None:
+                entries[key] = unpack(buffer, 0, rows[key].tensors) if is_intact else None
         for key in rows.keys() - entries.keys():
             entries[key] = self._entry(rows[key])
         return [entries.get(key) for key in keys]
 
     def put(self, key: str, entry: Entry) -> None:
-        """Keep one entry; `put_many` waits for the disk once a batch, not once an entry."""
+        """Store one entry. `put_many` flushes the disk once per call, so prefer it."""
         self.put_many({key: entry})
 
     def put_many(self, entries: Mapping[str, Entry]) -> None:
-        """Write what is not there yet, wait for the disk, then let the index know."""
+        """Write the entries that are missing, flush the disk, then commit them to the index."""
         with self._writing() as writer:
             writer.put(entries)
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Ask the index, and the files only for their lengths; what a file has lost is told and
-        forgotten."""
+        """Return for each key whether its entry exists.
+
+        Compares the index with the lengths of the shards; an entry beyond the end of its shard is
+        reported as damaged.
+        """
         with self.index() as index:
             found = index.entry_ends(keys)
         lengths = {
@@ -176,7 +201,7 @@ class ShardStore:
         return [key in found and key not in lost for key in keys]
 
     def keys(self) -> Iterator[str]:
-        """Every key; entries that come or go meanwhile may be among them or not."""
+        """Yield every key; keys that are added or deleted meanwhile may be missing or included."""
         last = 0
         while True:
             with self.index() as index:
@@ -187,43 +212,45 @@ class ShardStore:
             last = page[-1][0]
 
     def delete(self, keys: Sequence[str]) -> int:
-        """Forget entries, and how many there were; `collect.compact` gives their bytes back."""
+        """Delete entries and return how many existed. `maintenance.compact` frees their bytes."""
         with self.index() as index:
             for key in keys:
-                self._forget(key)
+                self._uncache(key)
             return index.delete(keys)
 
     def move(self, rows: Sequence[EntryRow], entries: Sequence[Entry]) -> None:
-        """Write entries again, elsewhere, for whoever empties a file that is held."""
+        """Write entries to another shard, for a caller that has locked and empties theirs."""
         with self._writing() as writer:
             writer.move(rows, entries)
 
     def seal(self) -> None:
-        """Let go of the file that is being written."""
+        """Seal the shard that is being written."""
         with self._writing() as writer:
             writer.finish()
 
     def rebuild_index(self) -> None:
-        """Make the index anew from the files, for whoever found it damaged."""
+        """Rebuild a damaged index from the shards."""
         with self._write_lock, self._lock:
             if self._writer is not None:
-                self._writer.release()  # sealing would ask the old one
+                self._writer.release()  # sealing would use the damaged index
             self.close()
             rebuild_index(*cache_paths(self.folder), self._emit)
 
     def will_need(self, keys: Sequence[str]) -> None:
-        """Have the disk read ahead what is worth it; returns at once.
+        """Start reading entries into the page cache if that helps; returns at once.
 
-        What a fast disk can write to where it belongs is better left until it is needed: ahead, it
-        would pass through the page cache, or be copied once more.
+        From a fast disk, large entries are better read when they are needed, straight into their
+        destination: reading them ahead would cost a second copy in the page cache.
         """
-        self._at_home()
-        rows = self._rows(keys).values()
-        eager = self._files.is_slow_disk or bool(self._files.direct_read_refusal)
-        self._files.read_ahead([row for row in rows if eager or row.nbytes < LARGE_ENTRY_NBYTES])
+        self._reopen_after_fork()
+        rows = self._find_rows(keys).values()
+        read_all = self._reader.is_slow_disk or bool(self._reader.direct_read_refusal)
+        self._reader.read_ahead(
+            [row for row in rows if read_all or row.nbytes < LARGE_ENTRY_NBYTES]
+        )
 
     def close(self) -> None:
-        """Seal the file that is being written, and let go of all; who asks again opens it again."""
+        """Seal the shard that is being written and close all files; later calls open them again."""
         if self._pid != os.getpid():
             return
         with self._write_lock:
@@ -232,11 +259,11 @@ class ShardStore:
                 self._writer = None
         with self._lock:
             self._maps.clear()
-            self._files.clear()
-            self._ready.clear()
-            self._known.clear()
+            self._reader.clear()
+            self._views.clear()
+            self._rows.clear()
             self._index.close()
-            self._in_use.close()
+            self._use_lock.close()
             self._pid = _CLOSED
 
     def __enter__(self) -> Self:
@@ -247,14 +274,14 @@ class ShardStore:
 
     @contextmanager
     def index(self) -> Iterator[CacheIndex]:
-        """The index; other threads of this process wait meanwhile."""
-        self._at_home()
+        """Lend out the index; other threads of this process wait meanwhile."""
+        self._reopen_after_fork()
         with self._lock:
             yield self._index
 
     @contextmanager
     def _writing(self) -> Iterator[ShardWriter]:
-        self._at_home()
+        self._reopen_after_fork()
         with self._write_lock:
             if self._writer is None:
                 self._writer = ShardWriter(self.shards, self.folder / INDEX)
@@ -263,171 +290,172 @@ class ShardStore:
             except OSError as error:
                 raise unwritable_error(self.folder, error.strerror or error) from error
 
-    def _begin(self) -> None:
-        """State of this process; a forked child has its own."""
-        self._in_use = IndexUseLock(self.shards)
+    def _open(self) -> None:
+        """Create the state of this process; a forked child has its own."""
+        self._use_lock = IndexUseLock(self.shards)
         try:
             self._index = CacheIndex(self.folder / INDEX)
         except BaseException:
-            self._in_use.close()
+            self._use_lock.close()
             raise
         self._writer = None
         self._maps = MappedShards(self.shards, self._max_maps)
-        self._files = ShardReader(self.shards, self._max_open)
-        self._ready: dict[str, Entry] = {}
-        self._known: dict[str, EntryRow] = {}
-        self._checked = Bitset()
+        self._reader = ShardReader(self.shards, self._max_open)
+        self._views: dict[str, Entry] = {}
+        self._rows: dict[str, EntryRow] = {}
+        self._verified = Bitset()
         self._pid = os.getpid()
 
-    def _at_home(self) -> None:
+    def _reopen_after_fork(self) -> None:
+        """Open the files if this process is a fork of the one that did, or the store was closed."""
         if os.getpid() == self._pid:
             return
         if self._pid != _CLOSED:
-            # SQLite forbids a child to touch, even to close, what its parent opened.
-            self._inherited = (self._index, self._writer)
+            # SQLite forbids a child to use, or even to close, its parent's connection: keep it.
+            self._parent_connections = (self._index, self._writer)
             if self._writer is not None:
                 self._writer.release()
-            # Another thread of the parent may have held one when it forked.
+            # Another thread of the parent may have held the locks during the fork.
             self._lock, self._write_lock = threading.RLock(), threading.RLock()
         with self._lock:
             if os.getpid() != self._pid:
-                self._begin()
+                self._open()
 
-    def _rows(self, keys: Sequence[str]) -> dict[str, EntryRow]:
-        """Where these are; asked once, because an entry stays where it is."""
+    def _find_rows(self, keys: Sequence[str]) -> dict[str, EntryRow]:
+        """Return the index rows of these keys, from memory if they were read before."""
         with self._lock:
-            rows = {key: self._known[key] for key in keys if key in self._known}
+            rows = {key: self._rows[key] for key in keys if key in self._rows}
             if len(rows) < len(keys):
                 new = self._index.find_rows([key for key in keys if key not in rows])
-                _remember(self._known, new, self._max_ready)
+                _add_bounded(self._rows, new, self._max_cached_entries)
                 rows |= new
         return rows
 
     def _view(self, keys: Sequence[str]) -> list[Entry | None]:
-        rows = self._rows(keys)
+        rows = self._find_rows(keys)
         if len(keys) > 1:
-            self._files.read_ahead([r for r in rows.values() if r.row_id not in self._checked])
+            self._reader.read_ahead([r for r in rows.values() if r.row_id not in self._verified])
         entries = {key: self._entry(row) for key, row in rows.items()}
-        whole = {key: entry for key, entry in entries.items() if entry is not None}
+        intact = {key: entry for key, entry in entries.items() if entry is not None}
         with self._lock:
-            _remember(self._ready, whole, self._max_ready)
+            _add_bounded(self._views, intact, self._max_cached_entries)
         return [entries.get(key) for key in keys]
 
     def _entry(self, row: EntryRow) -> Entry | None:
         with self._lock:
             data = self._maps.data(row)
         if data is None:
-            return self._entry_elsewhere(row)
-        whole = self._is_whole(row, data.numpy(), row.offset)
-        return unpack(data, row.offset, row.tensors) if whole else None
+            return self._find_moved_entry(row)
+        is_intact = self._is_intact(row, data.numpy(), row.offset)
+        return unpack(data, row.offset, row.tensors) if is_intact else None
 
-    def _read(self, rows: Sequence[EntryRow], rooms: Sequence[Bytes]) -> list[bool | None]:
-        """Whether each is there and what was put; none where it could not be read."""
-        read = self._files.read(rows, rooms, lambda row, room: self._is_whole(row, room, 0))
-        self._report_refusal()
+    def _read(self, rows: Sequence[EntryRow], buffers: Sequence[Bytes]) -> list[bool | None]:
+        """Read entries; True: intact, False: damaged, None: could not be read."""
+        read = self._reader.read(rows, buffers, lambda row, data: self._is_intact(row, data, 0))
+        self._report_direct_read_refusal()
         return read
 
-    def _is_whole(self, row: EntryRow, data: Bytes, begin: int) -> bool:
-        """Whether an entry's bytes are what was put; each process looks once."""
-        if not self._check or row.row_id in self._checked:
+    def _is_intact(self, row: EntryRow, data: Bytes, begin: int) -> bool:
+        """Compare an entry with its checksum, once per process."""
+        if not self._check or row.row_id in self._verified:
             return True
         if entry_checksum(data, begin, row.tensors) != row.checksum:
-            self._lose(row, "its bytes differ from their checksum")
+            self._drop_damaged(row, "its bytes differ from their checksum")
             return False
         with self._lock:
-            self._checked.add(row.row_id)
+            self._verified.add(row.row_id)
         return True
 
-    def _entry_elsewhere(self, before: EntryRow) -> Entry | None:
-        """The file is gone: another process moved the entry or deleted it, or it is lost."""
-        self._forget(before.key)
+    def _find_moved_entry(self, old: EntryRow) -> Entry | None:
+        """Look an entry up again whose shard is gone: it was moved or deleted, or is lost."""
+        self._uncache(old.key)
         with self.index() as index:
-            row = index.find_rows([before.key]).get(before.key)
+            row = index.find_rows([old.key]).get(old.key)
         if row is None:
             return None
-        if (row.shard, row.offset) == (before.shard, before.offset):
-            self._lose(row, f"shard {row.shard} is gone or too short")
+        if (row.shard, row.offset) == (old.shard, old.offset):
+            self._drop_damaged(row, f"shard {row.shard} is gone or too short")
             return None
         return self._entry(row)
 
     def _is_lost(self, row: EntryRow) -> bool:
-        """Whether a file ends before an entry that the index has there."""
+        """Return True if an entry is beyond the end of its shard and was not moved."""
         if row.end <= shard_length(self.shards, row.shard):
             return False
-        return self._entry_elsewhere(row) is None
+        return self._find_moved_entry(row) is None
 
-    def _lose(self, row: EntryRow, why: str) -> None:
-        """Never in silence: whoever asked encodes it again. One entry of a file is named."""
-        self._forget(row.key)
+    def _drop_damaged(self, row: EntryRow, why: str) -> None:
+        """Remove a damaged entry from the index; report the first one of each shard."""
+        self._uncache(row.key)
         with self.index() as index:
             index.delete_row(row)
-            told = row.shard in self._lossy
-            self._lossy.add(row.shard)
-        if not told:
-            text = f"cache entry {row.key} in {self.folder} is damaged ({why}): forgotten, like all"
-            text += " that is found damaged in the same shard"
+            was_reported = row.shard in self._damaged_shards
+            self._damaged_shards.add(row.shard)
+        if not was_reported:
+            text = f"cache entry {row.key} in {self.folder} is damaged ({why}). It is encoded again"
+            text += ", like other damaged entries of the same shard, which are not reported"
             self._emit(Notice(text, level="warning", fallback=True))
 
-    def _report_refusal(self) -> None:
-        """Said once; the files are read through the page cache, which keeps a second copy."""
-        if self._files.direct_read_refusal and not self._told:
-            self._told = True
-            text = f"{self._files.direct_read_refusal}: entries pass through the page cache"
+    def _report_direct_read_refusal(self) -> None:
+        """Report once that entries are read through the page cache, which keeps a second copy."""
+        if self._reader.direct_read_refusal and not self._reported_refusal:
+            self._reported_refusal = True
+            text = f"{self._reader.direct_read_refusal}: entries are read through the page cache"
             self._emit(Notice(text, level="warning", fallback=True))
 
-    def _forget(self, key: str) -> None:
+    def _uncache(self, key: str) -> None:
         with self._lock:
-            self._ready.pop(key, None)
-            self._known.pop(key, None)
+            self._views.pop(key, None)
+            self._rows.pop(key, None)
 
 
-def _remember(kept: dict[str, Kept], new: Mapping[str, Kept], most: int) -> None:
-    """The last ones; the oldest leave."""
+def _add_bounded(kept: dict[str, Value], new: Mapping[str, Value], max_items: int) -> None:
+    """Add items to a dictionary and drop its oldest ones beyond the limit."""
     kept.update(new)
-    while len(kept) > most:
+    while len(kept) > max_items:
         del kept[next(iter(kept))]
 
 
 def cache_paths(folder: Path) -> tuple[Path, Path, Path]:
-    """The index of a cache, its shards and its marker."""
+    """Return the paths of a cache's index, its shards and its marker."""
     return folder / INDEX, folder / "shards", folder / MARKER
 
 
 def write_marker(folder: Path) -> None:
-    """Say that a folder is a cache of ours; nothing is ever deleted from one that does not."""
+    """Mark a folder as a gracetune cache: nothing is ever deleted from an unmarked folder."""
     if not is_cache(folder):
         write_text(folder / MARKER, json.dumps({"gracetune cache": FORMAT}) + "\n")
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether a folder is a cache of ours."""
+    """Return True if a folder is a gracetune cache."""
     return (folder / MARKER).is_file()
 
 
-# ------------------------------------------------------------------------------------------
-# Appending entries: bytes first, then the disk's word, then the index.
-
-
 class ShardWriter:
-    """The one file that this process appends to, until it is full; one thread at a time."""
+    """Appends entries to one shard until it is full; used by one thread at a time.
+
+    The order makes it crash-safe: bytes, fdatasync, index (see shard_format.py).
+    """
 
     def __init__(self, shards: Path, index: Path) -> None:
         self._folder = shards
-        # A connection of its own: readers do not wait while the disk is waited for.
+        # A connection of its own, so that readers do not wait while the disk is flushed.
         self._index = CacheIndex(index)
         self._file: ShardFile | None = None
 
     def put(self, entries: Mapping[str, Entry]) -> None:
-        """Keep what is not there yet."""
-        known = self._index.existing_keys([*entries])
-        self._append([(_fresh(k, e), e) for k, e in entries.items() if k not in known], moved=False)
+        """Store the entries that do not exist yet."""
+        existing = self._index.existing_keys([*entries])
+        new = [(_new_row(key, entry), entry) for key, entry in entries.items()]
+        self._append([(row, entry) for row, entry in new if row.key not in existing], moved=False)
 
     def move(self, rows: Sequence[EntryRow], entries: Sequence[Entry]) -> None:
-        """Write entries again, elsewhere; their rows follow."""
+        """Write existing entries to another shard and update their rows."""
         self._append([*zip(rows, entries, strict=True)], moved=True)
 
     def finish(self) -> None:
-        """Seal the file; one without an entry is removed."""
+        """Seal the shard; remove it if it is empty."""
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -438,36 +466,37 @@ class ShardWriter:
             file.remove()
 
     def close(self) -> None:
-        """Seal, and let go of the index."""
+        """Seal the shard and close the index."""
         self.finish()
         self._index.close()
 
     def release(self) -> None:
-        """Let go of the file as it is: the next writer cuts its torn tail off and goes on."""
+        """Unlock the shard as it is; the next writer truncates uncommitted bytes and continues."""
         if self._file is not None:
             self._file.release()
             self._file = None
 
     def _append(self, entries: Sequence[tuple[EntryRow, Entry]], *, moved: bool) -> None:
-        """Into as many files as it takes; the rows of a file are committed together."""
+        """Write entries to as many shards as needed; the rows of a shard are committed together."""
         rows: list[EntryRow] = []
         try:
-            for before, entry in entries:
-                packed = pack(before.key, entry, before.about)
-                cost = header_cost(before.key, packed.places)
+            for row, entry in entries:
+                packed = pack(row.key, entry, row.about)
+                header_nbytes = entry_header_nbytes(row.key, packed.tensors)
                 file = self._file
-                if file is None or not file.fits_entry(cost):
+                if file is None or not file.fits_entry(header_nbytes):
                     self._commit(rows, moved)
                     rows = []
                     self.finish()
-                    file = adopt_shard(self._folder, self._index, cost)
-                    file = self._file = file or create_shard(self._folder, self._index, cost)
+                    file = adopt_shard(self._folder, self._index, header_nbytes)
+                    file = file or create_shard(self._folder, self._index, header_nbytes)
+                    self._file = file
                 rows.append(
-                    before._replace(
+                    row._replace(
                         shard=file.row.name,
-                        offset=file.append(packed, cost),
+                        offset=file.append(packed, header_nbytes),
                         nbytes=packed.nbytes,
-                        tensors=packed.places,
+                        tensors=packed.tensors,
                         checksum=packed.checksum,
                     )
                 )
@@ -478,39 +507,32 @@ class ShardWriter:
 
     def _commit(self, rows: Sequence[EntryRow], moved: bool) -> None:
         if rows:
-            assert self._file is not None, "rows without a file"
+            assert self._file is not None, "rows without a shard"
             self._file.sync()
             self._index.add(rows, self._file.row.name, self._file.end, moved)
 
 
-def _fresh(key: str, entry: Entry) -> EntryRow:
-    """A row that has no place yet."""
-    assert entry is not None, f"{key} has nothing to keep"
+def _new_row(key: str, entry: Entry) -> EntryRow:
+    """Return a row without a location."""
+    assert entry is not None, f"there is no entry for {key}"
     return EntryRow(0, str(key), "", 0, 0, (), b"", key_components(key))
 
 
-# ------------------------------------------------------------------------------------------
-# A lost or damaged index, made again from the records in the shards: nothing that is whole is
-# encoded twice.
-#
-# Entries that were deleted since, but whose bytes are still there, come back: a key says what its
-# entry was made of, so they are right, and `cache gc` takes them away again.
-
-
-_TOGETHER = 1024
-"""Rows committed at once."""
+# Rebuilding the index from the records in the shards. Entries that were deleted but not yet
+# compacted come back. They are valid, since a key identifies its content, and `cache gc` removes
+# them again.
 
 
 class IndexUseLock:
-    """Held as long as a process has the index open; waits while it is made anew."""
+    """A shared lock held while a process has the index open; waits while it is being rebuilt."""
 
     def __init__(self, shards: Path) -> None:
         self._descriptor: int | None = _open_folder(shards)
-        with suppress(OSError):  # without locks, whoever makes it anew cannot know of us
+        with suppress(OSError):  # file systems without locks: a rebuild cannot detect other users
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """The index may be made anew; a fork that closes its own changes nothing."""
+        """Release the lock. A fork that closes its copy does not release the parent's."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -519,7 +541,7 @@ class IndexUseLock:
 
 
 def rebuild_index(path: Path, shards: Path, marker: Path, emit: Callable[[Event], None]) -> None:
-    """Make a damaged index anew, unless it is in use: what is put through the old one is lost."""
+    """Replace a damaged index, unless another process uses it: its new entries would be lost."""
     descriptor = _open_folder(shards)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -527,8 +549,8 @@ def rebuild_index(path: Path, shards: Path, marker: Path, emit: Callable[[Event]
         rebuild_missing_index(path, shards, marker, emit)
     except BlockingIOError as error:
         raise CacheError(
-            f"The index of {path.parent} is damaged, and another process has it open. End that, "
-            "then repair."
+            f"The index of {path.parent} is damaged, but another process has it open. Stop that "
+            "process, then repair the cache."
         ) from error
     except OSError as error:
         raise unwritable_error(path.parent, error.strerror or error) from error
@@ -539,37 +561,38 @@ def rebuild_index(path: Path, shards: Path, marker: Path, emit: Callable[[Event]
 def rebuild_missing_index(
     path: Path, shards: Path, marker: Path, emit: Callable[[Event], None]
 ) -> int | None:
-    """Make the index anew where it is gone and files are left; how many entries it has then.
+    """Rebuild the index if it is missing and there are shards; return its number of entries.
 
-    Whoever comes second waits for the first, by the marker's lock, and finds it there.
+    Processes that do this at the same time wait for the first one, through a lock on the marker.
     """
-    if path.exists() or not _files(shards):
+    if path.exists() or not _shard_names(shards):
         return None
-    with _locked(marker):
+    with _exclusive(marker):
         if path.exists():
             return None
-        # What SQLite logged for the file that is gone must not be taken for the new one's.
+        # SQLite must not apply the log of the lost index to the new one.
         for ending in ("-wal", "-shm"):
             path.with_name(path.name + ending).unlink(missing_ok=True)
-        made = path.with_name(f"{path.name}.new")
-        made.unlink(missing_ok=True)
-        index = CacheIndex(made)
+        new = path.with_name(f"{path.name}.new")
+        new.unlink(missing_ok=True)
+        index = CacheIndex(new)
         try:
-            count = sum(_add_file(index, shards, name) for name in _files(shards))
+            count = sum(_index_shard(index, shards, name) for name in _shard_names(shards))
         finally:
             index.close()
-        os.replace(made, path)
-    text = f"the index of {path.parent} was made again from its shards, {count} entries"
+        os.replace(new, path)
+    text = f"the index of {path.parent} was rebuilt from its shards: {count} entries"
     emit(Notice(text, level="warning", fallback=True))
     return count
 
 
-def _files(shards: Path) -> list[str]:
-    """The names of files, whether they grow or are sealed."""
-    return sorted({path.stem for path in shards.iterdir() if path.suffix in (OPEN_SUFFIX, SEALED_SUFFIX)})
+def _shard_names(shards: Path) -> list[str]:
+    """Return the names of all shards, open or sealed."""
+    names = {path.stem for path in shards.iterdir() if path.suffix in (OPEN_SUFFIX, SEALED_SUFFIX)}
+    return sorted(names)
 
 
-def _add_file(index: CacheIndex, shards: Path, name: str) -> int:
+def _index_shard(index: CacheIndex, shards: Path, name: str) -> int:
     descriptor = open_shard(shards, name)
     if descriptor is None:
         return 0
@@ -577,31 +600,38 @@ def _add_file(index: CacheIndex, shards: Path, name: str) -> int:
         data = map_file(descriptor).numpy()
     finally:
         os.close(descriptor)
-    room = read_data_offset(data)
-    index.add_shard(ShardRow(name, room, room))
-    rows, end = [*_rows(data, name, room)], room
-    for start in range(0, len(rows), _TOGETHER):
-        some = rows[start : start + _TOGETHER]
-        end = max(end, some[-1].end)
-        index.add(some, name, end)
+    data_offset = read_data_offset(data)
+    index.add_shard(ShardRow(name, data_offset, data_offset))
+    rows, end = [*_intact_rows(data, name, data_offset)], data_offset
+    for start in range(0, len(rows), _ROWS_PER_COMMIT):
+        chunk = rows[start : start + _ROWS_PER_COMMIT]
+        end = max(end, chunk[-1].end)
+        index.add(chunk, name, end)
     return len(rows)
 
 
-def _rows(whole: Bytes, name: str, room: int) -> Iterator[EntryRow]:
-    """Entries that are whole; a broken record costs its own entry alone."""
-    at = find_record(whole, align_up(room))
-    while at is not None:
-        told = read_record(whole, at)
-        if told is None:
-            at = find_record(whole, at + TENSOR_ALIGNMENT)
+def _intact_rows(data: Bytes, name: str, data_offset: int) -> Iterator[EntryRow]:
+    """Yield rows for the intact entries of a shard; a damaged record costs only its own entry."""
+    offset = find_record(data, align_up(data_offset))
+    while offset is not None:
+        record = read_record(data, offset)
+        if record is None:
+            offset = find_record(data, offset + TENSOR_ALIGNMENT)
             continue
         row = EntryRow(
-            0, told.key, name, told.begin, told.nbytes, told.tensors, told.checksum, told.about
+            0,
+            record.key,
+            name,
+            record.offset,
+            record.nbytes,
+            record.tensors,
+            record.checksum,
+            record.about,
         )
-        fits = row.end <= len(whole)
-        if fits and entry_checksum(whole, row.offset, row.tensors) == row.checksum:
+        is_complete = row.end <= len(data)
+        if is_complete and entry_checksum(data, row.offset, row.tensors) == row.checksum:
             yield row
-        at = find_record(whole, align_up(row.end) if fits else row.offset)
+        offset = find_record(data, align_up(row.end) if is_complete else row.offset)
 
 
 def _open_folder(folder: Path) -> int:
@@ -609,7 +639,7 @@ def _open_folder(folder: Path) -> int:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _exclusive(path: Path) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

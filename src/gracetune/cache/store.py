@@ -1,4 +1,8 @@
-"""What keeps encoded entries, whoever it is; and one that keeps them in memory."""
+"""The protocol of stores for encoded entries, and a simple store in memory.
+
+An entry is a mapping from names to tensors: a sample's latents, or a caption's embeddings.
+Implementations: `DictStore` here, `MemoryTier` (bounded host memory) and `ShardStore` (files).
+"""
 
 from __future__ import annotations
 
@@ -12,105 +16,110 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Entry = Mapping[str, Tensor]
+    """Named tensors."""
     Allocate = Callable[[int], Tensor]
-    """So many bytes of host memory."""
+    """Allocates a number of bytes of host memory, as a uint8 tensor."""
     TryAllocate = Callable[[int], Tensor | None]
-    """The same; none where there is no room."""
+    """Like `Allocate`, but returns None if there is no memory left."""
 
 
 class Store(Protocol):
-    """Named tensors by key. Entries are read only: some are views of files."""
+    """Entries by key. Entries are read-only: some are views of mapped files."""
 
     def get(self, key: str) -> Entry | None:
-        """What was put under this key, if it is there and whole."""
+        """Return the entry of a key; None if it is missing or damaged."""
         ...
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """The same for a batch, in the order of the keys: one question instead of many."""
+        """Return the entries of several keys in their order; faster than single calls."""
         ...
 
-    def gather(self, keys: Sequence[str], name: str, room: Allocate) -> Tensor | None:
-        """One tensor of each entry, of one shape, side by side in memory that is asked for; none
-        where one is missing."""
+    def gather(self, keys: Sequence[str], name: str, allocate: Allocate) -> Tensor | None:
+        """Stack one tensor of each entry into newly allocated memory; None if an entry is missing.
+
+        The tensors must have the same shape and dtype.
+        """
         ...
 
     def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:
-        """Like `get_many`, with what is in files read into memory that is asked for; what is in
-        memory already comes as it is."""
+        """Like `get_many`, but read entries from files into newly allocated memory.
+
+        Entries that are in memory already are returned as they are.
+        """
         ...
 
     def will_need(self, keys: Sequence[str]) -> None:
-        """These will be asked for soon; returns at once."""
+        """Announce that these entries will be read soon; returns at once."""
         ...
 
     def put(self, key: str, entry: Entry) -> None:
-        """Keep an entry; the same key always means the same content."""
+        """Store an entry. A key identifies its content, so an existing entry is kept."""
         ...
 
     def put_many(self, entries: Mapping[str, Entry]) -> None:
-        """Keep a batch, for the price of one."""
+        """Store several entries; faster than single calls."""
         ...
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Which of these are there, without reading them."""
+        """Return for each key whether its entry exists, without reading it."""
         ...
 
     def close(self) -> None:
-        """Let go of files; what was got stays good, and who asks again opens them again."""
+        """Close files. Returned entries stay valid, and later calls open the files again."""
         ...
 
 
 class DictStore:
-    """Entries that live as long as the run."""
+    """Entries in a dictionary, without a limit."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
 
     def get(self, key: str) -> Entry | None:
-        """Look it up."""
+        """Return the entry of a key."""
         return self._entries.get(key)
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """Look them up."""
+        """Return the entries of several keys."""
         return [self._entries.get(key) for key in keys]
 
-    def gather(self, keys: Sequence[str], name: str, room: Allocate) -> Tensor | None:
-        """Copy them."""
-        return stack_entries(self.get_many(keys), name, room)
+    def gather(self, keys: Sequence[str], name: str, allocate: Allocate) -> Tensor | None:
+        """Stack one tensor of each entry."""
+        return stack_entries(self.get_many(keys), name, allocate)
 
     def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:  # noqa: ARG002
-        """They are in memory."""
+        """Return the entries of several keys."""
         return self.get_many(keys)
 
     def will_need(self, keys: Sequence[str]) -> None:
-        """They are in memory."""
+        """Do nothing: the entries are in memory."""
 
     def put(self, key: str, entry: Entry) -> None:
-        """Take it as it is."""
+        """Store an entry without copying it."""
         self._entries[key] = entry
 
     def put_many(self, entries: Mapping[str, Entry]) -> None:
-        """Take them as they are."""
+        """Store entries without copying them."""
         self._entries.update(entries)
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Which are there."""
+        """Return for each key whether its entry exists."""
         return [key in self._entries for key in keys]
 
     def close(self) -> None:
-        """There are no files."""
+        """Do nothing: there are no files."""
 
 
-def stack_entries(entries: Sequence[Entry | None], name: str, room: Allocate) -> Tensor | None:
-    """Copy one tensor of each entry side by side; none where one is missing."""
+def stack_entries(entries: Sequence[Entry | None], name: str, allocate: Allocate) -> Tensor | None:
+    """Stack one tensor of each entry into newly allocated memory; None if an entry is missing."""
     tensors = [entry[name] for entry in entries if entry is not None]
     if len(tensors) < len(entries):
         return None
-    return stack_into(tensors, room)
+    return stack_into(tensors, allocate)
 
 
-def stack_into(tensors: Sequence[Tensor], room: Allocate) -> Tensor:
-    """Copy tensors of one shape side by side into memory that is asked for."""
+def stack_into(tensors: Sequence[Tensor], allocate: Allocate) -> Tensor:
+    """Stack tensors of one shape and dtype into newly allocated memory."""
     first, count = tensors[0], len(tensors)
-    out = room(count * first.nbytes).view(first.dtype).view(count, *first.shape)
+    out = allocate(count * first.nbytes).view(first.dtype).view(count, *first.shape)
     return torch.stack(list(tensors), out=out)

@@ -302,7 +302,7 @@ def check_files(
                 table=table,
                 stage=args.stage,
                 config=config,
-                demanded=tuple(args.demanded or ()),
+                required_tools=tuple(args.demanded or ()),
             )
         except AdapterError as error:
             told.append({"path": str(path), **fault_of(error)})
@@ -324,7 +324,7 @@ def _told(found: CheckReport, ok: bool) -> dict[str, object]:
         "path": str(found.path),
         "ok": ok,
         "family": found.family,
-        "form": found.form,
+        "form": found.format,
         "stage": found.stage,
         "algorithms": list(found.algorithms),
         "ranks": list(found.ranks),
@@ -345,7 +345,7 @@ def _told(found: CheckReport, ok: bool) -> dict[str, object]:
 
 
 def _lines(found: CheckReport, ok: bool) -> list[str]:
-    what = f"{found.family}, {found.form or 'mixed forms'}, stage {found.stage or 'not said'}"
+    what = f"{found.family}, {found.format or 'mixed formats'}, stage {found.stage or 'not said'}"
     verdict = "loads" if ok else "does NOT load as it should"
     return [
         f"{found.path}: {verdict} ({what})",

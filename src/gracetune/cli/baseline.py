@@ -1,4 +1,4 @@
-"""`gracetune baseline`: measure a run file several times, and compare two such measurements."""
+"""`gracetune baseline`: measure a run file several times, and compare two measurements."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune import __version__
-from gracetune.config.load import load_run_file
 from gracetune.atomic_files import write_text
+from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.baseline import (
     BASELINE_FILE,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.events.baseline import RunMeasurement
 
-HELP = "Measure a run file, repeatedly, and tell whether a later measurement differs from it."
+HELP = "Measure a run file several times, and compare the result with a later measurement."
 SMI_LOG = "nvidia_smi.log"
 _SMI = (
     "nvidia-smi",
@@ -45,64 +45,74 @@ _SMI = (
     "--format=csv",
     "--loop=1",
 )
-_MOST_WARMUP = 10
+_MAX_WARMUP = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One verb, two actions."""
+    """Declare the actions `capture` and `compare`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    take = actions.add_parser("capture", help="run a scenario and keep its figures")
-    take.set_defaults(run_action=_capture)
-    take.add_argument("run_file", metavar="RUN", help="the scenario: a run file")
-    take.add_argument("--repeats", type=int, default=3, metavar="N", help="runs (default 3)")
-    take.add_argument(
+    capture = actions.add_parser(
+        "capture", help="train a run file several times and store its metrics"
+    )
+    capture.set_defaults(run_action=_capture)
+    capture.add_argument("run_file", metavar="RUN", help="the run file to measure")
+    capture.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="number of runs (default 3)"
+    )
+    capture.add_argument(
         "--warmup",
         type=int,
         metavar="N",
-        help=f"steps left out of each run (default: a fifth, at most {_MOST_WARMUP})",
+        help=f"first steps to leave out (default: a fifth of them, at most {_MAX_WARMUP})",
     )
-    take.add_argument(
+    capture.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="as in train"
     )
-    take.add_argument(
+    capture.add_argument(
         "--output", type=Path, default=Path("baseline"), metavar="FOLDER", help="default: baseline"
     )
-    take.add_argument("--replace", action="store_true", help="replace a baseline that is there")
-    held = actions.add_parser("compare", help="the figures of two baselines; exit 1 if worse")
-    held.set_defaults(run_action=_compare)
-    held.add_argument("before", type=Path, metavar="BEFORE", help="a baseline's folder or file")
-    held.add_argument("after", type=Path, metavar="AFTER")
-    held.add_argument(
+    capture.add_argument("--replace", action="store_true", help="replace an existing baseline")
+    comparison = actions.add_parser(
+        "compare", help="compare two baselines; exit code 1 if the second is worse"
+    )
+    comparison.set_defaults(run_action=_compare)
+    comparison.add_argument(
+        "before", type=Path, metavar="BEFORE", help="a baseline's folder or file"
+    )
+    comparison.add_argument("after", type=Path, metavar="AFTER")
+    comparison.add_argument(
         "--tolerance", type=float, default=5.0, metavar="PERCENT", help="default: 5 (percent)"
     )
-    held.add_argument("--output", type=Path, metavar="FILE", help="write the lines there too")
-    held.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    held.add_argument(
-        "--allow-different", action="store_true", help="compare though the scenarios differ"
+    comparison.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the report to FILE"
+    )
+    comparison.add_argument("--json", action="store_true", help="print JSON instead of text")
+    comparison.add_argument(
+        "--allow-different", action="store_true", help="compare although the run files differ"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the action says."""
-    act: Callable[[argparse.Namespace], int] = args.run_action
-    return act(args)
+    """Run the chosen action."""
+    action: Callable[[argparse.Namespace], int] = args.run_action
+    return action(args)
 
 
 def _capture(args: argparse.Namespace) -> int:
     scenario = load_run_file(args.run_file, args.overrides).run
     steps = scenario.train.max_train_steps
-    warmup = min(_MOST_WARMUP, steps // 5) if args.warmup is None else args.warmup
+    warmup = min(_MAX_WARMUP, steps // 5) if args.warmup is None else args.warmup
     if args.repeats < 1:
-        raise ConfigError(f"--repeats is {args.repeats}; it must be 1 or more.")
+        raise ConfigError(f"--repeats is {args.repeats}, but must be 1 or more. Raise it.")
     if not 0 <= warmup < steps:
         raise ConfigError(
-            f"--warmup is {warmup} of {steps} steps (train.max_train_steps); some must be left to "
-            "measure."
+            f"--warmup is {warmup}, but must be less than train.max_train_steps ({steps}), so that "
+            "some steps can be measured. Lower it."
         )
     output: Path = args.output
     if (output / BASELINE_FILE).exists() and not args.replace:
         raise ConfigError(
-            f"{output / BASELINE_FILE} is there already; give --replace, or another --output."
+            f"{output / BASELINE_FILE} already exists. Add --replace, or choose another --output."
         )
     output.mkdir(parents=True, exist_ok=True)
     measured = []
@@ -126,14 +136,14 @@ def _capture(args: argparse.Namespace) -> int:
     write_text(output / BASELINE_FILE, baseline.model_dump_json(indent=2) + "\n")
     write_text(output / REPORT_FILE, "\n".join(lines) + "\n")
     print(*lines, sep="\n")
-    print(f"The baseline is in {output}.")
+    print(f"Baseline written to {output}.")
     return 0
 
 
 def _train(run_file: str, overrides: Sequence[str], output: Path, number: int) -> Path:
-    """One run in a process and a folder of its own; only its log is kept."""
+    """Train once in a separate process and folder; keep only the log."""
     folder = output / f"run-{number:02d}"
-    if folder.exists():  # what a capture that was killed left behind
+    if folder.exists():  # left behind by a capture that was killed
         shutil.rmtree(folder)
     sets = [word for each in (*overrides, f"output_dir={folder}") for word in ("--set", each)]
     command = [sys.executable, "-m", "gracetune", "train", run_file, "--resume", "none", *sets]
@@ -141,8 +151,8 @@ def _train(run_file: str, overrides: Sequence[str], output: Path, number: int) -
     if done.returncode != 0:
         tail = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines()[-15:]
         raise RunFailedError(
-            f"run {number} of the scenario ended with {done.returncode}, so there is no baseline. "
-            "Its last lines:\n  " + "\n  ".join(tail)
+            f"run {number} failed with exit code {done.returncode}, so there is no baseline. Fix "
+            "the run first. Its last lines:\n  " + "\n  ".join(tail)
         )
     log = output / f"events-{number:02d}.jsonl"
     (folder / "events.jsonl").replace(log)
@@ -151,7 +161,7 @@ def _train(run_file: str, overrides: Sequence[str], output: Path, number: int) -
 
 
 def _scenario(run: RunFile) -> dict[str, object]:
-    """What makes two captures comparable: everything but where a run is written."""
+    """Return all settings but the output folder; equal ones make two baselines comparable."""
     settings: dict[str, object] = run.model_dump(mode="json")
     del settings["output_dir"]
     return settings
@@ -176,27 +186,29 @@ def _machine(measured: RunMeasurement) -> dict[str, str]:
 
 @contextmanager
 def _gpu_log(path: Path) -> Iterator[None]:
-    """Let nvidia-smi write beside the runs, where it is."""
+    """Let nvidia-smi log the GPU once a second while the block runs, if it is installed."""
     if shutil.which(_SMI[0]) is None:
-        print(f"nvidia-smi is not here: no {SMI_LOG} is written.")
+        print(f"nvidia-smi is not installed: {SMI_LOG} is not written.")
         yield
         return
-    with path.open("wb") as log, subprocess.Popen(_SMI, stdout=log, stderr=log) as watching:
+    with path.open("wb") as log, subprocess.Popen(_SMI, stdout=log, stderr=log) as process:
         try:
             yield
         finally:
-            watching.terminate()
+            process.terminate()
 
 
 def _compare(args: argparse.Namespace) -> int:
     if not 0 <= args.tolerance < 100:
-        raise ConfigError(f"--tolerance is {args.tolerance}; it is a percentage, such as 5.")
+        raise ConfigError(
+            f"--tolerance is {args.tolerance}, but must be a percentage from 0 to below 100."
+        )
     before, after = read_baseline(args.before), read_baseline(args.after)
     changed = [key for key in before.scenario if before.scenario[key] != after.scenario.get(key)]
     if changed and not args.allow_different:
         raise ConfigError(
-            f"the scenarios differ in {', '.join(changed)}, so their figures are no measure of "
-            "the same thing. Capture the same run file again, or give --allow-different."
+            f"the run files of the two baselines differ in {', '.join(changed)}. Capture the same "
+            "run file again, or add --allow-different."
         )
     tolerance = args.tolerance / 100
     deltas = compare(before, after, tolerance)
@@ -204,7 +216,7 @@ def _compare(args: argparse.Namespace) -> int:
     if args.output is not None:
         write_text(args.output, "\n".join(lines) + "\n")
     if args.json:
-        told = [
+        records = [
             {
                 "metric": delta.metric.name,
                 "before": delta.before,
@@ -215,7 +227,12 @@ def _compare(args: argparse.Namespace) -> int:
             }
             for delta in deltas
         ]
-        print(json.dumps({"differences": [*environment_differences(before, after)], "deltas": told}, indent=2))
+        print(
+            json.dumps(
+                {"differences": [*environment_differences(before, after)], "deltas": records},
+                indent=2,
+            )
+        )
     else:
         print(*lines, sep="\n")
     return 1 if any(delta.fails for delta in deltas) else 0

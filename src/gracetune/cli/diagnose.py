@@ -1,4 +1,4 @@
-"""`gracetune diagnose`: numbered checks of this machine, and what to do about each."""
+"""`gracetune diagnose`: run numbered checks of this machine and print what to do about each."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gracetune.config.environment import environment_settings, process_environme
 from gracetune.errors import ConfigError
 from gracetune.memory.diagnose import (
     Finding,
+    build_report,
     check_copies,
     check_environment,
     check_faults,
@@ -35,7 +36,6 @@ from gracetune.memory.diagnose import (
     fail,
     format_findings,
     read_kernel,
-    build_report,
     skip,
 )
 from gracetune.memory.platform import Machine, open_machine
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from gracetune.memory.platform import Platform
     from gracetune.memory.pool import PoolUnavailable
 
-HELP = "check this machine: versions, link, memory, bandwidths, hints; say what to do"
+HELP = "check this machine (versions, link, memory, bandwidths, hints) and suggest fixes"
 DEVICE_CHECKS = (
     "pinned copies",
     "faults against prefetch",
@@ -60,69 +60,72 @@ DEVICE_CHECKS = (
     "oversubscription",
 )
 ALLOCATION_CHECKS = ("platform", "memory", "hint round trip", "pool round trip", "oversubscription")
-"""What `validate_uvm.py` runs."""
-NO_GPU = "There is no usable GPU: exit code 1. Give --allow-cpu if that is as it should be."
+"""Checks that `--allocation-only` and `validate_uvm.py` run."""
+NO_GPU = "There is no usable GPU, so the exit code is 1. Pass --allow-cpu if that is expected."
 NO_GPU_ALLOWED = "There is no usable GPU, which --allow-cpu allows."
 _PACKAGES = ("torch", "cuda-bindings", "nvidia-ml-py", "cupti-python", "accelerate", "diffusers")
 _TRIAL_BYTES = 256 * MIB
-_SMALL_SHARE = 16
-"""Ranges are at most this fraction of what is free: a full card is diagnosed too."""
+_FREE_MEMORY_FRACTION = 16
+"""Checks use at most 1/16 of the free memory, so that a nearly full GPU can be diagnosed."""
 
 
-class Torch(NamedTuple):
-    """What there is of torch, found out by importing it."""
+class TorchInfo(NamedTuple):
+    """State of the torch installation, found by importing it."""
 
     version: str | None
+    """None if torch cannot be imported."""
     cuda: str | None
+    """CUDA version of the build; None for a CPU build."""
     problem: str
-    """Why it cannot be imported, or why its CUDA finds no device."""
+    """Why torch cannot be imported or finds no device; empty if all is well."""
     device: str = ""
-    """What the first one is called."""
+    """Name of the first GPU."""
 
     @property
     def sees_gpu(self) -> bool:
+        """True if torch can use a GPU."""
         return self.cuda is not None and not self.problem
 
 
 class Tools(NamedTuple):
-    """How the machine is got at; a test hands in a simulated one's."""
+    """Functions that access the machine; tests pass those of a simulated one."""
 
-    find_torch: Callable[[], Torch]
+    find_torch: Callable[[], TorchInfo]
     open_machine: Callable[[int], Machine]
     open_bench: Callable[[Driver, Platform, int], DeviceBench]
-    """A bench whose copies are of so many bytes."""
+    """Opens a bench from a driver, a platform and the bytes to copy."""
     try_pool: Callable[[DeviceBench], PoolTrial | PoolUnavailable]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The forks' flags, and a few of ours."""
+    """Add the flags of the forks' script, and some more."""
     parser.add_argument(
         "--oversubscription-scale",
         type=float,
         default=1.5,
         metavar="X",
-        help="try managed memory of X times the device's (default 1.5)",
+        help="allocate X times the device's memory as managed memory (default 1.5)",
     )
     parser.add_argument(
-        "--skip-allocation", action="store_true", help="leave the oversubscription check out"
+        "--skip-allocation", action="store_true", help="skip the oversubscription check"
     )
     parser.add_argument(
         "--force-oversubscription",
         action="store_true",
-        help="try it even on a card that is not coherent with the host, which can hang",
+        help="oversubscribe even a GPU that is not coherent with the host; it may hang",
     )
-    parser.add_argument("--allow-cpu", action="store_true", help="no GPU is no failure")
+    parser.add_argument("--allow-cpu", action="store_true", help="exit with 0 if there is no GPU")
     parser.add_argument(
-        "--allocation-only", action="store_true", help="only the checks that allocate"
+        "--allocation-only", action="store_true", help="run only the checks that allocate memory"
     )
-    parser.add_argument("--device", type=int, default=0, metavar="N", help="which GPU (default 0)")
+    parser.add_argument("--device", type=int, default=0, metavar="N", help="GPU index (default 0)")
     parser.add_argument(
         "--output",
         default="gh200_diagnostic_report.json",
         metavar="FILE",
-        help="where the JSON report goes (default gh200_diagnostic_report.json)",
+        help="file for the JSON report (default gh200_diagnostic_report.json)",
     )
-    parser.add_argument("--json", action="store_true", help="print the report instead of lines")
+    parser.add_argument("--json", action="store_true", help="print the JSON report instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,11 +134,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(args: argparse.Namespace, tools: Tools) -> int:
-    """Find out, print, write the report."""
+    """Run the checks, print the findings and write the report; return the exit code."""
     if not 0 < args.oversubscription_scale < math.inf:
         raise ConfigError(
-            f"--oversubscription-scale is {args.oversubscription_scale}; it must be above 0, "
-            "such as 1.5."
+            f"--oversubscription-scale is {args.oversubscription_scale}, but it must be a number "
+            "above 0, such as 1.5."
         )
     torch = tools.find_torch()
     machine = tools.open_machine(args.device)
@@ -152,31 +155,31 @@ def diagnose(args: argparse.Namespace, tools: Tools) -> int:
         print(*format_findings(findings), sep="\n")
     _write(Path(args.output), text)
     if not args.json:
-        print(f"The report is in {args.output}.")
+        print(f"Report: {args.output}")
     if not (args.json or has_gpu):
         print(NO_GPU_ALLOWED if args.allow_cpu else NO_GPU)
     return code
 
 
-def find_torch() -> Torch:
-    """Import torch if that is possible, and ask for its GPU."""
+def find_torch() -> TorchInfo:
+    """Import torch and see whether it finds a GPU."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library of torch's is missing
-        return Torch(None, None, str(error))
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
+        return TorchInfo(None, None, str(error))
     cuda = torch.version.cuda
     if cuda is None:
-        return Torch(torch.__version__, None, "")
+        return TorchInfo(torch.__version__, None, "")
     if torch.cuda.is_available():
-        return Torch(torch.__version__, cuda, "", torch.cuda.get_device_name(0))
+        return TorchInfo(torch.__version__, cuda, "", torch.cuda.get_device_name(0))
     try:
         torch.empty(1, device="cuda")
     except (RuntimeError, AssertionError) as error:
-        return Torch(torch.__version__, cuda, str(error).splitlines()[0])
-    return Torch(torch.__version__, cuda, "torch counts no devices")
+        return TorchInfo(torch.__version__, cuda, str(error).splitlines()[0])
+    return TorchInfo(torch.__version__, cuda, "torch counts no devices")
 
 
-def _host_findings(torch: Torch, machine: Machine) -> Iterator[Finding]:
+def _host_findings(torch: TorchInfo, machine: Machine) -> Iterator[Finding]:
     release = re.match(r"[\d.]*", python_platform.release())
     kernel = read_kernel(
         Path("/proc"), Path("/sys"), release[0] if release else "", python_platform.machine()
@@ -203,19 +206,19 @@ def _environment() -> Finding:
 
 
 def _device_findings(
-    torch: Torch, machine: Machine, args: argparse.Namespace, tools: Tools
+    torch: TorchInfo, machine: Machine, args: argparse.Namespace, tools: Tools
 ) -> Iterator[Finding]:
-    why = _no_device(torch, machine)
-    if why:
+    reason = _no_device_reason(torch, machine)
+    if reason:
         for name in DEVICE_CHECKS:
-            yield skip(name, why)
+            yield skip(name, reason)
         return
     assert machine.driver is not None
     free, _ = machine.driver.memory_info(machine.platform.device)
-    nbytes = min(_TRIAL_BYTES, free // _SMALL_SHARE // MIB * MIB)
+    nbytes = min(_TRIAL_BYTES, free // _FREE_MEMORY_FRACTION // MIB * MIB)
     if nbytes < MIB:
         for name in DEVICE_CHECKS:
-            yield fail(name, f"only {free} bytes are free", "See `nvidia-smi` for who holds them.")
+            yield fail(name, f"only {free} bytes are free", "See `nvidia-smi` for what uses them.")
         return
     bench = tools.open_bench(machine.driver, machine.platform, nbytes)
     checks: dict[str, Callable[[], Finding]] = {
@@ -230,11 +233,11 @@ def _device_findings(
             continue
         try:
             yield check()
-        except RuntimeError as error:  # torch reports every CUDA error as one
+        except RuntimeError as error:  # torch raises it for every CUDA error
             yield fail(name, str(error).splitlines()[0], "See `nvidia-smi` and the kernel's log.")
 
 
-def _no_device(torch: Torch, machine: Machine) -> str:
+def _no_device_reason(torch: TorchInfo, machine: Machine) -> str:
     if machine.driver is None:
         return "there is no GPU: see the platform check"
     if not torch.sees_gpu:
@@ -250,11 +253,11 @@ def _open_bench(driver: Driver, platform: Platform, nbytes: int) -> DeviceBench:
 
 def _try_pool(bench: DeviceBench) -> PoolTrial | PoolUnavailable:
     from gracetune.memory.diagnose import try_pool
-    from gracetune.memory.pool import TorchMemPools, PoolSettings, PoolUnavailable, open_pool
+    from gracetune.memory.pool import PoolSettings, PoolUnavailable, TorchMemPools, open_pool
     from gracetune.memory.shim import find_shim
 
     settings = PoolSettings(cap_bytes=64 * MIB)
-    pool = open_pool(bench.platform, find_shim(), settings, TorchMemPools(), _say)
+    pool = open_pool(bench.platform, find_shim(), settings, TorchMemPools(), _print_notice)
     return pool if isinstance(pool, PoolUnavailable) else try_pool(pool, bench.driver, 16 * MIB)
 
 
@@ -265,7 +268,7 @@ def _oversubscription(bench: DeviceBench, args: argparse.Namespace) -> Finding:
     return check_oversubscription(bench, scale, force=args.force_oversubscription)
 
 
-def _say(notice: Notice) -> None:
+def _print_notice(notice: Notice) -> None:
     print(notice.text, file=sys.stderr)
 
 
@@ -281,5 +284,5 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"--output is {path}: it cannot be written ({error.strerror}). Name another file."
+            f"--output is {path}, which cannot be written ({error.strerror}). Choose another file."
         ) from error

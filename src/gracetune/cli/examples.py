@@ -1,4 +1,4 @@
-"""`gracetune examples`: the run files that come with gracetune, to list, print or copy."""
+"""`gracetune examples`: list, print or copy the run files that come with gracetune."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _COMMENT_MARKS = ("//", "#")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    parser.add_argument("name", nargs="?", help="one example; without it: all of them")
+    parser.add_argument("name", nargs="?", help="the name of an example; all of them if omitted")
     parser.add_argument("--copy", type=Path, metavar="DIR", help="copy into this folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, print or copy."""
-    # A checkout has a link there to its examples/, a wheel has the files themselves.
+    """List, print or copy examples."""
+    # In a checkout this is a link to examples/; a wheel contains the files themselves.
     known = find_examples(files("gracetune") / "examples")
     chosen = known if args.name is None else {args.name: _pick(known, args.name)}
     if args.copy is not None:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_examples(folder: Traversable) -> dict[str, Traversable]:
-    """Every run file in the folder, by its name without the ending."""
+    """Return the run files in a folder by name, without the ending."""
     found = {
         Path(entry.name).stem: entry for entry in folder.iterdir() if entry.name.endswith(_SUFFIXES)
     }
@@ -50,7 +50,7 @@ def find_examples(folder: Traversable) -> dict[str, Traversable]:
 
 
 def first_comment(text: str) -> str:
-    """The first line that is a comment, without its mark: what the example is for."""
+    """Return the first comment line without its mark; it says what the example is for."""
     for line in map(str.strip, text.splitlines()):
         for mark in _COMMENT_MARKS:
             if line.startswith(mark):
@@ -59,7 +59,7 @@ def first_comment(text: str) -> str:
 
 
 def copy_examples(chosen: Iterable[Traversable], folder: Path) -> None:
-    """Copy into a folder, made where it is missing; a file that is there is never replaced."""
+    """Copy examples into a folder, which is created if needed; never replace a file."""
     for example in chosen:
         target = folder / example.name
         try:
@@ -68,17 +68,17 @@ def copy_examples(chosen: Iterable[Traversable], folder: Path) -> None:
                 file.write(example.read_bytes())
         except FileExistsError as error:
             raise ConfigError(
-                f"{error.filename} is there already and is not replaced. "
+                f"{error.filename} already exists and is not replaced. "
                 "Move it away, or copy to another folder."
             ) from error
         except OSError as error:
             raise ConfigError(
-                f"--copy {folder}: {error.strerror}. Name a folder that can be written to."
+                f"--copy is {folder}: {error.strerror}. Name a folder that you may write to."
             ) from error
         print(target)
 
 
 def _pick(known: Mapping[str, Traversable], name: str) -> Traversable:
     if name not in known:
-        raise ConfigError(f"example {name!r} is not known. Known: {', '.join(known)}.")
+        raise ConfigError(f"there is no example {name!r}. Use one of: {', '.join(known)}.")
     return known[name]

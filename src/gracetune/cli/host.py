@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HELP = "Use gracetune inside another trainer, which stays as it was installed."
-ENTRY = "-m gracetune.hosts.simpletuner"
+ENTRY_POINT = "-m gracetune.hosts.simpletuner"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     del args
     from gracetune.hosts.simpletuner.__main__ import check
-    from gracetune.hosts.simpletuner.hooks import NEEDS, WEBUI_NEEDS
+    from gracetune.hosts.simpletuner.hooks import REQUIRED_SYMBOLS, WEBUI_REQUIRED_SYMBOLS
 
     try:
-        print(*check((*NEEDS, *WEBUI_NEEDS)), sep="\n")
+        print(*check((*REQUIRED_SYMBOLS, *WEBUI_REQUIRED_SYMBOLS)), sep="\n")
     except HostError as error:
         print(error)
         return 1
@@ -77,7 +77,7 @@ def _run(args: argparse.Namespace) -> int:
         raise HostError(f"{command} is not there; start gracetune from SimpleTuner's environment.")
     environment = dict(process_environment())
     given = environment.get("ACCELERATE_EXTRA_ARGS", "")
-    environment["ACCELERATE_EXTRA_ARGS"] = f"{given} {ENTRY}".strip()
+    environment["ACCELERATE_EXTRA_ARGS"] = f"{given} {ENTRY_POINT}".strip()
     claim_alloc_conf(environment)
     # Both start `accelerate` by its name, which an environment that is not activated does not have.
     environment["PATH"] = os.pathsep.join([str(command.parent), environment.get("PATH", "")])
@@ -115,11 +115,11 @@ def _uninstall_clone(args: argparse.Namespace) -> int:
 
 def _run_clone(args: argparse.Namespace) -> int:
     """Become ai-toolkit's own command, which wants to be started in its folder."""
-    from gracetune.hosts.ai_toolkit.clone import check, shim_path
+    from gracetune.hosts.ai_toolkit.clone import check, extension_path
 
     print(check(args.path)[-1], flush=True)
     root = args.path.resolve()
-    if not shim_path(root).exists():
+    if not extension_path(root).exists():
         raise HostError(
             f"{root} does not know gracetune yet: run `gracetune host ai-toolkit install {root}`."
         )

@@ -1,6 +1,7 @@
-"""`python train.py --config FILE --key value ...`: the forks' command line, alone or launched.
+"""`python train.py --config FILE --key value ...`: the command line of the forks.
 
-Every key of a run file is an option, in the forks' flat spelling or dotted; dashes are underscores.
+Works alone and under `accelerate launch` or `torchrun`. Every setting of a run file is an option,
+by its dotted name or by the forks' flat name; dashes count as underscores.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ USAGE = """\
 usage: python train.py --config FILE [--resume latest|none|PATH]
                        [--KEY VALUE | --KEY=VALUE | --FLAG]...
 
-Train as a run file says. KEY is any setting of a run file: --max_train_steps 10,
---train.batch_size=4, --datasets.0.repeats 2. A FLAG without a value is true.
---resume_from_checkpoint is another name of --resume; without it, a run goes on from its newest
-checkpoint where there is one. `gracetune schema` lists every setting."""
+Train a model from a run file. KEY is any setting of a run file: --max_train_steps 10,
+--train.batch_size=4, --datasets.0.repeats 2. A FLAG without a value is set to true.
+--resume_from_checkpoint is another name of --resume. Without it, a run resumes from its newest
+checkpoint, if there is one. `gracetune schema` lists every setting."""
 
-RESUME_WORDS = {"latest": "auto", "auto": "auto", "none": "none"}
-_RESUME = ("resume", "resume_from_checkpoint")
+RESUME_VALUES = {"latest": "auto", "auto": "auto", "none": "none"}
+_RESUME_OPTIONS = ("resume", "resume_from_checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """A command line, taken apart."""
+class LaunchArguments:
+    """The parsed command line."""
 
     config: str
     overrides: tuple[str, ...]
@@ -39,7 +40,7 @@ class Launch:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the command line says; the exit code."""
+    """Train, and return the exit code."""
     if any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
@@ -47,40 +48,40 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
-    launch = parse(argv)
+    arguments = parse(argv)
     claim_process_alloc_conf()
-    loaded = load_run_file(launch.config, launch.overrides)
-    # Only now: torch comes with it, and reads its allocator settings as it is imported.
+    loaded = load_run_file(arguments.config, arguments.overrides)
+    # Imported late: it loads torch, which reads its allocator settings when it is imported.
     from gracetune.cli.train import run_training
 
-    return run_training(loaded, launch.resume)
+    return run_training(loaded, arguments.resume)
 
 
-def parse(argv: Sequence[str]) -> Launch:
-    """Take the options apart; what a key means is the run file's business."""
+def parse(argv: Sequence[str]) -> LaunchArguments:
+    """Split the command line into the run file, overrides of its settings, and `resume`."""
     config: str | None = None
     resume = "auto"
     overrides = []
     for key, value in _options(argv):
         if key == "config":
             config = value
-        elif key in _RESUME:
-            resume = RESUME_WORDS.get(value or "latest", value or "latest")
+        elif key in _RESUME_OPTIONS:
+            resume = RESUME_VALUES.get(value or "latest", value or "latest")
         else:
             overrides.append(f"{key}={'true' if value is None else value}")
     if not config:
-        raise ConfigError("--config is missing; name a run file: python train.py --config FILE")
-    return Launch(config, tuple(overrides), resume)
+        raise ConfigError("--config is missing. Name a run file: python train.py --config FILE")
+    return LaunchArguments(config, tuple(overrides), resume)
 
 
 def _options(argv: Sequence[str]) -> list[tuple[str, str | None]]:
-    """`--key value`, `--key=value` and `--flag` as pairs; a flag has no value."""
+    """Parse `--key value`, `--key=value` and `--flag` to pairs; a flag has the value None."""
     options: list[tuple[str, str | None]] = []
     words = list(argv)
     while words:
         word = words.pop(0)
         if not word.startswith("--") or word == "--":
-            raise ConfigError(f"{word!r} is not an option; write --key value (see --help).")
+            raise ConfigError(f"{word!r} is not an option. Write --key value (see --help).")
         key, equals, value = word[2:].partition("=")
         key = key.replace("-", "_")
         if equals:

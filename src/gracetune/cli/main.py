@@ -1,7 +1,7 @@
-"""The command line's frame: find the verb, load its module, turn errors into exit codes.
+"""The entry point of the command line: find the verb, run it, turn errors into exit codes.
 
-A verb is a module with `HELP`, `add_arguments(parser)` and `run(args) -> int`. It is imported only
-when called, so that `gracetune --help` answers before torch could be loaded.
+A verb is a module with `HELP`, `add_arguments(parser)` and `run(args) -> int`. Its module is
+imported only when the verb is used, so that `gracetune --help` does not load torch.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 
 VERBS = {
-    "train": ("gracetune.cli.train", "train a model as a run file says, or resume it"),
-    "plan": ("gracetune.cli.plan", "say what a run will take before it starts, and how to run it"),
-    "now": ("gracetune.cli.now", "ask a running run to validate, save or stop"),
+    "train": ("gracetune.cli.train", "train a model from a run file, or resume a run"),
+    "plan": ("gracetune.cli.plan", "predict the memory and speed of a run before it starts"),
+    "now": ("gracetune.cli.now", "ask a running training run to validate, save or stop"),
     "cache": ("gracetune.cli.cache", "build, verify, clean up, explain and import caches"),
     "adapter": ("gracetune.cli.adapter", "inspect, convert, merge, extract and check adapters"),
-    "schema": ("gracetune.cli.schema", "print what a run file may say, as JSON Schema"),
-    "diagnose": ("gracetune.cli.diagnose", "check this machine and say what to do"),
-    "env": ("gracetune.cli.env", "show what the environment sets, and what that will do"),
-    "baseline": ("gracetune.cli.baseline", "measure a run, and tell whether it got slower"),
+    "schema": ("gracetune.cli.schema", "print the JSON Schema of run files"),
+    "diagnose": ("gracetune.cli.diagnose", "check this machine and suggest fixes"),
+    "env": ("gracetune.cli.env", "show environment variables and their effect"),
+    "baseline": ("gracetune.cli.baseline", "measure a run file, and detect regressions"),
     "host": ("gracetune.cli.host", "use gracetune inside an unmodified SimpleTuner"),
-    "port": ("gracetune.cli.port", "keep a fork alive on top of a newer upstream"),
+    "port": ("gracetune.cli.port", "move a fork's patches to a newer upstream"),
     "examples": ("gracetune.cli.examples", "list, print or copy the example run files"),
 }
 
 INTERRUPTED = 130
 PIPE_CLOSED = 141
-"""What a shell reports of a program whose reader went away: 128 + SIGPIPE."""
+"""The exit code of a program whose output pipe was closed: 128 + SIGPIPE."""
 
 
 class Verb(Protocol):
-    """What a verb's module offers."""
+    """The interface of a verb's module."""
 
     HELP: str
 
@@ -52,35 +52,38 @@ class Verb(Protocol):
         ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it; the exit code."""
+        """Run the verb and return its exit code."""
         ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     return run_guarded(lambda: _call(words))
 
 
 def run_guarded(call: Callable[[], int]) -> int:
-    """Turn whatever a command ends with into an exit code. The only place that catches all."""
+    """Call a command and turn its result or error into an exit code.
+
+    This is the only place that catches every exception.
+    """
     try:
         code = call()
         sys.stdout.flush()
     except GracetuneError as error:
-        _say(str(error))
+        _print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        _say("interrupted.")
+        _print_error("interrupted.")
         return INTERRUPTED
-    except Exception as error:  # noqa: BLE001  the edge: a traceback is printed, nothing swallowed
+    except Exception as error:  # noqa: BLE001  the traceback is printed below
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             _discard_output()
             return PIPE_CLOSED
         traceback.print_exc()
-        _say(
-            "this is an error of gracetune, not of your input. Please report it with the lines "
-            f"above, your run file and `gracetune --version` ({__version__})."
+        _print_error(
+            "this is a bug in gracetune, not a mistake in your input. Please report it with the "
+            f"lines above, your run file and the version ({__version__})."
         )
         return 1
     return code
@@ -89,8 +92,8 @@ def run_guarded(call: Callable[[], int]) -> int:
 def _call(words: list[str]) -> int:
     if not words or words[0] not in VERBS:
         _explain(words)
-    # Before anything can import torch, which refuses to start on allocator settings it does not
-    # know and which users of the forks have in their shells.
+    # Before anything imports torch: users of the forks have allocator settings in their shells
+    # that stock torch refuses to start with.
     from gracetune.config.environment import claim_process_alloc_conf
 
     claim_process_alloc_conf()
@@ -102,32 +105,32 @@ def _call(words: list[str]) -> int:
 
 
 def _explain(words: list[str]) -> NoReturn:
-    """Answer what is not a verb: --help, --version, nothing at all, a slip of the finger."""
+    """Handle everything that is not a verb: --help, --version, no argument, a typo."""
     width = max(map(len, VERBS))
     parser = argparse.ArgumentParser(
         prog="gracetune",
         usage="gracetune [--help] [--version] VERB ...",
-        description="Fine-tune diffusion models where the CPU has more memory than the GPU.",
+        description="Fine-tune diffusion models on machines with more CPU than GPU memory.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="verbs:\n"
         + "".join(f"  {name:<{width}}  {text}\n" for name, (_, text) in VERBS.items())
-        + "\n`gracetune VERB --help` says what a verb takes.",
+        + "\nSee `gracetune VERB --help` for the arguments of a verb.",
     )
     parser.add_argument("--version", action="version", version=f"gracetune {__version__}")
     _, rest = parser.parse_known_args(words[:1])
     if not rest:
-        parser.error(f"say what to do: {', '.join(VERBS)}.")
+        parser.error(f"a verb is missing. Use one of: {', '.join(VERBS)}.")
     close = difflib.get_close_matches(rest[0], VERBS, n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(VERBS)}."
+    hint = f"Did you mean {close[0]!r}?" if close else f"Use one of: {', '.join(VERBS)}."
     parser.error(f"{rest[0]!r} is not a verb. {hint}")
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"gracetune: {text}", file=sys.stderr)
 
 
 def _output_is_closed() -> bool:
-    """Whether stdout or stderr lost its reader: a worker's broken pipe is another matter."""
+    """Return True if the reader of stdout or stderr is gone, not that of a worker's pipe."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
         poll.register(stream.fileno(), 0)
@@ -135,18 +138,14 @@ def _output_is_closed() -> bool:
 
 
 def _discard_output() -> None:
-    """Keep the interpreter's last flush from failing on the same pipe."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Redirect output to /dev/null, so that the interpreter's last flush does not fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        os.dup2(nowhere, stream.fileno())
-
-
-# ------------------------------------------------------------------------------------------
-# The words that name a run file and change it, the same for every verb that reads one.
+        os.dup2(null, stream.fileno())
 
 
 def add_run_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """`RUN`, and `--set`."""
+    """Declare `RUN` and `--set`, which all verbs that read a run file share."""
     parser.add_argument("run_file", metavar="RUN", help="a run file: JSON, YAML or TOML")
     parser.add_argument(
         "--set",
@@ -154,5 +153,5 @@ def add_run_file_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="a.b=c",
         dest="overrides",
-        help="change one setting; may be given often",
+        help="override one setting; can be repeated",
     )

@@ -1,4 +1,4 @@
-"""`gracetune now`: ask a running run to validate, save a checkpoint or stop."""
+"""`gracetune now`: ask a running training run to validate, save a checkpoint or stop."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ if TYPE_CHECKING:
     import argparse
 
 HELP = (
-    "Ask the run in a folder to validate, to save a checkpoint, or to save one and stop. "
-    "It answers after the optimizer step it is at."
+    "Ask the run in a folder to validate, to save a checkpoint, or to save a checkpoint and stop. "
+    "It reacts after its current optimizer step."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    parser.add_argument("request", choices=VERBS, help="what to ask for")
+    parser.add_argument("request", choices=VERBS, help="the request")
     parser.add_argument("run_folder", type=Path, help="the run's output_dir")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Leave the request where the run will find it, and say who will answer."""
+    """Leave the request in the run's folder and print which process will take it."""
     listener = send_request(args.run_folder, args.request)
-    where = (
-        "" if listener.is_local() else f" on {listener.host}, which cannot be looked up from here"
-    )
+    where = "" if listener.is_local() else f" on {listener.host} (not checked from here)"
     print(f"asked process {listener.pid}{where} to {args.request}, after its current step.")
     return 0

@@ -1,4 +1,4 @@
-"""`gracetune port`: keep a fork alive on top of an upstream that moves."""
+"""`gracetune port`: keep a fork's patches working on newer upstream releases."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forkport.apply import PORT_BRANCH, start_apply, continue_apply, roll_back
+from forkport import ForkportError
+from forkport.apply import PORT_BRANCH, continue_apply, roll_back, start_apply
 from forkport.extract import extract
 from forkport.git import open_repository
-from forkport.patches import VALIDATION_GROUPS, MANIFEST, ValidationCommands, read_manifest
-from forkport.plan import CHECKLIST, checklist, conflict_lines, make_plan, plan_json, plan_lines
+from forkport.patches import MANIFEST, VALIDATION_GROUPS, ValidationCommands, read_manifest
+from forkport.plan import make_plan
+from forkport.report import CHECKLIST, checklist, conflict_lines, plan_json, plan_lines
 from forkport.state import find_state, patches_folder
 from forkport.validate import validate
 from forkport.worktree import uncommitted
@@ -25,18 +27,18 @@ if TYPE_CHECKING:
 
     from forkport.apply import ApplyOutcome
     from forkport.git import Git
-    from forkport.patches import ValidationGroup, Manifest
+    from forkport.patches import Manifest, ValidationGroup
     from forkport.state import CommandRun
 
 HELP = (
-    "Keep a fork alive: take its delta out as patches, plan and put them onto a newer upstream, "
-    "validate the result, or go back."
+    "Keep a fork alive: extract its changes as patches, plan and apply them to a newer upstream, "
+    "validate the result, or roll back."
 )
 UPSTREAM = "origin/main"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One verb, several actions."""
+    """Add the options that all actions share, and one subparser per action."""
     parser.add_argument(
         "--repo", type=Path, default=Path(), metavar="PATH", help="the fork's clone (default: here)"
     )
@@ -48,56 +50,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def action(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
-        made = actions.add_parser(name, help=text, description=text)
-        made.set_defaults(run_action=run)
-        return made
+    def add_action(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+        action = actions.add_parser(name, help=text, description=text)
+        action.set_defaults(run_action=run)
+        return action
 
-    take = action("extract", _extract, "a branch's delta as numbered patches with a manifest")
-    take.add_argument("branch", nargs="?", default="HEAD", help="the fork's branch (default: HEAD)")
-    take.add_argument("--upstream", default=UPSTREAM, metavar="REF", help=f"default: {UPSTREAM}")
-    take.add_argument(
+    extract_parser = add_action(
+        "extract", _extract, "extract a branch's changes as numbered patches with a manifest"
+    )
+    extract_parser.add_argument(
+        "branch", nargs="?", default="HEAD", help="the fork's branch (default: HEAD)"
+    )
+    extract_parser.add_argument(
+        "--upstream", default=UPSTREAM, metavar="REF", help=f"default: {UPSTREAM}"
+    )
+    extract_parser.add_argument(
         "--group",
         action="append",
         default=[],
         metavar="NAME=PATTERN",
-        help="files that make one patch; may be given often, and numbers them in this order",
+        help="put the matching files into one patch; repeatable, in the order of the patches",
     )
     for group in VALIDATION_GROUPS:
-        take.add_argument(
+        extract_parser.add_argument(
             f"--validate-{group}",
             action="append",
             metavar="COMMAND",
-            help=f"a command for validation.{group}; may be given often",
+            help=f"a command for validation.{group}; repeatable",
         )
-    plan = action("plan", _plan, "what would become of each patch; changes nothing")
-    put = action("apply", _apply, "put the patches onto a fresh branch of upstream")
-    put.add_argument("--branch", default=PORT_BRANCH, help=f"its name (default: {PORT_BRANCH})")
-    put.add_argument(
-        "--continue", action="store_true", dest="go_on", help="go on after a conflict is settled"
+    plan_parser = add_action("plan", _plan, "predict what becomes of each patch; changes nothing")
+    apply_parser = add_action("apply", _apply, "apply the patches to a fresh branch of upstream")
+    apply_parser.add_argument(
+        "--branch", default=PORT_BRANCH, help=f"its name (default: {PORT_BRANCH})"
     )
-    for made in (plan, put):
-        made.add_argument("--upstream", metavar="REF", help="default: the manifest's")
-    check = action("validate", _validate, "run the manifest's commands")
-    check.add_argument("groups", nargs="*", metavar="upstream|ours|combined", help="default: all")
-    page = action("checklist", _checklist, f"write {CHECKLIST}, filled")
-    page.add_argument("--output", type=Path, metavar="FILE", help=f"default: {CHECKLIST}")
-    page.add_argument(
-        "--baseline", type=Path, metavar="FILE", help="what `baseline compare --output` wrote"
+    apply_parser.add_argument(
+        "--continue",
+        action="store_true",
+        dest="continue_port",
+        help="continue after resolving a conflict",
     )
-    back = action("rollback", _rollback, "return to the fork as it was before the port")
-    for made in (put, back):
-        made.add_argument("--yes", action="store_true", help="do not ask")
-    for made in (take, plan):
-        made.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    for each in (plan_parser, apply_parser):
+        each.add_argument("--upstream", metavar="REF", help="default: the manifest's")
+    validate_parser = add_action("validate", _validate, "run the manifest's validation commands")
+    validate_parser.add_argument(
+        "groups", nargs="*", metavar="upstream|ours|combined", help="default: all"
+    )
+    checklist_parser = add_action("checklist", _checklist, f"write {CHECKLIST}, filled in")
+    checklist_parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"default: {CHECKLIST}"
+    )
+    checklist_parser.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="the output of `baseline compare --output`"
+    )
+    rollback_parser = add_action(
+        "rollback", _rollback, "return to the fork as it was before the port"
+    )
+    for each in (apply_parser, rollback_parser):
+        each.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    for each in (extract_parser, plan_parser):
+        each.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the action says."""
-    git = open_repository(args.repo, process_environment())
-    folder: Path = args.patches or git.folder / "patches"
-    act: Callable[[argparse.Namespace, Git, Path], int] = args.run_action
-    return act(args, git, folder)
+    """Run the chosen action, reporting forkport's errors as gracetune's."""
+    action: Callable[[argparse.Namespace, Git, Path], int] = args.run_action
+    try:
+        git = open_repository(args.repo, process_environment())
+        return action(args, git, args.patches or git.folder / "patches")
+    except ForkportError as error:
+        raise PortError(str(error)) from None
 
 
 def _extract(args: argparse.Namespace, git: Git, folder: Path) -> int:
@@ -107,11 +128,11 @@ def _extract(args: argparse.Namespace, git: Git, folder: Path) -> int:
         if not (name and equals and pattern):
             raise PortError(f"--group is {text!r}; write NAME=PATTERN, such as docs=documentation.")
         groups.append((name, pattern))
-    given = {group: vars(args)[f"validate_{group}"] for group in VALIDATION_GROUPS}
+    commands = {group: vars(args)[f"validate_{group}"] for group in VALIDATION_GROUPS}
     validation = None
-    if any(given.values()):
+    if any(commands.values()):
         validation = ValidationCommands(
-            **{group: tuple(lines or ()) for group, lines in given.items()}
+            **{group: tuple(lines or ()) for group, lines in commands.items()}
         )
     branch = args.branch if args.branch != "HEAD" else git.text("rev-parse", "--abbrev-ref", "HEAD")
     manifest = extract(git, branch, args.upstream, folder, groups, validation)
@@ -119,21 +140,22 @@ def _extract(args: argparse.Namespace, git: Git, folder: Path) -> int:
         print(manifest.model_dump_json(indent=2))
         return 0
     for patch in manifest.patches:
-        added = sum(file.insertions for file in patch.files)
-        taken = sum(file.deletions for file in patch.files)
-        print(f"{patch.name}: {len(patch.files)} files, +{added} -{taken}, risk {patch.risk}")
+        insertions = sum(file.insertions for file in patch.files)
+        deletions = sum(file.deletions for file in patch.files)
+        print(
+            f"{patch.name}: {len(patch.files)} files, +{insertions} -{deletions}, risk {patch.risk}"
+        )
         print(f"  {patch.why}")
     print(f"{len(manifest.patches)} patches of {branch} since {manifest.base[:10]} in {folder}.")
     dirty = uncommitted(git)
     if dirty and git.resolve_commit("HEAD") == manifest.head:
-        print(f"Not in them, because it is not committed: {', '.join(dirty)}.")
+        print(f"Not included, because not committed: {', '.join(dirty)}.")
     return 0
 
 
 def _plan(args: argparse.Namespace, git: Git, folder: Path) -> int:
     manifest = read_manifest(folder)
-    upstream = args.upstream or manifest.upstream
-    plans = make_plan(git, manifest, folder, upstream)
+    plans = make_plan(git, manifest, folder, args.upstream or manifest.upstream)
     if args.json:
         print(json.dumps(plan_json(plans), indent=2))
     else:
@@ -142,20 +164,20 @@ def _plan(args: argparse.Namespace, git: Git, folder: Path) -> int:
 
 
 def _apply(args: argparse.Namespace, git: Git, folder: Path) -> int:
-    if args.go_on:
+    if args.continue_port:
         return _report_outcome(continue_apply(git))
-    stamp = _stamp()
+    confirm = _confirmation(args.yes)
     return _report_outcome(
-        start_apply(git, folder, args.upstream, args.branch, stamp, _confirm(args.yes, "--yes"))
+        start_apply(git, folder, args.upstream, args.branch, _timestamp(), confirm)
     )
 
 
 def _report_outcome(outcome: ApplyOutcome) -> int:
     state = outcome.state
-    for done in state.done:
-        where = done.commit[:10] if done.commit else "nothing to commit"
-        print(f"{done.patch}: {done.verdict}, {where}")
-        for note in done.notes:
+    for applied in state.done:
+        where = applied.commit[:10] if applied.commit else "nothing to commit"
+        print(f"{applied.patch}: {applied.verdict}, {where}")
+        for note in applied.notes:
             print(f"  {note}")
     print(f"Backup branch: {state.backup}")
     if state.kept:
@@ -167,8 +189,8 @@ def _report_outcome(outcome: ApplyOutcome) -> int:
     for file in outcome.conflicts:
         print(*conflict_lines(file), sep="\n", file=sys.stderr)
     print(
-        "Settle the files above, then: gracetune port apply --continue. "
-        "Or undo all of it: gracetune port rollback.",
+        "Resolve the files above, then run: gracetune port apply --continue. "
+        "To undo everything: gracetune port rollback.",
         file=sys.stderr,
     )
     return 1
@@ -177,22 +199,26 @@ def _report_outcome(outcome: ApplyOutcome) -> int:
 def _validate(args: argparse.Namespace, git: Git, folder: Path) -> int:
     unknown = [group for group in args.groups if group not in VALIDATION_GROUPS]
     if unknown:
-        raise PortError(f"{unknown[0]!r} is no group; known: {', '.join(VALIDATION_GROUPS)}.")
-    groups: list[ValidationGroup] = [group for group in VALIDATION_GROUPS if group in args.groups or not args.groups]
+        raise PortError(
+            f"{unknown[0]!r} is not a validation group. Choose from {', '.join(VALIDATION_GROUPS)}."
+        )
+    groups: list[ValidationGroup] = [
+        group for group in VALIDATION_GROUPS if group in args.groups or not args.groups
+    ]
     state = find_state(git)
-    manifest = _manifest(git, folder)
+    manifest = _find_manifest(git, folder)
     upstream = manifest.upstream if state is None else state.tip
-    ran = validate(git, manifest, upstream, groups, _now, _report_ran)
-    failed = [one for one in ran if one.exit_code]
-    print(f"{len(ran) - len(failed)} of {len(ran)} commands passed.")
+    runs = validate(git, manifest, upstream, groups, _now, _report_run)
+    failed = [each for each in runs if each.exit_code]
+    print(f"{len(runs) - len(failed)} of {len(runs)} commands passed.")
     return 1 if failed else 0
 
 
-def _report_ran(one: CommandRun) -> None:
-    verdict = "passed" if one.exit_code == 0 else f"FAILED, exit {one.exit_code}"
-    print(f"{one.group}: {one.command}: {verdict} in {one.seconds:.1f} s ({one.log})", flush=True)
-    if one.exit_code:
-        tail = Path(one.log).read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+def _report_run(run: CommandRun) -> None:
+    verdict = "passed" if run.exit_code == 0 else f"FAILED, exit {run.exit_code}"
+    print(f"{run.group}: {run.command}: {verdict} in {run.seconds:.1f} s ({run.log})", flush=True)
+    if run.exit_code:
+        tail = Path(run.log).read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
         print(*(f"  | {line}" for line in tail), sep="\n", flush=True)
 
 
@@ -204,46 +230,51 @@ def _checklist(args: argparse.Namespace, git: Git, folder: Path) -> int:
         except (OSError, IndexError) as error:
             raise PortError(f"--baseline {args.baseline} cannot be read: {error}.") from None
     output: Path = args.output or git.folder / CHECKLIST
-    output.write_text(
-        checklist(_manifest(git, folder), find_state(git), baseline), encoding="utf-8"
-    )
+    page = checklist(_find_manifest(git, folder), find_state(git), baseline)
+    output.write_text(page, encoding="utf-8")
     print(f"The checklist is in {output}.")
     return 0
 
 
-def _manifest(git: Git, folder: Path) -> Manifest:
-    """The user's copy, where commands may have been added, unless a switch took it away."""
+def _find_manifest(git: Git, folder: Path) -> Manifest:
+    """Read the user's manifest, which may have new commands, or the port's copy of it.
+
+    Switching to the port's branch may have removed the user's.
+    """
     if find_state(git) is None or (folder / MANIFEST).exists():
         return read_manifest(folder)
     return read_manifest(patches_folder(git))
 
 
 def _rollback(args: argparse.Namespace, git: Git, folder: Path) -> int:
-    del folder  # the way back is in the git folder
-    done = roll_back(git, _stamp(), _confirm(args.yes, "--yes"))
-    print(f"HEAD is on {done.branch} at {done.commit[:10]}, as before the port.")
-    if done.restored:
-        print(f"Uncommitted then, and so again: {', '.join(done.restored)}.")
-    if done.saved_branch:
-        print(f"Uncommitted until now, and kept in {done.saved_branch}: {', '.join(done.saved_paths)}.")
-    print(f"The branch {done.port_branch} stays; `git branch -D {done.port_branch}` deletes it.")
+    del folder  # everything a rollback needs is in the git folder
+    result = roll_back(git, _timestamp(), _confirmation(args.yes))
+    print(f"HEAD is on {result.branch} at {result.commit[:10]}, as before the port.")
+    if result.restored:
+        print(f"Restored uncommitted changes: {', '.join(result.restored)}.")
+    if result.saved_branch:
+        print(f"Saved in {result.saved_branch}: {', '.join(result.saved_paths)}.")
+    branch = result.port_branch
+    print(f"The branch {branch} still exists; `git branch -D {branch}` deletes it.")
     return 0
 
 
-def _confirm(yes: bool, flag: str) -> Callable[[str], None]:
-    def confirm(what: str) -> None:
+def _confirmation(yes: bool) -> Callable[[str], None]:
+    """Return a function that asks the user to confirm a step, and raises PortError on refusal."""
+
+    def confirm(step: str) -> None:
         if yes:
-            print(what)
+            print(step)
             return
         if not sys.stdin.isatty():
-            raise PortError(f"{what} There is no terminal to ask on; give {flag} to do it.")
-        if input(f"{what} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise PortError(f"{step} There is no terminal to ask on; pass --yes to confirm.")
+        if input(f"{step} Continue? [y/N] ").strip().lower() not in ("y", "yes"):
             raise PortError("nothing was changed.")
 
     return confirm
 
 
-def _stamp() -> str:
+def _timestamp() -> str:
     return _now().strftime("%Y%m%d_%H%M%S")
 
 

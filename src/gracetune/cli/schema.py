@@ -1,4 +1,4 @@
-"""`gracetune schema`: what a run file may say, for editors and other tools."""
+"""`gracetune schema`: print the JSON Schema of run files, for editors and other tools."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from gracetune.config.load import json_schema
 if TYPE_CHECKING:
     import argparse
 
-HELP = "print what a run file may say, as JSON Schema"
+HELP = "print the JSON Schema of run files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It takes none: there is one schema."""
+    """Declare no arguments."""
     del parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the schema."""
     del args
     print(json_schema(), end="")
     return 0

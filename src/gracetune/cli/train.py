@@ -1,46 +1,58 @@
-"""`gracetune train RUN`: train as a run file says, or go on with what was begun."""
+"""`gracetune train RUN`: start or resume a training run."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING
 
+from gracetune import __version__
 from gracetune.cli.main import add_run_file_arguments
 from gracetune.config.checks import check_trainable
-from gracetune.config.environment import prefer_growing_segments
+from gracetune.config.environment import prefer_expandable_segments
 from gracetune.config.load import load_run_file
 
 if TYPE_CHECKING:
     import argparse
 
     from gracetune.config.load import LoadedRun
+    from gracetune.config.schema import RunFile
 
-HELP = "train a model as a run file says, or resume it"
+HELP = "train a model from a run file, or resume a run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run file, and what the command line may change of it."""
+    """Declare the verb's arguments."""
     add_run_file_arguments(parser)
     parser.add_argument(
         "--resume",
         default="auto",
         metavar="auto|PATH|none",
-        help="go on from the newest checkpoint (auto), from this one, or begin anew",
+        help="resume from the newest checkpoint (auto, the default), from PATH, or start a new run",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, check, train."""
+    """Load the run file and train."""
     return run_training(load_run_file(args.run_file, args.overrides), args.resume)
 
 
 def run_training(loaded: LoadedRun, resume: str) -> int:
-    """Show a run on this terminal or pipe."""
+    """Train, and show the progress on stdout."""
     check_trainable(loaded.run)
-    prefer_growing_segments()  # torch comes with what is imported here
+    prefer_expandable_segments()  # before the imports below load torch
     from gracetune.events.console import console_sink
     from gracetune.train.run import run_training as train
 
-    console = console_sink(sys.stdout, sys.stdout.isatty())
+    console = console_sink(sys.stdout, sys.stdout.isatty(), title=_title(loaded.run))
     train(loaded.run, resume, [console], loaded.notices)
     return 0
+
+
+def _title(run: RunFile) -> str:
+    """Return the first line of the output: the version, the model and where the results go."""
+    weights = "all weights"
+    if run.adapter is not None:
+        kind = run.adapter.kind
+        weights = f"{kind} adapter" if kind == "full" else f"{kind} rank {run.adapter.rank}"
+    steps = f"{run.train.max_train_steps:,} steps"
+    return f"gracetune {__version__}   {run.model.family}, {weights}, {steps} -> {run.output_dir}"

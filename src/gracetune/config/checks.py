@@ -1,7 +1,8 @@
-"""What must hold between the settings of a run file, where no one section can see it.
+"""Check the settings of a run file against each other, across its sections.
 
-Each rule is a small pure function from a run to the breaches it finds. What only hardware, files or
-the number of ranks can tell is checked by those who know them.
+Violations are errors; remarks are settings that are allowed but have no effect, or probably not the
+intended one. Each check is a small function of the run. Checks that need hardware, files or the
+number of ranks are made where these are known.
 """
 
 from __future__ import annotations
@@ -21,23 +22,42 @@ if TYPE_CHECKING:
 
 
 class Violation(NamedTuple):
-    """A setting that does not go with the others."""
+    """A setting that contradicts others."""
 
     key: str
+    """The setting, as a dotted key."""
     message: str
-    """Follows the key: its value, the rule and the way out."""
+    """The rest of the sentence: the value, the rule and the fix."""
 
 
 def find_violations(run: RunFile) -> list[Violation]:
-    """Everything that any run must keep to and this one does not."""
-    return [breach for rule in RULES for breach in rule(run)]
+    """Return every rule that this run breaks."""
+    return [violation for check in CHECKS for violation in check(run)]
 
 
 def check_trainable(run: RunFile) -> None:
-    """Also ask for what training needs and a fragment of a run file may lack."""
-    found = [*find_violations(run), *(breach for rule in TRAINING_RULES for breach in rule(run))]
-    if found:
-        raise ConfigError("\n".join(f"{breach.key} {breach.message}" for breach in found))
+    """Raise if the run breaks a rule or lacks what training needs, such as a data set."""
+    violations = [*find_violations(run), *_check_has_data(run)]
+    if violations:
+        raise ConfigError("\n".join(f"{key} {message}" for key, message in violations))
+
+
+def find_remarks(run: RunFile) -> list[str]:
+    """Return a sentence for every setting that has no effect or a surprising one."""
+    return [remark for rule in REMARKS for remark in rule(run)]
+
+
+def trains_in_bf16(run: RunFile) -> bool:
+    """Return True if full fine-tuning keeps bf16 weights, with fp32 master copies."""
+    return (
+        run.adapter is None
+        and run.model.dtype == "bfloat16"
+        and optimizer_info(run.optimizer.name).state_can_be_split
+        and not run.train.ema_decay  # a bf16 average is too coarse to move
+    )
+
+
+# Violations
 
 
 def _check_ramp(run: RunFile) -> Iterator[Violation]:
@@ -49,8 +69,8 @@ def _check_ramp(run: RunFile) -> Iterator[Violation]:
     if initial is None:
         yield Violation(
             f"{section}.enable_batch_size_rampup",
-            f"is true, but {section}.initial_effective_batch_size is missing; "
-            "say how many samples the first steps take.",
+            f"is true, but {section}.initial_effective_batch_size is missing. "
+            "Set it to the number of samples in the first steps.",
         )
     batch = run.train.batch_size
     if target is not None and target < batch:
@@ -63,7 +83,7 @@ def _check_ramp(run: RunFile) -> Iterator[Violation]:
         yield Violation(
             f"{section}.initial_effective_batch_size",
             f"is {initial}; it must be at most target_effective_batch_size ({target}). "
-            "Lower the one or raise the other.",
+            "Lower the first or raise the second.",
         )
 
 
@@ -73,7 +93,7 @@ def _check_warmup(run: RunFile) -> Iterator[Violation]:
         yield Violation(
             "optimizer.warmup_steps",
             f"is {optimizer.warmup_steps}; with schedule {optimizer.schedule} it must be below "
-            f"train.max_train_steps ({steps}), or the rate never falls. "
+            f"train.max_train_steps ({steps}), or the learning rate never decays. "
             "Shorten the warm-up, or set optimizer.schedule: constant.",
         )
 
@@ -83,7 +103,7 @@ def _check_timestep_window(run: RunFile) -> Iterator[Violation]:
     if low >= high:
         yield Violation(
             "train.timestep_window",
-            f"is [{low:g}, {high:g}]; the first must be below the second.",
+            f"is [{low:g}, {high:g}]; the first number must be below the second.",
         )
 
 
@@ -97,27 +117,18 @@ def _check_optimizer_settings(run: RunFile) -> Iterator[Violation]:
                     f"is {settings[key]:g}; only {owner} has this setting, and optimizer.name is "
                     f"{run.optimizer.name}. Remove it, or set optimizer.name: {owner}.",
                 )
-    for stage in ("", "high_noise_", "low_noise_"):
-        low_key = f"{stage}min_lr" if settings[f"{stage}min_lr"] is not None else "min_lr"
-        high_key = f"{stage}max_lr" if settings[f"{stage}max_lr"] is not None else "max_lr"
+    for expert in ("", "high_noise_", "low_noise_"):
+        # An expert's own bound replaces the common one.
+        low_key = f"{expert}min_lr" if settings[f"{expert}min_lr"] is not None else "min_lr"
+        high_key = f"{expert}max_lr" if settings[f"{expert}max_lr"] is not None else "max_lr"
         low, high = settings[low_key], settings[high_key]
-        own = stage == "" or stage in low_key or stage in high_key
-        if own and low is not None and high is not None and low > high:
+        is_own = expert == "" or expert in low_key or expert in high_key
+        if is_own and low is not None and high is not None and low > high:
             yield Violation(
                 f"optimizer.{low_key}",
                 f"is {low:g}; it must be at most optimizer.{high_key} ({high:g}). "
-                "Lower the one or raise the other.",
+                "Lower the first or raise the second.",
             )
-
-
-def trains_in_bf16(run: RunFile) -> bool:
-    """Whether full training leaves weights in bf16, with fp32 of each in the optimizer's state."""
-    return (
-        run.adapter is None
-        and run.model.dtype == "bfloat16"
-        and optimizer_info(run.optimizer.name).state_can_be_split
-        and not run.train.ema_decay  # a bf16 average is too coarse to move
-    )
 
 
 def _check_optimizer_state(run: RunFile) -> Iterator[Violation]:
@@ -136,7 +147,8 @@ def _check_betas(run: RunFile) -> Iterator[Violation]:
     for index, beta in enumerate(run.optimizer.betas):
         if beta == 1:
             yield Violation(
-                f"optimizer.betas.{index}", "is 1; it must be below 1, or nothing is ever learnt."
+                f"optimizer.betas.{index}",
+                "is 1; it must be below 1, or gradients never enter the moments.",
             )
 
 
@@ -144,8 +156,8 @@ def _check_adapter(run: RunFile) -> Iterator[Violation]:
     if run.adapter is not None and run.adapter.targets == ():
         yield Violation(
             "adapter.targets",
-            "is an empty list, so nothing would be trained; name modules, or leave it out for "
-            "the family's own choice.",
+            "is an empty list, so nothing would be trained. Name modules, or remove it to use the "
+            "family's default.",
         )
 
 
@@ -154,13 +166,13 @@ def _check_frozen_compute(run: RunFile) -> Iterator[Violation]:
         return
     reason = ""
     if run.adapter is None:
-        reason = "without an adapter every weight is trained, and none is frozen"
+        reason = "without an adapter every weight is trained and none is frozen"
     elif run.adapter.kind == "dora":
-        reason = "adapter.kind dora measures the frozen weights in every step"
+        reason = "adapter.kind dora needs the norm of the frozen weights in every step"
     elif run.model.quantize != "none":
-        reason = f"model.quantize {run.model.quantize} has stored them in its own way"
+        reason = f"model.quantize {run.model.quantize} already stores them in its own format"
     if reason:
-        yield Violation("model.frozen_compute", f"is fp8, but {reason}; set it to bf16.")
+        yield Violation("model.frozen_compute", f"is fp8, but {reason}. Set it to bf16.")
 
 
 def _check_datasets(run: RunFile) -> Iterator[Violation]:
@@ -170,13 +182,13 @@ def _check_datasets(run: RunFile) -> Iterator[Violation]:
         if counts[dataset.id] > 1:
             yield Violation(
                 f"{key}.id",
-                f"is {dataset.id!r}, as is another's; each data set needs an id of its own.",
+                f"is {dataset.id!r}, like that of another data set. Give each its own id.",
             )
         if dataset.caption_strategy == "instanceprompt" and dataset.instance_prompt is None:
             yield Violation(
                 f"{key}.caption_strategy",
-                f"is instanceprompt, but {key}.instance_prompt is missing; "
-                "write the caption that every sample gets.",
+                f"is instanceprompt, but {key}.instance_prompt is missing. "
+                "Set it to the caption that every sample gets.",
             )
         if dataset.bucket_step is not None and dataset.bucket_step > dataset.resolution:
             yield Violation(
@@ -187,14 +199,15 @@ def _check_datasets(run: RunFile) -> Iterator[Violation]:
 
 
 def _check_persistent_cache(run: RunFile) -> Iterator[Violation]:
-    said = [dataset.cache_latents_to_disk for dataset in run.datasets]
+    values = [dataset.cache_latents_to_disk for dataset in run.datasets]
     persistent = run.cache_config.persistent_cache
-    if any(value is not None for value in said) and any(said) != persistent:
-        index = next(index for index, value in enumerate(said) if value is not None)
+    if any(value is not None for value in values) and any(values) != persistent:
+        index = next(index for index, value in enumerate(values) if value is not None)
         yield Violation(
             f"datasets.{index}.cache_latents_to_disk",
-            f"is {str(said[index]).lower()}, but cache_config.persistent_cache is "
-            f"{str(persistent).lower()}; both say whether the cache stays. Keep one of them.",
+            f"is {str(values[index]).lower()}, but cache_config.persistent_cache is "
+            f"{str(persistent).lower()}. Both decide whether the cache is kept; remove one of "
+            "them.",
         )
 
 
@@ -202,29 +215,29 @@ def _check_validation(run: RunFile) -> Iterator[Violation]:
     if run.validation.prompts == ():
         yield Violation(
             "validation.prompts",
-            "is an empty list; name prompts, leave it out for captions of the data set, or set "
-            "validation.every: 0 for no pictures.",
+            "is an empty list. Name prompts, remove it to use captions of the data set, or set "
+            "validation.every: 0 to turn validation off.",
         )
     if run.validation.holdout == 1:
         yield Violation(
-            "validation.holdout", "is 1, which leaves no sample to train on; lower it below 1."
+            "validation.holdout", "is 1, which leaves no sample to train on. Lower it below 1."
         )
 
 
 def _check_has_data(run: RunFile) -> Iterator[Violation]:
     if not run.datasets:
         yield Violation(
-            "datasets", "is empty; training needs one, with its folder as instance_data_dir."
+            "datasets", "is empty. Add a data set with the path of its folder as instance_data_dir."
         )
     for index, dataset in enumerate(run.datasets):
         if dataset.instance_data_dir is None:
             yield Violation(
                 f"datasets.{index}.instance_data_dir",
-                f"is missing; say which folder the data set {dataset.id!r} is in.",
+                f"is missing. Set it to the folder of the data set {dataset.id!r}.",
             )
 
 
-RULES: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
+CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
     _check_ramp,
     _check_warmup,
     _check_timestep_window,
@@ -237,14 +250,9 @@ RULES: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
     _check_persistent_cache,
     _check_validation,
 )
-TRAINING_RULES: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (_check_has_data,)
 
 
-# ------------------------------------------------------------------------------------------
-# What a run file may say without any effect, or without what was probably meant by it.
-#
-# Each remark is a small pure function from a run to the sentences it has to say.
-
+# Remarks
 
 RAMP_KEYS = (
     "initial_effective_batch_size",
@@ -252,11 +260,15 @@ RAMP_KEYS = (
     "batch_rampup_steps",
     "rampup_shape",
 )
-
-
-def find_remarks(run: RunFile) -> list[str]:
-    """What is allowed, and probably not meant."""
-    return [remark for rule in REMARKS for remark in rule(run)]
+MEDIA_SETTINGS = {
+    "frames": ("video",),
+    "fps": ("video",),
+    "sample_rate": ("audio",),
+    "channels": ("audio",),
+    "seconds": ("audio",),
+    "clip": ("video", "audio"),
+}
+"""Settings of a data set that only some values of `dataset_type` use."""
 
 
 def _unused_ramp_settings(run: RunFile) -> Iterator[str]:
@@ -267,13 +279,13 @@ def _unused_ramp_settings(run: RunFile) -> Iterator[str]:
         for key in RAMP_KEYS:
             if _is_changed(ramp, key):
                 yield (
-                    f"{section}.{key} is {getattr(ramp, key)} but has no effect: "
+                    f"{section}.{key} is {getattr(ramp, key)} but has no effect, because "
                     f"{section}.enable_batch_size_rampup is false."
                 )
     if ramp.enable_batch_size_rampup and initial is not None and initial < run.train.batch_size:
         yield (
             f"{section}.initial_effective_batch_size is {initial}, but one micro-batch already "
-            f"has {run.train.batch_size} samples (train.batch_size): the ramp begins there."
+            f"has {run.train.batch_size} samples (train.batch_size). The ramp starts there."
         )
 
 
@@ -281,38 +293,38 @@ def _unused_staging(run: RunFile) -> Iterator[str]:
     for index, dataset in enumerate(run.datasets):
         if dataset.in_memory != InMemorySection() and dataset.type not in STAGED_TYPES:
             yield (
-                f"datasets.{index}.in_memory has no effect: datasets.{index}.type is "
-                f"{dataset.type}, which is read where it is. Set it to in_memory."
+                f"datasets.{index}.in_memory has no effect, because datasets.{index}.type is "
+                f"{dataset.type}, which is not staged. Set it to in_memory."
             )
 
 
 def _unused_cache_settings(run: RunFile) -> Iterator[str]:
     kept = [index for index, data in enumerate(run.datasets) if data.cache_latents_to_disk]
     for index, dataset in enumerate(run.datasets):
-        mode, changes = dataset.augmentations_cache_mode, bool(dataset.augmentations)
-        changes = changes or "random" in (dataset.crop, dataset.clip)
-        if mode is not None and not changes:
+        mode, is_random = dataset.augmentations_cache_mode, bool(dataset.augmentations)
+        is_random = is_random or "random" in (dataset.crop, dataset.clip)
+        if mode is not None and not is_random:
             yield (
-                f"datasets.{index}.augmentations_cache_mode has no effect: nothing of its samples "
-                "is drawn at random."
+                f"datasets.{index}.augmentations_cache_mode has no effect, because the data set "
+                "has no augmentations and no random crops or clips."
             )
-        if mode == "disable_cache" and changes and run.cache_config.persistent_cache:
+        if mode == "disable_cache" and is_random and run.cache_config.persistent_cache:
             yield (
-                f"datasets.{index}.augmentations_cache_mode is disable_cache: of its samples only "
-                "captions are kept in the persistent cache."
+                f"datasets.{index}.augmentations_cache_mode is disable_cache, so the persistent "
+                "cache keeps only the captions of this data set."
             )
         if dataset.cache_latents_to_disk is False and kept:
             yield (
                 f"datasets.{index}.cache_latents_to_disk is false but has no effect: a run has one "
-                f"cache, which datasets.{kept[0]} keeps."
+                f"cache, and datasets.{kept[0]} keeps it."
             )
 
 
 def _unused_holdout(run: RunFile) -> Iterator[str]:
     if run.validation.holdout > 0 and run.validation.every == 0:
         yield (
-            f"validation.holdout {run.validation.holdout:g} keeps samples out of training, but "
-            "validation.every is 0: nothing measures them."
+            f"validation.holdout is {run.validation.holdout:g}, which keeps samples out of "
+            "training, but their loss is never measured, because validation.every is 0."
         )
 
 
@@ -335,17 +347,6 @@ def _unused_adapter_settings(run: RunFile) -> Iterator[str]:
             yield f"adapter.{key} has no effect: adapter.kind is {run.adapter.kind}, not lokr."
 
 
-MEDIA_SETTINGS = {
-    "frames": ("video",),
-    "fps": ("video",),
-    "sample_rate": ("audio",),
-    "channels": ("audio",),
-    "seconds": ("audio",),
-    "clip": ("video", "audio"),
-}
-"""Of data sets: which kinds of sample have a setting that not all have."""
-
-
 def _unused_media_settings(run: RunFile) -> Iterator[str]:
     for index, dataset in enumerate(run.datasets):
         kind = dataset.dataset_type
@@ -353,24 +354,24 @@ def _unused_media_settings(run: RunFile) -> Iterator[str]:
             if kind not in kinds and _is_changed(dataset, key):
                 yield f"datasets.{index}.{key} has no effect: its dataset_type is {kind}."
     if run.datasets:
-        is_sound = run.datasets[0].dataset_type == "audio"
-        for key in ("width", "height", "frames") if is_sound else ("seconds",):
+        kind = run.datasets[0].dataset_type
+        for key in ("width", "height", "frames") if kind == "audio" else ("seconds",):
             if _is_changed(run.validation, key):
                 yield (
-                    f"validation.{key} has no effect: samples are {'' if is_sound else 'no '}"
-                    "sounds, as those of the first data set."
+                    f"validation.{key} has no effect: the first data set's dataset_type is {kind}, "
+                    "so validation samples are too."
                 )
-
-
-def _is_changed(section: Section, key: str) -> bool:
-    """From what holds where nothing is said."""
-    return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 def _unused_optimizer_settings(run: RunFile) -> Iterator[str]:
     for key, note in optimizer_info(run.optimizer.name).setting_notes.items():
         if key in run.optimizer.model_fields_set:
             yield f"optimizer.{key} {note}"
+
+
+def _is_changed(section: Section, key: str) -> bool:
+    """Return True if a setting differs from its default."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (

@@ -1,7 +1,8 @@
-"""What a run file may say: one frozen model a section, every key with its meaning.
+"""Define the run file: one frozen pydantic model per section, with every key's meaning and range.
 
-Only shapes and ranges live here; those of data sets are in `data_schema`. Reading files is `load`,
-the forks' spellings are `spellings`, what must hold between sections is `rules`.
+The docstring under a key is its documentation; `gracetune schema` prints them all. Reading files is
+in `load.py`, other tools' spellings of keys are in `aliases.py`, and rules between sections are in
+`checks.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gracetune.errors import ConfigError
+from gracetune.models.registry import FAMILIES
+from gracetune.optim.registry import OPTIMIZERS
 from gracetune.units import parse_bytes
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -20,222 +23,217 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 Scalar = str | int | float | bool | None
 CacheType = Literal["unified_memory", "memory", "disk"]
 
+STAGED_TYPES = frozenset(("in_memory", "shapes"))
+"""Types of data sets that are read into host memory before training."""
+
 
 class Section(BaseModel):
-    """A section of a run file: frozen, and a key it does not know is an error."""
+    """A section of a run file. It is frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-# ------------------------------------------------------------------------------------------
-# What a run file may say: one frozen model a section, every key with its meaning.
-#
-# Only shapes and ranges live here; those of data sets are in `data_schema`. Reading files is
-# `load`,
-# the forks' spellings are `spellings`, what must hold between sections is `rules`.
-
-
-__all__ = [
-    "AdapterSection",
-    "AugmentationSection",
-    "CacheSection",
-    "ColumnsSection",
-    "DatasetSection",
-    "DistributedSection",
-    "Gh200Section",
-    "InMemorySection",
-    "LoggingSection",
-    "ModelSection",
-    "OptimizerSection",
-    "OverrideSection",
-    "RemoteSection",
-    "RunFile",
-    "Section",
-    "ShapesSection",
-    "TrainSection",
-    "ValidationSection",
-]
-
-
 class ModelSection(Section):
-    """Which model is trained, and how its forward pass is computed."""
+    """The model to train, and how its forward pass is computed."""
 
-    family: str = "tiny"
-    """The model family: `tiny`, `wan22`, ..., or one that a package adds by an entry point."""
+    family: str = Field(
+        default="tiny",
+        description=f"The model family: one of {', '.join(sorted(FAMILIES))}, or one that another "
+        "package provides through an entry point.",
+    )
     path: str | None = None
-    """A folder as diffusers saves it, or a name on the Hugging Face hub; `tiny` needs none."""
+    """A folder saved by diffusers, or the name of a model on the Hugging Face hub. `tiny` needs
+    none."""
     revision: str | None = None
-    """Of a hub name: the branch, tag or commit; none: the newest."""
+    """Branch, tag or commit of a model on the hub. Default: the newest."""
     transformer_file: str | None = None
-    """One safetensors file, in the model's original names, instead of the folder's transformer."""
+    """A safetensors file with the original tensor names, to read instead of the folder's
+    transformer."""
     transformer_2_file: str | None = None
-    """The same for the second transformer: of `wan22`, the low-noise expert."""
+    """The same for the second transformer; for `wan22`, the low-noise expert."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What the weights are kept in; `auto`: what the files have."""
+    """Data type of the weights in memory. `auto`: the type in the files."""
     quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
-    """Keep the frozen weights of linear layers in fewer bits; adapters are trained beside them."""
+    """Store the frozen weights of linear layers in fewer bits. Needs an adapter, which stays in
+    full precision."""
     frozen_compute: Literal["bf16", "fp8"] = "bf16"
-    """How products with frozen weights are computed; `fp8`: rounded by rows, with half the bytes in
-    memory and on the link, where the GPU has such products."""
+    """Precision of matmuls with frozen weights. `fp8` scales each row and halves the bytes in
+    memory and on the link; the GPU must support fp8 matmuls."""
     task: Literal["auto", "text", "image"] = "auto"
-    """What a sample starts from, where a model can do both; `auto`: what it was made for."""
+    """Whether samples are generated from text alone or from an image and text, for models that can
+    do both. `auto`: what the model was made for."""
     init_seed: int = 0
-    """The seed of the weights where a family can make its own."""
+    """Seed of randomly initialised weights, for families that need no files."""
     attention_mechanism: str = "auto"
-    """The attention backend; `auto`: on a GPU the fastest by measuring, else torch's own choice."""
+    """Attention backend, such as `sdpa`, `cudnn` or `flash_attn_3`. `auto`: the fastest by
+    measurement on a GPU, otherwise torch's default."""
 
 
 class OverrideSection(Section):
-    """What is different for some of the adapted modules; what is not said stays as it is."""
+    """Settings that differ for some of the adapted modules. Missing ones are inherited."""
 
     rank: PositiveInt | None = None
-    """Their rank."""
+    """Rank of these modules."""
     alpha: PositiveFloat | None = None
-    """Their alpha; none: equal to their rank, or the section's where the rank is the section's."""
+    """Alpha of these modules. Default: their rank if that is set here, otherwise the adapter's
+    alpha."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Their dropout."""
+    """Dropout of these modules."""
     factor: Annotated[int, Field(ge=-1)] | None = None
-    """Their factor."""
+    """Factor of these modules (`lokr`)."""
 
 
 class AdapterSection(Section):
-    """A small set of new weights trained beside frozen ones."""
+    """A small set of new weights that is trained while the model stays frozen."""
 
     kind: Literal["lora", "dora", "locon", "loha", "lokr", "full"] = "lora"
-    """The algorithm; `full`: a whole difference matrix for each module."""
+    """The algorithm. `full` trains a full difference matrix for each module."""
     rank: PositiveInt = 16
-    """The inner width of each adapter."""
+    """Inner width of each adapter."""
     alpha: PositiveFloat | None = None
-    """Scale of the update times rank; none: equal to `rank`."""
+    """The update is scaled by alpha / rank. Default: equal to `rank`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapter's input that is dropped while training."""
+    """Fraction of the adapter's inputs that is dropped in training."""
     factor: Annotated[int, Field(ge=-1)] = -1
-    """`lokr`: size of the smaller matrix; -1: as near to the larger one as can be."""
+    """`lokr`: size of the smaller matrix. -1: as close as possible to the larger one."""
     full_matrix: bool = False
-    """`lokr`: neither matrix is made of two thin ones, and rank and alpha have no effect."""
+    """`lokr`: do not factorise either matrix. Rank and alpha then have no effect."""
     targets: tuple[str, ...] | None = None
-    """Modules to adapt, by name, ending, pattern (`blocks.*.attn1.*`) or `re:` and an expression;
-    none: the family's own choice."""
+    """Modules to adapt: names, name endings, patterns such as `blocks.*.attn1.*`, or `re:` followed
+    by a regular expression. Default: the family's choice."""
     overrides: dict[str, OverrideSection] = Field(default_factory=dict)
-    """Other settings by module, written as targets are; where two match, the later counts."""
+    """Different settings for some modules, by the same kinds of pattern as `targets`. If two
+    patterns match a module, the later one counts."""
 
 
 class CacheSection(Section):
-    """Where encoded latents and texts are kept."""
+    """The cache of encoded latents and captions."""
 
     vae_cache_type: CacheType = "memory"
-    """Home of latents."""
+    """Where latents are kept."""
     text_cache_type: CacheType = "memory"
-    """Home of text embeddings."""
+    """Where text embeddings are kept."""
     cache_dir: str | None = None
-    """Folder of a persistent cache; none: `cache` in the run folder."""
+    """Folder of a persistent cache. Default: `cache` in the run folder."""
     persistent_cache: bool = False
-    """Keep encoded entries on disk, so that the next run finds them."""
+    """Keep encoded entries on disk for later runs."""
     host_budget_gb: PositiveFloat | None = None
-    """Most GiB of host memory for entries on each rank; none: a share of 3/4 of what is free."""
+    """Limit in GiB of host memory for entries, per rank. Default: this rank's part of 3/4 of the
+    free memory."""
     device_budget_gb: Annotated[float, Field(ge=0)] | None = None
-    """Most GiB of device memory for text that stays there; none: one 64th of the device's."""
+    """Limit in GiB of device memory for text embeddings that stay on the GPU. Default: 1/64 of the
+    device's memory."""
     vae_tiling: Literal["auto"] | bool = "auto"
-    """Encode by tiles, in less memory; `auto`: pictures and frames above 2048x2048 pixels."""
+    """Encode in tiles, which needs less memory. `auto`: for images and frames larger than 2048x2048
+    pixels."""
     prefetch_depth: Literal["auto"] | PositiveInt = "auto"
-    """Batches brought to the device ahead of use; `auto`: more while steps wait for one."""
+    """Number of batches that are copied to the device in advance. `auto`: grows while steps wait
+    for data."""
     prefetch_budget_gb: PositiveFloat = 2.0
-    """With `auto`: most GiB that batches brought ahead may take."""
+    """Limit in GiB for the batches of `prefetch_depth: auto`."""
 
 
 class Gh200Section(Section):
-    """Unified-memory hints, and the ramp of gradient accumulation."""
+    """Placement hints for unified memory, and the ramp of the effective batch size."""
 
     enable_uvm_hints: bool | None = None
-    """Force placement hints on or off; none: the environment decides."""
+    """Turn placement hints on or off. Default: the environment decides."""
     placement: dict[str, Literal["host", "staged", "device", "leave"]] = Field(default_factory=dict)
-    """Where tensors of a batch live, by role (`latents`, `audio`, `text`, ...) or by name."""
+    """Where a batch's tensors are placed, by role (`latents`, `audio`, `text`, ...) or by name."""
     enable_batch_size_rampup: bool = False
-    """Let the effective batch grow while training."""
+    """Let the effective batch size grow during training."""
     initial_effective_batch_size: PositiveInt | None = None
     """Samples in the first optimizer steps, over all ranks."""
     target_effective_batch_size: PositiveInt | None = None
-    """Samples in an optimizer step once the ramp is done; none: the batch without a ramp."""
+    """Samples in an optimizer step after the ramp, over all ranks. Default: the effective batch
+    size without a ramp."""
     batch_rampup_steps: PositiveInt = 1000
-    """Micro-batches over which the ramp goes."""
+    """Length of the ramp in micro-batches."""
     rampup_shape: Literal["quadratic", "linear"] = "quadratic"
-    """How the effective batch grows with micro-batches."""
+    """Growth of the effective batch size over micro-batches."""
 
 
 class TrainSection(Section):
-    """The loop: how long, in which batches and precision."""
+    """The training loop: its length, batches, precision, noise and checkpoints."""
 
     max_train_steps: PositiveInt = 1000
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: PositiveInt = 1
-    """Samples in a micro-batch, on each rank."""
+    """Samples in a micro-batch, per rank."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Micro-batches in an optimizer step where no ramp says otherwise."""
+    """Micro-batches in an optimizer step. A batch-size ramp overrides it."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """`auto`: ACCELERATE_MIXED_PRECISION, else bf16 on a GPU and fp32 on a CPU."""
+    """Precision of forward and backward. `auto`: ACCELERATE_MIXED_PRECISION if set, otherwise bf16
+    on a GPU and fp32 on a CPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward instead of keeping them."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are scaled down to this norm; 0: never."""
+    """Gradients are clipped to this norm. 0: no clipping."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "logit_normal"
-    """How noise levels are drawn."""
+    """Distribution of the noise levels (sigmas) that are drawn."""
     timestep_mean: float = 0.0
-    """`logit_normal`: the mean before the sigmoid; above 0 draws more noise."""
+    """`logit_normal`: mean before the sigmoid. Values above 0 draw more noise."""
     timestep_std: PositiveFloat = 1.0
-    """`logit_normal`: the standard deviation before the sigmoid."""
+    """`logit_normal`: standard deviation before the sigmoid."""
     timestep_shift: PositiveFloat | Literal["flux", "qwen_image", "sd3"] = 1.0
-    """Noise levels s become shift*s / (1 + (shift-1)*s); a name: by size, as that model."""
+    """Shift of the sigmas: s becomes shift*s / (1 + (shift-1)*s). A name: depends on the image size
+    as in that model."""
     timestep_window: tuple[Fraction, Fraction] = (0.0, 1.0)
-    """Levels are drawn from the first up to, and without, the second; the shape stays."""
+    """Range of sigmas to train on, without its end. The distribution inside stays the same."""
     min_snr_gamma: PositiveFloat | None = None
-    """Weigh losses by min-SNR (Hang et al. 2023) with this gamma; flow matching: see the next."""
+    """Gamma of min-SNR loss weights (Hang et al. 2023). Default: no weights. For flow matching see
+    `min_snr_in_flow`."""
     min_snr_in_flow: Literal["identity", "exact"] = "identity"
-    """For flow matching: no weights, or the exact ones, which all but leave out high noise."""
+    """Effect of `min_snr_gamma` on flow matching. `identity`: none; `exact`: the exact weights,
+    which almost ignore high noise."""
     experts: Literal["both", "high", "low"] = "both"
-    """Of models with two experts: which are trained."""
+    """Which experts are trained, for models with two."""
     expert_turns: Literal["alternate", "proportional"] = "alternate"
-    """Both experts get as many steps, or as many as the noise levels that are drawn."""
+    """How two experts share the steps: equally, or in proportion to the sigmas that fall to each."""
     switch_every: PositiveInt = 1
-    """Optimizer steps before the other expert may have its turn."""
+    """Optimizer steps before the other expert can have its turn."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Decay of the moving average of the trained weights; 0: none is kept."""
+    """Decay of an exponential moving average of the trained weights. 0: no average."""
     checkpoint_every: NonNegativeInt = 500
-    """Optimizer steps between checkpoints; 0: only at the end."""
+    """Optimizer steps between checkpoints. 0: only at the end."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 30.0
-    """Minutes between checkpoints, beside the steps; 0: never by time."""
+    """Minutes between checkpoints, in addition to `checkpoint_every`. 0: not by time."""
     keep_checkpoints: PositiveInt = 3
-    """How many of the newest checkpoints stay."""
+    """Number of checkpoints to keep; older ones are deleted."""
 
 
 class OptimizerSection(Section):
-    """The update rule and the learning rate over time."""
+    """The optimizer and the learning-rate schedule."""
 
-    name: str = "adamw"
-    """`adamw`, `adamw_8bit`, `adafactor`, `automagic`, `lion`, `muon`, `prodigy` or
-    `schedule_free`, or one that a package adds by an entry point."""
+    name: str = Field(
+        default="adamw",
+        description=f"The optimizer: one of {', '.join(OPTIMIZERS)}, or one that another package "
+        "provides through an entry point.",
+    )
     lr: PositiveFloat | None = None
-    """The highest learning rate; none: the optimizer's usual one. Automagic: where rates begin."""
+    """Peak learning rate. Default: the optimizer's usual one. For `automagic`, where the rates
+    start."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decays of the first and second moment."""
+    """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after the warm-up."""
+    """Decay of the learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the rate rises from zero."""
+    """Optimizer steps in which the learning rate rises from zero."""
     final_lr_share: Fraction = 0.0
-    """Where `linear` and `cosine` end, as a share of `lr`."""
+    """Final learning rate of `linear` and `cosine`, as a fraction of `lr`."""
     state: Literal["auto", "device", "host"] = "auto"
-    """Where the optimizer's state lives; `auto`: on the device, and as far as a plan of full
-    training needs that room, in host memory."""
+    """Where the optimizer's state is kept. `auto`: on the device; in full fine-tuning, a plan that
+    needs the room moves part of it to host memory."""
     lr_bump: PositiveFloat | None = None
-    """Automagic: how far each element's rate moves in one step; none: a rate is found instead."""
+    """Automagic: change of each element's learning rate per step. Default: found automatically."""
     min_lr: PositiveFloat | None = None
-    """Automagic: the lowest rate."""
+    """Automagic: lowest learning rate."""
     max_lr: PositiveFloat | None = None
-    """Automagic: the highest rate."""
+    """Automagic: highest learning rate."""
     high_noise_lr_bump: PositiveFloat | None = None
     """Automagic: `lr_bump` of the high-noise expert."""
     high_noise_min_lr: PositiveFloat | None = None
@@ -251,71 +249,74 @@ class OptimizerSection(Section):
 
 
 class ValidationSection(Section):
-    """Pictures and losses that show how far the run is."""
+    """Samples and held-out losses that show the progress of a run."""
 
     every: NonNegativeInt = 500
-    """Optimizer steps between validations, beside step 0 and the last; 0: none at all."""
+    """Optimizer steps between validations, in addition to those before the first and after the last
+    step. 0: no validation."""
     prompts: tuple[str, ...] | None = None
-    """What to picture; none: a few captions of the data set."""
+    """Prompts to sample. Default: some captions of the data set."""
     num_prompts: PositiveInt = 4
-    """How many captions are taken where no prompts are given."""
+    """Number of captions to use if `prompts` is not set."""
     seed: int = 0
-    """Seed of the first picture's noise; the next pictures count on from it."""
+    """Seed of the first sample's noise; the next samples use the following seeds."""
     sample_steps: PositiveInt = 24
     """Steps of the sampler."""
     guidance: Annotated[float, Field(ge=0)] = 2.0
-    """Classifier-free guidance; 1: none."""
+    """Scale of classifier-free guidance. 1: no guidance."""
     width: PositiveInt | None = None
-    """Width of the pictures; none: the first data set's resolution."""
+    """Width of samples in pixels. Default: the first data set's resolution."""
     height: PositiveInt | None = None
-    """Height of the pictures; none: the first data set's resolution."""
+    """Height of samples in pixels. Default: the first data set's resolution."""
     frames: PositiveInt | None = None
-    """Frames of the videos; none: as many as the first data set's clips have, pictures have 1."""
+    """Frames of sampled videos. Default: those of the first data set's clips; 1 for images."""
     seconds: PositiveFloat | None = None
-    """Length of the sounds; none: that of the first data set's clips."""
+    """Length of sampled audio. Default: that of the first data set's clips."""
     images: tuple[str, ...] | None = None
-    """For models that start from a picture or edit one: a file for each of `prompts`."""
+    """Image files to start from or to edit, one for each of `prompts`, for models that need one."""
     holdout: Fraction = 0.0
-    """Share of the samples kept out of training, whose loss is measured with fixed noise."""
+    """Fraction of the samples that is kept out of training. Their loss is measured with fixed
+    noise."""
     enable_manual_validation: bool = False
     """Also validate when `gracetune now validate` asks for it."""
 
 
 class LoggingSection(Section):
-    """Where the run tells what it does."""
+    """Progress output."""
 
     every: PositiveInt = 10
-    """Optimizer steps between lines; losses reach the host no more often."""
+    """Optimizer steps between progress lines. Losses are copied from the GPU only this often."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
 
 
 class DistributedSection(Section):
-    """What Accelerate is told about more than one process."""
+    """Runs with more than one process."""
 
     timeout_s: PositiveFloat = 1800
-    """How long a rank waits for another."""
+    """Seconds that a rank waits for another before it gives up."""
 
 
 class PlanSection(Section):
-    """What the planner may decide: which blocks stream, what is recomputed, the batch."""
+    """Limits for the planner, which decides what streams, what is recomputed and the batch size."""
 
     device_memory: str | None = None
-    """Most device memory that a plan may take, such as `96GB`; none: what the device has."""
+    """Limit of device memory, such as `96GB`. Default: what the device has."""
     host_memory: str | None = None
-    """Most host memory, such as `400GB`; none: what the machine can give."""
+    """Limit of host memory, such as `400GB`. Default: what the machine has free."""
     batch: Literal["auto", "fixed"] = "auto"
-    """`auto`: smaller micro-batches may be accumulated to the same number of samples."""
+    """`auto`: the planner may use smaller micro-batches and accumulate them to the same number of
+    samples."""
     compile: Literal["auto", "always", "never"] = "auto"
-    """Whether blocks are compiled; `auto`: where it is faster."""
+    """Compile the blocks with torch.compile. `auto`: if that is faster."""
     stream: bool = True
-    """Whether frozen weights may live in host memory."""
+    """Allow frozen weights to stay in host memory and stream to the device."""
     offload: bool = True
-    """Whether activations may wait in host memory between forward and backward."""
+    """Allow activations to be kept in host memory between forward and backward."""
 
     @field_validator("device_memory", "host_memory")
     @classmethod
-    def _is_a_size(cls, value: str | None) -> str | None:
+    def _check_size(cls, value: str | None) -> str | None:
         if value is not None:
             try:
                 parse_bytes(value)
@@ -324,87 +325,57 @@ class PlanSection(Section):
         return value
 
 
-class RunFile(Section):
-    """One training run."""
-
-    output_dir: Annotated[str, Field(min_length=1)] = "runs/run"
-    """The run folder: resolved run file, log, pictures, checkpoints, result."""
-    seed: int = 0
-    """The seed of data order, noise, timesteps and dropout."""
-    use_gh200_trainer: bool = True
-    """False: the run goes on without `gh200_optimizations`, and says so."""
-    model: ModelSection = ModelSection()
-    adapter: AdapterSection | None = None
-    """None trains every weight of the model."""
-    datasets: tuple[DatasetSection, ...] = ()
-    cache_config: CacheSection = CacheSection()
-    gh200_optimizations: Gh200Section = Gh200Section()
-    train: TrainSection = TrainSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    validation: ValidationSection = ValidationSection()
-    logging: LoggingSection = LoggingSection()
-    distributed: DistributedSection = DistributedSection()
-    plan: Literal["auto", "off"] | PlanSection = "auto"
-    """What is resident, streamed, kept and recomputed; `off`: as the sections above say."""
-
-
-# ------------------------------------------------------------------------------------------
-# What a run file may say of a data set: where it is, how it is read, cropped and captioned.
-
-
-STAGED_TYPES = frozenset(("in_memory", "shapes"))
-"""Types of data sets that are read into host memory."""
-
-
 class InMemorySection(Section):
-    """How a data set is staged in host memory."""
+    """Staging: reading a data set into host memory before training."""
 
     compression: Literal["auto", "lz4", "zlib", "snappy", "zstd", "none"] | None = "auto"
-    """The codec of staged files; `auto` keeps one only where it shrinks them. Of a data set of type
-    `in_memory` none is tried where nothing is said."""
+    """Compression of the staged files. `auto` compresses only if that saves memory. The default for
+    data sets of type `in_memory` is `none`."""
     num_workers: PositiveInt | None = None
-    """Readers in parallel; none: min(72, CPUs)."""
+    """Parallel readers. Default: the number of CPUs, at most 72."""
     chunk_size: PositiveInt | None = None
-    """Most files that a reader takes at a time; none: by files and bytes, so that all have work."""
+    """Largest number of files that a reader takes at once. Default: chosen so that all readers
+    are busy."""
     memory_limit_gb: PositiveFloat | None = None
-    """Most GiB that the staged bytes may take; more stops the run before it starts."""
+    """Limit in GiB for the staged data. A larger data set is refused before training starts."""
 
 
 class ColumnsSection(Section):
-    """Which columns of a table (parquet, or a data set saved to disk) have what."""
+    """Columns of a table: a parquet file or a saved Hugging Face data set."""
 
     image: str | None = None
-    """The files' bytes, plain or as `{bytes, path}`; none: found by type and usual name."""
+    """Column with the bytes of the files, or with `{bytes, path}`. Default: found by its type and
+    by common names."""
     caption: str | None = None
-    """The captions; none: the first of the usual names that is there, if any."""
+    """Column with the captions. Default: the first of the common names that exists, if any."""
 
 
 class RemoteSection(Section):
-    """How files at an address (`s3://...`, `https://...`) are asked for."""
+    """Access to files at an address such as `s3://...` or `https://...`."""
 
     timeout_s: PositiveFloat = 60.0
-    """How long one request may take before it counts as failed."""
+    """Seconds after which a request counts as failed."""
     retries: NonNegativeInt = 5
-    """How often a failed request is repeated, a little later each time."""
+    """Number of times a failed request is repeated, with growing pauses."""
     options: dict[str, Scalar | dict[str, Scalar]] = Field(default_factory=dict)
-    """What fsspec's file system is made with, such as `anon` or `endpoint_url` for s3."""
+    """Arguments of fsspec's file system, such as `anon` or `endpoint_url` for S3."""
 
 
 class ShapesSection(Section):
-    """The made data set of coloured shapes."""
+    """The generated data set of coloured shapes."""
 
     copies: PositiveInt = 8
-    """Pictures of each combination, every one at another place and size."""
+    """Images of each combination of shape and colour, with varying position and size."""
     size: Annotated[int, Field(ge=16, multiple_of=4)] = 24
-    """Edge of a picture in pixels."""
+    """Edge of an image in pixels."""
     seed: int = 0
-    """Seed of places and sizes."""
+    """Seed of positions and sizes."""
     concept: str | None = None
-    """Make only this new shape (`star`), in every colour, instead of the usual ones."""
+    """Generate only this new shape (`star`), in every colour, instead of the usual shapes."""
 
 
 class AugmentationSection(Section):
-    """One random change of a picture; masks and controls get the same warp."""
+    """A random change of images. Masks and control images are warped in the same way."""
 
     name: Literal[
         "flip",
@@ -419,100 +390,134 @@ class AugmentationSection(Section):
         "grayscale",
         "erase",
     ]
-    """What changes. They are applied in the order of the list."""
+    """The kind of change. Augmentations are applied in the order of the list."""
     probability: Fraction = 0.5
-    """How many of the samples it changes."""
+    """Fraction of the samples that are changed."""
     amount: PositiveFloat | None = None
-    """How far at most: degrees for `rotate` and `hue`, else a share; none: a mild amount."""
+    """Largest change: degrees for `rotate` and `hue`, otherwise a fraction. Default: a mild
+    change."""
 
 
 class DatasetSection(Section):
-    """One data set: where it is, how it is captioned, cropped and repeated."""
+    """A data set: where it is and how it is read, cropped, captioned and repeated."""
 
     id: str = "default"
-    """A name for messages and reports."""
+    """Name in messages and reports."""
     type: str = "local"
-    """`local`: read where it is; `in_memory`: staged once; `shapes`: made, then staged.
+    """`local`: read during training; `in_memory`: read into host memory first; `shapes`: generated.
 
-    Both take a folder, tar shards, parquet files, a saved Hugging Face data set or an address, and
-    see which it is; `tar`, `parquet`, `hf` and `remote` say so.
+    `local` and `in_memory` accept a folder, tar shards, parquet files, a saved Hugging Face data
+    set or an address, and detect which it is; `tar`, `parquet`, `hf` and `remote` state it.
     """
     dataset_type: Literal["image", "video", "audio"] = "image"
-    """The kind of sample."""
+    """Kind of the samples."""
     instance_data_dir: str | None = None
-    """The folder of samples; or shards, tables or an address, as `type` tells."""
+    """Folder of the samples, or the shards, tables or address for other types."""
     conditioning_data_dir: str | None = None
-    """The folder of control or reference pictures: one for each sample, of the same stem."""
+    """Folder of control or reference images: one for each sample, with the same stem."""
     mask_data_dir: str | None = None
-    """The folder of masks (white: learn this): one for each sample, of the same stem."""
+    """Folder of masks (white: learn this): one for each sample, with the same stem."""
     mask_invert: bool = False
-    """Learn where masks are black instead."""
+    """Learn the black parts of masks instead."""
     mask_background: Fraction = 0.0
-    """How much the loss counts where a mask says not to learn; elsewhere it counts 1."""
+    """Weight of the loss outside the mask; inside it is 1."""
     mask_normalize: bool = True
-    """Weights of a sample are 1 on average: a small white part counts as much as a whole picture.
+    """Scale the weights of a sample to an average of 1, so that a small mask counts as much as a
+    whole image.
 
-    `false`: white counts 1 whatever its area, and a small part accordingly less.
+    `false`: the weight inside a mask is 1, so samples with small masks count less.
     """
     in_memory: InMemorySection = InMemorySection()
     """Settings of staging."""
     columns: ColumnsSection = ColumnsSection()
     """Settings of tables."""
     remote: RemoteSection = RemoteSection()
-    """Settings of addresses."""
+    """Settings of remote files."""
     shapes: ShapesSection = ShapesSection()
-    """Settings of the made data set."""
+    """Settings of the generated data set."""
     resolution: Annotated[int, Field(ge=8)] = 1024
-    """Edge in pixels of the square whose area each bucket has, or each bucket's shorter edge."""
+    """Size of the buckets in pixels: the edge of a square with the same area, or the shorter edge.
+    See `resolution_type`."""
     resolution_type: Literal["area", "edge"] = "area"
-    """What `resolution` measures: buckets of one area, or of one shorter edge."""
+    """What `resolution` sets: the area of buckets, or their shorter edge."""
     crop: Literal["center", "top", "random"] = "center"
-    """Which part of a picture stays where its bucket has another aspect; `random`: by the seed."""
+    """Part of an image to keep if its bucket has another aspect ratio. `random` depends on the
+    run's seed."""
     decode: Literal["exact", "fast"] = "exact"
-    """`fast`: large JPEG files are reduced while they are decoded; pixels differ by few levels."""
+    """`fast` decodes large JPEG files at reduced size; pixel values differ slightly."""
     bucket_step: Annotated[int, Field(ge=1)] | None = None
-    """Bucket edges are multiples of this many pixels; none: the family's own step."""
+    """Bucket edges are multiples of this many pixels. Default: the family's step."""
     max_aspect: Annotated[float, Field(ge=1)] = 3.0
-    """Pictures whose long edge is more than this times the short one are dropped, and reported."""
+    """Images whose long edge is more than this many times the short edge are dropped and
+    reported."""
     min_edge: NonNegativeInt = 0
-    """Pictures with a shorter edge than this are dropped, and reported; 0: enlarge any."""
+    """Images with a shorter edge than this many pixels are dropped and reported. 0: none; small
+    images are enlarged."""
     frames: PositiveInt | tuple[PositiveInt, ...] = 81
-    """Video: frames of a clip, 4n+1; of several, the most that a video is long enough for."""
+    """Video: frames of a clip, 4n+1. From a list, the largest number that the video has."""
     fps: PositiveFloat | None = None
-    """Video: frames a second that clips are resampled to; none: the file's own."""
+    """Video: frames per second that clips are resampled to. Default: those of the file."""
     sample_rate: PositiveInt = 44100
-    """Audio: samples a second that clips are resampled to."""
+    """Audio: samples per second that clips are resampled to."""
     channels: Literal[1, 2] = 2
-    """Audio: mono or stereo."""
+    """Audio: 1 for mono, 2 for stereo."""
     seconds: PositiveFloat | tuple[PositiveFloat, ...] = 10.0
-    """Audio: length of a clip; of several, the longest that a file is long enough for."""
+    """Audio: length of a clip. From a list, the longest that the file has."""
     clip: Literal["start", "center", "random"] = "start"
-    """Which part of a longer video or sound is the clip; `random`: by the seed."""
+    """Part of a longer video or audio file to use. `random` depends on the run's seed."""
     caption_strategy: Literal[
         "auto", "textfile", "jsonl", "parquet", "filename", "instanceprompt"
     ] = "auto"
-    """Where captions come from; `auto`: metadata.jsonl if there is one, else a .txt beside each."""
+    """Source of the captions. `auto`: metadata.jsonl if it exists, otherwise a .txt file next to
+    each sample."""
     instance_prompt: str | None = None
-    """The one caption of `instanceprompt`."""
+    """The caption of all samples, for `caption_strategy: instanceprompt`."""
     caption_dropout: Fraction = 0.0
-    """Share of samples trained with the empty caption, drawn anew each epoch."""
+    """Fraction of samples trained with the empty caption, drawn again in each epoch."""
     repeats: PositiveInt = 1
-    """How often an epoch shows each sample."""
+    """Number of times each sample is used per epoch."""
     weight: PositiveFloat = 1.0
-    """Times `repeats`, and may be a fraction: 0.5 shows half of the samples an epoch, in turn."""
+    """Multiplies `repeats` and can be a fraction: 0.5 uses half of the samples per epoch, in
+    turn."""
     max_corruption_rate: Fraction = 0.01
-    """Share of unreadable samples past which the run stops; below it they are left out, by name."""
+    """Largest fraction of unreadable samples. Below it they are skipped and listed; above it the
+    run stops."""
     timeout_s: PositiveFloat = 300.0
-    """How long one sample may take to be read and decoded; longer ends the run, by its name."""
+    """Seconds after which reading and decoding one sample is given up and the run stops."""
     cache_latents_to_disk: bool | None = None
-    """ai-toolkit's spelling of `cache_config.persistent_cache`."""
+    """ai-toolkit's name for `cache_config.persistent_cache`."""
     augmentations: tuple[AugmentationSection, ...] = ()
-    """Random changes of each picture, drawn from the run's seed and the picture's content."""
+    """Random changes of each image, drawn from the run's seed and the image's content."""
     augmentations_cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] | None = None
-    """How random crops and augmentations meet the latent cache; without them it changes nothing.
+    """How the latent cache treats random crops and augmentations. Without them it has no effect.
 
-    `static`: drawn once, and so where nothing is said; `refresh_each_epoch`: drawn anew for each
-    epoch and encoded ahead of it; `disable_cache`: the same draws, encoded when they are used.
+    `static`, the default: drawn once. `refresh_each_epoch`: drawn again for each epoch and encoded
+    in advance. `disable_cache`: the same draws, encoded when they are used.
     """
     variants: PositiveInt = 1
-    """With `static`: so many draws of each sample are encoded, and epochs take turns with them."""
+    """With `static`: number of draws of each sample to encode. Epochs use them in turn."""
+
+
+class RunFile(Section):
+    """One training run."""
+
+    output_dir: Annotated[str, Field(min_length=1)] = "runs/run"
+    """The run folder, for the resolved run file, logs, samples, checkpoints and results."""
+    seed: int = 0
+    """Seed of data order, noise, timesteps and dropout."""
+    use_gh200_trainer: bool = True
+    """False: ignore `gh200_optimizations`, with a notice."""
+    model: ModelSection = ModelSection()
+    adapter: AdapterSection | None = None
+    """The adapter to train. Default: none, so that every weight of the model is trained."""
+    datasets: tuple[DatasetSection, ...] = ()
+    cache_config: CacheSection = CacheSection()
+    gh200_optimizations: Gh200Section = Gh200Section()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    validation: ValidationSection = ValidationSection()
+    logging: LoggingSection = LoggingSection()
+    distributed: DistributedSection = DistributedSection()
+    plan: Literal["auto", "off"] | PlanSection = "auto"
+    """What the planner may decide. `auto`: everything; `off`: nothing, so that the other sections
+    apply as written."""

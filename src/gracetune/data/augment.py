@@ -20,15 +20,15 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from gracetune.data.audio import decode_audio
 from gracetune.data.images import (
-    CENTRE,
+    CENTRE_CROP,
+    FULL_SIZE,
     PILLOW,
-    WHOLE,
     cover,
+    crop_box,
     decode,
     decode_pixels,
     fit,
     fit_pixels,
-    whole_box,
 )
 from gracetune.data.loader import seeded_uniform
 from gracetune.data.video import decode_video
@@ -88,7 +88,7 @@ class AugmentationDraw:
         )
 
 
-NOTHING = AugmentationDraw()
+NO_AUGMENTATIONS = AugmentationDraw()
 
 
 class Augmentation(NamedTuple):
@@ -259,17 +259,17 @@ AUGMENTATIONS: Mapping[str, Augmentation] = {
 # How one sample becomes pixels beyond the size of its bucket; its name is part of cache keys.
 
 
-STEPS = 1024
+NUM_CROP_POSITIONS = 1024
 """Number of positions of a random crop or clip; discrete, so that cache keys are exact."""
-TOP = (0.5, 0.0)
+TOP_CROP = (0.5, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTransform:
     """How one sample is rendered: crop, augmentations, decoder and clip."""
 
-    crop: tuple[float, float] = CENTRE
-    draw: AugmentationDraw = NOTHING
+    crop: tuple[float, float] = CENTRE_CROP
+    draw: AugmentationDraw = NO_AUGMENTATIONS
     fast: bool = False
     lanczos: Lanczos = "pillow"
     rate: float = 0.0
@@ -280,14 +280,14 @@ class SampleTransform:
     @property
     def name(self) -> str:
         """Name that differs wherever the pixels may differ; part of cache keys."""
-        place = "centre" if self.crop == CENTRE else f"{self.crop[0]:.10g},{self.crop[1]:.10g}"
+        place = "centre" if self.crop == CENTRE_CROP else f"{self.crop[0]:.10g},{self.crop[1]:.10g}"
         draw = f" {self.draw.name}" if self.draw.steps else ""
         clip = f" {self.rate:.10g} a second from {self.clip:.10g}" if self.rate else ""
         by = "" if self.lanczos == "pillow" else f"{self.lanczos}-"
         return f"cover-{by}lanczos-{place}{' reduced' if self.fast else ''}{draw}{clip}"
 
 
-PLAIN = SampleTransform()
+DEFAULT_TRANSFORM = SampleTransform()
 
 
 def check_augmentable(section: DatasetSection, index: int) -> None:
@@ -299,7 +299,7 @@ def check_augmentable(section: DatasetSection, index: int) -> None:
         )
 
 
-def recipe_of(
+def sample_transform(
     section: DatasetSection,
     sample: Sample,
     seed: int,
@@ -310,9 +310,9 @@ def recipe_of(
     about = f"{seed} {sample.digest} {generation}"
     match section.crop:
         case "center":
-            crop = CENTRE
+            crop = CENTRE_CROP
         case "top":
-            crop = TOP
+            crop = TOP_CROP
         case "random":
             crop = (_step(f"crop {about} x"), _step(f"crop {about} y"))
     return SampleTransform(
@@ -326,7 +326,7 @@ def recipe_of(
 
 
 def _step(what: str) -> float:
-    return int(seeded_uniform(what) * (STEPS + 1)) / STEPS
+    return int(seeded_uniform(what) * (NUM_CROP_POSITIONS + 1)) / NUM_CROP_POSITIONS
 
 
 def _rate(section: DatasetSection, sample: Sample) -> float:
@@ -354,7 +354,7 @@ def _clip(section: DatasetSection, about: str) -> float:
 def render(data: bytes, recipe: SampleTransform, size: Size, decoders: Decoders = PILLOW) -> Tensor:
     """Render an image at the bucket's size: CHW in [-1, 1]."""
     if recipe.lanczos == "torch" and not recipe.draw.steps:
-        pixels = decode_pixels(data, decoders, size if recipe.fast else WHOLE)
+        pixels = decode_pixels(data, decoders, size if recipe.fast else FULL_SIZE)
         return fit_pixels(pixels, *size, recipe.crop)
     return _fit(_decode_and_augment(data, recipe, size, decoders, "image"), recipe, size)
 
@@ -380,7 +380,7 @@ def render_mask(
         data, recipe, size, decoders, "inverted mask" if inverted else "mask"
     )
     if recipe.lanczos == "torch":
-        mask = mask.crop(whole_box(mask.size, size, recipe.crop))
+        mask = mask.crop(crop_box(mask.size, size, recipe.crop))
     fitted = np.array(cover(mask, *size, recipe.crop))
     return torch.from_numpy(fitted).unsqueeze(0).float().div_(255)
 
@@ -393,7 +393,7 @@ def render_video(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
     )
 
 
-def render_sound(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
+def render_audio(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
     """Render an audio clip of the bucket's channels and length: CN."""
     channels, length = shape
     return decode_audio(data, channels, length, round(recipe.rate), recipe.clip)
@@ -415,8 +415,8 @@ def _decode_and_augment(
     # A crop or rotation uses a part of the image: decoding at reduced size could blur the result.
     whole = not recipe.fast or bool(recipe.draw.steps)
     # A mask may be white on transparent: a white background would erase it.
-    paper = "black" if kind in ("mask", "inverted mask") else "white"
-    image = decode(data, decoders, WHOLE if whole else size, paper)
+    background = "black" if kind in ("mask", "inverted mask") else "white"
+    image = decode(data, decoders, FULL_SIZE if whole else size, background)
     if kind in ("image", "control"):
         return apply(recipe.draw, image, kind)
     # Invert before augmenting: erased boxes must be black in the mask in either polarity.

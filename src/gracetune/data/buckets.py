@@ -81,7 +81,7 @@ def frame_counts(section: DatasetSection) -> tuple[int, ...]:
     return _ascending(counts, section, "frames")
 
 
-def sound_lengths(section: DatasetSection) -> tuple[int, ...]:
+def audio_lengths(section: DatasetSection) -> tuple[int, ...]:
     """Return the clip lengths in audio samples, in ascending order."""
     seconds = section.seconds if isinstance(section.seconds, tuple) else (section.seconds,)
     return _ascending([max(1, round(s * section.sample_rate)) for s in seconds], section, "seconds")
@@ -111,7 +111,7 @@ def assign(samples: Sequence[Sample], section: DatasetSection, step: int) -> Buc
     return BucketPlan(buckets, tuple(dropped))
 
 
-def cropped_share(size: Shape, samples: Sequence[Sample]) -> float:
+def cropped_fraction(size: Shape, samples: Sequence[Sample]) -> float:
     """Return the fraction of the samples' pixels that this bucket crops; 0 for audio."""
     if samples[0].kind == "audio":
         return 0.0
@@ -128,7 +128,7 @@ def report(plan: BucketPlan) -> str:
     lines = ["bucket       samples  cropped"]
     for size, samples in plan.buckets.items():
         shape = "x".join(map(str, size))
-        lines.append(f"{shape:<11} {len(samples):>8}  {cropped_share(size, samples):>7.1%}")
+        lines.append(f"{shape:<11} {len(samples):>8}  {cropped_fraction(size, samples):>7.1%}")
     kinds = Counter(_kind(item) for item in plan.dropped)
     for kind, count in kinds.items():
         named = [item for item in plan.dropped if _kind(item) == kind][:MAX_LISTED_DROPS]
@@ -146,7 +146,7 @@ def as_json(plan: BucketPlan) -> dict[str, object]:
             {
                 **dict(zip(_AXES[samples[0].kind], size, strict=True)),
                 "samples": len(samples),
-                "cropped_share": cropped_share(size, samples),
+                "cropped_share": cropped_fraction(size, samples),
             }
             for size, samples in plan.buckets.items()
         ],
@@ -204,7 +204,7 @@ def available_frames(sample: Sample, section: DatasetSection) -> int:
 
 
 def _audio_bucket_finder(section: DatasetSection) -> Callable[[Sample], Shape | str]:
-    lengths = sound_lengths(section)
+    lengths = audio_lengths(section)
 
     def place(sample: Sample) -> Shape | str:
         have = int(sample.seconds * section.sample_rate + 1e-3)

@@ -20,7 +20,7 @@ from gracetune.config.schema import STAGED_TYPES
 from gracetune.data import audio, images, video
 from gracetune.data.captions import read_captions
 from gracetune.data.conditioning import find_companions, same_aspect
-from gracetune.data.prefetch import by_threads, prefetched
+from gracetune.data.prefetch import prefetched, worker_threads
 from gracetune.data.sample import Companion, Sample, UnreadableSampleError
 from gracetune.data.source import data_dir, printable, walk
 from gracetune.data.staging import StagedSource
@@ -122,7 +122,7 @@ def open_dataset(
         keys,
         lambda key: _probe(source, key, section, beside.keys.get(key, ())),
         lambda key: f"dataset {section.id!r}: {key}",
-        by_threads(section.in_memory.num_workers, PROBED_AHEAD, section.timeout_s),
+        worker_threads(section.in_memory.num_workers, PROBED_AHEAD, section.timeout_s),
     )
     for key, probe in zip(keys, probes, strict=True):
         if isinstance(probe, _Probe):
@@ -248,7 +248,7 @@ NON_SAMPLE_SUFFIXES = frozenset((".md", ".json", ".yaml", ".yml", ""))
 
 def open_address(section: DatasetSection, setting: str, emit: Emit) -> Source:
     """Open the source of `local` and `in_memory`, whatever kind the address has."""
-    kind = kind_of_address(data_dir(section, setting))
+    kind = address_kind(data_dir(section, setting))
     source = _open(kind, section, setting, emit)
     if kind == "remote":
         held = _kind_of_files(source.keys())
@@ -256,7 +256,7 @@ def open_address(section: DatasetSection, setting: str, emit: Emit) -> Source:
     return source
 
 
-def kind_of_address(address: str) -> str:
+def address_kind(address: str) -> str:
     """Return the key in OPENERS for an address, by its scheme, its suffix or its folder's files."""
     if "://" in address:
         return _suffix(address)[1:] if is_shard(address) else "remote"

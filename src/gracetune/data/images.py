@@ -110,7 +110,7 @@ def _none_on_error(decode: Callable[[bytes], Pixels], *refusals: type[Exception]
 def _add_simplejpeg(found: dict[str, Decode], simple: dict[str, DecodeSimple]) -> str:
     import simplejpeg
 
-    def jpeg(data: bytes, mode: str, least: Size) -> Pixels | None:
+    def jpeg(data: bytes, mode: str, min_size: Size) -> Pixels | None:
         if mode not in _JPEG_COLOUR_SPACES:
             return None
         try:
@@ -118,8 +118,8 @@ def _add_simplejpeg(found: dict[str, Decode], simple: dict[str, DecodeSimple]) -
             pixels: Pixels = simplejpeg.decode_jpeg(
                 data,
                 _JPEG_COLOUR_SPACES[mode],
-                min_width=least[0],
-                min_height=least[1],
+                min_width=min_size[0],
+                min_height=min_size[1],
                 strict=True,
             )
         except ValueError:
@@ -134,7 +134,7 @@ def _add_simplejpeg(found: dict[str, Decode], simple: dict[str, DecodeSimple]) -
 def _add_imagecodecs(found: dict[str, Decode], simple: dict[str, DecodeSimple]) -> str:
     import imagecodecs
 
-    def png(data: bytes, mode: str, least: Size) -> Pixels | None:  # noqa: ARG001
+    def png(data: bytes, mode: str, min_size: Size) -> Pixels | None:  # noqa: ARG001
         if data[_PNG_DEPTH] != 8 or b"acTL" in png_chunks(data):
             return None
         try:
@@ -143,7 +143,7 @@ def _add_imagecodecs(found: dict[str, Decode], simple: dict[str, DecodeSimple]) 
             return None
         return pixels
 
-    def webp(data: bytes, mode: str, least: Size) -> Pixels | None:  # noqa: ARG001
+    def webp(data: bytes, mode: str, min_size: Size) -> Pixels | None:  # noqa: ARG001
         if data[_WEBP_CHUNK] == b"VP8X" and data[_WEBP_FLAGS] & _WEBP_ANIMATION:
             return None
         try:
@@ -204,9 +204,9 @@ _WARNING_FILTERS = threading.Lock()
 """Serialises changes of the process-wide warning filters."""
 
 
-CENTRE = (0.5, 0.5)
+CENTRE_CROP = (0.5, 0.5)
 """Crop position: the fractions of the cut-off width and height removed at the left and the top."""
-WHOLE: Size = (0, 0)
+FULL_SIZE: Size = (0, 0)
 """Minimum size that stands for full resolution."""
 
 
@@ -225,7 +225,7 @@ def probe(data: bytes) -> tuple[int, int]:
 
 
 def decode(
-    data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE, paper: str = "white"
+    data: bytes, decoders: Decoders = PILLOW, min_size: Size = FULL_SIZE, background: str = "white"
 ) -> Image.Image:
     """Return an RGB image: EXIF orientation applied, converted to sRGB, alpha over `background`.
 
@@ -235,29 +235,29 @@ def decode(
         image, orientation = _open(data)
         profile = image.info.get("icc_profile")
         image = _load_pixels(
-            image, data, decoders, least[::-1] if orientation in _SWAPS_EDGES else least
+            image, data, decoders, min_size[::-1] if orientation in _SWAPS_EDGES else min_size
         )
-        image = _composite_over(paper, _to_srgb(_to_8_bits(image), profile))
+        image = _composite_over(background, _to_srgb(_to_8_bits(image), profile))
         return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
-def decode_pixels(data: bytes, decoders: Decoders = PILLOW, least: Size = WHOLE) -> Pixels:
+def decode_pixels(data: bytes, decoders: Decoders = PILLOW, min_size: Size = FULL_SIZE) -> Pixels:
     """Return the result of `decode` as an HWC array, without a Pillow image where possible."""
-    simple = _decode_simple(data, decoders) if least == WHOLE else None
+    simple = _decode_simple(data, decoders) if min_size == FULL_SIZE else None
     if simple is not None:
         return simple
     with _decode_errors_as_unreadable():
         image, orientation = _open(data)
         if image.mode == "RGB" and orientation == 1 and not image.info.get("icc_profile"):
-            pixels = _decode_fast(image, data, decoders, least)
+            pixels = _decode_fast(image, data, decoders, min_size)
             if pixels is not None:
                 return pixels
-    return np.array(decode(data, decoders, least))
+    return np.array(decode(data, decoders, min_size))
 
 
 def _decode_simple(data: bytes, decoders: Decoders) -> Pixels | None:
     """Return the pixels of a simple file without opening it in Pillow; None for other files."""
-    header = plain_header(data)
+    header = parse_simple_header(data)
     if header is None or header[0] not in decoders.simple:
         return None
     file_format, (width, height) = header
@@ -269,12 +269,12 @@ def _decode_simple(data: bytes, decoders: Decoders) -> Pixels | None:
 
 
 def fit_pixels(
-    pixels: Pixels, width: int, height: int, crop: tuple[float, float] = CENTRE
+    pixels: Pixels, width: int, height: int, crop: tuple[float, float] = CENTRE_CROP
 ) -> Tensor:
     """Crop and resize with torch: CHW, float32, in [-1, 1]; the crop uses whole pixels."""
     import torch
 
-    left, top, right, bottom = whole_box((pixels.shape[1], pixels.shape[0]), (width, height), crop)
+    left, top, right, bottom = crop_box((pixels.shape[1], pixels.shape[0]), (width, height), crop)
     part = torch.from_numpy(pixels[top:bottom, left:right]).permute(2, 0, 1)
     if tuple(part.shape[1:]) != (height, width):
         part = torch.nn.functional.interpolate(
@@ -283,7 +283,7 @@ def fit_pixels(
     return part.contiguous().float().div_(127.5).sub_(1.0)
 
 
-def whole_box(shown: Size, wanted: Size, crop: tuple[float, float]) -> tuple[int, int, int, int]:
+def crop_box(shown: Size, wanted: Size, crop: tuple[float, float]) -> tuple[int, int, int, int]:
     """Return the crop box in whole pixels: left, top, right, bottom."""
     scale = max(wanted[0] / shown[0], wanted[1] / shown[1])
     width, height = (
@@ -293,7 +293,9 @@ def whole_box(shown: Size, wanted: Size, crop: tuple[float, float]) -> tuple[int
     return left, top, left + width, top + height
 
 
-def fit(image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE) -> Tensor:
+def fit(
+    image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE_CROP
+) -> Tensor:
     """Crop and resize with Pillow's Lanczos filter: CHW, float32, in [-1, 1]."""
     import torch  # imported late, so that opening a dataset does not load torch
 
@@ -302,7 +304,7 @@ def fit(image: Image.Image, width: int, height: int, crop: tuple[float, float] =
 
 
 def cover(
-    image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE
+    image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE_CROP
 ) -> Image.Image:
     """Crop to the target's aspect ratio and resize in one resampling step."""
     scale = max(width / image.width, height / image.height)
@@ -348,22 +350,26 @@ def _open(data: bytes) -> tuple[Image.Image, int]:
         return image, _orientation(image)
 
 
-def _load_pixels(image: Image.Image, data: bytes, decoders: Decoders, least: Size) -> Image.Image:
+def _load_pixels(
+    image: Image.Image, data: bytes, decoders: Decoders, min_size: Size
+) -> Image.Image:
     """Load the pixels with a fast decoder, or with Pillow if that refuses."""
-    pixels = _decode_fast(image, data, decoders, least)
+    pixels = _decode_fast(image, data, decoders, min_size)
     if pixels is not None:
         return Image.fromarray(pixels)
     image.load()
     return image
 
 
-def _decode_fast(image: Image.Image, data: bytes, decoders: Decoders, least: Size) -> Pixels | None:
-    if least != WHOLE:
-        image.draft(None, least)
+def _decode_fast(
+    image: Image.Image, data: bytes, decoders: Decoders, min_size: Size
+) -> Pixels | None:
+    if min_size != FULL_SIZE:
+        image.draft(None, min_size)
     decoder = decoders.by_format.get(image.format or "")
     if decoder is None or image.mode not in MODES or "transparency" in image.info:
         return None
-    pixels = decoder(data, image.mode, least)
+    pixels = decoder(data, image.mode, min_size)
     expected = (image.height, image.width) + ((len(image.mode),) if image.mode != "L" else ())
     return pixels if pixels is not None and pixels.shape == expected else None
 
@@ -451,9 +457,9 @@ def _composite_over(colour: str, image: Image.Image) -> Image.Image:
         return image
     if image.mode != "RGBA":
         return image.convert("RGB")
-    paper = Image.new("RGB", image.size, colour)
-    paper.paste(image, mask=image.getchannel("A"))
-    return paper
+    background = Image.new("RGB", image.size, colour)
+    background.paste(image, mask=image.getchannel("A"))
+    return background
 
 
 # Headers of simple files
@@ -486,7 +492,7 @@ _WEBP_LOSSLESS_SIGNATURE = 0x2F
 _WEBP_ALPHA = 1 << 28
 
 
-def plain_header(data: bytes) -> tuple[str, Size] | None:
+def parse_simple_header(data: bytes) -> tuple[str, Size] | None:
     """Return format and size of a simple file; None for every other file.
 
     Kept short on purpose: decoding evicts Python's working set from the CPU caches, so each extra

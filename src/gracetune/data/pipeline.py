@@ -67,7 +67,7 @@ from gracetune.data.augment import check_augmentable
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.images import choose_decoders
 from gracetune.data.loader import BatchOrder, BucketGroup, Draw, Loader, seeded_bits
-from gracetune.data.prefetch import by_threads
+from gracetune.data.prefetch import worker_threads
 from gracetune.data.requirements import check_fit, check_kind
 from gracetune.data.sample import Batch
 from gracetune.errors import CacheError, DataError
@@ -548,7 +548,7 @@ def _load_into_memory(store: Store, keys: Sequence[str], emit: Emit) -> bool:
 
 
 def _decode_workers(section: DatasetSection) -> Prefetch:
-    return by_threads(section.in_memory.num_workers, ENCODE_BATCH_SIZE, section.timeout_s)
+    return worker_threads(section.in_memory.num_workers, ENCODE_BATCH_SIZE, section.timeout_s)
 
 
 # What a run needs of its caches

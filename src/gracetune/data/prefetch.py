@@ -46,7 +46,7 @@ class Prefetch(NamedTuple):
     """Use processes instead of threads, for work that holds the GIL or may crash."""
 
 
-def by_threads(num_workers: int | None, depth: int, timeout_s: float) -> Prefetch:
+def worker_threads(num_workers: int | None, depth: int, timeout_s: float) -> Prefetch:
     """Return settings for worker threads; None uses one thread per CPU."""
     return Prefetch(num_workers or default_workers(), depth, timeout_s)
 

@@ -1,4 +1,8 @@
-"""What a data set must be for a family to train on it; all else is refused before it is read."""
+"""Check that the datasets of a run fit its model family, before any file is read.
+
+The family says which kinds of samples it encodes, which image sizes it accepts and which audio
+format it needs. Settings that would have no effect with it are errors too.
+"""
 
 from __future__ import annotations
 
@@ -10,98 +14,96 @@ from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
-    from gracetune.models.family import Family, Sound
-
+    from gracetune.models.family import AudioFormat, Family
 
 MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
-NOUNS = {"image": "images", "video": "videos", "audio": "sounds"}
+PLURALS = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def check_data(run: RunFile, family: Family) -> None:
-    """Every data set of a run, before anything is read."""
+    """Check every dataset of a run."""
     for index, section in enumerate(run.datasets):
         check_kind(section, index, family)
         check_fit(section, index, section.bucket_step or family.pixel_step, family)
 
 
 def check_kind(section: DatasetSection, index: int, family: Family) -> None:
-    """What the family would not use is not read either."""
+    """Check the kind of samples, and that masks and control images are set only if used."""
     if section.dataset_type not in family.kinds:
         raise ConfigError(
-            f"datasets[{index}].dataset_type is {section.dataset_type!r}; {family.name} encodes "
-            f"{' and '.join(NOUNS[kind] for kind in family.kinds)} alone. Set dataset_type: "
-            f"{family.kinds[0]}, or choose another model.family."
+            f"datasets[{index}].dataset_type is {section.dataset_type!r}, but {family.name} "
+            f"encodes only {' and '.join(PLURALS[kind] for kind in family.kinds)}. Set "
+            f"dataset_type: {family.kinds[0]}, or choose another model.family."
         )
     _check_mask(section, index)
-    if not family.takes_control and section.conditioning_data_dir is not None:
+    control = section.conditioning_data_dir
+    if not family.takes_control and control is not None:
         raise ConfigError(
-            f"datasets[{index}].conditioning_data_dir is {section.conditioning_data_dir!r}; "
-            f"{family.name} trains on pictures and captions alone, so these files would have no "
-            "effect. Leave it out."
+            f"datasets[{index}].conditioning_data_dir is {control!r}, but {family.name} does not "
+            "use control images. Remove it."
         )
-    if family.takes_control and section.conditioning_data_dir is None:
+    if family.takes_control and control is None:
         raise ConfigError(
-            f"datasets[{index}].conditioning_data_dir is missing; this {family.name} edits a "
-            "picture. Name the folder of the pictures to be edited, each of its sample's name."
+            f"datasets[{index}].conditioning_data_dir is missing, but this {family.name} edits "
+            "images. Set it to a folder with the images to edit, named like the samples."
         )
 
 
 def _check_mask(section: DatasetSection, index: int) -> None:
-    """A mask lies over a picture or over every frame of a clip."""
     folder = section.mask_data_dir
     if folder is not None and section.dataset_type == "audio":
         raise ConfigError(
-            f"datasets[{index}].mask_data_dir is {folder!r}; no picture lies over a sound, so "
-            "these files would have no effect. Leave it out."
+            f"datasets[{index}].mask_data_dir is {folder!r}, but masks do not apply to audio. "
+            "Remove it."
         )
-    said = {
+    changed = {
         key: value
         for key, value in section.model_dump(include=MASK_SETTINGS).items()
         if value != DatasetSection.model_fields[key].default
     }
-    for key, value in said.items():
+    for key, value in changed.items():
         if folder is None:
             raise ConfigError(
-                f"datasets[{index}].{key} is {value}, but there are no masks. Name their folder in "
-                "mask_data_dir, or leave it out."
+                f"datasets[{index}].{key} is {value}, but there are no masks. Set mask_data_dir "
+                f"to their folder, or remove {key}."
             )
 
 
-def check_fit(section: DatasetSection, index: int, step: int, family: Family) -> None:
-    """Bucket edges that the model can place, or sounds as it hears them."""
-    if family.sound is not None:
-        _check_sound(section, index, family.name, family.sound)
+def check_fit(section: DatasetSection, index: int, bucket_step: int, family: Family) -> None:
+    """Check that the model accepts the sizes of all buckets, or the format of the audio."""
+    if family.audio is not None:
+        _check_audio(section, index, family.name, family.audio)
         return
-    if step % family.pixel_step:
+    if bucket_step % family.pixel_step:
         raise ConfigError(
-            f"datasets[{index}].bucket_step is {step}; {family.name} needs a multiple of "
-            f"{family.pixel_step}."
+            f"datasets[{index}].bucket_step is {bucket_step}, but {family.name} needs a multiple "
+            f"of {family.pixel_step}."
         )
     sizes = buckets.bucket_sizes(
-        section.resolution, step, section.max_aspect, section.resolution_type
+        section.resolution, bucket_step, section.max_aspect, section.resolution_type
     )
     longest = max(max(size) for size in sizes)
     if longest > family.max_edge:
         raise ConfigError(
             f"datasets[{index}].resolution {section.resolution} with max_aspect "
-            f"{section.max_aspect:g} gives edges of {longest} pixels; {family.name} takes at most "
-            f"{family.max_edge}. Lower one of them."
+            f"{section.max_aspect:g} gives edges of {longest} pixels, but {family.name} takes at "
+            f"most {family.max_edge}. Lower one of them."
         )
 
 
-def _check_sound(section: DatasetSection, index: int, name: str, sound: Sound) -> None:
-    for key, value, wanted in (
-        ("sample_rate", section.sample_rate, sound.sample_rate),
-        ("channels", section.channels, sound.channels),
+def _check_audio(section: DatasetSection, index: int, name: str, audio: AudioFormat) -> None:
+    for key, value, required in (
+        ("sample_rate", section.sample_rate, audio.sample_rate),
+        ("channels", section.channels, audio.channels),
     ):
-        if value != wanted:
+        if value != required:
             raise ConfigError(
-                f"datasets[{index}].{key} is {value}; {name} works with {wanted}. Set it to that: "
-                "files of another are converted."
+                f"datasets[{index}].{key} is {value}, but {name} works with {required}. Set it to "
+                f"{required}; files with another value are converted."
             )
-    longest, most = max(buckets.sound_lengths(section)), sound.max_length
-    if longest > most:
+    longest = max(buckets.audio_lengths(section))
+    if longest > audio.max_length:
         raise ConfigError(
-            f"datasets[{index}].seconds is {longest / sound.sample_rate:g}; {name} takes at most "
-            f"{most / sound.sample_rate:.5g}. Lower it."
+            f"datasets[{index}].seconds is {longest / audio.sample_rate:g}, but {name} takes at "
+            f"most {audio.max_length / audio.sample_rate:.5g}. Lower it."
         )

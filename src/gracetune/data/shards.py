@@ -22,9 +22,9 @@ from gracetune.data.source import (
     FileRange,
     check_name,
     data_dir,
+    file_stamp,
     is_hidden,
-    read_place,
-    stamp_of,
+    read_range,
     walk,
 )
 from gracetune.errors import DataError
@@ -85,13 +85,13 @@ class LocalShard:
         return self.path.open("rb")
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        return read_place(self.place(offset, nbytes))
+        return read_range(self.place(offset, nbytes))
 
     def place(self, offset: int, nbytes: int) -> FileRange:
         return FileRange(str(self.path), offset, nbytes)
 
     def stamp(self) -> str:
-        return stamp_of([str(self.path)])
+        return file_stamp([str(self.path)])
 
 
 def find_shards(address: str, ending: str, remote: RemoteSection, setting: str) -> Sequence[Shard]:

@@ -81,13 +81,13 @@ class EstimatingSource(Source, Protocol):
         ...
 
 
-def read_place(place: FileRange) -> bytes:
+def read_range(place: FileRange) -> bytes:
     """Read a file range completely; one `pread` returns at most 2 GiB."""
     path, offset, nbytes = place
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         file_nbytes = os.fstat(descriptor).st_size
-        check_whole(place, file_nbytes)
+        check_not_truncated(place, file_nbytes)
         likely = file_nbytes if nbytes is None else nbytes
         parts = [os.pread(descriptor, likely + (nbytes is None), offset)]
         done = len(parts[0])
@@ -100,14 +100,14 @@ def read_place(place: FileRange) -> bytes:
     return b"".join(parts) if len(parts) > 1 else parts[0]
 
 
-def check_whole(place: FileRange, file_nbytes: int) -> None:
+def check_not_truncated(place: FileRange, file_nbytes: int) -> None:
     """Raise OSError if a file of `file_nbytes` bytes ends before the range does."""
     missing = place.offset + (place.nbytes or 0) - file_nbytes
     if missing > 0:
         raise OSError(f"the file that contains it ends {missing} bytes too early")
 
 
-def stamp_of(paths: Iterable[str]) -> str:
+def file_stamp(paths: Iterable[str]) -> str:
     """Return a digest of inode and change time of each file; a missing file changes it as well.
 
     Uses ctime, which the kernel sets and copying tools cannot preserve.
@@ -184,13 +184,13 @@ class FolderSource:
         return self._keys
 
     def read(self, key: str) -> bytes:
-        return read_place(self.place(key))
+        return read_range(self.place(key))
 
     def place(self, key: str) -> FileRange:
         return FileRange(self._path(key), 0, None)
 
     def stamp(self, keys: Sequence[str]) -> str:
-        return stamp_of(map(self._path, keys))
+        return file_stamp(map(self._path, keys))
 
     def nbytes(self, key: str) -> int:
         return os.stat(self._path(key)).st_size

@@ -19,7 +19,7 @@ from gracetune.data.source import (
     FileSource,
     Source,
     StampedSource,
-    read_place,
+    read_range,
 )
 
 Check = Callable[[Source, Mapping[str, bytes]], None]
@@ -94,7 +94,7 @@ def extras_agree_with_the_rest(source: Source, files: Mapping[str, bytes]) -> No
         for key, data in files.items():
             place = source.place(key)
             if place is not None:
-                assert read_place(place) == data, f"{key}: the file range has other bytes"
+                assert read_range(place) == data, f"{key}: the file range has other bytes"
     if isinstance(source, StampedSource):
         keys = list(files)
         assert source.stamp(keys) == source.stamp(keys), (

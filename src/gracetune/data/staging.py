@@ -25,7 +25,7 @@ from blake3 import blake3
 from gracetune.data.codecs import CODECS, Packing, choose_packing, pack
 from gracetune.data.gather import FAILED, MissingGather, find_gather
 from gracetune.data.prefetch import chunks, default_workers, ordered_map
-from gracetune.data.source import EstimatingSource, FileSource, StampedSource, check_whole
+from gracetune.data.source import EstimatingSource, FileSource, StampedSource, check_not_truncated
 from gracetune.data.staging_index import PLAIN, Columns, StagedFile, StagingIndex, write_index
 from gracetune.errors import DataError
 from gracetune.events.dispatcher import ProgressReporter
@@ -204,13 +204,13 @@ class StagedSource:
         return cls(Arena.attach(ticket))
 
     @property
-    def ticket(self) -> ArenaHandle:
+    def handle(self) -> ArenaHandle:
         """Handle for `attach`; plain numbers that can be passed to a spawned process."""
         return self._arena.handle
 
     def __reduce__(self) -> tuple[Callable[[ArenaHandle], StagedSource], tuple[ArenaHandle]]:
         """Pickle the handle only: a worker process maps the arena instead of copying it."""
-        return StagedSource.attach, (self.ticket,)
+        return StagedSource.attach, (self.handle,)
 
     @property
     def stored_nbytes(self) -> int:
@@ -501,7 +501,7 @@ class _Filler:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if nbytes is not None:
-                check_whole(place, os.fstat(descriptor).st_size)
+                check_not_truncated(place, os.fstat(descriptor).st_size)
             self._budget.take(size, size)
             # Ask for one byte more than its length: an unchanged file then needs only one call.
             at, done = segment.copy_from(

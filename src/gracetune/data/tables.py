@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gracetune.data import audio, images, video
 from gracetune.data.shards import find_shards, stems
-from gracetune.data.source import data_dir, stamp_of
+from gracetune.data.source import data_dir, file_stamp
 from gracetune.errors import DataError
 
 try:
@@ -390,7 +390,7 @@ def open_hf(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  
     if (root / SPLITS).is_file():
         folders = {f"{split}/": root / split for split in _read_list(root / SPLITS, "splits", name)}
     parts = [
-        TableFile(f"{prefix}{path.stem}", folder, *_read(path, name), stamp_of([str(path)]))
+        TableFile(f"{prefix}{path.stem}", folder, *_read(path, name), file_stamp([str(path)]))
         for prefix, folder in folders.items()
         for path in _arrow_files(folder, name)
     ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from PIL import Image
 
-from gracetune.data.images import CENTRE, fit, fit_pixels
+from gracetune.data.images import CENTRE_CROP, fit, fit_pixels
 from gracetune.data.pyav import load_av, opened
 from gracetune.data.sample import UnreadableSampleError
 
@@ -104,7 +104,7 @@ def decode_video(
     num_frames: int,
     fps: float,
     clip: float = 0.0,
-    crop: tuple[float, float] = CENTRE,
+    crop: tuple[float, float] = CENTRE_CROP,
     lanczos: Lanczos = "pillow",
 ) -> Tensor:
     """Return a clip as CFHW in [-1, 1].

@@ -1,10 +1,14 @@
-"""A scenario measured several times, and whether a later measurement differs from it.
+"""Measure a run file several times and decide whether a later measurement differs.
 
-The statistics, plainly. A figure's change is the difference of the two means over repeated runs.
-Its noise is the 95 % confidence interval of that difference (Welch's t: the two sides may vary by
-different amounts). A change counts only if it is beyond the tolerance and larger than its noise;
-beyond the tolerance but within the noise it is called noise, and more repeats are asked for. With
-one run on a side there is no noise to be known: the tolerance alone decides, and that is said.
+The change of a metric is the difference of the means over repeated runs, relative to the first
+mean. Its noise is the 95 % confidence interval of that difference by Welch's t-test, which allows
+the two sides to vary by different amounts:
+
+    half width = t(0.975, df) * sqrt(s1^2 / n1 + s2^2 / n2)
+
+A change counts if it is larger than both the tolerance and the noise. If it is larger than the
+tolerance only, the verdict is `noise`, and more repeats are needed. With a single run on one side
+the noise is unknown and the tolerance alone decides.
 """
 
 from __future__ import annotations
@@ -36,12 +40,43 @@ T_975 = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-"""Student's t for a two-sided 95 %, by degrees of freedom from 1; beyond 30 nearly the normal's."""
+"""Quantiles of Student's t for a two-sided 95 %, for 1, 2, ... 30 degrees of freedom."""
 _T_MANY = 2.042
+"""The quantile for more than 30 degrees of freedom; slightly too large, which is safe."""
+LOSS_SHARE = 4
+"""The loss of a run is the mean over its last quarter; single steps vary too much."""
+
+
+class Measures(BaseModel):
+    """The metrics of one run without its warm-up steps; the fields are keys of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    samples_per_s: float
+    step_p50_s: float
+    step_p90_s: float
+    step_p99_s: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    wait_share: float | None
+    """The share of the time in steps that was spent waiting for batches."""
+    loss: float
+
+
+class RunMeasurement(BaseModel):
+    """The metrics of a run, with its device and precision."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    measures: Measures
+    steps: int
+    """Number of measured steps, without warm-up."""
+    device: str
+    precision: str
 
 
 class Baseline(BaseModel):
-    """What `capture` writes and `compare` reads."""
+    """The contents of `baseline.json`: the measurements of repeated runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,30 +84,30 @@ class Baseline(BaseModel):
     captured: str
     gracetune: str
     scenario: dict[str, object]
-    """The run file as it was resolved, without its output folder."""
+    """The resolved run file without its output folder."""
     machine: dict[str, str]
     steps: int
     warmup_steps: int
     window_steps: int
-    """Step times are means over so many steps: the run's `logging.every`."""
+    """Step times are means over this many steps, the run's `logging.every`."""
     repeats: tuple[Measures, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure: its name, which way is good, and how it is shown."""
+    """A measured quantity: its name, which direction is better, and how to format it."""
 
     name: str
     label: str
     better: Better
     show: Callable[[float], str]
     in_points: bool = False
-    """Compared by difference, not by ratio: shares of time, which may be next to nothing."""
+    """Compare percentage points instead of a ratio, for shares of time that may be close to 0."""
 
     def values(self, baseline: Baseline) -> list[float]:
-        """One value a repeat; none where a run did not tell it."""
-        told = (repeat.model_dump()[self.name] for repeat in baseline.repeats)
-        return [float(value) for value in told if value is not None]
+        """Return one value for each run that has this metric."""
+        values = (repeat.model_dump()[self.name] for repeat in baseline.repeats)
+        return [float(value) for value in values if value is not None]
 
 
 METRICS = (
@@ -89,191 +124,30 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One figure, before and after."""
+    """One metric, before and after."""
 
     metric: Metric
     before: float
     after: float
     change: float
     noise: float | None
-    """Half the width of the interval, in the unit of `change`; none: it cannot be known."""
+    """Half the width of the confidence interval, in the unit of `change`; None if unknown."""
     verdict: Verdict
 
     @property
     def fails(self) -> bool:
-        """Whether this is a reason to stop: worse, or another loss."""
+        """Return True for a regression: a worse metric, or a different loss."""
         return self.verdict in ("worse", "changed")
 
 
-def read_baseline(path: Path) -> Baseline:
-    """A baseline by its file, or by the folder it is in."""
-    file = path / BASELINE_FILE if path.is_dir() else path
-    try:
-        return Baseline.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise DataError(
-            f"{file} cannot be read: {error.strerror}. Make one: gracetune baseline capture RUN."
-        ) from None
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        where = ".".join(map(str, found["loc"])) or "the file"
-        raise DataError(f"{file} is no baseline: {where}: {found['msg']}.") from None
-
-
-def compare(before: Baseline, after: Baseline, tolerance: float) -> list[Delta]:
-    """Every figure that both have."""
-    deltas = []
-    for metric in METRICS:
-        old, new = metric.values(before), metric.values(after)
-        if old and new:
-            deltas.append(_delta(metric, old, new, tolerance))
-    return deltas
-
-
-def _delta(metric: Metric, old: Sequence[float], new: Sequence[float], tolerance: float) -> Delta:
-    mean_old, mean_new = statistics.fmean(old), statistics.fmean(new)
-    unit = 1.0 if metric.in_points else abs(mean_old)
-    difference = mean_new - mean_old
-    interval = confidence_half_width(old, new)
-    if unit == 0:  # nothing before: any amount is a change of which no share can be told
-        change = 0.0 if difference == 0 else math.copysign(math.inf, difference)
-        noise = None if interval is None else (math.inf if abs(difference) < interval else 0.0)
-    else:
-        change, noise = difference / unit, None if interval is None else interval / unit
-    verdict = _judge(metric.better, change, noise, tolerance)
-    return Delta(metric, mean_old, mean_new, change, noise, verdict)
-
-
-def _judge(better: Better, change: float, noise: float | None, tolerance: float) -> Verdict:
-    if abs(change) <= tolerance:
-        return "same"
-    if noise is not None and abs(change) <= noise:
-        return "noise"
-    if better == "neither":
-        return "changed"
-    return "better" if (change > 0) == (better == "higher") else "worse"
-
-
-def confidence_half_width(old: Sequence[float], new: Sequence[float]) -> float | None:
-    """Half of Welch's 95 % interval for the difference of two means; none with a single run."""
-    if len(old) < 2 or len(new) < 2:
-        return None
-    parts = [statistics.variance(side) / len(side) for side in (old, new)]
-    total = sum(parts)
-    if total == 0:
-        return 0.0
-    freedom = total**2 / sum(
-        part**2 / (len(side) - 1) for part, side in zip(parts, (old, new), strict=True)
-    )
-    # Rounded down: an interval that is a little too wide errs towards asking for more runs.
-    t = T_975[int(freedom) - 1] if freedom < len(T_975) + 1 else _T_MANY
-    return t * math.sqrt(total)
-
-
-def comparison_lines(deltas: Sequence[Delta], tolerance: float) -> Iterator[str]:
-    """A line a figure, and the verdict as the last one."""
-    for delta in deltas:
-        show = delta.metric.show
-        noise = "one run on a side: noise unknown"
-        if delta.noise is not None:
-            noise = f"noise +-{_amount(delta, delta.noise)}"
-        yield (
-            f"{delta.metric.label:<20}  {show(delta.before)} -> {show(delta.after)}  "
-            f"{_signed(delta)} ({noise}): {delta.verdict}"
-        )
-        if delta.verdict == "same" and delta.noise and abs(delta.change) + delta.noise > tolerance:
-            yield f"{'':<20}  the noise is wider than the tolerance; more repeats would tell"
-    failed = [delta.metric.label for delta in deltas if delta.fails]
-    unclear = [delta.metric.label for delta in deltas if delta.verdict == "noise"]
-    if failed:
-        yield f"regression beyond {tolerance * 100:.3g} %: {', '.join(failed)}"
-    else:
-        told = f"; too noisy to tell, repeat more: {', '.join(unclear)}" if unclear else ""
-        yield f"no regression beyond {tolerance * 100:.3g} %{told}"
-
-
-def _signed(delta: Delta) -> str:
-    return ("+" if delta.change >= 0 else "-") + _amount(delta, abs(delta.change))
-
-
-def _amount(delta: Delta, value: float) -> str:
-    unit = "points" if delta.metric.in_points else "%"
-    return f"{value * 100:.2f} {unit}"
-
-
-def environment_differences(before: Baseline, after: Baseline) -> Iterator[str]:
-    """What the two were not alike in, beside their figures."""
-    for name in sorted({*before.machine, *after.machine}):
-        old, new = before.machine.get(name, "(none)"), after.machine.get(name, "(none)")
-        if old != new:
-            yield f"machine: {name} was {old}, is {new}"
-    if before.gracetune != after.gracetune:
-        yield f"gracetune was {before.gracetune}, is {after.gracetune}"
-
-
-def report_lines(baseline: Baseline) -> Iterator[str]:
-    """What `baseline_report.txt` says."""
-    count = len(baseline.repeats)
-    yield f"captured {baseline.captured} by gracetune {baseline.gracetune}"
-    yield "machine: " + ", ".join(f"{name} {text}" for name, text in baseline.machine.items())
-    yield (
-        f"{count} runs of {baseline.steps} steps, after {baseline.warmup_steps} of warm-up; "
-        f"step times are means over {baseline.window_steps} steps"
-    )
-    yield ""
-    for metric in METRICS:
-        values = metric.values(baseline)
-        if values:
-            mean = statistics.fmean(values)
-            spread = f"{metric.show(min(values))} to {metric.show(max(values))}"
-            yield f"{metric.label:<20}  {metric.show(mean)}  ({spread})"
-        else:
-            yield f"{metric.label:<20}  not told by these runs"
-    if count < 2:
-        yield "one run: no noise can be told from change; capture with --repeats 3 or more"
-
-
-# ------------------------------------------------------------------------------------------
-# A run in a few figures, read from its log: what a baseline keeps of it.
-
-
-LOSS_SHARE = 4
-"""The loss of a run is the mean over its last quarter: single steps say little."""
-
-
-class Measures(BaseModel):
-    """One run, its warm-up left out."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    samples_per_s: float
-    step_p50_s: float
-    step_p90_s: float
-    step_p99_s: float
-    device_peak_bytes: int
-    host_peak_bytes: int
-    wait_share: float | None
-    """Of the time in steps, from the first: how much went into waiting for batches."""
-    loss: float
-
-
-class RunMeasurement(BaseModel):
-    """The figures, and what they were taken from."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    measures: Measures
-    steps: int
-    """Steps that were measured."""
-    device: str
-    precision: str
+# Measuring one run
 
 
 def measure_run(log: Path, warmup_steps: int) -> RunMeasurement:
-    """Read a run's log. Where a resumed run repeats a step, the later line counts."""
+    """Measure a run from its log; if a resumed run repeated a step, the later line counts."""
     steps: dict[int, tuple[float, float, float]] = {}
     device_peak = host_peak = 0
-    waited: list[float] = []  # of each process: it counts from its own beginning
+    waited: list[float] = []  # one total for each process, which counts from its own start
     started: dict[str, object] = {}
     for record in read_events(log):
         kind = record["event"]
@@ -292,7 +166,7 @@ def measure_run(log: Path, warmup_steps: int) -> RunMeasurement:
     counted = [steps[step] for step in sorted(steps)][warmup_steps:]
     if not counted:
         raise DataError(
-            f"{log} has {len(steps)} steps and {warmup_steps} of them are warm-up, so nothing is "
+            f"--warmup is {warmup_steps}, but {log} has only {len(steps)} steps, so nothing is "
             "left to measure. Train for more steps, or lower --warmup."
         )
     seconds_each = sorted(seconds for _, seconds, _ in counted)
@@ -316,14 +190,147 @@ def measure_run(log: Path, warmup_steps: int) -> RunMeasurement:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """A value so that this share lies below it, by a straight line between neighbours."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
+    """Return the value below which `share` of the ordered values lie, interpolated linearly."""
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def _number(record: dict[str, object], name: str) -> float:
     value = record[name]
     assert isinstance(value, int | float | str), f"{name} is {value!r} in {record}"
     return float(value)
+
+
+# Comparing two baselines
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Read a baseline from its file or its folder."""
+    file = path / BASELINE_FILE if path.is_dir() else path
+    try:
+        return Baseline.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"{file} cannot be read: {error.strerror}. Create it: gracetune baseline capture RUN."
+        ) from None
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        where = ".".join(map(str, found["loc"])) or "the file"
+        raise DataError(
+            f"{file} is not a baseline: {where}: {found['msg']}. Capture it again."
+        ) from None
+
+
+def compare(before: Baseline, after: Baseline, tolerance: float) -> list[Delta]:
+    """Compare every metric that both baselines have; `tolerance` is a share, not a percentage."""
+    deltas = []
+    for metric in METRICS:
+        old, new = metric.values(before), metric.values(after)
+        if old and new:
+            deltas.append(_delta(metric, old, new, tolerance))
+    return deltas
+
+
+def _delta(metric: Metric, old: Sequence[float], new: Sequence[float], tolerance: float) -> Delta:
+    mean_old, mean_new = statistics.fmean(old), statistics.fmean(new)
+    unit = 1.0 if metric.in_points else abs(mean_old)
+    difference = mean_new - mean_old
+    interval = confidence_half_width(old, new)
+    if unit == 0:  # relative to 0, every change is infinite
+        change = 0.0 if difference == 0 else math.copysign(math.inf, difference)
+        noise = None if interval is None else (math.inf if abs(difference) < interval else 0.0)
+    else:
+        change, noise = difference / unit, None if interval is None else interval / unit
+    verdict = _judge(metric.better, change, noise, tolerance)
+    return Delta(metric, mean_old, mean_new, change, noise, verdict)
+
+
+def _judge(better: Better, change: float, noise: float | None, tolerance: float) -> Verdict:
+    if abs(change) <= tolerance:
+        return "same"
+    if noise is not None and abs(change) <= noise:
+        return "noise"
+    if better == "neither":
+        return "changed"
+    return "better" if (change > 0) == (better == "higher") else "worse"
+
+
+def confidence_half_width(old: Sequence[float], new: Sequence[float]) -> float | None:
+    """Return half of Welch's 95 % interval for the difference of two means; None with one run."""
+    if len(old) < 2 or len(new) < 2:
+        return None
+    parts = [statistics.variance(side) / len(side) for side in (old, new)]
+    total = sum(parts)
+    if total == 0:
+        return 0.0
+    degrees = total**2 / sum(
+        part**2 / (len(side) - 1) for part, side in zip(parts, (old, new), strict=True)
+    )
+    # Degrees of freedom are rounded down: a slightly wide interval asks for more runs.
+    t = T_975[int(degrees) - 1] if degrees < len(T_975) + 1 else _T_MANY
+    return t * math.sqrt(total)
+
+
+def comparison_lines(deltas: Sequence[Delta], tolerance: float) -> Iterator[str]:
+    """Yield one line per metric, and the overall verdict as the last line."""
+    for delta in deltas:
+        show = delta.metric.show
+        noise = "noise unknown: one run on a side"
+        if delta.noise is not None:
+            noise = f"noise +-{_amount(delta, delta.noise)}"
+        yield (
+            f"{delta.metric.label:<20}  {show(delta.before)} -> {show(delta.after)}  "
+            f"{_signed(delta)} ({noise}): {delta.verdict}"
+        )
+        if delta.verdict == "same" and delta.noise and abs(delta.change) + delta.noise > tolerance:
+            yield f"{'':<20}  the noise is larger than the tolerance: use more repeats"
+    failed = [delta.metric.label for delta in deltas if delta.fails]
+    unclear = [delta.metric.label for delta in deltas if delta.verdict == "noise"]
+    if failed:
+        yield f"regression beyond {tolerance * 100:.3g} %: {', '.join(failed)}"
+    else:
+        note = f"; too noisy, use more repeats: {', '.join(unclear)}" if unclear else ""
+        yield f"no regression beyond {tolerance * 100:.3g} %{note}"
+
+
+def _signed(delta: Delta) -> str:
+    return ("+" if delta.change >= 0 else "-") + _amount(delta, abs(delta.change))
+
+
+def _amount(delta: Delta, value: float) -> str:
+    unit = "points" if delta.metric.in_points else "%"
+    return f"{value * 100:.2f} {unit}"
+
+
+def environment_differences(before: Baseline, after: Baseline) -> Iterator[str]:
+    """Yield the differences in machine and software version between two baselines."""
+    for name in sorted({*before.machine, *after.machine}):
+        old, new = before.machine.get(name, "(none)"), after.machine.get(name, "(none)")
+        if old != new:
+            yield f"machine: {name} was {old} and is now {new}"
+    if before.gracetune != after.gracetune:
+        yield f"gracetune was {before.gracetune} and is now {after.gracetune}"
+
+
+def report_lines(baseline: Baseline) -> Iterator[str]:
+    """Yield the lines of `baseline_report.txt`."""
+    count = len(baseline.repeats)
+    yield f"captured {baseline.captured} by gracetune {baseline.gracetune}"
+    yield "machine: " + ", ".join(f"{name} {text}" for name, text in baseline.machine.items())
+    yield (
+        f"{count} runs of {baseline.steps} steps after {baseline.warmup_steps} warm-up steps; "
+        f"step times are means over {baseline.window_steps} steps"
+    )
+    yield ""
+    for metric in METRICS:
+        values = metric.values(baseline)
+        if values:
+            mean = statistics.fmean(values)
+            spread = f"{metric.show(min(values))} to {metric.show(max(values))}"
+            yield f"{metric.label:<20}  {metric.show(mean)}  ({spread})"
+        else:
+            yield f"{metric.label:<20}  not measured"
+    if count < 2:
+        yield "one run: its noise is unknown; capture with --repeats 3 or more"

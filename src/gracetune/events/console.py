@@ -1,10 +1,25 @@
-"""What a person sees while a run goes: bars on a terminal, plain lines anywhere else."""
+"""Show a run to a person: progress bars on a terminal, plain lines in a pipe or job log.
+
+Both print the same lines, one for each thing the user can act on or may want to find:
+
+    gracetune 0.1.0   flux, LoRA rank 16, 40 steps -> runs/x
+    data       staging: 48 of 48 files
+    plan       34 of 57 blocks streamed, 51 recomputed, 6 kept
+    train      65,400,000 trainable parameters, 48 samples, cuda bf16
+    step 12/40  loss 1.2900  lr 1.00e-04  1.5 samples/s  eta 19s  GPU 20.8 GiB
+    done       40 steps in 2m39s
+               adapter     runs/x/adapter
+
+Everything else is only in the log (`events.jsonl`). For notices the rule is: warnings and fallbacks
+are always shown; other notices only if their text starts with one of `LABELS` and a colon.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console, Group
@@ -34,8 +49,20 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event, Sink
 
 
-QUIET = (Notice, MemoryUsed, BatchesFed, WeightsStreamed, RatesSpread)
-"""Events that say nothing of a step that was held back."""
+LABELS = frozenset(
+    {"adapter", "attention", "cache", "config", "data", "experts", "plan", "predicted", "ramp"}
+)
+"""An info notice `label: text` with one of these labels is shown; others are only logged."""
+LABEL_WIDTH = 11
+DATA_STAGES = frozenset({"reading", "staging"})
+"""Stages of `StageProgress` that read the data; all others fill or check the cache."""
+OUTPUT_NAMES = {"pictures": "samples"}
+"""Names of `RunEnded.outputs` that are shown differently."""
+STATUS_LABELS = {"done": "done", "interrupted": "stopped", "failed": "failed"}
+WAIT_SHARE = 0.1
+"""Share of a run's time that steps may wait before the user is told."""
+UNRELATED_TO_STEPS = (Notice, MemoryUsed, BatchesFed, WeightsStreamed, RatesSpread)
+"""Events that do not print a step that was held back."""
 
 
 def console_sink(
@@ -43,59 +70,73 @@ def console_sink(
     is_terminal: bool,
     clock: Callable[[], float] = time.monotonic,
     every_s: float = 5.0,
+    title: str = "",
 ) -> Sink:
-    """Choose once: bars on a terminal, else landmarks and a step every `every_s` seconds."""
-    return LiveConsole(stream, clock) if is_terminal else PlainConsole(stream, clock, every_s)
+    """Return a sink with progress bars for a terminal, else one with plain lines.
+
+    The plain sink prints a step every `every_s` seconds. `title` is printed as the first line.
+    """
+    if is_terminal:
+        return LiveConsole(stream, clock, title)
+    return PlainConsole(stream, clock, every_s, title)
 
 
 class PlainConsole:
-    """Lines for pipes, files and job logs: few, whole, and flushed."""
+    """Prints lines for pipes, files and job logs, flushing each of them."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float], every_s: float) -> None:
+    def __init__(
+        self, stream: TextIO, clock: Callable[[], float], every_s: float, title: str = ""
+    ) -> None:
         self._stream = stream
         self._clock = clock
         self._every_s = every_s
-        self._shown_at: dict[str, float] = {}
-        self._story = ConsoleState()
-        self._held: str | None = None
+        self._printed_at: dict[str, float] = {}
+        self._state = ConsoleState()
+        self._held_step: str | None = None
+        self._title = title
 
     def handle(self, event: Event) -> None:
-        """Print the event, or hold it back where a line was printed a moment ago."""
-        self._story.add(event)
+        """Print the event; steps and stages at most every few seconds, but always the last one."""
+        if self._title:
+            self._print(self._title)
+            self._title = ""
+        self._state.add(event)
         if isinstance(event, StageProgress):
-            if self._is_due(event.stage) or event.done >= event.total:
-                self._print(stage(event))
+            self._printed_at.setdefault(event.stage, self._clock())
+            if event.done >= event.total or self._is_due(event.stage):
+                self._print(stage_line(event))
         elif isinstance(event, StepDone):
-            self._step(event)
+            self._handle_step(event)
         else:
-            if not isinstance(event, QUIET):
-                self._release()
-            for line in self._story.landmark(event):
+            lines = self._state.lines(event)
+            if lines and not isinstance(event, UNRELATED_TO_STEPS):
+                self._print_held_step()
+            for line in lines:
                 self._print(line)
 
     def close(self) -> None:
-        """Print a step that was held back, where the run ended without a last word."""
-        self._release()
+        """Print the last step if it was held back, which happens when a run is killed."""
+        self._print_held_step()
 
-    def _step(self, event: StepDone) -> None:
-        story = self._story
-        line = step(event, story.total_steps, story.pace, story.memory)
-        if self._is_due("step") or event.step >= story.total_steps:
-            self._held = None
+    def _handle_step(self, event: StepDone) -> None:
+        state = self._state
+        line = step_line(event, state.total_steps, state.pace, state.memory)
+        if self._is_due("step") or event.step >= state.total_steps:
+            self._held_step = None
             self._print(line)
         else:
-            self._held = line
+            self._held_step = line
 
-    def _release(self) -> None:
-        if self._held is not None:
-            self._print(self._held)
-            self._held = None
+    def _print_held_step(self) -> None:
+        if self._held_step is not None:
+            self._print(self._held_step)
+            self._held_step = None
 
-    def _is_due(self, what: str) -> bool:
+    def _is_due(self, name: str) -> bool:
         now = self._clock()
-        if now - self._shown_at.get(what, -math.inf) < self._every_s:
+        if now - self._printed_at.get(name, -math.inf) < self._every_s:
             return False
-        self._shown_at[what] = now
+        self._printed_at[name] = now
         return True
 
     def _print(self, line: str) -> None:
@@ -104,11 +145,12 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """Bars that move, with every landmark above them as a line that stays."""
+    """Draws moving bars at the bottom of a terminal and prints lines above them."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float], title: str = "") -> None:
         console = Console(file=stream, force_terminal=True)
-        # Drawn by `_live` with the numbers below, which so stay whole in 80 columns.
+        # `_live` draws the bars and, below them, the numbers: next to the bars they would not fit
+        # into 80 columns.
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
@@ -118,69 +160,75 @@ class LiveConsole:
             expand=True,
         )
         self._numbers = Text()
-        # What others print to stdout may be meant for a file.
-        drawn = Group(self._bars, self._numbers)
-        self._live = Live(drawn, console=console, redirect_stdout=False)
+        # stdout is not redirected: what others print there may be meant for a file.
+        self._live = Live(Group(self._bars, self._numbers), console=console, redirect_stdout=False)
         self._tasks: dict[str, TaskID] = {}
-        self._story = ConsoleState()
+        self._state = ConsoleState()
+        self._title = title
 
     def handle(self, event: Event) -> None:
-        """Move a bar, or print a line above them."""
-        self._story.add(event)
+        """Move a bar, or print a line above the bars."""
+        self._state.add(event)
         self._live.start()
+        if self._title:
+            self._print(self._title)
+            self._title = ""
         if isinstance(event, StageProgress):
-            self._move(event.stage, event.done, event.total)
-            self._numbers.plain = "  ".join(stage_pace(event))
-            if event.done >= event.total:
-                self._bars.remove_task(self._tasks.pop(event.stage))
-                self._numbers.plain = ""
-                self._print(stage(event))
+            self._handle_stage(event)
         elif isinstance(event, StepDone):
-            self._step(event)
+            self._handle_step(event)
         elif isinstance(event, RunEnded):
             self._live.stop()
-        warns = isinstance(event, Notice) and event.level == "warning"
-        for line in self._story.landmark(event):
-            self._print(line, style="yellow" if warns else None)
+        is_warning = isinstance(event, Notice) and event.level == "warning"
+        for line in self._state.lines(event):
+            self._print(line, style="yellow" if is_warning else None)
 
     def close(self) -> None:
-        """Leave the bars as they are and give the cursor back."""
+        """Leave the bars as they are and show the cursor again."""
         self._live.stop()
 
-    def _step(self, event: StepDone) -> None:
-        story = self._story
-        self._move("training", event.step, story.total_steps)
-        numbers = step_parts(event, story.pace)
-        numbers.append(f"eta {story.pace.eta(story.total_steps - event.step)}")
-        if story.memory is not None:
-            numbers.append(memory_used(story.memory))
+    def _handle_stage(self, event: StageProgress) -> None:
+        self._move_bar(event.stage, event.done, event.total)
+        self._numbers.plain = "  ".join(stage_pace(event))
+        if event.done >= event.total:
+            self._bars.remove_task(self._tasks.pop(event.stage))
+            self._numbers.plain = ""
+            self._print(stage_line(event))
+
+    def _handle_step(self, event: StepDone) -> None:
+        state = self._state
+        self._move_bar("training", event.step, state.total_steps)
+        numbers = step_numbers(event, state.pace)
+        numbers.append(f"eta {state.pace.eta(state.total_steps - event.step)}")
+        if state.memory is not None:
+            numbers.append(memory_used(state.memory))
         self._numbers.plain = "  ".join(numbers)
 
-    def _move(self, name: str, done: int, total: int) -> None:
+    def _move_bar(self, name: str, done: int, total: int) -> None:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total)
         self._bars.update(self._tasks[name], completed=done, total=total)
 
     def _print(self, line: str, style: str | None = None) -> None:
-        # Paths must survive being copied: neither wrapped, nor coloured, nor read as markup.
+        # Paths must survive being copied: not wrapped, coloured or interpreted as markup.
         self._live.console.print(
             line, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True
         )
 
 
 class ConsoleState:
-    """What later lines need of earlier events."""
+    """Remembers what later lines need from earlier events, and turns events into lines."""
 
     def __init__(self) -> None:
         self.total_steps = 0
         self.pace = Pace()
         self.memory: MemoryUsed | None = None
-        self._fed: BatchesFed | None = None
-        self._streamed: WeightsStreamed | None = None
+        self._batches: BatchesFed | None = None
+        self._weights: WeightsStreamed | None = None
         self._fallbacks = 0
 
     def add(self, event: Event) -> None:
-        """Remember what a later line will ask for."""
+        """Remember an event."""
         if isinstance(event, RunStarted):
             self.total_steps = event.total_steps
         elif isinstance(event, StepDone):
@@ -188,30 +236,30 @@ class ConsoleState:
         elif isinstance(event, MemoryUsed):
             self.memory = event
         elif isinstance(event, BatchesFed):
-            self._fed = event
+            self._batches = event
         elif isinstance(event, WeightsStreamed):
-            self._streamed = event
+            self._weights = event
         elif isinstance(event, Notice) and event.fallback:
             self._fallbacks += 1
 
-    def landmark(self, event: Event) -> list[str]:
-        """The lines of an event that is always shown; none for one that a bar or a pace shows."""
+    def lines(self, event: Event) -> list[str]:
+        """Return the lines of an event; none for events that only a bar or the log shows."""
         match event:
             case RunStarted():
-                return [run_started(event)]
+                return [run_started_line(event)]
             case Notice():
-                return [notice(event)]
+                return notice_lines(event)
             case RampChanged():
-                return [ramp_changed(event)]
+                return [ramp_changed_line(event)]
             case Validated():
-                return [validated(event)]
+                return [validated_line(event)]
             case CheckpointSaved():
-                return [checkpoint_saved(event)]
+                return [checkpoint_line(event)]
             case RunEnded():
-                moved = [] if self._fed is None else [batches_fed(self._fed)]
-                if self._streamed is not None:
-                    moved.append(weights_streamed(self._streamed))
-                return [*moved, *run_ended(event, self._fallbacks)]
+                return [
+                    *self._wait_warnings(event.seconds),
+                    *run_ended_lines(event, self._fallbacks),
+                ]
             case (
                 StageProgress()
                 | StepDone()
@@ -222,69 +270,91 @@ class ConsoleState:
             ):
                 return []
 
-
-# ------------------------------------------------------------------------------------------
-# Each event as a line for people; where and how often it is shown is `console`'s.
+    def _wait_warnings(self, seconds: float) -> list[str]:
+        """Warn of batches or weights that steps have waited for during a large part of the run."""
+        lines = []
+        if self._batches is not None and self._batches.waited_s > WAIT_SHARE * seconds:
+            waited = format_seconds(self._batches.waited_s)
+            text = f"steps waited {waited} of {format_seconds(seconds)} for batches"
+            hint = "Try a larger cache_config.prefetch_budget_gb, or a cache in memory."
+            lines.append(labelled("warning", f"{text}. {hint}"))
+        if self._weights is not None and self._weights.waited_s > WAIT_SHARE * seconds:
+            waited = format_seconds(self._weights.waited_s)
+            text = f"steps waited {waited} of {format_seconds(seconds)} for streamed weights"
+            hint = "Try plan.compile: always, or a larger plan.device_memory."
+            lines.append(labelled("warning", f"{text}. {hint}"))
+        return lines
 
 
 _SMOOTHING = 0.9
-"""How much of the pace so far stays in it: about the last ten steps count."""
+"""Weight of the earlier steps in the moving average: about the last ten steps count."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """Smoothed samples and seconds of a step, from the events' own clock."""
+    """A moving average of the samples and seconds of a step, from the events' own times."""
 
     samples: float = 0.0
     seconds: float = 0.0
     steps: int = 0
 
     def add(self, event: StepDone) -> None:
-        """Count a step. The first one warms kernels and caches up, so the second replaces it."""
+        """Count a step. The first one includes warm-up, so the second replaces it."""
         keep = _SMOOTHING if self.steps > 1 else 0.0
         self.samples = keep * self.samples + (1 - keep) * event.samples
         self.seconds = keep * self.seconds + (1 - keep) * event.seconds
         self.steps += 1
 
     def samples_per_s(self) -> float:
-        """The rate; zero before anything is known."""
+        """Return the rate; 0 before the first step."""
         return self.samples / self.seconds if self.seconds > 0 else 0.0
 
     def eta(self, steps_left: int) -> str:
-        """How long the steps that are left will take."""
+        """Return the estimated time for the remaining steps."""
         return format_seconds(self.seconds * steps_left) if self.seconds > 0 else "?"
 
 
-def run_started(event: RunStarted) -> str:
-    """What is trained on what."""
-    precision = "fp32" if event.precision == "no" else event.precision
-    begin = f"resuming at step {event.start_step}" if event.start_step else "starting"
-    return (
-        f"{begin}: {event.model}, {event.trainable_parameters:,} trainable parameters, "
-        f"{event.num_samples:,} samples, {event.total_steps:,} steps, {event.device}, "
-        f"{precision} -> {event.output_dir}"
+# Lines
+
+
+def labelled(label: str, text: str) -> str:
+    """Align the text after a label; further lines of the text are indented as far."""
+    indented = text.replace("\n", "\n" + " " * LABEL_WIDTH)
+    return f"{label:<{LABEL_WIDTH}}{indented}"
+
+
+def notice_lines(event: Notice) -> list[str]:
+    """Return the line of a notice that concerns the user, else nothing."""
+    if event.level == "warning":
+        return [labelled("warning", event.text)]
+    if event.fallback:
+        return [labelled("fallback", event.text)]
+    label, colon, text = event.text.partition(": ")
+    return [labelled(label, text)] if colon and label in LABELS else []
+
+
+def run_started_line(event: RunStarted) -> str:
+    """Describe what is trained, on what, and from which step."""
+    begin = f"from step {event.start_step:,} of {event.total_steps:,}: " if event.start_step else ""
+    text = (
+        f"{begin}{event.trainable_parameters:,} trainable parameters, "
+        f"{event.num_samples:,} samples, {event.device} {event.precision}"
     )
+    return labelled("resume" if event.start_step else "train", text)
 
 
-def notice(event: Notice) -> str:
-    """The text as it stands, marked where it is a warning or a fallback."""
-    marks = {
-        (False, False): "",
-        (False, True): "fallback: ",
-        (True, False): "warning: ",
-        (True, True): "warning, fallback: ",
-    }
-    return marks[event.level == "warning", event.fallback] + event.text
-
-
-def stage(event: StageProgress) -> str:
-    """How far a stage is, and how fast where it says so."""
-    far = f"{event.stage}: {event.done:,} of {event.total:,} {event.unit}"
-    return ", ".join([far, *stage_pace(event)])
+def stage_line(event: StageProgress) -> str:
+    """Describe the progress of a stage and its speed, if known."""
+    text = f"{event.stage}: {event.done:,} of {event.total:,} {event.unit}"
+    label = "data" if event.stage in DATA_STAGES else "cache"
+    return labelled(label, ", ".join([text, *stage_pace(event)]))
 
 
 def stage_pace(event: StageProgress) -> list[str]:
-    """Files and bytes a second, and how long the rest will take: by bytes, for files differ."""
+    """Return files and bytes per second and the remaining time.
+
+    The remaining time follows the bytes if they are known, because files differ in size.
+    """
     if not event.seconds:
         return []
     parts = [f"{event.done / event.seconds:,.0f} {event.unit}/s"]
@@ -297,9 +367,9 @@ def stage_pace(event: StageProgress) -> list[str]:
     return parts
 
 
-def step(event: StepDone, total_steps: int, pace: Pace, memory: MemoryUsed | None) -> str:
-    """One step, with the pace and the memory known by then."""
-    parts = [f"step {event.step}/{total_steps}", *step_parts(event, pace)]
+def step_line(event: StepDone, total_steps: int, pace: Pace, memory: MemoryUsed | None) -> str:
+    """Describe a step with the current speed and memory."""
+    parts = [f"step {event.step}/{total_steps}", *step_numbers(event, pace)]
     if event.step < total_steps:
         parts.append(f"eta {pace.eta(total_steps - event.step)}")
     if memory is not None:
@@ -307,65 +377,51 @@ def step(event: StepDone, total_steps: int, pace: Pace, memory: MemoryUsed | Non
     return "  ".join(parts)
 
 
-def step_parts(event: StepDone, pace: Pace) -> list[str]:
-    """The numbers of a step that a bar does not already show."""
+def step_numbers(event: StepDone, pace: Pace) -> list[str]:
+    """Return the numbers of a step that a progress bar does not show."""
     return [f"loss {event.loss:.4f}", f"lr {event.lr:.2e}", f"{pace.samples_per_s():.1f} samples/s"]
 
 
 def memory_used(event: MemoryUsed) -> str:
-    """Bytes by tier; the device's only where there is one."""
-    host = f"host {format_bytes(event.host)}"
-    if not event.device_peak:
-        return host
-    device = f"device {format_bytes(event.device)} (peak {format_bytes(event.device_peak)})"
-    return f"{device}  {host}"
+    """Return the peak of GPU memory, or the host memory of a run without a GPU."""
+    if event.device_peak:
+        return f"GPU {format_bytes(event.device_peak)}"
+    return f"host {format_bytes(event.host)}"
 
 
-def batches_fed(event: BatchesFed) -> str:
-    """Where entries came from, and what waiting was spared."""
-    found = f"{event.hits:,} in memory, {event.reads:,} read from files, {event.hot:,} hot"
-    return (
-        f"fed {event.batches:,} batches ({found}; {format_bytes(event.nbytes)} moved); "
-        f"steps waited {event.waits:,} times for {format_seconds(event.waited_s)}, "
-        f"{format_seconds(event.hidden_s)} of work hidden, {event.depth} ahead"
-    )
+def ramp_changed_line(event: RampChanged) -> str:
+    """Use the fork's own words, which users search their logs for."""
+    text = f"GH200 ramp adjusted gradient_accumulation_steps -> {event.accumulation}"
+    return labelled("ramp", text)
 
 
-def weights_streamed(event: WeightsStreamed) -> str:
-    """How much travelled, and how much of that nobody waited for."""
-    return (
-        f"streamed {format_bytes(event.nbytes)} of weights in {event.fetches:,} fetches through "
-        f"{event.slots} slots; steps waited {event.late + event.on_demand:,} times for "
-        f"{format_seconds(event.waited_s)}, {format_seconds(event.hidden_s)} hidden"
-    )
-
-
-def ramp_changed(event: RampChanged) -> str:
-    """The forks' own words, which people search their logs for."""
-    return f"GH200 ramp adjusted gradient_accumulation_steps -> {event.accumulation}"
-
-
-def validated(event: Validated) -> str:
-    """Losses, and where the pictures are."""
+def validated_line(event: Validated) -> str:
+    """List the losses and the path of the samples."""
     parts = [f"{name} {loss:.4f}" for name, loss in event.losses.items()]
     if event.grid is not None:
         parts.append(event.grid)
-    shown = ", ".join(parts) or "nothing to measure or picture"
-    return f"validated at step {event.step} in {format_seconds(event.seconds)}: {shown}"
+    text = ", ".join(parts) or "no held-out samples and no prompts"
+    return labelled("validate", f"step {event.step} in {format_seconds(event.seconds)}: {text}")
 
 
-def checkpoint_saved(event: CheckpointSaved) -> str:
-    """Where a checkpoint is, and why it was made."""
-    return (
-        f"checkpoint at step {event.step} ({event.reason}): {event.path}, "
-        f"{format_bytes(event.nbytes)} in {format_seconds(event.seconds)}"
-    )
+def checkpoint_line(event: CheckpointSaved) -> str:
+    """Name the checkpoint, its size and the reason for it."""
+    size = f"{format_bytes(event.nbytes)} in {format_seconds(event.seconds)}"
+    return labelled("checkpoint", f"{event.path} ({event.reason}, {size})")
 
 
-def run_ended(event: RunEnded, fallbacks: int) -> list[str]:
-    """How it ended, what to look at, and what was done in a lesser way than asked for."""
-    head = f"{event.status} at step {event.step} after {format_seconds(event.seconds)}"
-    width = max((len(name) for name in event.outputs), default=0)
-    outputs = [f"  {name:<{width}}  {path}" for name, path in event.outputs.items()]
-    counted = {0: "no fallbacks", 1: "1 fallback, named above"}
-    return [head, *outputs, counted.get(fallbacks, f"{fallbacks} fallbacks, named above")]
+def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
+    """Describe how the run ended, list its output files and count its fallbacks."""
+    seconds = format_seconds(event.seconds)
+    text = f"{event.step} steps in {seconds}"
+    if event.status != "done":
+        text = f"at step {event.step} after {seconds}"
+    lines = [labelled(STATUS_LABELS[event.status], text)]
+    for name, path in event.outputs.items():
+        # The result is named after its folder: `adapter` or `model`.
+        shown = PurePath(path).name if name == "result" else OUTPUT_NAMES.get(name, name)
+        lines.append(labelled("", f"{shown:<{LABEL_WIDTH}}{path}"))
+    if fallbacks:
+        count = "1 fallback was" if fallbacks == 1 else f"{fallbacks} fallbacks were"
+        lines.append(labelled("", f"{count} taken; see above"))
+    return lines

@@ -1,4 +1,4 @@
-"""One place to tell events to, many that hear them."""
+"""Send the events of a run to every sink, and report the progress of long stages."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ if TYPE_CHECKING:
 
 
 class EventDispatcher:
-    """Hands each event to every sink, one at a time, from whichever thread it comes.
+    """Passes each event to every sink, one event at a time, from any thread.
 
-    A fallback is told once, however often it is taken and by however many workers.
+    A fallback with the same text is passed on once, however often and by however many workers it
+    is reported.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
-        # Re-entrant, because a signal handler may tell something while its own thread is telling.
+        # Re-entrant: a signal handler may emit while the interrupted thread is emitting.
         self._lock = RLock()
         self._fallbacks: dict[str, None] = {}
         self._closed = False
 
     def emit(self, event: Event) -> None:
-        """Give the event to all sinks, in the order they were named."""
+        """Pass the event to all sinks, in their order."""
         with self._lock:
-            assert not self._closed, f"told after the end of the run: {event}"
+            assert not self._closed, f"an event after the end of the run: {event}"
             if isinstance(event, Notice) and event.fallback:
                 if event.text in self._fallbacks:
                     return
@@ -43,12 +44,12 @@ class EventDispatcher:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """What is done in a lesser way than asked for, in the order it was told."""
+        """The texts of all fallbacks so far, in order."""
         with self._lock:
             return tuple(self._fallbacks)
 
     def close(self) -> None:
-        """Close every sink, also when one of them fails to; a second call does nothing."""
+        """Close every sink, even if closing one of them fails; a second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -69,18 +70,18 @@ class EventDispatcher:
         self.close()
 
 
-# ------------------------------------------------------------------------------------------
-# How a long pass over files tells where it is, without drowning whoever listens.
-
-
 Emit = Callable[[Event], None]
-"""Where events go; called from one thread."""
+"""A function that takes an event, usually `EventDispatcher.emit`."""
 
 INTERVAL_S = 0.1
+"""The shortest time between two progress events of a stage."""
 
 
 class ProgressReporter:
-    """Counts what is done and tells it ten times a second at most, and always at the end."""
+    """Counts the finished items of a stage and emits `StageProgress` ten times a second at most.
+
+    The last item is always reported.
+    """
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class ProgressReporter:
         clock: Callable[[], float] = time.monotonic,
         total_nbytes: int | None = None,
     ) -> None:
-        """With `total_nbytes`, an estimate, the pace in bytes is told too."""
+        """With `total_nbytes`, which may be an estimate, events also contain bytes and seconds."""
         self._stage = stage
         self._total = total
         self._emit = emit
@@ -98,15 +99,15 @@ class ProgressReporter:
         self._total_nbytes = total_nbytes
         self._done = 0
         self._nbytes = 0
-        self._began_at = self._told_at = clock()
+        self._started_at = self._emitted_at = clock()
 
     def advance(self, count: int = 1, nbytes: int = 0) -> None:
-        """So many more are done."""
+        """Count finished items and their bytes."""
         self._done += count
         self._nbytes += nbytes
         now = self._clock()
-        if self._done == self._total or now - self._told_at >= INTERVAL_S:
-            self._told_at = now
+        if self._done == self._total or now - self._emitted_at >= INTERVAL_S:
+            self._emitted_at = now
             self._emit(self._event(now))
 
     def _event(self, now: float) -> StageProgress:
@@ -118,5 +119,5 @@ class ProgressReporter:
             self._total,
             nbytes=self._nbytes,
             total_nbytes=max(self._total_nbytes, self._nbytes),
-            seconds=now - self._began_at,
+            seconds=now - self._started_at,
         )

@@ -1,8 +1,8 @@
-"""The log of a run: one JSON object a line, written as things happen, read back by anyone.
+"""Write and read the log of a run, `events.jsonl`: one JSON object per line and event.
 
-A line is `{"event": kind, "time": unix seconds, ...}` with the event's own fields. Floats are
-written so that they read back bit for bit. JSON has no number for what is not finite: those are
-the strings "nan", "inf" and "-inf", which `float()` reads.
+A line is `{"event": kind, "time": unix seconds, ...}` with the event's own fields. Floats read back
+bit for bit. JSON has no nan and no infinity: they are written as the strings "nan", "inf" and
+"-inf", which `float()` accepts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
 
 TORN = "torn_line"
-"""The kind of line that vouches for the broken one before it."""
+"""The kind of a line that marks the line before it as cut off by a killed process."""
 
 
 class JsonlLog:
     """A sink that appends each event to a file.
 
-    Every line is handed to the kernel before `handle` returns, so a killed process loses at most
-    the line it was writing. Checkpoints and the end of a run also reach the disk.
+    `handle` returns after the kernel has the line, so a killed process loses at most the line it
+    was writing. Lines about checkpoints and the end of a run are also synced to disk.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class JsonlLog:
             self._file = path.open("a+b")
         except OSError as error:
             raise RunFailedError(
-                f"The log {path} cannot be opened: {error.strerror}. "
-                "Choose an output_dir that can be written to."
+                f"the log {path} cannot be opened: {error.strerror}. "
+                "Choose an output_dir that you may write to."
             ) from error
         self._close_off_torn_line()
 
     def handle(self, event: Event) -> None:
-        """Write one line; a stage's progress at most once in a while, and its end always.
+        """Write one line; the progress of a stage at most once a second, and always its end.
 
-        Where a line could not be written, which ends the run, nothing comes after it.
+        After a failed write, which ends the run, further events are ignored.
         """
         if self._file.closed:
             return
@@ -64,11 +64,11 @@ class JsonlLog:
         if isinstance(event, StageProgress) and not self._stage_is_due(event, now):
             return
         line = {"event": KINDS[type(event)], "time": now}
-        line |= {field.name: _plain(getattr(event, field.name)) for field in fields(event)}
+        line |= {field.name: _to_json(getattr(event, field.name)) for field in fields(event)}
         self._write(line, durable=isinstance(event, CheckpointSaved | RunEnded))
 
     def close(self) -> None:
-        """Give the file back; every line is already written."""
+        """Close the file; every line is already written."""
         self._file.close()
 
     def _stage_is_due(self, event: StageProgress, now: float) -> bool:
@@ -79,7 +79,7 @@ class JsonlLog:
         return True
 
     def _close_off_torn_line(self) -> None:
-        """End the line that a killed process left behind, and say so in the log itself."""
+        """End a line that a killed process left unfinished, and mark it as torn."""
         size = self._file.seek(0, os.SEEK_END)
         if size == 0:
             return
@@ -90,28 +90,28 @@ class JsonlLog:
     def _write(self, line: Mapping[str, object], prefix: str = "", durable: bool = False) -> None:
         text = prefix + json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
         try:
-            # A caption read from a broken file may hold half a surrogate pair; keep it readable.
+            # A caption may contain half a surrogate pair, which UTF-8 cannot encode.
             self._file.write(text.encode("utf-8", errors="backslashreplace"))
             self._file.flush()
             if durable:
                 os.fsync(self._file.fileno())
         except OSError as error:
-            with suppress(OSError):  # closing tries the same bytes again; the first error is told
+            with suppress(OSError):  # closing flushes, and fails, again; the first error counts
                 self._file.close()
             raise RunFailedError(
-                f"The log {self._path} cannot be written: {error.strerror}. "
-                "Make room or mend the disk, then start the run again to resume it."
+                f"the log {self._path} cannot be written: {error.strerror}. "
+                "Free some disk space, then run the same command again to continue."
             ) from error
 
 
 def read_events(path: Path) -> Iterator[dict[str, object]]:
-    """Every line of a log in order; a line torn by a kill is left out, any other damage raises."""
+    """Yield the lines of a log in order; skip torn lines, raise at any other damage."""
     broken = 0
     try:
         file = path.open("rb")
     except OSError as error:
         raise DataError(
-            f"The log {path} cannot be read: {error.strerror}. Name the log of a run."
+            f"the log {path} cannot be read: {error.strerror}. Name the events.jsonl of a run."
         ) from error
     with file:
         for number, raw in enumerate(file, start=1):
@@ -121,15 +121,15 @@ def read_events(path: Path) -> Iterator[dict[str, object]]:
                 continue
             if broken and record["event"] != TORN:
                 raise DataError(
-                    f"{path}, line {broken} is not an event. "
-                    "Something else wrote to this log; remove the line to read the rest."
+                    f"line {broken} of {path} is not an event: something else wrote to this log. "
+                    "Remove the line to read the rest."
                 )
             broken = 0
             yield record
 
 
 def loss_by_step(path: Path) -> dict[int, float]:
-    """The loss of each logged step; where a resumed run repeats a step, the later line counts."""
+    """Return the loss of each step; if a resumed run repeated a step, its later value."""
     losses: dict[int, float] = {}
     for record in read_events(path):
         if record["event"] == KINDS[StepDone]:
@@ -143,16 +143,16 @@ def loss_by_step(path: Path) -> dict[int, float]:
 def _parse(raw: bytes) -> dict[str, object] | None:
     try:
         record = json.loads(raw)
-    except ValueError:  # covers bytes that are not UTF-8
+    except ValueError:  # also for bytes that are not UTF-8
         return None
     return record if isinstance(record, dict) and "event" in record else None
 
 
-def _plain(value: object) -> object:
+def _to_json(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     return value

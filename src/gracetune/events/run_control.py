@@ -1,7 +1,8 @@
-"""What a running run can be asked from outside, through small files in its folder.
+"""Ask a running training run to validate, save or stop, through small files in its folder.
 
-The run writes `now/listening.json`; `ask` drops `now/<verb>` beside it; the run takes it away.
-Files need no port, work on a cluster's shared disk and outlive a lost terminal.
+The run writes `now/listening.json` with its process id. `gracetune now <verb>` creates `now/<verb>`
+next to it, and the run deletes that file when it takes the request, between two steps. Files need
+no network port, work on the shared disk of a cluster, and survive a lost terminal.
 """
 
 from __future__ import annotations
@@ -25,44 +26,44 @@ VERBS = ("validate", "save", "stop")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """The run that listens in a folder."""
+    """The process that takes requests in a folder; the fields are keys of `listening.json`."""
 
     pid: int
     host: str
     birth: int
-    """When that process began: the same pid with another birth is another process."""
+    """Start time of the process: the same pid with another start time is another process."""
     verbs: tuple[str, ...]
-    """What it answers to."""
+    """The requests that it accepts."""
 
     def is_local(self) -> bool:
-        """Whether it runs on this machine, so that its process can be looked up."""
+        """Return True if the process runs on this machine, where it can be looked up."""
         return self.host == socket.gethostname()
 
     def is_alive(self) -> bool:
-        """Whether its process still runs; of another machine we can only believe it."""
+        """Return True if the process runs; on another machine, that is assumed."""
         return not self.is_local() or _process_start_time(self.pid) == self.birth
 
 
 class RunControl:
-    """The run's end: open once, take between steps, close at the end."""
+    """The run's side: open it at the start, take requests between steps, close it at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "now"
-        # As strings, because `take` is called after every step.
-        self._asked = {verb: os.fspath(self._folder / verb) for verb in VERBS}
+        # Strings instead of Path objects: `take_requests` runs after every step.
+        self._paths = {verb: os.fspath(self._folder / verb) for verb in VERBS}
         self._open = False
 
     def open(self, pid: int, verbs: Iterable[str] = VERBS) -> None:
-        """Begin to listen; what was asked of an earlier run is forgotten."""
+        """Start to accept requests; requests to an earlier run are deleted."""
         birth = _process_start_time(pid)
-        assert birth is not None, f"no process {pid} to listen"
+        assert birth is not None, f"there is no process {pid}"
         listener = Listener(pid, socket.gethostname(), birth, tuple(verbs))
         self._folder.mkdir(parents=True, exist_ok=True)
         other = _read_listener(self._folder)
         if other is not None and other.pid != pid and other.is_local() and other.is_alive():
             raise ConfigError(
-                f"output_dir {self._folder.parent} is in use by process {other.pid}; two runs "
-                "cannot share one folder. Choose another output_dir, or end that run with: "
+                f"output_dir is {self._folder.parent}, which is in use by process {other.pid}, and "
+                "two runs cannot share a folder. Choose another output_dir, or stop that run: "
                 f"gracetune now stop {self._folder.parent}"
             )
         self.take_requests()
@@ -71,7 +72,7 @@ class RunControl:
 
     @contextmanager
     def listening(self, verbs: Iterable[str], is_main: bool = True) -> Iterator[Self]:
-        """Listen while the block runs; of several ranks one does."""
+        """Accept requests while the block runs; only the main rank does."""
         if is_main:
             self.open(os.getpid(), verbs)
         try:
@@ -81,9 +82,9 @@ class RunControl:
                 self.close()
 
     def take_requests(self) -> set[str]:
-        """What was asked since the last call; each request is answered once."""
+        """Return and delete the requests since the last call."""
         taken = set()
-        for verb, path in self._asked.items():
+        for verb, path in self._paths.items():
             try:
                 os.unlink(path)
             except FileNotFoundError:
@@ -92,9 +93,9 @@ class RunControl:
         return taken
 
     def close(self) -> None:
-        """Stop listening; what nobody will answer any more goes too.
+        """Stop accepting requests and delete pending ones.
 
-        Without an `open` that went well it does nothing: the folder may be another run's.
+        Does nothing if `open` failed, because the folder may belong to another run.
         """
         if not self._open:
             return
@@ -104,39 +105,42 @@ class RunControl:
 
 
 def send_request(folder: Path, verb: str) -> Listener:
-    """Ask the run in `folder` to do something soon; says who will."""
+    """Leave a request for the run in `folder`; return the process that will take it."""
     if verb not in VERBS:
-        raise ConfigError(f"{verb!r} cannot be asked of a run. Known: {', '.join(VERBS)}.")
+        raise ConfigError(f"{verb!r} is not a request. Use one of: {', '.join(VERBS)}.")
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder. Name the output_dir of a run.")
     listener = _read_listener(folder / "now")
     if listener is None:
         raise RunFailedError(
-            f"No run is listening in {folder}: it has not begun to train, or it has ended. "
-            "Nothing was asked."
+            f"no run accepts requests in {folder}: it has not started to train yet, or it has "
+            "ended. Check the folder, and try again once the run prints its first step."
         )
     if not listener.is_alive():
         raise RunFailedError(
-            f"The run in {folder} is gone: process {listener.pid} ended without a goodbye. "
-            "Nothing was asked; train again to resume it from its newest checkpoint."
+            f"the run in {folder} was killed: process {listener.pid} no longer exists. Run "
+            "`gracetune train` again to resume it from its newest checkpoint."
         )
     if verb not in listener.verbs:
-        way_out = "Set validation.enable_manual_validation: true." if verb == "validate" else ""
+        fix = "Set validation.enable_manual_validation: true." if verb == "validate" else ""
         raise ConfigError(
-            f"The run in {folder} does not answer to {verb!r}, only to "
-            f"{', '.join(listener.verbs)}. {way_out}".rstrip()
+            f"the run in {folder} does not accept {verb!r}, only "
+            f"{', '.join(listener.verbs)}. {fix}".rstrip()
         )
     write_text(folder / "now" / verb, "")
     return listener
 
 
 def _process_start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a running process: no change of clock moves them."""
+    """Return clock ticks from boot to the start of a process; None if it does not run.
+
+    Ticks since boot do not change when the system clock is set.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command's name stands in brackets and may hold anything; what follows is plain.
+    # The command's name is in brackets and may contain anything, so parse what follows it.
     state, *rest = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(rest[18])
 
@@ -144,11 +148,11 @@ def _process_start_time(pid: int) -> int | None:
 def _read_listener(folder: Path) -> Listener | None:
     path = folder / "listening.json"
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        return Listener(said["pid"], said["host"], said["birth"], tuple(said["verbs"]))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Listener(found["pid"], found["host"], found["birth"], tuple(found["verbs"]))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} does not say which process listens. Remove it if no run is using the folder."
+            f"{path} is damaged: it does not name a process. Remove it if no run uses the folder."
         ) from error

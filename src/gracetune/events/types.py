@@ -1,4 +1,8 @@
-"""Every event a run can tell, as frozen dataclasses; a sink sees nothing else."""
+"""The events of a run, as frozen dataclasses, and the protocol of the sinks that receive them.
+
+Class names map to event kinds in `events.jsonl` (`KINDS`), and field names are keys there. Both are
+a file format that other tools read: do not rename them.
+"""
 
 from __future__ import annotations
 
@@ -11,151 +15,171 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """A run begins, or goes on from a checkpoint."""
+    """A run is set up and starts to train, from step 0 or from a checkpoint."""
 
     output_dir: str
     model: str
+    """The name of the model family."""
     trainable_parameters: int
+    """The number of trained weights (not of tensors)."""
     total_steps: int
     start_step: int
+    """Steps done by earlier processes; 0 for a new run."""
     num_samples: int
+    """Training samples, without held-out ones and without repeats."""
     device: str
     precision: str
+    """`fp32` or `bf16`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something the user should know once: a choice made, a fallback taken, a value rounded."""
+    """A remark for the log: a choice that was made, a fallback, a rounded value.
+
+    The console shows warnings, fallbacks, and notices that start with a label, as in
+    `plan: 34 of 57 blocks streamed` (see `LABELS` in console.py). Others are only logged.
+    """
 
     text: str
     level: Literal["info", "warning"] = "info"
     fallback: bool = False
-    """Whether something asked for is done in a lesser way; these are counted at the end."""
+    """True if something that was asked for is done in a slower or lesser way."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """How far a preparatory stage is (staging, encoding, sampling)."""
+    """The progress of a stage before training, such as staging or encoding."""
 
     stage: str
     done: int
     total: int
     unit: str = "files"
+    """The unit of `done` and `total`."""
     nbytes: int = 0
-    """Bytes done; 0 where the stage does not count them."""
+    """Bytes done; 0 if the stage does not count bytes."""
     total_nbytes: int = 0
-    """Bytes in all, as far as they are known."""
+    """Bytes in total, as far as they are known."""
     seconds: float = 0.0
-    """Since the stage began; 0 where its pace is not told."""
+    """Seconds since the stage started; 0 if its speed is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """One optimizer step."""
+    """One optimizer step is done."""
 
     step: int
+    """The number of steps done, counted from 1."""
     loss: float
+    """The mean over the samples of the step."""
     lr: float
     grad_norm: float
+    """The gradient norm before clipping."""
     samples: int
-    """Samples that this step averaged over, on all ranks."""
+    """Samples in this step, on all ranks."""
     accumulation: int
+    """Micro-batches of each rank in this step."""
     epoch: int
+    """The epoch that the next batch belongs to, from 0."""
     seconds: float
-    """Wall time since the step before."""
+    """Wall time of the step; a mean over the steps that were logged together."""
     expert: str = ""
-    """Of a model with two: which was trained, `high` or `low`."""
+    """The expert that was trained, `high` or `low`; empty for a model with one transformer."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsed:
-    """Bytes in use, by tier."""
+    """Memory in use, in bytes."""
 
     step: int
     host: int
     device: int
     device_peak: int
+    """The highest value of `device` since the start."""
     managed: int = 0
-    """Of ours, on either side."""
+    """Managed memory that gracetune allocated, wherever its pages are."""
     stage: int = 1
-    """1: all resident; 2: oversubscribed."""
+    """1: all managed memory is on the device; 2: the device is oversubscribed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchesFed:
-    """What bringing batches has cost and spared so far; counted from the start of the process."""
+    """Statistics of loading batches, counted from the start of the process."""
 
     step: int
     batches: int
     hits: int
-    """Entries that were found in memory."""
+    """Cache entries that were found in memory."""
     reads: int
-    """Entries that were read from files."""
+    """Cache entries that were read from files."""
     hot: int
-    """Texts that were on the device already."""
+    """Encoded texts that were on the device already."""
     waits: int
-    """Batches that were not there when a step asked for them; the first always is one."""
+    """Batches that were not ready when a step asked for them; the first one never is."""
     nbytes: int
-    """Brought to the device."""
+    """Bytes copied to the device."""
     waited_s: float
-    """How long steps waited."""
+    """Seconds that steps waited for batches."""
     hidden_s: float
-    """How long batches were worked on while steps went on."""
+    """Seconds of loading that overlapped with steps."""
     depth: int
-    """Batches that are brought ahead by now; 0: each when it is asked for."""
+    """Batches that are prefetched by now; 0 if each is loaded when a step asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsStreamed:
-    """What streaming frozen weights has cost and hidden since the model was placed."""
+    """Statistics of streaming frozen weights, counted since the plan was applied."""
 
     step: int
     slots: int
-    """Blocks that have room on the device at once; steps that wait may have added some."""
+    """Slots of the ring; the ring may have grown."""
     fetches: int
+    """Copies of one block's weights to the device."""
     nbytes: int
-    """Brought to the device."""
+    """Bytes copied to the device."""
     late: int
-    """Uses whose weights were asked for ahead, and still waited for."""
+    """Blocks that waited although their weights were prefetched."""
     on_demand: int
-    """Uses whose weights nobody had asked for."""
+    """Blocks whose weights had not been prefetched."""
     waited_s: float
-    """How long computing stood still for weights."""
+    """Seconds that computation waited for weights."""
     hidden_s: float
-    """How long the link was busy beside computing, by its measured rate."""
+    """Seconds of copying that overlapped with computation, from the link's measured bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatesSpread:
-    """How learning rates are spread, where every element has one of its own."""
+    """A histogram of the learning rates, for optimizers with one rate per element."""
 
     step: int
     expert: str
-    """Of a model with two: whose rates these are; else empty."""
+    """The expert, `high` or `low`; empty for a model with one transformer."""
     limits: tuple[float, ...]
-    """Where bins begin, and where the last one ends."""
+    """The edges of the bins: one more than there are bins."""
     counts: tuple[int, ...]
-    """Elements in each bin; what lies outside counts in the outermost."""
+    """Elements in each bin; the outermost bins include everything beyond them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RampChanged:
-    """The ramp chose another number of micro-batches for the steps to come."""
+    """The ramp changed the number of micro-batches in a step."""
 
     step: int
     micro_batches: int
+    """Micro-batches done so far by each rank."""
     accumulation: int
+    """Micro-batches in each step from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """Pictures and losses at one step."""
+    """A validation is done: samples are written and the held-out loss is measured."""
 
     step: int
     grid: str | None
-    """The picture, as a path that can be opened as it stands; none where nothing was pictured."""
+    """The path of an image with all samples; None on ranks that write no files."""
     prompts: tuple[str, ...]
     losses: Mapping[str, float] = field(default_factory=dict)
+    """Mean losses on held-out samples, by name."""
     seconds: float = 0.0
 
 
@@ -167,19 +191,22 @@ class CheckpointSaved:
     path: str
     nbytes: int
     seconds: float
+    """How long saving took."""
     reason: str
+    """Why it was saved, for example `every N steps`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The last event of a process."""
+    """The run ended; the last event of a process."""
 
     step: int
     status: Literal["done", "interrupted", "failed"]
     seconds: float
     outputs: Mapping[str, str] = field(default_factory=dict)
-    """What to look at, by name: the result, the newest grid, the log."""
+    """Paths of the output files by name: `log`, `pictures`, `checkpoint`, `result`."""
     message: str = ""
+    """The error, unless the run is done."""
 
 
 Event = (
@@ -211,16 +238,16 @@ KINDS: dict[type[Event], str] = {
     CheckpointSaved: "checkpoint_saved",
     RunEnded: "run_ended",
 }
-"""The name of each event in the log: part of the file format."""
+"""The kind of each event in the log: part of the file format."""
 
 
 class Sink(Protocol):
-    """Something that events go to."""
+    """A receiver of events, such as the console, the log or a tracker."""
 
     def handle(self, event: Event) -> None:
-        """Take one event; called in order, from one thread."""
+        """Process one event. Calls come in order and never at the same time."""
         ...
 
     def close(self) -> None:
-        """Flush; nothing comes after."""
+        """Flush and release resources; no event comes after it."""
         ...

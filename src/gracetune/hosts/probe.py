@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class UsageSite:
     """A place that must call or name what we replace: else replacing it does nothing."""
 
     module: str
@@ -33,17 +33,17 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class RequiredSymbol:
     """One symbol of the host's, and what we rely on of it."""
 
     module: str
     name: str
-    why: str
-    takes: tuple[str, ...] = ()
+    purpose: str
+    leading_parameters: tuple[str, ...] = ()
     """Parameters that must be there in this order, before any other; `self` is not counted."""
-    accepts: tuple[str, ...] = ()
+    accepted_parameters: tuple[str, ...] = ()
     """Parameters that must be there, in any place."""
-    sites: tuple[Site, ...] = ()
+    usage_sites: tuple[UsageSite, ...] = ()
 
     @property
     def symbol(self) -> str:
@@ -52,21 +52,21 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProbeResult:
     """What became of a need."""
 
-    need: Need
-    reason: str
+    need: RequiredSymbol
+    problem: str
     """Empty: as it should be."""
 
     @property
-    def fits(self) -> bool:
+    def ok(self) -> bool:
         """Whether the hook can be set."""
-        return not self.reason
+        return not self.problem
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class InstalledHost:
     """A host on this disk."""
 
     name: str
@@ -75,43 +75,43 @@ class Installed:
     """The folder that its package is in."""
 
 
-def find_installed(name: str, way_out: str) -> Installed:
+def find_installed(name: str, install_hint: str) -> InstalledHost:
     """The host in the environment that runs this."""
     try:
         found = distribution(name)
     except PackageNotFoundError:
-        raise HostError(f"{name} is not installed in this environment. {way_out}") from None
-    return Installed(name, found.version, Path(str(found.locate_file(""))))
+        raise HostError(f"{name} is not installed in this environment. {install_hint}") from None
+    return InstalledHost(name, found.version, Path(str(found.locate_file(""))))
 
 
-def probe(root: Path, needs: Sequence[Need]) -> list[Found]:
+def probe(root: Path, needs: Sequence[RequiredSymbol]) -> list[ProbeResult]:
     """Look for every symbol; each module is read once."""
     shelf = _SourceFiles(root, {})
-    return [Found(need, _missing(shelf, need)) for need in needs]
+    return [ProbeResult(need, _find_problem(shelf, need)) for need in needs]
 
 
-def _missing(shelf: _SourceFiles, need: Need) -> str:
+def _find_problem(shelf: _SourceFiles, need: RequiredSymbol) -> str:
     tree = shelf.tree(need.module)
     if tree is None:
         return f"there is no module {need.module}"
     node = _find(tree, need.name)
     if node is None:
         return f"{need.module} has no {need.name}"
-    if need.takes or need.accepts:
+    if need.leading_parameters or need.accepted_parameters:
         signature = _signature(node)
         if signature is None:
             return f"{need.name} is not a function or a class any more"
-        wrong = _misfit(signature, need)
+        wrong = _signature_problem(signature, need)
         if wrong:
             return wrong
-    for site in need.sites:
-        wrong = _unused(shelf, site)
+    for site in need.usage_sites:
+        wrong = _usage_problem(shelf, site)
         if wrong:
             return wrong
     return ""
 
 
-def _misfit(signature: Signature, need: Need) -> str:
+def _signature_problem(signature: Signature, need: RequiredSymbol) -> str:
     """What a call of ours would stumble over."""
     arguments = signature.args
     ordered = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
@@ -119,19 +119,25 @@ def _misfit(signature: Signature, need: Need) -> str:
         ordered = ordered[1:]
     named = {*ordered, *(each.arg for each in arguments.kwonlyargs)}
     shown = f"{need.name}({', '.join(ordered)})"
-    if tuple(ordered[: len(need.takes)]) != need.takes:
-        return f"the signature is {shown}; it should begin with ({', '.join(need.takes)})"
-    lost = [name for name in need.accepts if name not in named]
+    if tuple(ordered[: len(need.leading_parameters)]) != need.leading_parameters:
+        return (
+            f"the signature is {shown}; it should begin with ({', '.join(need.leading_parameters)})"
+        )
+    lost = [name for name in need.accepted_parameters if name not in named]
     if lost and arguments.kwarg is None:
         return f"the signature is {shown}; it takes no {', '.join(lost)}"
     # What it takes beyond that must be optional: we call it with what we know.
     num_optional = len(arguments.defaults)
     demanded = ordered[: len(ordered) - num_optional]
-    new = [name for name in demanded if name not in (*need.takes, *need.accepts)]
+    new = [
+        name
+        for name in demanded
+        if name not in (*need.leading_parameters, *need.accepted_parameters)
+    ]
     return f"the signature is {shown}; {', '.join(new)} is new and must be given" if new else ""
 
 
-def _unused(shelf: _SourceFiles, site: Site) -> str:
+def _usage_problem(shelf: _SourceFiles, site: UsageSite) -> str:
     tree = shelf.tree(site.module)
     if tree is None:
         return f"there is no module {site.module}, which should use {site.text}"
@@ -198,12 +204,12 @@ def _signature(node: ast.AST) -> Signature | None:
     if isinstance(node, ast.ClassDef):
         made = _find(node, "__init__")
         if made is None and node.decorator_list:
-            return _made_by_fields(node)
+            return _dataclass_init(node)
         return made if isinstance(made, ast.FunctionDef) else None
     return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
-def _made_by_fields(node: ast.ClassDef) -> Signature:
+def _dataclass_init(node: ast.ClassDef) -> Signature:
     """The initializer that a dataclass gets."""
     fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
     names = [each.target.id for each in fields if isinstance(each.target, ast.Name)]
@@ -212,19 +218,19 @@ def _made_by_fields(node: ast.ClassDef) -> Signature:
     return ast.FunctionDef("__init__", arguments, [], [])
 
 
-def probe_lines(
-    installed: Installed, found: Sequence[Found], known: Mapping[str, str]
+def format_probe(
+    installed: InstalledHost, found: Sequence[ProbeResult], known: Mapping[str, str]
 ) -> list[str]:
     """A table for people; the last line is the verdict."""
     width = max(len(each.need.symbol) for each in found)
     lines = [f"{installed.name} {installed.version} in {installed.root}"]
     for each in found:
         lines.append(
-            f"{'ok  ' if each.fits else 'FAIL'}  {each.need.symbol:<{width}}  {each.need.why}"
+            f"{'ok  ' if each.ok else 'FAIL'}  {each.need.symbol:<{width}}  {each.need.purpose}"
         )
-        if not each.fits:
-            lines.append(f"      {each.reason}")
-    failed = sum(not each.fits for each in found)
+        if not each.ok:
+            lines.append(f"      {each.problem}")
+    failed = sum(not each.ok for each in found)
     if failed:
         lines.append(
             f"{failed} of {len(found)} symbols do not fit: {installed.name} {installed.version} "

@@ -12,7 +12,6 @@ They are not pinned: pinning a private page copies it. SimpleTuner pins what it 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import mmap
 import os
@@ -27,8 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from gracetune.events.types import Notice
-from gracetune.hosts.tensor_memory import Held, copied, counted, identity, versions_of
-from gracetune.memory.shared_arena import pid_namespace_id
+from gracetune.hosts.tensor_memory import (
+    CachedValue,
+    copy_containers,
+    count_writes,
+    file_identity,
+    tensor_versions,
+)
+from gracetune.memory.shared_arena import exclusive_lock, open_process_file, pid_namespace_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +60,7 @@ class _Segment:
     paths: list[str] = field(default_factory=list)
 
 
-class NodeMemory:
+class SharedTensorMemory:
     """What `torch_load` gave in any process of this machine that meets in `folder`.
 
     Each holds up to its budget; the oldest segment leaves first. A hit is checked as in
@@ -70,103 +75,103 @@ class NodeMemory:
         self.misses = 0
         self.nbytes = 0
         self._emit = emit
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._proc = proc
-        self._place = folder / f"tensors-{pid_namespace_id(proc)}"
-        self._place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = folder / f"tensors-{pid_namespace_id(proc)}"
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._pid = os.getpid()
-        self._log = Log(self._place / f"{self._pid}-{time.time_ns()}.log")
+        self._log = RecordLog(self._folder / f"{self._pid}-{time.time_ns()}.log")
         self._lock = threading.Lock()
         self._segments: list[_Segment] = []
         self._num_segments = 0
         self._read: dict[Path, int] = {}
-        self._entries: dict[str, tuple[Path, SharedEntry]] = {}
-        self._opened: dict[tuple[Path, int], Opened] = {}
+        self._entries: dict[str, tuple[Path, ValueStored]] = {}
+        self._opened: dict[tuple[Path, int], SegmentOpened] = {}
         self._maps: dict[tuple[Path, int], mmap.mmap] = {}
-        self._views: dict[str, Held] = {}
-        self._spoiled: dict[str, Identity] = {}
-        weakref.finalize(self, _leave, self._log.path, self._pid)
-        self._take_away_the_dead()
+        self._cached: dict[str, CachedValue] = {}
+        self._modified: dict[str, Identity] = {}
+        weakref.finalize(self, _remove_log, self._log.path, self._pid)
+        self._remove_dead_logs()
 
     def get(self, where: FilePath, load: Callable[[str], object]) -> object:
         """The value of a file, from the machine's memory where it is there."""
         path = os.fspath(where)
-        file = identity(path)
+        file = file_identity(path)
         with self._lock:
-            found = None if file is None else self._find(path, file)
+            found = None if file is None else self._lookup(path, file)
             if found is not None:
                 self.hits += 1
-                return copied(found.value)
+                return copy_containers(found.value)
             self.misses += 1
         value = load(path)
-        if file is None or identity(path) != file or self._spoiled.get(path) == file:
+        if file is None or file_identity(path) != file or self._modified.get(path) == file:
             return value
-        return self._keep(path, file, value)
+        return self._store(path, file, value)
 
     def forget(self, path: FilePath) -> None:
         """The file is about to change; other processes see that by the file."""
         with self._lock:
-            self._views.pop(os.fspath(path), None)
+            self._cached.pop(os.fspath(path), None)
 
-    def _find(self, path: str, file: Identity) -> Held | None:
-        held = self._views.get(path)
+    def _lookup(self, path: str, file: Identity) -> CachedValue | None:
+        held = self._cached.get(path)
         if held is not None and held.file == file:
-            if versions_of(held.value) == held.versions:
+            if tensor_versions(held.value) == held.versions:
                 return held
             # What was written to is this process's own page now; the disk has what is right.
-            self._spoiled[path] = file
-            del self._views[path]
-        if self._spoiled.get(path) == file:
+            self._modified[path] = file
+            del self._cached[path]
+        if self._modified.get(path) == file:
             return None
-        if not self._knows(path, file):
-            self._follow()
-        return self._view(path, file) if self._knows(path, file) else None
+        if not self._has_entry(path, file):
+            self._read_logs()
+        return self._view(path, file) if self._has_entry(path, file) else None
 
-    def _knows(self, path: str, file: Identity) -> bool:
+    def _has_entry(self, path: str, file: Identity) -> bool:
         known = self._entries.get(path)
         return known is not None and known[1].file == file
 
-    def _view(self, path: str, file: Identity) -> Held | None:
+    def _view(self, path: str, file: Identity) -> CachedValue | None:
         log, entry = self._entries[path]
         memory = self._map((log, entry.segment))
         if memory is None:
             del self._entries[path]
             return None
-        with counted():
-            value = build(entry.layout, memory, entry.offset)
-        held = self._views[path] = Held(value, file, versions_of(value), entry.nbytes)
+        with count_writes():
+            value = deserialize(entry.layout, memory, entry.offset)
+        held = self._cached[path] = CachedValue(value, file, tensor_versions(value), entry.nbytes)
         return held
 
-    def _keep(self, path: str, file: Identity, value: object) -> object:
+    def _store(self, path: str, file: Identity, value: object) -> object:
         if os.getpid() != self._pid:
             return value  # a fork may read; what it held would end with it
         try:
-            layout, parts, nbytes = lay_out(value)
-        except NoLayoutError as error:
-            self._emit_once(f"cache files with {error} in them are not kept: ranks cannot share it")
+            layout, parts, nbytes = serialize(value)
+        except UnsupportedValueError as error:
+            self._warn_once(f"cache files with {error} in them are not kept: ranks cannot share it")
             return value
         size = -(-nbytes // _PAGE) * _PAGE
         if size > self.budget_nbytes:
             return value
-        with self._lock, self._alone():
-            found = self._find(path, file)  # another may have been faster
+        with self._lock, self._locked():
+            found = self._lookup(path, file)  # another may have been faster
             if found is not None:
-                return copied(found.value)
+                return copy_containers(found.value)
             try:
                 segment = self._segment_for(size)
                 for part in parts:
                     _write(segment.fd, part.data, segment.end + part.offset)
-                entry = SharedEntry(path, file, segment.number, segment.end, nbytes, layout)
+                entry = ValueStored(path, file, segment.number, segment.end, nbytes, layout)
                 self._log.add(entry)
             except OSError as error:
-                self._emit_once(f"the machine has no memory for more cache files ({error})")
+                self._warn_once(f"the machine has no memory for more cache files ({error})")
                 return value
             segment.end += size
             segment.paths.append(path)
             self.nbytes += size
             self._entries[path] = (self._log.path, entry)
             kept = self._view(path, file)
-        return value if kept is None else copied(kept.value)
+        return value if kept is None else copy_containers(kept.value)
 
     def _segment_for(self, size: int) -> _Segment:
         while self._segments and self.nbytes + size > self.budget_nbytes:
@@ -178,7 +183,7 @@ class NodeMemory:
         try:
             os.ftruncate(fd, nbytes)
             status = os.fstat(fd)
-            opened = Opened(self._num_segments, self._pid, fd, status.st_dev, status.st_ino)
+            opened = SegmentOpened(self._num_segments, self._pid, fd, status.st_dev, status.st_ino)
             self._log.add(opened)
         except OSError:
             os.close(fd)
@@ -191,7 +196,7 @@ class NodeMemory:
 
     def _close_oldest(self) -> None:
         segment = self._segments[0]
-        self._log.add(Gone(segment.number))  # first: who cannot be told must not lose it
+        self._log.add(SegmentClosed(segment.number))  # first: who cannot be told must not lose it
         del self._segments[0]
         self.nbytes -= segment.end
         self._forget_segment((self._log.path, segment.number))
@@ -203,7 +208,7 @@ class NodeMemory:
         for path, (log, entry) in list(self._entries.items()):
             if (log, entry.segment) == place:
                 del self._entries[path]
-                self._views.pop(path, None)
+                self._cached.pop(path, None)
 
     def _map(self, place: tuple[Path, int]) -> mmap.mmap | None:
         if place in self._maps:
@@ -214,7 +219,7 @@ class NodeMemory:
         try:
             descriptor = opened.open(self._proc)
         except PermissionError as error:
-            self._emit_once(f"another rank's memory cannot be mapped ({error}): each has its own")
+            self._warn_once(f"another rank's memory cannot be mapped ({error}): each has its own")
             return None
         except OSError:
             return None  # its holder has ended
@@ -224,40 +229,36 @@ class NodeMemory:
             os.close(descriptor)
         return self._maps[place]
 
-    def _follow(self) -> None:
+    def _read_logs(self) -> None:
         """Read what other processes have noted since."""
-        for log in self._place.glob("*.log"):
+        for log in self._folder.glob("*.log"):
             if log == self._log.path:
                 continue
-            notes, self._read[log] = follow(log, self._read.get(log, 0))
+            notes, self._read[log] = read_records(log, self._read.get(log, 0))
             for note in notes:
-                if isinstance(note, SharedEntry):
-                    if not self._knows(note.path, note.file):
+                if isinstance(note, ValueStored):
+                    if not self._has_entry(note.path, note.file):
                         self._entries[note.path] = (log, note)
-                elif isinstance(note, Opened):
+                elif isinstance(note, SegmentOpened):
                     self._opened[log, note.segment] = note
                 else:
                     self._forget_segment((log, note.segment))
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        descriptor = os.open(self._place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            self._follow()
+    def _locked(self) -> Iterator[None]:
+        with exclusive_lock(self._folder / "lock"):
+            self._read_logs()
             yield
-        finally:
-            os.close(descriptor)
 
-    def _take_away_the_dead(self) -> None:
-        for log in self._place.glob("*.log"):
+    def _remove_dead_logs(self) -> None:
+        for log in self._folder.glob("*.log"):
             pid = log.name.partition("-")[0]
             if not (self._proc / pid).exists():
                 log.unlink(missing_ok=True)
 
-    def _emit_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
             self._emit(Notice(text, level="warning", fallback=True))
 
 
@@ -267,7 +268,7 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[done:], offset + done
 
 
-def _leave(log: Path, pid: int) -> None:
+def _remove_log(log: Path, pid: int) -> None:
     """Not in a fork: the log is its parent's."""
     if os.getpid() == pid:
         log.unlink(missing_ok=True)
@@ -278,7 +279,7 @@ def _leave(log: Path, pid: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class SegmentOpened:
     """A segment, and where others find it as long as its holder lives."""
 
     segment: int
@@ -289,21 +290,11 @@ class Opened:
 
     def open(self, proc: Path) -> int:
         """A descriptor of it; OSError where it is gone or not ours to see."""
-        path = proc / str(self.pid) / "fd" / str(self.fd)
-        # Looked at before it is opened: what a number leads to by now may be a pipe or a device.
-        if self._is(os.stat(path)):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            if self._is(os.fstat(descriptor)):
-                return descriptor
-            os.close(descriptor)
-        raise FileNotFoundError(f"{path} is no longer the segment it was")
-
-    def _is(self, status: os.stat_result) -> bool:
-        return (status.st_dev, status.st_ino) == (self.device, self.inode)
+        return open_process_file(self.pid, self.fd, (self.device, self.inode), proc)
 
 
 @dataclass(frozen=True, slots=True)
-class SharedEntry:
+class ValueStored:
     """The value of one file, in a segment."""
 
     path: str
@@ -315,24 +306,26 @@ class SharedEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class SegmentClosed:
     """A segment that its holder has closed."""
 
     segment: int
 
 
-Note = Opened | SharedEntry | Gone
-_KINDS: dict[str, type[Note]] = {kind.__name__: kind for kind in (Opened, SharedEntry, Gone)}
+LogRecord = SegmentOpened | ValueStored | SegmentClosed
+_KINDS: dict[str, type[LogRecord]] = {
+    kind.__name__: kind for kind in (SegmentOpened, ValueStored, SegmentClosed)
+}
 
 
-class Log:
+class RecordLog:
     """The notes of one process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
-    def add(self, note: Note) -> None:
+    def add(self, note: LogRecord) -> None:
         """One line, in one write: who reads meanwhile sees all of it, or waits for its end.
 
         OSError where there is no room for it; then nothing of it is left.
@@ -344,7 +337,7 @@ class Log:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
-def follow(path: Path, offset: int) -> tuple[list[Note], int]:
+def read_records(path: Path, offset: int) -> tuple[list[LogRecord], int]:
     """What was noted since an offset, and the next one; a line without its end is for later."""
     try:
         with path.open("rb") as file:
@@ -353,10 +346,10 @@ def follow(path: Path, offset: int) -> tuple[list[Note], int]:
     except FileNotFoundError:
         return [], offset
     whole = text[: text.rfind(b"\n") + 1]
-    notes: list[Note] = []
+    notes: list[LogRecord] = []
     for line in whole.splitlines():
         kind, said = json.loads(line)
-        if kind == SharedEntry.__name__:
+        if kind == ValueStored.__name__:
             said["file"] = tuple(said["file"])
         notes.append(_KINDS[kind](**said))
     return notes, offset + len(whole)
@@ -381,7 +374,7 @@ _DTYPES = {
 }
 
 
-class NoLayoutError(Exception):
+class UnsupportedValueError(Exception):
     """A value that cannot be handed to another process in this way; the text says what of it."""
 
 
@@ -392,7 +385,7 @@ class TensorPart(NamedTuple):
     data: memoryview
 
 
-def lay_out(value: object) -> tuple[Layout, list[TensorPart], int]:
+def serialize(value: object) -> tuple[Layout, list[TensorPart], int]:
     """How to build the value again, its bytes, and how many bytes they span."""
     parts: list[TensorPart] = []
     layout = _lay_out(value, parts)
@@ -407,22 +400,24 @@ def _lay_out(value: object, parts: list[TensorPart]) -> Layout:
     if kind is dict:
         items = cast("dict[object, object]", value)
         if not all(type(key) is str for key in items):
-            raise NoLayoutError("a mapping whose keys are not text")
+            raise UnsupportedValueError("a mapping whose keys are not text")
         return {"dict": {key: _lay_out(each, parts) for key, each in items.items()}}
     if kind in (list, tuple):
         each_one = cast("list[object]", value)
         return {kind.__name__: [_lay_out(each, parts) for each in each_one]}
     if value is None or kind in (bool, int, float, str):
         return {"plain": value}
-    raise NoLayoutError(f"a {kind.__name__}")
+    raise UnsupportedValueError(f"a {kind.__name__}")
 
 
 def _lay_out_tensor(tensor: torch.Tensor, parts: list[TensorPart]) -> Layout:
     name = str(tensor.dtype)
     if tensor.layout is not torch.strided or not tensor.device.type == "cpu":
-        raise NoLayoutError(f"a tensor that is {tensor.layout} on {tensor.device}")
+        raise UnsupportedValueError(f"a tensor that is {tensor.layout} on {tensor.device}")
     if name not in _DTYPES or tensor.requires_grad:
-        raise NoLayoutError(f"a tensor of {name}" + " with a gradient" * tensor.requires_grad)
+        raise UnsupportedValueError(
+            f"a tensor of {name}" + " with a gradient" * tensor.requires_grad
+        )
     last = parts[-1] if parts else TensorPart(0, memoryview(b""))
     offset = -(-(last.offset + len(last.data)) // _ALIGNMENT) * _ALIGNMENT
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -430,7 +425,7 @@ def _lay_out_tensor(tensor: torch.Tensor, parts: list[TensorPart]) -> Layout:
     return {"tensor": [name, list(tensor.shape), offset]}
 
 
-def build(layout: Layout, memory: mmap.mmap, base: int) -> object:
+def deserialize(layout: Layout, memory: mmap.mmap, base: int) -> object:
     """The value, whose tensors are the memory itself."""
     [(kind, said)] = layout.items()
     if kind == "tensor":
@@ -444,8 +439,8 @@ def build(layout: Layout, memory: mmap.mmap, base: int) -> object:
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=base + offset).view(shape)
     if kind == "dict":
         items = cast("dict[str, Layout]", said)
-        return {key: build(each, memory, base) for key, each in items.items()}
+        return {key: deserialize(each, memory, base) for key, each in items.items()}
     if kind == "plain":
         return said
-    built = [build(each, memory, base) for each in cast("list[Layout]", said)]
+    built = [deserialize(each, memory, base) for each in cast("list[Layout]", said)]
     return built if kind == "list" else tuple(built)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import InMemorySection
     from gracetune.events.dispatcher import Emit
-    from gracetune.hosts.tensor_memory import FilePath, Memory
+    from gracetune.hosts.tensor_memory import FilePath, TensorMemory
 
 
-TABLES = frozenset((".txt", ".caption", ".jsonl", ".parquet", ".csv"))
-WRITTEN_BY_HOST = ("aspect_ratio_bucket",)
+TEXT_EXTENSIONS = frozenset((".txt", ".caption", ".jsonl", ".parquet", ".csv"))
+HOST_METADATA_PREFIXES = ("aspect_ratio_bucket",)
 """Names that SimpleTuner writes into a data set's folder and changes later."""
 
 
@@ -63,12 +63,15 @@ class StagedFiles:
         return text[len(self._prefix) :].replace(os.sep, "/")
 
 
-def stage(chosen: StagedSet, emit: Emit, meet_in: Path | None) -> StagedFiles:
+def stage_dataset(chosen: StagedDatasetConfig, emit: Emit, meet_in: Path | None) -> StagedFiles:
     """Read a data set once; processes that meet in a folder share one copy."""
     setting = f"data set {chosen.id!r}"
     source = FolderSource(os.path.abspath(chosen.folder), setting)
-    wanted = frozenset(f".{each}" for each in chosen.extensions) or IMAGES | VIDEO | AUDIO | TABLES
-    keys = list(filter(partial(_is_wanted, endings=wanted), source.keys()))
+    wanted = (
+        frozenset(f".{each}" for each in chosen.extensions)
+        or IMAGES | VIDEO | AUDIO | TEXT_EXTENSIONS
+    )
+    keys = list(filter(partial(_is_selected, endings=wanted), source.keys()))
     if not keys:
         raise DataError(
             f"{setting}: {source.describe()} has no file with one of the endings "
@@ -79,17 +82,17 @@ def stage(chosen: StagedSet, emit: Emit, meet_in: Path | None) -> StagedFiles:
     )
 
 
-def _is_wanted(key: str, endings: frozenset[str]) -> bool:
+def _is_selected(key: str, endings: frozenset[str]) -> bool:
     name = Path(key)
-    return name.suffix.lower() in endings and not name.name.startswith(WRITTEN_BY_HOST)
+    return name.suffix.lower() in endings and not name.name.startswith(HOST_METADATA_PREFIXES)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class BackendFiles:
     """What one backend serves from memory; a file that is written or deleted is the disk's."""
 
     shelf: StagedFiles | None
-    memory: Memory | None
+    memory: TensorMemory | None
 
     def holds(self, path: FilePath) -> bool:
         """Whether a file is staged."""
@@ -126,7 +129,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedSet:
+class StagedDatasetConfig:
     """A data set that is to be held in memory."""
 
     id: str

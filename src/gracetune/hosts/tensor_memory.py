@@ -19,7 +19,7 @@ Identity = tuple[int, int, int]
 """Which file it was that was read: inode, time of its last change, size."""
 
 
-class Memory(Protocol):
+class TensorMemory(Protocol):
     """Where tensors of cache files are kept."""
 
     hits: int
@@ -35,7 +35,7 @@ class Memory(Protocol):
 
 
 @dataclass(slots=True)
-class Held:
+class CachedValue:
     """A value, which file it was, and how often each tensor of it had been written by then."""
 
     value: object
@@ -44,7 +44,7 @@ class Held:
     nbytes: int
 
 
-class TensorMemory:
+class LocalTensorMemory:
     """What `torch_load` gave, kept within a budget; the least recently used leaves first.
 
     A hit is checked: the file on disk must be the one that was read, and no tensor may have been
@@ -57,25 +57,29 @@ class TensorMemory:
         self.misses = 0
         self.nbytes = 0
         self._pin = pin
-        self._held: OrderedDict[str, Held] = OrderedDict()
+        self._held: OrderedDict[str, CachedValue] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, where: FilePath, load: Callable[[str], object]) -> object:
         """The value of a file, from memory where it is there."""
         path = os.fspath(where)
-        file = identity(path)
+        file = file_identity(path)
         with self._lock:
             held = self._held.get(path)
-            if held is not None and held.file == file and versions_of(held.value) == held.versions:
+            if (
+                held is not None
+                and held.file == file
+                and tensor_versions(held.value) == held.versions
+            ):
                 self._held.move_to_end(path)
                 self.hits += 1
-                return copied(held.value)
+                return copy_containers(held.value)
             self._drop(path)
             self.misses += 1
-        with counted():
+        with count_writes():
             value = load(path)
             # A file that was replaced while it was read is not kept: nobody can say which it is.
-            if file is not None and identity(path) == file:
+            if file is not None and file_identity(path) == file:
                 value = self._keep(path, value, file)
         return value
 
@@ -85,17 +89,17 @@ class TensorMemory:
             self._drop(os.fspath(path))
 
     def _keep(self, path: str, value: object, file: Identity) -> object:
-        nbytes = sum(tensor.nbytes for tensor in tensors(value))
+        nbytes = sum(tensor.nbytes for tensor in find_tensors(value))
         if nbytes > self.budget_nbytes:
             return value
-        pinned = mapped(value, self._pin)
+        pinned = map_tensors(value, self._pin)
         with self._lock:
             self._drop(path)
             while self._held and self.nbytes + nbytes > self.budget_nbytes:
                 self._drop(next(iter(self._held)))
-            self._held[path] = Held(pinned, file, versions_of(pinned), nbytes)
+            self._held[path] = CachedValue(pinned, file, tensor_versions(pinned), nbytes)
             self.nbytes += nbytes
-        return copied(pinned)
+        return copy_containers(pinned)
 
     def _drop(self, path: str) -> None:
         held = self._held.pop(path, None)
@@ -103,7 +107,7 @@ class TensorMemory:
             self.nbytes -= held.nbytes
 
 
-def identity(path: str) -> Identity | None:
+def file_identity(path: str) -> Identity | None:
     """Of the file that is there now."""
     try:
         found = os.stat(path)
@@ -112,40 +116,40 @@ def identity(path: str) -> Identity | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def tensors(value: object) -> list[torch.Tensor]:
+def find_tensors(value: object) -> list[torch.Tensor]:
     """All that a value holds, at any depth."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
-        return [tensor for each in value.values() for tensor in tensors(each)]
+        return [tensor for each in value.values() for tensor in find_tensors(each)]
     if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in tensors(each)]
+        return [tensor for each in value for tensor in find_tensors(each)]
     return []
 
 
-def counted() -> AbstractContextManager[None]:
+def count_writes() -> AbstractContextManager[None]:
     """Tensors made here count their writes, which those made in inference mode do not."""
     return torch.inference_mode(mode=False)
 
 
-def versions_of(value: object) -> tuple[int, ...]:
+def tensor_versions(value: object) -> tuple[int, ...]:
     """How often each tensor has been written to."""
-    return tuple(tensor._version for tensor in tensors(value))
+    return tuple(tensor._version for tensor in find_tensors(value))
 
 
-def mapped(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
     """The same containers anew, with changed tensors."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
-        return {key: mapped(each, change) for key, each in value.items()}
+        return {key: map_tensors(each, change) for key, each in value.items()}
     if type(value) is list:
-        return [mapped(each, change) for each in value]
+        return [map_tensors(each, change) for each in value]
     if type(value) is tuple:
-        return tuple(mapped(each, change) for each in value)
+        return tuple(map_tensors(each, change) for each in value)
     return value
 
 
-def copied(value: object) -> object:
+def copy_containers(value: object) -> object:
     """The same containers anew, with the same tensors."""
-    return mapped(value, lambda tensor: tensor)
+    return map_tensors(value, lambda tensor: tensor)

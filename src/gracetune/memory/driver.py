@@ -1,8 +1,8 @@
-"""What the memory layer asks of a GPU driver, whichever stands behind it.
+"""CUDA driver calls for managed memory, behind a protocol.
 
-`cuda_driver` calls the real one, `simulated` keeps pages, residency and a clock of its own.
-Pointers are plain integers; a place is a device ordinal or `HOST`. Calls return the driver's code,
-0 being success: who called decides what a code means.
+`CudaDriver` calls the real driver through cuda-bindings; tests use a simulated driver that keeps
+pages, residency and a clock. Pointers are integers. A location is a device ordinal or `HOST`. Calls
+return the driver's error code, 0 for success; the caller decides what an error means.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 HOST = -1
-"""The place that is not a device."""
+"""The location that means host memory."""
 
 
 class CudaCode(IntEnum):
-    """The driver's codes that this package makes or tells apart, by their CUDA numbers."""
+    """CUDA error codes that this package returns or distinguishes."""
 
     SUCCESS = 0
     INVALID_VALUE = 1
@@ -34,18 +34,18 @@ class CudaCode(IntEnum):
 
 
 class PointerKind(Enum):
-    """What the driver knows about an address."""
+    """Kind of memory at an address, as far as the driver knows it."""
 
     UNKNOWN = "unknown"
-    """Plain host memory, or nothing at all."""
+    """Pageable host memory, or no memory at all."""
     HOST = "host"
-    """Page-locked host memory."""
+    """Page-locked (pinned) host memory."""
     DEVICE = "device"
     MANAGED = "managed"
 
 
 class Advice(Enum):
-    """The driver's advice verbs, by their CUDA numbers."""
+    """Kinds of memory advice (`CUmem_advise`), with CUDA's numbers."""
 
     SET_READ_MOSTLY = 1
     UNSET_READ_MOSTLY = 2
@@ -57,98 +57,95 @@ class Advice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RangeState:
-    """What was asked of a managed range: the proof that a hint took."""
+    """Advice and prefetch in effect for a managed range, read back to verify a hint."""
 
     preferred: int | None
-    """A place, or none."""
+    """Preferred location; None if there is none, or pages differ."""
     last_prefetch: int | None
+    """Location of the last prefetch; None if there was none, or pages differ."""
     read_mostly: bool
     accessed_by: tuple[int, ...]
+    """Locations that keep a mapping of the range, in ascending order."""
 
 
 class Driver(Protocol):
-    """The verbs. A test builds a simulated one by hand; nothing below asks which it is."""
+    """Driver calls that the memory package needs, implemented by CUDA and by a simulation."""
 
     def attribute(self, name: str, device: int) -> int | None:
-        """A device attribute by its CUDA name in snake case; none where the driver has no such."""
+        """Return a device attribute by its CUDA name in snake case; None if it is unknown."""
         ...
 
     def memory_info(self, device: int) -> tuple[int, int]:
-        """Free and total bytes of the device."""
+        """Return the free and the total bytes of a device."""
         ...
 
     def allocate_managed(self, nbytes: int) -> tuple[int, int]:
-        """A managed range: (code, pointer)."""
+        """Allocate managed memory; return (code, pointer)."""
         ...
 
     def allocate_pinned(self, nbytes: int) -> tuple[int, int]:
-        """A page-locked host range: (code, pointer)."""
+        """Allocate page-locked host memory; return (code, pointer)."""
         ...
 
     def free(self, pointer: int) -> int:
-        """Give back what one of the two above handed out."""
+        """Free memory from `allocate_managed` or `allocate_pinned`; return a code."""
         ...
 
     def pointer_kind(self, pointer: int) -> PointerKind:
-        """What sort of memory this address is in."""
+        """Return the kind of memory at an address."""
         ...
 
-    def advise(self, pointer: int, nbytes: int, advice: Advice, place: int) -> int:
-        """Tell where a managed range likes to live."""
+    def advise(self, pointer: int, nbytes: int, advice: Advice, location: int) -> int:
+        """Apply advice to a managed range; return a code."""
         ...
 
-    def prefetch(self, pointer: int, nbytes: int, place: int, stream: int) -> int:
-        """Move a managed range, in stream order."""
+    def prefetch(self, pointer: int, nbytes: int, location: int, stream: int) -> int:
+        """Move a managed range to a location, in stream order; return a code."""
         ...
 
     def discard(self, pointer: int, nbytes: int, stream: int) -> int:
-        """Drop the contents of a managed range without writing them back."""
+        """Drop the contents of a managed range without writing them back; return a code."""
         ...
 
     def range_state(self, pointer: int, nbytes: int) -> RangeState:
-        """What was last asked of a managed range."""
+        """Return the advice and prefetch in effect for a managed range."""
         ...
 
 
-# ------------------------------------------------------------------------------------------
-# The verbs of `Driver` over the CUDA driver, through cuda-bindings.
-#
-# The only file that knows cuda-bindings. torch's CUDA builds bring it; a CPU build does not, and
-# then
-# `open_cuda_driver` says so. CUDA 12 and 13 differ in three names: decided once, when it is opened.
-
+# The CUDA driver through cuda-bindings, which CUDA builds of torch install and CPU builds do not.
+# CUDA 12 and 13 differ in three function names; `CudaDriver` selects them when it is created.
 
 _CUDA_13 = 13000
-_AT_DEVICE = 1
-_AT_HOST = 2
+_AT_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_AT_HOST = 2  # CU_MEM_LOCATION_TYPE_HOST
 _ATTACH_GLOBAL = 1
 _PORTABLE = 1
-_NO_PLACE = -2
+_NO_LOCATION = -2
 _MEMORY_TYPE_DEVICE = 2
 _LEGACY_STREAM = 0
 _PER_THREAD_STREAM = 2
-"""Ordered with the legacy stream, which a discard refuses to run on."""
+"""CU_STREAM_PER_THREAD, which is ordered with the legacy stream. `discard` rejects the latter."""
 
 
 class NoDriverError(GracetuneError):
-    """There is no CUDA driver to talk to."""
+    """There is no usable CUDA driver."""
 
 
 def open_cuda_driver() -> CudaDriver:
-    """The driver of this machine; `NoDriverError` where there is no device to drive."""
+    """Open the CUDA driver; raise `NoDriverError` if there is no usable device."""
     try:
         bindings = import_module("cuda.bindings.driver")
     except ImportError as error:
         raise NoDriverError(
-            "cuda-bindings is not installed, so no GPU can be used for managed memory. torch's "
-            "CUDA builds bring it: install one of those, or pip install cuda-bindings with the "
-            "major version of your CUDA."
+            "cuda-bindings is not installed, so managed memory cannot be used. CUDA builds of "
+            "torch install it: install one of those, or `pip install cuda-bindings` with the major "
+            "version of your CUDA."
         ) from error
     return CudaDriver(bindings)
 
 
 class CudaDriver:
-    """CUDA's own answers; made only where a device exists."""
+    """The CUDA driver of a machine that has at least one device."""
 
     def __init__(self, bindings: ModuleType) -> None:
         self._cuda = bindings
@@ -156,17 +153,17 @@ class CudaDriver:
             code = int(bindings.cuInit(0)[0])
         except RuntimeError as error:
             raise NoDriverError(
-                f"there is no NVIDIA driver: {error}. Install it, or run without a GPU."
+                f"no NVIDIA driver was found: {error}. Install one, or run without a GPU."
             ) from error
         if code:
             raise NoDriverError(
-                f"the NVIDIA driver does not start: cuInit returned {code} "
-                f"({self.error_name(code)}). `nvidia-smi` shows whether a GPU is usable."
+                f"the NVIDIA driver failed to start: cuInit returned {code} "
+                f"({self.error_name(code)}). Run `nvidia-smi` to see whether a GPU is usable."
             )
         self.device_count = int(bindings.cuDeviceGetCount()[1])
         if self.device_count == 0:
             raise NoDriverError(
-                "the NVIDIA driver shows no GPU. CUDA_VISIBLE_DEVICES may hide them all."
+                "the NVIDIA driver sees no GPU. CUDA_VISIBLE_DEVICES may hide them all."
             )
         newest = int(bindings.CUDA_VERSION) >= _CUDA_13
         self._advise = bindings.cuMemAdvise if newest else bindings.cuMemAdvise_v2
@@ -177,11 +174,13 @@ class CudaDriver:
         kinds = bindings.CUpointer_attribute
         self._is_managed = kinds.CU_POINTER_ATTRIBUTE_IS_MANAGED
         self._memory_type = kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-        self._places = {place: self._location(place) for place in range(HOST, self.device_count)}
+        self._locations = {
+            location: self._cuda_location(location) for location in range(HOST, self.device_count)
+        }
         self._advices = {advice: bindings.CUmem_advise(advice.value) for advice in Advice}
 
     def error_name(self, code: int) -> str:
-        """CUDA's name for a code."""
+        """Return CUDA's name of an error code."""
         try:
             failed, name = self._cuda.cuGetErrorName(self._cuda.CUresult(code))
         except ValueError:  # newer than the bindings
@@ -189,7 +188,7 @@ class CudaDriver:
         return f"CUDA error {code}" if int(failed) else str(name.decode())
 
     def attribute(self, name: str, device: int) -> int | None:
-        """An attribute by its name; none where these bindings or this driver have no such."""
+        """Return a device attribute; None if these bindings or this driver do not know it."""
         known = self._cuda.CUdevice_attribute.__members__
         key = f"CU_DEVICE_ATTRIBUTE_{name.upper()}"
         if key not in known:
@@ -198,7 +197,7 @@ class CudaDriver:
         return None if int(code) else int(value)
 
     def memory_info(self, device: int) -> tuple[int, int]:
-        """Free and total bytes of the device."""
+        """Return the free and the total bytes of a device."""
         code = int(self._cuda.cuCtxPushCurrent(self._context(device))[0])
         assert code == CudaCode.SUCCESS, f"device {device}: {self.error_name(code)}"
         try:
@@ -209,27 +208,27 @@ class CudaDriver:
         return int(free), int(total)
 
     def allocate_managed(self, nbytes: int) -> tuple[int, int]:
-        """A managed range that any device may use."""
-        self._need_context()
+        """Allocate managed memory that every device may use."""
+        self._ensure_context()
         code, pointer = self._cuda.cuMemAllocManaged(nbytes, _ATTACH_GLOBAL)
         return int(code), 0 if int(code) else int(pointer)
 
     def allocate_pinned(self, nbytes: int) -> tuple[int, int]:
-        """A page-locked host range that any device may use."""
-        self._need_context()
+        """Allocate page-locked host memory that every device may use."""
+        self._ensure_context()
         code, pointer = self._cuda.cuMemHostAlloc(nbytes, _PORTABLE)
         return int(code), 0 if int(code) else int(pointer)
 
     def free(self, pointer: int) -> int:
-        """Give back either kind; the driver itself knows which it is."""
-        self._need_context()
+        """Free managed or page-locked memory."""
+        self._ensure_context()
         if self.pointer_kind(pointer) is PointerKind.HOST:
             return int(self._cuda.cuMemFreeHost(pointer)[0])
         return int(self._cuda.cuMemFree(pointer)[0])
 
     def pointer_kind(self, pointer: int) -> PointerKind:
-        """What the driver knows about an address; a plain host address it does not know."""
-        self._need_context()
+        """Return the kind of memory at an address; pageable host memory is UNKNOWN."""
+        self._ensure_context()
         code, managed = self._cuda.cuPointerGetAttribute(self._is_managed, pointer)
         if not int(code) and managed:
             return PointerKind.MANAGED
@@ -238,62 +237,68 @@ class CudaDriver:
             return PointerKind.UNKNOWN
         return PointerKind.DEVICE if int(kind) == _MEMORY_TYPE_DEVICE else PointerKind.HOST
 
-    def advise(self, pointer: int, nbytes: int, advice: Advice, place: int) -> int:
-        """Pass the advice on."""
-        if place not in self._places:
+    def advise(self, pointer: int, nbytes: int, advice: Advice, location: int) -> int:
+        """Call `cuMemAdvise`."""
+        if location not in self._locations:
             return CudaCode.INVALID_DEVICE
-        self._need_context()
-        return int(self._advise(pointer, nbytes, self._advices[advice], self._places[place])[0])
+        self._ensure_context()
+        return int(
+            self._advise(pointer, nbytes, self._advices[advice], self._locations[location])[0]
+        )
 
-    def prefetch(self, pointer: int, nbytes: int, place: int, stream: int) -> int:
-        """Pass the prefetch on."""
-        if place not in self._places:
+    def prefetch(self, pointer: int, nbytes: int, location: int, stream: int) -> int:
+        """Call `cuMemPrefetchAsync`."""
+        if location not in self._locations:
             return CudaCode.INVALID_DEVICE
-        self._need_context()
-        return int(self._prefetch(pointer, nbytes, self._places[place], 0, stream)[0])
+        self._ensure_context()
+        return int(self._prefetch(pointer, nbytes, self._locations[location], 0, stream)[0])
 
     def discard(self, pointer: int, nbytes: int, stream: int) -> int:
-        """Pass the discard on; it came with CUDA 13, in the bindings and in the driver."""
+        """Call `cuMemDiscardBatchAsync`, which needs CUDA 13 in the bindings and the driver."""
         if self._discard is None:
             return CudaCode.NOT_SUPPORTED
-        self._need_context()
+        self._ensure_context()
         pointers = [self._cuda.CUdeviceptr(pointer)]
         ordered = _PER_THREAD_STREAM if stream == _LEGACY_STREAM else stream
         try:
             return int(self._discard(pointers, [nbytes], 1, 0, ordered)[0])
-        except RuntimeError:  # the bindings know the call, the driver is older
+        except RuntimeError:  # the bindings have the function, but the driver is older
             return CudaCode.NOT_SUPPORTED
 
     def range_state(self, pointer: int, nbytes: int) -> RangeState:
-        """What holds for every page of the range; nothing does for memory that is not managed."""
-        self._need_context()
+        """Return what holds for every page of the range; nothing if it is not managed memory."""
+        self._ensure_context()
         attributes = self._cuda.CUmem_range_attribute
-        preferred = self._ask(attributes.CU_MEM_RANGE_ATTRIBUTE_PREFERRED_LOCATION, pointer, nbytes)
-        fetched = self._ask(
+        preferred = self._range_attribute(
+            attributes.CU_MEM_RANGE_ATTRIBUTE_PREFERRED_LOCATION, pointer, nbytes
+        )
+        fetched = self._range_attribute(
             attributes.CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION, pointer, nbytes
         )
-        mostly = self._ask(attributes.CU_MEM_RANGE_ATTRIBUTE_READ_MOSTLY, pointer, nbytes)
-        size = 4 * (self.device_count + 1)  # every device and the CPU, as 32-bit integers
+        mostly = self._range_attribute(
+            attributes.CU_MEM_RANGE_ATTRIBUTE_READ_MOSTLY, pointer, nbytes
+        )
+        size = 4 * (self.device_count + 1)  # all devices and the CPU, as 32-bit integers
         code, accessed = self._cuda.cuMemRangeGetAttribute(
             size, attributes.CU_MEM_RANGE_ATTRIBUTE_ACCESSED_BY, pointer, nbytes
         )
-        known = [] if int(code) else [int(place) for place in accessed]
+        known = [] if int(code) else [int(location) for location in accessed]
         return RangeState(
-            preferred=None if preferred == _NO_PLACE else preferred,
-            last_prefetch=None if fetched == _NO_PLACE else fetched,
+            preferred=None if preferred == _NO_LOCATION else preferred,
+            last_prefetch=None if fetched == _NO_LOCATION else fetched,
             read_mostly=mostly == 1,
-            accessed_by=tuple(sorted({place for place in known if place != _NO_PLACE})),
+            accessed_by=tuple(sorted({location for location in known if location != _NO_LOCATION})),
         )
 
-    def _ask(self, attribute: object, pointer: int, nbytes: int) -> int:
+    def _range_attribute(self, attribute: object, pointer: int, nbytes: int) -> int:
         code, value = self._cuda.cuMemRangeGetAttribute(4, attribute, pointer, nbytes)
-        return _NO_PLACE if int(code) else int(value)
+        return _NO_LOCATION if int(code) else int(value)
 
-    def _location(self, place: int) -> object:
-        location = self._cuda.CUmemLocation()
-        location.type = self._cuda.CUmemLocationType(_AT_HOST if place == HOST else _AT_DEVICE)
-        location.id = max(place, 0)
-        return location
+    def _cuda_location(self, location: int) -> object:
+        target = self._cuda.CUmemLocation()
+        target.type = self._cuda.CUmemLocationType(_AT_HOST if location == HOST else _AT_DEVICE)
+        target.id = max(location, 0)
+        return target
 
     def _device(self, ordinal: int) -> object:
         code, device = self._cuda.cuDeviceGet(ordinal)
@@ -301,21 +306,21 @@ class CudaDriver:
         return device
 
     def _context(self, ordinal: int) -> object:
-        """The device's primary context: the one torch uses too. Kept for the process's life."""
+        """Return the device's primary context, which torch uses too. It is never released."""
         if ordinal not in self._contexts:
             code, context = self._cuda.cuDevicePrimaryCtxRetain(self._device(ordinal))
             if int(code):
                 raise NoDriverError(
                     f"device {ordinal} cannot be used: {self.error_name(int(code))}. Another "
-                    "process may hold it exclusively, or its memory may be full."
+                    "process may hold it in exclusive mode, or its memory may be full."
                 )
             self._contexts[ordinal] = context
         return self._contexts[ordinal]
 
-    def _need_context(self) -> None:
-        """A thread that never used CUDA has no context; like the runtime, take device 0's.
+    def _ensure_context(self) -> None:
+        """Make device 0's context current if this thread has none, as the CUDA runtime does.
 
-        Looked at once a thread: contexts change hands there, but none goes back to having none.
+        Checked once per thread: the context may change later, but never back to none.
         """
         if "ready" in self._thread.__dict__:
             return

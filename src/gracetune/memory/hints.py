@@ -1,8 +1,20 @@
-"""Hints about where a managed tensor should live, each of which says what became of it.
+"""Tell the CUDA driver where managed tensors should live, and report what became of each hint.
 
-A hint is applied, unsupported (why) or failed (the driver's code); none is dropped in silence. Only
-the tensor's own bytes are named to the driver, rounded inwards to pages, and only if they are
-managed memory. What a batch's tensors deserve is `placement`; making managed memory is `pool`.
+A hint is applied, unsupported (with the reason) or failed (with the driver's code), never silently
+dropped. The driver is only given whole pages that belong to the tensor alone, and only if they are
+managed memory. `placement.py` decides which hints a batch gets; `pool.py` allocates managed memory.
+
+Ordering (stream S is the current torch stream unless one is given):
+
+    prefer_cpu_residency   cuMemAdvise: takes effect at once and moves nothing. It sets the
+                           preferred location to the host and maps the pages into the device
+                           (accessed-by), so that kernels read them over the link
+    prefetch_to_device     cuMemPrefetchAsync on S: starts after the work queued on S so far,
+                           and kernels queued on S afterwards find the pages moved
+    kernel on S            touches the pages without faults
+
+So advise first, then prefetch, then launch: advice given after a kernel was launched comes too
+late for it, and a prefetch on another stream needs an event between the two streams.
 """
 
 from __future__ import annotations
@@ -27,29 +39,29 @@ if TYPE_CHECKING:
     from gracetune.memory.driver import Driver
 
 Location = int | str | torch.device | None
-"""A device ordinal, `HOST`, what torch calls a device, or none: the platform's own device."""
+"""A device ordinal, `HOST`, a torch device or its name; None: the device of the platform."""
 
 HINTS_OFF = (
     "hints are off: set gh200_optimizations.enable_uvm_hints, "
     "SIMPLETUNER_GH200_ENABLE_UVM_HINTS=1 or set_uvm_hint_override(True)"
 )
+"""Reason of every hint while hints are switched off."""
 _NOT_MANAGED = {
-    PointerKind.UNKNOWN: "plain host memory; managed memory comes from UnifiedPool.allocating()",
+    PointerKind.UNKNOWN: "pageable host memory; allocate it in ManagedPool.allocating() instead",
     PointerKind.HOST: "pinned host memory, which never moves",
     PointerKind.DEVICE: (
-        "ordinary device memory, which never moves; managed memory comes from "
-        "UnifiedPool.allocating()"
+        "ordinary device memory, which never moves; allocate it in ManagedPool.allocating() instead"
     ),
 }
 _NO_HINTS_HERE = {
     Link.NONE: "no GPU",
-    Link.COPY: "managed memory is unsafe here",
-    Link.INTEGRATED: "host and device are one memory, so there is nothing to move",
+    Link.COPY: "managed memory is unsafe on this machine",
+    Link.INTEGRATED: "host and device share one memory, so there is nothing to move",
 }
 
 
 class Verdict(StrEnum):
-    """What became of a hint."""
+    """Outcome of a hint."""
 
     APPLIED = "applied"
     UNSUPPORTED = "unsupported"
@@ -58,16 +70,17 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """One hint and its fate; truthy only when it was applied."""
+    """Outcome of one hint; truthy only if it was applied."""
 
     verb: str
+    """Name of the method that gave the hint, such as `prefetch_to_device`."""
     verdict: Verdict
     reason: str = ""
-    """Why it was not applied; for a question, what the answer rests on."""
+    """Why the hint was not applied; for `residency`, what the answer is based on."""
     nbytes: int = 0
-    """Bytes that the driver was told about."""
+    """Bytes that were passed to the driver."""
     code: int = 0
-    """The driver's code, where it failed."""
+    """The driver's error code, if it refused."""
 
     def __bool__(self) -> bool:
         return self.verdict is Verdict.APPLIED
@@ -75,20 +88,20 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Residency(Hint):
-    """Where a tensor lives, as far as anyone was asked to put it somewhere."""
+    """Location of a tensor; for managed memory, the location that was last requested."""
 
-    place: int | None = None
-    """A device ordinal or `HOST`; none: managed, and nobody has asked yet."""
+    location: int | None = None
+    """A device ordinal or `HOST`; None: managed memory for which none was requested yet."""
     kind: PointerKind = PointerKind.UNKNOWN
     state: RangeState | None = None
-    """What was asked of a managed range."""
+    """Advice and prefetch in effect, for managed memory."""
 
     def __bool__(self) -> bool:
         return self.verdict is Verdict.APPLIED
 
 
 class Span(NamedTuple):
-    """Whole pages that belong to one tensor alone."""
+    """A range of whole pages that belong to one tensor alone."""
 
     pointer: int
     nbytes: int
@@ -96,34 +109,34 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class HintCounts:
-    """What hints have come to since the start; a copy, safe to keep."""
+    """Counts of hints since the start."""
 
     verdicts: Counter[tuple[str, Verdict]] = field(default_factory=Counter)
     """Calls by verb and verdict."""
     nbytes: Counter[str] = field(default_factory=Counter)
-    """Bytes of applied hints by what was done: `prefetched_to_device`, `discarded`, ..."""
+    """Bytes of applied hints by effect: `prefetched_to_device`, `discarded`, ..."""
 
     def copy(self) -> HintCounts:
-        """The same counts, detached."""
+        """Return an independent copy."""
         return HintCounts(self.verdicts.copy(), self.nbytes.copy())
 
 
-def legacy_stream(device: int) -> int:  # noqa: ARG001  every device has it under this number
-    """The stream that waits for all others: right where there is no torch stream to ask."""
+def legacy_stream(device: int) -> int:  # noqa: ARG001  it has the same number on every device
+    """Return the legacy default stream, which waits for all others. Used without CUDA torch."""
     return 0
 
 
 def torch_stream(device: int) -> int:
-    """The stream that torch is issuing to, without making a stream object for each question."""
+    """Return the handle of torch's current stream without creating a stream object."""
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def ignore_notice(notice: Notice) -> None:
-    """For callers who read verdicts themselves."""
+    """Ignore a notice, for callers that read verdicts themselves."""
 
 
 class Hints:
-    """The verbs, over one driver and one platform; counts what they did."""
+    """Gives hints for the tensors of one device, and counts their outcomes."""
 
     def __init__(
         self,
@@ -134,62 +147,63 @@ class Hints:
         current_stream: Callable[[int], int] = legacy_stream,
         emit: Callable[[Notice], None] = ignore_notice,
     ) -> None:
-        """`driver` is none exactly where there is no GPU; `tell` hears each refusal once."""
+        """`driver` is None exactly if there is no GPU; `emit` gets each refusal once."""
         assert (driver is None) == (platform.link is Link.NONE), platform.link
         self.platform = platform
         self.enabled = enabled
         self._driver = driver
-        self._refusal = _refusal(platform)
+        self._platform_refusal = _platform_refusal(platform)
         self._current_stream = current_stream
         self._emit = emit
         self._lock = threading.Lock()
         self._counts = HintCounts()
-        self._applied: dict[tuple[str, int], Hint] = {}  # equal hints are one object: made once
-        self._told: set[tuple[str, str]] = set()
+        self._applied: dict[tuple[str, int], Hint] = {}
+        """Applied hints by verb and bytes, reused to avoid an allocation per hint."""
+        self._reported: set[tuple[str, str]] = set()
 
     def prefer_cpu_residency(self, tensor: Tensor) -> Hint:
-        """Make host memory the home; the device reads it in place instead of pulling it over."""
+        """Prefer host memory for a tensor; kernels then read it over the link, in place."""
         return self._advise("prefer_cpu_residency", tensor, HOST)
 
     def prefer_gpu_residency(self, tensor: Tensor) -> Hint:
-        """Make the device's memory the home."""
+        """Prefer device memory for a tensor."""
         return self._advise("prefer_gpu_residency", tensor, self._device_of(tensor))
 
     def prefetch_to_device(
         self, tensor: Tensor, device: Location = None, stream: torch.cuda.Stream | int | None = None
     ) -> Hint:
-        """Move it now, in stream order, so that no kernel faults for it; `"cpu"` moves it back."""
+        """Move a tensor now, in stream order, so that kernels do not fault; "cpu" moves it back."""
         verb = "prefetch_to_device"
-        place = self._place(tensor, device)
-        if place is None:
-            return self._unsupported(verb, f"{device} is neither the host nor a CUDA device")
+        location = self._resolve_location(tensor, device)
+        if location is None:
+            return self._unsupported(verb, f"{device} is neither the CPU nor a CUDA device")
         target = self._target(verb, tensor)
         if isinstance(target, Hint):
             return target
         driver, span = target
         queue = self._stream(tensor, stream)
-        code = driver.prefetch(span.pointer, span.nbytes, place, queue)
-        counted = "prefetched_to_host" if place == HOST else "prefetched_to_device"
-        return self._done(verb, span, code, counted)
+        code = driver.prefetch(span.pointer, span.nbytes, location, queue)
+        counted = "prefetched_to_host" if location == HOST else "prefetched_to_device"
+        return self._finish(verb, span, code, counted)
 
     def discard(self, tensor: Tensor, stream: torch.cuda.Stream | int | None = None) -> Hint:
-        """Drop the contents: dead bytes are not written back when their pages are evicted."""
+        """Drop a tensor's contents, so that they are not written back when pages are evicted."""
         verb = "discard"
         target = self._target(verb, tensor)
         if isinstance(target, Hint):
             return target
         driver, span = target
         code = driver.discard(span.pointer, span.nbytes, self._stream(tensor, stream))
-        return self._done(verb, span, code, "discarded")
+        return self._finish(verb, span, code, "discarded")
 
     def residency(self, tensor: Tensor) -> Residency:
-        """Where the tensor lives; a question, so it is answered even where hints are off."""
+        """Return the location of a tensor. This works while hints are off, too."""
         found = self._residency(tensor)
         self._count(found, "")
         return found
 
     def counts(self) -> HintCounts:
-        """What was applied, refused and failed so far."""
+        """Return the counts of applied, unsupported and failed hints so far."""
         with self._lock:
             return self._counts.copy()
 
@@ -198,25 +212,23 @@ class Hints:
         if isinstance(span, str):
             return Residency("residency", Verdict.UNSUPPORTED, span)
         if self._driver is None:
-            why = f"{_NO_HINTS_HERE[Link.NONE]}: all memory is the host's"
-            return Residency("residency", Verdict.APPLIED, why, span.nbytes, place=HOST)
+            why = f"{_NO_HINTS_HERE[Link.NONE]}: all memory is host memory"
+            return Residency("residency", Verdict.APPLIED, why, span.nbytes, location=HOST)
         kind = self._driver.pointer_kind(span.pointer)
         if kind is not PointerKind.MANAGED:
-            place = self._device_of(tensor) if kind is PointerKind.DEVICE else HOST
+            location = self._device_of(tensor) if kind is PointerKind.DEVICE else HOST
             why = _NOT_MANAGED[kind]
-            return Residency("residency", Verdict.APPLIED, why, span.nbytes, 0, place, kind)
+            return Residency("residency", Verdict.APPLIED, why, span.nbytes, 0, location, kind)
         pages = page_span(tensor, self.platform.page_bytes)
-        asked = span if isinstance(pages, str) else pages  # of less than a page, what there is
+        asked = span if isinstance(pages, str) else pages  # less than a page: use its own bytes
         state = self._driver.range_state(asked.pointer, asked.nbytes)
-        place_asked = state.preferred if state.last_prefetch is None else state.last_prefetch
+        requested = state.preferred if state.last_prefetch is None else state.last_prefetch
         why = (
-            "managed; nobody has asked for a place"
-            if place_asked is None
-            else "managed; the place last asked for, since CUDA does not tell where pages are"
+            "managed; no location was requested"
+            if requested is None
+            else "managed; the last requested location, since CUDA does not report where pages are"
         )
-        return Residency(
-            "residency", Verdict.APPLIED, why, span.nbytes, 0, place_asked, kind, state
-        )
+        return Residency("residency", Verdict.APPLIED, why, span.nbytes, 0, requested, kind, state)
 
     def _advise(self, verb: str, tensor: Tensor, home: int) -> Hint:
         target = self._target(verb, tensor)
@@ -227,16 +239,16 @@ class Hints:
         if code == CudaCode.SUCCESS:
             device = self._device_of(tensor)
             code = driver.advise(span.pointer, span.nbytes, Advice.SET_ACCESSED_BY, device)
-        return self._done(
+        return self._finish(
             verb, span, code, "preferred_host" if home == HOST else "preferred_device"
         )
 
     def _target(self, verb: str, tensor: Tensor) -> tuple[Driver, Span] | Hint:
-        """The driver and the pages to name to it, or the reason why not."""
+        """Return the driver and the pages for a hint, or the hint that says why there are none."""
         if not self.enabled:
             return self._unsupported(verb, HINTS_OFF)
-        if self._driver is None or self._refusal:
-            return self._unsupported(verb, self._refusal)
+        if self._driver is None or self._platform_refusal:
+            return self._unsupported(verb, self._platform_refusal)
         span = page_span(tensor, self.platform.page_bytes)
         if isinstance(span, str):
             return self._unsupported(verb, span)
@@ -246,18 +258,18 @@ class Hints:
         return self._driver, span
 
     def _device_of(self, tensor: Tensor) -> int:
-        """A managed tensor may be a CPU tensor too; then the platform's device is meant."""
+        """Return the tensor's device; for a managed CPU tensor, the device of the platform."""
         index = tensor.get_device()
         return self.platform.device if index < 0 else index
 
-    def _place(self, tensor: Tensor, device: Location) -> int | None:
+    def _resolve_location(self, tensor: Tensor, device: Location) -> int | None:
         if device is None:
             return self._device_of(tensor)
         if isinstance(device, int):
             return device
         try:
             asked = torch.device(device)
-        except RuntimeError:  # a word that torch does not know
+        except RuntimeError:  # not the name of a device
             return None
         if asked.type == "cpu":
             return HOST
@@ -272,14 +284,14 @@ class Hints:
             return stream
         return stream.cuda_stream
 
-    def _done(self, verb: str, span: Span, code: int, counted: str) -> Hint:
+    def _finish(self, verb: str, span: Span, code: int, counted: str) -> Hint:
         if code == CudaCode.SUCCESS:
             key = (verb, span.nbytes)
             if key not in self._applied:
                 self._applied[key] = Hint(verb, Verdict.APPLIED, nbytes=span.nbytes)
             hint = self._applied[key]
         elif code == CudaCode.NOT_SUPPORTED:
-            why = "the driver or its bindings are too old for it"
+            why = "the driver or cuda-bindings is too old"
             hint = Hint(verb, Verdict.UNSUPPORTED, why, span.nbytes, code)
         else:
             hint = Hint(verb, Verdict.FAILED, "the driver refused", span.nbytes, code)
@@ -299,29 +311,29 @@ class Hints:
                     self._counts.nbytes[counted] += hint.nbytes
                 return
             reason = f"{hint.reason} (code {hint.code})" if hint.code else hint.reason
-            if not self.enabled or (hint.verb, reason) in self._told:
+            if not self.enabled or (hint.verb, reason) in self._reported:
                 return
-            self._told.add((hint.verb, reason))
+            self._reported.add((hint.verb, reason))
         text = f"{hint.verb} is {hint.verdict}: {reason}"
         self._emit(Notice(text, level="warning", fallback=True))
 
 
-def _refusal(platform: Platform) -> str:
-    """Why no hint makes sense on this platform, or nothing."""
+def _platform_refusal(platform: Platform) -> str:
+    """Return why hints are useless on this platform, or an empty string."""
     if platform.link not in _NO_HINTS_HERE:
         return ""
     return f"{_NO_HINTS_HERE[platform.link]}: {platform.reasons['link']}"
 
 
 def page_span(tensor: Tensor, page_bytes: int) -> Span | str:
-    """The whole pages inside a tensor's own bytes, or why there are none."""
+    """Return the whole pages inside a tensor's own bytes, or the reason why there are none."""
     if tensor.layout is not torch.strided:
-        return "a sparse tensor has no one range of bytes; hint its indices and values"
+        return "a sparse tensor is not one range of bytes; hint its indices and values"
     if tensor.is_meta:
         return "a meta tensor has no memory"
     nbytes = dense_nbytes(tensor)
     if nbytes is None:
-        return "other tensors' bytes lie between its own; hint a contiguous one"
+        return "other tensors' bytes lie between its own; use a contiguous tensor"
     if nbytes == 0:
         return "the tensor is empty"
     try:
@@ -333,14 +345,14 @@ def page_span(tensor: Tensor, page_bytes: int) -> Span | str:
     first = -(-pointer // page_bytes) * page_bytes
     end = (pointer + nbytes) // page_bytes * page_bytes
     if end <= first:
-        return f"it holds no whole page of {page_bytes} bytes"
+        return f"it contains no whole page of {page_bytes} bytes"
     return Span(first, end - first)
 
 
 def dense_nbytes(tensor: Tensor) -> int | None:
-    """Bytes from the first element to the last, or none if others' bytes lie between them.
+    """Return the bytes from the first to the last element; None if there are gaps between them.
 
-    Any order of dimensions will do, and so will a dimension that repeats the same bytes.
+    Permuted and expanded (stride 0) dimensions are fine.
     """
     if tensor.is_contiguous():
         return tensor.nbytes

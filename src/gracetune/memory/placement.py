@@ -1,8 +1,8 @@
-"""Which tensors of a batch live where: one table of roles, and a walk that applies it.
+"""Place the tensors of a batch: a table maps names to roles and roles to placements.
 
-The table is data: a run file changes it by `placement_table`, a library by handing in its own. The
-walk finds tensors in nested mappings, lists, tuples and dataclasses; a tensor's role is that of the
-nearest named thing around it.
+A run file changes the table through `placement_table`; library users pass their own. `place_batch`
+finds tensors in nested mappings, lists, tuples and dataclasses. The nearest enclosing key or field
+name that the table knows gives a tensor its role.
 """
 
 from __future__ import annotations
@@ -27,30 +27,33 @@ if TYPE_CHECKING:
 
 
 class Placement(StrEnum):
-    """Where tensors of a role live."""
+    """Where the tensors of a role live."""
 
     HOST = "host"
     """In host memory, read in place by the device."""
     STAGED = "staged"
-    """In host memory, moved to the device ahead of use."""
+    """In host memory, prefetched to the device before use."""
     DEVICE = "device"
-    """In device memory, moved there at once."""
+    """In device memory, prefetched there at once."""
     LEAVE = "leave"
-    """Wherever they are."""
+    """Wherever they are: no hints are given."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementTable:
-    """The policy: the role of each name, and the home of each role."""
+    """Role of each tensor name, and placement of each role."""
 
     roles: Mapping[str, str]
+    """Roles by name: `prompt_embeds` has the role `text`."""
     placements: Mapping[str, Placement]
+    """Placements by role."""
 
     def __post_init__(self) -> None:
-        homeless = sorted(set(self.roles.values()) - set(self.placements))
-        if homeless:
+        unplaced = sorted(set(self.roles.values()) - set(self.placements))
+        if unplaced:
             raise ConfigError(
-                f"The placement table gives no home to {', '.join(homeless)}; every role needs one."
+                f"The placement table has no placement for the roles {', '.join(unplaced)}. "
+                "Add one for each."
             )
 
 
@@ -94,15 +97,15 @@ DEFAULT_TABLE = PlacementTable(
         }
     ),
 )
-"""The forks' policy: what is large and read once stays with the host, what is read often moves."""
+"""The forks' policy: large tensors that are read once stay in host memory, others move."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """One tensor of a batch and the hints it was given."""
+    """A tensor of a batch, and the hints that were given for it."""
 
     path: str
-    """Where it was found: `audio_latents.left[0]`."""
+    """Path of the tensor in the batch, such as `audio_latents.left[0]`."""
     role: str
     placement: Placement
     hints: tuple[Hint, ...]
@@ -110,15 +113,15 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What became of a batch; truthy when something was placed and every hint was applied."""
+    """Outcome of placing a batch; truthy if hints were given and every one was applied."""
 
     placed: tuple[PlacedTensor, ...]
     unknown: tuple[str, ...]
-    """Tensors whose name the table does not know; nothing was done to them."""
+    """Paths of tensors whose name is not in the table; they got no hints."""
 
     @property
     def hints(self) -> tuple[Hint, ...]:
-        """Every hint, in the order given."""
+        """All hints, in the order they were given."""
         return tuple(hint for placed in self.placed for hint in placed.hints)
 
     def __bool__(self) -> bool:
@@ -128,55 +131,56 @@ class BatchReport:
 def placement_table(
     changes: Mapping[str, str], table: PlacementTable = DEFAULT_TABLE
 ) -> PlacementTable:
-    """The table with other homes for some roles, or for single names: `{"latents": "staged"}`."""
-    roles, homes = dict(table.roles), dict(table.placements)
+    """Return a table with other placements for roles or single names: `{"latents": "staged"}`."""
+    roles, placements = dict(table.roles), dict(table.placements)
     for name, value in changes.items():
         if value not in list(Placement):
             raise ConfigError(
-                f"gh200_optimizations.placement.{name} is {value!r}; "
-                f"a home is one of {', '.join(Placement)}."
+                f"gh200_optimizations.placement.{name} is {value!r}, but a placement is one of "
+                f"{', '.join(Placement)}."
             )
         if name in table.placements:
-            homes[name] = Placement(value)
+            placements[name] = Placement(value)
         elif name in roles:
             roles[name] = name
-            homes[name] = Placement(value)
+            placements[name] = Placement(value)
         else:
             raise ConfigError(
-                f"gh200_optimizations.placement.{name} is no role and no name of a batch's tensor."
+                f"gh200_optimizations.placement.{name} is neither a role nor a tensor's name."
                 f"{_did_you_mean(name, table)} Roles: {', '.join(table.placements)}. "
                 f"Names: {', '.join(table.roles)}."
             )
-    return PlacementTable(MappingProxyType(roles), MappingProxyType(homes))
+    return PlacementTable(MappingProxyType(roles), MappingProxyType(placements))
 
 
 def place_batch(batch: object, hints: Hints, table: PlacementTable = DEFAULT_TABLE) -> BatchReport:
-    """Give each tensor of a batch the home of its role."""
-    placed, unnamed = [], []
+    """Give the hints that place each tensor of a batch according to its role."""
+    placed, unknown = [], []
     for path, name, tensor in _tensors(batch, table.roles):
         if name is None:
-            unnamed.append(path)
+            unknown.append(path)
             continue
         role = table.roles[name]
-        home = table.placements[role]
-        placed.append(PlacedTensor(path, role, home, _send_home(tensor, home, hints)))
-    return BatchReport(tuple(placed), tuple(unnamed))
+        placement = table.placements[role]
+        given = _give_hints(tensor, placement, hints)
+        placed.append(PlacedTensor(path, role, placement, given))
+    return BatchReport(tuple(placed), tuple(unknown))
 
 
-def _send_home(tensor: Tensor, home: Placement, hints: Hints) -> tuple[Hint, ...]:
-    if home is Placement.HOST:
+def _give_hints(tensor: Tensor, placement: Placement, hints: Hints) -> tuple[Hint, ...]:
+    if placement is Placement.HOST:
         return (hints.prefer_cpu_residency(tensor),)
-    if home is Placement.STAGED:
+    if placement is Placement.STAGED:
         return hints.prefer_cpu_residency(tensor), hints.prefetch_to_device(tensor)
-    if home is Placement.DEVICE:
+    if placement is Placement.DEVICE:
         return hints.prefer_gpu_residency(tensor), hints.prefetch_to_device(tensor)
     return ()
 
 
 def _tensors(root: object, roles: Mapping[str, str]) -> Iterator[tuple[str, str | None, Tensor]]:
-    """Every tensor once, with its path and the nearest name that the table knows.
+    """Yield each tensor once, with its path and the nearest name in the table.
 
-    A stack instead of recursion: a batch that contains itself, or nests deeply, is walked too.
+    Uses a stack instead of recursion, so deeply nested and self-referencing batches work.
     """
     seen: set[int] = set()
     stack: list[tuple[str, str | None, object]] = [("", None, root)]
@@ -187,19 +191,19 @@ def _tensors(root: object, roles: Mapping[str, str]) -> Iterator[tuple[str, str 
                 seen.add(id(value))
                 yield path or "batch", name, value
             continue
-        inside = list(_inside(value))
-        if not inside or id(value) in seen:
+        children = list(_children(value))
+        if not children or id(value) in seen:
             continue
         seen.add(id(value))
-        for key, item in reversed(inside):
+        for key, item in reversed(children):
             if isinstance(key, str):
-                inner = key if key in roles else name
-                stack.append((f"{path}.{key}" if path else key, inner, item))
+                nearest = key if key in roles else name
+                stack.append((f"{path}.{key}" if path else key, nearest, item))
             else:
                 stack.append((f"{path}[{key}]", name, item))
 
 
-def _inside(value: object) -> Iterator[tuple[str | int, object]]:
+def _children(value: object) -> Iterator[tuple[str | int, object]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield str(key), item

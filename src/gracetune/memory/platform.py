@@ -1,8 +1,8 @@
-"""What the hardware is: the link between host and device memory, their sizes, and why we say so.
+"""Detect the hardware: how a device reaches host memory, how much there is of both, and why.
 
-Decided once a device, from attributes the driver reports, never from a card's name: one host can
-hold a coherent GPU beside PCIe ones. Files under /proc and /sys are read through roots that arrive
-as arguments, so that a folder can stand in for a machine. What to do with the answer is for others.
+The platform is detected once per device, from the attributes that the driver reports and never from
+the name of a card: one machine can hold a coherent GPU next to PCIe ones. /proc and /sys are
+passed as arguments, so that tests can use recorded machines.
 """
 
 from __future__ import annotations
@@ -36,40 +36,41 @@ __all__ = [
     "Rates",
     "detect_platform",
     "import_nvml",
+    "platform_without_gpu",
     "read_host",
     "read_nvml",
-    "platform_without_gpu",
 ]
 
 
 class Link(Enum):
-    """How a device reaches host memory, from nothing to one memory for both."""
+    """Connection between a device and host memory."""
 
     NONE = "none"
     """There is no GPU."""
     COPY = "copy"
-    """Explicit copies alone: managed memory would stop the host while a kernel runs."""
+    """Explicit copies only: the host must not touch managed memory while a kernel runs."""
     MANAGED = "managed"
-    """Managed pages move over PCIe; both sides may touch them at any time."""
+    """Managed pages migrate over PCIe; host and device may touch them at any time."""
     COHERENT = "coherent"
-    """NVLink-C2C: the GPU walks the host's page tables and reads any host memory in place."""
+    """NVLink-C2C: the GPU uses the host's page tables and reads any host memory in place."""
     INTEGRATED = "integrated"
-    """One physical memory: there is nothing to move."""
+    """One physical memory for host and device: there is nothing to move."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast bytes move, in bytes per second; measured here or published (`plan.machines`)."""
+    """Bandwidths in bytes per second, measured here or published (plan/machines.py)."""
 
     copy_in: float
     """Copy engine, pinned host memory to device."""
     copy_out: float
     """Copy engine, device to pinned host memory."""
     prefetch_in: float
-    """Managed pages moved to the device ahead of use."""
+    """Prefetch of managed pages to the device."""
     prefetch_out: float
+    """Prefetch of managed pages to the host."""
     fault: float
-    """Managed pages pulled by whoever touches them first."""
+    """Migration of managed pages by page faults."""
     read_in_place: float
     """A kernel reading host memory over the link."""
     device: float
@@ -77,54 +78,55 @@ class Rates:
     host: float
     """The CPU reading or writing host memory."""
     both_ways_share: float = 1.0
-    """What is left of each direction's rate while the other is busy too."""
+    """Share of its rate that each direction keeps while the other one is busy as well."""
     copy_call_s: float = 6e-6
-    """What issuing one copy costs the calling thread."""
+    """Seconds that the calling thread needs to queue one copy."""
     prefetch_call_s: float = 18e-6
-    """What issuing one prefetch costs the calling thread, however small."""
+    """Seconds that the calling thread needs to queue one prefetch, however small."""
     prefetch_blocking_share: float = 0.7
-    """Share of a prefetch's transfer during which the call does not return."""
+    """Share of a prefetch's transfer time during which the call blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """A device as data: what a simulated driver stands for, and a published machine is made of."""
+    """A device described by data, for the simulated driver and for published machines."""
 
     nbytes: int
     attributes: Mapping[str, int] = field(hash=False)
-    """By their CUDA names in snake case; what is absent, the driver does not know."""
+    """Device attributes by CUDA name in snake case; absent ones are unknown to the driver."""
     rates: Rates
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """One device, the host memory behind it, and the reason for each conclusion."""
+    """One device, its host memory, and the reason for each value."""
 
     link: Link
     device: int
-    """The ordinal; -1 where there is none."""
+    """Ordinal of the device; -1 without a GPU."""
     device_bytes: int
-    """All memory of the device; of an integrated one, what the host could give it."""
+    """Total device memory; for an integrated device, the host memory it could use."""
     host_bytes: int
-    """Host memory that could be taken now without swapping."""
+    """Host memory that a process could allocate now without swapping."""
     host_total_bytes: int
     page_bytes: int
-    """Of the kernel: the grain to which the driver rounds hints."""
+    """Page size of the kernel, to which the driver rounds hints."""
     host_node: int | None
-    """The NUMA node of host memory nearest to the device."""
+    """NUMA node of the host memory nearest to the device; None if unknown."""
     device_node: int | None
-    """The NUMA node that is the device's own memory, where the kernel sees it as one."""
+    """NUMA node of the device's own memory; None if the kernel does not list it as a node."""
     c2c: bool | None
-    """Whether an NVLink-C2C link is up; none: nobody could tell."""
+    """True if an NVLink-C2C link is up; None if unknown."""
     rates: Rates | None
+    """Bandwidths of the link; None if they were not measured."""
     reasons: Mapping[str, str] = field(hash=False)
-    """The reason for each field, by its name."""
+    """Reason for each value, by field name."""
     numa_nodes: tuple[NumaNode, ...] = ()
-    """Every node with memory, the devices' own among them."""
+    """All NUMA nodes with memory, including those of devices."""
 
     @property
     def has_managed(self) -> bool:
-        """Whether managed memory may be touched from both sides at any time."""
+        """True if host and device may touch managed memory at any time."""
         return self.link in (Link.MANAGED, Link.COHERENT, Link.INTEGRATED)
 
 
@@ -141,12 +143,12 @@ NO_GPU = Platform(
     rates=None,
     reasons={"link": "there is no CUDA device"},
 )
-"""The platform of a machine without a GPU, where host memory was not asked about either."""
+"""Platform of a machine without a GPU, for callers that do not need its host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRule:
-    """A link, and the facts that prove it."""
+    """A link, and the device attributes that prove it."""
 
     link: Link
     required: Mapping[str, int]
@@ -180,7 +182,7 @@ LINK_RULES = (
         "the driver has no concurrent managed access (WSL, Windows, old or virtual GPUs)",
     ),
 )
-"""The first rule whose facts all hold decides."""
+"""Rules in order; the first one whose attributes all match decides."""
 
 _LINK_ATTRIBUTES = (
     "integrated",
@@ -197,17 +199,17 @@ def detect_platform(
     nvml: NvmlFacts | None = None,
     rates: Rates | None = None,
 ) -> Platform:
-    """What one device is, asked of the driver, the kernel's files and, where there is one, NVML."""
+    """Detect the platform of one device from the driver, the kernel's files and NVML if present."""
     facts = {name: driver.attribute(name, device) for name in _LINK_ATTRIBUTES}
     c2c, c2c_reason = _c2c(nvml)
-    rule = _rule(facts | {"c2c": c2c})
+    rule = _find_rule(facts | {"c2c": c2c})
     host_node = _node(driver.attribute("host_numa_id", device))
-    device_node, node_why = _device_node(driver, device, host)
-    host_bytes, host_why = _host_bytes(host, device_node)
-    device_bytes, device_why = driver.memory_info(device)[1], "the driver's total"
+    device_node, node_reason = _device_node(driver, device, host)
+    host_bytes, host_reason = _host_bytes(host, device_node)
+    device_bytes, device_reason = driver.memory_info(device)[1], "the driver's total"
     if rule.link is Link.INTEGRATED:
         device_bytes = host_bytes
-        device_why = "one memory for both: what the host could give now, not the driver's figure"
+        device_reason = "one memory for both: the available host memory, not the driver's total"
     return Platform(
         link=rule.link,
         device=device,
@@ -222,30 +224,30 @@ def detect_platform(
         numa_nodes=host.nodes,
         reasons={
             "link": f"{rule.reason} ({_spell(facts)}){_addressing(nvml)}",
-            "device_bytes": device_why,
-            "host_bytes": host_why,
-            "host_total_bytes": "MemTotal, less the memory nodes that are GPUs",
+            "device_bytes": device_reason,
+            "host_bytes": host_reason,
+            "host_total_bytes": "MemTotal minus the NUMA nodes that are GPU memory",
             "page_bytes": "the kernel's page size",
             "host_node": (
-                "the driver names no node near the device"
+                "the driver reports no NUMA node for the device"
                 if host_node is None
-                else "the node the driver names as nearest"
+                else "the nearest node according to the driver"
             ),
-            "device_node": node_why,
+            "device_node": node_reason,
             "c2c": c2c_reason,
-            "numa_nodes": "the kernel's list of nodes with memory",
+            "numa_nodes": "the kernel's nodes with memory",
             "rates": (
-                "not measured yet: `gracetune diagnose` measures them"
+                "not measured; `gracetune diagnose` measures them"
                 if rates is None
-                else "given by who asked"
+                else "given by the caller"
             ),
         },
     )
 
 
 def platform_without_gpu(host: HostFacts, reason: str) -> Platform:
-    """The platform of a machine whose GPU is missing or unusable, with its host memory."""
-    host_bytes, host_why = _host_bytes(host, None)
+    """Return the platform of a machine whose GPU is missing or unusable."""
+    host_bytes, host_reason = _host_bytes(host, None)
     return Platform(
         link=Link.NONE,
         device=-1,
@@ -258,15 +260,15 @@ def platform_without_gpu(host: HostFacts, reason: str) -> Platform:
         c2c=None,
         rates=None,
         numa_nodes=host.nodes,
-        reasons={"link": reason, "host_bytes": host_why, "page_bytes": "the kernel's page size"},
+        reasons={"link": reason, "host_bytes": host_reason, "page_bytes": "the kernel's page size"},
     )
 
 
-def _rule(facts: Mapping[str, int | None]) -> LinkRule:
+def _find_rule(facts: Mapping[str, int | None]) -> LinkRule:
     for rule in LINK_RULES:
         if all(facts[name] == value for name, value in rule.required.items()):
             return rule
-    raise AssertionError(f"the last rule needs nothing, yet none fits {facts}")
+    raise AssertionError(f"the last rule requires nothing, but no rule matches {facts}")
 
 
 def _spell(facts: Mapping[str, int | None]) -> str:
@@ -292,58 +294,54 @@ def _node(value: int | None) -> int | None:
 
 
 def _device_node(driver: Driver, device: int, host: HostFacts) -> tuple[int | None, str]:
-    """The device's own NUMA node: there in NUMA mode, gone in CDMM and on PCIe."""
+    """Return the NUMA node of the device's memory: present in NUMA mode, not in CDMM or on PCIe."""
     if driver.attribute("numa_config", device) == 1:
         node = _node(driver.attribute("numa_id", device))
         if node is not None:
-            return node, "the kernel sees the device's memory as this node (NUMA mode)"
+            return node, "the kernel lists the device's memory as this node (NUMA mode)"
     if host.coherent_memory_mode == "driver":
         return None, "the kernel module runs with CoherentGPUMemoryMode=driver (CDMM)"
-    return None, "the device's memory is no NUMA node"
+    return None, "the device's memory is not a NUMA node"
 
 
 def _host_bytes(host: HostFacts, device_node: int | None) -> tuple[int, str]:
-    """MemAvailable, less what it counts that is a GPU's, and no more than a container may take."""
+    """Return MemAvailable minus GPU memory, limited to what the container may use."""
     nbytes, nodes = host.usable_bytes(device_node), host.gpu_nodes(device_node)
     if nbytes == host.cgroup_free_bytes:
-        return nbytes, "what the memory limit of this container (cgroup) leaves"
+        return nbytes, "the memory limit of this container (cgroup)"
     if not nodes:
         return nbytes, "MemAvailable"
-    elsewhere = format_bytes(sum(node.available_bytes for node in nodes))
-    return nbytes, f"MemAvailable, less {elsewhere} of it that is GPU memory"
+    gpu_memory = format_bytes(sum(node.available_bytes for node in nodes))
+    return nbytes, f"MemAvailable minus {gpu_memory} of GPU memory"
 
 
-# ------------------------------------------------------------------------------------------
-# What NVML adds to the driver's attributes, where it is installed and willing to say.
-#
-# NVML is optional: `pynvml` may be missing, and on some machines (DGX Spark) most questions are
-# answered Not Supported. Neither is an error; each becomes a reason.
-
+# NVML is optional: `pynvml` may be missing, and some machines (DGX Spark) answer most queries with
+# Not Supported. Neither is an error; each becomes a reason in the platform.
 
 ADDRESSING_MODES = {0: "none", 1: "hmm", 2: "ats"}
-"""NVML's addressing modes by number."""
+"""NVML's names of addressing modes, by number."""
 
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """One device as NVML sees it."""
+    """NVML's information about one device."""
 
     c2c: bool | None
-    """Whether the NVLink-C2C link is up; none: not said."""
+    """True if the NVLink-C2C link is up; None if unknown."""
     c2c_reason: str
     addressing: str | None
-    """`ats`, `hmm` or `none`; none: not said."""
+    """`ats`, `hmm` or `none`; None if unknown."""
     addressing_reason: str
 
 
 class C2cMode(Protocol):
-    """NVML's answer about NVLink-C2C."""
+    """NVML's struct with the state of NVLink-C2C."""
 
     isC2cEnabled: int  # noqa: N815  NVML's spelling
 
 
 class Nvml(Protocol):
-    """The part of `pynvml` that is asked; a test hands in its own."""
+    """The functions of `pynvml` that are used; tests pass their own."""
 
     NVMLError: type[Exception]
 
@@ -355,7 +353,7 @@ class Nvml(Protocol):
 
 
 def import_nvml() -> Nvml | None:
-    """The installed NVML bindings, or none: they only add certainty."""
+    """Import the NVML bindings; return None if they are not installed."""
     try:
         import pynvml
     except ImportError:
@@ -365,23 +363,23 @@ def import_nvml() -> Nvml | None:
 
 
 def read_nvml(nvml: Nvml | None, driver: Driver, device: int) -> NvmlFacts:
-    """Ask NVML about the device that the driver calls `device`, matched by its place on the bus."""
+    """Query NVML about a device, which is matched by its PCI address."""
     if nvml is None:
-        return _nothing("pynvml is not installed (pip install nvidia-ml-py)")
+        return _no_nvml_facts("pynvml is not installed (pip install nvidia-ml-py)")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return _nothing(f"NVML did not start: {error}")
+        return _no_nvml_facts(f"NVML did not start: {error}")
     try:
-        return _ask(nvml, pci_bus_id(driver, device))
+        return _query_nvml(nvml, pci_bus_id(driver, device))
     except nvml.NVMLError as error:
-        return _nothing(f"NVML does not know the device: {error}")
+        return _no_nvml_facts(f"NVML does not know the device: {error}")
     finally:
         nvml.nvmlShutdown()
 
 
 def pci_bus_id(driver: Driver, device: int) -> str:
-    """The device's PCI address; ordinals differ between CUDA and NVML, addresses do not."""
+    """Return the PCI address of a device. CUDA and NVML may number devices differently."""
     domain, bus, slot = (
         driver.attribute(name, device) or 0
         for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
@@ -389,96 +387,97 @@ def pci_bus_id(driver: Driver, device: int) -> str:
     return f"{domain:08x}:{bus:02x}:{slot:02x}.0"
 
 
-def _ask(nvml: Nvml, address: str) -> NvmlFacts:
+def _query_nvml(nvml: Nvml, address: str) -> NvmlFacts:
     handle = nvml.nvmlDeviceGetHandleByPciBusId(address)
     c2c: bool | None = None
     addressing: str | None = None
     try:
         c2c = bool(nvml.nvmlDeviceGetC2cModeInfoV(handle).isC2cEnabled)
-        c2c_reason = f"NVML says NVLink-C2C is {'on' if c2c else 'off'}"
-    except (nvml.NVMLError, AttributeError) as error:  # older bindings lack the newer questions
-        c2c_reason = f"NVML does not say whether there is a C2C link: {error}"
+        c2c_reason = f"NVML reports NVLink-C2C {'on' if c2c else 'off'}"
+    except (nvml.NVMLError, AttributeError) as error:  # older bindings lack these functions
+        c2c_reason = f"NVML does not report whether there is a C2C link: {error}"
     try:
         mode = nvml.nvmlDeviceGetAddressingMode(handle)
         addressing = ADDRESSING_MODES.get(mode)
-        addressing_reason = f"NVML says addressing mode {addressing or mode}"
+        addressing_reason = f"NVML reports addressing mode {addressing or mode}"
     except (nvml.NVMLError, AttributeError) as error:
-        addressing_reason = f"NVML does not say the addressing mode: {error}"
+        addressing_reason = f"NVML does not report the addressing mode: {error}"
     return NvmlFacts(c2c, c2c_reason, addressing, addressing_reason)
 
 
-def _nothing(reason: str) -> NvmlFacts:
+def _no_nvml_facts(reason: str) -> NvmlFacts:
     return NvmlFacts(None, reason, None, reason)
 
 
-# ------------------------------------------------------------------------------------------
-# What the kernel says about host memory: sizes, nodes, pages, a container's limit.
-#
-# Read from files anyone may read, under roots that arrive as arguments.
-
+# Host memory, read from files under /proc and /sys that need no privileges.
 
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)", re.MULTILINE)
 _LINE = re.compile(r"^(?:Node \d+ )?([A-Za-z_()]+):\s+(\d+) kB", re.MULTILINE)
-_GIVEN_BY_NVIDIA = "System RAM (NVIDIA)"
+_NVIDIA_REGION = "System RAM (NVIDIA)"
+"""Label in /proc/iomem of GPU memory that the NVIDIA driver added to the kernel's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """One NUMA node that has memory."""
+    """A NUMA node with memory."""
 
     id: int
     total_bytes: int
     available_bytes: int
-    """Free, or page cache that could be dropped."""
+    """Free memory, and page cache that could be dropped."""
     has_cpus: bool
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Host memory as the kernel counts it, before any of it is known to be a GPU's."""
+    """Host memory as the kernel counts it, which may include GPU memory."""
 
     total_bytes: int
     available_bytes: int
     page_bytes: int
     nodes: tuple[NumaNode, ...] = ()
     cgroup_free_bytes: int | None = None
-    """What the cgroup leaves us; none: no limit."""
+    """Bytes that the cgroup's limit leaves; None without a limit."""
     coherent_memory_mode: str = ""
-    """The NVIDIA module's parameter: `driver` is CDMM; empty: default, or no module."""
+    """CoherentGPUMemoryMode of the NVIDIA kernel module: `driver` means CDMM; may be empty."""
 
     includes_gpu_memory: bool = False
-    """Whether memory of GPUs is counted as the kernel's own."""
+    """True if the kernel's counts include GPU memory (NUMA mode)."""
 
     def gpu_nodes(self, known: int | None = None) -> tuple[NumaNode, ...]:
-        """Memory without CPUs is some GPU's where one GPU's is a node: by the driver, which may
-        have named one, or by the kernel's files."""
-        if known is None and not (self.includes_gpu_memory and any(node.has_cpus for node in self.nodes)):
+        """Return the nodes that are GPU memory; `known` is one that the driver has named.
+
+        If one GPU's memory is a node, every node without CPUs is taken for GPU memory.
+        """
+        if known is None and not (
+            self.includes_gpu_memory and any(node.has_cpus for node in self.nodes)
+        ):
             return ()
         return tuple(node for node in self.nodes if not node.has_cpus or node.id == known)
 
     def usable_bytes(self, gpu_node: int | None = None) -> int:
-        """What a process could still take of the host's own memory."""
-        elsewhere = sum(node.available_bytes for node in self.gpu_nodes(gpu_node))
-        room = max(0, self.available_bytes - elsewhere)
-        return room if self.cgroup_free_bytes is None else min(room, self.cgroup_free_bytes)
+        """Return the host memory that a process could still allocate, without GPU memory."""
+        on_gpus = sum(node.available_bytes for node in self.gpu_nodes(gpu_node))
+        usable = max(0, self.available_bytes - on_gpus)
+        return usable if self.cgroup_free_bytes is None else min(usable, self.cgroup_free_bytes)
 
     def total_host_bytes(self, gpu_node: int | None = None) -> int:
-        """All of the host's own memory."""
+        """Return the total host memory, without GPU memory."""
         return self.total_bytes - sum(node.total_bytes for node in self.gpu_nodes(gpu_node))
 
     def capacity_bytes(self) -> int:
-        """As much of it as a process may take."""
-        own = self.total_host_bytes()
-        return own if self.cgroup_free_bytes is None else min(own, self.cgroup_free_bytes)
+        """Return the total host memory, limited by the cgroup."""
+        total = self.total_host_bytes()
+        return total if self.cgroup_free_bytes is None else min(total, self.cgroup_free_bytes)
 
 
 def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
-    """Read the facts; `page_bytes` is `os.sysconf("SC_PAGE_SIZE")` on the machine itself."""
+    """Read host memory; `page_bytes` is `os.sysconf("SC_PAGE_SIZE")` on this machine."""
     memory = _kilobytes(proc / "meminfo")
     for name in ("MemTotal", "MemAvailable"):
         if name not in memory:
             raise RunFailedError(
-                f"{proc / 'meminfo'} has no {name}: host memory cannot be counted. "
+                f"{proc / 'meminfo'} has no {name}, so host memory is unknown. "
                 "gracetune needs Linux 3.14 or newer with /proc mounted."
             )
     return HostFacts(
@@ -486,16 +485,16 @@ def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
         available_bytes=memory["MemAvailable"],
         page_bytes=page_bytes,
         nodes=_nodes(sys / "devices/system/node"),
-        cgroup_free_bytes=_cgroup_leaves(proc, sys / "fs/cgroup"),
+        cgroup_free_bytes=_cgroup_free_bytes(proc, sys / "fs/cgroup"),
         coherent_memory_mode=_coherent_mode(proc / "driver/nvidia/params"),
-        includes_gpu_memory=_counts_gpus(proc),
+        includes_gpu_memory=_includes_gpu_memory(proc),
     )
 
 
 def anonymous_nbytes(proc: Path, spans: Iterable[tuple[int, int]]) -> int:
-    """Of spans of this process, each an address and its bytes, those that no file backs.
+    """Return how many bytes of the spans (address, bytes) are anonymous memory of this process.
 
-    Letting go of them makes room. Pages of a file that is mapped count as available anyway.
+    Freeing those makes memory available. Pages of mapped files count as available anyway.
     """
     mapped = [
         (int(match[1], 16), int(match[2], 16))
@@ -512,7 +511,7 @@ def anonymous_nbytes(proc: Path, spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _kilobytes(path: Path) -> dict[str, int]:
-    """The `Name: 123 kB` lines of a meminfo file, in bytes; a missing file has none."""
+    """Parse the `Name: 123 kB` lines of a meminfo file into bytes; empty if it is missing."""
     return {name: int(value) * 1024 for name, value in _LINE.findall(_text(path))}
 
 
@@ -524,7 +523,7 @@ def _text(path: Path) -> str:
 
 
 def _nodes(folder: Path) -> tuple[NumaNode, ...]:
-    """Nodes with memory; a GPU announces empty ones too, one for each MIG slice it may become."""
+    """Read the nodes with memory. GPUs also create empty ones, one per possible MIG slice."""
     nodes = []
     for path in folder.glob("node[0-9]*"):
         number = int(path.name.removeprefix("node"))
@@ -543,22 +542,28 @@ def _nodes(folder: Path) -> tuple[NumaNode, ...]:
     return tuple(sorted(nodes, key=lambda node: node.id))
 
 
-def _counts_gpus(proc: Path) -> bool:
-    """The driver names what it gives to the kernel; where that is hidden, it may have given."""
+def _includes_gpu_memory(proc: Path) -> bool:
+    """Return True if the kernel counts GPU memory as its own; when in doubt, True.
+
+    /proc/iomem shows it, but is readable by root only.
+    """
     regions = _text(proc / "iomem")
     if regions:
-        return _GIVEN_BY_NVIDIA in regions
+        return _NVIDIA_REGION in regions
     driver = proc / "driver/nvidia"
     return driver.is_dir() and _coherent_mode(driver / "params") != "driver"
 
 
-def _cgroup_leaves(proc: Path, mount: Path) -> int | None:
-    """What the tightest cgroup (v2) from ours to the root leaves; its page cache can be dropped."""
+def _cgroup_free_bytes(proc: Path, mount: Path) -> int | None:
+    """Return the bytes that the tightest cgroup (v2) up to the root leaves to this process.
+
+    Inactive page cache counts as free, because the kernel can drop it.
+    """
     match = re.search(r"^0::(/.*)$", _text(proc / "self/cgroup"), re.MULTILINE)
     if match is None:
         return None
     parts = [part for part in match[1].split("/") if part]
-    leaves = []
+    free = []
     for depth in range(len(parts), -1, -1):
         folder = mount.joinpath(*parts[:depth])
         limit = _text(folder / "memory.max").strip()
@@ -566,8 +571,8 @@ def _cgroup_leaves(proc: Path, mount: Path) -> int | None:
             continue
         used = int(_text(folder / "memory.current").strip() or 0)
         cache = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
-        leaves.append(max(0, int(limit) - used + (int(cache[1]) if cache else 0)))
-    return min(leaves, default=None)
+        free.append(max(0, int(limit) - used + (int(cache[1]) if cache else 0)))
+    return min(free, default=None)
 
 
 def _coherent_mode(params: Path) -> str:
@@ -575,34 +580,30 @@ def _coherent_mode(params: Path) -> str:
     return match[1] if match else ""
 
 
-# ------------------------------------------------------------------------------------------
-# The machine this process runs on: its driver and its platform, opened together.
-
-
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A platform, and the driver under it."""
+    """A device's platform and its driver."""
 
     driver: Driver | None
-    """None exactly where the platform has no GPU."""
+    """None exactly if the platform has no GPU."""
     platform: Platform
 
 
 class CountedDriver(Driver, Protocol):
-    """A driver that knows how many devices it drives."""
+    """A driver that also reports the number of devices."""
 
     device_count: int
 
 
 def read_this_host() -> HostFacts:
-    """Host memory as it is now."""
+    """Read the host memory of this machine now."""
     return read_host(Path("/proc"), Path("/sys"), os.sysconf("SC_PAGE_SIZE"))
 
 
 def open_machine(
     device: int = 0, open_driver: Callable[[], CountedDriver] = open_cuda_driver
 ) -> Machine:
-    """One device of this machine, or the machine without one and why."""
+    """Open one device of this machine; without a GPU, the platform's reasons say why."""
     host = read_this_host()
     try:
         driver = open_driver()
@@ -610,8 +611,8 @@ def open_machine(
         return Machine(None, platform_without_gpu(host, str(error)))
     if not 0 <= device < driver.device_count:
         raise ConfigError(
-            f"device is {device}; this machine shows {driver.device_count} GPU(s), counted from 0. "
-            "CUDA_VISIBLE_DEVICES may hide others."
+            f"device is {device}, but this machine has {driver.device_count} GPU(s), counted from "
+            "0. CUDA_VISIBLE_DEVICES may hide others."
         )
     nvml = read_nvml(import_nvml(), driver, device)
     return Machine(driver, detect_platform(driver, device, host, nvml))

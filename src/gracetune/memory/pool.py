@@ -1,10 +1,13 @@
-"""Managed memory as a `torch.cuda.MemPool`: ordinary tensors, native caching, a cap that holds.
+"""Allocate torch tensors in CUDA managed memory, through a `torch.cuda.MemPool` with a byte cap.
 
-A pool is opened around the lines that allocate, never around a loop: while any pool is open torch
-defers the frees of tensors that other streams have used, skips the retry before it reports out of
-memory, and releases nothing. Only the opening thread allocates from it; backward runs on others.
-What a library keeps for itself (the workspace of a first matrix product) stays in the pool it was
-made in. Past its cap the pool refuses, and the user sees torch's own OutOfMemoryError.
+Tensors from a pool are ordinary CUDA tensors, cached by torch's allocator. Beyond its cap the pool
+refuses, and the user sees torch's OutOfMemoryError.
+
+Keep a pool open only around the lines that allocate, never around a loop. While a pool is open,
+torch defers frees of tensors that other streams have used, does not retry before it reports out of
+memory, and releases no cached memory. Only the thread that opened the pool allocates from it;
+autograd's backward runs in other threads. Buffers that a library keeps (such as the workspace of
+the first matmul) stay in the pool in which they were allocated.
 """
 
 from __future__ import annotations
@@ -31,92 +34,92 @@ if TYPE_CHECKING:
     from gracetune.memory.shim import Shim, ShimCounters
 
 MAX_OPEN_S = 5.0
-"""A pool open for longer is around a loop, not around an allocation."""
+"""A pool that stays open for longer is probably open around a loop; a warning says so."""
 
 
 class PoolError(GracetuneError):
-    """A pool is used in a way that would hang, abort or mislead torch."""
+    """A pool was used in a way that torch does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUnavailable:
-    """There is no managed pool here, and why."""
+    """A managed pool cannot be opened on this machine, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """How a pool's segments are placed and bounded."""
+    """Options of a managed pool."""
 
     cap_bytes: int
-    """Most managed bytes, whole segments counted; past it torch reports out of memory."""
+    """Maximum managed bytes, counted in whole segments of torch's allocator."""
     pattern: AccessPattern = AccessPattern.GPU_FIRST
+    """Where new segments are placed."""
     no_split: bool = False
-    """One tensor a segment, so that a hint for one never reaches a neighbour."""
+    """Give each tensor a segment of its own, so that hints never affect a neighbour."""
     use_on_oom: bool = False
-    """Let allocations outside use what this pool has cached before they fail."""
+    """Let allocations outside the pool use its cached memory before they fail."""
     driver_library: str = DRIVER_LIBRARY
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCloseResult:
-    """What closing a pool gave back."""
+    """Memory freed by closing a pool; truthy if everything was freed."""
 
     freed_bytes: int
     held_bytes: int
-    """Bytes that living tensors, or another open pool, keep from being freed."""
+    """Bytes that could not be freed, because tensors are alive or another pool is open."""
 
     def __bool__(self) -> bool:
-        """Whether everything is back."""
         return self.held_bytes == 0
 
 
 class MemPoolApi(Protocol):
-    """The part of torch that pools are made of; all differences between releases live behind it."""
+    """Functions of torch that a pool needs; hides differences between torch releases."""
 
     def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
-        """A MemPool over a slot of the shim."""
+        """Create a MemPool that allocates through a slot of the shim."""
         ...
 
     def use_pool(self, pool: object, device: int) -> AbstractContextManager[None]:
-        """While it is open, this thread's allocations come from the pool."""
+        """Route this thread's allocations to the pool inside the block."""
         ...
 
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured on this thread's stream."""
+        """Return True if a CUDA graph is being captured on the current stream."""
         ...
 
     def synchronize(self, device: int) -> None:
-        """Wait for the device."""
+        """Wait for all streams of the device."""
         ...
 
     def empty_cache(self) -> None:
-        """Give cached segments without an owner back to their allocators."""
+        """Free the cached segments of pools that no longer exist."""
         ...
 
 
 class TorchMemPools:
-    """torch 2.11 to 2.15."""
+    """`MemPoolApi` for torch 2.11 to 2.15."""
 
     def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
-        """A MemPool on a device that is named, whose allocator is never collected."""
+        """Create a MemPool on the given device."""
         import torch
 
         allocator = torch.cuda.memory.CUDAPluggableAllocator(
             str(library), f"gracetune_alloc_{slot}", f"gracetune_free_{slot}"
         )
         handle = allocator.allocator()  # type: ignore[no-untyped-call]
-        # Releases differ in whether a pool keeps its allocator alive, and tensors outlive pools:
-        # a freed allocator is a crash at some later free. A few bytes a pool are the price.
+        # Tensors can outlive their pool, and some torch releases do not keep the allocator alive
+        # with it: a later free would crash. So the allocator is never released (a few bytes).
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
-        with torch.cuda.device(device):  # a pool belongs to the device that is current here
+        with torch.cuda.device(device):  # a pool belongs to the current device
             return torch.cuda.MemPool(
                 handle, use_on_oom=settings.use_on_oom, no_split=settings.no_split
             )
 
     def use_pool(self, pool: object, device: int) -> AbstractContextManager[None]:
-        """torch's own context manager, on the pool's device."""
+        """Return torch's context manager for the pool's device."""
         import torch
 
         assert isinstance(pool, torch.cuda.MemPool)
@@ -124,19 +127,19 @@ class TorchMemPools:
         return opened
 
     def is_capturing(self) -> bool:
-        """Whether this thread's stream is being captured."""
+        """Return True if the current stream is being captured."""
         import torch
 
         return bool(torch.cuda.is_current_stream_capturing())
 
     def synchronize(self, device: int) -> None:
-        """All streams of the device."""
+        """Wait for all streams of the device."""
         import torch
 
         torch.cuda.synchronize(device)
 
     def empty_cache(self) -> None:
-        """Of every pool that nobody holds any more."""
+        """Call `torch.cuda.empty_cache`, which also frees the segments of deleted pools."""
         import torch
 
         torch.cuda.empty_cache()
@@ -150,11 +153,11 @@ def open_pool(
     emit: Callable[[Notice], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> ManagedPool | PoolUnavailable:
-    """A managed pool on the platform's device, or why it cannot have one."""
+    """Open a managed pool on the platform's device, or return why that is impossible."""
     if settings.cap_bytes <= 0:
         raise ConfigError(
-            f"a managed pool's cap is {settings.cap_bytes} bytes; it must be above 0. Raise "
-            "uvm_oversubscription_ratio, or turn use_uvm off."
+            f"The cap of a managed pool is {settings.cap_bytes} bytes, but it must be above 0. "
+            "Raise uvm_oversubscription_ratio, or turn use_uvm off."
         )
     if not platform.has_managed:
         return PoolUnavailable(f"no managed memory: {platform.reasons['link']}")
@@ -166,7 +169,7 @@ def open_pool(
         slot = shim.open(settings.pattern, settings.cap_bytes, settings.driver_library)
     except ShimError as error:
         return PoolUnavailable(str(error))
-    with ExitStack() as undo:  # torch may refuse; the slot must not stay taken
+    with ExitStack() as undo:  # release the slot if torch refuses
         undo.callback(shim.close, slot)
         pool = ManagedPool(shim, slot, platform.device, settings, torch_pools, emit, clock)
         undo.pop_all()
@@ -174,7 +177,7 @@ def open_pool(
 
 
 class ManagedPool:
-    """Managed segments behind torch's caching allocator, for one device."""
+    """A pool of managed memory for one device, used through torch's caching allocator."""
 
     def __init__(
         self,
@@ -193,22 +196,22 @@ class ManagedPool:
         self._torch = torch_pools
         self._emit = emit
         self._clock = clock
-        self._told_long = False
-        self._lock = threading.RLock()  # a finaliser may ask for counters while we close
+        self._warned = False
+        self._lock = threading.RLock()  # a finalizer may read counters during close
         self._num_open = 0
         self._pool: object | None = torch_pools.make(shim.path, slot, device, settings)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Allocate from this pool inside the block, on this thread; keep the block short."""
+        """Allocate from this pool inside the block, in this thread. Keep the block short."""
         if self._torch.is_capturing():
             raise PoolError(
-                "a managed pool was opened while a CUDA graph is captured; its prefetches would "
-                "break the capture. Allocate before capturing."
+                "A managed pool was opened during CUDA graph capture; its prefetches would break "
+                "the capture. Allocate before capturing."
             )
         with self._lock:
             if self._pool is None:
-                raise PoolError("this managed pool is closed; open another with open_pool().")
+                raise PoolError("This managed pool is closed. Open another one with open_pool().")
             pool = self._pool
             self._num_open += 1
         began = self._clock()
@@ -216,38 +219,38 @@ class ManagedPool:
             with self._torch.use_pool(pool, self.device):
                 yield
         finally:
-            del pool  # a reference left here would keep a closed pool's segments
+            del pool  # this reference would keep a closed pool's segments alive
             with self._lock:
                 self._num_open -= 1
             self._warn_once(self._clock() - began)
 
     def counters(self) -> ShimCounters:
-        """What the pool took from the driver, gave back and was refused."""
+        """Return the pool's allocation counters."""
         with self._lock:
             if self._slot is None:
-                raise PoolError("this managed pool is closed; its counters went with it.")
+                raise PoolError("This managed pool is closed and has no counters any more.")
             return self._shim.counters(self._slot)
 
     def set_cap(self, cap_bytes: int) -> None:
-        """Move the cap; what is above a lower one stays until its tensors go."""
+        """Change the cap. Memory above a lower cap stays until its tensors are freed."""
         with self._lock:
             if self._slot is None:
-                raise PoolError("this managed pool is closed; it has no cap to move.")
+                raise PoolError("This managed pool is closed; its cap cannot be changed.")
             self._shim.set_cap(self._slot, cap_bytes)
 
     def close(self) -> PoolCloseResult:
-        """Give every segment without a living tensor back; call again when the last is gone."""
+        """Free every segment without live tensors; call again once the last tensor is gone."""
         with self._lock:
             if self._num_open:
                 raise PoolError(
-                    f"this managed pool is open in {self._num_open} place(s); torch would abort. "
-                    "Leave every `with pool.allocating():` first."
+                    f"This managed pool is open in {self._num_open} place(s); torch would abort. "
+                    "Leave every `with pool.allocating():` block first."
                 )
             if self._slot is None:
                 return PoolCloseResult(0, 0)
             before = self._shim.counters(self._slot).live_bytes
-            self._torch.synchronize(self.device)  # kernels may still use what is freed next
-            self._pool = None  # torch gives the pool's cached segments back here
+            self._torch.synchronize(self.device)  # kernels may still use memory that is freed next
+            self._pool = None  # torch frees the pool's cached segments here
             self._torch.empty_cache()
             held = self._shim.counters(self._slot).live_bytes
             if self._shim.close(self._slot):
@@ -255,13 +258,13 @@ class ManagedPool:
             return PoolCloseResult(before - held, held)
 
     def _warn_once(self, seconds: float) -> None:
-        if seconds <= MAX_OPEN_S or self._told_long:
+        if seconds <= MAX_OPEN_S or self._warned:
             return
-        self._told_long = True
+        self._warned = True
         self._emit(
             Notice(
-                f"a managed pool stayed open for {format_seconds(seconds)}: meanwhile torch frees "
-                "less and gives up on memory sooner. Open it around allocations, not a loop.",
+                f"a managed pool was open for {format_seconds(seconds)}; torch frees less memory "
+                "meanwhile and reports out of memory sooner. Open it around allocations only.",
                 level="warning",
             )
         )

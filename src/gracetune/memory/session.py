@@ -1,7 +1,8 @@
-"""One process's or run's memory: hardware, hints, stages, books and statistics, put together.
+"""Open and connect the memory objects of one process or run.
 
-The parts know nothing of each other; this is where they meet. The trainer has one, and so have the
-free functions of `gracetune.gh200`.
+Platform, hints, stages, accounting and statistics know nothing of each other; `MemorySession` puts
+them together and opens each when it is first needed. A training run has one session, and the free
+functions of `gracetune.gh200` share another.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import torch
 from gracetune.memory.hints import Hints, legacy_stream, torch_stream
 from gracetune.memory.platform import Link, read_this_host
 from gracetune.memory.pool import (
-    TorchMemPools,
+    ManagedPool,
     PoolError,
     PoolSettings,
-    ManagedPool,
     PoolUnavailable,
+    TorchMemPools,
     open_pool,
 )
 from gracetune.memory.shim import AccessPattern, find_shim
 from gracetune.memory.stages import (
-    ASIDE,
+    GcFreeze,
     Stage,
     StagePolicy,
     Stages,
@@ -32,7 +33,13 @@ from gracetune.memory.stages import (
     managed_cap,
     read_memory,
 )
-from gracetune.memory.stats import MemoryAccounting, Tier, start_fault_counter, import_cupti, memory_stats
+from gracetune.memory.stats import (
+    MemoryAccounting,
+    Tier,
+    import_cupti,
+    memory_stats,
+    start_fault_counter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class MemorySettings(Protocol):
-    """What the environment may decide; none: it says nothing."""
+    """Memory settings that environment variables can make; None: the variable is not set."""
 
     @property
     def uvm_hints(self) -> bool | None: ...
@@ -61,48 +68,53 @@ class MemorySettings(Protocol):
 
 
 class MemorySession:
-    """Hardware, hints, stages and books of one process or run, each opened when first needed."""
+    """Hardware, hints, stages, accounting and statistics of one process or run."""
 
     def __init__(
         self,
         open_machine: Callable[[], Machine],
         read_settings: Callable[[], MemorySettings],
         emit: Callable[[Notice], None],
+        gc_freeze: GcFreeze | None = None,
     ) -> None:
+        """`gc_freeze` is the run's own if it freezes objects, so that reclaiming collects them."""
         self.hints_override: bool | None = None
+        """Turns hints on or off regardless of the environment; None: the environment decides."""
         self._open_machine = open_machine
         self._read_settings = read_settings
         self._emit = emit
+        self._gc_freeze = gc_freeze or GcFreeze()
         self._pool: ManagedPool | PoolUnavailable | None = None
         self.trimmers: list[Callable[[], int]] = [self._collect_garbage]
+        """Called by light reclamations; each frees refillable memory and returns its bytes."""
 
     @property
     def settings(self) -> MemorySettings:
-        """Read anew each time: a script may set a variable after it imports us."""
+        """The environment's settings, read each time: a script may set variables after import."""
         return self._read_settings()
 
     @cached_property
     def machine(self) -> Machine:
-        """The hardware, looked at once."""
+        """The device and its platform, detected once."""
         return self._open_machine()
 
     @property
     def hints_enabled(self) -> bool:
-        """The override, else the environment, else whether the GPU is coherent with the host."""
+        """True if hints are on: by the override, else the environment, else a coherent GPU."""
         if self.hints_override is not None:
             return self.hints_override
-        wanted = self.settings.uvm_hints
-        return self.machine.platform.link is Link.COHERENT if wanted is None else wanted
+        setting = self.settings.uvm_hints
+        return self.machine.platform.link is Link.COHERENT if setting is None else setting
 
     @property
     def wants_pool(self) -> bool:
-        """Whether a managed pool is wanted: by `use_uvm` where it is set, else where hints are."""
-        wanted = self.settings.use_uvm
-        return self.hints_enabled if wanted is None else wanted
+        """True if a managed pool should be used: by `use_uvm` if it is set, else as hints are."""
+        setting = self.settings.use_uvm
+        return self.hints_enabled if setting is None else setting
 
     @property
     def hints(self) -> Hints:
-        """The verbs, on or off as of now."""
+        """The hints, switched on or off according to `hints_enabled`."""
         self._hints.enabled = self.hints_enabled
         return self._hints
 
@@ -117,7 +129,7 @@ class MemorySession:
 
     @cached_property
     def policy(self) -> StagePolicy:
-        """The stage policy that the environment describes."""
+        """The stage policy, from the environment and the defaults."""
         settings, default = self.settings, StagePolicy()
         return StagePolicy(
             threshold=settings.stage1_threshold or default.threshold,
@@ -129,49 +141,49 @@ class MemorySession:
 
     @property
     def managed_cap(self) -> int:
-        """Most managed bytes: the ratio, bounded by the host."""
+        """Maximum managed bytes: the oversubscription ratio, limited by host memory."""
         platform = self.machine.platform
         return managed_cap(self.policy, platform.device_bytes, platform.host_bytes)
 
     @cached_property
     def accounting(self) -> MemoryAccounting:
-        """The books of what this process holds, with the cap on managed bytes."""
+        """Bytes held by this process by tier and role, with the cap on managed bytes."""
         return MemoryAccounting({Tier.MANAGED: self.managed_cap})
 
     @cached_property
     def stages(self) -> Stages:
-        """The stage machine; what owners of refillable memory add to `trimmers` is trimmed too."""
+        """The run's memory stage; it reclaims through `trimmers` and torch's allocator."""
         device = self.machine.platform.device
         light = light_reclamation(self.trimmers)
-        return Stages(self.policy, light, hard_reclamation(device), self._emit)
+        hard = hard_reclamation(device, self._gc_freeze)
+        return Stages(self.policy, light, hard, self._emit)
 
     @cached_property
     def faults(self) -> FaultCounter | str:
-        """CUPTI's counters, started on first use."""
+        """CUPTI's page fault counter, started on first use, or the reason why there is none."""
         if self.machine.driver is None:
             return f"no GPU: {self.machine.platform.reasons['link']}"
         cupti = import_cupti()
-        return (
-            cupti if isinstance(cupti, str) else start_fault_counter(cupti, self.machine.platform.device)
-        )
+        if isinstance(cupti, str):
+            return cupti
+        return start_fault_counter(cupti, self.machine.platform.device)
 
     def pool(self) -> ManagedPool | PoolUnavailable:
-        """The managed pool of this process, as the environment describes it."""
+        """Return the managed pool of this process, opening it on the first call."""
         if self._pool is None:
             platform = self.machine.platform
             if self.machine.driver is None:
                 self._pool = PoolUnavailable(f"no managed memory: {platform.reasons['link']}")
                 return self._pool
             pattern = AccessPattern(self.settings.access_pattern or AccessPattern.GPU_FIRST.value)
-            self._pool = open_pool(
-                platform, find_shim(), PoolSettings(self.managed_cap, pattern), TorchMemPools(), self._emit
-            )
+            settings = PoolSettings(self.managed_cap, pattern)
+            self._pool = open_pool(platform, find_shim(), settings, TorchMemPools(), self._emit)
         return self._pool
 
     def observe(self, *, reclaim: bool) -> Stage:
-        """Take a reading of the device, and reclaim if `act` and the stage calls for it.
+        """Take a memory reading and return the stage; reclaim memory if `reclaim` and needed.
 
-        Stages are about managed memory: without a pool of it there is nothing to oversubscribe.
+        Without a managed pool nothing can be oversubscribed, so no reading is taken.
         """
         if not isinstance(self._pool, ManagedPool):
             return self.stages.state.stage
@@ -180,7 +192,7 @@ class MemorySession:
         return self.stages.update_and_reclaim(reading) if reclaim else self.stages.update(reading)
 
     def stats(self) -> Stats:
-        """Torch's dictionary and ours."""
+        """Return torch's memory statistics together with ours (`uvm.*`)."""
         self.observe(reclaim=False)
         return memory_stats(
             torch.cuda.memory_stats(),
@@ -193,10 +205,10 @@ class MemorySession:
         )
 
     def _collect_garbage(self) -> int:
-        """Cycles of Python objects may still hold tensors that nobody can reach."""
+        """Collect reference cycles, which may hold tensors, and return the device bytes freed."""
         device = self.machine.platform.device
         before = torch.cuda.memory_allocated(device)
-        ASIDE.collect()
+        self._gc_freeze.collect()
         return before - torch.cuda.memory_allocated(device)
 
     def _pool_counters(self) -> ShimCounters | str:

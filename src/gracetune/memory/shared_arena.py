@@ -1,9 +1,25 @@
-"""Host memory for many byte strings, which every process of a machine can map.
+"""Host memory that is filled once and then mapped read-only by every process of a machine.
 
-It is made of anonymous files (memfd): they have no names, so nothing is left when the last process
-ends, however that ends. Bytes are written, never copied through a mapping, so no page faults and
-none is zeroed first; each writer has a segment of its own, because the kernel lets one in at a
-time. Once sealed an arena cannot be changed by anyone, and is read in place.
+An arena consists of anonymous files (memfd). They have no names, so the kernel frees them when the
+last process that maps them ends, even if it was killed. Data is written with `write` or `sendfile`,
+never through a mapping: that avoids page faults and zeroing. The kernel serializes writes to one
+file, so each writer thread gets a segment of its own. A sealed arena cannot be changed by anyone.
+
+`share_arena` gives all processes of a machine the same arena. They meet in a folder:
+
+    lock NAME.lock
+        NAME.json names a live arena  -> map it through /proc/PID/fd/FD
+        otherwise                     -> build the arena, then write NAME.json
+    unlock                               (the kernel unlocks if the process dies)
+
+Other host memory in gracetune, and how it differs:
+
+- hosts/shared_tensor_memory.py also keeps one copy per machine, but of a growing set of tensors
+  that every process adds to and evicts. Both use `pid_namespace_id`, `exclusive_lock` and
+  `open_process_file` below.
+- cache/memory_tier.py `SlabAllocator`: private memory, from which entries come and go.
+- cache/batch_transfer.py `PinnedStaging`: a few pinned slots that batches pass through.
+- offload/host_weights.py: pinned memory for frozen weights, filled once, read by copy engines.
 """
 
 from __future__ import annotations
@@ -26,52 +42,52 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
+OFFSET_BITS = 44
+"""An address is a segment number followed by an offset of this many bits (segments to 16 TiB)."""
+OFFSET_MASK = (1 << OFFSET_BITS) - 1
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _NO_SENDFILE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""How a file system says that the kernel cannot copy from it directly."""
-_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
-"""How it says that no more can be written: memory is full, or files may not grow so large."""
+"""Errors of file systems that `sendfile` cannot read from."""
+_NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+"""Errors when memory is full or the file size limit is reached."""
 _COPY_NBYTES = 512 * 1024
-"""The buffer where it cannot: large enough for a disk, small enough for a core's cache."""
-OFFSET_BITS = 44
-"""A place is the number of a segment and an offset of so many bits: segments of up to 16 TiB."""
-OFFSET_MASK = (1 << OFFSET_BITS) - 1
+"""Buffer size without `sendfile`: efficient for a disk, small enough for a core's L2 cache."""
 
 
 class ArenaFullError(Exception):
-    """The machine has no memory left; who fills the arena tells the user what to do."""
+    """The machine has no memory left for the arena. The caller tells the user what to do."""
 
 
 class ArenaWriter:
-    """An arena while it is filled."""
+    """An arena while it is being filled, by any number of threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._hands: list[SegmentWriter] = []
+        self._writers: list[SegmentWriter] = []
         self._free: list[SegmentWriter] = []
 
     @contextmanager
     def segment_writer(self) -> Iterator[SegmentWriter]:
-        """A way in that no one else uses meanwhile; there are as many as were needed at once."""
+        """Lend out a segment that no other thread writes to meanwhile."""
         with self._lock:
             if self._free:
-                hand = self._free.pop()
+                writer = self._free.pop()
             else:
-                hand = SegmentWriter(len(self._hands))
-                self._hands.append(hand)
+                writer = SegmentWriter(len(self._writers))
+                self._writers.append(writer)
         try:
-            yield hand
+            yield writer
         finally:
             with self._lock:
-                self._free.append(hand)
+                self._free.append(writer)
 
     def seal(self) -> Arena:
-        """The finished arena. Nothing can write to it from here on, not even another process."""
-        return Arena([hand.seal() for hand in self._hands])
+        """Make the arena immutable for every process, and return it."""
+        return Arena([writer.seal() for writer in self._writers])
 
 
 class SegmentWriter:
-    """Fills one segment from its start, without gaps."""
+    """Appends to one segment of an arena, without gaps. Methods return the address of the data."""
 
     def __init__(self, number: int) -> None:
         self._fd = os.memfd_create("gracetune-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -80,8 +96,8 @@ class SegmentWriter:
         self._end = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Put `data` behind all else; its place."""
-        place = self._base + self._end
+        """Append `data` and return its address."""
+        address = self._base + self._end
         left = memoryview(data)
         try:
             while left:
@@ -90,54 +106,58 @@ class SegmentWriter:
                 self._end += done
         except OSError as error:
             raise ArenaFullError(error.strerror) from error
-        return place
+        return address
 
     def write_with(self, write: Callable[[int], int]) -> int:
-        """Let `write` put bytes behind all else, through the descriptor that it is given; their
-        place. It tells how many they were; what it raises is that there was no room for them."""
-        place = self._base + self._end
+        """Let a function append to the segment's descriptor; return the address of its data.
+
+        `write` gets the descriptor and returns the number of bytes it wrote. If it raises OSError,
+        there was no memory for them.
+        """
+        address = self._base + self._end
         try:
             self._end += write(self._fd)
         except OSError as error:
             raise ArenaFullError(error.strerror) from error
-        return place
+        return address
 
     def copy_from(
-        self, source_fd: int, offset: int, nbytes: int, likely: int = -1
+        self, source_fd: int, offset: int, nbytes: int, expected_nbytes: int = -1
     ) -> tuple[int, int]:
-        """Bring bytes of an open file here inside the kernel; their place and number.
+        """Append bytes of an open file, copied inside the kernel; return their address and count.
 
-        There are fewer than asked for where the file ends before. Where `likely` bytes have come,
-        nobody asks whether there are more. OSError: it cannot be read.
+        The count is less than `nbytes` if the file ends before. Once `expected_nbytes` have been
+        copied, the end of the file is not looked for any more, which saves a system call. Raises
+        OSError if the file cannot be read.
         """
         done = 0
         while done < nbytes:
             try:
                 sent = os.sendfile(self._fd, source_fd, offset + done, nbytes - done)
             except OSError as error:
-                os.lseek(self._fd, self._end, os.SEEK_SET)  # what came is written over
-                if error.errno in _NO_ROOM:
+                os.lseek(self._fd, self._end, os.SEEK_SET)  # discard a partial copy
+                if error.errno in _NO_SPACE:
                     raise ArenaFullError(error.strerror) from error
                 if done or error.errno not in _NO_SENDFILE:
                     raise
-                return self._copy_through_a_buffer(source_fd, offset, nbytes)
+                return self._copy_through_buffer(source_fd, offset, nbytes)
             done += sent
-            if sent == 0 or done == likely:
+            if sent == 0 or done == expected_nbytes:
                 break
-        place = self._base + self._end
+        address = self._base + self._end
         self._end += done
-        return place, done
+        return address, done
 
     def seal(self) -> int:
-        """Give the segment up for a descriptor that can only be read."""
+        """Make the segment immutable and return a descriptor that is open for reading."""
         os.ftruncate(self._fd, self._end)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         descriptor = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._close()
         return descriptor
 
-    def _copy_through_a_buffer(self, source_fd: int, offset: int, nbytes: int) -> tuple[int, int]:
-        place = self._base + self._end
+    def _copy_through_buffer(self, source_fd: int, offset: int, nbytes: int) -> tuple[int, int]:
+        address = self._base + self._end
         done = 0
         while done < nbytes:
             data = os.pread(source_fd, min(_COPY_NBYTES, nbytes - done), offset + done)
@@ -145,156 +165,168 @@ class SegmentWriter:
                 break
             self.write(data)
             done += len(data)
-        return place, done
+        return address, done
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """Where another process of this machine finds an arena, as long as its holder lives."""
+    """Identifies an arena to other processes of the machine, for as long as its holder lives."""
 
     pid: int
     segments: tuple[tuple[int, int, int], ...]
-    """Descriptor, device and inode of each: processes and descriptors are numbered again."""
+    """Descriptor, device and inode of each segment.
+
+    Device and inode detect a process ID or a descriptor that was reused for something else.
+    """
 
 
 class Arena:
-    """Sealed segments, mapped for reading. A fork inherits them; others come with a ticket."""
+    """Sealed segments, mapped for reading. Forks inherit them; others attach with a handle."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
-        """Takes over descriptors that were opened for reading."""
+        """Take ownership of descriptors that are open for reading."""
         self._fds = tuple(descriptors)
         for descriptor in self._fds:
             weakref.finalize(self, os.close, descriptor)
         self.segments = tuple(_map(descriptor) for descriptor in self._fds)
-        """Everything, in place; slices cost nothing and keep the mapping alive."""
+        """The mapped segments; slices of them copy nothing and keep the mapping alive."""
 
     @classmethod
-    def attach(cls, ticket: ArenaHandle) -> Arena:
-        """Map what another process holds; OSError where it is gone or not ours to see."""
+    def attach(cls, handle: ArenaHandle) -> Arena:
+        """Map another process's arena; raise OSError if it is gone or access is denied."""
         opened: list[int] = []
         try:
-            for descriptor, *identity in ticket.segments:
-                opened.append(_open_again(f"/proc/{ticket.pid}/fd/{descriptor}", tuple(identity)))
+            for descriptor, *identity in handle.segments:
+                opened.append(open_process_file(handle.pid, descriptor, tuple(identity)))
         except OSError:
             for descriptor in opened:
                 os.close(descriptor)
             raise
         return cls(opened)
 
-    def view(self, place: int, nbytes: int) -> memoryview:
-        """What `write` or `copy_from` put at a place."""
-        offset = place & OFFSET_MASK
-        return self.segments[place >> OFFSET_BITS][offset : offset + nbytes]
+    def view(self, address: int, nbytes: int) -> memoryview:
+        """Return the bytes at an address that a `SegmentWriter` returned."""
+        offset = address & OFFSET_MASK
+        return self.segments[address >> OFFSET_BITS][offset : offset + nbytes]
 
     @property
     def handle(self) -> ArenaHandle:
-        """For a process that is neither this one nor its fork."""
+        """A handle with which another process can attach."""
         return ArenaHandle(os.getpid(), tuple((fd, *_identity(os.fstat(fd))) for fd in self._fds))
 
     @property
     def resident_nbytes(self) -> int:
-        """What the machine spends on it, however many processes map it."""
+        """Memory that the machine spends on the arena, however many processes map it."""
         return sum(os.fstat(descriptor).st_blocks * 512 for descriptor in self._fds)
 
 
-def _map(descriptor: int) -> memoryview:
-    if os.fstat(descriptor).st_size == 0:
-        return memoryview(b"")  # nothing cannot be mapped
-    return memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
-
-
-def _open_again(path: str, identity: tuple[int, ...]) -> int:
-    # Looked at before it is opened: what a number leads to by now may be a pipe or a device.
-    if _identity(os.stat(path)) == identity:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        if _identity(os.fstat(descriptor)) == identity:
-            return descriptor
-        os.close(descriptor)
-    raise FileNotFoundError(f"{path} is no longer the arena it was")
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-# ------------------------------------------------------------------------------------------
-# One copy a machine: of all processes that want the same arena, one makes it, the others map it.
-#
-# They meet in a folder. Whoever gets the lock looks for an offer; without one it makes the arena
-# and
-# leaves an offer. The kernel releases the lock of a process that dies, so the next one takes over.
-
-
 class SharedArena(NamedTuple):
-    """An arena, and how this process came by it."""
+    """An arena, and how this process obtained it."""
 
     arena: Arena
     owner_pid: int
-    """The process that filled it."""
+    """The process that built it."""
     attach_error: str | None
-    """Why an arena that is there could not be mapped; none: it was, or there was none."""
+    """Why an existing arena could not be mapped; None if it was, or there was none."""
 
     @property
     def is_owner(self) -> bool:
-        """Whether this process made it."""
+        """True if this process built the arena."""
         return self.owner_pid == os.getpid()
 
 
 def share_arena(
     folder: Path,
     name: str,
-    make: Callable[[], Arena],
-    waiting: Callable[[], None],
+    build: Callable[[], Arena],
+    on_wait: Callable[[], None],
     proc: Path = Path("/proc"),
 ) -> SharedArena:
-    """Map what another process of this machine offers under `name`, or make and offer it.
+    """Map the arena that another process shares under `name`, or build and share it.
 
-    `waiting` is called once where another process is at it. `name` must say all that the contents
-    depend on.
+    `name` must identify everything that the contents depend on. `on_wait` is called once if another
+    process is building the arena.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    place = folder / f"{name}-{pid_namespace_id(proc)}"
-    with _alone(place.with_name(f"{place.name}.lock"), waiting):
-        offer = place.with_name(f"{place.name}.json")
-        refused = None
-        ticket = _read(offer)
-        # Who asks a second time wants what is there now, not what it made before.
-        if ticket is not None and ticket.pid != os.getpid():
+    base = folder / f"{name}-{pid_namespace_id(proc)}"
+    with exclusive_lock(base.with_name(f"{base.name}.lock"), on_wait):
+        offer = base.with_name(f"{base.name}.json")
+        attach_error = None
+        handle = _read_offer(offer)
+        # A process that asks a second time wants the present contents, not those it built before.
+        if handle is not None and handle.pid != os.getpid():
             try:
-                return SharedArena(Arena.attach(ticket), ticket.pid, None)
+                return SharedArena(Arena.attach(handle), handle.pid, None)
             except FileNotFoundError:
-                pass  # the number belongs to another process by now
+                pass  # its process ended, or the process ID was reused
             except PermissionError as error:
-                refused = str(error)
-        arena = make()
+                attach_error = str(error)
+        arena = build()
         write_text(offer, json.dumps(asdict(arena.handle)))
-        return SharedArena(arena, os.getpid(), refused)
+        return SharedArena(arena, os.getpid(), attach_error)
 
 
 def pid_namespace_id(proc: Path) -> str:
-    """The same text for processes that see each other's numbers: one boot, one pid namespace."""
+    """Return a text that is equal for processes which see each other's process IDs.
+
+    It identifies the boot and the PID namespace, so containers that share a folder do not mix up
+    their processes.
+    """
     boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{(proc / 'self/ns/pid').stat().st_ino}"
 
 
+def open_process_file(
+    pid: int, descriptor: int, identity: tuple[int, ...], proc: Path = Path("/proc")
+) -> int:
+    """Open a descriptor of another process for reading, if it still is the file it was.
+
+    `identity` is the file's device and inode. Raises OSError if the file is gone or access is
+    denied.
+    """
+    path = proc / str(pid) / "fd" / str(descriptor)
+    # Check before opening: a reused descriptor may be a pipe or a device, where open has effects.
+    if _identity(os.stat(path)) == identity:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if _identity(os.fstat(opened)) == identity:
+            return opened
+        os.close(opened)
+    raise FileNotFoundError(f"{path} is no longer the shared memory it was")
+
+
 @contextmanager
-def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def exclusive_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold a lock file exclusively; the kernel releases it if the process dies.
+
+    `on_wait` is called before waiting for another process.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waiting()
+            if on_wait is not None:
+                on_wait()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
 
 
-def _read(offer: Path) -> ArenaHandle | None:
-    """Offers are written whole, so one that does not read is not one of ours."""
+def _map(descriptor: int) -> memoryview:
+    if os.fstat(descriptor).st_size == 0:
+        return memoryview(b"")  # mmap refuses an empty file
+    return memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _read_offer(path: Path) -> ArenaHandle | None:
+    """Return the handle in an offer; None if there is none, or it was not written by us."""
     try:
-        found = json.loads(offer.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
         return ArenaHandle(int(found["pid"]), tuple((a, b, c) for a, b, c in found["segments"]))
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None

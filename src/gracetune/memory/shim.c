@@ -1,12 +1,13 @@
-/* Managed memory for torch's caching allocator, in plain C.
+/* Managed memory for torch's caching allocator.
  *
- * torch hands a MemPool's segments out through two C functions. These are ours: they take managed
- * memory from the driver, advise where it should live, count, and return NULL past a cap, which
- * torch turns into its own OutOfMemoryError. Functions take no user data, so there is one pair a
- * slot, and a pool owns a slot. No CUDA header is needed: the driver is opened at run time, and the
- * few things we use of its ABI are declared here.
+ * A torch MemPool allocates and frees its segments through two C functions. The functions here
+ * allocate managed memory from the driver, advise where it should live, count it, and return NULL
+ * beyond a cap, which torch turns into an OutOfMemoryError. torch passes no user data, so each pool
+ * owns a slot, and each slot has its own pair of functions. No CUDA header is needed: libcuda is
+ * opened at run time, and the used part of its ABI is declared here.
  *
- * Callbacks run with torch's allocator lock held, on any thread: they never call back into Python.
+ * torch calls these functions on any thread, with its allocator lock held. They must never call
+ * back into Python.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -23,7 +24,7 @@
 #define SLOTS 16
 #define DEVICES 64
 
-/* The driver's ABI, from CUDA 12 and 13. */
+/* The used part of the driver's ABI, in CUDA 12 and 13. */
 typedef int CUresult;
 typedef int CUdevice;
 typedef uint64_t CUdeviceptr;
@@ -40,7 +41,7 @@ enum { ATTACH_GLOBAL = 1 };
 
 enum { GPU_FIRST = 0, BALANCED = 1, CPU_FIRST = 2 };
 
-/* What `open` and `close` return when there is no slot number to return. */
+/* Negative results of `open` and `close`. */
 enum { NO_DRIVER = -1, NO_SYMBOL = -2, NO_INIT = -3, NO_SLOT = -4, BAD_ARGUMENT = -5, BUSY = -6 };
 
 typedef struct {
@@ -55,7 +56,7 @@ typedef struct {
     CUresult (*ctx_pop)(CUcontext *);
     CUresult (*ctx_retain)(CUcontext *, CUdevice);
     CUresult (*ctx_release)(CUdevice);
-    /* One of each pair is there: places are structs since CUDA 12.2, integers before. */
+    /* One function of each pair is set: locations are structs since CUDA 12.2, integers before. */
     CUresult (*advise)(CUdeviceptr, size_t, int, CUmemLocation);
     CUresult (*advise_v1)(CUdeviceptr, size_t, int, CUdevice);
     CUresult (*prefetch)(CUdeviceptr, size_t, CUmemLocation, unsigned, CUstream);
@@ -68,16 +69,16 @@ typedef struct Segment {
     struct Segment *next;
 } Segment;
 
-/* Read by Python as an array of 64-bit integers: only ever append, and raise ABI. */
+/* Read by Python as an array of 64-bit integers: only append fields, and raise ABI. */
 typedef struct {
     uint64_t live_bytes, live_segments, peak_bytes, cap_bytes;
     uint64_t allocations, frees;
-    uint64_t denied, denied_bytes;      /* refused by the cap */
+    uint64_t denied, denied_bytes;      /* refused because of the cap */
     uint64_t failed;                    /* refused by the driver */
-    uint64_t hints, failed_hints;       /* advice and prefetches made for segments */
-    uint64_t failed_frees, leaked_bytes; /* the driver did not take memory back */
-    uint64_t foreign_frees;             /* pointers that were never ours */
-    uint64_t last_code;                 /* the driver's latest code that was not success */
+    uint64_t hints, failed_hints;       /* advice calls and prefetches */
+    uint64_t failed_frees, leaked_bytes; /* the driver failed to free */
+    uint64_t foreign_frees;             /* pointers of other allocators */
+    uint64_t last_code;                 /* the driver's last error code */
 } Counters;
 
 typedef struct {
@@ -144,7 +145,7 @@ static int load(Driver *driver, const char *path, char *error, size_t error_size
 
 EXPORT int gracetune_shim_abi(void) { return ABI; }
 
-/* Take a slot: its number, or one of the negative codes with a reason in `error`. */
+/* Reserve a slot. Returns its number, or a negative code with a reason in `error`. */
 EXPORT int gracetune_shim_open(const char *libcuda, int pattern, uint64_t cap_bytes, char *error,
                                size_t error_size) {
     if (libcuda == NULL || error == NULL || error_size == 0) return BAD_ARGUMENT;
@@ -184,7 +185,7 @@ EXPORT int gracetune_shim_open(const char *libcuda, int pattern, uint64_t cap_by
     return NO_SLOT;
 }
 
-/* Lock a slot that is in use; NULL for any other number. */
+/* Lock a slot that is in use; returns NULL for any other number. */
 static Slot *enter(int number) {
     if (number < 0 || number >= SLOTS) return NULL;
     Slot *slot = &slots[number];
@@ -194,7 +195,7 @@ static Slot *enter(int number) {
     return NULL;
 }
 
-/* Give a slot back; BUSY while torch still holds segments of it or one could not be freed. */
+/* Release a slot. Returns BUSY while torch holds segments of it or one could not be freed. */
 EXPORT int gracetune_shim_close(int number) {
     Slot *slot = enter(number);
     if (slot == NULL) return BAD_ARGUMENT;
@@ -221,7 +222,7 @@ EXPORT int gracetune_shim_set_cap(int number, uint64_t cap_bytes) {
     return 0;
 }
 
-/* Copy up to `count` 64-bit counters; how many there are, or BAD_ARGUMENT. */
+/* Copy up to `count` counters. Returns how many exist, or BAD_ARGUMENT. */
 EXPORT int gracetune_shim_counters(int number, uint64_t *target, int count) {
     const int known = (int)(sizeof(Counters) / sizeof(uint64_t));
     Slot *slot = enter(number);
@@ -231,7 +232,7 @@ EXPORT int gracetune_shim_counters(int number, uint64_t *target, int count) {
     return known;
 }
 
-/* Make the device's primary context current where another, or none, is; 1 if it must be popped. */
+/* Make the device's primary context current unless it is; `pushed` is 1 if it must be popped. */
 static CUresult push_device(Slot *slot, int ordinal, int *pushed) {
     Driver *driver = &slot->driver;
     CUcontext current = NULL;
@@ -272,7 +273,7 @@ static void advise(Slot *slot, CUdeviceptr pointer, size_t nbytes, int advice, i
                                             type == AT_HOST ? CPU_DEVICE : id));
 }
 
-/* A hint that fails leaves good memory in a lesser place: it is counted, not an error. */
+/* Advise and prefetch a new segment. A failed hint only costs speed, so it is counted, no error. */
 static void settle(Slot *slot, CUdeviceptr pointer, size_t nbytes, int device, CUstream stream) {
     if (slot->pattern == GPU_FIRST)
         advise(slot, pointer, nbytes, SET_PREFERRED_LOCATION, AT_DEVICE, device);
@@ -292,7 +293,7 @@ static void *fail(Slot *slot, CUresult code) {
     return NULL;
 }
 
-/* The slot's lock is held through the driver's calls: the cap is exact, and torch serialises
+/* The slot stays locked during the driver calls, which makes the cap exact. torch serializes the
    allocations of a device anyway. */
 static void *allocate_locked(Slot *slot, size_t nbytes, int device, CUstream stream) {
     Counters *counters = &slot->counters;
@@ -352,7 +353,7 @@ static void release(int number, void *pointer, int device) {
     if (code == CUDA_SUCCESS) code = slot->driver.free(segment->pointer);
     pop_device(slot, pushed);
     counters->frees++;
-    /* At exit the driver may be gone, and its memory with it. */
+    /* At exit the driver may be gone already, and all its memory with it. */
     if (code != CUDA_SUCCESS && code != CUDA_ERROR_DEINITIALIZED) {
         counters->failed_frees++;
         counters->leaked_bytes += segment->nbytes;
@@ -366,7 +367,7 @@ static void release(int number, void *pointer, int device) {
     pthread_mutex_unlock(&slot->lock);
 }
 
-/* What torch is given: `gracetune_alloc_N` and `gracetune_free_N` of slot N. */
+/* The functions that torch calls: `gracetune_alloc_N` and `gracetune_free_N` for slot N. */
 #define PAIR(N)                                                                            \
     EXPORT void *gracetune_alloc_##N(ssize_t nbytes, int device, CUstream stream) {        \
         return allocate(N, nbytes, device, stream);                                        \

@@ -1,7 +1,7 @@
-"""The compiled shim: where it is, how it is built, and its functions as Python sees them.
+"""Python bindings of shim.c, the C library that gives torch's allocator managed memory.
 
-`shim.c` says what it does. The package's build compiles it beside this file; a machine without a C
-compiler installs all the same, and pools there say why they are not to be had.
+Installing the package compiles shim.c next to this file. Without a C compiler the installation
+succeeds as well, and `find_shim` returns the reason why managed pools are unavailable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from gracetune.errors import GracetuneError, RunFailedError
 
 ABI = 1
-"""Raised together with the one in shim.c whenever the two must change together."""
+"""Interface version; must equal ABI in shim.c. Raise both when the interface changes."""
 LIBRARY = "_shim.so"
 SOURCE = Path(__file__).with_name("shim.c")
 COMPILE_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -26,18 +26,18 @@ _BUSY = -6
 
 
 class AccessPattern(Enum):
-    """Where a pool's segments like to live; the forks' names, the shim's numbers."""
+    """Placement of a pool's segments, by the names that the forks use."""
 
     GPU_FIRST = "gpu_first"
-    """On the device, and brought there at once."""
+    """Prefer the device, and prefetch new segments to it."""
     BALANCED = "balanced"
-    """Where they are touched first; the device may read them anywhere."""
+    """No preferred location: pages appear where they are first touched."""
     CPU_FIRST = "cpu_first"
-    """With the host; the device reads them in place."""
+    """Prefer the host; the device reads the pages in place."""
 
     @property
     def number(self) -> int:
-        """The shim's number for it."""
+        """The number that shim.c uses for the pattern."""
         return list(AccessPattern).index(self)
 
 
@@ -47,7 +47,7 @@ class ShimError(GracetuneError):
 
 @dataclass(frozen=True, slots=True)
 class ShimCounters:
-    """What a pool's slot did; the order is the C struct's."""
+    """Counters of one pool, in the order of the C struct."""
 
     live_bytes: int
     live_segments: int
@@ -56,38 +56,39 @@ class ShimCounters:
     allocations: int
     frees: int
     denied: int
-    """Segments refused by the cap."""
+    """Segments refused because of the cap."""
     denied_bytes: int
     failed: int
     """Segments refused by the driver."""
     hints: int
-    """Advice given and prefetches made for new segments."""
+    """Advice calls and prefetches for new segments."""
     failed_hints: int
     failed_frees: int
     leaked_bytes: int
-    """Bytes the driver did not take back; they stay counted as live."""
+    """Bytes that the driver failed to free; they stay counted as live."""
     foreign_frees: int
+    """Frees of pointers that the pool did not allocate."""
     last_code: int
-    """The driver's latest code that was not success; 0: there was none."""
+    """The driver's last error code; 0 if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissingShim:
-    """There is no shim here, and why."""
+    """The shim is not available, for this reason."""
 
     reason: str
 
 
 class Shim:
-    """The loaded library."""
+    """The loaded C library."""
 
     def __init__(self, path: Path) -> None:
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:
             raise ShimError(
-                f"the memory shim {path} cannot be loaded: {error}. Build it again on this "
-                "machine: pip install --force-reinstall --no-deps gracetune."
+                f"The memory shim {path} cannot be loaded: {error}. Rebuild it on this machine: "
+                "pip install --force-reinstall --no-deps gracetune."
             ) from error
         try:
             found = str(library.gracetune_shim_abi())
@@ -95,8 +96,8 @@ class Shim:
             found = "none"
         if found != str(ABI):
             raise ShimError(
-                f"the memory shim {path} has version {found}, this gracetune needs {ABI}. "
-                "Build it again: pip install --force-reinstall --no-deps gracetune."
+                f"The memory shim {path} has version {found}, but gracetune needs {ABI}. "
+                "Rebuild it: pip install --force-reinstall --no-deps gracetune."
             )
         library.gracetune_shim_open.argtypes = (
             ctypes.c_char_p,
@@ -117,31 +118,32 @@ class Shim:
     def open(
         self, pattern: AccessPattern, cap_bytes: int, driver_library: str = DRIVER_LIBRARY
     ) -> int:
-        """Take a slot for one pool; its number names the two functions torch is given."""
+        """Reserve a slot for one pool; its number names the C functions that torch calls."""
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         slot: int = self._library.gracetune_shim_open(
             driver_library.encode(), pattern.number, cap_bytes, error, _ERROR_BYTES
         )
         if slot < 0:
             raise ShimError(
-                f"no managed pool with {driver_library}: {error.value.decode(errors='replace')} "
-                f"(code {slot}). `gracetune diagnose` shows what the driver can do."
+                f"A managed pool cannot be opened with {driver_library}: "
+                f"{error.value.decode(errors='replace')} (code {slot}). "
+                "`gracetune diagnose` shows what the driver can do."
             )
         return slot
 
     def close(self, slot: int) -> bool:
-        """Give a slot back; false while torch still holds segments of it."""
+        """Release a slot; return False while torch still holds segments of it."""
         code: int = self._library.gracetune_shim_close(slot)
         assert code in (0, _BUSY), f"slot {slot} is not open"
         return code == 0
 
     def set_cap(self, slot: int, cap_bytes: int) -> None:
-        """Move the cap; what is held above a lower one stays until torch gives it back."""
+        """Change the cap. Segments above a lower cap stay until torch frees them."""
         code = self._library.gracetune_shim_set_cap(slot, cap_bytes)
         assert code == 0, f"slot {slot} is not open"
 
     def counters(self, slot: int) -> ShimCounters:
-        """One consistent reading."""
+        """Return a consistent snapshot of a slot's counters."""
         count = len(ShimCounters.__slots__)
         values = (ctypes.c_uint64 * count)()
         known = self._library.gracetune_shim_counters(slot, values, count)
@@ -150,24 +152,25 @@ class Shim:
 
 
 def find_shim(folder: Path = SOURCE.parent) -> Shim | MissingShim:
-    """The shim beside this file, or why there is none."""
+    """Load the shim next to this file, or return why there is none."""
     path = folder / LIBRARY
     if not path.exists():
         return MissingShim(
-            "the memory shim was not built: there was no C compiler when gracetune was installed. "
-            "Install one (gcc or clang), then pip install --force-reinstall --no-deps gracetune"
+            "the memory shim was not built, because there was no C compiler when gracetune was "
+            "installed; install gcc or clang, then run "
+            "pip install --force-reinstall --no-deps gracetune"
         )
     return Shim(path)
 
 
 def build_shim(target: Path, compiler: str = "cc", source: Path = SOURCE) -> Path:
-    """Compile the shim by hand, for a source tree that was never installed."""
+    """Compile the shim, for a source tree that was not installed."""
     command = [compiler, *COMPILE_FLAGS, str(source), "-o", str(target), *LINK_FLAGS]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError as error:
         raise ShimError(
-            f"the memory shim needs a C compiler and {compiler!r} is not on the PATH. "
+            f"The memory shim needs a C compiler, but {compiler!r} is not on the PATH. "
             "Install gcc or clang."
         ) from error
     except subprocess.CalledProcessError as error:

@@ -1,8 +1,16 @@
-"""The two stages of device memory: all resident, or oversubscribed, with hysteresis between them.
+"""Decide when device memory is oversubscribed, and reclaim memory between steps.
 
-A pure machine: readings in, stage and action out. It trusts no memory of its own about how much is
-free, so it is right after an `empty_cache()` that nobody told it about. `Stages` keeps the state of
-one run and calls the reclamations that it is handed; taking readings is `reclaim`'s.
+With a managed pool a run has two stages: everything resident on the device (1), or oversubscribed,
+with managed pages moving between host and device (2). `advance` is a pure state machine: a memory
+reading goes in, the next state and an action come out. It uses only the reading, never a running
+count, so an `empty_cache()` elsewhere cannot confuse it. `Stages` holds the state of one run and
+performs the actions.
+
+    free memory        < threshold               -> stage 2
+    free memory        > threshold + hysteresis  -> stage 1
+    in between                                   -> the stage stays as it is
+
+`GcFreeze` is here because a reclamation has to collect Python garbage as well.
 """
 
 from __future__ import annotations
@@ -23,20 +31,20 @@ if TYPE_CHECKING:
 
 
 class Stage(IntEnum):
-    """How full the device is; the numbers are those of `uvm.stage`."""
+    """Memory stage of a run. The numbers are the values of `uvm.stage` in the statistics."""
 
     RESIDENT = 1
     OVERSUBSCRIBED = 2
 
 
 class Action(StrEnum):
-    """What a reading calls for."""
+    """Reclamation that a reading calls for."""
 
     NONE = "none"
     LIGHT = "light"
-    """Trim what we own and can refill."""
+    """Trim memory that gracetune owns and can refill."""
     HARD = "hard"
-    """Synchronise, and give torch's cached segments back to the device."""
+    """Synchronize, then return the cached segments of torch's allocator to the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +52,9 @@ class Reading:
     """Memory at one moment, in bytes."""
 
     reserved: int
-    """What torch holds of the device, cached or in use."""
+    """Device memory held by torch's allocator, in use or cached."""
     allocated: int
-    """What of it is in use."""
+    """Device memory in use by tensors."""
     device_free: int
     device_total: int
     host_available: int
@@ -54,71 +62,75 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class StagePolicy:
-    """When stages change and reclamations run; the keys are those of PYTORCH_CUDA_ALLOC_CONF."""
+    """Thresholds for stages and reclamations, named after the PYTORCH_CUDA_ALLOC_CONF keys."""
 
     threshold: float = 0.10
-    """`uvm_stage1_threshold`: share of the device below which free memory means stage 2."""
+    """`uvm_stage1_threshold`: stage 2 begins below this free share of device memory."""
     hysteresis: float = 0.05
-    """Share above the threshold that must be free again before stage 1 returns."""
+    """Additional free share that stage 1 needs to return."""
     min_free_bytes: int = 0
-    """`uvm_stage1_min_bytes`: a threshold in bytes; the larger of the two counts."""
+    """`uvm_stage1_min_bytes`: the threshold in bytes; the larger of the two counts."""
     oversubscription_ratio: float = 5.0
-    """`uvm_oversubscription_ratio`: managed bytes may be this many times the device's memory."""
+    """`uvm_oversubscription_ratio`: maximum managed bytes, as a multiple of device memory."""
     host_reserve_bytes: int = 4 * GIB
-    """Host memory that managed pages must leave to everyone else."""
+    """Host memory that managed pages must leave free."""
     interval: int = 100
-    """Readings between two reclamations of a kind: what refills must not be trimmed at once."""
+    """Minimum number of readings between two reclamations of one kind.
+
+    Trimmed memory is refilled by the following steps; trimming it at once again gains nothing.
+    """
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < 1:
             raise ConfigError(
-                f"uvm_stage1_threshold is {self.threshold}; it is a share of device memory, "
-                "above 0 and below 1 (default 0.10)."
+                f"uvm_stage1_threshold is {self.threshold}, but it is a share of device memory and "
+                "must be above 0 and below 1. The default is 0.10."
             )
         if self.hysteresis <= 0 or self.threshold + self.hysteresis >= 1:
             raise ConfigError(
-                f"the stage hysteresis is {self.hysteresis}; it must be above 0, and with "
-                f"uvm_stage1_threshold ({self.threshold}) below 1."
+                f"The stage hysteresis is {self.hysteresis}. It must be above 0, and its sum with "
+                f"uvm_stage1_threshold ({self.threshold}) must be below 1."
             )
         if self.oversubscription_ratio <= 1:
             raise ConfigError(
-                f"uvm_oversubscription_ratio is {self.oversubscription_ratio}; it must be above 1 "
-                "(default 5.0). To stay within device memory, leave use_uvm out."
+                f"uvm_oversubscription_ratio is {self.oversubscription_ratio}, but it must be "
+                "above 1. The default is 5.0. To stay within device memory, leave out use_uvm."
             )
         if min(self.min_free_bytes, self.host_reserve_bytes) < 0 or self.interval < 1:
             raise ConfigError(
-                f"uvm_stage1_min_bytes is {self.min_free_bytes}, the host reserve "
-                f"{self.host_reserve_bytes}, the interval {self.interval}; "
-                "bytes cannot be negative, and the interval is at least 1."
+                f"uvm_stage1_min_bytes is {self.min_free_bytes}, the host reserve is "
+                f"{self.host_reserve_bytes} and the reclamation interval is {self.interval}. "
+                "Byte counts cannot be negative, and the interval must be at least 1."
             )
 
     def stage2_below(self, device_total: int) -> int:
-        """Free bytes under which stage 2 begins."""
+        """Return the free bytes below which stage 2 begins."""
         return max(int(self.threshold * device_total), self.min_free_bytes)
 
     def stage1_above(self, device_total: int) -> int:
-        """Free bytes over which stage 1 returns."""
+        """Return the free bytes above which stage 1 returns."""
         return self.stage2_below(device_total) + int(self.hysteresis * device_total)
 
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Where the machine is, and what it has done so far."""
+    """Current stage, and counts of transitions and reclamations since the start."""
 
     stage: Stage = Stage.RESIDENT
     transitions: int = 0
     light_reclamations: int = 0
     hard_reclamations: int = 0
     readings_since_light: int | None = None
-    """Readings since the last light reclamation; none: there was none."""
+    """Readings since the last light reclamation; None before the first one."""
     readings_since_hard: int | None = None
+    """Readings since the last hard reclamation; None before the first one."""
 
 
 def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> int:
-    """Most managed bytes: the ratio's share, but never more than the host could take whole.
+    """Return the maximum number of managed bytes.
 
-    Any managed page may be evicted to the host, so the host must have room for all of them, less
-    what others need. The ratio alone would leave the limit to the kernel's out-of-memory killer.
+    The driver may evict every managed page to the host, so the host must have room for all of them
+    besides its reserve. The ratio alone would leave enforcement to the out-of-memory killer.
     """
     by_ratio = int(policy.oversubscription_ratio * device_total)
     by_host = max(0, host_available - policy.host_reserve_bytes)
@@ -126,22 +138,24 @@ def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> 
 
 
 def advance(policy: StagePolicy, state: StageState, reading: Reading) -> tuple[StageState, Action]:
-    """The next state, and what to do now."""
+    """Return the next state and the action to take now."""
     stage = _next_stage(policy, state.stage, reading)
     entered = stage is Stage.OVERSUBSCRIBED and state.stage is Stage.RESIDENT
-    aged = replace(
+    following = replace(
         state,
         stage=stage,
         transitions=state.transitions + (stage is not state.stage),
-        readings_since_light=_aged(state.readings_since_light),
-        readings_since_hard=_aged(state.readings_since_hard),
+        readings_since_light=_increment(state.readings_since_light),
+        readings_since_hard=_increment(state.readings_since_hard),
     )
-    action = _choose(policy, aged, reading, entered=entered)
+    action = _choose_action(policy, following, reading, entered=entered)
     if action is Action.LIGHT:
-        aged = replace(aged, light_reclamations=aged.light_reclamations + 1, readings_since_light=0)
+        count = following.light_reclamations + 1
+        following = replace(following, light_reclamations=count, readings_since_light=0)
     elif action is Action.HARD:
-        aged = replace(aged, hard_reclamations=aged.hard_reclamations + 1, readings_since_hard=0)
-    return aged, action
+        count = following.hard_reclamations + 1
+        following = replace(following, hard_reclamations=count, readings_since_hard=0)
+    return following, action
 
 
 def _next_stage(policy: StagePolicy, stage: Stage, reading: Reading) -> Stage:
@@ -152,30 +166,32 @@ def _next_stage(policy: StagePolicy, stage: Stage, reading: Reading) -> Stage:
     return stage
 
 
-def _choose(policy: StagePolicy, state: StageState, reading: Reading, *, entered: bool) -> Action:
-    """Light first; hard only where giving back the cache would lift us over the threshold."""
-    stage2_below = policy.stage2_below(reading.device_total)
-    if reading.device_free >= stage2_below:
+def _choose_action(
+    policy: StagePolicy, state: StageState, reading: Reading, *, entered: bool
+) -> Action:
+    """Choose a light reclamation first, and a hard one only if it would reach the threshold."""
+    threshold = policy.stage2_below(reading.device_total)
+    if reading.device_free >= threshold:
         return Action.NONE
-    if _due(state.readings_since_light, policy.interval):
+    if _is_due(state.readings_since_light, policy.interval):
         return Action.LIGHT
     cached = reading.reserved - reading.allocated
-    helps = reading.device_free + cached >= stage2_below
-    if not entered and helps and _due(state.readings_since_hard, policy.interval):
+    suffices = reading.device_free + cached >= threshold
+    if not entered and suffices and _is_due(state.readings_since_hard, policy.interval):
         return Action.HARD
     return Action.NONE
 
 
-def _aged(readings: int | None) -> int | None:
+def _increment(readings: int | None) -> int | None:
     return None if readings is None else readings + 1
 
 
-def _due(since: int | None, interval: int) -> bool:
-    return since is None or since >= interval
+def _is_due(readings_since: int | None, interval: int) -> bool:
+    return readings_since is None or readings_since >= interval
 
 
 class Stages:
-    """The machine of one run: takes readings, reclaims, and counts."""
+    """The stage of one run: takes readings, reclaims memory and counts what it freed."""
 
     def __init__(
         self,
@@ -184,7 +200,7 @@ class Stages:
         hard: Callable[[], int],
         emit: Callable[[Notice], None],
     ) -> None:
-        """`light` and `hard` reclaim and return the bytes they freed."""
+        """`light` and `hard` perform the two kinds of reclamation and return the bytes freed."""
         self.policy = policy
         self.state = StageState()
         self.reclaimed_bytes = 0
@@ -193,14 +209,14 @@ class Stages:
         self._emit = emit
 
     def update(self, reading: Reading) -> Stage:
-        """Take one reading and reclaim nothing: for who only wants to know."""
+        """Update the stage from a reading without reclaiming anything."""
         seen, _ = advance(self.policy, self.state, reading)
         return self._enter(
             replace(self.state, stage=seen.stage, transitions=seen.transitions), reading
         )
 
     def update_and_reclaim(self, reading: Reading) -> Stage:
-        """Take one reading and act on it; call it between steps, never inside one."""
+        """Update the stage and reclaim memory if needed. Call this between steps only."""
         state, action = advance(self.policy, self.state, reading)
         self._enter(state, reading)
         if action is Action.LIGHT:
@@ -224,12 +240,8 @@ def _describe(stage: Stage, reading: Reading) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------
-# Readings of torch's and the machine's memory, and the two reclamations that stages call.
-
-
 def read_memory(device: int, host_available: int) -> Reading:
-    """Memory of a CUDA device now; `host_available` is the platform's figure."""
+    """Take a reading of a CUDA device; the caller supplies the available host memory."""
     free, total = torch.cuda.mem_get_info(device)
     return Reading(
         reserved=torch.cuda.memory_reserved(device),
@@ -241,7 +253,7 @@ def read_memory(device: int, host_available: int) -> Reading:
 
 
 def light_reclamation(trimmers: Sequence[Callable[[], int]]) -> Callable[[], int]:
-    """Let every owner of refillable memory trim itself; each returns the bytes it let go."""
+    """Return a function that calls every trimmer and returns the bytes they freed in total."""
 
     def reclaim() -> int:
         return sum(trim() for trim in trimmers)
@@ -249,14 +261,14 @@ def light_reclamation(trimmers: Sequence[Callable[[], int]]) -> Callable[[], int
     return reclaim
 
 
-def hard_reclamation(device: int) -> Callable[[], int]:
-    """Wait for the device, then give torch's cached segments back to it.
+def hard_reclamation(device: int, gc_freeze: GcFreeze) -> Callable[[], int]:
+    """Return a function that empties torch's allocator cache and returns the bytes freed.
 
-    Segments of a pool that is still alive stay: torch returns those only when the pool goes.
+    The cached segments of a live `MemPool` remain: torch frees them only together with the pool.
     """
 
     def reclaim() -> int:
-        ASIDE.collect()
+        gc_freeze.collect()
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
         torch.cuda.empty_cache()
@@ -265,44 +277,39 @@ def hard_reclamation(device: int) -> Callable[[], int]:
     return reclaim
 
 
-# ------------------------------------------------------------------------------------------
-# Python's own garbage: what a run was made of is looked through once, and not again and again.
-#
-# A full collection looks at every object there is, half a million with torch and what a trainer
-# loads
-# beside it. It comes whenever steps have made a quarter as many that lived a little, which eager
-# ones
-# do in some dozens, and takes as long as a short step, in the middle of one.
-
-
 class GcFreeze:
-    """What this process has set aside. Whoever did so before us keeps it as it is."""
+    """Keeps start-up objects out of Python's garbage collections (`gc.freeze`).
+
+    A full collection visits every object: half a million with torch and diffusers loaded, which
+    takes as long as a short training step. Eager steps trigger one every few dozen steps, in the
+    middle of a step. After `freeze`, collections visit only objects created since.
+
+    The collector is global to the process. If someone else has called `gc.freeze` before, all
+    methods leave their frozen objects alone.
+    """
 
     def __init__(self) -> None:
-        self._is_ours = False
+        self._is_frozen = False
+        """True if this object called `gc.freeze`."""
 
     def freeze(self) -> None:
-        """Collections look only at what is made from here on, until `take_back`."""
-        if gc.get_freeze_count() and not self._is_ours:
+        """Collect garbage, then exclude all existing objects from collections."""
+        if gc.get_freeze_count() and not self._is_frozen:
             return
         self.collect()
         gc.freeze()
-        self._is_ours = True
+        self._is_frozen = True
 
     def unfreeze(self) -> None:
-        """They look at everything again."""
-        if self._is_ours:
+        """Let collections visit every object again."""
+        if self._is_frozen:
             gc.unfreeze()
-            self._is_ours = False
+            self._is_frozen = False
 
     def collect(self) -> None:
-        """One full collection, of what we have set aside too: it may hold tensors by now."""
-        if self._is_ours:
+        """Run a full collection that includes the frozen objects: they may hold tensors by now."""
+        if self._is_frozen:
             gc.unfreeze()
         gc.collect()
-        if self._is_ours:
+        if self._is_frozen:
             gc.freeze()
-
-
-ASIDE = GcFreeze()
-"""The one of this process, as its collector is one."""

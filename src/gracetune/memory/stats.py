@@ -1,7 +1,7 @@
-"""One dictionary that says what memory is doing: torch's own keys, and ours beside them.
+"""Memory statistics: torch's dictionary plus `uvm.*` keys, accounting, and page fault counters.
 
-Ours begin with `uvm.`, as the forks spelled them. A number that cannot be had is absent, and the
-reason stands in its place: `uvm.faults_unavailable`, `uvm.pool_unavailable`.
+The `uvm.` prefix is the forks'. If a number is unavailable its key is absent, and another key has
+the reason: `uvm.faults_unavailable`, `uvm.pool_unavailable`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ def memory_stats(
     faults: FaultCounter | str,
     pool: ShimCounters | str,
 ) -> Stats:
-    """Torch's dictionary (empty on a CPU) and ours; a text is why there is no such counter."""
+    """Combine torch's statistics (empty without CUDA) with ours.
+
+    `faults` and `pool` are texts if those counters are unavailable; the text is the reason.
+    """
     return {
         **torch_stats,
         "uvm.platform": platform.link.value,
         **_stage_stats(stages),
-        **_ledger_stats(accounting),
+        **_accounting_stats(accounting),
         **_hint_stats(hints),
         **_fault_stats(faults),
         **_pool_stats(pool),
@@ -58,15 +61,15 @@ def _stage_stats(stages: StageState) -> Stats:
     }
 
 
-def _ledger_stats(ledger: MemoryAccounting) -> Stats:
+def _accounting_stats(accounting: MemoryAccounting) -> Stats:
     stats: Stats = {}
     for tier in Tier:
-        stats[f"uvm.bytes.{tier}.current"] = ledger.current(tier)
-        stats[f"uvm.bytes.{tier}.peak"] = ledger.peak(tier)
-        if tier in ledger.caps:
-            stats[f"uvm.bytes.{tier}.cap"] = ledger.caps[tier]
-            stats[f"uvm.bytes.{tier}.denied"] = ledger.denied(tier)
-    for (tier, role), nbytes in sorted(ledger.by_role().items()):
+        stats[f"uvm.bytes.{tier}.current"] = accounting.current(tier)
+        stats[f"uvm.bytes.{tier}.peak"] = accounting.peak(tier)
+        if tier in accounting.caps:
+            stats[f"uvm.bytes.{tier}.cap"] = accounting.caps[tier]
+            stats[f"uvm.bytes.{tier}.denied"] = accounting.denied(tier)
+    for (tier, role), nbytes in sorted(accounting.by_role().items()):
         stats[f"uvm.bytes.{tier}.role.{role}"] = nbytes
     return stats
 
@@ -94,7 +97,7 @@ def _pool_stats(pool: ShimCounters | str) -> Stats:
 
 
 def memory_event(step: int, stats: Mapping[str, int | str], host: int) -> MemoryUsed:
-    """The periodic event of a run, from its statistics and the process's resident host bytes."""
+    """Return the periodic memory event of a run; `host` is the process's resident bytes."""
     return MemoryUsed(
         step=step,
         host=host,
@@ -102,34 +105,30 @@ def memory_event(step: int, stats: Mapping[str, int | str], host: int) -> Memory
         device_peak=int(stats.get("allocated_bytes.all.peak", 0)),
         managed=max(
             int(stats[f"uvm.bytes.{Tier.MANAGED}.current"]),
-            int(stats.get("uvm.pool.live_bytes", 0)),  # what torch holds for a pool's tensors
+            int(stats.get("uvm.pool.live_bytes", 0)),  # segments that torch holds for the pool
         ),
         stage=int(stats["uvm.stage"]),
     )
 
 
-# ------------------------------------------------------------------------------------------
-# Who holds how many bytes, by tier and role, and no more than the tier's cap.
-#
-# The books of what gracetune itself allocates: a cache, an arena or a pool takes bytes here
-# before it
-# allocates and gives them back after. Torch's own allocations are in torch's statistics.
-
-
 class Tier(StrEnum):
-    """Where bytes are."""
+    """Kind of memory."""
 
     DEVICE = "device"
     HOST = "host"
     MANAGED = "managed"
-    """On either side, wherever the driver has moved them."""
+    """On the host or the device, wherever the driver has moved the pages."""
 
 
 class MemoryAccounting:
-    """Bytes by tier and role; safe to use from several threads."""
+    """Counts the bytes that gracetune itself allocates, by tier and role; thread-safe.
+
+    A cache or a pool reserves bytes here before it allocates, and releases them after it frees.
+    torch's own allocations are in torch's statistics.
+    """
 
     def __init__(self, caps: Mapping[Tier, int] = MappingProxyType({})) -> None:
-        """`caps` are the most bytes of a tier; a tier without one is not limited here."""
+        """`caps` limits the bytes of a tier; a tier without a cap is unlimited."""
         self.caps = MappingProxyType(dict(caps))
         self._lock = threading.Lock()
         self._held: Counter[tuple[Tier, str]] = Counter()
@@ -138,8 +137,8 @@ class MemoryAccounting:
         self._denied: Counter[Tier] = Counter()
 
     def reserve(self, tier: Tier, role: str, nbytes: int) -> bool:
-        """Book bytes before allocating them; false, and nothing booked, past the cap."""
-        assert nbytes >= 0, f"{role} takes {nbytes} bytes"
+        """Count bytes before allocating them; return False and count nothing beyond the cap."""
+        assert nbytes >= 0, f"{role} reserves {nbytes} bytes"
         with self._lock:
             total = self._total[tier] + nbytes
             if tier in self.caps and total > self.caps[tier]:
@@ -151,37 +150,33 @@ class MemoryAccounting:
             return True
 
     def release(self, tier: Tier, role: str, nbytes: int) -> None:
-        """Unbook bytes after freeing them."""
+        """Uncount bytes after freeing them."""
         with self._lock:
             held = self._held[tier, role]
-            assert 0 <= nbytes <= held, f"{role} gives back {nbytes} of {held} bytes in {tier}"
+            assert 0 <= nbytes <= held, f"{role} releases {nbytes} of {held} bytes in {tier}"
             self._held[tier, role] -= nbytes
             self._total[tier] -= nbytes
 
     def current(self, tier: Tier) -> int:
-        """Bytes of a tier that are out now."""
+        """Return the bytes of a tier that are reserved now."""
         return self._total[tier]
 
     def peak(self, tier: Tier) -> int:
-        """The most that were ever out at once."""
+        """Return the maximum bytes of a tier that were reserved at once."""
         return self._peak[tier]
 
     def denied(self, tier: Tier) -> int:
-        """How often the cap said no."""
+        """Return how many reservations the cap has refused."""
         return self._denied[tier]
 
     def by_role(self) -> dict[tuple[Tier, str], int]:
-        """Bytes out now, by tier and role; roles that gave all back are not listed."""
+        """Return the reserved bytes by tier and role, without roles that hold none."""
         with self._lock:
             return {key: nbytes for key, nbytes in self._held.items() if nbytes}
 
 
-# ------------------------------------------------------------------------------------------
-# Page faults and migrations of managed memory, counted by CUPTI where its package is installed.
-#
-# The driver keeps these numbers to itself otherwise. The package is `cupti-python`, an extra; CUPTI
-# serves one listener a process, so this and torch's profiler exclude each other.
-
+# Page faults and migrations of managed memory. Only CUPTI reports them (package `cupti-python`, an
+# extra). CUPTI serves one client per process, so this and torch's profiler exclude each other.
 
 _BUFFER_BYTES = 1 << 20
 _ANY_NUMBER_OF_RECORDS = 0
@@ -194,30 +189,30 @@ CUPTI_COUNTERS = (
     "GPU_PAGE_FAULT",
     "THRASHING",
 )
-"""CUPTI's counters that we ask for."""
+"""Names of the CUPTI counters that are enabled."""
 
 
 class FaultRecord(Protocol):
-    """One record of CUPTI's unified-memory counter."""
+    """One record of CUPTI's unified memory counter."""
 
     kind: int
     counter_kind: int
     flags_: int
-    """The cause of a migration."""
+    """Cause of a migration, for byte counters."""
     value: int
 
 
-class _Member(Protocol):
+class _CuptiMember(Protocol):
     name: str
 
     def __int__(self) -> int: ...
 
 
-class _Named(Protocol):
-    """An enumeration of CUPTI's: numbers by name, and members one by one."""
+class _CuptiEnum(Protocol):
+    """One of CUPTI's enumerations."""
 
     def __getitem__(self, name: str) -> int: ...
-    def __iter__(self) -> Iterator[_Member]: ...
+    def __iter__(self) -> Iterator[_CuptiMember]: ...
 
 
 class _Config(Protocol):
@@ -234,13 +229,13 @@ class _ConfigEntry(Protocol):
 
 
 class Cupti(Protocol):
-    """The part of `cupti.cupti` that is used; a test hands in its own."""
+    """The functions of `cupti.cupti` that are used; tests pass their own."""
 
     cuptiError: type[Exception]  # noqa: N815  CUPTI's spelling
-    ActivityKind: _Named
-    ActivityUnifiedMemoryCounterKind: _Named
-    ActivityUnifiedMemoryCounterScope: _Named
-    ActivityUnifiedMemoryMigrationCause: _Named
+    ActivityKind: _CuptiEnum
+    ActivityUnifiedMemoryCounterKind: _CuptiEnum
+    ActivityUnifiedMemoryCounterScope: _CuptiEnum
+    ActivityUnifiedMemoryMigrationCause: _CuptiEnum
 
     def ActivityUnifiedMemoryCounterConfig(self, count: int, /) -> _Config: ...  # noqa: N802
     def activity_configure_unified_memory_counter(self, config: int, count: int, /) -> object: ...
@@ -256,7 +251,7 @@ class Cupti(Protocol):
 
 
 def import_cupti() -> Cupti | str:
-    """The installed bindings, or why there are none."""
+    """Import CUPTI's bindings, or return why that failed."""
     try:
         from cupti import cupti
     except ImportError as error:
@@ -266,7 +261,7 @@ def import_cupti() -> Cupti | str:
 
 
 def start_fault_counter(cupti: Cupti, device: int) -> FaultCounter | str:
-    """Start counting on one device, or say why CUPTI would not."""
+    """Start counting page faults on one device, or return why CUPTI refused."""
     counter = FaultCounter(cupti)
     kinds = [cupti.ActivityUnifiedMemoryCounterKind[name] for name in CUPTI_COUNTERS]
     config = cupti.ActivityUnifiedMemoryCounterConfig(len(kinds))
@@ -279,7 +274,10 @@ def start_fault_counter(cupti: Cupti, device: int) -> FaultCounter | str:
         cupti.activity_register_callbacks(_offer_buffer, counter.add_records)
         cupti.activity_configure_unified_memory_counter(config.ptr, len(kinds))
         cupti.activity_enable(cupti.ActivityKind["UNIFIED_MEMORY_COUNTER"])
-    except (cupti.cuptiError, RuntimeError) as error:  # the second: a library it needs is missing
+    except (
+        cupti.cuptiError,
+        RuntimeError,
+    ) as error:  # RuntimeError: a library that CUPTI needs is missing
         return f"CUPTI refused to count unified memory: {error}"
     return counter
 
@@ -289,7 +287,7 @@ def _offer_buffer() -> tuple[int, int]:
 
 
 class FaultCounter:
-    """Adds up CUPTI's records; they come on a thread of CUPTI's."""
+    """Sums up CUPTI's records, which arrive on a thread of CUPTI."""
 
     def __init__(self, cupti: Cupti) -> None:
         self._cupti = cupti
@@ -300,26 +298,26 @@ class FaultCounter:
         self._counts: Counter[str] = Counter()
 
     def add_records(self, records: Sequence[FaultRecord]) -> None:
-        """Add a buffer of records."""
+        """Add the records of one buffer."""
         with self._lock:
             for record in records:
                 if record.kind == self._kind:
                     self._counts[self._name(record)] += record.value
 
     def read(self) -> dict[str, int]:
-        """The sums so far, under the names they have in `memory_stats()`."""
+        """Return the totals so far, by their names in `memory_stats()` without the prefix."""
         self._cupti.activity_flush_all(_FLUSH_NORMALLY)
         with self._lock:
             counts = self._counts.copy()
-        moved = ("htod", "dtoh")
+        directions = ("htod", "dtoh")
         return {
             "gpu_page_faults": counts["gpu_page_fault"],
             "cpu_page_faults": counts["cpu_page_fault_count"],
             "thrashing": counts["thrashing"],
-            "faulted_bytes": sum(counts[f"{way}.coherence"] for way in moved),
-            "evicted_bytes": sum(counts[f"{way}.eviction"] for way in moved),
+            "faulted_bytes": sum(counts[f"{way}.coherence"] for way in directions),
+            "evicted_bytes": sum(counts[f"{way}.eviction"] for way in directions),
             "migrated_bytes": sum(
-                nbytes for name, nbytes in counts.items() if name.startswith(moved)
+                nbytes for name, nbytes in counts.items() if name.startswith(directions)
             ),
         }
 
@@ -335,6 +333,6 @@ class FaultCounter:
         return f"{name.removeprefix('bytes_transfer_')}.{cause}"
 
 
-def _names(members: _Named) -> dict[int, str]:
-    """Names by number; a newer CUPTI may count what these bindings do not name."""
+def _names(members: _CuptiEnum) -> dict[int, str]:
+    """Return the members' names by number. A newer CUPTI may report unknown numbers."""
     return {int(member): member.name.lower() for member in members}

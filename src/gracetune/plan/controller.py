@@ -1,6 +1,15 @@
-"""A plan at work: held against its first steps, corrected once, and given up where it is too large.
+"""Compare a plan with its first steps, correct it once, and shrink it if memory runs out.
 
-Whatever is changed is changed between two steps, and no number that is trained on depends on it.
+Life of a plan during training:
+
+1. `PlanController` applies the plan. The loop times a few steps and calls `check`.
+2. If time or memory differ clearly from the prediction, `check` calibrates the cost model with the
+   measurement and plans again. This happens once per run, and only if the new plan is clearly
+   better or the old one exceeds the budget.
+3. If a step runs out of device memory, `reduce_memory` releases slots that the ring added, or
+   applies a smaller plan. The loop then repeats the step.
+
+Plans change between steps only, and the numbers that training computes do not depend on them.
 """
 
 from __future__ import annotations
@@ -14,9 +23,10 @@ import torch
 from gracetune.events.types import Notice, WeightsStreamed
 from gracetune.memory.stages import hard_reclamation
 from gracetune.offload.copies import OffloadError
+from gracetune.plan.problem import COMPILE_SECONDS
 from gracetune.plan.report import describe, describe_speed
 from gracetune.plan.search import PlanError, predict
-from gracetune.plan.simulate import PlanCandidate
+from gracetune.plan.simulate import candidate_of
 from gracetune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,42 +37,44 @@ if TYPE_CHECKING:
     from gracetune.memory.stages import GcFreeze
     from gracetune.offload.ring import RingCounters
     from gracetune.plan.apply import AppliedPlan
-    from gracetune.plan.planner import PlanProblem
+    from gracetune.plan.cost import CostModel
+    from gracetune.plan.memory import FixedMemory
+    from gracetune.plan.problem import PlanProblem
     from gracetune.plan.result import Plan
 
     Emit = Callable[[Event], None]
-    from gracetune.plan.cost import CostModel
-    from gracetune.plan.memory import FixedMemory
 
 
-COMPILING_S = 90.0
-"""What compiling the blocks of a model takes, about, the first time."""
-MOVED_NBYTES_S = 2e9
-"""Host memory that is pinned and filled in a second, about."""
-CLEAR_GAIN = 0.03
-"""Of a micro-batch's seconds: what another plan must be predicted to save before it is taken."""
-SMALLER = (0.85, 0.92, 0.97)
-"""Of what a plan needed that did not fit, what the next one may need: the first that can be."""
+PIN_NBYTES_PER_S = 2e9
+"""Host memory that is pinned and filled per second, roughly."""
+MIN_GAIN = 0.03
+"""Share of a micro-batch's time that another plan must save to be worth the change."""
+SMALLER_SHARES = (0.85, 0.92, 0.97)
+"""Memory of the next smaller plan, as shares of what the failed plan needed; tried in order."""
+MEMORY_TOLERANCE, TIME_TOLERANCE = 0.03, 0.10
+"""Deviations from the plan, as shares of it, up to which it counts as correct."""
+MIN_LINK_FACTOR, MAX_LINK_FACTOR, LINK_BISECTIONS = 0.25, 4.0, 12
+"""Range in which calibration looks for the link's bandwidth, relative to the assumed one."""
 
 
 class MemoryMeter(Protocol):
-    """What steps take of the device."""
+    """Measures the device memory that steps use."""
 
     def restart(self) -> None:
-        """What is measured from here on is the steps' own."""
+        """Start a new measurement."""
         ...
 
     def peak_nbytes(self) -> int | None:
-        """The most since then, beside what was there before the plan; none: nobody counts it."""
+        """Return the peak since `restart`, without memory used before planning; None: unknown."""
         ...
 
     def clear(self) -> None:
-        """Give back what nobody uses: another plan cuts memory in other pieces."""
+        """Return cached memory to the device: another plan allocates blocks of other sizes."""
         ...
 
 
 class CudaMemoryMeter:
-    """By torch's allocator; made before anything that is planned is on the device."""
+    """Reads torch's CUDA allocator. Create it before anything that is planned is on the device."""
 
     def __init__(self, device: torch.device, gc_freeze: GcFreeze) -> None:
         self._device = device
@@ -70,332 +82,347 @@ class CudaMemoryMeter:
         self._before = torch.cuda.memory_allocated(device)
 
     def restart(self) -> None:
-        """Begin anew."""
+        """Reset the allocator's peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_nbytes(self) -> int:
-        """Of what is allocated, not of what the allocator holds."""
+        """Return the peak of allocated memory; memory that the allocator caches does not count."""
         return torch.cuda.max_memory_allocated(self._device) - self._before
 
     def clear(self) -> None:
-        """Waits for the device."""
+        """Collect garbage and empty the allocator's cache; synchronizes with the device."""
         self._reclaim()
 
 
 class NullMemoryMeter:
-    """A rehearsal on the CPU: nobody counts."""
+    """Measures nothing, for rehearsals on the CPU."""
 
     def restart(self) -> None:
-        """Nothing to begin."""
+        """Do nothing."""
 
     def peak_nbytes(self) -> None:
-        """Not known."""
+        """Return None: the peak is unknown."""
 
     def clear(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class PlanController:
-    """The plan, and the transformer as it says."""
+    """Holds the plan that is applied to a run's transformer, and changes it if necessary."""
 
     def __init__(
         self,
-        ask: PlanProblem,
+        problem: PlanProblem,
         plan: Plan,
-        place_as: Callable[[Plan, int], AppliedPlan],
+        apply: Callable[[Plan, int], AppliedPlan],
         meter: MemoryMeter,
         largest_numel: int,
         emit: Emit,
     ) -> None:
-        """`place_as`: a plan, and the bytes that it leaves free. `largest_numel`: of one sample's
-        latents in the bucket that the plan is for."""
+        """Apply the plan.
+
+        `apply` takes a plan and the bytes of device memory that it leaves free. `largest_numel` is
+        the size of one sample's latents in the largest bucket, for which the plan is made.
+        """
         self.plan = plan
-        self._ask = ask
-        self._place_as = place_as
+        self._problem = problem
+        self._apply = apply
         self._meter = meter
         self._largest_numel = largest_numel
         self._emit = emit
-        self._checked = False
-        self._ended_rings: list[RingCounters] = []
-        self._placed = place_as(plan, ask.spare_nbytes(plan))
+        self._was_checked = False
+        self._closed_rings: list[RingCounters] = []
+        self._applied = apply(plan, problem.spare_nbytes(plan))
         self.start_measuring()
 
     def start_measuring(self) -> None:
-        """What is measured from here on is the steps' own."""
+        """Reset the counters that `check` compares with the plan."""
         self._meter.restart()
-        self._micro_batches = self._large = 0
-        self._waited_before = self._placed.stall_seconds()
-        self._graphs_before = self._graphs
+        self._micro_batches = self._full_size = 0
+        self._stalled_before = self._applied.stall_seconds()
+        self._graphs_before = self._num_graphs
 
     def count_batch(self, batch: Batch) -> Batch:
-        """A micro-batch is trained on: the plan is for full ones of the largest bucket."""
+        """Count a micro-batch and return it unchanged.
+
+        Only full batches of the largest bucket are comparable with the plan.
+        """
         self._micro_batches += 1
-        full = len(batch) >= self.plan.batch
-        self._large += full and batch.latents[0].numel() >= self._largest_numel
+        is_full = len(batch) >= self.plan.batch
+        self._full_size += is_full and batch.latents[0].numel() >= self._largest_numel
         return batch
 
     def has_compiled(self) -> bool:
-        """Whether blocks were compiled in what is measured: for a bucket that came late."""
-        return self._graphs > self._graphs_before
+        """Return True if blocks were compiled since `start_measuring`, for a new bucket."""
+        return self._num_graphs > self._graphs_before
 
-    def check(self, seconds: float, left: int) -> bool:
-        """Hold a micro-batch of the first steps against the plan, the first time to correct it.
+    def check(self, seconds: float, remaining: int) -> bool:
+        """Compare a measured micro-batch with the plan; return True if the plan was changed.
 
-        `left`: micro-batches still to come. True where the plan was changed.
+        `remaining` is the number of micro-batches still to come. Only the first call may change
+        the plan.
         """
-        waited = (self._placed.stall_seconds() - self._waited_before) / max(self._micro_batches, 1)
+        stalled = self._applied.stall_seconds() - self._stalled_before
         peak = self._meter.peak_nbytes()
         self._emit(Notice(self._comparison(seconds, peak)))
-        first, self._checked = not self._checked, True
+        is_first, self._was_checked = not self._was_checked, True
         measured = StepMeasurement(
-            seconds=seconds if self._large == self._micro_batches else None,
-            waited_s=waited,
-            peak_nbytes=peak if self._large else None,
+            seconds=seconds if self._full_size == self._micro_batches else None,
+            stalled_s=stalled / max(self._micro_batches, 1),
+            peak_nbytes=peak if self._full_size else None,
         )
-        if first and self._large and is_off(self.plan, measured):
-            return self._correct(measured, left)
-        self._let_grow(measured.peak_nbytes)
+        if is_first and self._full_size and is_off(self.plan, measured):
+            return self._correct(measured, remaining)
+        self._allow_ring_growth(measured.peak_nbytes)
         return False
 
     def reduce_memory(self, reason: str) -> bool:
-        """Go on in clearly less memory; false where there is no way to."""
+        """Continue with less device memory after an out-of-memory error.
+
+        Returns False if no smaller plan is left.
+        """
         if self.shrink_ring(reason):
             return True
-        while (smaller := self._smaller()) is not None:
-            text = f"{reason} Going on with less: {describe(smaller)}; {describe_speed(smaller)}"
-            self._emit(Notice(text, level="warning", fallback=True))
-            self._checked = True  # the device has said how much there is
-            room = int(smaller.device.total * (1 + self._ask.budget.fragmentation))
-            self._ask = replace(self._ask, budget=replace(self._ask.budget, device_nbytes=room))
+        while (smaller := self._smaller_plan()) is not None:
+            text = f"{reason} Continuing with a smaller plan: {describe(smaller)}; expect "
+            self._emit(Notice(text + describe_speed(smaller), level="warning", fallback=True))
+            # A correction would fill the memory again that has just proved to be too small.
+            self._was_checked = True
+            room = int(smaller.device.total * (1 + self._problem.budget.fragmentation))
+            budget = replace(self._problem.budget, device_nbytes=room)
+            self._problem = replace(self._problem, budget=budget)
             reason = self._try_to_change_to(smaller)
             if not reason:
                 return True
         return False
 
     def shrink_ring(self, reason: str) -> bool:
-        """Go on without the slots that were added to the ring; false where none were."""
-        given = self._placed.shrink_ring()
-        if given:
-            text = f"{reason} Going on without the slots that were added."
+        """Release the slots that the ring added; return False if there were none."""
+        released = self._applied.shrink_ring()
+        if released:
+            text = f"{reason} Continuing without the slots that were added to the weight ring."
             self._emit(Notice(text, level="warning", fallback=True))
-        return given
+        return released
 
     @property
     def slots_nbytes(self) -> int:
-        """Device memory that streamed weights pass through. Waits for the device."""
-        if self._placed.ring is None:
+        """Device memory of the ring's slots; synchronizes with the device."""
+        if self._applied.ring is None:
             return 0
-        counters = self._placed.ring.counters()
+        counters = self._applied.ring.counters()
         return counters.slots * counters.slot_nbytes
 
     def streaming_stats(self, step: int) -> WeightsStreamed | None:
-        """What streaming has cost so far, by the plans before this one too; none where no weight
-        was ever streamed. Waits for the device."""
-        ring = self._placed.ring
-        every = self._ended_rings if ring is None else [*self._ended_rings, ring.counters()]
-        if not every:
+        """Return what weight streaming has cost so far, under earlier plans too.
+
+        Returns None if no weight was ever streamed. Synchronizes with the device.
+        """
+        ring = self._applied.ring
+        rings = self._closed_rings if ring is None else [*self._closed_rings, ring.counters()]
+        if not rings:
             return None
-        nbytes, waited_s = sum(c.fetched_nbytes for c in every), sum(c.stalled_s for c in every)
+        nbytes = sum(one.fetched_nbytes for one in rings)
+        stalled_s = sum(one.stalled_s for one in rings)
         return WeightsStreamed(
             step=step,
-            slots=0 if ring is None else every[-1].slots,
-            fetches=sum(c.fetches for c in every),
+            slots=0 if ring is None else rings[-1].slots,
+            fetches=sum(one.fetches for one in rings),
             nbytes=nbytes,
-            late=sum(c.late for c in every),
-            on_demand=sum(c.on_demand for c in every),
-            waited_s=waited_s,
-            hidden_s=max(0.0, nbytes / self._ask.model.speeds.link_in - waited_s),
+            late=sum(one.late for one in rings),
+            on_demand=sum(one.on_demand for one in rings),
+            waited_s=stalled_s,
+            hidden_s=max(0.0, nbytes / self._problem.model.rates.link_in - stalled_s),
         )
 
     def close(self) -> None:
-        """The transformer is only good for reading after this."""
-        self._placed.close()
+        """Undo the plan; streamed weights remain in host memory, so the model cannot run."""
+        self._applied.close()
 
     @property
-    def _graphs(self) -> int:
-        return 0 if self._placed.compiler is None else self._placed.compiler.graphs
+    def _num_graphs(self) -> int:
+        return 0 if self._applied.compiler is None else self._applied.compiler.graphs
 
     def _comparison(self, seconds: float, peak: int | None) -> str:
+        plan = self.plan
         text = (
-            f"measured: {self.plan.batch / seconds:.3f} samples/s, "
-            f"{seconds / self.plan.seconds.step:.2f} times the predicted time"
+            f"measured: {plan.batch / seconds:.3f} samples/s "
+            f"(expected {plan.samples_per_second:.3f})"
         )
         if peak is not None:
-            share = peak / self.plan.device.total
-            text += f"; {format_bytes(peak)} of device memory at most, {share:.2f} of the plan's"
-        if self._large < self._micro_batches:
+            expected = format_bytes(plan.device.total)
+            text += f", {format_bytes(peak)} of device memory (expected {expected})"
+        smaller = self._micro_batches - self._full_size
+        if smaller:
             text += (
-                f"; {self._micro_batches - self._large} of {self._micro_batches} micro-batches "
-                "were smaller than those that the plan is for"
+                f"; {smaller} of {self._micro_batches} micro-batches were smaller than the largest "
+                "bucket, for which the plan is made"
             )
-        compiler = self._placed.compiler
+        compiler = self._applied.compiler
         if compiler is not None:
             text += f"; {compiler.graphs} graphs compiled in {format_seconds(compiler.seconds)}"
         return text
 
-    def _correct(self, measured: StepMeasurement, left: int) -> bool:
-        """Plan once more with what was learnt; change where that is clearly better, or needed."""
-        model, fixed = calibrate(self._ask.model, self._ask.fixed, self.plan, measured)
-        self._ask = replace(self._ask, model=model, fixed=fixed)
-        now = predict(model, candidate_of(self.plan), fixed, simulated=False)
-        other = self._other(now, left)
-        if other is None:
-            self.plan = now
-            self._let_grow(measured.peak_nbytes)
+    def _correct(self, measured: StepMeasurement, remaining: int) -> bool:
+        """Plan again with the calibrated model; apply the new plan if it is worth the change."""
+        model, fixed = calibrate(self._problem.model, self._problem.fixed, self.plan, measured)
+        self._problem = replace(self._problem, model=model, fixed=fixed)
+        current = predict(model, candidate_of(self.plan), fixed, simulated=False)
+        better = self._better_plan(current, remaining)
+        if better is None:
+            self.plan = current
+            self._allow_ring_growth(measured.peak_nbytes)
             return False
         text = (
-            f"corrected once, since the first steps were not as predicted: {describe(other)}. "
-            f"Predicted from what was measured: {describe_speed(other)}; as it was: {describe_speed(now)}"
+            f"plan corrected after the first steps: {describe(better)}. Expect "
+            f"{describe_speed(better)}; the first plan would give {describe_speed(current)}"
         )
         self._emit(Notice(text))
-        full = self._try_to_change_to(other)
-        if full:
-            text = f"{full} The plan stays as it was."
+        failure = self._try_to_change_to(better)
+        if failure:
+            text = f"{failure} Returning to the first plan."
             self._emit(Notice(text, level="warning", fallback=True))
-            self._change_to(now)
+            self._change_to(current)
         return True
 
-    def _other(self, now: Plan, left: int) -> Plan | None:
-        """A plan that is worth the change, for what is left of the run."""
-        ask = replace(self._ask, micro_batches=left)
-        if now.compiled:  # what is compiled already costs nothing
-            ask = replace(ask, constraints=replace(ask.constraints, compile=(True,)))
+    def _better_plan(self, current: Plan, remaining: int) -> Plan | None:
+        """Return a plan that pays for the change within the rest of the run, or None."""
+        problem = replace(self._problem, micro_batches=remaining)
+        if current.compiled:  # the graphs exist: compiled plans cost nothing extra
+            constraints = replace(problem.constraints, compile=(True,))
+            problem = replace(problem, constraints=constraints)
         with suppress(PlanError):
-            other = ask.solve(ask.budget)
-            if candidate_of(other) == candidate_of(now):
+            other = problem.solve(problem.budget)
+            if candidate_of(other) == candidate_of(current):
                 return None
-            if not ask.fits(now):
+            if not problem.fits(current):
                 return other
-            saved = now.seconds.step - other.seconds.step
-            if saved > CLEAR_GAIN * now.seconds.step and left * saved > _change_s(now, other):
+            saved = current.seconds.step - other.seconds.step
+            is_clear = saved > MIN_GAIN * current.seconds.step
+            if is_clear and remaining * saved > _change_seconds(current, other):
                 return other
         return None
 
-    def _smaller(self) -> Plan | None:
-        asked = self._ask.budget
-        needed = self.plan.device.total * (1 + asked.fragmentation)
-        for share in SMALLER:
+    def _smaller_plan(self) -> Plan | None:
+        budget = self._problem.budget
+        required = self.plan.device.total * (1 + budget.fragmentation)
+        for share in SMALLER_SHARES:
             with suppress(PlanError):
-                return self._ask.solve(replace(asked, device_nbytes=int(needed * share)))
+                return self._problem.solve(replace(budget, device_nbytes=int(required * share)))
         return None
 
     def _try_to_change_to(self, plan: Plan) -> str:
-        """Gives why there is no room; then nothing is placed, and no frame holds what did not."""
+        """Apply a plan; if memory does not suffice, return the error's first line.
+
+        The exception is dropped here because its traceback would keep tensors alive.
+        """
         try:
             self._change_to(plan)
-        except (torch.OutOfMemoryError, OffloadError) as error:  # no room, or none can be pinned
+        except (torch.OutOfMemoryError, OffloadError) as error:  # device memory, or pinned memory
             self.plan = plan
             return str(error).splitlines()[0]
         return ""
 
     def _change_to(self, plan: Plan) -> None:
-        if self._placed.ring is not None:
-            self._ended_rings.append(self._placed.ring.counters())
-        self._placed.close()
+        if self._applied.ring is not None:
+            self._closed_rings.append(self._applied.ring.counters())
+        self._applied.close()
         self._meter.clear()
-        self._placed = self._place_as(plan, self._ask.spare_nbytes(plan))
+        self._applied = self._apply(plan, self._problem.spare_nbytes(plan))
         self.plan = plan
 
-    def _let_grow(self, peak_nbytes: int | None) -> None:
-        self._placed.allow_ring_growth(max(0, self._ask.spare_nbytes(self.plan, peak_nbytes)))
+    def _allow_ring_growth(self, peak_nbytes: int | None) -> None:
+        spare = self._problem.spare_nbytes(self.plan, peak_nbytes)
+        self._applied.allow_ring_growth(max(0, spare))
 
 
-def _change_s(now: Plan, other: Plan) -> float:
-    """What going over to another plan takes: weights move, and blocks that run as none did before
-    are compiled.
-    """
-    ways, before = (
-        {(block.weights, block.activations) for block in plan.blocks} for plan in (other, now)
+def _change_seconds(current: Plan, other: Plan) -> float:
+    """Return the time of a change of plan: pinning weights, and compiling new kinds of blocks."""
+    new_kinds, kinds = (
+        {(block.weights, block.activations) for block in plan.blocks} for plan in (other, current)
     )
-    compiles = other.compiled and not (now.compiled and ways <= before)
-    return other.host.weights / MOVED_NBYTES_S + (COMPILING_S if compiles else 0.0)
+    compiles = other.compiled and not (current.compiled and new_kinds <= kinds)
+    return other.host.weights / PIN_NBYTES_PER_S + (COMPILE_SECONDS if compiles else 0.0)
 
 
-# ------------------------------------------------------------------------------------------
-# What the first steps teach the planner: bytes and rates as they were, for asking it once more.
-#
-# Bytes that the plan did not foresee are there whatever is chosen. Time that was computed scales
-# the
-# rates of computing; what is left is the link's, as far as the step showed how fast that is.
-
-
-CLEAR_BYTES, CLEAR_SECONDS = 0.03, 0.10
-"""Shares of the plan beyond which it was wrong, and not the measurement."""
-LEAST_LINK, MOST_LINK, HALVINGS = 0.25, 4.0, 12
-"""Between these shares of its rate the link is looked for, so finely."""
+# Calibration
 
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """A micro-batch of the first steps; none: not measured by samples that the plan is for."""
+    """Measured means of one micro-batch."""
 
     seconds: float | None
-    waited_s: float
-    """Of them, how long computing stood still for copies."""
+    """None if some micro-batches were smaller than those the plan is for."""
+    stalled_s: float
+    """Of these seconds, how long compute waited for copies."""
     peak_nbytes: int | None
+    """None if unknown, or if no micro-batch had full size."""
 
 
 def is_off(plan: Plan, measured: StepMeasurement) -> bool:
-    """Whether the plan was clearly missed, either way, in memory or in time."""
-    return _bytes_wrong(plan, measured) or _seconds_wrong(plan, measured)
+    """Return True if memory or time missed the prediction clearly, in either direction."""
+    return _is_memory_off(plan, measured) or _is_time_off(plan, measured)
 
 
 def calibrate(
     model: CostModel, fixed: FixedMemory, plan: Plan, measured: StepMeasurement
 ) -> tuple[CostModel, FixedMemory]:
-    """The model and what is fixed, such that this plan is predicted as it was measured."""
-    if _bytes_wrong(plan, measured):
+    """Return a cost model and fixed memory that predict this plan as it was measured.
+
+    Unpredicted memory is taken to be needed by every plan:
+
+        library_nbytes += measured peak - predicted peak
+
+    Time is fitted in two steps. First the compute rate, from the time without stalls:
+
+        compute_factor = (seconds - stalled) / (predicted step - predicted waits)
+
+    then the link's bandwidth, such that the simulated step takes the measured time.
+    """
+    if _is_memory_off(plan, measured):
         assert measured.peak_nbytes is not None
-        more = measured.peak_nbytes - plan.device.total
-        fixed = replace(fixed, library_nbytes=fixed.library_nbytes + more)
-    if _seconds_wrong(plan, measured):
+        unpredicted = measured.peak_nbytes - plan.device.total
+        fixed = replace(fixed, library_nbytes=fixed.library_nbytes + unpredicted)
+    if _is_time_off(plan, measured):
         assert measured.seconds is not None
-        model = _at_pace(model, fixed, plan, measured.seconds, measured.waited_s)
+        model = _fit_rates(model, fixed, plan, measured.seconds, measured.stalled_s)
     return model, fixed
 
 
-def candidate_of(plan: Plan) -> PlanCandidate:
-    """What was decided, without what it was predicted to take."""
-    return PlanCandidate(
-        plan.blocks, plan.batch, plan.accumulation, plan.slots, plan.compiled, plan.host_state
-    )
-
-
-def _bytes_wrong(plan: Plan, measured: StepMeasurement) -> bool:
+def _is_memory_off(plan: Plan, measured: StepMeasurement) -> bool:
     peak, planned = measured.peak_nbytes, plan.device.total
-    return peak is not None and abs(peak - planned) > CLEAR_BYTES * planned
+    return peak is not None and abs(peak - planned) > MEMORY_TOLERANCE * planned
 
 
-def _seconds_wrong(plan: Plan, measured: StepMeasurement) -> bool:
+def _is_time_off(plan: Plan, measured: StepMeasurement) -> bool:
     seconds, planned = measured.seconds, plan.seconds.step
-    return seconds is not None and abs(seconds - planned) > CLEAR_SECONDS * planned
+    return seconds is not None and abs(seconds - planned) > TIME_TOLERANCE * planned
 
 
-def _at_pace(
-    model: CostModel, fixed: FixedMemory, plan: Plan, seconds: float, waited_s: float
+def _fit_rates(
+    model: CostModel, fixed: FixedMemory, plan: Plan, seconds: float, stalled_s: float
 ) -> CostModel:
-    """Computing first, by the time that nothing was waited for; the link by what is left."""
     predicted = plan.seconds
     waits = predicted.wait_weights + predicted.wait_activations
-    slower = (seconds - waited_s) / (predicted.step - waits)
-    if slower <= 0:  # all was waiting: that says nothing of computing
-        slower = 1.0
+    compute_factor = (seconds - stalled_s) / (predicted.step - waits)
+    if compute_factor <= 0:  # the step was nothing but stalls, which says nothing about compute
+        compute_factor = 1.0
 
-    def step_with(link: float) -> float:
-        paced = model.rescaled(slower, link)
-        return predict(paced, candidate_of(plan), fixed, simulated=False).seconds.step
+    def step_with(link_factor: float) -> float:
+        rescaled = model.rescaled(compute_factor, link_factor)
+        return predict(rescaled, candidate_of(plan), fixed, simulated=False).seconds.step
 
-    moves = predicted.link_in > 0 or predicted.link_out > 0
-    return model.rescaled(slower, _link_for(seconds, step_with) if moves else 1.0)
+    uses_link = predicted.link_in > 0 or predicted.link_out > 0
+    return model.rescaled(compute_factor, _fit_link(seconds, step_with) if uses_link else 1.0)
 
 
-def _link_for(seconds: float, step_with: Callable[[float], float]) -> float:
-    """The share of the link's rate nearest to 1 with which a step takes so long."""
+def _fit_link(seconds: float, step_with: Callable[[float], float]) -> float:
+    """Return the link factor for which the simulated step takes this long, by bisection."""
     if abs(step_with(1.0) - seconds) <= 0.01 * seconds:
         return 1.0
-    low, high = LEAST_LINK, MOST_LINK
-    for _ in range(HALVINGS):  # a faster link never makes a longer step
+    low, high = MIN_LINK_FACTOR, MAX_LINK_FACTOR
+    for _ in range(LINK_BISECTIONS):  # a faster link never makes the step longer
         middle = (low * high) ** 0.5
         low, high = (middle, high) if step_with(middle) > seconds else (low, middle)
-    # Where computing alone takes as long, any link would do: then nothing was learnt of it.
+    # If compute dominates, the step does not depend on the link: then nothing was learned about it.
     return low if abs(step_with(low) - seconds) <= abs(step_with(1.0) - seconds) * 0.5 else 1.0

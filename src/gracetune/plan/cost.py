@@ -1,7 +1,17 @@
-"""Seconds and bytes of each block at any batch, from a trace at one.
+"""Turn a trace into seconds and bytes for any batch size on one machine.
 
-A kernel takes as long as its products or its bytes do, whichever is longer. Everything grows with
-the batch but weights and their gradients, so one trace tells the rest.
+Time of a kernel, with the batch scaled by s relative to the traced batch:
+
+    bytes(s)          = weight bytes + s * other bytes
+    matmul, attention = max(s * flops / rate, bytes(s) / memory bandwidth)
+    elementwise       = bytes(s) / elementwise bandwidth (eager or compiled)
+    gap               = a constant after each kernel
+
+On the machine at hand single kernels are timed instead (`EffectiveRates.timer`); the rates are for
+machines that are only known by name. Everything grows with the batch except weights and their
+gradients, so one trace is enough.
+
+The second half of the file estimates the overhead of fp8.
 """
 
 from __future__ import annotations
@@ -22,17 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
-    """Seconds of one pass, by what they go to."""
+    """Compute seconds of one pass by kind of kernel."""
 
     gemm: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     gaps: float = 0.0
-    """Between kernels."""
+    """Idle time between kernels."""
 
     @property
     def total(self) -> float:
-        """The pass."""
+        """The time of the whole pass."""
         return self.gemm + self.attention + self.elementwise + self.gaps
 
     def __add__(self, other: PassSeconds) -> PassSeconds:
@@ -44,7 +54,7 @@ class PassSeconds:
         )
 
     def scaled(self, factor: float) -> PassSeconds:
-        """Each part so many times as long."""
+        """Return every part multiplied by a factor."""
         return PassSeconds(
             gemm=self.gemm * factor,
             attention=self.attention * factor,
@@ -55,17 +65,21 @@ class PassSeconds:
 
 @dataclass(frozen=True, slots=True)
 class ModeCosts:
-    """One kind of block, run one way at one batch."""
+    """The costs of one block in one activation mode at one batch size."""
 
     forward: PassSeconds
     backward: PassSeconds
+    """Includes recomputed forward work."""
     saved_nbytes: int
+    """Bytes kept from forward to backward, without weights and the block's input."""
     saves_input: bool
+    """Whether the block's input is kept too."""
     forward_peak_nbytes: int
     backward_peak_nbytes: int
     forward_host_s: float = 0.0
-    """What the host needs to queue it."""
+    """CPU seconds to launch forward."""
     backward_host_s: float = 0.0
+    """CPU seconds to launch backward, with recomputed work."""
     forward_kernels: float = 0.0
     backward_kernels: float = 0.0
     num_saved: float = 0.0
@@ -74,7 +88,7 @@ class ModeCosts:
 
 @dataclass(frozen=True, slots=True)
 class CostsByMode:
-    """A block at one batch by what it keeps."""
+    """The costs of one block at one batch size, by activation mode."""
 
     keep: ModeCosts
     lean: ModeCosts
@@ -83,7 +97,7 @@ class CostsByMode:
 
 @dataclass(frozen=True, slots=True)
 class BlockCosts:
-    """A block at one batch, every way it can run."""
+    """The costs of one block at one batch size, eager and compiled."""
 
     frozen_nbytes: int
     trained_nbytes: int
@@ -91,28 +105,36 @@ class BlockCosts:
     eager: CostsByMode
     compiled: CostsByMode
     gradients_nbytes: int
-    """What its backward leaves."""
+    """Gradients of weights that its backward leaves."""
 
     def costs_of(self, activations: ActivationMode, compiled: bool) -> ModeCosts:
-        """How it runs; of what is offloaded, a compiled block keeps the lean set."""
-        ways = self.compiled if compiled else self.eager
+        """Return the costs in an activation mode.
+
+        An offloaded block costs as much compute as a block that keeps the same tensors: the lean
+        set if compiled, everything if eager.
+        """
+        modes = self.compiled if compiled else self.eager
         if activations == "recompute":
-            return ways.recompute
+            return modes.recompute
         is_lean = activations == "lean" or (activations == "offload" and compiled)
-        return ways.lean if is_lean else ways.keep
+        return modes.lean if is_lean else modes.keep
 
     def recompute_seconds(self, activations: ActivationMode, compiled: bool) -> float:
-        """Seconds that keeping everything would spare."""
-        mine, keep = self.costs_of(activations, compiled), self.costs_of("keep", compiled)
-        return (mine.forward + mine.backward).total - (keep.forward + keep.backward).total
+        """Return the extra compute time compared with keeping everything."""
+        mode, keep = self.costs_of(activations, compiled), self.costs_of("keep", compiled)
+        return (mode.forward + mode.backward).total - (keep.forward + keep.backward).total
 
     def saved_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
-        """What there is between forward and backward, here or in host memory."""
-        way = self.costs_of(plan.activations, compiled)
-        return way.saved_nbytes + (self.input_nbytes if way.saves_input else 0)
+        """Return the bytes kept between forward and backward, on the device or in host memory."""
+        mode = self.costs_of(plan.activations, compiled)
+        return mode.saved_nbytes + (self.input_nbytes if mode.saves_input else 0)
 
     def offloaded_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
-        """What of it waits in host memory; what an eager checkpoint keeps itself cannot."""
+        """Return the bytes of them that are kept in host memory.
+
+        In an eager recomputed block that is the input alone: tensors that selective checkpointing
+        stores itself do not pass the offload's hooks.
+        """
         if not is_offloaded(plan):
             return 0
         if plan.activations == "recompute" and not compiled:
@@ -120,346 +142,368 @@ class BlockCosts:
         return self.saved_nbytes(plan, compiled)
 
     def resident_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
-        """What of it stays on the device."""
+        """Return the bytes of them that stay on the device."""
         return self.saved_nbytes(plan, compiled) - self.offloaded_nbytes(plan, compiled)
 
 
 def is_offloaded(plan: BlockPlan) -> bool:
-    """Whether a block's activations go to the host."""
+    """Return True if any of the block's activations go to host memory."""
     return plan.activations == "offload" or plan.offload_input
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """A model at one batch on one machine."""
+    """The costs of a whole model at one batch size on one machine."""
 
     batch: int
     blocks: tuple[BlockCosts, ...]
     outside: ModeCosts
+    """Embeddings, head and loss."""
     outside_frozen_nbytes: int
     trained_nbytes: int
     batch_nbytes: int
+    """The batch itself: latents, text, timesteps."""
     cast_copies_nbytes: int = 0
-    """Of what is trained: in the type of the products, held from one pass to the next."""
+    """Copies of trained weights in the compute dtype, held from one pass to the next."""
     optimizer_host_s: float = 0.0
-    """What the host needs to queue an update."""
+    """CPU seconds to launch an optimizer step."""
 
     @property
     def slot_nbytes(self) -> int:
-        """A slot of the ring fits any block."""
+        """The size of a ring slot, which must fit any block."""
         return max(block.frozen_nbytes for block in self.blocks)
 
 
 class CostModel:
-    """What was traced, on a machine of these speeds; asked for one batch after another."""
+    """A traced model on a machine: returns the costs at any batch size."""
 
     def __init__(
         self,
         shapes: ModelShapes,
-        speeds: EffectiveRates,
+        rates: EffectiveRates,
         frozen_compute: FrozenCompute = "bf16",
         stored_share: float = 1.0,
         plain_checkpointing: bool = False,
     ) -> None:
-        """`stored_share`: of the traced frozen weights' bytes, what quantised ones take.
+        """Set up the model; nothing is computed until `at` is called.
 
-        `plain_checkpointing`: recomputed blocks do attention again too, as other tools do it.
+        `stored_share` is the size of quantized frozen weights relative to the traced ones. With
+        `plain_checkpointing`, recomputed blocks recompute attention too, as torch's own
+        checkpointing does.
         """
         self.name = shapes.name
-        self.speeds = speeds
+        self.rates = rates
         self.frozen_compute = frozen_compute
-        # Weights for fp8 products are kept and moved in fp8.
+        # fp8 matmuls read weights that are stored, and streamed, in fp8.
         self._stored_share = min(stored_share, 0.5) if frozen_compute == "fp8" else stored_share
-        self._plain = plain_checkpointing
+        self._plain_checkpointing = plain_checkpointing
         self._shapes = shapes
-        self._slower = 1.0
-        self._made: dict[int, ModelCosts] = {}
+        self._compute_factor = 1.0
+        self._costs: dict[int, ModelCosts] = {}
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the model."""
+        """The number of blocks."""
         return len(self._shapes.order)
 
     @property
     def trained_nbytes(self) -> int:
-        """What the optimizer updates."""
+        """The bytes of the trained weights."""
         return self._shapes.trained_nbytes
 
-    def rescaled(self, slower: float, link: float) -> CostModel:
-        """The same on a machine that was measured: so many times as slow, its link so many times as
-        fast as it was thought to be.
-        """
+    def rescaled(self, compute_factor: float, link_factor: float) -> CostModel:
+        """Return the model with compute times and link bandwidth multiplied by factors."""
         other = copy(self)
-        other.speeds = replace(
-            self.speeds,
-            link_in=self.speeds.link_in * link,
-            link_out=self.speeds.link_out * link,
+        other.rates = replace(
+            self.rates,
+            link_in=self.rates.link_in * link_factor,
+            link_out=self.rates.link_out * link_factor,
         )
-        other._slower = self._slower * slower
-        other._made = {}
+        other._compute_factor = self._compute_factor * compute_factor
+        other._costs = {}
         return other
 
     def at(self, batch: int) -> ModelCosts:
-        """The model at this batch."""
-        if batch not in self._made:
-            self._made[batch] = self._make(batch)
-        return self._made[batch]
+        """Return the costs at a batch size."""
+        if batch not in self._costs:
+            self._costs[batch] = self._model_costs(batch)
+        return self._costs[batch]
 
-    def _make(self, batch: int) -> ModelCosts:
+    def _model_costs(self, batch: int) -> ModelCosts:
         shapes, scale = self._shapes, batch / self._shapes.batch
-        kinds = [self._block(kind, scale) for kind in shapes.kinds]
+        kinds = [self._block_costs(kind, scale) for kind in shapes.kinds]
         return ModelCosts(
             batch=batch,
             blocks=tuple(kinds[kind] for kind in shapes.order),
-            outside=self._way(shapes.outside, scale, compiled=False),
+            outside=self._mode_costs(shapes.outside, scale, compiled=False),
             outside_frozen_nbytes=shapes.outside_frozen_nbytes,
             trained_nbytes=shapes.trained_nbytes,
             batch_nbytes=int(shapes.batch_nbytes * scale),
             cast_copies_nbytes=shapes.cast_copies_nbytes,
-            optimizer_host_s=self._slower
-            * self.speeds.host.optimizer_s
+            optimizer_host_s=self._compute_factor
+            * self.rates.host.optimizer_s
             * sum(block.num_trained for block in shapes.blocks),
         )
 
-    def _block(self, kind: BlockShapes, scale: float) -> BlockCosts:
-        beside = fp8_extra_nbytes(kind.eager.keep) if self.frozen_compute == "fp8" else 0
+    def _block_costs(self, kind: BlockShapes, scale: float) -> BlockCosts:
+        extra = fp8_extra_nbytes(kind.eager.keep) if self.frozen_compute == "fp8" else 0
         return BlockCosts(
-            frozen_nbytes=int(kind.frozen_nbytes * self._stored_share) + beside,
+            frozen_nbytes=int(kind.frozen_nbytes * self._stored_share) + extra,
             trained_nbytes=kind.trained_nbytes,
             input_nbytes=int(kind.input_nbytes * scale),
-            eager=self._ways(kind, scale, compiled=False),
-            compiled=self._ways(kind, scale, compiled=True),
+            eager=self._costs_by_mode(kind, scale, compiled=False),
+            compiled=self._costs_by_mode(kind, scale, compiled=True),
             gradients_nbytes=kind.gradients_nbytes,
         )
 
-    def _ways(self, kind: BlockShapes, scale: float, compiled: bool) -> CostsByMode:
-        ways = kind.compiled if compiled else kind.eager
+    def _costs_by_mode(self, kind: BlockShapes, scale: float, compiled: bool) -> CostsByMode:
+        traces = kind.compiled if compiled else kind.eager
         if self.frozen_compute == "fp8":
-            ways = with_fp8_overhead(ways, compiled)
-        again = (
-            plain_checkpointing_trace(ways.keep, kind.input_nbytes)
-            if self._plain
-            else ways.recompute
+            traces = with_fp8_overhead(traces, compiled)
+        recompute = traces.recompute
+        if self._plain_checkpointing:
+            recompute = plain_checkpointing_trace(traces.keep, kind.input_nbytes)
+        return CostsByMode(
+            *(
+                self._mode_costs(trace, scale, compiled)
+                for trace in (traces.keep, traces.lean, recompute)
+            )
         )
-        keep, lean, recompute = (
-            self._way(trace, scale, compiled) for trace in (ways.keep, ways.lean, again)
-        )
-        return CostsByMode(keep, lean, recompute)
 
-    def _way(self, trace: Trace, scale: float, compiled: bool) -> ModeCosts:
+    def _mode_costs(self, trace: Trace, scale: float, compiled: bool) -> ModeCosts:
+        host, factor = self.rates.host, self._compute_factor
+        backward_peak_nbytes = int(trace.backward_peak_nbytes * scale) + trace.transposed_nbytes
         return ModeCosts(
-            forward=self._seconds(trace.forward, scale, compiled).scaled(self._slower),
-            backward=self._seconds(trace.backward, scale, compiled).scaled(self._slower),
+            forward=self._seconds(trace.forward, scale, compiled).scaled(factor),
+            backward=self._seconds(trace.backward, scale, compiled).scaled(factor),
             saved_nbytes=int(trace.saved_nbytes * scale),
             saves_input=trace.saves_input,
             forward_peak_nbytes=int(trace.forward_peak_nbytes * scale),
-            backward_peak_nbytes=int(trace.backward_peak_nbytes * scale) + trace.transposed_nbytes,
-            forward_host_s=self.speeds.host.forward_seconds(trace) * self._slower,
-            backward_host_s=self.speeds.host.backward_seconds(trace) * self._slower,
+            backward_peak_nbytes=backward_peak_nbytes,
+            forward_host_s=host.forward_seconds(trace) * factor,
+            backward_host_s=host.backward_seconds(trace) * factor,
             forward_kernels=trace.forward_calls.kernels,
             backward_kernels=trace.recompute_calls.kernels + trace.backward_calls.kernels,
             num_saved=trace.forward_calls.saved_tensors,
         )
 
     def _seconds(self, ops: Sequence[Op], scale: float, compiled: bool) -> PassSeconds:
+        rates = self.rates
         spent = {"gemm": 0.0, "attention": 0.0, "elementwise": 0.0, "gaps": 0.0}
         for op in ops:
             timed = self._timed(op, scale)
             nbytes = op.weights_nbytes + (op.nbytes - op.weights_nbytes) * scale
             if op.kind != "elementwise":
-                spent[op.kind] += max(
-                    self._computing_s(op, scale, timed, compiled), nbytes / self.speeds.memory
-                )
+                compute = self._compute_seconds(op, scale, timed, compiled)
+                spent[op.kind] += max(compute, nbytes / rates.memory)
             elif timed is None:
-                spent[op.kind] += nbytes / (self.speeds.compiled if compiled else self.speeds.eager)
+                spent[op.kind] += nbytes / (rates.compiled if compiled else rates.eager)
             else:
                 spent[op.kind] += timed
-            spent["gaps"] += self.speeds.gap_s if timed is None else 0.0  # or it was timed with it
+            spent["gaps"] += rates.gap_s if timed is None else 0.0  # a timing includes its gap
         return PassSeconds(**spent)
 
     def _timed(self, op: Op, scale: float) -> float | None:
-        is_fp8 = op.frozen and self.frozen_compute == "fp8"  # it has rates of its own
-        return None if self.speeds.timer is None or is_fp8 else self.speeds.timer(op, scale)
+        """Return the kernel's time as measured on this machine, or None."""
+        is_fp8 = op.frozen and self.frozen_compute == "fp8"  # the timer runs bf16 kernels
+        return None if self.rates.timer is None or is_fp8 else self.rates.timer(op, scale)
 
-    def _computing_s(self, op: Op, scale: float, timed: float | None, compiled: bool) -> float:
+    def _compute_seconds(self, op: Op, scale: float, timed: float | None, compiled: bool) -> float:
         if timed is None:
             return op.flops * scale / self._flops_rate(op)
-        return timed / self.speeds.step_share if compiled else timed
+        return timed / self.rates.step_share if compiled else timed
 
     def _flops_rate(self, op: Op) -> float:
-        speeds = self.speeds
+        rates = self.rates
         if op.kind == "attention":
-            return speeds.attention_backward if op.backward else speeds.attention_forward
+            return rates.attention_backward if op.backward else rates.attention_forward
         if op.frozen and self.frozen_compute == "fp8":
-            return speeds.fp8
-        return speeds.gemm
+            return rates.fp8
+        return rates.gemm
 
 
-# ------------------------------------------------------------------------------------------
-# What frozen products in fp8 need beside them: their inputs, rounded, a weight turned round, the
-# main directions along which they compute in bf16, and a host that queues all that.
+# fp8 overhead
 #
-# A model is traced before its weights are rounded, so this is reckoned from the products of the
-# trace. Held against a block of Wan-14B that was rounded first, compiled on a CPU and eager on
-# fakes.
+# A model is traced in bf16, before its weights are converted. Frozen layers in fp8 do more than the
+# traced matmul:
+#
+#     y = fp8(x - x P) @ W_fp8 + (x P) @ (P^T W),   P: the layer's outlier subspace, in bf16
+#
+# So they split the input along P, scale and round it to fp8, and in backward transpose the weight.
+# The functions below derive this from the traced matmuls. The constants were checked against a
+# block of Wan-14B that was converted first: compiled on a CPU, and eager on fake tensors.
 
 
-EAGER_THERE, EAGER_BACK = 2.8, 7.0
-"""Bytes of each number of the widest input: one operation at a time, rounding has copies in fp32 of
-it, on the way back those of a gradient that holds the weight's scales."""
-
-
-DIRECTIONS = 32
-"""Of a layer's input, as most layers have them."""
+EAGER_FORWARD_NBYTES, EAGER_BACKWARD_NBYTES = 2.8, 7.0
+"""Extra bytes per element of the widest input in eager blocks: rounding makes fp32 copies of it, in
+backward also of the gradient with the weight's scales applied."""
+SUBSPACE_DIMENSIONS = 32
+"""Dimensions of the outlier subspace, in most layers."""
 BF16_NBYTES, SCALE_NBYTES = 2, 4
-PASSES = 3
-"""Over an input that is taken apart: read for what lies along its directions, read and written for
-what is left."""
-ROUNDED = {False: 9, True: 2}
-"""Kernels that give a matrix scales and round it: one operation at a time, and compiled."""
-APART, PRODUCT = 2, 6
-"""Inside of our operators: what takes an input apart; the product with all that is beside it."""
-GRADIENTS, INPUT_GRADIENT, TURNED = 3, 3, 1
-"""On the way back: of the LoRA's halves; of the input, beside rounding; and the weight, turned."""
-SAVED, LOOKED_AT = 1.5, 2
-"""By a layer that shares nothing, beside what it did: tensors that autograd saves, and looks at
-memory on the way back."""
+SPLIT_PASSES = 3
+"""Passes over an input that is split: one read for the part inside the subspace, one read and one
+write for the rest."""
+ROUNDING_KERNELS = {False: 9, True: 2}
+"""Kernels that scale and round a matrix, by whether the block is compiled."""
+SPLIT_KERNELS, MATMUL_KERNELS = 2, 6
+"""Kernels inside our operators that split the input, and that multiply with everything around."""
+LORA_GRADIENT_KERNELS, INPUT_GRADIENT_KERNELS, TRANSPOSE_KERNELS = 3, 3, 1
+"""Kernels of backward: gradients of LoRA's two matrices, the input's gradient without rounding,
+and the transposed weight."""
+SAVED_PER_LAYER, VIEWS_PER_LAYER = 1.5, 2
+"""Extra tensors that autograd saves for a layer, and extra views in its eager backward."""
 
 
 def fp8_extra_nbytes(keep: Trace) -> int:
-    """Of one block: directions of every frozen weight, what it is along them, and its scales."""
+    """Return the bytes that one block's fp8 layers store beside their weights.
+
+    These are the outlier subspace, the weight projected onto it, and the weight's scales.
+    """
     return sum(
-        DIRECTIONS * BF16_NBYTES * (op.dims[1] + op.dims[2]) + SCALE_NBYTES * op.dims[2]
+        SUBSPACE_DIMENSIONS * BF16_NBYTES * (op.dims[1] + op.dims[2]) + SCALE_NBYTES * op.dims[2]
         for op in keep.forward
-        if _is_frozen(op) and op.reads_frozen_weight
+        if _is_frozen_matmul(op) and op.reads_frozen_weight
     )
 
 
-def with_fp8_overhead(ways: TracesByMode, compiled: bool) -> TracesByMode:
-    """The same block with its frozen products in fp8."""
-    ways = TracesByMode(
-        *(
-            _taken_apart(_queued(trace, ways.keep, compiled), ways.keep)
-            for trace in (ways.keep, ways.lean, ways.recompute)
-        )
+def with_fp8_overhead(traces: TracesByMode, compiled: bool) -> TracesByMode:
+    """Return a block's traces as if its frozen matmuls were computed in fp8."""
+    keep, lean, recompute = (
+        _with_splitting(_with_fp8_calls(trace, traces.keep, compiled), traces.keep)
+        for trace in (traces.keep, traces.lean, traces.recompute)
     )
     if compiled:
-        lean, recompute = (_again(trace, ways.keep) for trace in (ways.lean, ways.recompute))
-        return TracesByMode(ways.keep, lean, recompute)
-    widest = max(_inputs((*ways.keep.forward, *ways.keep.backward)), default=0)
-    there, back = int(EAGER_THERE * widest), int(EAGER_BACK * widest)
-    most = ways.keep.backward_peak_nbytes + back
-    keep, lean, recompute = (
-        replace(
-            trace,
-            forward_peak_nbytes=trace.forward_peak_nbytes + there,
-            # What is done again is a forward pass, before the way back of a block that kept all.
-            backward_peak_nbytes=max(trace.backward_peak_nbytes + there, most),
+        return TracesByMode(
+            keep, _with_rounded_inputs(lean, keep), _with_rounded_inputs(recompute, keep)
         )
-        for trace in (ways.keep, ways.lean, ways.recompute)
+    widest = max(_input_sizes((*keep.forward, *keep.backward)), default=0)
+    forward_nbytes = int(EAGER_FORWARD_NBYTES * widest)
+    backward_nbytes = int(EAGER_BACKWARD_NBYTES * widest)
+    # A recomputed block peaks in its recomputed forward or in the backward that follows.
+    keep_peak = keep.backward_peak_nbytes + backward_nbytes
+    return TracesByMode(
+        *(
+            replace(
+                trace,
+                forward_peak_nbytes=trace.forward_peak_nbytes + forward_nbytes,
+                backward_peak_nbytes=max(trace.backward_peak_nbytes + forward_nbytes, keep_peak),
+            )
+            for trace in (keep, lean, recompute)
+        )
     )
-    return TracesByMode(keep, lean, recompute)
 
 
-def _queued(trace: Trace, keep: Trace, compiled: bool) -> Trace:
-    """With what the host has to call; a layer in fp8 computes by itself, whatever it shares."""
-    rounds, layers, given = ROUNDED[compiled], _layers(keep.forward), _layers(keep.backward)
-    once = HostCalls(
-        dispatched=rounds + 2, kernels=rounds + APART + PRODUCT, custom_ops=2, saved_tensors=SAVED
+def _with_fp8_calls(trace: Trace, keep: Trace, compiled: bool) -> Trace:
+    """Replace the calls of traced layers by those of fp8 layers, which never share an operator."""
+    rounding = ROUNDING_KERNELS[compiled]
+    num_layers, num_input_grads = _num_layers(keep.forward), _num_layers(keep.backward)
+    num_recomputed = _num_layers(trace.backward) - num_input_grads
+    per_layer = HostCalls(
+        dispatched=rounding + 2,
+        kernels=rounding + SPLIT_KERNELS + MATMUL_KERNELS,
+        custom_ops=2,
+        saved_tensors=SAVED_PER_LAYER,
     )
-    there = _exchanged(trace.forward_calls, trace.forward, once.scaled(layers))
-    twice = _layers(trace.backward) - given
-    """Layers that are computed once more."""
-    back = HostCalls(
-        dispatched=2 * layers + (rounds + TURNED) * given,
-        kernels=GRADIENTS * layers + (rounds + TURNED + INPUT_GRADIENT) * given,
-        views=0 if compiled else LOOKED_AT * layers,
-        custom_ops=layers + given,
-        saved_tensors=SAVED * layers,
+    forward = _exchange_calls(trace.forward_calls, trace.forward, per_layer.scaled(num_layers))
+    per_input_grad = rounding + TRANSPOSE_KERNELS
+    backward = HostCalls(
+        dispatched=2 * num_layers + per_input_grad * num_input_grads,
+        kernels=LORA_GRADIENT_KERNELS * num_layers
+        + (per_input_grad + INPUT_GRADIENT_KERNELS) * num_input_grads,
+        views=0 if compiled else VIEWS_PER_LAYER * num_layers,
+        custom_ops=num_layers + num_input_grads,
+        saved_tensors=SAVED_PER_LAYER * num_layers,
     )
-    if compiled:  # in the same graph as the way back
-        back = replace(
-            back,
-            kernels=back.kernels + once.kernels * twice,
-            custom_ops=back.custom_ops + 2 * twice,
+    if compiled:  # recomputed work is part of the backward graph
+        backward = replace(
+            backward,
+            kernels=backward.kernels + per_layer.kernels * num_recomputed,
+            custom_ops=backward.custom_ops + 2 * num_recomputed,
         )
-        back = _exchanged(trace.backward_calls, trace.backward, back)
-        return replace(trace, forward_calls=there, backward_calls=back)
-    again = trace.recompute_calls
-    if again.dispatched:
-        share = again.dispatched / trace.forward_calls.dispatched
+        backward = _exchange_calls(trace.backward_calls, trace.backward, backward)
+        return replace(trace, forward_calls=forward, backward_calls=backward)
+    recompute = trace.recompute_calls
+    if recompute.dispatched:
+        share = recompute.dispatched / trace.forward_calls.dispatched
         repeated = trace.backward[: len(trace.backward) - len(keep.backward)]
-        # Rounding is done again even where a product was kept.
-        kernels = (rounds + APART) * layers * share + PRODUCT * twice
-        again = replace(there.scaled(share), kernels=again.kernels - _inside(repeated) + kernels)
-    back = _exchanged(trace.backward_calls, keep.backward, back)
-    return replace(trace, forward_calls=there, recompute_calls=again, backward_calls=back)
+        # An input is rounded again even where the matmul's output was kept.
+        kernels = (rounding + SPLIT_KERNELS) * num_layers * share + MATMUL_KERNELS * num_recomputed
+        kernels += recompute.kernels - _num_frozen_kernels(repeated)
+        recompute = replace(forward.scaled(share), kernels=kernels)
+    backward = _exchange_calls(trace.backward_calls, keep.backward, backward)
+    return replace(trace, forward_calls=forward, recompute_calls=recompute, backward_calls=backward)
 
 
-def _exchanged(calls: HostCalls, ops: Sequence[Op], others: HostCalls) -> HostCalls:
-    """Other operators of ours instead of those that were traced."""
-    dispatched = calls.dispatched and calls.dispatched - calls.custom_ops + others.dispatched
+def _exchange_calls(calls: HostCalls, ops: Sequence[Op], fp8_calls: HostCalls) -> HostCalls:
+    """Return the calls with those of our operators in `ops` exchanged for `fp8_calls`."""
+    dispatched = calls.dispatched and calls.dispatched - calls.custom_ops + fp8_calls.dispatched
     return replace(
         calls,
         dispatched=dispatched,
-        kernels=calls.kernels - _inside(ops) + others.kernels,
-        views=calls.views + others.views,
-        custom_ops=others.custom_ops,
-        saved_tensors=calls.saved_tensors + others.saved_tensors,
+        kernels=calls.kernels - _num_frozen_kernels(ops) + fp8_calls.kernels,
+        views=calls.views + fp8_calls.views,
+        custom_ops=fp8_calls.custom_ops,
+        saved_tensors=calls.saved_tensors + fp8_calls.saved_tensors,
         policy_calls=calls.policy_calls and dispatched,
     )
 
 
-def _layers(ops: Sequence[Op]) -> int:
+def _num_layers(ops: Sequence[Op]) -> int:
     return sum(op.reads_frozen_weight for op in ops)
 
 
-def _inside(ops: Sequence[Op]) -> int:
-    """Kernels of frozen layers, and of what is beside them."""
+def _num_frozen_kernels(ops: Sequence[Op]) -> int:
+    """Return the kernels of frozen layers, with those of the LoRA beside them."""
     return sum(op.frozen for op in ops)
 
 
-def _taken_apart(trace: Trace, keep: Trace) -> Trace:
-    """Every input is, on the way forward and where that is done again; gradients are not."""
+def _with_splitting(trace: Trace, keep: Trace) -> Trace:
+    """Add the time to split inputs, in forward and where forward is recomputed."""
 
-    def passes(numbers: int) -> Op:
-        return Op("elementwise", 0.0, float(PASSES * BF16_NBYTES * numbers))
+    def split(numel: int) -> Op:
+        return Op("elementwise", 0.0, float(SPLIT_PASSES * BF16_NBYTES * numel))
 
-    there = [passes(numbers) for numbers in _inputs(trace.forward)]
-    again = _done_again(trace, keep)
-    back = [passes(again)] if again else []
-    return replace(trace, forward=(*trace.forward, *there), backward=(*trace.backward, *back))
-
-
-def _done_again(trace: Trace, keep: Trace) -> int:
-    """Numbers in inputs of products that are computed once more on the way back."""
-    return max(0, sum(_inputs(trace.backward)) - sum(_inputs(keep.backward)))
+    forward = [split(numel) for numel in _input_sizes(trace.forward)]
+    recomputed = _recomputed_numel(trace, keep)
+    backward = [split(recomputed)] if recomputed else []
+    return replace(trace, forward=(*trace.forward, *forward), backward=(*trace.backward, *backward))
 
 
-def _again(trace: Trace, keep: Trace) -> Trace:
-    """A compiler rounds the inputs of all products that are done again first, and holds them."""
-    again = _done_again(trace, keep)
-    if not again:
+def _recomputed_numel(trace: Trace, keep: Trace) -> int:
+    """Return the elements in inputs of frozen matmuls that backward recomputes."""
+    return max(0, sum(_input_sizes(trace.backward)) - sum(_input_sizes(keep.backward)))
+
+
+def _with_rounded_inputs(trace: Trace, keep: Trace) -> Trace:
+    """Add the memory of a compiled backward that recomputes matmuls.
+
+    Inductor rounds the inputs of all recomputed matmuls first and holds them in fp8, beside one
+    transposed weight.
+    """
+    recomputed = _recomputed_numel(trace, keep)
+    if not recomputed:
         return trace
-    turned = max(op.dims[1] * op.dims[2] for op in trace.backward if _is_frozen(op))
-    peak_nbytes = trace.backward_peak_nbytes + int(again)
-    return replace(trace, backward_peak_nbytes=peak_nbytes, transposed_nbytes=turned)
+    transposed = max(op.dims[1] * op.dims[2] for op in trace.backward if _is_frozen_matmul(op))
+    peak_nbytes = trace.backward_peak_nbytes + int(recomputed)
+    return replace(trace, backward_peak_nbytes=peak_nbytes, transposed_nbytes=transposed)
 
 
-def _inputs(ops: Sequence[Op]) -> list[int]:
-    """Numbers in the inputs of frozen products; those of one operator of ours share theirs."""
+def _input_sizes(ops: Sequence[Op]) -> list[int]:
+    """Return the elements in each input of frozen matmuls.
+
+    Matmuls inside one of our operators share their input, which counts once.
+    """
     found: list[int] = []
-    inside = shares = False
-    """Of one of our operators; whether the input of what comes is known already."""
+    in_custom_op = is_shared = False
     for op in ops:
         if op.starts_custom_op or not op.frozen:
-            inside, shares = op.starts_custom_op, False
-        if _is_frozen(op):
-            numbers = op.dims[0] * op.dims[1]
-            found.append(max(found.pop(), numbers) if shares else numbers)
-            shares = inside
+            in_custom_op, is_shared = op.starts_custom_op, False
+        if _is_frozen_matmul(op):
+            numel = op.dims[0] * op.dims[1]
+            found.append(max(found.pop(), numel) if is_shared else numel)
+            is_shared = in_custom_op
     return found
 
 
-def _is_frozen(op: Op) -> bool:
+def _is_frozen_matmul(op: Op) -> bool:
     return op.frozen and op.kind == "gemm" and bool(op.dims)

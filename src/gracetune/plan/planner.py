@@ -1,13 +1,13 @@
-"""How a run uses its machine: planned once, when model and data are there, and then applied.
+"""Plan a run on the machine at hand, when its model and data are loaded, and apply the plan.
 
-The micro-batch stays what the run file says, since noise is drawn by micro-batches and a run must
-repeat; a faster one is only named. What is already in memory when a plan is made, such as caches
-and encoders, is not counted again: the plan is for what is left.
+The plan is for the memory that is free at this moment: caches and encoders that are loaded already
+are not counted again. The micro-batch stays as the run file says, because noise is drawn per
+micro-batch and a run must be repeatable; `gracetune plan` names a faster one if there is one.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,24 +22,19 @@ from gracetune.offload.copies import open_copy_engine
 from gracetune.optim.build import state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import StateOffloadSettings
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
-from gracetune.plan.controller import (
-    COMPILING_S,
-    CudaMemoryMeter,
-    NullMemoryMeter,
-    PlanController,
-    candidate_of,
-)
+from gracetune.plan.controller import CudaMemoryMeter, NullMemoryMeter, PlanController
 from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure_gpu
 from gracetune.plan.machines import FITTED_CONSTANTS
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.problem import (
+    PlanProblem,
     build_cost_model,
     constraints_of,
     family_trace_target,
     plan_settings,
 )
 from gracetune.plan.report import describe, describe_speed
-from gracetune.plan.search import PlanBudget, PlanError, find_best_plan, required_device_nbytes
+from gracetune.plan.search import PlanBudget
 from gracetune.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -56,50 +51,47 @@ if TYPE_CHECKING:
     from gracetune.plan.cost import CostModel
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.result import Plan
-    from gracetune.plan.search import Constraints
 
     Emit = Callable[[Event], None]
 
 HOST_RESERVE_SHARE = 0.05
-"""Of host memory that is free now, left to others."""
+"""Share of the free host memory that is left to other processes."""
 CPU_EDGE, CPU_COPY = 512, 1 << 22
-"""Matmul edge and copied bytes by which a CPU is measured: small, since only rehearsals run on it."""
+"""Matmul size and copied bytes for measuring a CPU: small, since only rehearsals plan for one."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedData:
-    """The part of the data pipeline that the planner needs."""
+class PlannerInputs:
+    """What the planner needs from the data pipeline and from training."""
 
     load_largest: Callable[[], Batch]
     """Loads one sample of the largest bucket."""
     batches_ahead: int
     """Batches that are prefetched to the device beside the one in use."""
+    convert_to_fp8: Callable[[], None]
+    """Converts the frozen layers; called if `model.frozen_compute` is fp8."""
 
 
 def plan_run(
     run: RunFile,
     family: Family,
-    data: PlannedData,
+    inputs: PlannerInputs,
     stepper: OptimizerStepper,
     link: Link,
     device: torch.device,
-    convert_to_fp8: Callable[[], None],
     gc_freeze: GcFreeze,
     emit: Emit,
 ) -> PlanController:
-    """Plan with the memory that is free now, apply the plan, and return its controller.
-
-    `convert_to_fp8` converts the frozen layers, where `model.frozen_compute` is fp8.
-    """
+    """Plan with the memory that is free now, apply the plan, and return its controller."""
     # The meter's baseline must not include the workspaces that libraries allocate while rates are
     # measured: the plan counts those itself.
     is_cuda = device.type == "cuda"
     meter: MemoryMeter = CudaMemoryMeter(device, gc_freeze) if is_cuda else NullMemoryMeter()
     one_memory = link is Link.INTEGRATED
     if one_memory:
-        emit(Notice("plan: host and device share one memory, so nothing is streamed or offloaded"))
+        emit(Notice("host and device share one memory, so nothing is streamed or offloaded"))
     device_nbytes = _device_nbytes(run, family, device, one_memory)
-    largest = data.load_largest()
+    largest = inputs.load_largest()
     latent_shape, text = largest.latents.shape[1:], largest.text
     rates = _measure_rates(device, run.model.family, emit)
     with ExitStack() as undo:
@@ -110,14 +102,14 @@ def plan_run(
         family.to(device)
     del largest, text
     problem = build_problem(
-        run, family, model, device_nbytes, data.batches_ahead, one_memory=one_memory
+        run, family, model, device_nbytes, inputs.batches_ahead, one_memory=one_memory
     )
     plan = problem.solve(problem.budget)
     emit(Notice(f"plan: {describe(plan)}"))
     emit(Notice(f"expect {describe_speed(plan)}"))
     if run.model.frozen_compute == "fp8":
         check_fp8_support(device)
-        convert_to_fp8()  # after tracing, which estimates fp8 from the bf16 layers
+        inputs.convert_to_fp8()  # after tracing, which estimates fp8 from the bf16 layers
         meter.clear()
     _fuse(family)
 
@@ -126,46 +118,6 @@ def plan_run(
         return apply_to_family(plan, family, link, device, emit, spare_nbytes)
 
     return PlanController(problem, plan, apply, meter, latent_shape.numel(), emit)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanProblem:
-    """What the planner is asked, and may be asked again with less memory."""
-
-    model: CostModel
-    fixed: FixedMemory
-    budget: PlanBudget
-    constraints: Constraints
-    micro_batches: int
-    """Of the whole run: compiling must pay for itself."""
-
-    def solve(self, budget: PlanBudget) -> Plan:
-        """The plan with which the run is done first; compiling is part of the run."""
-        plans = []
-        for compiled in self.constraints.compile:
-            wishes = replace(self.constraints, compile=(compiled,))
-            with suppress(PlanError):
-                plans.append(
-                    find_best_plan(self.model, self.fixed, budget, wishes, simulated=False).best
-                )
-        if not plans:
-            return find_best_plan(
-                self.model, self.fixed, budget, self.constraints, simulated=False
-            ).best
-        return min(plans, key=self._seconds)
-
-    def fits(self, plan: Plan) -> bool:
-        """Whether the device has room for it."""
-        return self.spare_nbytes(plan) >= 0
-
-    def spare_nbytes(self, plan: Plan, peak_nbytes: int | None = None) -> int:
-        """Device memory within the budget that a plan leaves; `peak_nbytes`: what it took."""
-        need = required_device_nbytes(self.model, candidate_of(plan), self.fixed, self.budget)
-        more = 0 if peak_nbytes is None else peak_nbytes - plan.device.total
-        return self.budget.device_nbytes - need - more
-
-    def _seconds(self, plan: Plan) -> float:
-        return self.micro_batches * plan.seconds.step + (COMPILING_S if plan.compiled else 0.0)
 
 
 def build_problem(
@@ -211,16 +163,16 @@ def apply_to_family(
     emit: Emit,
     spare_nbytes: int = 0,
 ) -> AppliedPlan:
-    """The transformer as planned; of two experts, both alike through one ring."""
+    """Apply a plan to the family's transformers; two experts are treated alike and share a ring."""
     blocks = family.blocks()
     transformers = list(transformers_of(family.transformer).values())
-    size = len(blocks) // len(transformers)
-    parts = {
-        transformer: blocks[number * size : (number + 1) * size]
+    num_blocks = len(blocks) // len(transformers)
+    blocks_of = {
+        transformer: blocks[number * num_blocks : (number + 1) * num_blocks]
         for number, transformer in enumerate(transformers)
     }
     layout = PlanLayout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
-    return apply_plan(family.transformer, parts, layout, open_copy_engine(device, link), emit)
+    return apply_plan(family.transformer, blocks_of, layout, open_copy_engine(device, link), emit)
 
 
 def _fuse(family: Family, undo: ExitStack | None = None) -> None:
@@ -231,33 +183,38 @@ def _fuse(family: Family, undo: ExitStack | None = None) -> None:
 def _measure_rates(device: torch.device, family: str, emit: Emit) -> MachineRates:
     if device.type == "cuda":
         return measure_gpu(device, family, emit)
-    return measure_device(device, lambda: None, CPU_EDGE, CPU_COPY)  # nobody waits for it to queue
+    return measure_device(device, lambda: None, CPU_EDGE, CPU_COPY)  # a CPU needs no synchronizing
 
 
 def _device_nbytes(run: RunFile, family: Family, device: torch.device, one_memory: bool) -> int:
-    asked = plan_settings(run).device_memory
+    """Return the device memory to plan with: what is free, limited by `plan.device_memory`."""
+    limit = plan_settings(run).device_memory
     if device.type != "cuda":
-        assert asked is not None, "a rehearsal without its memory"
-        return parse_bytes(asked)
-    # Of one memory the host can give more than the driver counts; caches are in it by now.
-    free = free_nbytes(device, _host_free_nbytes(family) if one_memory else None)
-    taken = torch.cuda.memory_allocated(device)
-    return free if asked is None else min(free, parse_bytes(asked) - taken)
-
-
-def _leaving_nbytes(family: Family) -> int:
-    """What frozen weights take of host memory now: wherever a plan has them, they leave that."""
-    frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
-    spans = [(p.data_ptr(), p.nbytes) for p in frozen if p.device.type == "cpu"]
-    return anonymous_nbytes(Path("/proc"), spans)
+        assert limit is not None, "a rehearsal on the CPU without plan.device_memory"
+        return parse_bytes(limit)
+    # Where host and device share one memory, the kernel can free more than the driver counts.
+    free = free_nbytes(device, _free_host_nbytes(family) if one_memory else None)
+    allocated = torch.cuda.memory_allocated(device)
+    return free if limit is None else min(free, parse_bytes(limit) - allocated)
 
 
 def _host_nbytes(run: RunFile, family: Family) -> int:
-    asked = plan_settings(run).host_memory
-    free = _host_free_nbytes(family)
-    return free if asked is None else min(free, parse_bytes(asked))
+    """Return the host memory to plan with: what is free, limited by `plan.host_memory`."""
+    limit = plan_settings(run).host_memory
+    free = _free_host_nbytes(family)
+    return free if limit is None else min(free, parse_bytes(limit))
 
 
-def _host_free_nbytes(family: Family) -> int:
+def _free_host_nbytes(family: Family) -> int:
     free = int(read_this_host().usable_bytes() * (1 - HOST_RESERVE_SHARE))
-    return free + _leaving_nbytes(family)
+    return free + _frozen_host_nbytes(family)
+
+
+def _frozen_host_nbytes(family: Family) -> int:
+    """Return the host memory of the loaded frozen weights, which every plan frees.
+
+    A plan moves them to the device or into the ring's own host memory.
+    """
+    frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
+    spans = [(p.data_ptr(), p.nbytes) for p in frozen if p.device.type == "cpu"]
+    return anonymous_nbytes(Path("/proc"), spans)

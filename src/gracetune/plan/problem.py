@@ -1,10 +1,16 @@
-"""The planner in one call, for a model on meta or one that is loaded."""
+"""Turn a run into a planning problem: the model to trace, the memory budget, and what is open.
+
+`gracetune plan` builds the pieces from the run file alone, with a model on the meta device, and
+calls `make_plan`. `gracetune train` builds a `PlanProblem` from the loaded model (plan/planner.py),
+which can be solved again later with less memory.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -18,7 +24,14 @@ from gracetune.optim.registry import optimizer_info
 from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import FITTED_CONSTANTS, effective_rates
 from gracetune.plan.memory import FixedMemory
-from gracetune.plan.search import Constraints, compare_with_run_file, find_best_plan
+from gracetune.plan.search import (
+    Constraints,
+    PlanError,
+    compare_with_run_file,
+    find_best_plan,
+    required_device_nbytes,
+)
+from gracetune.plan.simulate import candidate_of
 from gracetune.plan.trace import TraceTarget, trace_model
 from gracetune.units import GIB, format_bytes
 
@@ -29,85 +42,139 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.meta_models import MetaModel
-    from gracetune.plan.result import FrozenCompute
+    from gracetune.plan.result import FrozenCompute, Plan
     from gracetune.plan.search import PlanBudget, SearchResult
     from gracetune.plan.shapes import ModelShapes
 
 
+COMPILE_SECONDS = 90.0
+"""Rough time to compile a model's blocks for the first time."""
 TRACED_BATCH = 2
-"""Of one sample, some operations would be views that are none for two."""
+"""Batch size of the trace. With one sample, some copies would be views and not be counted."""
+HOT_TEXT_PART = 64
+"""By default, text embeddings may fill 1/64 of the device budget (`cache_config`)."""
+MASTER_NBYTES = 4
+"""Bytes per trained number of an fp32 master copy."""
+STATE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the optimizer's state that `optimizer.state: auto` may place in host memory."""
+QUANTIZED_SHARES = {"none": 1.0, "fp8": 0.5, "int8": 0.5, "nf4": 0.2656}
+"""Size of quantized weights relative to bf16; nf4 stores a scale for every 64 numbers."""
 
 
-def build_cost_model(
-    subject: TraceTarget,
-    basics: MachineRates,
-    frozen_compute: FrozenCompute = "bf16",
-    stored_share: float = 1.0,
-    plain_checkpointing: bool = False,
-) -> CostModel:
-    """A model on a machine, ready to be asked; `stored_share` is what quantised weights take."""
-    shapes = trace_model(subject, TRACED_BATCH)
-    return CostModel(
-        shapes, effective_rates(basics), frozen_compute, stored_share, plain_checkpointing
-    )
+@dataclass(frozen=True, slots=True)
+class PlanProblem:
+    """Everything that determines the plan of a run; solved again if memory turns out smaller."""
+
+    model: CostModel
+    fixed: FixedMemory
+    budget: PlanBudget
+    constraints: Constraints
+    micro_batches: int
+    """Micro-batches of the whole run, over which compiling must pay for itself."""
+
+    def solve(self, budget: PlanBudget) -> Plan:
+        """Return the plan with which the whole run, compilation included, ends first."""
+        plans = []
+        for compiled in self.constraints.compile:
+            constraints = replace(self.constraints, compile=(compiled,))
+            with suppress(PlanError):
+                plans.append(self._best(budget, constraints))
+        if not plans:
+            return self._best(budget, self.constraints)  # raises the error that explains why
+        return min(plans, key=self._run_seconds)
+
+    def fits(self, plan: Plan) -> bool:
+        """Return True if the plan fits the device budget."""
+        return self.spare_nbytes(plan) >= 0
+
+    def spare_nbytes(self, plan: Plan, peak_nbytes: int | None = None) -> int:
+        """Return the device budget that a plan leaves free.
+
+        `peak_nbytes` is its measured peak; without it, the predicted one counts.
+        """
+        required = required_device_nbytes(self.model, candidate_of(plan), self.fixed, self.budget)
+        unpredicted = 0 if peak_nbytes is None else peak_nbytes - plan.device.total
+        return self.budget.device_nbytes - required - unpredicted
+
+    def _best(self, budget: PlanBudget, constraints: Constraints) -> Plan:
+        return find_best_plan(self.model, self.fixed, budget, constraints, simulated=False).best
+
+    def _run_seconds(self, plan: Plan) -> float:
+        return self.micro_batches * plan.seconds.step + (COMPILE_SECONDS if plan.compiled else 0.0)
 
 
 def make_plan(
-    subject: TraceTarget,
-    basics: MachineRates,
+    target: TraceTarget,
+    rates: MachineRates,
     fixed: FixedMemory,
     budget: PlanBudget,
-    wishes: Constraints,
+    constraints: Constraints,
     *,
     frozen_compute: FrozenCompute = "bf16",
     stored_share: float = 1.0,
     simulated: bool = False,
 ) -> SearchResult:
-    """Trace the model and choose how to run it, beside how it would run as written."""
-    model = build_cost_model(subject, basics, frozen_compute, stored_share)
-    planned = find_best_plan(model, fixed, budget, wishes, simulated)
-    return compare_with_run_file(planned, model, fixed, budget, wishes)
+    """Trace a model and return its best plan, compared with the run file's own micro-batch."""
+    model = build_cost_model(target, rates, frozen_compute, stored_share)
+    result = find_best_plan(model, fixed, budget, constraints, simulated)
+    return compare_with_run_file(result, model, fixed, budget, constraints)
+
+
+def build_cost_model(
+    target: TraceTarget,
+    rates: MachineRates,
+    frozen_compute: FrozenCompute = "bf16",
+    stored_share: float = 1.0,
+    plain_checkpointing: bool = False,
+) -> CostModel:
+    """Trace a model and return its cost model; `CostModel` explains the last arguments."""
+    shapes = trace_model(target, TRACED_BATCH)
+    return CostModel(
+        shapes, effective_rates(rates), frozen_compute, stored_share, plain_checkpointing
+    )
 
 
 def family_trace_target(
     family: Family, latent_shape: Sequence[int], text: Mapping[str, Tensor]
 ) -> TraceTarget:
-    """A loaded family with its adapter in place, for the tracer; of two experts, a trained one.
+    """Return what the tracer needs of a loaded family with its adapter in place.
 
-    `latent_shape` is of one encoded sample, `text` a batch of any size as `stack_text` makes it.
+    Of two experts, one that is trained is traced. `latent_shape` is the shape of one encoded
+    sample; `text` is a batch of text embeddings of any size, as `stack_text` returns it.
     """
     transformers = transformers_of(family.transformer)
     number = next(
         (
-            n
-            for n, t in enumerate(transformers.values())
-            if any(p.requires_grad for p in t.parameters())
+            number
+            for number, transformer in enumerate(transformers.values())
+            if any(p.requires_grad for p in transformer.parameters())
         ),
         0,
     )
     model = list(transformers.values())[number]
-    size = len(family.blocks()) // len(transformers)
-    blocks = family.blocks()[number * size : (number + 1) * size]
+    num_blocks = len(family.blocks()) // len(transformers)
+    blocks = family.blocks()[number * num_blocks : (number + 1) * num_blocks]
 
     def inputs(batch: int) -> dict[str, Tensor]:
         texts = {
             name: torch.empty(batch, *tensor.shape[1:], dtype=tensor.dtype)
             for name, tensor in text.items()
         }
-        return {"encoded": torch.empty(batch, *latent_shape), "levels": torch.empty(batch), **texts}
+        encoded = torch.empty(batch, *latent_shape)
+        return {"encoded": encoded, "timesteps": torch.empty(batch), **texts}
 
-    def predict(called: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def predict(transformer: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         noisy, given = family.split_encoded(batch["encoded"])
         conditions = {name: batch[name] for name in text} | given
-        return family.predict(called, noisy, batch["levels"], conditions)
+        return family.predict(transformer, noisy, batch["timesteps"], conditions)
 
-    return TraceTarget(family.name, model, blocks, inputs, predict, _products(model))
+    return TraceTarget(family.name, model, blocks, inputs, predict, _compute_dtype(model))
 
 
-def _products(model: nn.Module) -> torch.dtype | None:
-    """What a run computes in: the type of most of what is frozen; none where nothing is.
+def _compute_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype of most frozen weights; None if nothing is frozen.
 
-    A few tables of a model in bf16 may be kept in fp32, and may come first.
+    A model in bf16 may keep a few tables in fp32, so the first weight's dtype would not do.
     """
     numels: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
@@ -116,35 +183,26 @@ def _products(model: nn.Module) -> torch.dtype | None:
     return max(numels, key=lambda dtype: numels[dtype]) if numels else None
 
 
-# ------------------------------------------------------------------------------------------
-# From a run file to what the planner is asked: the sample, what is open, what is fixed.
-
-
-HOT_SHARE = 64
-"""The trainer's default for texts that stay on the device: one part of so many of its memory."""
-MASTER_NBYTES = 4
-"""Of each trained number: a copy in fp32 that updates are added to."""
-STATE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the optimizer's state, what may live in host memory where nobody has said."""
-QUANTIZED_SHARES = {"none": 1.0, "fp8": 0.5, "int8": 0.5, "nf4": 0.2656}
-"""Of bf16 weights, what quantised ones take: nf4 has a scale for every 64 numbers."""
+# From a run file to the pieces of a problem
 
 
 def plan_settings(run: RunFile) -> PlanSection:
-    """The section, also where the run file only says `auto` or `off`."""
+    """Return the run file's `plan` section; defaults where it only says `auto` or `off`."""
     return run.plan if isinstance(run.plan, PlanSection) else PlanSection()
 
 
 def largest_sample(run: RunFile) -> SampleShape:
-    """The largest sample of the run: a plan that fits it fits all buckets."""
+    """Return the largest sample of the run: a plan that fits it fits every bucket."""
     if not run.datasets:
         raise ConfigError(
-            "datasets is empty, so nobody knows how large a sample is. Name one with a resolution."
+            "datasets is empty, so the planner does not know the size of a sample. Add a dataset "
+            "with a resolution."
         )
-    return max(map(_picture, run.datasets), key=lambda p: p.width * p.height * p.frames)
+    samples = map(_largest_sample_of, run.datasets)
+    return max(samples, key=lambda sample: sample.width * sample.height * sample.frames)
 
 
-def _picture(section: DatasetSection) -> SampleShape:
+def _largest_sample_of(section: DatasetSection) -> SampleShape:
     frames = 1
     if section.dataset_type == "video":
         frames = section.frames if isinstance(section.frames, int) else max(section.frames)
@@ -156,7 +214,7 @@ def _picture(section: DatasetSection) -> SampleShape:
 
 
 def constraints_of(run: RunFile) -> Constraints:
-    """What the run file leaves to the planner."""
+    """Return what the run file leaves to the planner."""
     settings = plan_settings(run)
     batch = run.train.batch_size
     ramp = run.gh200_optimizations
@@ -168,7 +226,7 @@ def constraints_of(run: RunFile) -> Constraints:
         samples=samples,
         batches=None if settings.batch == "auto" else (batch,),
         compile=choices[settings.compile],
-        stream=settings.stream and run.adapter is not None,  # what is trained cannot stream
+        stream=settings.stream and run.adapter is not None,  # trained weights cannot be streamed
         offload=settings.offload,
         host_state=_host_state(run),
         run_file_batch=batch,
@@ -176,7 +234,10 @@ def constraints_of(run: RunFile) -> Constraints:
 
 
 def _host_state(run: RunFile) -> tuple[float, ...]:
-    """Shares of the optimizer's state to try in host memory; an adapter's is too small to ask."""
+    """Return the shares of optimizer state to try in host memory.
+
+    The state of an adapter is too small to be worth moving.
+    """
     if run.optimizer.state == "host":
         return (1.0,)
     whole = run.adapter is None or run.adapter.kind == "full"
@@ -188,62 +249,63 @@ def _host_state(run: RunFile) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSize:
-    """What one expert trains."""
+    """Sizes of what one expert trains, in bytes."""
 
     nbytes: int
+    """The trained weights."""
     state_nbytes: int
-    """What the optimizer keeps for it."""
+    """The optimizer's state for them."""
     state_slots_nbytes: int = 0
-    """What that passes through on the device, where it lives in host memory."""
+    """Device buffers through which the state passes, if it lives in host memory."""
 
 
 def fixed_memory_of(
-    run: RunFile, outline: MetaModel, trained: TrainedSize, samples: int | None, device_nbytes: int
+    run: RunFile, model: MetaModel, trained: TrainedSize, samples: int | None, device_nbytes: int
 ) -> FixedMemory:
-    """What the run takes whatever is chosen; of a data set, as far as its size is known."""
-    latents, text = cached_sample_nbytes(outline)
+    """Return the memory that the run needs whatever is planned.
+
+    `samples` is the size of the dataset; None if it is unknown, then caches are not counted in
+    host memory.
+    """
+    latents, text = cached_sample_nbytes(model)
     cache = run.cache_config
-    asked = cache.device_budget_gb
+    budget_gb = cache.device_budget_gb
     texts = sys.maxsize if samples is None else samples * text
     fixed = FixedMemory(
-        optimizer_nbytes=outline.experts * trained.state_nbytes,
-        experts=outline.experts,
-        device_caches_nbytes=0 if asked is None else min(texts, int(asked * GIB)),
+        optimizer_nbytes=model.experts * trained.state_nbytes,
+        experts=model.experts,
+        device_caches_nbytes=0 if budget_gb is None else min(texts, int(budget_gb * GIB)),
         text_nbytes=texts,
-        text_part=HOT_SHARE if asked is None else 0,
-        host_caches_nbytes=_in_host(cache, latents, text, samples),
+        text_part=HOT_TEXT_PART if budget_gb is None else 0,
+        host_caches_nbytes=_host_caches_nbytes(cache, latents, text, samples),
         library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
         state_slots_nbytes=trained.state_slots_nbytes,
-        averages_nbytes=outline.experts * trained.nbytes if run.train.ema_decay else 0,
+        averages_nbytes=model.experts * trained.nbytes if run.train.ema_decay else 0,
     )
     return fixed.for_budget(device_nbytes)
 
 
-def cached_sample_nbytes(outline: MetaModel) -> tuple[int, int]:
-    """Of one encoded sample: its latents, and its text with padding."""
-    itemsize = outline.dtype.itemsize
-    return itemsize * prod(outline.encoded.latent_shape), itemsize * prod(
-        outline.encoded.text_shape
-    )
+def cached_sample_nbytes(model: MetaModel) -> tuple[int, int]:
+    """Return the bytes of one sample's latents, and of its text embeddings with padding."""
+    itemsize, encoded = model.dtype.itemsize, model.encoded
+    return itemsize * prod(encoded.latent_shape), itemsize * prod(encoded.text_shape)
 
 
-def _in_host(cache: CacheSection, latents: int, text: int, samples: int | None) -> int:
+def _host_caches_nbytes(cache: CacheSection, latents: int, text: int, samples: int | None) -> int:
     if samples is None:
         return 0
-    kept = (latents if cache.vae_cache_type != "disk" else 0) + (
-        text if cache.text_cache_type != "disk" else 0
-    )
-    limit = samples * kept
-    return limit if cache.host_budget_gb is None else min(limit, int(cache.host_budget_gb * GIB))
+    latents = latents if cache.vae_cache_type != "disk" else 0
+    text = text if cache.text_cache_type != "disk" else 0
+    nbytes = samples * (latents + text)
+    return nbytes if cache.host_budget_gb is None else min(nbytes, int(cache.host_budget_gb * GIB))
 
 
-# ------------------------------------------------------------------------------------------
-# The memory of a training run, item by item: what a planner counts, for those who plan by hand.
+# The memory table of docs/planning.md
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One item."""
+    """One line of the memory table."""
 
     item: str
     nbytes: int
@@ -253,11 +315,11 @@ class MemoryRow:
 
 
 def memory_table(
-    outline: MetaModel, shapes: ModelShapes, trained: TrainedSize, samples: int
+    model: MetaModel, shapes: ModelShapes, trained: TrainedSize, samples: int
 ) -> Iterator[MemoryRow]:
-    """Of a data set of so many samples, and of a step with one of them."""
-    latents, text = cached_sample_nbytes(outline)
-    experts = outline.experts
+    """Yield what a dataset of `samples` samples and a step with one of them take, item by item."""
+    latents, text = cached_sample_nbytes(model)
+    experts = model.experts
     both = " of both experts" if experts == 2 else ""
     yield MemoryRow(f"latents of {samples} samples", samples * latents)
     yield MemoryRow(
@@ -265,18 +327,18 @@ def memory_table(
     )
     yield MemoryRow(f"frozen weights{both}", experts * shapes.frozen_nbytes)
     yield MemoryRow(f"adapters{both}", experts * trained.nbytes)
-    yield MemoryRow(f"adapters{both}, copied for products", experts * shapes.cast_copies_nbytes)
+    yield MemoryRow(f"adapters{both}, bf16 copies", experts * shapes.cast_copies_nbytes)
     yield MemoryRow("gradients of one step", trained.nbytes)
     yield MemoryRow(f"optimizer state{both}", experts * trained.state_nbytes)
     blocks = shapes.blocks
-    for name, ways in (
+    for name, traces in (
         ("recomputed, compiled", [block.compiled.recompute for block in blocks]),
         ("kept lean, compiled", [block.compiled.lean for block in blocks]),
         ("kept, compiled", [block.compiled.keep for block in blocks]),
         ("kept, eager", [block.eager.keep for block in blocks]),
     ):
-        held = sum(
-            way.saved_nbytes + (block.input_nbytes if way.saves_input else 0)
-            for way, block in zip(ways, blocks, strict=True)
+        saved = sum(
+            trace.saved_nbytes + (block.input_nbytes if trace.saves_input else 0)
+            for trace, block in zip(traces, blocks, strict=True)
         )
-        yield MemoryRow(f"activations of one sample, {name}", held // shapes.batch)
+        yield MemoryRow(f"activations of one sample, {name}", saved // shapes.batch)

@@ -1,6 +1,7 @@
-"""What a plan says: where each block's weights and activations are, and what that costs.
+"""The plan: where each block's weights and activations live, and the predicted memory and time.
 
-Plain data, made by `choose` and applied by the trainer. Nothing here loads torch.
+Plain data: `search.find_best_plan` makes a plan, `apply.apply_plan` applies it. Field names are
+part of the JSON that `gracetune plan --json` prints. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -9,58 +10,62 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 WeightPlacement = Literal["resident", "streamed"]
+"""`resident`: on the device throughout. `streamed`: fetched from host memory through the ring."""
 ActivationMode = Literal["keep", "lean", "recompute", "offload"]
-"""What backward finds of a block's forward pass.
+"""What is kept of a block's forward pass until backward.
 
-`keep`: all that it saved. `lean`: outputs of matrix products and attention; cheap work between
-them is done again. `recompute`: the block's input and attention's outputs; products are done again.
-`offload`: the lean set in host memory; of a block that is not compiled, all that it saved.
+- `keep`: everything that autograd saves.
+- `lean`: the outputs of matmuls and attention; the cheap work between them is recomputed.
+- `recompute`: the block's input and attention's outputs; matmuls are recomputed too.
+- `offload`: the lean set in host memory; in an eager block, everything that autograd saves.
 """
 FrozenCompute = Literal["bf16", "fp8"]
+"""The precision of matmuls with frozen weights."""
 Role = Literal[
     "weights", "adapters", "gradients", "optimizer", "activations", "caches", "workspace"
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 MAX_BLOCKS_IN_FLIGHT = 2
-"""Blocks whose activations may be on their way out at once, the running one among them."""
+"""Blocks whose activations may be on their way to the host at once, including the running block."""
 ACTIVATION_PREFETCH = 1
-"""Blocks whose activations are brought back before backward reaches them, as a run begins."""
+"""Blocks whose offloaded activations are fetched before backward reaches them. A run starts with
+this distance and may raise it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """One block of the model, in the order of forward."""
+    """The treatment of one block."""
 
     weights: WeightPlacement
     activations: ActivationMode
     offload_input: bool = False
-    """Whether what `recompute` starts from waits in host memory."""
+    """True: the input from which a `recompute` block is recomputed is kept in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Memory of one tier by role, at the moment when it is highest."""
+    """Bytes of device or host memory by role, at the moment of the peak."""
 
     weights: int = 0
-    """Frozen ones: resident, outside of blocks, and the ring's slots or its host slab."""
+    """Frozen weights: resident ones and the ring's slots, or the ring's copy in host memory."""
     adapters: int = 0
     """Everything that is trained."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
     caches: int = 0
-    """Batches on their way, and encoded samples."""
+    """Prefetched batches and cached samples."""
     workspace: int = 0
-    """What a block needs while it runs and nobody keeps."""
+    """Temporary memory of the running block and of libraries."""
 
     @property
     def total(self) -> int:
-        """All roles together."""
+        """The sum of all roles."""
         return sum(self.by_role().values())
 
     def by_role(self) -> dict[Role, int]:
-        """Bytes of each role, in the usual order."""
+        """Return the bytes of each role, in the order in which they are printed."""
         return {
             "weights": self.weights,
             "adapters": self.adapters,
@@ -74,55 +79,61 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Where one micro-batch's time goes; the parts of computing add up to the step."""
+    """The time of one micro-batch and its parts.
+
+    Compute (gemm, attention, elementwise, recompute, overhead) and the waits add up to `step`.
+    """
 
     step: float
     gemm: float
     attention: float
     elementwise: float
     recompute: float
-    """Forward work that is done again, of any kind; not in the three above."""
+    """Forward work that backward repeats, of any kind; not included in the three above."""
     overhead: float
-    """Gaps between kernels, the optimizer, and the parts outside of blocks."""
+    """Gaps between kernels, the optimizer, and everything outside of blocks."""
     wait_weights: float
+    """Compute waits for streamed weights."""
     wait_activations: float
+    """Compute waits for offloaded activations."""
     link_in: float
-    """How long the link to the device is busy; beside computing, not on top of it."""
+    """How long copies to the device take; they overlap with compute."""
     link_out: float
+    """How long copies to the host take; they overlap with compute."""
     wait_state: float = 0.0
-    """What an update takes longer because its state comes over the link."""
+    """How much longer an optimizer step takes because its state comes over the link."""
     wait_host: float = 0.0
-    """How long the device has nothing to do because the host queues too slowly."""
+    """How long the device is idle because the CPU launches kernels too slowly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to run a step, and what it is predicted to take."""
+    """One way to run a step, with its predicted memory and time."""
 
     blocks: tuple[BlockPlan, ...]
-    """Of one transformer, in the order of forward; a second expert is treated alike."""
+    """The blocks of one transformer, in forward order; a second expert gets the same plan."""
     batch: int
-    """Samples of a micro-batch."""
+    """Samples per micro-batch."""
     accumulation: int
-    """Micro-batches of an optimizer step; batch times this is what the run file asked for."""
+    """Micro-batches per optimizer step."""
     slots: int
-    """Of the ring; 0 where nothing is streamed."""
+    """Slots of the weight ring; 0 if nothing is streamed."""
     compiled: bool
     frozen_compute: FrozenCompute
     device: Bytes
     host: Bytes
     seconds: Seconds
     simulated: bool
-    """Whether its seconds come from a machine's published figures."""
+    """True if the time was predicted from a machine's published figures, not measured rates."""
     host_state: float = 0.0
-    """Share of the optimizer's state that lives in host memory."""
+    """Share of the optimizer's state that lives in host memory, 0 to 1."""
 
     @property
     def samples_per_second(self) -> float:
-        """The speed that plans are compared by."""
+        """The speed by which plans are compared."""
         return self.batch / self.seconds.step
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """The blocks whose weights pass through the ring."""
+        """The numbers of the streamed blocks."""
         return tuple(i for i, block in enumerate(self.blocks) if block.weights == "streamed")

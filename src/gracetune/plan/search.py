@@ -1,7 +1,15 @@
-"""The trade: of all choices that fit, the fastest, with the next best beside it.
+"""Find the fastest plan that fits the memory budget.
 
-Choices are predicted in the order of what they could reach at best, and the search ends where no
-other could win any more.
+A candidate combines a micro-batch size, eager or compiled blocks, the streamed blocks and the
+number of ring slots, the share of optimizer state in host memory, and an activation mode for each
+block. `candidates` yields those that fit. `find_best_plan` then
+
+1. computes a lower bound of each candidate's time per sample (cheap),
+2. simulates candidates in the order of these bounds (expensive),
+3. stops when no remaining bound can beat the plans that will be reported.
+
+Late blocks get the faster activation modes and early blocks the leaner ones: late blocks are the
+first in backward, so what they keep is held briefly and is gone before early blocks recompute.
 """
 
 from __future__ import annotations
@@ -15,7 +23,12 @@ from typing import TYPE_CHECKING
 from gracetune.errors import GracetuneError
 from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
 from gracetune.plan.result import BlockPlan, Plan
-from gracetune.plan.simulate import PlanCandidate, lower_bound_seconds, predict_seconds
+from gracetune.plan.simulate import (
+    PlanCandidate,
+    candidate_of,
+    lower_bound_seconds,
+    predict_seconds,
+)
 from gracetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -25,128 +38,201 @@ if TYPE_CHECKING:
     from gracetune.plan.result import ActivationMode, WeightPlacement
 
     Treatment = tuple[ActivationMode, bool]
-    """Of activations, and whether a recomputed block's input is offloaded."""
+    """A block's activation mode, and whether the input of a recomputed block is offloaded."""
+    Mix = tuple[tuple[Treatment, ...], Treatment]
+    """The treatments of the first blocks, which alternate, and the treatment of the last blocks."""
 
 
 TIE_MARGIN = 0.005
-"""Plans within this share of the fastest are as fast: the simpler one is taken."""
+"""Plans whose speed differs by less than this share count as equally fast; the simpler one wins."""
 MAX_ALTERNATIVES = 4
+"""Plans of other kinds that are reported beside the best."""
+STREAMED_FRACTIONS = 8
+"""The number of streamed blocks is tried in steps of 1/8 of all blocks."""
+
+KEEP: Treatment = ("keep", False)
+LEAN: Treatment = ("lean", False)
+RECOMPUTE: Treatment = ("recompute", False)
+RECOMPUTE_FROM_HOST: Treatment = ("recompute", True)
+OFFLOAD: Treatment = ("offload", False)
+COMPILED_MIXES: tuple[Mix, ...] = (
+    ((LEAN,), KEEP),
+    ((RECOMPUTE,), LEAN),
+    ((RECOMPUTE,), KEEP),
+    ((OFFLOAD,), LEAN),
+    ((OFFLOAD,), KEEP),
+    ((OFFLOAD, RECOMPUTE), LEAN),
+    ((OFFLOAD, RECOMPUTE, RECOMPUTE, RECOMPUTE), LEAN),
+    ((RECOMPUTE_FROM_HOST,), LEAN),
+)
+"""Mixes for compiled blocks. As many last blocks as fit get the second treatment."""
+EAGER_MIXES: tuple[Mix, ...] = (
+    ((LEAN,), KEEP),
+    ((RECOMPUTE,), KEEP),
+    ((RECOMPUTE,), LEAN),
+    ((OFFLOAD,), KEEP),
+    ((RECOMPUTE_FROM_HOST,), KEEP),
+)
 
 
 class PlanError(GracetuneError):
-    """No plan fits what there is."""
+    """No plan fits the available memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBudget:
+    """The memory that a plan may use. Field names appear in `gracetune plan --json`."""
+
+    device_nbytes: int
+    host_nbytes: int
+    fragmentation: float = 0.0
+    """Memory that the allocator holds beyond the peak, as a share of the peak."""
+    one_memory: bool = False
+    """True: host and device share one memory, and `device_nbytes` is for both together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """The decisions that a run leaves to the planner."""
+
+    samples: int = 1
+    """Samples per optimizer step on this device: micro-batch times accumulation."""
+    batches: tuple[int, ...] | None = None
+    """Micro-batch sizes to try; None: every divisor of `samples`."""
+    compile: tuple[bool, ...] = (True, False)
+    stream: bool = True
+    """Whether weights may be streamed."""
+    offload: bool = True
+    """Whether activations may be offloaded."""
+    slots: tuple[int, ...] = (3, 2, 4)
+    """Numbers of ring slots to try."""
+    host_state: tuple[float, ...] = (0.0,)
+    """Shares of the optimizer's state that may live in host memory."""
+    run_file_batch: int | None = None
+    """The run file's micro-batch, for comparison with the plan's; None: do not compare."""
+
+    def batch_sizes(self) -> list[int]:
+        """Return the micro-batch sizes to try, largest first."""
+        divisors = [n for n in range(self.samples, 0, -1) if self.samples % n == 0]
+        return [n for n in divisors if self.batches is None or n in self.batches]
+
+    def for_budget(self, budget: PlanBudget) -> Constraints:
+        """Return the constraints without streaming and offloading if there is only one memory."""
+        if not budget.one_memory:
+            return self
+        return replace(self, stream=False, offload=False, host_state=(0.0,))
 
 
 @dataclass(frozen=True, slots=True)
 class RunFileBatchPlan:
-    """What a run gets with the micro-batch of its run file, which training keeps."""
+    """The plan for the run file's own micro-batch, which training does not change."""
 
     batch: int
     plan: Plan | None
-    """None: nothing fits with that batch."""
+    """None: nothing fits with this micro-batch."""
     why: str = ""
-    """Then, what is too small."""
+    """The reason, if nothing fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The plan, and what else there was."""
+    """The best plan and its alternatives."""
 
     best: Plan
     others: tuple[Plan, ...]
-    """The best of other kinds, fastest first."""
+    """The best plan of each other kind, fastest first."""
     num_tried: int
+    """Candidates that were simulated."""
     as_written: RunFileBatchPlan | None = None
-    """None: nobody asked, or the plan has the run file's own batch."""
+    """None if the best plan has the run file's micro-batch, or nobody asked for a comparison."""
 
 
 def find_best_plan(
-    model: CostModel, fixed: FixedMemory, budget: PlanBudget, wishes: Constraints, simulated: bool
-) -> SearchResult:
-    """The fastest plan within the budget; an error names the least that would do."""
-    wishes = wishes.for_budget(budget)
-    if not wishes.batch_sizes():
-        raise PlanError(
-            f"a step of {wishes.samples} samples cannot be made of micro-batches of "
-            f"{' or '.join(map(str, wishes.batches or ()))}. Name a batch that divides it."
-        )
-    open_choices = sorted(
-        (
-            lower_bound_seconds(model.at(choice.batch), choice, model.speeds) / choice.batch,
-            number,
-            choice,
-        )
-        for number, choice in enumerate(candidates(model, fixed, budget, wishes))
-    )
-    if not open_choices:
-        raise PlanError(_too_small(model, fixed, budget, wishes))
-    plans: list[Plan] = []
-    kinds: dict[object, float] = {}
-    for least, _, choice in open_choices:
-        fastest = sorted(kinds.values())
-        if len(fastest) > MAX_ALTERNATIVES and least > fastest[MAX_ALTERNATIVES]:
-            break
-        if least > kinds.get(_kind(choice), float("inf")):
-            continue
-        plan = predict(model, choice, fixed, simulated)
-        plans.append(plan)
-        pace = 1 / plan.samples_per_second
-        kinds[_kind(plan)] = min(pace, kinds.get(_kind(plan), float("inf")))
-    best = _simplest(plans)
-    best = _stream_less(model, best, fixed, budget, simulated)
-    others = _others(plans, best)
-    return SearchResult(best, others, len(plans))
-
-
-def compare_with_run_file(
-    planned: SearchResult,
     model: CostModel,
     fixed: FixedMemory,
     budget: PlanBudget,
-    wishes: Constraints,
+    constraints: Constraints,
+    simulated: bool,
 ) -> SearchResult:
-    """The same, with what the run file's own micro-batch would get where the plan has another."""
-    best, batch = planned.best, wishes.run_file_batch
-    if batch is None or best.batch == batch:
-        return planned
-    try:
-        written = find_best_plan(
-            model, fixed, budget, replace(wishes, batches=(batch,)), best.simulated
+    """Return the fastest plan within the budget; the error names the smallest budget that fits."""
+    constraints = constraints.for_budget(budget)
+    if not constraints.batch_sizes():
+        raise PlanError(
+            f"a step of {constraints.samples} samples cannot be split into micro-batches of "
+            f"{' or '.join(map(str, constraints.batches or ()))}. Choose a train.batch_size that "
+            "divides it."
         )
+    by_bound = sorted(
+        (lower_bound_seconds(model.at(one.batch), one, model.rates) / one.batch, number, one)
+        for number, one in enumerate(candidates(model, fixed, budget, constraints))
+    )
+    if not by_bound:
+        raise PlanError(_explain_no_fit(model, fixed, budget, constraints))
+    plans: list[Plan] = []
+    best_of_kind: dict[object, float] = {}
+    """Seconds per sample of the fastest plan of each kind so far."""
+    for bound, _, candidate in by_bound:
+        fastest = sorted(best_of_kind.values())
+        if len(fastest) > MAX_ALTERNATIVES and bound > fastest[MAX_ALTERNATIVES]:
+            break  # neither this candidate nor a later one would be reported
+        if bound > best_of_kind.get(_kind(candidate), float("inf")):
+            continue
+        plan = predict(model, candidate, fixed, simulated)
+        plans.append(plan)
+        seconds = 1 / plan.samples_per_second
+        best_of_kind[_kind(plan)] = min(seconds, best_of_kind.get(_kind(plan), float("inf")))
+    best = _stream_less(model, _simplest(plans), fixed, budget, simulated)
+    return SearchResult(best, _alternatives(plans, best), len(plans))
+
+
+def compare_with_run_file(
+    result: SearchResult,
+    model: CostModel,
+    fixed: FixedMemory,
+    budget: PlanBudget,
+    constraints: Constraints,
+) -> SearchResult:
+    """Add the plan for the run file's own micro-batch, if the best plan has another one."""
+    best, batch = result.best, constraints.run_file_batch
+    if batch is None or best.batch == batch:
+        return result
+    constraints = replace(constraints, batches=(batch,))
+    try:
+        written = find_best_plan(model, fixed, budget, constraints, best.simulated)
     except PlanError as error:
-        return replace(planned, as_written=RunFileBatchPlan(batch, None, str(error)))
-    return replace(planned, as_written=RunFileBatchPlan(batch, written.best))
+        return replace(result, as_written=RunFileBatchPlan(batch, None, str(error)))
+    return replace(result, as_written=RunFileBatchPlan(batch, written.best))
 
 
-def predict(model: CostModel, choice: PlanCandidate, fixed: FixedMemory, simulated: bool) -> Plan:
-    """What one choice takes."""
-    costs = model.at(choice.batch)
+def predict(
+    model: CostModel, candidate: PlanCandidate, fixed: FixedMemory, simulated: bool
+) -> Plan:
+    """Return the candidate as a plan, with its predicted memory and time."""
+    costs = model.at(candidate.batch)
+    state_nbytes = fixed.optimizer_nbytes // fixed.experts
     return Plan(
-        blocks=choice.blocks,
-        batch=choice.batch,
-        accumulation=choice.accumulation,
-        slots=choice.slots,
-        compiled=choice.compiled,
+        blocks=candidate.blocks,
+        batch=candidate.batch,
+        accumulation=candidate.accumulation,
+        slots=candidate.slots,
+        compiled=candidate.compiled,
         frozen_compute=model.frozen_compute,
-        device=device_bytes(costs, choice, fixed),
-        host=host_bytes(costs, choice, fixed),
-        seconds=predict_seconds(
-            costs, choice, model.speeds, fixed.optimizer_nbytes // fixed.experts
-        ),
+        device=device_bytes(costs, candidate, fixed),
+        host=host_bytes(costs, candidate, fixed),
+        seconds=predict_seconds(costs, candidate, model.rates, state_nbytes),
         simulated=simulated,
-        host_state=choice.host_state,
+        host_state=candidate.host_state,
     )
 
 
 def _kind(plan: Plan | PlanCandidate) -> object:
-    """What makes two plans different enough to show both."""
-    streams = bool(plan.streamed)
+    """Return what makes two plans different enough to report both."""
     treatments = frozenset((b.activations, b.offload_input) for b in plan.blocks)
-    return plan.batch, plan.compiled, streams, treatments, bool(plan.host_state)
+    return plan.batch, plan.compiled, bool(plan.streamed), treatments, bool(plan.host_state)
 
 
 def _simplest(plans: list[Plan]) -> Plan:
-    """Of the fastest, the one with the least machinery."""
+    """Return the plan that moves least data, of those that are about as fast as the fastest."""
     top = max(plan.samples_per_second for plan in plans)
     close = [plan for plan in plans if plan.samples_per_second >= top * (1 - TIE_MARGIN)]
     return min(
@@ -164,34 +250,31 @@ def _simplest(plans: list[Plan]) -> Plan:
 def _stream_less(
     model: CostModel, plan: Plan, fixed: FixedMemory, budget: PlanBudget, simulated: bool
 ) -> Plan:
-    """Let weights stay that have room: the coarse search leaves some."""
-    few, many = 0, len(plan.streamed)
-    while few < many:
-        count = (few + many) // 2
-        choice = _with_streamed(plan, count)
-        if fits(model, choice, fixed, budget):
-            many = count
+    """Stream only as many blocks as necessary: the search tried coarse numbers."""
+    low, high = 0, len(plan.streamed)
+    while low < high:
+        count = (low + high) // 2
+        if fits(model, _with_streamed(plan, count), fixed, budget):
+            high = count
         else:
-            few = count + 1
-    if many == len(plan.streamed):
+            low = count + 1
+    if high == len(plan.streamed):
         return plan
-    fewer = predict(model, _with_streamed(plan, many), fixed, simulated)
+    fewer = predict(model, _with_streamed(plan, high), fixed, simulated)
     return fewer if fewer.seconds.step <= plan.seconds.step * (1 + TIE_MARGIN) else plan
 
 
 def _with_streamed(plan: Plan, count: int) -> PlanCandidate:
-    inside = set(evenly_spaced(count, len(plan.blocks))) if count else set()
+    streamed = set(evenly_spaced(count, len(plan.blocks))) if count else set()
     blocks = tuple(
-        replace(block, weights="streamed" if index in inside else "resident")
+        replace(block, weights="streamed" if index in streamed else "resident")
         for index, block in enumerate(plan.blocks)
     )
-    slots = plan.slots if inside else 0
-    return PlanCandidate(
-        blocks, plan.batch, plan.accumulation, slots, plan.compiled, plan.host_state
-    )
+    return replace(candidate_of(plan), blocks=blocks, slots=plan.slots if streamed else 0)
 
 
-def _others(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
+def _alternatives(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
+    """Return the fastest plan of each other kind."""
     shown = {_kind(best)}
     others = []
     for plan in sorted(plans, key=lambda plan: -plan.samples_per_second):
@@ -201,147 +284,12 @@ def _others(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
     return tuple(others[:MAX_ALTERNATIVES])
 
 
-def _too_small(
-    model: CostModel, fixed: FixedMemory, budget: PlanBudget, wishes: Constraints
-) -> str:
-    """Which tier lacks how much, and what would help."""
-    least = smallest_candidate(model, fixed, budget, wishes)
-
-    def need(device_nbytes: int) -> int:
-        return required_device_nbytes(model, least, fixed.for_budget(device_nbytes), budget)
-
-    if need(budget.device_nbytes) > budget.device_nbytes:
-        kind = "memory, which host and device share," if budget.one_memory else "device memory"
-        ways = " and ".join(sorted({block.activations for block in least.blocks}))
-        return (
-            f"{format_bytes(budget.device_nbytes)} of {kind} are too few for {model.name}: "
-            f"the least is {_enough(need)} (batch {least.batch}, {_streamed(least)}, "
-            f"activations: {ways}). Raise the budget, lower the resolution or the frames, or train "
-            "less."
-        )
-    roomy = replace(budget, host_nbytes=sys.maxsize)
-    host = min(
-        host_bytes(model.at(choice.batch), choice, fixed).total
-        for choice in candidates(model, fixed, roomy, wishes)
-    )
-    return (
-        f"{format_bytes(budget.host_nbytes)} of host memory are too few for {model.name} in "
-        f"{format_bytes(budget.device_nbytes)} of device memory: the least that was found for what "
-        f"does not fit on the device is {_enough(lambda _: host)}. Give the device more, quantise "
-        "what is frozen, or use a machine with more memory."
-    )
-
-
-def _enough(need: Callable[[int], int]) -> str:
-    """The least that is enough as it is printed, where what is needed may grow with what there is.
-
-    It grows by a small part of that, so the search ends soon.
-    """
-    nbytes = need(0)
-    while True:
-        text = _rounded_up(nbytes)
-        given = parse_bytes(text)
-        if need(given) <= given:
-            return text
-        nbytes = max(need(given), nbytes + 1)
-
-
-def _rounded_up(nbytes: int) -> str:
-    """As `format_bytes` prints it, and never less than it is."""
-    text = format_bytes(nbytes)
-    if parse_bytes(text) >= nbytes:
-        return text
-    return format_bytes(nbytes + parse_bytes(f"0.1 {text.split()[1]}"))
-
-
-def _streamed(choice: PlanCandidate) -> str:
-    if not choice.streamed:
-        return "no weights streamed"
-    if len(choice.streamed) == len(choice.blocks):
-        return "all weights streamed"
-    return f"{len(choice.streamed)} of {len(choice.blocks)} blocks streamed"
-
-
-# ------------------------------------------------------------------------------------------
-# The choices worth predicting: what each would need, and which of them fit.
-#
-# Blocks late in forward are the first in backward: what they keep is held for a short time, and
-# gone
-# before earlier blocks recompute. So the last blocks get the faster treatment, the first the
-# leaner.
-
-
-KEEP: Treatment = ("keep", False)
-LEAN: Treatment = ("lean", False)
-RECOMPUTE: Treatment = ("recompute", False)
-RECOMPUTE_FROM_HOST: Treatment = ("recompute", True)
-OFFLOAD: Treatment = ("offload", False)
-COMPILED_MIXES: tuple[tuple[tuple[Treatment, ...], Treatment], ...] = (
-    ((LEAN,), KEEP),
-    ((RECOMPUTE,), LEAN),
-    ((RECOMPUTE,), KEEP),
-    ((OFFLOAD,), LEAN),
-    ((OFFLOAD,), KEEP),
-    ((OFFLOAD, RECOMPUTE), LEAN),
-    ((OFFLOAD, RECOMPUTE, RECOMPUTE, RECOMPUTE), LEAN),
-    ((RECOMPUTE_FROM_HOST,), LEAN),
-)
-"""What the first blocks do, in turns, and what the last ones do, as many as fit."""
-EAGER_MIXES: tuple[tuple[tuple[Treatment, ...], Treatment], ...] = (
-    ((LEAN,), KEEP),
-    ((RECOMPUTE,), KEEP),
-    ((RECOMPUTE,), LEAN),
-    ((OFFLOAD,), KEEP),
-    ((RECOMPUTE_FROM_HOST,), KEEP),
-)
-STREAMED_PARTS = 8
-"""How finely the number of streamed blocks is tried."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanBudget:
-    """What a plan may take."""
-
-    device_nbytes: int
-    host_nbytes: int
-    fragmentation: float = 0.0
-    """Share of the device's peak that the allocator holds beside it."""
-    one_memory: bool = False
-    """Host and device have the same memory: `device_nbytes` is for both together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraints:
-    """What a run leaves open, and what it does not."""
-
-    samples: int = 1
-    """Of an optimizer step, on this device: batch times accumulation."""
-    batches: tuple[int, ...] | None = None
-    """Micro-batches that may be tried; none: every divisor of `samples`."""
-    compile: tuple[bool, ...] = (True, False)
-    stream: bool = True
-    offload: bool = True
-    slots: tuple[int, ...] = (3, 2, 4)
-    host_state: tuple[float, ...] = (0.0,)
-    """Shares of the optimizer's state that may live in host memory."""
-    run_file_batch: int | None = None
-    """The run file's own micro-batch, to hold beside a plan with another; none: nobody asks."""
-
-    def batch_sizes(self) -> list[int]:
-        """Largest first."""
-        divisors = [n for n in range(self.samples, 0, -1) if self.samples % n == 0]
-        return [n for n in divisors if self.batches is None or n in self.batches]
-
-    def for_budget(self, budget: PlanBudget) -> Constraints:
-        """What is left of them where host and device are one memory: there is nothing to move."""
-        if not budget.one_memory:
-            return self
-        return replace(self, stream=False, offload=False, host_state=(0.0,))
+# Candidates and whether they fit
 
 
 @dataclass(frozen=True, slots=True)
 class PartialCandidate:
-    """A choice without its activations."""
+    """A candidate whose activation modes are still open."""
 
     num_blocks: int
     streamed: tuple[int, ...]
@@ -354,13 +302,16 @@ class PartialCandidate:
     def candidate(
         self, first: Sequence[Treatment], last: Treatment, num_last: int
     ) -> PlanCandidate:
-        """With the first blocks treated in turns, and so many last ones in their own way."""
-        inside = set(self.streamed)
+        """Return the candidate whose last `num_last` blocks are treated as `last`.
+
+        The other blocks take turns with the treatments in `first`.
+        """
+        streamed = set(self.streamed)
         blocks = []
         for index in range(self.num_blocks):
             is_last = index >= self.num_blocks - num_last
             activations, offload_input = last if is_last else first[index % len(first)]
-            weights: WeightPlacement = "streamed" if index in inside else "resident"
+            weights: WeightPlacement = "streamed" if index in streamed else "resident"
             blocks.append(BlockPlan(weights, activations, offload_input))
         accumulation = self.samples // self.batch
         return PlanCandidate(
@@ -369,109 +320,183 @@ class PartialCandidate:
 
 
 def candidates(
-    model: CostModel, fixed: FixedMemory, budget: PlanBudget, wishes: Constraints
+    model: CostModel, fixed: FixedMemory, budget: PlanBudget, constraints: Constraints
 ) -> Iterator[PlanCandidate]:
-    """Every choice that fits, each with as many fast blocks as there is room for."""
+    """Yield the candidates that fit, each with as many fast last blocks as there is room for."""
 
-    def fit(choice: PlanCandidate) -> bool:
-        return fits_device(model, choice, fixed, budget)
+    def fits_on_device(candidate: PlanCandidate) -> bool:
+        return fits_device(model, candidate, fixed, budget)
 
-    for frame in _frames(model, wishes):
-        for first, last in _mixes(frame.compiled, wishes):
-            found = _most(frame, first, last, fit)
-            # The more blocks stay on the device, the less the host must hold.
+    for partial in _partial_candidates(model, constraints):
+        for first, last in _mixes(partial.compiled, constraints):
+            found = _with_most_last_blocks(partial, first, last, fits_on_device)
+            # Host memory is checked last: the more blocks stay on the device, the less it holds.
             if found is not None and fits(model, found, fixed, budget):
                 yield found
 
 
-def _frames(model: CostModel, wishes: Constraints) -> Iterator[PartialCandidate]:
-    for batch, compiled, share in product(wishes.batch_sizes(), wishes.compile, wishes.host_state):
-        for streamed, slots in _streams(model.num_blocks, wishes):
+def _partial_candidates(model: CostModel, constraints: Constraints) -> Iterator[PartialCandidate]:
+    for batch, compiled, share in product(
+        constraints.batch_sizes(), constraints.compile, constraints.host_state
+    ):
+        for streamed, slots in _streaming_choices(model.num_blocks, constraints):
             yield PartialCandidate(
-                model.num_blocks, streamed, slots, batch, wishes.samples, compiled, share
+                model.num_blocks, streamed, slots, batch, constraints.samples, compiled, share
             )
 
 
-def fits(model: CostModel, choice: PlanCandidate, fixed: FixedMemory, budget: PlanBudget) -> bool:
-    """Whether both tiers have room."""
-    host = host_bytes(model.at(choice.batch), choice, fixed).total
-    return host <= budget.host_nbytes and fits_device(model, choice, fixed, budget)
+def fits(
+    model: CostModel, candidate: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
+) -> bool:
+    """Return True if device and host have room for the candidate."""
+    host = host_bytes(model.at(candidate.batch), candidate, fixed).total
+    return host <= budget.host_nbytes and fits_device(model, candidate, fixed, budget)
 
 
 def fits_device(
-    model: CostModel, choice: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
+    model: CostModel, candidate: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
 ) -> bool:
-    """Whether the device has room, for the allocator's losses too."""
-    return required_device_nbytes(model, choice, fixed, budget) <= budget.device_nbytes
+    """Return True if the device has room for the candidate."""
+    return required_device_nbytes(model, candidate, fixed, budget) <= budget.device_nbytes
 
 
 def required_device_nbytes(
-    model: CostModel, choice: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
+    model: CostModel, candidate: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
 ) -> int:
-    """Device memory at its fullest, with what an allocator loses; of one memory, the host's too."""
-    costs = model.at(choice.batch)
-    need = ceil(device_bytes(costs, choice, fixed).total * (1 + budget.fragmentation))
-    return need + host_bytes(costs, choice, fixed).total if budget.one_memory else need
+    """Return the peak of device memory plus fragmentation.
+
+    If host and device share one memory, host memory is included.
+    """
+    costs = model.at(candidate.batch)
+    required = ceil(device_bytes(costs, candidate, fixed).total * (1 + budget.fragmentation))
+    return required + host_bytes(costs, candidate, fixed).total if budget.one_memory else required
 
 
 def smallest_candidate(
-    model: CostModel, fixed: FixedMemory, budget: PlanBudget, wishes: Constraints
+    model: CostModel, fixed: FixedMemory, budget: PlanBudget, constraints: Constraints
 ) -> PlanCandidate:
-    """What needs least of the device, of all that is offered.
+    """Return the candidate that needs least device memory.
 
-    That is not always the smallest batch, nor all that can be elsewhere: gradients that are
-    accumulated, and slots, take room too.
+    This is not always the smallest batch with everything streamed: accumulated gradients and ring
+    slots need memory too.
     """
-    choices = (
-        frame.candidate(first, last, 0)
-        for frame in _frames(model, wishes)
-        for first, last in _mixes(frame.compiled, wishes)
+    options = (
+        partial.candidate(first, last, 0)
+        for partial in _partial_candidates(model, constraints)
+        for first, last in _mixes(partial.compiled, constraints)
     )
-    return min(choices, key=lambda choice: required_device_nbytes(model, choice, fixed, budget))
+    return min(options, key=lambda one: required_device_nbytes(model, one, fixed, budget))
 
 
 def evenly_spaced(count: int, num_blocks: int) -> tuple[int, ...]:
-    """So many blocks, as evenly as can be: the link then always has some work."""
+    """Return `count` block numbers spread evenly, so that the link always has work."""
     return tuple(index * num_blocks // count for index in range(count))
 
 
-def _streams(num_blocks: int, wishes: Constraints) -> Iterator[tuple[tuple[int, ...], int]]:
+def _streaming_choices(
+    num_blocks: int, constraints: Constraints
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield (streamed blocks, slots)."""
     yield (), 0
-    if not wishes.stream:
+    if not constraints.stream:
         return
     counts = {
-        max(2, round(num_blocks * part / STREAMED_PARTS)) for part in range(1, STREAMED_PARTS + 1)
+        max(2, round(num_blocks * part / STREAMED_FRACTIONS))
+        for part in range(1, STREAMED_FRACTIONS + 1)
     }
     for count in sorted(n for n in counts if n <= num_blocks):
-        for slots in wishes.slots:
-            if slots < count or slots == min(wishes.slots):
+        for slots in constraints.slots:
+            if slots < count or slots == min(constraints.slots):
                 yield evenly_spaced(count, num_blocks), slots
 
 
-def _mixes(
-    compiled: bool, wishes: Constraints
-) -> Iterator[tuple[tuple[Treatment, ...], Treatment]]:
+def _mixes(compiled: bool, constraints: Constraints) -> Iterator[Mix]:
     for first, last in COMPILED_MIXES if compiled else EAGER_MIXES:
-        if wishes.offload or not any(t == OFFLOAD or t[1] for t in first):
+        if constraints.offload or not any(one == OFFLOAD or one[1] for one in first):
             yield first, last
 
 
-def _most(
-    frame: PartialCandidate,
+def _with_most_last_blocks(
+    partial: PartialCandidate,
     first: tuple[Treatment, ...],
     last: Treatment,
-    fit: Callable[[PlanCandidate], bool],
+    fits_on_device: Callable[[PlanCandidate], bool],
 ) -> PlanCandidate | None:
-    """As many last blocks as fit; none where not even the first kind does."""
-    few, many = 0, frame.num_blocks
-    best = frame.candidate(first, last, few)
-    if not fit(best):
+    """Return the candidate with the most `last` blocks that fit; None if not even zero fit."""
+    low, high = 0, partial.num_blocks
+    best = partial.candidate(first, last, low)
+    if not fits_on_device(best):
         return None
-    while few < many:
-        middle = (few + many + 1) // 2
-        choice = frame.candidate(first, last, middle)
-        if fit(choice):
-            few, best = middle, choice
+    while low < high:
+        middle = (low + high + 1) // 2
+        candidate = partial.candidate(first, last, middle)
+        if fits_on_device(candidate):
+            low, best = middle, candidate
         else:
-            many = middle - 1
+            high = middle - 1
     return best
+
+
+# The error for a budget that is too small
+
+
+def _explain_no_fit(
+    model: CostModel, fixed: FixedMemory, budget: PlanBudget, constraints: Constraints
+) -> str:
+    """Return which memory is too small, how much is needed, and what would help."""
+    smallest = smallest_candidate(model, fixed, budget, constraints)
+
+    def required(device_nbytes: int) -> int:
+        return required_device_nbytes(model, smallest, fixed.for_budget(device_nbytes), budget)
+
+    if required(budget.device_nbytes) > budget.device_nbytes:
+        kind = "memory (shared by host and device)" if budget.one_memory else "device memory"
+        modes = " and ".join(sorted({block.activations for block in smallest.blocks}))
+        return (
+            f"{format_bytes(budget.device_nbytes)} of {kind} is too little for {model.name}: "
+            f"it needs at least {_smallest_sufficient(required)} (batch {smallest.batch}, "
+            f"{_describe_streamed(smallest)}, activations: {modes}). Raise the budget, lower the "
+            "resolution or the number of frames, or train fewer weights."
+        )
+    unlimited = replace(budget, host_nbytes=sys.maxsize)
+    host = min(
+        host_bytes(model.at(one.batch), one, fixed).total
+        for one in candidates(model, fixed, unlimited, constraints)
+    )
+    return (
+        f"{format_bytes(budget.host_nbytes)} of host memory is too little for {model.name} with "
+        f"{format_bytes(budget.device_nbytes)} of device memory: what does not fit on the device "
+        f"needs at least {_smallest_sufficient(lambda _: host)}. Allow more device memory, set "
+        "model.quantize, or use a machine with more memory."
+    )
+
+
+def _smallest_sufficient(required: Callable[[int], int]) -> str:
+    """Return the smallest printable size that is enough.
+
+    What is required may grow with the budget, since caches fill a small share of it. The loop ends
+    soon because that share is small.
+    """
+    nbytes = required(0)
+    while True:
+        text = _rounded_up(nbytes)
+        given = parse_bytes(text)
+        if required(given) <= given:
+            return text
+        nbytes = max(required(given), nbytes + 1)
+
+
+def _rounded_up(nbytes: int) -> str:
+    """Format a size like `format_bytes`, but never smaller than it is."""
+    text = format_bytes(nbytes)
+    if parse_bytes(text) >= nbytes:
+        return text
+    return format_bytes(nbytes + parse_bytes(f"0.1 {text.split()[1]}"))
+
+
+def _describe_streamed(candidate: PlanCandidate) -> str:
+    if not candidate.streamed:
+        return "no weights streamed"
+    if len(candidate.streamed) == len(candidate.blocks):
+        return "all weights streamed"
+    return f"{len(candidate.streamed)} of {len(candidate.blocks)} blocks streamed"

@@ -1,8 +1,23 @@
-"""The seconds of one step for one choice: its tasks, run through the timeline.
+"""Predict the time of one step by simulating its CUDA streams.
 
-Some steps are run and the last is timed: the ring brings the first blocks of a step while the one
-before still computes. Two will do, unless the host got ahead in the first and the second lived on
-that, which steps in a row cannot.
+A candidate plan becomes a list of tasks, each with a duration and the tasks that it waits for:
+
+    host              launches the kernels of each pass, at most LAUNCH_QUEUE_DEPTH kernels ahead
+    compute           runs the passes: forward of each block, loss, backward of each block, update
+    weights_in        copies streamed weights to the device, by the ring's own policy
+    activations_out   copies offloaded activations to the host after (eager: during) a block
+    activations_in    copies them back before the block's backward
+
+Tasks of one stream run in order. Copies in the same direction share the link's bandwidth; copies in
+both directions slow each other down by `both_ways_share`. The step takes
+
+    step = end of the last compute task - start of the step,
+
+and the gaps between compute tasks are attributed to the stream that compute was waiting for.
+
+Several steps are simulated and the last one is timed, because the ring fetches the first blocks of
+a step while the previous one still computes. Two steps are enough unless the host spent the first
+one building up a lead that it cannot hold; then eight are simulated.
 """
 
 from __future__ import annotations
@@ -19,157 +34,89 @@ if TYPE_CHECKING:
 
     from gracetune.plan.cost import ModeCosts, ModelCosts, PassSeconds
     from gracetune.plan.machines import EffectiveRates
-    from gracetune.plan.result import BlockPlan
+    from gracetune.plan.result import BlockPlan, Plan
 
 
 Stream = Literal["compute", "weights_in", "activations_in", "activations_out", "host"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
-INWARD = (STREAMS.index("weights_in"), STREAMS.index("activations_in"))
-OUTWARD = STREAMS.index("activations_out")
-COMPUTE = STREAMS.index("compute")
-HOST = STREAMS.index("host")
+COMPUTE, WEIGHTS_IN, ACTIVATIONS_IN, ACTIVATIONS_OUT, HOST = range(len(STREAMS))
+INWARD = (WEIGHTS_IN, ACTIVATIONS_IN)
 
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Work of so many seconds, were it alone."""
-
-    stream: int
-    seconds: float
-    dependencies: tuple[int, ...] = ()
-    """Numbers of tasks that must be done first; each is smaller than this task's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskTimes:
-    """When each task began and ended."""
-
-    starts: tuple[float, ...]
-    ends: tuple[float, ...]
-
-
-def simulate(tasks: Sequence[Task], both_ways_share: float) -> TaskTimes:
-    """Run the tasks in order of events."""
-    queues: list[list[int]] = [[] for _ in STREAMS]
-    for number, task in enumerate(tasks):
-        assert all(other < number for other in task.dependencies), (
-            f"task {number} waits for later ones"
-        )
-        queues[task.stream].append(number)
-    heads = [0] * len(STREAMS)
-    left = [-1.0] * len(STREAMS)
-    """Seconds of work left of each lane's running task; below zero: none runs."""
-    begins = [0.0] * len(tasks)
-    ends = [-1.0] * len(tasks)
-    now = 0.0
-    done = 0
-    while done < len(tasks):
-        for lane, queue in enumerate(queues):
-            if left[lane] < 0 and heads[lane] < len(queue):
-                number = queue[heads[lane]]
-                if all(ends[other] >= 0 for other in tasks[number].dependencies):
-                    left[lane] = tasks[number].seconds
-                    begins[number] = now
-        rates = _rates(left, both_ways_share)
-        running = [lane for lane, rate in enumerate(rates) if rate > 0]
-        assert running, "tasks wait for each other"
-        step = min(left[lane] / rates[lane] for lane in running)
-        now += step
-        for lane in running:
-            left[lane] -= step * rates[lane]
-            if left[lane] <= 1e-12:
-                left[lane] = -1.0
-                ends[queues[lane][heads[lane]]] = now
-                heads[lane] += 1
-                done += 1
-    return TaskTimes(tuple(begins), tuple(ends))
-
-
-def _rates(left: Sequence[float], both_ways_share: float) -> list[float]:
-    """How fast each lane's task goes, of its speed alone; 0 where none runs."""
-    rates = [0.0 if seconds < 0 else 1.0 for seconds in left]
-    inward = sum(rates[lane] for lane in INWARD)
-    share = both_ways_share if inward and rates[OUTWARD] else 1.0
-    for lane in INWARD:
-        rates[lane] *= share / max(inward, 1.0)
-    rates[OUTWARD] *= share
-    return rates
-
-
-# ------------------------------------------------------------------------------------------
-# The seconds of one step for one choice: its tasks, run through the timeline.
-#
-# Some steps are run and the last is timed: the ring brings the first blocks of a step while the one
-# before still computes. Two will do, unless the host got ahead in the first and the second lived on
-# that, which steps in a row cannot.
-
-
-WEIGHTS_IN = STREAMS.index("weights_in")
-ACTIVATIONS_IN = STREAMS.index("activations_in")
-ACTIVATIONS_OUT = STREAMS.index("activations_out")
-STEPS, MORE_STEPS = 2, 8
+NUM_STEPS, MORE_STEPS = 2, 8
+"""Steps that are simulated, and how many if the host's lead of the first step does not last."""
 ROUNDING_S = 1e-9
-QUEUE = 1021
-"""Kernels that the host may have queued and the device not begun; whoever queues more has to wait.
-Counted on an H200 with CUDA 13, whatever the kernels: as many as a channel of the driver takes."""
-PARTS = 8
-"""In which activations leave an eager block as they come to be, and come back as they are read: in
-truth one tensor at a time."""
+LAUNCH_QUEUE_DEPTH = 1021
+"""Kernels that may be launched and not yet started; launching one more blocks the host. Counted on
+an H200 with CUDA 13: the size of the driver's channel, whatever the kernels are."""
+EAGER_COPY_PARTS = 8
+"""Copies in which an eager block's activations leave and return. In reality each saved tensor is
+copied on its own, as soon as it exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanCandidate:
-    """What is decided before anything is predicted."""
+    """The decisions of a plan, before anything is predicted."""
 
     blocks: tuple[BlockPlan, ...]
     batch: int
+    """Samples per micro-batch."""
     accumulation: int
+    """Micro-batches per optimizer step."""
     slots: int
+    """Slots of the weight ring."""
     compiled: bool
     host_state: float = 0.0
-    """Share of the optimizer's state that lives in host memory."""
+    """Share of the optimizer's state that lives in host memory, 0 to 1."""
     activation_prefetch: int = ACTIVATION_PREFETCH
-    """Blocks whose offloaded activations are brought back before backward reaches them."""
+    """Blocks whose offloaded activations are fetched before backward reaches them."""
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """Blocks that pass through the ring."""
+        """The numbers of the streamed blocks."""
         return tuple(i for i, block in enumerate(self.blocks) if block.weights == "streamed")
 
 
+def candidate_of(plan: Plan) -> PlanCandidate:
+    """Return the decisions of a plan without its predictions."""
+    return PlanCandidate(
+        plan.blocks, plan.batch, plan.accumulation, plan.slots, plan.compiled, plan.host_state
+    )
+
+
 def predict_seconds(
-    costs: ModelCosts, choice: PlanCandidate, speeds: EffectiveRates, optimizer_nbytes: int
+    costs: ModelCosts, candidate: PlanCandidate, rates: EffectiveRates, optimizer_nbytes: int
 ) -> Seconds:
-    """How long a micro-batch takes, its share of the optimizer's update included."""
-    for num_steps in (STEPS, MORE_STEPS):
-        script = _Script(costs, choice, speeds, optimizer_nbytes, num_steps)
+    """Simulate steps and return the time of a micro-batch, with its share of the update."""
+    for num_steps in (NUM_STEPS, MORE_STEPS):
+        script = _StepScript(costs, candidate, rates, optimizer_nbytes, num_steps)
         for _ in range(num_steps):
             script.write_step()
-        times = simulate(script.tasks, speeds.both_ways_share)
+        times = simulate(script.tasks, rates.both_ways_share)
         first = script.first_of_last_step
-        began = times.ends[first - 1] if first else 0.0
-        step = times.ends[script.last_compute] - began
-        short = script.seconds_of(HOST) - step
-        if short < ROUNDING_S:
+        start = times.ends[first - 1] if first else 0.0
+        step = times.ends[script.last_compute] - start
+        # No step can be shorter than its launches: if this one is, it used up an earlier lead.
+        shortfall = script.seconds_of(HOST) - step
+        if shortfall < ROUNDING_S:
             break
-    waits = {WEIGHTS_IN: 0.0, ACTIVATIONS_IN: 0.0, ACTIVATIONS_OUT: 0.0, HOST: max(0.0, short)}
+    waits = {WEIGHTS_IN: 0.0, ACTIVATIONS_IN: 0.0, ACTIVATIONS_OUT: 0.0, HOST: max(0.0, shortfall)}
     step += waits[HOST]
-    free = began
+    idle_from = start
     for number, task in enumerate(script.tasks):
         if task.stream != COMPUTE or number < first:
             continue
-        if times.starts[number] > free:
+        if times.starts[number] > idle_from:
             latest = max(task.dependencies, key=lambda other: times.ends[other])
-            waits[script.tasks[latest].stream] += times.starts[number] - free
-        free = times.ends[number]
-    parts = _parts(costs, choice)
+            waits[script.tasks[latest].stream] += times.starts[number] - idle_from
+        idle_from = times.ends[number]
+    kept = _kept_seconds(costs, candidate)
     return Seconds(
         step=step,
-        gemm=parts.gemm,
-        attention=parts.attention,
-        elementwise=parts.elementwise,
-        recompute=_recomputed(costs, choice),
-        overhead=parts.gaps + script.outside_s,
+        gemm=kept.gemm,
+        attention=kept.attention,
+        elementwise=kept.elementwise,
+        recompute=_recompute_seconds(costs, candidate),
+        overhead=kept.gaps + script.outside_s,
         wait_weights=waits[WEIGHTS_IN],
         wait_activations=waits[ACTIVATIONS_IN] + waits[ACTIVATIONS_OUT],
         link_in=script.seconds_of(WEIGHTS_IN, ACTIVATIONS_IN) + script.state_in_s,
@@ -179,252 +126,357 @@ def predict_seconds(
     )
 
 
-def lower_bound_seconds(costs: ModelCosts, choice: PlanCandidate, speeds: EffectiveRates) -> float:
-    """What no order of events can beat: computing, queueing, or a direction of the link, alone."""
-    computing = _parts(costs, choice).total + _recomputed(costs, choice)
-    computing += costs.outside.forward.total + costs.outside.backward.total
+def lower_bound_seconds(
+    costs: ModelCosts, candidate: PlanCandidate, rates: EffectiveRates
+) -> float:
+    """Return a time that no simulation of this candidate can beat, much faster than simulating it.
+
+    It is the longest of compute, kernel launches and each direction of the link, each on its own.
+    """
+    compute = _kept_seconds(costs, candidate).total + _recompute_seconds(costs, candidate)
+    compute += costs.outside.forward.total + costs.outside.backward.total
     return max(
-        computing,
-        _least_queueing(costs, choice),
-        _least_incoming(costs, choice) / speeds.link_in,
-        _sent_before(costs, choice, MAX_BLOCKS_IN_FLIGHT) / speeds.link_out,
+        compute,
+        _min_launch_seconds(costs, candidate),
+        _min_incoming_nbytes(costs, candidate) / rates.link_in,
+        _offloaded_nbytes(costs, candidate, except_last=MAX_BLOCKS_IN_FLIGHT) / rates.link_out,
     )
 
 
-def _least_queueing(costs: ModelCosts, choice: PlanCandidate) -> float:
-    """The host's seconds for blocks."""
-    ways = (
-        block.costs_of(plan.activations, choice.compiled)
-        for block, plan in zip(costs.blocks, choice.blocks, strict=True)
+def _min_launch_seconds(costs: ModelCosts, candidate: PlanCandidate) -> float:
+    """Return the host's time to launch all blocks, without hooks."""
+    modes = (
+        block.costs_of(plan.activations, candidate.compiled)
+        for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
     )
-    return sum(way.forward_host_s + way.backward_host_s for way in ways)
+    return sum(mode.forward_host_s + mode.backward_host_s for mode in modes)
 
 
-def _least_incoming(costs: ModelCosts, choice: PlanCandidate) -> float:
-    """Bytes: weights that no slot has kept, and activations that have left."""
-    weights = sorted(2 * [costs.blocks[index].frozen_nbytes for index in choice.streamed])
-    uses = max(0, 2 * (len(choice.streamed) - choice.slots))
-    return sum(weights[:uses]) + _sent_before(
-        costs, choice, min(MAX_BLOCKS_IN_FLIGHT, 1 + choice.activation_prefetch)
-    )
+def _min_incoming_nbytes(costs: ModelCosts, candidate: PlanCandidate) -> float:
+    """Return the bytes that must come in: weights that no slot kept, and offloaded activations."""
+    weights = sorted(2 * [costs.blocks[index].frozen_nbytes for index in candidate.streamed])
+    fetches = max(0, 2 * (len(candidate.streamed) - candidate.slots))
+    never_left = min(MAX_BLOCKS_IN_FLIGHT, 1 + candidate.activation_prefetch)
+    return sum(weights[:fetches]) + _offloaded_nbytes(costs, candidate, except_last=never_left)
 
 
-def _sent_before(costs: ModelCosts, choice: PlanCandidate, last: int) -> float:
-    """Bytes that blocks send to host memory, all but the last ones, whose copies may not end."""
-    first = len(choice.blocks) - last
+def _offloaded_nbytes(costs: ModelCosts, candidate: PlanCandidate, except_last: int) -> float:
+    """Return the bytes that blocks offload, except the last blocks, which may never leave."""
+    count = len(candidate.blocks) - except_last
     return sum(
-        block.offloaded_nbytes(plan, choice.compiled)
-        for block, plan in zip(costs.blocks[:first], choice.blocks[:first], strict=True)
+        block.offloaded_nbytes(plan, candidate.compiled)
+        for block, plan in zip(costs.blocks[:count], candidate.blocks[:count], strict=True)
     )
 
 
-def _parts(costs: ModelCosts, choice: PlanCandidate) -> PassSeconds:
+def _kept_seconds(costs: ModelCosts, candidate: PlanCandidate) -> PassSeconds:
+    """Return the compute time of all blocks if nothing were recomputed."""
     total = None
     for block in costs.blocks:
-        way = block.costs_of("keep", choice.compiled)
-        both = way.forward + way.backward
+        mode = block.costs_of("keep", candidate.compiled)
+        both = mode.forward + mode.backward
         total = both if total is None else total + both
     assert total is not None, "a model without blocks"
     return total
 
 
-def _recomputed(costs: ModelCosts, choice: PlanCandidate) -> float:
+def _recompute_seconds(costs: ModelCosts, candidate: PlanCandidate) -> float:
     return sum(
-        block.recompute_seconds(plan.activations, choice.compiled)
-        for block, plan in zip(costs.blocks, choice.blocks, strict=True)
+        block.recompute_seconds(plan.activations, candidate.compiled)
+        for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
     )
 
 
+# Tasks and the event simulation
+
+
 @dataclass(frozen=True, slots=True)
-class _BlockPass:
-    """One way through a block, or through what is outside of them."""
+class Task:
+    """Work on one stream."""
+
+    stream: int
+    seconds: float
+    """Its duration if no other stream slowed it down."""
+    dependencies: tuple[int, ...] = ()
+    """Numbers of tasks that must end first; each is lower than this task's own number."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTimes:
+    """The start and end of each task, in seconds since the first."""
+
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+
+
+def simulate(tasks: Sequence[Task], both_ways_share: float) -> TaskTimes:
+    """Run the tasks from event to event and return their times."""
+    queues: list[list[int]] = [[] for _ in STREAMS]
+    for number, task in enumerate(tasks):
+        assert all(other < number for other in task.dependencies), (
+            f"task {number} waits for later ones"
+        )
+        queues[task.stream].append(number)
+    heads = [0] * len(STREAMS)
+    left = [-1.0] * len(STREAMS)
+    """Seconds of work left of each stream's running task; negative: none runs."""
+    starts = [0.0] * len(tasks)
+    ends = [-1.0] * len(tasks)
+    now = 0.0
+    done = 0
+    while done < len(tasks):
+        for stream, queue in enumerate(queues):
+            if left[stream] < 0 and heads[stream] < len(queue):
+                number = queue[heads[stream]]
+                if all(ends[other] >= 0 for other in tasks[number].dependencies):
+                    left[stream] = tasks[number].seconds
+                    starts[number] = now
+        speeds = _stream_speeds(left, both_ways_share)
+        running = [stream for stream, speed in enumerate(speeds) if speed > 0]
+        assert running, "tasks wait for each other"
+        elapsed = min(left[stream] / speeds[stream] for stream in running)
+        now += elapsed
+        for stream in running:
+            left[stream] -= elapsed * speeds[stream]
+            if left[stream] <= 1e-12:
+                left[stream] = -1.0
+                ends[queues[stream][heads[stream]]] = now
+                heads[stream] += 1
+                done += 1
+    return TaskTimes(tuple(starts), tuple(ends))
+
+
+def _stream_speeds(left: Sequence[float], both_ways_share: float) -> list[float]:
+    """Return each stream's speed relative to running alone; 0 if it has no running task."""
+    speeds = [0.0 if seconds < 0 else 1.0 for seconds in left]
+    incoming = sum(speeds[stream] for stream in INWARD)
+    share = both_ways_share if incoming and speeds[ACTIVATIONS_OUT] else 1.0
+    for stream in INWARD:
+        speeds[stream] *= share / max(incoming, 1.0)
+    speeds[ACTIVATIONS_OUT] *= share
+    return speeds
+
+
+# From a candidate to tasks
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Forward or backward of one block, or of the model outside of blocks."""
 
     seconds: float
-    queueing_s: float
+    launch_s: float
+    """The host's time to launch it."""
     kernels: float = 0.0
 
-    def part(self, of: int) -> _BlockPass:
-        """One of so many equal ones."""
-        return _BlockPass(self.seconds / of, self.queueing_s / of, self.kernels / of)
+    def part(self, count: int) -> _Pass:
+        """Return one of `count` equal parts."""
+        return _Pass(self.seconds / count, self.launch_s / count, self.kernels / count)
 
 
-def _passes(way: ModeCosts, queueing_s: tuple[float, float]) -> tuple[_BlockPass, _BlockPass]:
-    """There and back."""
-    there, back = queueing_s
+def _passes(mode: ModeCosts, launch_s: tuple[float, float]) -> tuple[_Pass, _Pass]:
+    """Return the forward and the backward pass."""
+    forward_s, backward_s = launch_s
     return (
-        _BlockPass(way.forward.total, there, way.forward_kernels),
-        _BlockPass(way.backward.total, back, way.backward_kernels),
+        _Pass(mode.forward.total, forward_s, mode.forward_kernels),
+        _Pass(mode.backward.total, backward_s, mode.backward_kernels),
     )
 
 
 @dataclass
-class _Script:
-    """Tasks in the order in which a step queues them."""
+class _StepScript:
+    """Writes the tasks of a candidate's steps, in the order in which a run queues them."""
 
     costs: ModelCosts
-    choice: PlanCandidate
-    speeds: EffectiveRates
+    candidate: PlanCandidate
+    rates: EffectiveRates
     optimizer_nbytes: int
     num_steps: int
     tasks: list[Task] = field(default_factory=list)
     first_of_last_step: int = 0
+    """Number of the first task of the last step."""
     last_compute: int = -1
+    """Number of the last compute task so far."""
 
     def __post_init__(self) -> None:
-        streamed = self.choice.streamed
+        candidate, rates = self.candidate, self.rates
+        streamed = candidate.streamed
         order = list(streamed) + list(streamed[-2::-1])
-        # What a turn uses twice in a row is one use, between steps too.
+        # A block that is used twice in a row is fetched once: the last one of forward, and the
+        # first one between two steps.
         uses = order + (order[1:] * (self.num_steps - 1) if len(streamed) > 1 else [])
-        self._asked = iter(fetches(uses, self.choice.slots) if streamed else [])
-        self._fetched: dict[int, int] = {}
-        self._in_use: int | None = None
-        outside = self.costs.outside
+        self._fetches = iter(fetches(uses, candidate.slots) if streamed else [])
+        self._fetch_task: dict[int, int] = {}
+        """The latest task that fetched each block's weights."""
+        self._block_in_use: int | None = None
+        # An update reads and writes the weights and reads their gradients, and reads and writes the
+        # optimizer's state. One micro-batch bears its share of it.
         traffic = 3 * self.costs.trained_nbytes + 2 * self.optimizer_nbytes
-        self._update_s = traffic / self.speeds.memory / self.choice.accumulation
-        moved = self.choice.host_state * self.optimizer_nbytes / self.choice.accumulation
+        self._update_s = traffic / rates.memory / candidate.accumulation
+        moved = candidate.host_state * self.optimizer_nbytes / candidate.accumulation
         self.state_in_s, self.state_out_s = (
-            moved / rate for rate in (self.speeds.link_in, self.speeds.link_out)
+            moved / rate for rate in (rates.link_in, rates.link_out)
         )
-        # Both ways at once, and kernels beside it: whatever is slowest is what the update takes.
-        link_s = max(self.state_in_s, self.state_out_s) / self.speeds.both_ways_share
+        # State moves in both directions while the update computes; the slowest of them decides.
+        link_s = max(self.state_in_s, self.state_out_s) / rates.both_ways_share
         self.wait_state_s = max(0.0, link_s - self._update_s)
+        outside = self.costs.outside
         self._outside_s = outside.forward.total, outside.backward.total
-        self._sent = {
+        self._offloaded = {
             index: nbytes
             for index, (block, plan) in enumerate(
-                zip(self.costs.blocks, self.choice.blocks, strict=True)
+                zip(self.costs.blocks, candidate.blocks, strict=True)
             )
-            if (nbytes := block.offloaded_nbytes(plan, self.choice.compiled))
+            if (nbytes := block.offloaded_nbytes(plan, candidate.compiled))
         }
-        """What each block that sends anything sends."""
-        self._queues = self._queueing()
-        outside_s = outside.forward_host_s, outside.backward_host_s
-        self._outside_queues = outside_s if self._queues else (0.0, 0.0)
-        self._computed: list[int] = []
+        """Offloaded bytes of each block that offloads anything."""
+        self._launch_s = self._launch_seconds()
+        outside_launch_s = outside.forward_host_s, outside.backward_host_s
+        self._outside_launch_s = outside_launch_s if self._launch_s else (0.0, 0.0)
+        self._compute_tasks: list[int] = []
         self._kernels: list[float] = []
-        """Of all passes up to each that is computed."""
-        self._queued = -1
+        """Kernels launched up to and including each compute task."""
+        self._last_launch = -1
 
-    def _queueing(self) -> list[tuple[float, float]]:
-        """The host's seconds for each block, there and back; none where it is always ahead."""
-        found, late = [], False
-        rings = bool(self.choice.streamed)
-        for index, plan in enumerate(self.choice.blocks):
-            way = self.costs.blocks[index].costs_of(plan.activations, self.choice.compiled)
-            hooks = self.speeds.host.hook_seconds(
-                way.num_saved if plan.activations in ("keep", "offload") else 0.0,
+    def _launch_seconds(self) -> list[tuple[float, float]]:
+        """Return the host's time for each block's forward and backward.
+
+        The list is empty if launching is faster than computing in every block: the host is then
+        always ahead and need not be simulated.
+        """
+        found, is_behind = [], False
+        has_ring = bool(self.candidate.streamed)
+        for index, plan in enumerate(self.candidate.blocks):
+            mode = self.costs.blocks[index].costs_of(plan.activations, self.candidate.compiled)
+            hooks = self.rates.host.hook_seconds(
+                mode.num_saved if plan.activations in ("keep", "offload") else 0.0,
                 streamed=plan.weights == "streamed",
-                packed=rings,
-                sent=index in self._sent,
+                packed=has_ring,
+                sent=index in self._offloaded,
             )
-            there, back = way.forward_host_s + hooks[0], way.backward_host_s + hooks[1]
-            found.append((there, back))
-            late |= there > way.forward.total or back > way.backward.total
-        return found if late else []
+            forward_s = mode.forward_host_s + hooks[0]
+            backward_s = mode.backward_host_s + hooks[1]
+            found.append((forward_s, backward_s))
+            is_behind |= forward_s > mode.forward.total or backward_s > mode.backward.total
+        return found if is_behind else []
 
     @property
     def outside_s(self) -> float:
-        """What is spent outside of blocks."""
+        """Compute time outside of blocks, with the update."""
         return sum(self._outside_s) + self._update_s
 
-    def seconds_of(self, *lanes: int) -> float:
-        """How much work the last step gives to these lanes."""
-        return sum(t.seconds for t in self.tasks[self.first_of_last_step :] if t.stream in lanes)
+    def seconds_of(self, *streams: int) -> float:
+        """Return how much work the last step gives to these streams."""
+        last_step = self.tasks[self.first_of_last_step :]
+        return sum(task.seconds for task in last_step if task.stream in streams)
 
     def write_step(self) -> None:
-        """Forward, backward, update."""
+        """Add the tasks of one step: forward, loss, backward, update."""
         self.first_of_last_step = len(self.tasks)
-        out: dict[int, list[int]] = {}
-        there, back = _passes(self.costs.outside, self._outside_queues)
-        self._compute(there)
-        for index, plan in enumerate(self.choice.blocks):
-            self._use(index)
-            after = list(self._weights(index))
-            # Memory is only let go of when computing has waited for its copy.
-            after += [out[i][-1] for i in (index - MAX_BLOCKS_IN_FLIGHT,) if i in out]
+        copies_out: dict[int, list[int]] = {}
+        """The tasks that copy each block's activations to the host."""
+        outside_forward, outside_backward = _passes(self.costs.outside, self._outside_launch_s)
+        self._compute(outside_forward)
+        for index, plan in enumerate(self.candidate.blocks):
+            self._queue_fetches(index)
+            dependencies = self._weights_of(index)
+            # Device memory of offloaded activations is freed once compute has waited for the copy.
+            if index - MAX_BLOCKS_IN_FLIGHT in copies_out:
+                dependencies.append(copies_out[index - MAX_BLOCKS_IN_FLIGHT][-1])
             forward, _ = self._passes_of(index)
             num_parts = self._num_parts(index, plan)
             for part in range(num_parts):
-                self._compute(forward.part(num_parts), () if part else after)
-                if index in self._sent:
-                    out.setdefault(index, []).append(self._send(index, num_parts))
-        self._compute(back)
-        self._write_backward(out)
-        queueing_s = self.costs.optimizer_host_s / self.choice.accumulation if self._queues else 0.0
-        self._compute(_BlockPass(self._update_s + self.wait_state_s, queueing_s))
+                self._compute(forward.part(num_parts), () if part else dependencies)
+                if index in self._offloaded:
+                    copies_out.setdefault(index, []).append(self._copy_out(index, num_parts))
+        self._compute(outside_backward)
+        self._write_backward(copies_out)
+        launch_s = self.costs.optimizer_host_s / self.candidate.accumulation
+        update_s = self._update_s + self.wait_state_s
+        self._compute(_Pass(update_s, launch_s if self._launch_s else 0.0))
 
-    def _write_backward(self, out: dict[int, list[int]]) -> None:
-        last = len(self.choice.blocks) - 1
-        # What is near when backward begins, and still on its way out, has never left.
-        back = {
-            i: [-1]
-            for i in out
-            if i > last - min(MAX_BLOCKS_IN_FLIGHT, 1 + self.choice.activation_prefetch)
-        }
+    def _write_backward(self, copies_out: dict[int, list[int]]) -> None:
+        last, distance = len(self.candidate.blocks) - 1, self.candidate.activation_prefetch
+        # Blocks that backward needs while their copy is still in flight never left the device.
+        never_left = last - min(MAX_BLOCKS_IN_FLIGHT, 1 + distance)
+        copies_in = {index: [-1] for index in copies_out if index > never_left}
         for index in range(last, -1, -1):
-            for near in range(index, max(-1, index - 1 - self.choice.activation_prefetch), -1):
-                if near in out and near not in back:
-                    back[near] = self._bring(near, out[near])
-            self._use(index)
-            after = list(self._weights(index))
+            for near in range(index, max(-1, index - 1 - distance), -1):
+                if near in copies_out and near not in copies_in:
+                    copies_in[near] = self._copy_in(near, copies_out[near])
+            self._queue_fetches(index)
+            dependencies = self._weights_of(index)
             _, backward = self._passes_of(index)
-            arrivals = back.get(index, [-1])
+            arrivals = copies_in.get(index, [-1])
             for part, arrival in enumerate(arrivals):
-                self._compute(backward.part(len(arrivals)), [arrival, *(() if part else after)])
+                self._compute(
+                    backward.part(len(arrivals)), [arrival, *(() if part else dependencies)]
+                )
 
-    def _passes_of(self, index: int) -> tuple[_BlockPass, _BlockPass]:
-        plan, block = self.choice.blocks[index], self.costs.blocks[index]
-        way = block.costs_of(plan.activations, self.choice.compiled)
-        return _passes(way, self._queues[index] if self._queues else (0.0, 0.0))
+    def _passes_of(self, index: int) -> tuple[_Pass, _Pass]:
+        plan, block = self.candidate.blocks[index], self.costs.blocks[index]
+        mode = block.costs_of(plan.activations, self.candidate.compiled)
+        return _passes(mode, self._launch_s[index] if self._launch_s else (0.0, 0.0))
 
     def _num_parts(self, index: int, plan: BlockPlan) -> int:
-        """A compiled block gives all at its end; of an input there is one."""
-        comes_to_be = plan.activations == "offload" and not self.choice.compiled
-        return PARTS if index in self._sent and comes_to_be else 1
+        """Return in how many copies a block's activations leave.
 
-    def _send(self, index: int, num_parts: int) -> int:
-        """To host memory: what the last computation gave, when the host has got there."""
-        seconds = self._sent[index] / self.speeds.link_out / num_parts
-        return self._add(ACTIVATIONS_OUT, seconds, [self.last_compute, self._queued])
+        An eager block's leave while it runs. A compiled block returns all of them at its end, and
+        an offloaded input is a single tensor.
+        """
+        leaves_early = plan.activations == "offload" and not self.candidate.compiled
+        return EAGER_COPY_PARTS if index in self._offloaded and leaves_early else 1
 
-    def _bring(self, index: int, out: list[int]) -> list[int]:
-        """Back to the device, into room that the last computation left."""
-        seconds = self._sent[index] / self.speeds.link_in / len(out)
-        after = [out[-1], self.last_compute, self._queued]
-        return [self._add(ACTIVATIONS_IN, seconds, after) for _ in out]
+    def _copy_out(self, index: int, num_parts: int) -> int:
+        """Add a copy to the host of what the last compute task produced."""
+        seconds = self._offloaded[index] / self.rates.link_out / num_parts
+        return self._add(ACTIVATIONS_OUT, seconds, [self.last_compute, self._last_launch])
 
-    def _use(self, index: int) -> None:
-        """Ask for weights ahead, as the ring does before a block runs."""
-        if self.choice.blocks[index].weights != "streamed" or index == self._in_use:
+    def _copy_in(self, index: int, copies_out: list[int]) -> list[int]:
+        """Add copies back to the device, into memory that the last compute task freed."""
+        seconds = self._offloaded[index] / self.rates.link_in / len(copies_out)
+        dependencies = [copies_out[-1], self.last_compute, self._last_launch]
+        return [self._add(ACTIVATIONS_IN, seconds, dependencies) for _ in copies_out]
+
+    def _queue_fetches(self, index: int) -> None:
+        """Add the fetches that the ring queues before it uses a block."""
+        is_streamed = self.candidate.blocks[index].weights == "streamed"
+        if not is_streamed or index == self._block_in_use:
             return
-        self._in_use = index
-        for block in next(self._asked):
-            seconds = self.costs.blocks[block].frozen_nbytes / self.speeds.link_in
-            after = [self.last_compute, self._queued]
-            self._fetched[block] = self._add(WEIGHTS_IN, seconds, after)
+        self._block_in_use = index
+        for block in next(self._fetches):
+            seconds = self.costs.blocks[block].frozen_nbytes / self.rates.link_in
+            dependencies = [self.last_compute, self._last_launch]
+            self._fetch_task[block] = self._add(WEIGHTS_IN, seconds, dependencies)
 
-    def _weights(self, index: int) -> tuple[int, ...]:
-        return (self._fetched[index],) if index in self._fetched else ()
+    def _weights_of(self, index: int) -> list[int]:
+        return [self._fetch_task[index]] if index in self._fetch_task else []
 
-    def _compute(self, work: _BlockPass, after: Sequence[int] = ()) -> None:
-        """A pass begins when the one before is queued, and the next when this one is."""
-        before = self._queued
-        sofar = self._kernels[-1] if self._kernels else 0.0
-        if work.queueing_s:
-            full = [] if sofar <= QUEUE else [self._computed[self._place(sofar - QUEUE)]]
-            self._queued = self._add(HOST, work.queueing_s, full)
-        self.last_compute = self._add(COMPUTE, work.seconds, [*after, before])
-        self._computed.append(self.last_compute)
-        self._kernels.append(sofar + work.kernels)
+    def _compute(self, work: _Pass, dependencies: Sequence[int] = ()) -> None:
+        """Add a pass and its launches.
 
-    def _place(self, kernels: float) -> int:
-        """The pass with which so many kernels are done."""
-        return bisect_left(self._kernels, kernels)
+        A pass starts once the previous pass is launched: its own launches overlap with it. The host
+        stops while LAUNCH_QUEUE_DEPTH kernels wait to be started.
+        """
+        previous_launch = self._last_launch
+        launched = self._kernels[-1] if self._kernels else 0.0
+        if work.launch_s:
+            queue_full: list[int] = []
+            if launched > LAUNCH_QUEUE_DEPTH:
+                place = bisect_left(self._kernels, launched - LAUNCH_QUEUE_DEPTH)
+                queue_full = [self._compute_tasks[place]]
+            self._last_launch = self._add(HOST, work.launch_s, queue_full)
+        self.last_compute = self._add(COMPUTE, work.seconds, [*dependencies, previous_launch])
+        self._compute_tasks.append(self.last_compute)
+        self._kernels.append(launched + work.kernels)
 
-    def _add(self, lane: int, seconds: float, after: list[int]) -> int:
-        known = tuple(other for other in after if other >= 0)
-        self.tasks.append(Task(lane, seconds, known))
+    def _add(self, stream: int, seconds: float, dependencies: list[int]) -> int:
+        known = tuple(other for other in dependencies if other >= 0)
+        self.tasks.append(Task(stream, seconds, known))
         return len(self.tasks) - 1
+
+
+# The ring's fetches
 
 
 @dataclass(slots=True)

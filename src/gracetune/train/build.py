@@ -30,7 +30,7 @@ from gracetune.adapters.compute.fused_lora import runs_in_dtype
 from gracetune.cache.batch_transfer import INITIAL_DEPTH, build_batch_transfer
 from gracetune.cache.encode import Ranks
 from gracetune.config.checks import trains_in_bf16
-from gracetune.config.environment import sharding_engine, process_environment
+from gracetune.config.environment import process_environment, sharding_engine
 from gracetune.data.pipeline import DataPipeline
 from gracetune.data.requirements import check_data
 from gracetune.errors import ConfigError
@@ -222,17 +222,17 @@ def build_session(
     controller = None
     if not unplanned:
         # The tracer takes seconds to import.
-        from gracetune.plan.planner import PlannedData, plan_run
+        from gracetune.plan.planner import PlannerInputs, plan_run
         from gracetune.train.fp8_calibration import convert_frozen_layers
 
         depth = run.cache_config.prefetch_depth
-        data = PlannedData(
+        inputs = PlannerInputs(
             load_largest=lambda: pipeline.load(pipeline.order.largest_draw()),
             batches_ahead=INITIAL_DEPTH if depth == "auto" else depth,
+            convert_to_fp8=partial(convert_frozen_layers, run, family, pipeline, device, emit),
         )
-        convert = partial(convert_frozen_layers, run, family, pipeline, device, emit)
         controller = plan_run(
-            run, family, data, update, transfer.link, device, convert, gc_freeze, emit
+            run, family, inputs, update, transfer.link, device, gc_freeze, emit
         )
     state = TrainState(
         run=run,
@@ -368,7 +368,7 @@ def _make_trainable(
     check_exportable(trained, modules, family.name)
     count = sum(map(len, modules.values()))
     rank = "" if run.adapter.kind == "full" else f" rank {run.adapter.rank}"
-    emit(Notice(f"{ADAPTER_NAMES[run.adapter.kind]}{rank} on {count} modules"))
+    emit(Notice(f"adapter: {ADAPTER_NAMES[run.adapter.kind]}{rank} on {count} modules"))
     return modules
 
 

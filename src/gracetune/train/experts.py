@@ -77,9 +77,9 @@ class ExpertSchedule:
         """Return one line about the schedule for the log."""
         if len(self.windows) == 1:
             (expert,) = self.windows
-            return f"two experts: only {expert} noise is trained (boundary {boundary:g})"
+            return f"experts: only {expert} noise is trained (boundary {boundary:g})"
         return (
-            f"two experts: high noise for timesteps from {boundary:g}, low noise below; "
+            f"experts: high noise for timesteps from {boundary:g}, low noise below; "
             f"{self.steps_per_turn} steps per turn, {self.high_share:.1%} of the turns high noise"
         )
 

@@ -74,9 +74,9 @@ def ramp_notes(ramp: AccumulationRamp) -> list[str]:
     """Describe the ramp for the user, including any rounding to whole micro-batches."""
     size = ramp.samples_per_micro_batch
     first, last = (ramp.accumulation(at) * size for at in (0, ramp.length))
-    # The first words are the fork's; users search their logs for them.
+    # "GH200 ... enabled" are the fork's words; users search their logs for them.
     notes = [
-        f"GH200 gradient accumulation ramp enabled: effective batch {first} -> {last} "
+        f"ramp: GH200 gradient accumulation ramp enabled: effective batch {first} -> {last} "
         f"over {ramp.length} micro-batches, {ramp.shape}"
     ]
     for setting, value, rounded in (
@@ -85,12 +85,12 @@ def ramp_notes(ramp: AccumulationRamp) -> list[str]:
     ):
         if rounded != value:
             notes.append(
-                f"{setting} {value} is not a multiple of one micro-batch ({size} samples): "
+                f"ramp: {setting} {value} is not a multiple of one micro-batch ({size} samples): "
                 f"rounded up to {rounded}"
             )
     if ramp.is_constant:
         notes.append(
-            "the ramp has no effect: it starts and ends with the same number of micro-batches; "
-            "lower train.batch_size to start smaller"
+            "ramp: no effect, it starts and ends with the same number of micro-batches; lower "
+            "train.batch_size to start smaller"
         )
     return notes

@@ -21,8 +21,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from gracetune.atomic_files import atomic_file, atomic_folder
 from gracetune.cache.encode import EMPTY_PROMPT
-from gracetune.data.augment import PLAIN, render
-from gracetune.data.buckets import frame_counts, sound_lengths
+from gracetune.data.augment import DEFAULT_TRANSFORM, render
+from gracetune.data.buckets import frame_counts, audio_lengths
 from gracetune.data.pyav import load_av
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import CheckpointError, ConfigError
@@ -233,7 +233,7 @@ def _sample_shape(run: RunFile) -> tuple[MediaKind, Shape]:
     """Return the kind and shape from the validation section, else from the first data set."""
     section, data = run.validation, run.datasets[0]
     if data.dataset_type == "audio":
-        length = max(sound_lengths(data))
+        length = max(audio_lengths(data))
         if section.seconds is not None:
             length = round(section.seconds * data.sample_rate)
         return "audio", (data.channels, length)
@@ -278,7 +278,7 @@ def _check_images(run: RunFile, family: Family) -> None:
 
 def _read_image(path: str, size: tuple[int, int]) -> Tensor:
     try:
-        return render(Path(path).read_bytes(), PLAIN, size)
+        return render(Path(path).read_bytes(), DEFAULT_TRANSFORM, size)
     except (OSError, UnreadableSampleError) as error:
         raise ConfigError(
             f"validation.images: {path!r} cannot be read: {error}. Check the path and the file."

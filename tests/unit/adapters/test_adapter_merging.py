@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     assert not out.exists()
     small = {k: t.to(torch.float8_e4m3fn) for k, t in wan_weights().items()}
     save_file(small, model)
-    with pytest.raises(AdapterError, match="quantised"):
+    with pytest.raises(AdapterError, match="quantized"):
         merge_into(model, out, [(make_wan(), 1.0)], WAN)
 
 
@@ -201,7 +201,7 @@ def test_several_adapters_are_rounded_once(tmp_path):
 
 
 def test_models_that_cannot_be_opened(tmp_path):
-    with pytest.raises(AdapterError, match=r"holds no \.safetensors"):
+    with pytest.raises(AdapterError, match=r"has no \.safetensors"):
         open_model(tmp_path, WAN)
     save_file({"x.weight": torch.zeros(1)}, tmp_path / "m.safetensors")
     with pytest.raises(AdapterError, match="another model"):
@@ -272,7 +272,7 @@ def test_extraction_needs_two_models_of_one_shape_and_naming(tmp_path):
     with pytest.raises(AdapterError, match="nothing to extract"):
         extract(base, base, WAN, 4, generator(), keep_rest=False)
     save_file(wan_weights("original"), other)
-    with pytest.raises(AdapterError, match="one naming"):
+    with pytest.raises(AdapterError, match="the same naming"):
         extract(base, other, WAN, 4, generator(), keep_rest=False)
     wide = {k: torch.zeros(2, *t.shape[1:]) if t.dim() > 1 else t for k, t in wan_weights().items()}
     save_file(wide, other)
@@ -288,7 +288,7 @@ def test_a_model_that_lacks_weights_of_the_other_is_not_compared_with_it(shorter
         save_file(wan_weights(seed=seed), path)
     whole = load_file(paths[shorter])
     save_file({k: t for k, t in whole.items() if "blocks.0.attn1" not in k}, paths[shorter])
-    with pytest.raises(AdapterError, match=r"8 weights are in one model.*blocks\.0\.attn1"):
+    with pytest.raises(AdapterError, match=r"8 weights are in only one of the models.*blocks\.0\.attn1"):
         extract(paths["base"], paths["tuned"], WAN, 4, generator(), keep_rest=False)
 
 

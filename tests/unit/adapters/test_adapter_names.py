@@ -1,5 +1,5 @@
 import pytest
-from adapter_examples import TABLES
+from adapter_examples import TABLES, table_of_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,6 @@ from gracetune.adapters.files.keys import (
     nearest_key,
     parse_key,
     resolve_stages,
-    table_of_modules,
     template_of,
 )
 from gracetune.errors import AdapterError

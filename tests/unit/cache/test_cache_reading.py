@@ -92,13 +92,13 @@ def test_a_batch_is_gathered_where_it_is_wanted(store, cold, words, allocate):
 @pytest.mark.usefixtures("own_cache")
 def test_only_what_the_page_cache_lacks_is_read(store, monkeypatch):
     fill(store, range(4))
-    read, real = [], store._files.read
+    read, real = [], store._reader.read
 
     def spied(rows, *rest):
         read.append([row.key for row in rows])
         return real(rows, *rest)
 
-    monkeypatch.setattr(store._files, "read", spied)
+    monkeypatch.setattr(store._reader, "read", spied)
     assert store.gather(["k3", "k1"], "latents", Rooms())[:, 0].tolist() == [3, 1]
     assert read == []
     forget(store)
@@ -229,8 +229,8 @@ def test_a_file_system_without_direct_reads_is_told_once(store, told, monkeypatc
 def test_a_kernel_without_a_queue_is_told_once(store, told, monkeypatch):
     fill(store, range(4))
     forget(store)
-    monkeypatch.setattr(store._files._queue, "_numbers", None)
-    monkeypatch.setattr(store._files._queue, "refusal", "Operation not permitted")
+    monkeypatch.setattr(store._reader._queue, "_numbers", None)
+    monkeypatch.setattr(store._reader._queue, "refusal", "Operation not permitted")
     for _ in range(2):
         assert store.gather(["k1", "k2"], "latents", Rooms())[:, 0].tolist() == [1, 2]
         forget(store)
@@ -246,13 +246,13 @@ def test_memory_that_a_disk_cannot_write_to_is_told_and_other_trouble_raised(
 ):
     fill(store, range(4))
     forget(store)
-    real = store._files._queue.wait
+    real = store._reader._queue.wait
 
     def failing(ticket):
         real(ticket)
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(store._files._queue, "wait", failing)
+    monkeypatch.setattr(store._reader._queue, "wait", failing)
     if code == errno.EIO:
         with pytest.raises(OSError, match="Input/output error"):
             store.gather(["k1", "k2"], "latents", Rooms())
@@ -273,7 +273,7 @@ def test_nothing_is_under_way_when_a_batch_fails(store, monkeypatch):
     monkeypatch.setattr(store, "_is_whole", fail)
     with pytest.raises(RuntimeError, match="no"):
         store.gather([f"k{n}" for n in range(8)], "latents", Rooms())
-    queue = store._files._queue
+    queue = store._reader._queue
     assert queue._begun == queue._done == {}
 
 
@@ -297,7 +297,7 @@ def test_a_disk_is_asked_in_advance_where_it_is_slow_or_entries_are_small(tmp_pa
     with ShardStore(tmp_path) as store:
         fill(store, range(2))
         fill(store, [7], 5)
-        store._files = Spied(store.shards, 8, iter([0.0, seconds]).__next__)
+        store._reader = Spied(store.shards, 8, iter([0.0, seconds]).__next__)
         store.will_need(["k0", "k7"])
         forget(store)
         store.gather(["k0"], "latents", Rooms())

@@ -140,7 +140,7 @@ def test_a_record_is_found_and_read_wherever_it_lies(before, about, words):
     assert found == at
     told = read_record(data, at)
     assert (told.key, told.about, told.checksum) == ("key \N{SNOWMAN}", about, packed.checksum)
-    assert told.begin % shard_format.entry_alignment(words * 4) == 0
+    assert told.offset % shard_format.entry_alignment(words * 4) == 0
     assert read_record(data[:-1], at) is None
     assert read_record(data, at + 1) is None
     assert find_record(data, at + shard_format.TENSOR_ALIGNMENT) is None

@@ -296,7 +296,7 @@ def test_few_views_are_kept_ready(tmp_path):
         fill(store, range(10))
         for n in range(10):
             assert store.get(f"k{n}")["latents"][0, 0] == n
-        assert len(store._ready) == 3
+        assert len(store._views) == 3
 
 
 def test_what_a_key_is_made_of_is_kept_beside_the_entry(store):

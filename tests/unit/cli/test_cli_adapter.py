@@ -2,7 +2,16 @@ import json
 
 import pytest
 import torch
-from adapter_examples import TABLES, make_lokr, make_lora, make_wan, same, shape_of, wan_modules
+from adapter_examples import (
+    TABLES,
+    make_lokr,
+    make_lora,
+    make_wan,
+    map_tensors,
+    same,
+    shape_of,
+    wan_modules,
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -64,7 +73,8 @@ def test_inspect_tells_everything(capsys, lora):
 def test_inspect_draws_bars_and_a_picture(capsys, lora, tmp_path):
     layers = dict(read_adapter(lora, TABLES).layers)
     layers = {
-        p: x.map(lambda t: t * 0) if "blocks.1." in p.module else x for p, x in layers.items()
+        p: map_tensors(x, lambda t: t * 0) if "blocks.1." in p.module else x
+        for p, x in layers.items()
     }
     quiet = write_adapter(tmp_path / "quiet.safetensors", Adapter(TABLES["wan"], layers), "kohya")
     text = run(capsys, "inspect", quiet, "--plot", tmp_path / "norms.png")
@@ -286,7 +296,7 @@ def test_a_form_whose_keys_could_not_be_read_again_is_refused(capsys, tmp_path):
     path = tmp_path / "a.safetensors"
     write_adapter(path, Adapter(any_name_table("other"), layers), "diffusers")
     for form in ("bare", "diffusers-both"):
-        assert "tells where the name of a module begins" in _error(
+        assert "do not show where the name of a module begins" in _error(
             capsys, "convert", path, "--to", form, "-o", tmp_path / "x.safetensors"
         )
     for form in ("peft", "simpletuner-comfyui"):

@@ -1,4 +1,4 @@
-"""`gracetune baseline`: real runs of the smallest model, and comparisons of what they left."""
+"""`gracetune baseline`: real runs of the smallest model, and comparisons of their metrics."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from gracetune.cli.main import main
 
-FIGURES = {
+METRICS = {
     "samples_per_s": 100.0,
     "step_p50_s": 0.08,
     "step_p90_s": 0.09,
@@ -27,8 +27,8 @@ def run_file(tiny_run, tmp_path) -> Path:
 
 
 @pytest.fixture
-def written(tmp_path):
-    """A baseline on disk, with these rates."""
+def write_baseline(tmp_path):
+    """Write a baseline with the given samples per second."""
 
     def write(name: str, *rates: float, **changes) -> str:
         facts = {
@@ -39,7 +39,7 @@ def written(tmp_path):
             "steps": 10,
             "warmup_steps": 2,
             "window_steps": 1,
-            "repeats": [FIGURES | {"samples_per_s": rate} for rate in rates],
+            "repeats": [METRICS | {"samples_per_s": rate} for rate in rates],
         }
         folder = tmp_path / name
         folder.mkdir()
@@ -50,7 +50,7 @@ def written(tmp_path):
 
 
 def test_capture_runs_and_compare_reads_it(run_file, tmp_path, capsys, monkeypatch):
-    """With an nvidia-smi that a script plays, so that its part runs too."""
+    """A script takes the place of nvidia-smi, so that its log is tested too."""
     tools = tmp_path / "bin"
     tools.mkdir()
     smi = tools / "nvidia-smi"
@@ -73,38 +73,38 @@ def test_capture_runs_and_compare_reads_it(run_file, tmp_path, capsys, monkeypat
     assert (output / "nvidia_smi.log").read_text() == "busy\n"
     assert sorted(path.name for path in output.iterdir() if "run-" in path.name) == []
 
-    assert main(words) == 2, "a baseline is not replaced unasked"
-    assert "give --replace" in capsys.readouterr().err
+    assert main(words) == 2, "an existing baseline was replaced"
+    assert "Add --replace" in capsys.readouterr().err
     assert main(["baseline", "compare", str(output), str(output)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("no regression beyond 5 %")
 
 
-def test_a_scenario_that_fails_is_no_baseline(run_file, tmp_path, capsys, monkeypatch):
+def test_a_failing_run_file_gives_no_baseline(run_file, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "baseline/run-01").mkdir(parents=True)  # what a killed capture left
+    (tmp_path / "baseline/run-01").mkdir(parents=True)  # left behind by a killed capture
     words = ["baseline", "capture", str(run_file), "--set", "model.path=nowhere"]
     assert main(words) == 1
-    said = capsys.readouterr().err
-    assert "run 1 of the scenario ended with 2" in said
-    assert "nowhere" in said
+    shown = capsys.readouterr().err
+    assert "run 1 failed with exit code 2" in shown
+    assert "nowhere" in shown
     assert not (tmp_path / "baseline/baseline.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--repeats", "0"], "--repeats is 0"),
-        (["--warmup", "3"], "--warmup is 3 of 3 steps"),
+        (["--warmup", "3"], "--warmup is 3, but must be less than train.max_train_steps (3)"),
         (["--warmup", "-1"], "--warmup is -1"),
     ],
 )
-def test_captures_that_would_measure_nothing(run_file, capsys, words, said):
+def test_a_capture_without_measured_steps_is_rejected(run_file, capsys, words, message):
     assert main(["baseline", "capture", str(run_file), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_regression_exits_with_1(written, capsys, tmp_path):
-    before, after = written("before", 100, 101, 99), written("after", 80, 81, 79)
+def test_a_regression_exits_with_1(write_baseline, capsys, tmp_path):
+    before, after = write_baseline("before", 100, 101, 99), write_baseline("after", 80, 81, 79)
     report = tmp_path / "compare.txt"
     assert main(["baseline", "compare", before, after, "--output", str(report)]) == 1
     out = capsys.readouterr().out
@@ -113,30 +113,33 @@ def test_a_regression_exits_with_1(written, capsys, tmp_path):
     assert main(["baseline", "compare", before, after, "--tolerance", "25"]) == 0
 
 
-def test_noise_exits_with_0_and_asks_for_more(written, capsys):
-    before, after = written("before", 100, 130, 70), written("after", 80, 110, 50)
+def test_a_change_within_the_noise_exits_with_0(write_baseline, capsys):
+    before, after = write_baseline("before", 100, 130, 70), write_baseline("after", 80, 110, 50)
     assert main(["baseline", "compare", before, after]) == 0
-    assert "too noisy to tell, repeat more: throughput" in capsys.readouterr().out
+    assert "too noisy, use more repeats: throughput" in capsys.readouterr().out
 
 
-def test_json(written, capsys):
-    before, after = written("before", 100), written("after", 80, machine={"host": "there"})
+def test_a_comparison_can_be_printed_as_json(write_baseline, capsys):
+    before, after = (
+        write_baseline("before", 100),
+        write_baseline("after", 80, machine={"host": "there"}),
+    )
     assert main(["baseline", "compare", before, after, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["differences"] == ["machine: host was here, is there"]
-    assert told["deltas"][0]["verdict"] == "worse"
-    assert told["deltas"][0]["change"] == pytest.approx(-0.2)
+    report = json.loads(capsys.readouterr().out)
+    assert report["differences"] == ["machine: host was here and is now there"]
+    assert report["deltas"][0]["verdict"] == "worse"
+    assert report["deltas"][0]["change"] == pytest.approx(-0.2)
 
 
-def test_other_scenarios_are_not_compared(written, capsys):
-    before = written("before", 100)
-    after = written("after", 100, scenario={"seed": 1, "model": {"family": "tiny"}})
+def test_baselines_of_different_run_files_are_not_compared(write_baseline, capsys):
+    before = write_baseline("before", 100)
+    after = write_baseline("after", 100, scenario={"seed": 1, "model": {"family": "tiny"}})
     assert main(["baseline", "compare", before, after]) == 2
-    assert "the scenarios differ in seed" in capsys.readouterr().err
+    assert "the run files of the two baselines differ in seed" in capsys.readouterr().err
     assert main(["baseline", "compare", before, after, "--allow-different"]) == 0
 
 
-def test_a_tolerance_is_a_percentage(written, capsys):
-    before = written("before", 100)
+def test_a_tolerance_is_a_percentage(write_baseline, capsys):
+    before = write_baseline("before", 100)
     assert main(["baseline", "compare", before, before, "--tolerance", "-1"]) == 2
     assert "--tolerance is -1.0" in capsys.readouterr().err

@@ -207,9 +207,9 @@ def foreign(root, built):
 
 
 def plain():
-    from gracetune.data.augment import PLAIN
+    from gracetune.data.augment import DEFAULT_TRANSFORM
 
-    return PLAIN
+    return DEFAULT_TRANSFORM
 
 
 def test_entries_of_ai_toolkit_are_taken_over_where_they_fit(root, foreign, capsys):

@@ -14,10 +14,11 @@ from gracetune.config.schema import OptimizerSection, PlanSection, RunFile
 from gracetune.errors import ConfigError
 from gracetune.memory.platform import Machine
 from gracetune.models import tiny
-from gracetune.optim.build import state_nbytes_each
-from gracetune.plan.machines import MACHINES, basics_of
-from gracetune.plan.memory import Fixed
-from gracetune.plan.meta_models import SampleShape, outline
+from gracetune.optim.build import state_nbytes_per_element
+from gracetune.plan.machines import MACHINES, machine_rates
+from gracetune.plan.memory import FixedMemory
+from gracetune.models.family import SampleShape
+from gracetune.plan.meta_models import build_meta_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +76,7 @@ def test_a_budget_too_small_is_the_users_to_mend(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(written), "--machine", "gh200-96", "--hbm", "1MB"]) == 2
-    assert "the least is" in capsys.readouterr().err
+    assert "it needs at least" in capsys.readouterr().err
 
 
 def test_without_a_gpu_a_machine_must_be_named(
@@ -84,7 +85,7 @@ def test_without_a_gpu_a_machine_must_be_named(
     without = Machine(None, MACHINES["gh200-96"].platform())
     gone = Machine(None, _replace(without.platform, device=-1, why={"link": "there is none."}))
     with pytest.raises(ConfigError, match=r"no GPU to plan for: there is none\. Name.*gh200-96"):
-        plan.plan(arguments(written), lambda: gone, lambda *_: basics_of(MACHINES["gb10"]))
+        plan.plan(arguments(written), lambda: gone, lambda *_: machine_rates(MACHINES["gb10"]))
 
 
 def test_this_machine_is_measured_and_not_simulated(
@@ -95,7 +96,7 @@ def test_this_machine_is_measured_and_not_simulated(
 
     def measured(device: int, family: str) -> Any:
         asked.append((device, family))
-        return basics_of(MACHINES["h200-pcie"])
+        return machine_rates(MACHINES["h200-pcie"])
 
     assert plan.plan(arguments(written), lambda: here, measured) == 0
     assert asked == [(0, "tiny")]
@@ -139,7 +140,7 @@ def test_one_memory_is_counted_once(
     words = ["--machine", "gb10"] if simulated else []
     state = ["--json", "--set", "optimizer.state=host", "--set", "plan.compile=never"]
     asked = arguments(written, *words, "--samples", "1000", *state)
-    assert plan.plan(asked, lambda: here, lambda *_: basics_of(MACHINES["gb10"])) == 0
+    assert plan.plan(asked, lambda: here, lambda *_: machine_rates(MACHINES["gb10"])) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["budget"]["one_memory"] is True
     assert told["reasons"][0].startswith("host and device are one memory")
@@ -164,7 +165,7 @@ def test_staged_files_are_in_the_one_memory_too(tmp_path: Path) -> None:
     assert nbytes(type="local") == 0
     assert nbytes(type="in_memory", instance_data_dir=str(tmp_path / "gone")) == 0
     with_staged = plan._with_staged(
-        Fixed(1, host_caches_nbytes=5),
+        FixedMemory(1, host_caches_nbytes=5),
         RunFile.model_validate({"datasets": [{**here, "type": "in_memory"}]}),
     )
     assert with_staged.host_caches_nbytes == 1005
@@ -202,7 +203,7 @@ def test_the_least_that_is_named_gives_a_plan(
 ) -> None:
     words = ["plan", str(written), "--machine", "gh200-96", "--set", "plan.compile=never"]
     assert main([*words, "--hbm", "0"]) == 2
-    least = capsys.readouterr().err.partition("the least is ")[2].partition(" (")[0]
+    least = capsys.readouterr().err.partition("at least ")[2].partition(" (")[0]
     assert main([*words, "--hbm", least]) == 0
 
 
@@ -215,7 +216,7 @@ def test_an_unknown_machine_lists_those_there_are(
 
 @pytest.mark.parametrize(("name", "nbytes"), [("adamw", 8.0), ("lion", 4.0)])
 def test_an_optimizers_state_is_tried_out(name: str, nbytes: float) -> None:
-    each = state_nbytes_each(OptimizerSection(name=name))
+    each = state_nbytes_per_element(OptimizerSection(name=name))
     assert each == pytest.approx(nbytes, abs=0.01)
 
 
@@ -225,7 +226,7 @@ def test_an_optimizers_state_is_tried_out(name: str, nbytes: float) -> None:
 def test_training_all_keeps_state_for_all(dtype: str, each: tuple[int, int]) -> None:
     """Weights in fp32, or in bf16 with masters among the state."""
     run = RunFile.model_validate({"model": {"family": "wan22", "dtype": dtype}})
-    shape = outline(run.model, SampleShape(64, 64), {"num_layers": 1, "num_attention_heads": 2})
+    shape = build_meta_model(run.model, SampleShape(64, 64), {"num_layers": 1, "num_attention_heads": 2})
     trained = plan._trained(run, shape)
     count = sum(p.numel() for p in shape.model.parameters())
     assert all(p.requires_grad for p in shape.model.parameters())

@@ -1,4 +1,4 @@
-"""`gracetune port`, as a user and as a script call it."""
+"""`gracetune port`, called by a user and by a script."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ONE = "def one():\n    a = 1\n    b = 2\n    c = 3\n    return a\n"
 
 @pytest.fixture
 def repo(tmp_path, monkeypatch) -> Repo:
-    """A fork that changes one line, and adds a file; upstream changes the same line."""
+    """A fork that changes one line and adds a file; upstream changes the same line."""
     for name, value in IDENTITY.items():
         monkeypatch.setenv(name, value)
     made = Repo(tmp_path / "clone")
@@ -50,10 +50,10 @@ def test_from_extract_to_rollback(port, repo, capsys):
     assert out.endswith("2 patches: 1 conflicts, 1 applies\n")
 
     assert port("apply") == 1
-    said = capsys.readouterr()
-    assert "Backup branch: gh200-backup-" in said.out
-    assert "  upstream:\n        b = 200\n  fork:\n        b = 20\n" in said.err
-    assert "gracetune port apply --continue" in said.err
+    printed = capsys.readouterr()
+    assert "Backup branch: gh200-backup-" in printed.out
+    assert "  upstream:\n        b = 200\n  fork:\n        b = 20\n" in printed.err
+    assert "gracetune port apply --continue" in printed.err
 
     (repo.folder / "one.py").write_text(ONE.replace("b = 2", "b = 220"))
     assert port("apply", "--continue") == 0
@@ -63,24 +63,24 @@ def test_from_extract_to_rollback(port, repo, capsys):
     assert "1 of 1 commands passed." in capsys.readouterr().out
     assert port("checklist") == 0
     page = (repo.folder / "GH200_REBASE_CHECKLIST.md").read_text()
-    assert "settled by hand: `one.py`" in page
+    assert "resolved by hand: `one.py`" in page
     assert "- [x] `grep -q 220 one.py`: passed" in page
 
     (repo.folder / "one.py").write_text("an idea\n")
     assert port("rollback", "--yes") == 0
     out = capsys.readouterr().out
     assert "HEAD is on fork" in out
-    assert "Uncommitted until now, and kept in gh200-kept-" in out
+    assert "Saved in gh200-kept-" in out
     assert (repo.folder / "one.py").read_text() == ONE.replace("b = 2", "b = 20")
 
 
-def test_what_is_not_committed_is_not_in_the_patches(port, repo, capsys):
+def test_uncommitted_changes_are_not_extracted(port, repo, capsys):
     (repo.folder / "one.py").write_text("an idea\n")
     assert port("extract", "--upstream", "upstream") == 0
-    assert "Not in them, because it is not committed: one.py." in capsys.readouterr().out
+    assert "Not included, because not committed: one.py." in capsys.readouterr().out
 
 
-def test_json(port, capsys):
+def test_json_output(port, capsys):
     assert port("extract", "--upstream", "upstream", "--json") == 0
     manifest = json.loads(capsys.readouterr().out)
     assert [patch["name"] for patch in manifest["patches"]] == ["01-one", "02-new"]
@@ -91,36 +91,36 @@ def test_json(port, capsys):
     assert plans[0]["commits"][0]["subject"] == "theirs"
 
 
-def test_a_failing_command_fails_and_shows_its_end(port, capsys):
+def test_a_failing_command_fails_and_its_last_lines_are_shown(port, capsys):
     assert port("extract", "--upstream", "upstream", "--validate-combined", "ls nowhere") == 0
     assert port("validate", "combined") == 1
     out = capsys.readouterr().out
     assert "FAILED, exit 2" in out
     assert "  | ls: cannot access 'nowhere'" in out
     assert port("validate", "everything") == 2
-    assert "'everything' is no group" in capsys.readouterr().err
+    assert "'everything' is not a validation group" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
-        (["plan"], "make the patches first"),
-        (["extract", "--upstream", "nowhere"], "'nowhere' is no commit"),
+        (["plan"], "Create the patches first"),
+        (["extract", "--upstream", "nowhere"], "'nowhere' is not a commit"),
         (["extract", "--upstream", "upstream", "--group", "x"], "write NAME=PATTERN"),
-        (["apply", "--continue"], "no port is under way"),
+        (["apply", "--continue"], "no port is in progress"),
         (["checklist", "--baseline", "nowhere.txt"], "--baseline nowhere.txt cannot be read"),
     ],
 )
-def test_what_a_user_can_mend_is_one_message(port, capsys, words, said):
-    assert port(*words) == 2
-    assert said in capsys.readouterr().err
+def test_user_errors_are_one_message(port, capsys, arguments, message):
+    assert port(*arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def command(repo: Repo, *words: str) -> list[str]:
     return [sys.executable, "-m", "gracetune", "port", "--repo", str(repo.folder), *words]
 
 
-def test_without_a_terminal_nobody_is_asked(port, repo):
+def test_without_a_terminal_yes_is_required(port, repo):
     assert port("extract", "--upstream", "upstream") == 0
     (repo.folder / "one.py").write_text("uncommitted\n")
     done = subprocess.run(
@@ -131,12 +131,12 @@ def test_without_a_terminal_nobody_is_asked(port, repo):
         timeout=60,
     )
     assert done.returncode == 2
-    assert "There is no terminal to ask on; give --yes to do it." in done.stderr
+    assert "There is no terminal to ask on; pass --yes to confirm." in done.stderr
     assert (repo.folder / "one.py").read_text() == "uncommitted\n"
 
 
 @pytest.mark.parametrize(("answer", "code"), [("n\n", 2), ("y\n", 1)])
-def test_on_a_terminal_the_answer_counts(port, repo, answer, code):
+def test_the_user_is_asked_on_a_terminal(port, repo, answer, code):
     assert port("extract", "--upstream", "upstream") == 0
     (repo.folder / "one.py").write_text("uncommitted\n")
     keyboard, terminal = os.openpty()
@@ -148,12 +148,12 @@ def test_on_a_terminal_the_answer_counts(port, repo, answer, code):
     finally:
         os.close(keyboard)
         os.close(terminal)
-    assert "Go on? [y/N]" in done.stdout
-    assert done.returncode == code  # 1: it went on, to the conflict
+    assert "Continue? [y/N]" in done.stdout
+    assert done.returncode == code  # 1: it continued, up to the conflict
     assert ("nothing was changed" in done.stderr) == (code == 2)
 
 
-def test_it_starts_without_torch():
+def test_port_does_not_import_torch():
     code = "import sys, gracetune.cli.port, gracetune.cli.baseline; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n"

@@ -31,7 +31,7 @@ def test_run_files_are_found_by_name(folder: Path) -> None:
         ("{}", ""),
     ],
 )
-def test_the_first_comment_says_what_it_is_for(text: str, comment: str) -> None:
+def test_the_first_comment_is_the_description(text: str, comment: str) -> None:
     assert first_comment(text) == comment
 
 
@@ -40,12 +40,12 @@ def test_a_copy_never_replaces_a_file(folder: Path, tmp_path: Path) -> None:
     copy_examples(find_examples(folder).values(), target)
     assert (target / "demo.json").read_bytes() == (folder / "demo.json").read_bytes()
     (target / "demo.json").write_text("mine")
-    with pytest.raises(ConfigError, match=r"demo\.json is there already"):
+    with pytest.raises(ConfigError, match=r"demo\.json already exists"):
         copy_examples([folder / "demo.json"], target)
     assert (target / "demo.json").read_text() == "mine"
 
 
-def test_a_folder_that_cannot_be_made_is_named(folder: Path) -> None:
+def test_a_target_folder_that_cannot_be_created_is_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--copy"):
         copy_examples([folder / "demo.json"], folder / "judge.py" / "x")
 

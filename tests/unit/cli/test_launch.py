@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.cli.launch import Launch, main, parse
+from gracetune.cli.launch import LaunchArguments, main, parse
 from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError
 
@@ -17,7 +17,7 @@ def test_options_become_overrides():
         "--config=run.json --attention_mechanism flash_attn_3 --max-train-steps=10 "
         "--enable_manual_validation --train.batch_size 4 --seed -1 --output_dir=a=b"
     )
-    assert parse(argv.split()) == Launch(
+    assert parse(argv.split()) == LaunchArguments(
         "run.json",
         (
             "attention_mechanism=flash_attn_3",
@@ -42,17 +42,17 @@ def test_options_become_overrides():
         (["--resume", "none"], "none"),
     ],
 )
-def test_resuming_has_the_forks_names(words, resume):
+def test_resume_accepts_the_names_of_the_forks(words, resume):
     assert parse(["--config", "run.json", *words]).resume == resume
 
 
-def test_the_guides_commands_mean_something():
+def test_the_commands_of_the_guides_set_what_they_name():
     for words in (
         ["--attention_mechanism", "flash_attn_3", "--max_train_steps", "10"],
         ["--enable_manual_validation", "--max_train_steps", "10"],
     ):
-        launch = parse(["--config", str(ROOT / MINIMAL), *words])
-        run = load_run_file(launch.config, launch.overrides, {}).run
+        arguments = parse(["--config", str(ROOT / MINIMAL), *words])
+        run = load_run_file(arguments.config, arguments.overrides, {}).run
         assert run.train.max_train_steps == 10
         assert (
             run.model.attention_mechanism == "flash_attn_3"
@@ -72,7 +72,7 @@ def test_the_guides_commands_mean_something():
         (["-c", "a.json"], "'-c' is not an option"),
     ],
 )
-def test_words_that_are_no_options_are_told(argv, message):
+def test_words_that_are_not_options_are_rejected(argv, message):
     with pytest.raises(ConfigError, match=message):
         parse(argv)
 
@@ -87,7 +87,7 @@ def test_words_that_are_no_options_are_told(argv, message):
         (["--nothing"], "--config is missing"),
     ],
 )
-def test_the_users_mistakes_end_with_two_and_one_message(words, message, capsys, monkeypatch):
+def test_a_users_mistake_exits_with_2_and_one_message(words, message, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(words) == 2
     captured = capsys.readouterr()
@@ -95,13 +95,13 @@ def test_the_users_mistakes_end_with_two_and_one_message(words, message, capsys,
     assert "Traceback" not in captured.err
 
 
-def test_a_bad_allocator_setting_is_the_users_mistake(capsys, monkeypatch):
+def test_a_bad_allocator_setting_is_a_users_mistake(capsys, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "use_uvm:perhaps")
     assert main(["--config", str(ROOT / MINIMAL)]) == 2
     assert "use_uvm in PYTORCH_CUDA_ALLOC_CONF is 'perhaps'" in capsys.readouterr().err
 
 
-def test_help_is_an_answer(capsys):
+def test_help_prints_the_usage(capsys):
     assert main(["--config", "x", "--help"]) == 0
     assert "--resume_from_checkpoint" in capsys.readouterr().out
 
@@ -122,7 +122,7 @@ from gracetune.cli import launch, main
 @pytest.mark.parametrize(
     "call", [f"main.main(['train', '{MINIMAL}'])", f"launch.main(['--config', '{MINIMAL}'])"]
 )
-def test_torch_finds_its_allocator_told_to_grow_segments(call, monkeypatch):
+def test_expandable_segments_are_set_before_torch_is_imported(call, monkeypatch):
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(variable, raising=False)
     words = [sys.executable, "-c", AT_TORCH.format(call=call)]
@@ -130,7 +130,7 @@ def test_torch_finds_its_allocator_told_to_grow_segments(call, monkeypatch):
     assert done.stdout.endswith("expandable_segments:True"), done.stdout + done.stderr
 
 
-def test_train_py_hands_the_exit_code_on():
+def test_train_py_returns_the_exit_code():
     result = subprocess.run(
         [sys.executable, "train.py", "--config", MINIMAL, "--seeed", "3"],
         cwd=ROOT,

@@ -8,18 +8,19 @@ from gracetune.cli.main import main
 from gracetune.events.run_control import RunControl
 
 
-def test_the_run_hears_and_the_user_is_told_who(
+def test_a_request_reaches_the_run_and_names_its_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    requests = RunControl(tmp_path)
-    requests.open(os.getpid())
+    control = RunControl(tmp_path)
+    control.open(os.getpid())
     assert main(["now", "save", str(tmp_path)]) == 0
-    assert requests.take_requests() == {"save"}
-    said = capsys.readouterr().out
-    assert said == f"asked process {os.getpid()} to save, after its current step.\n"
+    assert control.take_requests() == {"save"}
+    assert (
+        capsys.readouterr().out == f"asked process {os.getpid()} to save, after its current step.\n"
+    )
 
 
-def test_a_run_elsewhere_is_named_with_its_machine(
+def test_a_run_on_another_machine_is_named_with_its_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     RunControl(tmp_path).open(os.getpid())
@@ -29,12 +30,14 @@ def test_a_run_elsewhere_is_named_with_its_machine(
     assert "on node7" in capsys.readouterr().out
 
 
-def test_nobody_listening_is_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["now", "validate", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith(f"gracetune: No run is listening in {tmp_path}")
+    assert capsys.readouterr().err.startswith(f"gracetune: no run accepts requests in {tmp_path}")
 
 
-def test_an_unknown_request_is_exit_2(tmp_path: Path) -> None:
+def test_an_unknown_request_exits_with_2(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["now", "dance", str(tmp_path)])
     assert caught.value.code == 2

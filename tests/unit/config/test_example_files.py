@@ -7,7 +7,7 @@ import pytest
 from gracetune.cli.examples import first_comment
 from gracetune.config.checks import check_trainable
 from gracetune.config.load import load_run_file
-from gracetune.data.buckets import frame_counts, sound_lengths
+from gracetune.data.buckets import frame_counts, audio_lengths
 
 FILES = sorted((Path(__file__).parents[3] / "examples").glob("*.json"))
 
@@ -24,5 +24,5 @@ def test_it_loads_and_says_what_it_is_for(file):
     assert first_comment(file.read_text())
     assert run.output_dir == f"runs/{file.stem}"
     for data in run.datasets:
-        lengths = {"video": frame_counts, "audio": sound_lengths}.get(data.dataset_type)
+        lengths = {"video": frame_counts, "audio": audio_lengths}.get(data.dataset_type)
         assert lengths is None or lengths(data)

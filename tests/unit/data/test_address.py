@@ -6,7 +6,7 @@ import pytest
 from made_sources import JPEG, image_table, save_to_disk, write_folder, write_parquet, write_tar
 
 from gracetune.config.schema import DatasetSection
-from gracetune.data.dataset import kind_of_address, open_address
+from gracetune.data.dataset import address_kind, open_address
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 )
 def test_a_folder_is_what_it_holds(tmp_path: Path, files: list[str], kind: str) -> None:
     write_folder(tmp_path, dict.fromkeys(files, b"x"))
-    assert kind_of_address(str(tmp_path)) == kind
+    assert address_kind(str(tmp_path)) == kind
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_a_folder_is_what_it_holds(tmp_path: Path, files: list[str], kind: str) 
     ],
 )
 def test_a_name_is_what_it_says(address: str, kind: str) -> None:
-    assert kind_of_address(address) == kind
+    assert address_kind(address) == kind
 
 
 def test_a_folder_named_like_a_shard_is_a_folder(tmp_path: Path) -> None:
     write_folder(tmp_path / "x.tar", {"a.jpg": b"x"})
-    assert kind_of_address(str(tmp_path / "x.tar")) == "folder"
+    assert address_kind(str(tmp_path / "x.tar")) == "folder"
 
 
 def test_each_kind_is_opened(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from PIL import Image, ImageFilter
 from gracetune.config.schema import AugmentationSection, DatasetSection
 from gracetune.data.augment import (
     AUGMENTATIONS,
-    NOTHING,
+    NO_AUGMENTATIONS,
     AugmentationDraw,
     Step,
     apply,
@@ -102,13 +102,13 @@ def test_probability_is_kept() -> None:
     section = _section({"name": "flip", "probability": 0.25})
     hits = sum(bool(draw_augmentations(section, 0, str(n), 0).steps) for n in range(2000))
     assert 430 < hits < 570
-    assert draw_augmentations(_always("flip", probability=0), 0, "a", 0) == NOTHING
+    assert draw_augmentations(_always("flip", probability=0), 0, "a", 0) == NO_AUGMENTATIONS
 
 
 def test_a_draw_of_nothing_has_the_name_of_no_augmentation() -> None:
-    assert NOTHING.name == "as it is"
-    assert draw_augmentations(_section(), 0, "abc", 0) == NOTHING
-    assert apply(NOTHING, IMAGE) is IMAGE
+    assert NO_AUGMENTATIONS.name == "as it is"
+    assert draw_augmentations(_section(), 0, "abc", 0) == NO_AUGMENTATIONS
+    assert apply(NO_AUGMENTATIONS, IMAGE) is IMAGE
 
 
 def test_controls_of_another_size_get_the_same_warp() -> None:

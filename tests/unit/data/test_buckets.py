@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.config.schema import DatasetSection
-from gracetune.data.buckets import as_json, assign, bucket_sizes, cropped_share, report
+from gracetune.data.buckets import as_json, assign, bucket_sizes, cropped_fraction, report
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError
 
@@ -75,8 +75,8 @@ def test_every_sample_has_one_place_and_no_other_bucket_crops_less(
     )
     for size, group in plan.buckets.items():
         for sample in group:
-            least = min(cropped_share(other, [sample]) for other in sizes)
-            assert cropped_share(size, [sample]) <= least + 1e-9
+            least = min(cropped_fraction(other, [sample]) for other in sizes)
+            assert cropped_fraction(size, [sample]) <= least + 1e-9
 
 
 def test_what_is_dropped_says_by_which_setting() -> None:

@@ -8,7 +8,7 @@ from made_media import photo, picture_bytes
 from PIL import Image
 
 from gracetune.config.schema import DatasetSection
-from gracetune.data.augment import recipe_of, render, render_control, render_mask
+from gracetune.data.augment import render, render_control, render_mask, sample_transform
 from gracetune.data.conditioning import JoinedSource, same_aspect
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.source import FileRange, FolderSource
@@ -81,7 +81,7 @@ def test_picture_control_and_mask_lie_over_each_other(folders: Path) -> None:
         ],
     )
     for sample in dataset.samples:
-        recipe = recipe_of(dataset.section, sample, seed=3)
+        recipe = sample_transform(dataset.section, sample, seed=3)
         control, mask = (dataset.source.read(c.key) for c in sample.companions)
         image = render(dataset.source.read(sample.key), recipe, (32, 32))
         shown = render_control(control, recipe, (32, 32))

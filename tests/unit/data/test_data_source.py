@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.data.source import FileRange, check_name, is_hidden, printable, read_place, stamp_of
+from gracetune.data.source import (
+    FileRange,
+    check_name,
+    file_stamp,
+    is_hidden,
+    printable,
+    read_range,
+)
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -48,11 +55,11 @@ def test_a_place_is_read_in_as_many_calls_as_it_takes(
     path.write_bytes(bytes(range(100)))
     whole = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, count, offset: whole(fd, min(count, 7), offset))
-    assert read_place(FileRange(str(path), 10, 50)) == bytes(range(10, 60))
-    assert read_place(FileRange(str(path), 90, 0)) == b""
-    assert read_place(FileRange(str(path), 0, None)) == bytes(range(100))
+    assert read_range(FileRange(str(path), 10, 50)) == bytes(range(10, 60))
+    assert read_range(FileRange(str(path), 90, 0)) == b""
+    assert read_range(FileRange(str(path), 0, None)) == bytes(range(100))
     with pytest.raises(OSError, match="ends 40 bytes too early"):
-        read_place(FileRange(str(path), 90, 50))
+        read_range(FileRange(str(path), 90, 50))
 
 
 @pytest.mark.parametrize("now", [b"", b"less", b"x" * 100, b"more" * 1000])
@@ -69,17 +76,17 @@ def test_a_whole_file_is_what_it_has_when_it_is_read(
         return whole(descriptor, count, offset)
 
     monkeypatch.setattr(os, "pread", after_a_change)
-    assert read_place(FileRange(str(path), 0, None)) == now
+    assert read_range(FileRange(str(path), 0, None)) == now
 
 
 def test_a_stamp_tells_a_change_that_keeps_length_and_date(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"one")
-    before, status = stamp_of([str(path)]), path.stat()
-    assert stamp_of([str(path)]) == before
-    while stamp_of([str(path)]) == before:  # some kernels count time in steps of milliseconds
+    before, status = file_stamp([str(path)]), path.stat()
+    assert file_stamp([str(path)]) == before
+    while file_stamp([str(path)]) == before:  # some kernels count time in steps of milliseconds
         path.write_bytes(b"two")
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert path.stat().st_mtime_ns == status.st_mtime_ns
     path.unlink()
-    assert stamp_of([str(path)]) not in (before, stamp_of([]))
+    assert file_stamp([str(path)]) not in (before, file_stamp([]))

@@ -17,7 +17,7 @@ from gracetune.data.images import (
     choose_decoders,
     decode,
     decode_pixels,
-    plain_header,
+    parse_simple_header,
     png_chunks,
 )
 
@@ -114,13 +114,13 @@ def test_plain_pictures_are_known_by_their_header(
     file_format: str, options: dict[str, object]
 ) -> None:
     data = picture_bytes(COLOURED, file_format, **options)
-    assert plain_header(data) == (file_format, (61, 47))
+    assert parse_simple_header(data) == (file_format, (61, 47))
     assert np.array_equal(decode_pixels(data, FAST), np.asarray(decode(data)))
 
 
 def test_an_interlaced_png_is_plain_too() -> None:
     data = _interlaced(COLOURED)
-    assert plain_header(data) == ("PNG", (61, 47))
+    assert parse_simple_header(data) == ("PNG", (61, 47))
     assert np.array_equal(np.asarray(decode(data)), COLOURED)
     assert np.array_equal(FAST.simple["PNG"](data), COLOURED)
 
@@ -133,7 +133,7 @@ def test_a_damaged_png_is_read_as_pillow_reads_it_or_not_at_all() -> None:
     for _ in range(500):
         data = bytearray(whole)
         data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
-        plain = FAST.simple["PNG"](bytes(data)) if plain_header(bytes(data)) else None
+        plain = FAST.simple["PNG"](bytes(data)) if parse_simple_header(bytes(data)) else None
         outcomes.append(plain is not None)
         if plain is not None:
             assert np.array_equal(plain, np.asarray(decode(bytes(data))))
@@ -146,7 +146,7 @@ NO_PICTURES = {"nothing", "no WebP", "no JPEG", "no PNG", "JPEG of another depth
 
 @pytest.mark.parametrize("data", SPECIAL.values(), ids=SPECIAL)
 def test_of_all_others_nothing_is_said(data: bytes) -> None:
-    assert plain_header(data) is None
+    assert parse_simple_header(data) is None
 
 
 @pytest.mark.parametrize("name", sorted(SPECIAL.keys() - NO_PICTURES))
@@ -160,7 +160,7 @@ def test_a_header_that_ends_early_is_none(name: str) -> None:
     file_format, options = PLAIN[name]
     data = picture_bytes(COLOURED, file_format, **options)
     for end in range(min(len(data), 700)):
-        found = plain_header(data[:end])
+        found = parse_simple_header(data[:end])
         assert found is None or found[1] == (61, 47), end
 
 

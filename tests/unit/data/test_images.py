@@ -14,12 +14,12 @@ from PIL import Image, ImageCms
 from gracetune.data.images import (
     UnreadableImageError,
     choose_decoders,
+    crop_box,
     decode,
     decode_pixels,
     fit,
     fit_pixels,
     probe,
-    whole_box,
 )
 
 
@@ -358,7 +358,7 @@ def test_torch_fits_as_pillow_does(
     source: tuple[int, int], target: tuple[int, int], crop: tuple[float, float]
 ) -> None:
     image = _noise(*source).resize(source, Image.Resampling.BOX)
-    box = whole_box(source, target, crop)
+    box = crop_box(source, target, crop)
     assert 0 <= box[0] < box[2] <= source[0]
     assert 0 <= box[1] < box[3] <= source[1]
     by_torch = fit_pixels(np.array(image), *target, crop)

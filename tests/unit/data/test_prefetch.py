@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from gracetune.data.prefetch import Prefetch, by_threads, prefetched
+from gracetune.data.prefetch import Prefetch, prefetched, worker_threads
 from gracetune.errors import DataError, RunFailedError
 
 if TYPE_CHECKING:
@@ -197,5 +197,5 @@ def test_children_end_with_a_parent_that_is_killed(tmp_path: object) -> None:
 
 
 def test_workers_default_to_the_cpus() -> None:
-    assert by_threads(None, 4, 9.0).num_workers == len(os.sched_getaffinity(0))
-    assert by_threads(3, 4, 9.0) == Prefetch(3, 4, 9.0)
+    assert worker_threads(None, 4, 9.0).num_workers == len(os.sched_getaffinity(0))
+    assert worker_threads(3, 4, 9.0) == Prefetch(3, 4, 9.0)

@@ -10,15 +10,15 @@ from made_media import grey_frames, photo, picture_bytes, sound_bytes, video_byt
 from gracetune.config.schema import DatasetSection
 from gracetune.data.audio import probe_audio
 from gracetune.data.augment import (
-    PLAIN,
+    DEFAULT_TRANSFORM,
     SampleTransform,
     check_augmentable,
-    recipe_of,
     render,
+    render_audio,
     render_control,
     render_mask,
-    render_sound,
     render_video,
+    sample_transform,
 )
 from gracetune.data.buckets import assign
 from gracetune.data.images import PILLOW, choose_decoders, decode, fit
@@ -38,38 +38,40 @@ def _section(**settings: object) -> DatasetSection:
 
 
 def test_the_plain_recipe_has_the_name_it_always_had() -> None:
-    assert recipe_of(_section(), SAMPLE, 0) == PLAIN
-    assert PLAIN.name == "cover-lanczos-centre"
+    assert sample_transform(_section(), SAMPLE, 0) == DEFAULT_TRANSFORM
+    assert DEFAULT_TRANSFORM.name == "cover-lanczos-centre"
 
 
 def test_whatever_changes_pixels_changes_the_name() -> None:
     flip = [{"name": "flip", "probability": 1}]
     turn = [{"name": "rotate", "probability": 1}]
     recipes = [
-        recipe_of(_section(), SAMPLE, 0),
-        recipe_of(_section(crop="top"), SAMPLE, 0),
-        recipe_of(_section(crop="random"), SAMPLE, 0),
-        recipe_of(_section(crop="random"), OTHER, 0),
-        recipe_of(_section(crop="random"), SAMPLE, 1),
-        recipe_of(_section(crop="random"), SAMPLE, 0, generation=1),
-        recipe_of(_section(decode="fast"), SAMPLE, 0),
-        recipe_of(_section(augmentations=flip), SAMPLE, 0),
-        recipe_of(_section(augmentations=turn), SAMPLE, 0),
-        recipe_of(_section(augmentations=turn), SAMPLE, 0, generation=1),
-        recipe_of(_section(augmentations=flip, decode="fast"), SAMPLE, 0),
-        recipe_of(_section(), SAMPLE, 0, lanczos="torch"),
+        sample_transform(_section(), SAMPLE, 0),
+        sample_transform(_section(crop="top"), SAMPLE, 0),
+        sample_transform(_section(crop="random"), SAMPLE, 0),
+        sample_transform(_section(crop="random"), OTHER, 0),
+        sample_transform(_section(crop="random"), SAMPLE, 1),
+        sample_transform(_section(crop="random"), SAMPLE, 0, generation=1),
+        sample_transform(_section(decode="fast"), SAMPLE, 0),
+        sample_transform(_section(augmentations=flip), SAMPLE, 0),
+        sample_transform(_section(augmentations=turn), SAMPLE, 0),
+        sample_transform(_section(augmentations=turn), SAMPLE, 0, generation=1),
+        sample_transform(_section(augmentations=flip, decode="fast"), SAMPLE, 0),
+        sample_transform(_section(), SAMPLE, 0, lanczos="torch"),
     ]
     assert len({recipe.name for recipe in recipes}) == len(recipes)
 
 
 def test_a_draw_that_changes_nothing_shares_the_plain_entry() -> None:
     never = _section(augmentations=[{"name": "flip", "probability": 0}])
-    assert recipe_of(never, SAMPLE, 0).name == PLAIN.name
+    assert sample_transform(never, SAMPLE, 0).name == DEFAULT_TRANSFORM.name
 
 
 def test_random_crops_lie_anywhere_and_names_are_exact() -> None:
     section = _section(crop="random")
-    places = [recipe_of(section, Sample("cats", "a", "", str(n), 9, 9), 0).crop for n in range(300)]
+    places = [
+        sample_transform(section, Sample("cats", "a", "", str(n), 9, 9), 0).crop for n in range(300)
+    ]
     for axis in (0, 1):
         values = [place[axis] for place in places]
         assert min(values) < 0.03
@@ -82,9 +84,9 @@ def test_random_crops_lie_anywhere_and_names_are_exact() -> None:
 def test_crops_take_the_part_they_name() -> None:
     data = picture_bytes(photo(64, 96))
     whole = decode(data)
-    top = render(data, recipe_of(_section(crop="top"), SAMPLE, 0), (64, 64))
+    top = render(data, sample_transform(_section(crop="top"), SAMPLE, 0), (64, 64))
     assert top.equal(fit(whole.crop((0, 0, 64, 64)), 64, 64))
-    assert render(data, PLAIN, (64, 64)).equal(fit(whole.crop((0, 16, 64, 80)), 64, 64))
+    assert render(data, DEFAULT_TRANSFORM, (64, 64)).equal(fit(whole.crop((0, 16, 64, 80)), 64, 64))
     bottom = render(data, SampleTransform(crop=(0.5, 1.0)), (64, 64))
     assert bottom.equal(fit(whole.crop((0, 32, 64, 96)), 64, 64))
 
@@ -92,8 +94,8 @@ def test_crops_take_the_part_they_name() -> None:
 @pytest.mark.parametrize("decoders", [PILLOW, choose_decoders()])
 def test_fast_is_near_and_exact_is_exact(decoders: object) -> None:
     data = picture_bytes(photo(800, 600), "JPEG", quality=95)
-    exact = render(data, PLAIN, (96, 64), decoders)
-    assert exact.equal(render(data, PLAIN, (96, 64)))
+    exact = render(data, DEFAULT_TRANSFORM, (96, 64), decoders)
+    assert exact.equal(render(data, DEFAULT_TRANSFORM, (96, 64)))
     fast = render(data, SampleTransform(fast=True), (96, 64), decoders)
     assert not fast.equal(exact)
     assert float((fast - exact).abs().mean()) < 0.05
@@ -102,8 +104,8 @@ def test_fast_is_near_and_exact_is_exact(decoders: object) -> None:
 def test_fast_waits_where_augmentations_need_the_whole_picture() -> None:
     data = picture_bytes(photo(800, 600), "JPEG", quality=95)
     section = _section(augmentations=[{"name": "crop", "probability": 1, "amount": 0.9}])
-    exact = recipe_of(section, SAMPLE, 0)
-    fast = recipe_of(section.model_copy(update={"decode": "fast"}), SAMPLE, 0)
+    exact = sample_transform(section, SAMPLE, 0)
+    fast = sample_transform(section.model_copy(update={"decode": "fast"}), SAMPLE, 0)
     assert fast.fast
     assert render(data, fast, (96, 64)).equal(render(data, exact, (96, 64)))
 
@@ -113,7 +115,7 @@ def test_torchs_lanczos_is_pillows_to_the_eye(draw: list[object]) -> None:
     data = picture_bytes(photo(160, 120), "JPEG")
     section = _section(augmentations=draw)
     ours, theirs = (
-        render(data, recipe_of(section, SAMPLE, 0, lanczos=who), (64, 48), choose_decoders())
+        render(data, sample_transform(section, SAMPLE, 0, lanczos=who), (64, 48), choose_decoders())
         for who in ("torch", "pillow")
     )
     assert not ours.equal(theirs)
@@ -139,9 +141,9 @@ def test_a_mask_drawn_white_on_nothing_is_black_elsewhere(
     drawn = np.zeros((64, 64, channels), np.uint8)
     drawn[16:48, 16:48] = 255
     data = picture_bytes(drawn)
-    mask = render_mask(data, PLAIN, (64, 64), decoders)
+    mask = render_mask(data, DEFAULT_TRANSFORM, (64, 64), decoders)
     assert (float(mask.mean()), float(mask[0, 32, 32])) == (0.25, 1.0)
-    assert render_mask(data, PLAIN, (64, 64), decoders, inverted=True).equal(1 - mask)
+    assert render_mask(data, DEFAULT_TRANSFORM, (64, 64), decoders, inverted=True).equal(1 - mask)
 
 
 def test_videos_are_rendered_as_the_run_file_says() -> None:
@@ -151,7 +153,7 @@ def test_videos_are_rendered_as_the_run_file_says() -> None:
     names = set()
     for clip, first in (("start", 0), ("center", 25), ("random", None)):
         section = _section(dataset_type="video", frames=5, fps=12, clip=clip, resolution=32)
-        recipe = recipe_of(section, film, 1)
+        recipe = sample_transform(section, film, 1)
         (shape,) = assign([film], section, 16).buckets
         pixels = render_video(data, recipe, shape)
         assert tuple(pixels.shape) == (3, 5, shape[1], shape[0])
@@ -159,7 +161,7 @@ def test_videos_are_rendered_as_the_run_file_says() -> None:
         assert [b - a for a, b in itertools.pairwise(levels)] == [2, 2, 2, 2]
         assert first is None or abs(levels[0] - first) <= 1
         names.add(recipe.name)
-    names.add(recipe_of(_section(dataset_type="video"), film, 1).name)
+    names.add(sample_transform(_section(dataset_type="video"), film, 1).name)
     assert len(names) == 4
 
 
@@ -172,7 +174,7 @@ def test_sounds_are_rendered_as_the_run_file_says() -> None:
     for clip in ("start", "center", "random"):
         section = _section(**settings, clip=clip)
         (shape,) = assign([sound], section, 16).buckets
-        starts[clip] = render_sound(data, recipe_of(section, sound, 1), shape).item()
+        starts[clip] = render_audio(data, sample_transform(section, sound, 1), shape).item()
     assert starts["start"] == -1
     assert starts["center"] == pytest.approx(0, abs=0.01)
     assert starts["random"] not in (starts["start"], starts["center"])

@@ -1,4 +1,4 @@
-"""A small fork and its upstream, which a test changes as it likes."""
+"""A small repository with a base commit; tests add a fork branch and an upstream branch."""
 
 import pytest
 from git_history import Repo
@@ -43,21 +43,21 @@ def module() -> str:
 
 @pytest.fixture
 def repo(tmp_path) -> Repo:
-    """`main` is the base; `fork` and `upstream` are for a test to grow from it."""
-    made = Repo(tmp_path / "clone")
+    """A repository whose `main` branch is the base of fork and upstream."""
+    repo = Repo(tmp_path / "clone")
     files = {
         "pkg/one.py": MODULE,
         "pkg/two.py": '"""Two."""\n\n\ndef other():\n    return 2\n',
         "docs/guide.md": "".join(f"line {i}\n" for i in range(20)),
         "data.bin": b"\0\1\2\3" * 10,
     }
-    made.commits("main", [("base", files)])
-    return made
+    repo.commits("main", [("base", files)])
+    return repo
 
 
 @pytest.fixture
 def grow(repo):
-    """Give the fork and upstream their changes, and stand on the fork."""
+    """Return a function that commits changes to `fork` and `upstream` and checks out `fork`."""
 
     def grow(fork, upstream) -> Repo:
         repo.commits("fork", [("the fork", fork)], parent="main")

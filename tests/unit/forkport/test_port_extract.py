@@ -1,13 +1,13 @@
-"""Patch sets: what is in them, how it is grouped and judged, and when one is refused."""
+"""Extract patch sets: content, grouping, risk, and when extraction is refused."""
 
 import json
 
 import pytest
 
-from forkport.extract import extract, count_churn
+from forkport import ForkportError
+from forkport.extract import count_churn, extract
 from forkport.git import open_repository
 from forkport.patches import ValidationCommands, read_manifest, read_patch
-from gracetune.errors import PortError
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def patches(repo):
 
 
 def test_patches_rebuild_the_fork_exactly(grow, patches, module):
-    """Applied to the base one after another: modified, new, deleted, renamed, binary."""
+    """Covers modified, new, deleted, renamed and binary files, applied one patch after another."""
     repo = grow(
         {
             "pkg/one.py": None,
@@ -39,7 +39,7 @@ def test_patches_rebuild_the_fork_exactly(grow, patches, module):
     assert "| `pkg/uno.py` |" in page
 
 
-def test_folders_that_change_upstream_come_first(grow, patches, module):
+def test_folders_that_change_upstream_files_come_first(grow, patches, module):
     repo = grow(
         {"a/new.py": "", "a/newer.py": "x\n", "pkg/one.py": module + "#\n", "docs/x.md": "x\n"},
         {"up.txt": "up\n"},
@@ -48,7 +48,7 @@ def test_folders_that_change_upstream_come_first(grow, patches, module):
     assert names == ["01-one", "02-a", "03-x-md"]
 
 
-def test_groups_are_the_users(grow, patches, module):
+def test_the_user_can_group_files(grow, patches, module):
     repo = grow({"a/new.py": "x\n", "pkg/one.py": module + "#\n", "docs/x.md": "x\n"}, {"u": "u\n"})
     groups = [("Documents", "*.md"), ("code", "a")]
     manifest = extract(repo.git, "fork", "upstream", patches, groups)
@@ -57,11 +57,11 @@ def test_groups_are_the_users(grow, patches, module):
         "02-code": ["a/new.py"],
         "03-one": ["pkg/one.py"],
     }
-    with pytest.raises(PortError, match="--group nothing matches no changed file"):
+    with pytest.raises(ForkportError, match="--group nothing matches no changed file"):
         extract(repo.git, "fork", "upstream", patches, [("nothing", "*.rs")])
 
 
-def test_risk_is_what_upstream_did_to_the_same_files(repo, patches, module):
+def test_risk_follows_upstreams_changes_of_the_same_files(repo, patches, module):
     guide = "".join(f"line {i}\n" for i in range(20))
     repo.commits(
         "fork",
@@ -94,13 +94,13 @@ def test_risk_is_what_upstream_did_to_the_same_files(repo, patches, module):
     assert churn.commits["pkg/one.py"] == 11, "counted under the name that the base has"
 
 
-def test_untouched_files_are_low_risk(grow, patches, module):
+def test_files_untouched_by_upstream_are_low_risk(grow, patches, module):
     repo = grow({"pkg/one.py": module + "#\n"}, {"u": "u\n"})
     [patch] = extract(repo.git, "fork", "upstream", patches).patches
     assert (patch.risk, patch.why) == ("low", "upstream left these files alone")
 
 
-def test_commands_written_by_hand_are_kept(grow, patches, module):
+def test_hand_written_validation_commands_survive_another_extract(grow, patches, module):
     repo = grow({"pkg/one.py": module + "#\n"}, {"u": "u\n"})
     extract(repo.git, "fork", "upstream", patches)
     text = json.loads((patches / "manifest.json").read_text())
@@ -111,16 +111,16 @@ def test_commands_written_by_hand_are_kept(grow, patches, module):
     assert extract(repo.git, "fork", "upstream", patches, (), new).validation == new
 
 
-def test_a_folder_of_something_else_is_left_alone(grow, patches, module):
+def test_a_folder_that_is_not_a_patch_set_is_refused(grow, patches, module):
     repo = grow({"pkg/one.py": module + "#\n"}, {"u": "u\n"})
     patches.mkdir()
     (patches / "mine.txt").write_text("mine")
-    with pytest.raises(PortError, match="is no patch set"):
+    with pytest.raises(ForkportError, match="is not a patch set"):
         extract(repo.git, "fork", "upstream", patches)
     assert (patches / "mine.txt").exists()
 
 
-def test_settings_of_the_users_git_do_not_change_a_patch(grow, patches, module):
+def test_the_users_git_settings_do_not_change_patches(grow, patches, module):
     repo = grow({"pkg/one.py": module + "#\n"}, {"u": "u\n"})
     plain = extract(repo.git, "fork", "upstream", patches)
     for key, value in {
@@ -136,56 +136,56 @@ def test_settings_of_the_users_git_do_not_change_a_patch(grow, patches, module):
 
 
 @pytest.mark.parametrize(
-    ("branch", "upstream", "said"),
+    ("branch", "upstream", "message"),
     [
-        ("nowhere", "upstream", "'nowhere' is no commit"),
-        ("fork", "origin/main", "'origin/main' is no commit .* after `git fetch`"),
-        ("upstream", "upstream", "has nothing that upstream does not have"),
+        ("nowhere", "upstream", "'nowhere' is not a commit"),
+        ("fork", "origin/main", "'origin/main' is not a commit .* after `git fetch`"),
+        ("upstream", "upstream", "has no changes that upstream does not have"),
     ],
 )
-def test_what_cannot_be_extracted(grow, patches, module, branch, upstream, said):
+def test_extraction_is_refused(grow, patches, module, branch, upstream, message):
     repo = grow({"pkg/one.py": module + "#\n"}, {"u": "u\n"})
-    with pytest.raises(PortError, match=said):
+    with pytest.raises(ForkportError, match=message):
         extract(repo.git, branch, upstream, patches)
 
 
-def test_a_patch_that_was_edited_is_refused(grow, patches, module):
+def test_an_edited_or_missing_patch_is_refused(grow, patches, module):
     repo = grow({"pkg/one.py": module + "#\n"}, {"u": "u\n"})
     extract(repo.git, "fork", "upstream", patches)
     file = patches / "01-one.patch"
     file.write_bytes(file.read_bytes() + b"\n")
-    with pytest.raises(PortError, match="was changed after it was extracted"):
+    with pytest.raises(ForkportError, match="was edited after it was extracted"):
         read_manifest(patches)
     file.unlink()
-    with pytest.raises(PortError, match="cannot be read"):
+    with pytest.raises(ForkportError, match="cannot be read"):
         read_manifest(patches)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [('{"version": 2}', "version"), ("{", "the file"), ('{"surprise": 1}', "Field required")],
 )
-def test_a_manifest_that_is_none(patches, text, said):
-    with pytest.raises(PortError, match="make the patches first"):
+def test_an_invalid_manifest_is_refused(patches, text, message):
+    with pytest.raises(ForkportError, match="Create the patches first"):
         read_manifest(patches)
     patches.mkdir()
     (patches / "manifest.json").write_text(text)
-    with pytest.raises(PortError, match=said):
+    with pytest.raises(ForkportError, match=message):
         read_manifest(patches)
 
 
-def test_a_folder_without_git(tmp_path):
+def test_a_folder_without_git_is_refused(tmp_path):
     environment = {"PATH": "/usr/bin:/bin", "GIT_CEILING_DIRECTORIES": str(tmp_path)}
     (tmp_path / "plain").mkdir()
-    with pytest.raises(PortError, match="not in a git working tree"):
+    with pytest.raises(ForkportError, match="not in a git working tree"):
         open_repository(tmp_path / "plain", environment)
-    with pytest.raises(PortError, match="is no folder"):
+    with pytest.raises(ForkportError, match="is not a folder"):
         open_repository(tmp_path / "absent", environment)
-    with pytest.raises(PortError, match="`git` is not installed"):
+    with pytest.raises(ForkportError, match="`git` is not installed"):
         open_repository(tmp_path / "plain", {"PATH": str(tmp_path)})
 
 
-def test_histories_that_have_nothing_in_common(repo, patches):
+def test_histories_without_a_common_commit_are_refused(repo, patches):
     repo.commits("stranger", [("other", {"x": "x\n"})])
-    with pytest.raises(PortError, match=r"have no commit in common .* git fetch --unshallow"):
+    with pytest.raises(ForkportError, match=r"have no commit in common .* git fetch --unshallow"):
         extract(repo.git, "stranger", "main", patches)

@@ -1,15 +1,16 @@
-"""What becomes of single changes, case by case."""
+"""Merge single changes of a fork with single changes of upstream, case by case."""
 
 import pytest
 from git_history import Repo
 
 from forkport.extract import extract
-from forkport.plan import conflict_lines, make_plan, plan_lines
+from forkport.plan import make_plan
+from forkport.report import conflict_lines, plan_lines
 
 
 @pytest.fixture
 def planned(grow):
-    """The plan for a fork and an upstream; one patch for all files."""
+    """Return a function that plans a fork's changes, as one patch, on an upstream."""
 
     def plan(fork, upstream):
         repo = grow(fork, upstream)
@@ -25,7 +26,7 @@ def content(repo, file) -> bytes:
     return repo.git.read_blob(file.entry.blob)
 
 
-def test_lines_far_apart_merge(planned, repo, module):
+def test_changes_of_distant_lines_merge(planned, repo, module):
     one = planned(
         {"pkg/one.py": module.replace("a = 1", "a = 10")},
         {"pkg/one.py": module.replace("z = 3", "z = 30")},
@@ -38,7 +39,7 @@ def test_lines_far_apart_merge(planned, repo, module):
     assert file.notes == ()
 
 
-def test_the_same_line_is_a_conflict_with_both_sides(planned, repo, module):
+def test_changes_of_the_same_line_conflict(planned, repo, module):
     one = planned(
         {"pkg/one.py": module.replace("b = 2", "b = 20")},
         {"pkg/one.py": module.replace("b = 2", "b = 200")},
@@ -58,7 +59,7 @@ def test_the_same_line_is_a_conflict_with_both_sides(planned, repo, module):
     assert (touch.subject, touch.labels) == ("upstream", ("pkg/one.py: first",))
 
 
-def test_neighbouring_lines_keep_both_changes_and_say_so(planned, repo, module):
+def test_changes_of_neighbouring_lines_are_both_kept_with_a_note(planned, repo, module):
     one = planned(
         {"pkg/one.py": module.replace("b = 2", "b = 20")},
         {"pkg/one.py": module.replace("c = 3", "c = 30")},
@@ -71,7 +72,7 @@ def test_neighbouring_lines_keep_both_changes_and_say_so(planned, repo, module):
     )
 
 
-def test_two_insertions_at_one_place_have_no_order(planned, module):
+def test_two_insertions_at_one_place_conflict(planned, module):
     one = planned(
         {"pkg/one.py": module.replace("    b = 2\n", "    b = 2\n    fork = 1\n")},
         {"pkg/one.py": module.replace("    b = 2\n", "    b = 2\n    upstream = 1\n")},
@@ -80,13 +81,13 @@ def test_two_insertions_at_one_place_have_no_order(planned, module):
     assert one.files[0].conflicts[0].base == b""
 
 
-def test_what_both_did_is_done_once(planned, module):
+def test_the_same_change_on_both_sides_needs_no_patch(planned, module):
     new = module.replace("b = 2", "b = 20")
     one = planned({"pkg/one.py": new}, {"pkg/one.py": new})
     assert (one.verdict, one.files) == ("upstream has it", ())
 
 
-def test_agreement_at_the_edges_stays_outside_the_markers(planned, repo, module):
+def test_lines_equal_on_both_sides_stay_outside_the_markers(planned, repo, module):
     fork = module.replace("    b = 2\n", "    both = 1\n    fork = 1\n    tail = 1\n")
     upstream = module.replace("    b = 2\n", "    both = 1\n    up = 1\n    tail = 1\n")
     one = planned({"pkg/one.py": fork}, {"pkg/one.py": upstream})
@@ -96,7 +97,7 @@ def test_agreement_at_the_edges_stays_outside_the_markers(planned, repo, module)
     assert text.count(b"both = 1") == text.count(b"tail = 1") == 1
 
 
-def test_a_last_line_without_an_end_keeps_its_markers_apart(planned, repo):
+def test_markers_start_new_lines_after_an_unterminated_last_line(planned, repo):
     one = planned({"docs/guide.md": "fork"}, {"docs/guide.md": "upstream"})
     text = content(repo, one.files[0])
     assert b"upstream\n|||||||" in text
@@ -114,7 +115,7 @@ def test_a_renamed_file_is_followed(planned, module):
     assert file.notes == ("pkg/one.py is core/uno.py upstream",)
 
 
-def test_new_files_go_where_their_folder_went(planned, module):
+def test_new_files_follow_their_renamed_folder(planned, module):
     two = '"""Two."""\n\n\ndef other():\n    return 2\n'
     one = planned(
         {"pkg/extra.py": "x = 1\n", "pkg/deep/er.py": "y = 1\n"},
@@ -125,8 +126,8 @@ def test_new_files_go_where_their_folder_went(planned, module):
 
 
 @pytest.mark.parametrize("name", ["later", "Box2.open"])
-def test_a_function_that_went_to_another_file_is_followed(planned, repo, module, name):
-    """Alone, or as a whole class; as a method it gets another indentation."""
+def test_a_function_moved_to_another_file_is_followed(planned, repo, module, name):
+    """A function alone, or a method with its class."""
     box = module[module.index("class Box") : module.index("def last")]
     function = module[module.index("def last") :]
     if name == "later":
@@ -154,7 +155,7 @@ def test_a_function_that_went_to_another_file_is_followed(planned, repo, module,
     assert "was moved from pkg/one.py" in file.notes[0]
 
 
-def test_a_method_that_became_a_function_gets_its_indentation(planned, repo, module):
+def test_a_method_that_became_a_function_is_reindented(planned, repo, module):
     method = module[module.index("    def open") : module.index("    def close")]
     function = "".join(line[4:] or "\n" for line in method.splitlines(keepends=True))
     one = planned(
@@ -166,7 +167,7 @@ def test_a_method_that_became_a_function_gets_its_indentation(planned, repo, mod
     assert "Box.open was moved within the file as open" in one.files[0].notes[0]
 
 
-def test_a_function_changed_by_both_where_it_went_conflicts_there(planned, module):
+def test_a_moved_function_changed_by_both_sides_conflicts_at_its_new_place(planned, module):
     function = module[module.index("def last") :]
     one = planned(
         {"pkg/one.py": module.replace("y = 2", "y = 20")},
@@ -180,15 +181,15 @@ def test_a_function_changed_by_both_where_it_went_conflicts_there(planned, modul
     assert (file.path, len(file.conflicts)) == ("pkg/two.py", 1)
 
 
-def test_a_file_without_a_home_is_a_conflict(planned, module):
+def test_a_change_of_a_deleted_file_conflicts(planned, module):
     one = planned({"pkg/one.py": module.replace("y = 2", "y = 20")}, {"pkg/one.py": None})
     [file] = one.files
     assert file.reason == "the fork changes it, upstream deleted it"
     assert file.stages[1] is None
 
 
-def test_a_function_that_is_another_of_the_same_name_is_not_followed(planned, module):
-    """Upstream deletes `last`; the `last` that appears elsewhere has nothing of it."""
+def test_a_different_function_of_the_same_name_is_not_followed(planned, module):
+    """Upstream deletes `last` and adds an unrelated `last` elsewhere."""
     function = module[module.index("def last") :]
     one = planned(
         {"pkg/one.py": module.replace("y = 2", "y = 20")},
@@ -201,7 +202,7 @@ def test_a_function_that_is_another_of_the_same_name_is_not_followed(planned, mo
     assert [file.path for file in one.files] == ["pkg/one.py"]
 
 
-def test_two_equal_candidates_are_not_guessed_between(planned, module):
+def test_two_equally_similar_candidates_conflict(planned, module):
     function = module[module.index("def last") :]
     one = planned(
         {"pkg/one.py": module.replace("y = 2", "y = 20")},
@@ -214,7 +215,7 @@ def test_two_equal_candidates_are_not_guessed_between(planned, module):
     assert one.verdict == "conflicts"
 
 
-def test_deletions(planned, module):
+def test_a_deletion_conflicts_only_with_a_change(planned, module):
     one = planned(
         {"pkg/two.py": None, "docs/guide.md": None, "data.bin": None},
         {"docs/guide.md": "rewritten\n", "data.bin": None},
@@ -225,24 +226,23 @@ def test_deletions(planned, module):
     assert "data.bin" not in found, "both deleted it"
 
 
-def test_binary_files_are_taken_or_refused_whole(planned, repo):
+def test_a_binary_change_is_taken_whole(planned, repo):
     one = planned({"data.bin": b"\0fork"}, {"pkg/two.py": "x = 1\n"})
     assert content(repo, one.files[0]) == b"\0fork"
 
 
-def test_binary_files_that_both_changed_conflict(planned):
+def test_binary_files_changed_by_both_sides_conflict(planned):
     one = planned({"data.bin": b"\0fork"}, {"data.bin": b"\0upstream"})
     assert one.files[0].reason == "both sides changed it, and it has no lines to merge"
 
 
-def test_the_same_new_file_on_both_sides(planned):
+def test_a_new_file_of_both_sides_conflicts_unless_equal(planned):
     one = planned({"new.py": "a = 1\n", "same.py": "s\n"}, {"new.py": "a = 2\n", "same.py": "s\n"})
     assert [file.path for file in one.files] == ["new.py"]
     assert one.files[0].stages[0] is None
 
 
-def test_names_that_the_fork_gave(planned, repo, module):
-    """The fork renames a file that upstream changes; the change follows it."""
+def test_upstreams_change_follows_the_forks_rename(planned, repo, module):
     one = planned(
         {"pkg/one.py": None, "pkg/uno.py": module.replace("a = 1", "a = 10")},
         {"pkg/one.py": module.replace("z = 3", "z = 30")},
@@ -254,7 +254,7 @@ def test_names_that_the_fork_gave(planned, repo, module):
     assert "z = 30" in text
 
 
-def test_two_names_for_one_file_keep_upstreams(planned, module):
+def test_upstreams_name_wins_if_both_sides_rename(planned, module):
     one = planned(
         {"pkg/one.py": None, "pkg/uno.py": module.replace("a = 1", "a = 10")},
         {"pkg/one.py": None, "pkg/eins.py": module},
@@ -264,7 +264,7 @@ def test_two_names_for_one_file_keep_upstreams(planned, module):
     assert "upstream's name stays" in file.notes[1]
 
 
-def test_a_name_that_is_taken_is_a_conflict(planned, module):
+def test_a_rename_onto_an_existing_file_conflicts(planned, module):
     one = planned(
         {"pkg/one.py": None, "pkg/uno.py": module},
         {"pkg/uno.py": "something = 'else'\n", "pkg/one.py": module + "# more\n"},
@@ -272,8 +272,8 @@ def test_a_name_that_is_taken_is_a_conflict(planned, module):
     assert "upstream has another file here" in one.files[0].reason
 
 
-def test_lines_outside_functions_are_found_by_range(planned, module):
-    """The fork changes an import; upstream first shifts it down, then changes it too."""
+def test_commits_touching_lines_outside_functions_are_found(planned, module):
+    """The fork changes a line; upstream shifts it down and deletes it."""
     one = planned(
         {"docs/guide.md": "".join(f"line {i}\n" for i in range(20)).replace("line 9", "line IX")},
         {"docs/guide.md": "new\n" + "".join(f"line {i}\n" for i in range(20) if i != 9)},
@@ -282,8 +282,7 @@ def test_lines_outside_functions_are_found_by_range(planned, module):
     assert touch.labels == ("docs/guide.md: line 10",)
 
 
-def test_a_plan_says_what_a_person_must_know(planned, module):
-    """Notes, and reasons that no line can show."""
+def test_a_plan_shows_notes_and_reasons(planned, module):
     one = planned(
         {"pkg/one.py": module.replace("a = 1", "a = 10"), "pkg/two.py": "changed = 1\n"},
         {"pkg/one.py": None, "pkg/uno.py": module, "pkg/two.py": None},
@@ -295,15 +294,15 @@ def test_a_plan_says_what_a_person_must_know(planned, module):
     assert "pkg/two.py: the fork changes it, upstream deleted it" in shown
 
 
-def test_long_sides_are_cut_and_it_is_said(planned):
+def test_long_sides_of_a_conflict_are_shortened(planned):
     fork, upstream = ("".join(f"{who} {i}\n" for i in range(50)) for who in ("fork", "upstream"))
     one = planned({"docs/guide.md": fork}, {"docs/guide.md": upstream})
     shown = [line for file in one.files for line in conflict_lines(file)]
     assert shown.count("    ... 10 more lines in the file") == 2
 
 
-def test_links_and_modes(planned, repo):
-    """A file that the fork makes executable or a link has no lines to merge."""
+def test_changed_modes_and_links_are_applied(planned, repo):
+    """The fork makes one file executable and turns another one into a link."""
     one = planned({"docs/guide.md": "fork\n"}, {"docs/guide.md": None})
     assert one.files[0].reason
     (repo.folder / "pkg/two.py").chmod(0o755)
@@ -318,7 +317,7 @@ def test_links_and_modes(planned, repo):
     assert modes["data.bin"] == "120000"
 
 
-def test_a_link_that_both_changed_conflicts(planned, repo):
+def test_a_link_changed_by_both_sides_conflicts(planned, repo):
     for branch, target in (("main", "a"), ("fork", "b"), ("upstream", "c")):
         repo.run("checkout", "--quiet", "-B", branch, "main")
         (repo.folder / "link").unlink(missing_ok=True)
@@ -331,7 +330,7 @@ def test_a_link_that_both_changed_conflicts(planned, repo):
     assert plan.files[0].reason == "both sides changed it, and it has no lines to merge"
 
 
-def test_names_by_sha256(tmp_path, module):
+def test_sha256_repositories_work(tmp_path, module):
     repo = Repo(tmp_path / "sha256", "--object-format=sha256")
     repo.commits("main", [("base", {"a.py": module, "b.txt": "b\n"})])
     repo.commits("fork", [("f", {"a.py": module + "#\n", "b.txt": None})], parent="main")

@@ -1,4 +1,4 @@
-"""What must hold of any merge, whatever the texts."""
+"""Properties of the three-way merge that hold for any texts."""
 
 import difflib
 
@@ -23,7 +23,7 @@ def merge(base, ours, theirs):
 
 
 @given(TEXTS, TEXTS)
-def test_one_side_alone_is_taken_as_it_is(base, changed):
+def test_a_change_of_one_side_is_taken_as_it_is(base, changed):
     assert merge(base, changed, base).content == b"".join(changed)
     assert merge(base, base, changed).content == b"".join(changed)
     both = merge(base, changed, changed)
@@ -31,7 +31,7 @@ def test_one_side_alone_is_taken_as_it_is(base, changed):
 
 
 @given(TEXTS, TEXTS, TEXTS)
-def test_sides_are_equals_and_conflicts_read_back(base, ours, theirs):
+def test_swapping_sides_mirrors_conflicts_and_markers_parse_back(base, ours, theirs):
     one, other = merge(base, ours, theirs), merge(base, theirs, ours)
     assert [(c.ours, c.theirs) for c in one.conflicts] == [
         (c.theirs, c.ours) for c in other.conflicts
@@ -43,8 +43,7 @@ def test_sides_are_equals_and_conflicts_read_back(base, ours, theirs):
 
 
 @given(TEXTS, TEXTS, TEXTS)
-def test_settling_every_conflict_for_one_side_keeps_all_of_its_lines(base, ours, theirs):
-    """What upstream added is there whichever way conflicts are settled for it."""
+def test_resolving_conflicts_for_one_side_keeps_all_of_its_lines(base, ours, theirs):
     merged = merge(base, ours, theirs)
     lines, kept, inside = split_lines(merged.content), [], False
     for line in lines:
@@ -62,14 +61,14 @@ def test_settling_every_conflict_for_one_side_keeps_all_of_its_lines(base, ours,
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_what_follows_a_last_line_without_an_end_is_a_line_of_its_own(swapped):
+def test_an_unterminated_last_line_is_terminated_before_added_lines(swapped):
     base, shorter, longer = [b"a\n", b"b\n"], [b"a\n", b"b"], [b"a\n", b"b\n", b"c\n"]
     merged = merge(base, longer, shorter) if swapped else merge(base, shorter, longer)
     assert (merged.content, merged.conflicts) == (b"a\nb\nc\n", ())
 
 
 @given(st.binary(max_size=40))
-def test_lines_are_gits(content):
+def test_only_line_feeds_split_lines(content):
     lines = split_lines(content)
     assert b"".join(lines) == content
     assert all(line.endswith(b"\n") for line in lines[:-1])

@@ -1,16 +1,16 @@
-"""Commands that prove a port, and the page that shows what was proved."""
+"""Run validation commands, and write the checklist that shows their results."""
 
 from datetime import UTC, datetime
 
 import pytest
 
+from forkport import ForkportError
 from forkport.apply import start_apply
 from forkport.extract import extract
 from forkport.patches import VALIDATION_GROUPS, ValidationCommands
-from forkport.plan import checklist
+from forkport.report import checklist
 from forkport.state import find_state, state_folder
 from forkport.validate import validate
-from gracetune.errors import PortError
 
 
 def at_noon() -> datetime:
@@ -18,12 +18,12 @@ def at_noon() -> datetime:
 
 
 def agree(question: str) -> None:
-    """Yes to everything."""
+    """Confirm every step."""
 
 
 @pytest.fixture
 def ported(grow, module):
-    """A finished port whose manifest has these commands."""
+    """Return a function that finishes a port whose manifest has the given commands."""
 
     def port(validation: ValidationCommands):
         repo = grow({"pkg/one.py": module.replace("a = 1", "a = 10")}, {"up.txt": "up\n"})
@@ -35,7 +35,7 @@ def ported(grow, module):
     return port
 
 
-def test_each_group_sees_what_it_is_about(ported):
+def test_each_group_runs_on_the_right_files(ported):
     """Upstream's commands do not see the fork; the others do."""
     repo, manifest = ported(
         ValidationCommands(
@@ -44,48 +44,48 @@ def test_each_group_sees_what_it_is_about(ported):
             combined=("test -f up.txt",),
         )
     )
-    told = []
-    ran = validate(repo.git, manifest, "upstream", VALIDATION_GROUPS, at_noon, told.append)
-    assert [(one.group, one.exit_code) for one in ran] == [
+    reported = []
+    runs = validate(repo.git, manifest, "upstream", VALIDATION_GROUPS, at_noon, reported.append)
+    assert [(run.group, run.exit_code) for run in runs] == [
         ("upstream", 0),
         ("upstream", 0),
         ("ours", 0),
         ("combined", 0),
     ]
-    assert told == ran
-    assert ran[0].commit == repo.git.resolve_commit("upstream")
-    assert ran[2].commit == repo.git.resolve_commit("port")
+    assert reported == runs
+    assert runs[0].commit == repo.git.resolve_commit("upstream")
+    assert runs[2].commit == repo.git.resolve_commit("port")
     assert not (state_folder(repo.git) / "upstream").exists()
     assert repo.run("worktree", "list").count("\n") == 1
 
 
-def test_a_failure_is_kept_and_the_rest_runs(ported):
+def test_commands_run_on_after_a_failure(ported):
     repo, manifest = ported(ValidationCommands(ours=("false", "no-such-program", "true")))
-    ran = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
-    assert [one.exit_code for one in ran] == [1, 127, 0]
+    runs = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda run: None)
+    assert [run.exit_code for run in runs] == [1, 127, 0]
     log = state_folder(repo.git) / "logs" / "ours-02.log"
     assert "no-such-program: No such file" in log.read_text()
-    again = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
+    again = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda run: None)
     assert find_state(repo.git).ran == tuple(again), "the newest run of each command counts"
 
 
-def test_nothing_to_test_is_an_error(ported):
+def test_a_group_without_commands_is_refused(ported):
     repo, manifest = ported(ValidationCommands(ours=("true",)))
-    with pytest.raises(PortError, match=r"validation\.upstream .* nothing would be tested"):
-        validate(repo.git, manifest, "upstream", VALIDATION_GROUPS, at_noon, lambda one: None)
+    with pytest.raises(ForkportError, match=r"validation\.upstream .* nothing would be tested"):
+        validate(repo.git, manifest, "upstream", VALIDATION_GROUPS, at_noon, lambda run: None)
 
 
-def test_what_a_killed_validation_left_is_cleared(ported):
+def test_the_checkout_of_a_killed_validation_is_replaced(ported):
     repo, manifest = ported(ValidationCommands(upstream=("test -f up.txt",)))
     copy = state_folder(repo.git) / "upstream"
     repo.run("worktree", "add", "--quiet", "--detach", str(copy), "main")
-    [one] = validate(repo.git, manifest, "upstream", ["upstream"], at_noon, lambda one: None)
-    assert one.exit_code == 0
+    [run] = validate(repo.git, manifest, "upstream", ["upstream"], at_noon, lambda run: None)
+    assert run.exit_code == 0
 
 
-def test_the_checklist_ticks_what_is_proved(ported):
+def test_the_checklist_ticks_what_passed(ported):
     repo, manifest = ported(ValidationCommands(ours=("true", "false"), combined=("true",)))
-    validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
+    validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda run: None)
     state = find_state(repo.git)
     page = checklist(manifest, state, "no regression beyond 5 %")
     assert "- [x] 1 patches extracted" in page
@@ -99,26 +99,26 @@ def test_the_checklist_ticks_what_is_proved(ported):
     assert "- [ ] result accepted" in page
 
 
-def test_a_proof_of_another_commit_is_no_proof(ported):
+def test_a_pass_on_another_commit_is_not_ticked(ported):
     repo, manifest = ported(ValidationCommands(ours=("true",)))
-    validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
+    validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda run: None)
     state = find_state(repo.git).model_copy(update={"at": "f" * 40})
     assert "which is not the result" in checklist(manifest, state, None)
     assert "- [ ] `true`: passed" in checklist(manifest, state, None)
 
 
-def test_a_proof_of_uncommitted_changes_is_no_proof(ported):
+def test_a_pass_with_uncommitted_changes_is_not_ticked(ported):
     repo, manifest = ported(ValidationCommands(ours=("true",)))
     (repo.folder / "pkg/two.py").write_text("idea\n")
-    [one] = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda one: None)
-    assert one.commit == f"{repo.git.resolve_commit('port')} with uncommitted changes"
+    [run] = validate(repo.git, manifest, "upstream", ["ours"], at_noon, lambda run: None)
+    assert run.commit == f"{repo.git.resolve_commit('port')} with uncommitted changes"
     page = checklist(manifest, find_state(repo.git), None)
     short = repo.git.resolve_commit("port")[:10]
     assert f", on {short} with uncommitted changes, which is not the result" in page
     assert "- [ ] `true`: passed" in page
 
 
-def test_the_checklist_before_and_in_the_middle(grow, module):
+def test_the_checklist_before_and_during_a_port(grow, module):
     repo = grow(
         {"pkg/one.py": module.replace("a = 1", "a = 10")},
         {"pkg/one.py": module.replace("a = 1", "a = 100")},
@@ -133,5 +133,5 @@ def test_the_checklist_before_and_in_the_middle(grow, module):
     state = start_apply(repo.git, folder, None, "port", "1", agree).state
     page = checklist(manifest, state, "regression beyond 5 %: throughput")
     assert "**stopped at a conflict**" in page
-    assert "uncommitted work kept in `gh200-kept-1`" in page
+    assert "uncommitted work saved in `gh200-kept-1`" in page
     assert "- [ ] baseline compared: regression" in page

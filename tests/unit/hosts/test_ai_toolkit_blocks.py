@@ -4,10 +4,10 @@ import pytest
 
 from gracetune.errors import ConfigError
 from gracetune.hosts.ai_toolkit.config_blocks import (
-    OPTIMIZER,
-    is_ours,
-    refuse_near_misses,
-    take_blocks,
+    OPTIMIZER_NAME,
+    uses_gracetune,
+    check_misspelled_keys,
+    split_config,
 )
 
 FLIP = {"method": "HorizontalFlip", "params": {"p": 0.5}}
@@ -34,7 +34,7 @@ def dataset(**keys):
     ],
 )
 def test_any_key_of_ours_makes_a_process_ours(given):
-    assert is_ours(given)
+    assert uses_gracetune(given)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_any_key_of_ours_makes_a_process_ours(given):
     ],
 )
 def test_everything_else_stays_theirs(given):
-    assert not is_ours(given)
+    assert not uses_gracetune(given)
 
 
 def test_what_is_left_has_none_of_our_keys_and_the_original_all_of_them():
@@ -61,7 +61,7 @@ def test_what_is_left_has_none_of_our_keys_and_the_original_all_of_them():
         augmentations=[FLIP],
         augmentations_cache_mode="static",
     ) | {"gracetune": {"check_saves": False, "cache_config": {"host_budget_gb": 2}}}
-    rest, blocks = take_blocks(given, {})
+    rest, blocks = split_config(given, {})
     assert rest == {
         "type": "sd_trainer",
         "train": {"lr": 1e-5},
@@ -71,12 +71,12 @@ def test_what_is_left_has_none_of_our_keys_and_the_original_all_of_them():
     }
     assert given["datasets"][0]["augmentations"] == [FLIP]
     (found,) = blocks.datasets
-    assert (found.mode, found.augments, found.augmentations) == (
+    assert (found.cache_mode, found.augments, found.augmentations) == (
         "static",
         ("ColorJitter",),
         (FLIP,),
     )
-    assert found.staged.compression == "zstd"
+    assert found.in_memory.compression == "zstd"
     assert found.num_resolutions == 2
     assert blocks.cache.host_budget_gb == 2
     assert blocks.stage_timesteps
@@ -94,8 +94,8 @@ def test_bounds_by_stage_choose_our_automagic():
             "beta2": 0.99,
         },
     }
-    rest, blocks = take_blocks(process(train=given), {})
-    assert rest["train"] == {"optimizer": OPTIMIZER, "lr": 2e-6}
+    rest, blocks = split_config(process(train=given), {})
+    assert rest["train"] == {"optimizer": OPTIMIZER_NAME, "lr": 2e-6}
     section = blocks.optimizer
     assert (section.lr, section.high_noise_lr_bump, section.low_noise_max_lr) == (2e-6, 1e-6, 5e-4)
     assert (section.betas, section.weight_decay) == ((0.9, 0.99), 0.0)
@@ -103,15 +103,15 @@ def test_bounds_by_stage_choose_our_automagic():
 
 def test_augmentations_stay_where_no_cache_is_to_hold_them():
     given = dataset(augmentations=[FLIP], augmentations_cache_mode="disable_cache")
-    rest, blocks = take_blocks(given, {})
+    rest, blocks = split_config(given, {})
     assert rest["datasets"][0]["augmentations"] == [FLIP]
-    assert blocks.datasets[0].mode == ""
-    without = take_blocks(dataset(augmentations_cache_mode="static"), {})[1]
-    assert without.datasets[0].mode == ""
+    assert blocks.datasets[0].cache_mode == ""
+    without = split_config(dataset(augmentations_cache_mode="static"), {})[1]
+    assert without.datasets[0].cache_mode == ""
 
 
 def test_the_environment_decides_what_the_blocks_leave_open():
-    _, blocks = take_blocks(process(gracetune={}), {"AITK_GH200_ENABLE_UVM_HINTS": "1"})
+    _, blocks = split_config(process(gracetune={}), {"AITK_GH200_ENABLE_UVM_HINTS": "1"})
     assert blocks.gh200.enable_uvm_hints
     assert any("the environment says so" in text for text in blocks.notices)
 
@@ -166,7 +166,7 @@ CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
 )
 def test_what_cannot_be_meant_is_refused(given, said):
     with pytest.raises(ConfigError, match=f"(?s){said}"):
-        take_blocks(given, {})
+        split_config(given, {})
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ def test_what_cannot_be_meant_is_refused(given, said):
     ],
 )
 def test_a_key_that_is_not_quite_ours_is_not_ignored(given, said):
-    assert not is_ours(given)
+    assert not uses_gracetune(given)
     with pytest.raises(ConfigError, match=said):
-        refuse_near_misses(given)
+        check_misspelled_keys(given)
 
 
 def test_keys_of_their_own_are_no_spelling_mistakes_of_ours():
-    refuse_near_misses(dataset(augmentations=[FLIP], augments=[], cache_latents_to_disk=True))
-    refuse_near_misses(process(gracetune={}, datasets=None))
+    check_misspelled_keys(dataset(augmentations=[FLIP], augments=[], cache_latents_to_disk=True))
+    check_misspelled_keys(process(gracetune={}, datasets=None))

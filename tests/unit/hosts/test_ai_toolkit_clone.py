@@ -11,8 +11,8 @@ from ai_toolkit_clone import status, write_clone
 
 from gracetune.cli.main import main
 from gracetune.errors import HostError
-from gracetune.hosts.ai_toolkit.clone import check, find_clone, install, shim_path, uninstall
-from gracetune.hosts.ai_toolkit.hooks import KNOWN, NEEDS
+from gracetune.hosts.ai_toolkit.clone import check, find_clone, install, extension_path, uninstall
+from gracetune.hosts.ai_toolkit.hooks import TESTED_COMMITS, REQUIRED_SYMBOLS
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def test_another_folder_is_refused_by_name(tmp_path):
 
 def test_every_symbol_is_in_the_table_and_an_unknown_commit_is_probed(clone):
     lines = check(clone)
-    assert len(lines) == len(NEEDS) + 2
+    assert len(lines) == len(REQUIRED_SYMBOLS) + 2
     assert all(line.startswith("ok ") for line in lines[1:-1])
     assert "not among those tried, but everything is there" in lines[-1]
-    assert all(len(commit) == 12 for commit in KNOWN)
+    assert all(len(commit) == 12 for commit in TESTED_COMMITS)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_no_longer_fits_is_named_and_nothing_is_installed(clone, capsys, fi
     assert "27a03a91f23e" in table
     assert main(["host", "ai-toolkit", "install", str(clone)]) == 2
     assert said in capsys.readouterr().err
-    assert not shim_path(clone).exists()
+    assert not extension_path(clone).exists()
 
 
 def test_a_clone_is_as_it_was_after_uninstall(clone, capsys):
@@ -129,10 +129,10 @@ def test_installing_again_renews_the_file(clone):
 
 @pytest.mark.parametrize("act", [install, uninstall])
 def test_a_file_of_someone_else_is_left_alone(clone, act):
-    shim_path(clone).write_text("mine = 1\n")
+    extension_path(clone).write_text("mine = 1\n")
     with pytest.raises(HostError, match="is not ours"):
         act(clone)
-    assert shim_path(clone).read_text() == "mine = 1\n"
+    assert extension_path(clone).read_text() == "mine = 1\n"
 
 
 def test_a_clone_without_the_folder_is_refused(clone):

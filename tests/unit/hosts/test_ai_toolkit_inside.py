@@ -15,7 +15,7 @@ from torch import nn
 
 from gracetune.errors import AdapterError, ConfigError, HostError
 from gracetune.hosts.ai_toolkit.clone import install
-from gracetune.hosts.ai_toolkit.plugin import check_forks, start_method
+from gracetune.hosts.ai_toolkit.plugin import check_workers_fork, worker_start_method
 from gracetune.hosts.ai_toolkit.process import stage_boundaries
 
 PACKAGES = ("toolkit", "jobs", "extensions", "extensions_built_in")
@@ -331,11 +331,11 @@ def test_workers_do_not_hold_what_they_read_themselves(clone, pictures):
 
 
 def test_workers_that_are_not_forks_are_refused():
-    assert start_method() == "fork"
-    check_forks(2, "fork")
-    check_forks(0, "spawn")
+    assert worker_start_method() == "fork"
+    check_workers_fork(2, "fork")
+    check_workers_fork(0, "spawn")
     with pytest.raises(ConfigError, match="num_workers: 2, and Python starts workers by spawn"):
-        check_forks(2, "spawn")
+        check_workers_fork(2, "spawn")
 
 
 def automagic(**params):

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from gracetune.hosts.shared_tensor_memory import (
-    Gone,
-    Log,
-    NodeMemory,
-    NoLayoutError,
-    Opened,
-    SharedEntry,
-    follow,
-    lay_out,
+    SegmentClosed,
+    RecordLog,
+    SharedTensorMemory,
+    UnsupportedValueError,
+    SegmentOpened,
+    ValueStored,
+    read_records,
+    serialize,
 )
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -33,14 +33,14 @@ OTHER = """
 import json, sys
 from pathlib import Path
 import torch
-from gracetune.hosts.shared_tensor_memory import NodeMemory
+from gracetune.hosts.shared_tensor_memory import SharedTensorMemory
 folder, paths = Path(sys.argv[1]), json.loads(sys.argv[2])
 loads = []
 def load(path):
     loads.append(path)
     return {"loaded": torch.full((2000,), float(len(loads)))}
 told = []
-memory = NodeMemory(1 << 20, folder, told.append)
+memory = SharedTensorMemory(1 << 20, folder, told.append)
 for line in sys.stdin:
     if line.strip() == "write":
         memory.get(paths[0], load)["loaded"].add_(100)
@@ -80,7 +80,7 @@ def told() -> list:
 
 @pytest.fixture
 def open_memory(tmp_path, told):
-    return lambda budget=1 << 20: NodeMemory(budget, tmp_path / "meet", told.append)
+    return lambda budget=1 << 20: SharedTensorMemory(budget, tmp_path / "meet", told.append)
 
 
 class Loads:
@@ -191,8 +191,8 @@ def test_every_kind_of_value_comes_back_as_it_was(open_memory, tmp_path):
 def test_what_cannot_be_shared_is_told_once_and_read_from_disk(
     open_memory, told, paths, value, said
 ):
-    with pytest.raises(NoLayoutError, match=said):
-        lay_out(value)
+    with pytest.raises(UnsupportedValueError, match=said):
+        serialize(value)
     memory, load = open_memory(), Loads(value)
     for path in paths:
         assert memory.get(path, load) is value
@@ -255,7 +255,7 @@ def test_a_fork_reads_and_does_not_hold(open_memory, paths):
     assert memory._log.path.exists()
 
 
-class Refused(Opened):
+class Refused(SegmentOpened):
     """As of a process of another user."""
 
     def open(self, proc):
@@ -266,10 +266,10 @@ def test_where_memory_of_others_is_not_to_be_seen_each_has_its_own(
     open_memory, tmp_path, paths, told
 ):
     memory, load = open_memory(), Loads()
-    log = Log(memory._log.path.with_name(f"{os.getpid()}-0.log"))
+    log = RecordLog(memory._log.path.with_name(f"{os.getpid()}-0.log"))
     found = os.stat(paths[0])
     file = (found.st_ino, found.st_mtime_ns, found.st_size)
-    log.add(SharedEntry(paths[0], file, 0, 0, 8, {"plain": None}))
+    log.add(ValueStored(paths[0], file, 0, 0, 8, {"plain": None}))
     memory._opened[log.path, 0] = Refused(0, 1, 1, 1, 1)
     assert memory.get(paths[0], load)["loaded"][0] == 1
     assert load.paths == [paths[0]]
@@ -280,18 +280,22 @@ def test_where_memory_of_others_is_not_to_be_seen_each_has_its_own(
 
 def test_a_log_is_read_by_whole_lines(tmp_path):
     path = tmp_path / "1-1.log"
-    log = Log(path)
-    notes = [Opened(0, 1, 2, 3, 4), SharedEntry("a", (1, 2, 3), 0, 0, 8, {"plain": None}), Gone(0)]
+    log = RecordLog(path)
+    notes = [
+        SegmentOpened(0, 1, 2, 3, 4),
+        ValueStored("a", (1, 2, 3), 0, 0, 8, {"plain": None}),
+        SegmentClosed(0),
+    ]
     log.add(notes[0])
     with path.open("ab") as file:
-        file.write(b'["Gone", {"seg')
-    found, offset = follow(path, 0)
+        file.write(b'["SegmentClosed", {"seg')
+    found, offset = read_records(path, 0)
     assert found == notes[:1]
-    assert follow(path, offset) == ([], offset)
+    assert read_records(path, offset) == ([], offset)
     with path.open("ab") as file:
         file.write(b'ment": 0}]\n')
-    assert follow(path, offset)[0] == [Gone(0)]
-    assert follow(tmp_path / "gone.log", 7) == ([], 7)
+    assert read_records(path, offset)[0] == [SegmentClosed(0)]
+    assert read_records(tmp_path / "gone.log", 7) == ([], 7)
 
 
 def test_where_no_note_can_be_written_values_come_from_the_disk(open_memory, paths, told):
@@ -309,12 +313,12 @@ def test_where_no_note_can_be_written_values_come_from_the_disk(open_memory, pat
 
 
 def test_a_note_that_finds_half_of_its_room_leaves_nothing(tmp_path, monkeypatch):
-    log = Log(tmp_path / "log")
-    log.add(Gone(1))
+    log = RecordLog(tmp_path / "log")
+    log.add(SegmentClosed(1))
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[: len(line) // 2]))
     with pytest.raises(OSError, match="No space"):
-        log.add(Gone(2))
+        log.add(SegmentClosed(2))
     monkeypatch.undo()
-    log.add(Gone(3))
-    assert follow(log.path, 0)[0] == [Gone(1), Gone(3)]
+    log.add(SegmentClosed(3))
+    assert read_records(log.path, 0)[0] == [SegmentClosed(1), SegmentClosed(3)]

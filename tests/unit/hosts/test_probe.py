@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from gracetune.errors import HostError
-from gracetune.hosts.probe import Installed, Need, Site, find_installed, probe, probe_lines
+from gracetune.hosts.probe import (
+    InstalledHost,
+    RequiredSymbol,
+    UsageSite,
+    find_installed,
+    probe,
+    format_probe,
+)
 
 SOURCE = """
 from elsewhere import borrowed
@@ -50,9 +57,9 @@ def root(tmp_path) -> Path:
 
 
 def reason(root: Path, **need) -> str:
-    [found] = probe(root, [Need(**{"module": "pkg.mod", "why": "a test", **need})])
-    assert found.fits == (not found.reason)
-    return found.reason
+    [found] = probe(root, [RequiredSymbol(**{"module": "pkg.mod", "purpose": "a test", **need})])
+    assert found.ok == (not found.problem)
+    return found.problem
 
 
 @pytest.mark.parametrize(
@@ -62,13 +69,23 @@ def reason(root: Path, **need) -> str:
         {"name": "c"},
         {"name": "fast"},
         {"name": "LIMIT"},
-        {"name": "Trainer", "accepts": ("config", "device")},
-        {"name": "Trainer.step", "takes": ("batch",), "accepts": ("scale",)},
-        {"name": "later", "takes": ("first",), "accepts": ("anything",)},
-        {"name": "Field", "accepts": ("name", "choices")},
+        {"name": "Trainer", "accepted_parameters": ("config", "device")},
+        {
+            "name": "Trainer.step",
+            "leading_parameters": ("batch",),
+            "accepted_parameters": ("scale",),
+        },
+        {"name": "later", "leading_parameters": ("first",), "accepted_parameters": ("anything",)},
+        {"name": "Field", "accepted_parameters": ("name", "choices")},
         {"module": "pkg.deep", "name": "x"},
-        {"name": "Trainer", "sites": (Site("pkg.mod", "Trainer.train", "self.step(self.batch)"),)},
-        {"name": "Trainer", "sites": (Site("pkg.mod", "", "self.accelerator.accumulate"),)},
+        {
+            "name": "Trainer",
+            "usage_sites": (UsageSite("pkg.mod", "Trainer.train", "self.step(self.batch)"),),
+        },
+        {
+            "name": "Trainer",
+            "usage_sites": (UsageSite("pkg.mod", "", "self.accelerator.accumulate"),),
+        },
     ],
 )
 def test_what_fits(root, need):
@@ -80,33 +97,43 @@ def test_what_fits(root, need):
     [
         ({"module": "pkg.gone", "name": "x"}, "there is no module pkg.gone"),
         ({"name": "Trainer.fit"}, "pkg.mod has no Trainer.fit"),
-        ({"name": "LIMIT", "takes": ("x",)}, "LIMIT is not a function or a class any more"),
         (
-            {"name": "Trainer.step", "takes": ("batch", "scale")},
+            {"name": "LIMIT", "leading_parameters": ("x",)},
+            "LIMIT is not a function or a class any more",
+        ),
+        (
+            {"name": "Trainer.step", "leading_parameters": ("batch", "scale")},
             "the signature is Trainer.step(batch); it should begin with (batch, scale)",
         ),
         (
-            {"name": "Trainer.step", "takes": ("batch",), "accepts": ("mode",)},
+            {
+                "name": "Trainer.step",
+                "leading_parameters": ("batch",),
+                "accepted_parameters": ("mode",),
+            },
             "the signature is Trainer.step(batch); it takes no mode",
         ),
         (
-            {"name": "Field", "accepts": ("name", "tab")},
+            {"name": "Field", "accepted_parameters": ("name", "tab")},
             "the signature is Field(name, choices); it takes no tab",
         ),
         (
-            {"name": "Trainer.step", "accepts": ("scale",)},
+            {"name": "Trainer.step", "accepted_parameters": ("scale",)},
             "the signature is Trainer.step(batch); batch is new and must be given",
         ),
         (
-            {"name": "Trainer", "sites": (Site("pkg.mod", "Trainer.train", "self.fit"),)},
+            {
+                "name": "Trainer",
+                "usage_sites": (UsageSite("pkg.mod", "Trainer.train", "self.fit"),),
+            },
             "Trainer.train no longer uses self.fit",
         ),
         (
-            {"name": "Trainer", "sites": (Site("pkg.mod", "Trainer.fit", "self.x"),)},
+            {"name": "Trainer", "usage_sites": (UsageSite("pkg.mod", "Trainer.fit", "self.x"),)},
             "pkg.mod has no Trainer.fit, which should use self.x",
         ),
         (
-            {"name": "Trainer", "sites": (Site("pkg.gone", "", "self.x"),)},
+            {"name": "Trainer", "usage_sites": (UsageSite("pkg.gone", "", "self.x"),)},
             "there is no module pkg.gone, which should use self.x",
         ),
     ],
@@ -118,19 +145,22 @@ def test_what_does_not(root, need, said):
 def test_a_module_that_is_no_python_is_named(root):
     (root / "pkg/broken.py").write_text("def (:\n")
     with pytest.raises(HostError, match=r"broken\.py cannot be read as Python"):
-        probe(root, [Need("pkg.broken", "x", "a test")])
+        probe(root, [RequiredSymbol("pkg.broken", "x", "a test")])
 
 
 def test_the_table_ends_with_the_verdict(root):
-    needs = [Need("pkg.mod", "Trainer", "is hooked"), Need("pkg.mod", "gone", "is hooked too")]
-    installed = Installed("host", "2.0", root)
-    lines = probe_lines(installed, probe(root, needs), {"1.0": "tried"})
+    needs = [
+        RequiredSymbol("pkg.mod", "Trainer", "is hooked"),
+        RequiredSymbol("pkg.mod", "gone", "is hooked too"),
+    ]
+    installed = InstalledHost("host", "2.0", root)
+    lines = format_probe(installed, probe(root, needs), {"1.0": "tried"})
     assert lines[1] == "ok    pkg.mod.Trainer  is hooked"
     assert lines[2:4] == ["FAIL  pkg.mod.gone     is hooked too", "      pkg.mod has no gone"]
     assert lines[-1].endswith("cannot be hooked. Use a version that is known to fit: 1.0.")
     fits = probe(root, needs[:1])
-    assert probe_lines(installed, fits, {"2.0": "tried"})[-1] == "all 1 symbols fit; 2.0 is tried"
-    assert "not among those tried" in probe_lines(installed, fits, {})[-1]
+    assert format_probe(installed, fits, {"2.0": "tried"})[-1] == "all 1 symbols fit; 2.0 is tried"
+    assert "not among those tried" in format_probe(installed, fits, {})[-1]
 
 
 def test_a_host_is_found_by_its_metadata():

@@ -155,12 +155,12 @@ def test_what_is_hooked_is_what_is_needed(tmp_path):
 
     with pytest.raises(KeyError):
         install(SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous), find)
-    assert {*asked} <= {need.module for need in hooks.NEEDS}
-    assert not any(found.fits for found in probe(tmp_path, hooks.NEEDS))
+    assert {*asked} <= {need.module for need in hooks.REQUIRED_SYMBOLS}
+    assert not any(found.ok for found in probe(tmp_path, hooks.REQUIRED_SYMBOLS))
 
 
 def test_a_process_makes_its_own_plug_in():
     plugin = make_plugin()
     assert plugin.memory is None
-    assert plugin.take_config({"seed": 1}) == {"seed": 1}
+    assert plugin.split_config({"seed": 1}) == {"seed": 1}
     assert make_plugin() is not plugin

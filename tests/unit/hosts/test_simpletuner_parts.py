@@ -13,18 +13,18 @@ from accelerate import Accelerator
 
 from gracetune.config.schema import Gh200Section
 from gracetune.errors import ConfigError, DataError
-from gracetune.hosts.shared_tensor_memory import NodeMemory
-from gracetune.hosts.simpletuner.config_blocks import take_blocks, take_staged
+from gracetune.hosts.shared_tensor_memory import SharedTensorMemory
+from gracetune.hosts.simpletuner.config_blocks import split_config, split_datasets
 from gracetune.hosts.simpletuner.plugin import (
-    Accumulation,
+    AccumulationSteps,
     AccumulationSchedule,
     SimpleTunerPlugin,
     SimpleTunerRamp,
     build_schedule,
-    check_own_accumulation,
+    check_ramp_supported,
 )
-from gracetune.hosts.staged_files import Served, stage
-from gracetune.hosts.tensor_memory import TensorMemory
+from gracetune.hosts.staged_files import BackendFiles, stage_dataset
+from gracetune.hosts.tensor_memory import LocalTensorMemory
 from gracetune.memory.platform import open_machine
 from gracetune.train.ramp import AccumulationRamp as OwnRamp
 from gracetune.units import GIB
@@ -47,7 +47,7 @@ SEED = {
 
 
 def test_our_blocks_are_taken_and_the_rest_is_left():
-    rest, blocks = take_blocks({**SEED, "--use_gh200_trainer": True}, {})
+    rest, blocks = split_config({**SEED, "--use_gh200_trainer": True}, {})
     assert rest == {"model_type": "lora", "train_batch_size": 4}
     assert blocks.gh200.target_effective_batch_size == 32
     assert blocks.cache.vae_cache_type == "unified_memory"
@@ -56,13 +56,13 @@ def test_our_blocks_are_taken_and_the_rest_is_left():
 
 def test_without_our_blocks_nothing_is_ours():
     config = {"model_type": "lora", "num_train_epochs": 3}
-    rest, blocks = take_blocks(config, {})
+    rest, blocks = split_config(config, {})
     assert rest == config
     assert (blocks.cache, blocks.notices, blocks.gh200) == (None, (), Gh200Section())
 
 
 def test_switched_off_means_off():
-    _, blocks = take_blocks({**SEED, "use_gh200_trainer": False}, {})
+    _, blocks = split_config({**SEED, "use_gh200_trainer": False}, {})
     assert blocks.cache is None
     assert not blocks.gh200.enable_batch_size_rampup
     assert blocks.gh200.enable_uvm_hints is False
@@ -80,26 +80,26 @@ def test_switched_off_means_off():
 )
 def test_what_stock_simpletuner_drops_is_an_error(config, said):
     with pytest.raises(ConfigError, match=said):
-        take_blocks(config, {})
+        split_config(config, {})
 
 
 def test_blocks_of_simpletuners_own_are_no_spelling_mistakes_of_ours():
     own = ("webhook_config", "deepspeed_config", "distillation_config", "publishing_config")
     config = {name: {} for name in own} | {"cache_conf": "text"}
-    assert take_blocks(config, {})[0] == config
+    assert split_config(config, {})[0] == config
 
 
 def test_what_does_nothing_inside_simpletuner_is_said(caplog):
     block = {"cache_dir": "x", "persistent_cache": False, "vae_cache_type": "disk"}
-    _, blocks = take_blocks({"cache_config": block}, {})
-    assert [text.split()[0] for text in blocks.unused] == [
+    _, blocks = split_config({"cache_config": block}, {})
+    assert [text.split()[0] for text in blocks.ignored] == [
         "cache_config.cache_dir",
         "cache_config.persistent_cache",
     ]
-    assert take_blocks(SEED, {})[1].unused == (), "files are kept, as was asked for"
+    assert split_config(SEED, {})[1].ignored == (), "files are kept, as was asked for"
     off = {"cache_config": block, "use_gh200_trainer": False}
-    assert take_blocks(off, {})[1].unused == ()
-    plugin().take_config({"cache_config": block})
+    assert split_config(off, {})[1].ignored == ()
+    plugin().split_config({"cache_config": block})
     assert "a data set names the folder of its cache" in caplog.text
 
 
@@ -111,14 +111,14 @@ def test_in_memory_is_local_to_the_host():
     block = {"compression": "lz4", "memory_limit_gb": 300, "num_workers": 2}
     block["file_extensions"] = [".PNG", "txt"]
     other = {"id": "text", "type": "local", "dataset_type": "text_embeds"}
-    rest, [staged] = take_staged([entry(in_memory=block), other], {})
+    rest, [staged] = split_datasets([entry(in_memory=block), other], {})
     assert rest == [entry(type="local"), other]
     assert (staged.id, staged.folder, staged.extensions) == ("pics", "/data", ("png", "txt"))
     assert (staged.section.compression, staged.section.memory_limit_gb) == ("lz4", 300)
 
 
 def test_a_disabled_data_set_is_not_staged():
-    rest, staged = take_staged([entry(disabled=True)], {})
+    rest, staged = split_datasets([entry(disabled=True)], {})
     assert (rest[0]["type"], staged) == ("local", [])
 
 
@@ -135,7 +135,7 @@ def test_a_disabled_data_set_is_not_staged():
 )
 def test_data_sets_that_are_refused(wrong, said):
     with pytest.raises(ConfigError, match=said):
-        take_staged([wrong], {})
+        split_datasets([wrong], {})
 
 
 # Shelf
@@ -147,8 +147,8 @@ def shelf(tmp_path):
     (folder / "sub").mkdir(parents=True)
     for name in ("a.png", "sub/b.JPG", "a.txt", "aspect_ratio_bucket_x.txt", "cache.pt"):
         (folder / name).write_bytes(name.encode())
-    [chosen] = take_staged([entry(instance_data_dir=str(folder))], {})[1]
-    return folder, stage(chosen, lambda event: None, None)
+    [chosen] = split_datasets([entry(instance_data_dir=str(folder))], {})[1]
+    return folder, stage_dataset(chosen, lambda event: None, None)
 
 
 def test_media_and_captions_are_held_by_absolute_path(shelf):
@@ -173,7 +173,7 @@ def test_a_path_of_another_spelling_is_the_same_file(shelf, monkeypatch):
 
 def test_what_is_written_is_read_from_disk(shelf):
     folder, held = shelf
-    served = Served(held, None)
+    served = BackendFiles(held, None)
     path = str(folder / "a.txt")
     assert served.read(path) == b"a.txt"
     assert served.open_file(path, "r").read() == "a.txt"
@@ -185,9 +185,9 @@ def test_what_is_written_is_read_from_disk(shelf):
 
 def test_a_folder_with_nothing_to_stage(tmp_path):
     (tmp_path / "x.pt").write_bytes(b"x")
-    [chosen] = take_staged([entry(instance_data_dir=str(tmp_path))], {})[1]
+    [chosen] = split_datasets([entry(instance_data_dir=str(tmp_path))], {})[1]
     with pytest.raises(DataError, match="has no file with one of the endings"):
-        stage(chosen, lambda event: None, None)
+        stage_dataset(chosen, lambda event: None, None)
 
 
 # Tensors
@@ -209,7 +209,7 @@ def loader(calls):
 
 
 def test_a_hit_gives_fresh_containers_and_the_same_tensors(file):
-    calls, memory = [], TensorMemory(1000, torch.Tensor.contiguous)
+    calls, memory = [], LocalTensorMemory(1000, torch.Tensor.contiguous)
     first = memory.get(file, loader(calls))
     first["latents"] = None
     first["list"].append(3)
@@ -222,7 +222,7 @@ def test_a_hit_gives_fresh_containers_and_the_same_tensors(file):
 
 
 def test_a_file_that_changed_is_read_again(file):
-    calls, memory = [], TensorMemory(1000, torch.Tensor.contiguous)
+    calls, memory = [], LocalTensorMemory(1000, torch.Tensor.contiguous)
     memory.get(file, loader(calls))
     os.utime(file, ns=(1, 1))
     memory.get(file, loader(calls))
@@ -233,14 +233,14 @@ def test_a_file_that_changed_is_read_again(file):
 
 
 def test_a_tensor_that_someone_wrote_to_is_read_again(file):
-    calls, memory = [], TensorMemory(1000, torch.Tensor.contiguous)
+    calls, memory = [], LocalTensorMemory(1000, torch.Tensor.contiguous)
     memory.get(file, loader(calls))["latents"].mul_(2)
     assert torch.equal(memory.get(file, loader(calls))["latents"], torch.ones(4))
     assert len(calls) == 2
 
 
 def test_tensors_read_in_inference_mode_are_held_and_checked_too(file):
-    calls, memory = [], TensorMemory(1000, torch.Tensor.contiguous)
+    calls, memory = [], LocalTensorMemory(1000, torch.Tensor.contiguous)
     with torch.inference_mode():
         memory.get(file, loader(calls))
         memory.get(file, loader(calls))["latents"].mul_(2)
@@ -250,7 +250,7 @@ def test_tensors_read_in_inference_mode_are_held_and_checked_too(file):
 
 
 def test_the_budget_holds_and_the_oldest_leaves(tmp_path):
-    calls, memory = [], TensorMemory(50, torch.Tensor.contiguous)
+    calls, memory = [], LocalTensorMemory(50, torch.Tensor.contiguous)
     files = [str(tmp_path / name) for name in "abc"]
     for path in files:
         with open(path, "w") as out:
@@ -261,13 +261,13 @@ def test_the_budget_holds_and_the_oldest_leaves(tmp_path):
     assert len(calls) == 3
     memory.get(files[0], loader(calls))
     assert len(calls) == 4
-    small = TensorMemory(10, torch.Tensor.contiguous)
+    small = LocalTensorMemory(10, torch.Tensor.contiguous)
     small.get(files[0], loader(calls))
     assert small.nbytes == 0
 
 
 def test_what_is_not_there_fails_as_it_does_without_us(tmp_path):
-    memory = TensorMemory(100, torch.Tensor.contiguous)
+    memory = LocalTensorMemory(100, torch.Tensor.contiguous)
 
     def missing(path):
         raise FileNotFoundError(path)
@@ -301,7 +301,7 @@ def drive(accelerator, num_micro_batches, steps_done=0):
     weights, now = [], 0.0
     model = torch.nn.Linear(1, 1)
     for _ in range(num_micro_batches):
-        with ramp.enter(accelerator.accumulate, model):
+        with ramp.accumulate(accelerator.accumulate, model):
             now += 1 / accelerator.gradient_accumulation_steps
             if accelerator.sync_gradients:
                 weights.append(now)
@@ -317,9 +317,9 @@ def test_every_optimizer_step_weighs_one(accelerator):
 
 
 def test_a_resumed_ramp_goes_on_where_it_was(accelerator):
-    drive(accelerator, SEEDS_RAMP.position(20))
+    drive(accelerator, SEEDS_RAMP.micro_batches_after(20))
     drive(accelerator, 1, steps_done=20)
-    wanted = SEEDS_RAMP.accumulation(SEEDS_RAMP.position(20))
+    wanted = SEEDS_RAMP.accumulation(SEEDS_RAMP.micro_batches_after(20))
     assert accelerator.gradient_accumulation_steps == wanted
     assert 4 < wanted < 32
 
@@ -330,12 +330,12 @@ def test_the_host_validates_and_uploads_where_a_step_ends(accelerator):
 
     def follow(accumulation):
         ends_step = lambda: accelerator.sync_gradients  # noqa: E731
-        config.gradient_accumulation_steps = Accumulation(accumulation, ends_step)
+        config.gradient_accumulation_steps = AccumulationSteps(accumulation, ends_step)
 
     ramp = SimpleTunerRamp(SEEDS_RAMP, accelerator, lambda: 0, follow)
     due, ended = [], []
     for step in range(1, 701):
-        with ramp.enter(accelerator.accumulate, torch.nn.Linear(1, 1)):
+        with ramp.accumulate(accelerator.accumulate, torch.nn.Linear(1, 1)):
             due.append(step % config.gradient_accumulation_steps == 0)
             ended.append(accelerator.sync_gradients)
     assert due == ended
@@ -344,7 +344,7 @@ def test_the_host_validates_and_uploads_where_a_step_ends(accelerator):
 
 def test_a_number_that_grows_is_a_number():
     ends = [False]
-    made = Accumulation(4, lambda: ends[0])
+    made = AccumulationSteps(4, lambda: ends[0])
     assert (made == 4, 8 / made, made % 3, f"{made}", json.dumps([made])) == (
         *(True, 2.0, 1, "4", "[4]"),
     )
@@ -366,10 +366,10 @@ def test_ramps_that_are_asked_for():
 
 def test_engines_that_accumulate_themselves_are_refused_by_name():
     with pytest.raises(ConfigError, match="DeepSpeed"):
-        check_own_accumulation("DEEPSPEED", {})
+        check_ramp_supported("DEEPSPEED", {})
     with pytest.raises(ConfigError, match="optimizer_release_gradients"):
-        check_own_accumulation("NO", {"optimizer_release_gradients": True})
-    check_own_accumulation("FSDP", {})
+        check_ramp_supported("NO", {"optimizer_release_gradients": True})
+    check_ramp_supported("FSDP", {})
 
 
 # The plug-in itself
@@ -381,18 +381,18 @@ def plugin(**environment):
 
 def test_a_configuration_sets_the_plug_in_up():
     made = plugin()
-    assert made.take_config(SEED) == {"model_type": "lora", "train_batch_size": 4}
+    assert made.split_config(SEED) == {"model_type": "lora", "train_batch_size": 4}
     assert made.memory.budget_nbytes > 0
     limited = {**SEED, "cache_config": {"text_cache_type": "memory", "host_budget_gb": 2}}
-    made.take_config(limited)
+    made.split_config(limited)
     assert made.memory.budget_nbytes == 2 * 1024**3
     half = plugin(LOCAL_WORLD_SIZE="2")
-    half.take_config(SEED)
+    half.split_config(SEED)
     whole = plugin()
-    whole.take_config(SEED)
+    whole.split_config(SEED)
     assert half.memory.budget_nbytes == pytest.approx(whole.memory.budget_nbytes / 2, rel=0.1)
     on_disk = plugin()
-    on_disk.take_config({"cache_config": {"vae_cache_type": "disk", "text_cache_type": "disk"}})
+    on_disk.split_config({"cache_config": {"vae_cache_type": "disk", "text_cache_type": "disk"}})
     assert on_disk.memory is None
 
 
@@ -401,9 +401,9 @@ def test_ranks_of_one_machine_hold_each_file_once(tmp_path):
     meet = (open_machine, torch.Tensor.contiguous, tmp_path)
     alone, two = SimpleTunerPlugin({}, *meet), SimpleTunerPlugin({"LOCAL_WORLD_SIZE": "2"}, *meet)
     for plugin in (alone, two):
-        plugin.take_config(asked)
-    assert isinstance(alone.memory, TensorMemory)
-    assert isinstance(two.memory, NodeMemory)
+        plugin.split_config(asked)
+    assert isinstance(alone.memory, LocalTensorMemory)
+    assert isinstance(two.memory, SharedTensorMemory)
     assert two.memory.budget_nbytes == alone.memory.budget_nbytes == GIB
 
 
@@ -417,52 +417,52 @@ def test_each_cache_is_kept_where_it_is_said():
     homes = {}
     for latents, texts in (("memory", "disk"), ("disk", "memory"), ("memory", "unified_memory")):
         made = plugin()
-        made.take_datasets(sets)
-        made.take_config({"cache_config": {"vae_cache_type": latents, "text_cache_type": texts}})
+        made.split_datasets(sets)
+        made.split_config({"cache_config": {"vae_cache_type": latents, "text_cache_type": texts}})
         names = ("pics", "clips", "text-embeds-of-old", "words", "text-embeds")
-        kept = [made.memory_of(name) is not None for name in names]
+        kept = [made.tensor_memory_for(name) is not None for name in names]
         homes[latents, texts] = (kept[:3], kept[3:])
     assert homes == {
         ("memory", "disk"): ([True] * 3, [False] * 2),
         ("disk", "memory"): ([False] * 3, [True] * 2),
         ("memory", "unified_memory"): ([True] * 3, [True] * 2),
     }
-    assert plugin().memory_of("pics") is None
+    assert plugin().tensor_memory_for("pics") is None
 
 
 def test_a_ramp_says_of_which_data_sets_it_does_not_know_the_batch(caplog):
     made = plugin()
-    made.take_datasets([{"id": "quiet", "train_batch_size": 2}])
-    made.take_config(SEED)
-    made.take_datasets([{"id": "pics", "train_batch_size": 2}, {"id": "words"}])
+    made.split_datasets([{"id": "quiet", "train_batch_size": 2}])
+    made.split_config(SEED)
+    made.split_datasets([{"id": "pics", "train_batch_size": 2}, {"id": "words"}])
     assert [record.args for record in caplog.records if "of its own" in record.msg] == [("pics",)]
 
 
 def test_a_later_mapping_without_our_blocks_changes_nothing():
     made = plugin()
-    made.take_config(SEED)
-    assert made.take_config({"model_type": "full"}) == {"model_type": "full"}
+    made.split_config(SEED)
+    assert made.split_config({"model_type": "full"}) == {"model_type": "full"}
     assert made.blocks.gh200.target_effective_batch_size == 32
     assert made.blocks.raw["model_type"] == "lora"
 
 
 def test_what_is_read_again_changes_nothing():
     made = plugin()
-    made.take_config(SEED)
+    made.split_config(SEED)
     memory = made.memory
-    assert made.take_config(dict(SEED)) == {"model_type": "lora", "train_batch_size": 4}
+    assert made.split_config(dict(SEED)) == {"model_type": "lora", "train_batch_size": 4}
     assert made.memory is memory
 
 
 def test_attaching_sets_the_ramp_and_tells_of_it(accelerator):
     made = plugin()
-    made.take_config({**SEED, "train_batch_size": 1})
+    made.split_config({**SEED, "train_batch_size": 1})
     config = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=4)
     trainer = SimpleNamespace(accelerator=accelerator, config=config, state={"global_step": 40})
-    made.attach(trainer)
+    made.attach_trainer(trainer)
     with accelerator.accumulate(torch.nn.Linear(1, 1)):
         pass
-    wanted = SEEDS_RAMP.accumulation(SEEDS_RAMP.position(40))
+    wanted = SEEDS_RAMP.accumulation(SEEDS_RAMP.micro_batches_after(40))
     assert config.gradient_accumulation_steps == wanted
     assert accelerator.gradient_accumulation_steps == wanted
     assert made.runtime == {
@@ -474,32 +474,32 @@ def test_attaching_sets_the_ramp_and_tells_of_it(accelerator):
 
 def test_attaching_without_an_accelerator_or_a_ramp_changes_nothing(accelerator):
     made = plugin()
-    made.attach(SimpleNamespace())  # not even looked at
+    made.attach_trainer(SimpleNamespace())  # not even looked at
     ramped = plugin()
-    ramped.take_config(SEED)
-    ramped.attach(SimpleNamespace(accelerator=None))
+    ramped.split_config(SEED)
+    ramped.attach_trainer(SimpleNamespace(accelerator=None))
     assert [*ramped.runtime] == ["uvm_hints_enabled"]
     before = accelerator.accumulate
     config = SimpleNamespace(train_batch_size=1, gradient_accumulation_steps=4)
-    made.attach(SimpleNamespace(accelerator=accelerator, config=config, state={}))
+    made.attach_trainer(SimpleNamespace(accelerator=accelerator, config=config, state={}))
     assert accelerator.accumulate == before
 
 
 def test_batches_are_placed_where_there_is_one():
     made = plugin()
-    made.take_config(SEED)
-    made.place(False)
-    made.place(None)
-    made.place({"latents": torch.ones(2)})
+    made.split_config(SEED)
+    made.place_batch(False)
+    made.place_batch(None)
+    made.place_batch({"latents": torch.ones(2)})
 
 
 def test_staged_sets_are_staged_once(shelf):
     folder, _ = shelf
     made = plugin()
-    rest = made.take_datasets([entry(instance_data_dir=str(folder))])
+    rest = made.split_datasets([entry(instance_data_dir=str(folder))])
     assert rest[0]["type"] == "local"
     assert made.staged_bytes(str(folder / "a.png")) is None, "not before its backend is made"
-    assert made.shelf("pics") is made.shelf("pics")
-    assert made.shelf("other") is None
+    assert made.staged_files("pics") is made.staged_files("pics")
+    assert made.staged_files("other") is None
     assert made.staged_bytes(str(folder / "a.png")) == b"a.png"
     assert made.staged_bytes("/elsewhere.png") is None

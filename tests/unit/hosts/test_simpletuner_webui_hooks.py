@@ -9,8 +9,8 @@ import pytest
 
 from gracetune.errors import HostError
 from gracetune.hosts.simpletuner import hooks, webui
-from gracetune.hosts.simpletuner.__main__ import SAID
-from gracetune.hosts.simpletuner.webui import OPTIONS, entered, install_webui
+from gracetune.hosts.simpletuner.__main__ import CONFIG_FLAG
+from gracetune.hosts.simpletuner.webui import WEBUI_OPTIONS, with_entry_point, install_webui
 
 
 class ConfigStore:
@@ -47,16 +47,16 @@ def host():
             field_registry=SimpleNamespace(_add_field=fields.append)
         ),
         hooks.CONFIG_STORE: SimpleNamespace(ConfigStore=type("ConfigStore", (ConfigStore,), {})),
-        hooks.KEEPER: SimpleNamespace(submit_job=lambda *job: jobs.append(job)),
+        hooks.PROCESS_KEEPER: SimpleNamespace(submit_job=lambda *job: jobs.append(job)),
     }
     install_webui({}, modules.__getitem__)
-    keeper, made = modules[hooks.KEEPER], modules[hooks.CONFIG_STORE].ConfigStore
+    keeper, made = modules[hooks.PROCESS_KEEPER], modules[hooks.CONFIG_STORE].ConfigStore
     return SimpleNamespace(fields=fields, kinds=kinds, store=made, keeper=keeper, jobs=jobs)
 
 
 def test_every_option_is_a_field(host):
-    assert [field.name for field in host.fields] == [option.name for option in OPTIONS]
-    for field, option in zip(host.fields, OPTIONS, strict=True):
+    assert [field.name for field in host.fields] == [option.name for option in WEBUI_OPTIONS]
+    for field, option in zip(host.fields, WEBUI_OPTIONS, strict=True):
         assert field.field_type is (host.kinds.SELECT if option.choices else host.kinds.TEXT)
         assert (field.choices is None) == (not option.choices)
 
@@ -112,13 +112,13 @@ def test_a_job_says_what_the_fields_say(key):
         "--gracetune_vae_cache_type": "disk",
         key: f"--cpu -m {webui.ENTRY}",
     }
-    job = entered(config)
+    job = with_entry_point(config)
     assert job["--train_batch_size"] == 2
     assert {*job} == {"--train_batch_size", "accelerate_extra_args"}
     *words, said = shlex.split(job["accelerate_extra_args"])
     assert words == ["--cpu", "-m", webui.ENTRY]
     told = {"cache_config": {"vae_cache_type": "disk"}, "train_batch_size": 2}
-    assert json.loads(said.removeprefix(SAID)) == told
+    assert json.loads(said.removeprefix(CONFIG_FLAG)) == told
 
 
 def test_it_needs_a_script():

@@ -236,7 +236,7 @@ def test_a_ticket_whose_number_leads_elsewhere_is_refused() -> None:
     ticket = arena.handle
     mixed = replace(ticket, segments=((other._fds[0], *ticket.segments[0][1:]),))
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(FileNotFoundError, match="no longer the arena"):
+    with pytest.raises(FileNotFoundError, match="no longer the shared memory"):
         Arena.attach(replace(ticket, segments=(*ticket.segments, *mixed.segments)))
     assert len(os.listdir("/proc/self/fd")) == before
     gone = replace(ticket, pid=2**22 + 1)

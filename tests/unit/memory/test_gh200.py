@@ -85,7 +85,7 @@ def test_switching_reaches_the_hints_at_once() -> None:
     assert memory.hints.prefer_cpu_residency(tensor).verdict is Verdict.UNSUPPORTED
     memory.hints_override = True
     assert memory.hints.prefer_cpu_residency(tensor)
-    assert memory.hints.residency(tensor).place == HOST
+    assert memory.hints.residency(tensor).location == HOST
 
 
 def test_the_environments_settings_are_applied() -> None:

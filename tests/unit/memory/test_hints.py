@@ -40,18 +40,18 @@ def test_hints_reach_managed_memory(link: Link) -> None:
     here = machine(link)
     hints = here.hints()
     tensor = here.tensor(MIB)
-    assert hints.residency(tensor).place is None
+    assert hints.residency(tensor).location is None
 
     assert hints.prefer_cpu_residency(tensor) == Hint(
         "prefer_cpu_residency", Verdict.APPLIED, nbytes=MIB
     )
     state = here.gpu.range_state(tensor.data_ptr(), MIB)
     assert (state.preferred, state.accessed_by) == (HOST, (0,))
-    assert hints.residency(tensor).place == HOST
+    assert hints.residency(tensor).location == HOST
 
     assert hints.prefetch_to_device(tensor)
     assert here.gpu.residency(tensor.data_ptr(), MIB) == {0: MIB}
-    assert hints.residency(tensor).place == 0
+    assert hints.residency(tensor).location == 0
 
     assert hints.prefer_gpu_residency(tensor)
     assert here.gpu.range_state(tensor.data_ptr(), MIB).preferred == 0
@@ -121,13 +121,13 @@ def test_memory_that_is_not_managed_never_reaches_the_driver(
         hint = getattr(hints, verb)(tensor)
         assert hint.verdict is Verdict.UNSUPPORTED
         assert word in hint.reason
-    assert hints.residency(tensor).place == place
+    assert hints.residency(tensor).location == place
 
 
 def test_plain_host_memory_is_told_from_managed() -> None:
     here = machine(Link.MANAGED)
     found = here.hints().residency(torch.zeros(MIB, dtype=torch.uint8))
-    assert (found.place, found.kind) == (HOST, PointerKind.UNKNOWN)
+    assert (found.location, found.kind) == (HOST, PointerKind.UNKNOWN)
 
 
 def test_the_stream_is_the_callers_or_the_current_one() -> None:

@@ -69,9 +69,9 @@ def test_a_prefetch_moves_pages_and_counts_only_those_it_moved() -> None:
     assert driver.prefetch(pointer, 4 * MIB, 0, 0) == CudaCode.SUCCESS
     assert driver.residency(pointer, 8 * MIB) == {0: 4 * MIB, HOST: 4 * MIB}
     driver.prefetch(pointer, 8 * MIB, 0, 0)
-    assert driver.traffic.prefetched.into == 8 * MIB
+    assert driver.traffic.prefetched.to_device == 8 * MIB
     driver.prefetch(pointer, MIB, HOST, 0)
-    assert driver.traffic.prefetched.out == MIB
+    assert driver.traffic.prefetched.to_host == MIB
     assert driver.traffic.faulted_pages == 0
 
 
@@ -86,10 +86,10 @@ def test_a_kernel_that_touches_host_pages_faults_them_in() -> None:
     driver = simulated()
     pointer = managed(driver, 8 * MIB)
     driver.touch(pointer, 8 * MIB, 0)
-    assert driver.traffic.faulted.into == 8 * MIB
+    assert driver.traffic.faulted.to_device == 8 * MIB
     assert driver.traffic.faulted_pages == 8 * MIB // PAGE
     driver.touch(pointer, 8 * MIB, HOST)
-    assert driver.traffic.faulted.out == 8 * MIB
+    assert driver.traffic.faulted.to_host == 8 * MIB
 
 
 def test_preferred_on_the_host_and_accessed_by_the_device_is_read_in_place() -> None:
@@ -170,7 +170,7 @@ def test_cycling_through_more_than_the_device_evicts_every_time() -> None:
     pointer = managed(driver, 24 * MIB)
     for _ in range(3):
         driver.touch(pointer, 24 * MIB, 0)
-    assert driver.traffic.faulted.into == 3 * 24 * MIB
+    assert driver.traffic.faulted.to_device == 3 * 24 * MIB
     assert driver.residency(pointer, 24 * MIB) == {0: 16 * MIB, HOST: 8 * MIB}
 
 
@@ -179,7 +179,7 @@ def test_a_prefetch_of_more_than_the_device_moves_what_fits() -> None:
     pointer = managed(driver, 24 * MIB)
     assert driver.prefetch(pointer, 24 * MIB, 0, 0) == CudaCode.SUCCESS
     assert driver.residency(pointer, 24 * MIB) == {0: 16 * MIB, HOST: 8 * MIB}
-    assert (driver.traffic.prefetched.into, driver.traffic.evicted) == (16 * MIB, 0)
+    assert (driver.traffic.prefetched.to_device, driver.traffic.evicted) == (16 * MIB, 0)
 
 
 def test_device_memory_takes_the_place_of_managed_pages() -> None:
@@ -288,7 +288,7 @@ def test_on_an_integrated_device_nothing_moves() -> None:
     driver.prefetch(pointer, 8 * MIB, 0, 0)
     driver.touch(pointer, 8 * MIB, 0)
     assert driver.residency(pointer, 8 * MIB) == {HOST: 8 * MIB}
-    assert driver.traffic.prefetched.into == driver.traffic.faulted.into == 0
+    assert driver.traffic.prefetched.to_device == driver.traffic.faulted.to_device == 0
     assert driver.range_state(pointer, 8 * MIB).last_prefetch == 0
     assert driver.memory_info(0) == (248 * MIB, 256 * MIB)
     assert driver.allocate_device(249 * MIB, 0) == (CudaCode.OUT_OF_MEMORY, 0)
@@ -311,7 +311,7 @@ def test_copies_overlap_with_kernels_of_another_stream() -> None:
     driver.copy(50_000_000, HOST, 0, stream=1)
     driver.compute(1e-3, 0, stream=2)
     assert driver.synchronize() == pytest.approx(1e-3 + 6e-6)
-    assert driver.traffic.copied.into == 50_000_000
+    assert driver.traffic.copied.to_device == 50_000_000
 
 
 def test_one_stream_does_one_thing_at_a_time_and_events_order_two() -> None:
@@ -339,7 +339,7 @@ def test_both_directions_at_once_slow_each_other() -> None:
     driver.copy(20_000_000, 0, HOST, stream=2)
     # 0.5 ms of work at half speed: done just as the first copy ends.
     assert driver.synchronize(2) == pytest.approx(1e-3 + 12e-6, rel=1e-2)
-    assert driver.traffic.copied.out == 20_000_000
+    assert driver.traffic.copied.to_host == 20_000_000
 
 
 def test_a_transfer_is_slowed_only_while_the_other_lasts() -> None:

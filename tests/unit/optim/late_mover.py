@@ -3,7 +3,7 @@
 import torch
 
 from gracetune.offload.copies import CopyStream, SynchronousCopyEngine
-from gracetune.offload.stall_timer import Waits
+from gracetune.offload.stall_timer import StallTotals
 
 
 class LateMover(SynchronousCopyEngine):
@@ -22,7 +22,7 @@ class LateMover(SynchronousCopyEngine):
         self.lent = {}
 
     def host_memory(self, nbytes):
-        memory = super().host_memory(nbytes).fill_(0xFF)
+        memory = super().allocate_host(nbytes).fill_(0xFF)
         self.lent[memory.data_ptr()] = memory
         return memory
 
@@ -41,7 +41,7 @@ class LateMover(SynchronousCopyEngine):
         return ticket
 
     def waits(self, lane=CopyStream.WEIGHTS):
-        return Waits(0, 0.0)
+        return StallTotals(0, 0.0)
 
 
 class Ticket:

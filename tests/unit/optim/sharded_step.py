@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from gracetune.optim.automagic import Automagic, local
+from gracetune.optim.automagic import Automagic, local_shard
 
 
 def model():
@@ -35,13 +35,13 @@ def main() -> None:
     train(whole, ours, 0, 1)
     train(shards, theirs, dist.get_rank(), dist.get_world_size())
     for one, other in zip(whole.parameters(), shards.parameters(), strict=True):
-        assert local(other).numel() < one.numel(), "nothing was sharded"
+        assert local_shard(other).numel() < one.numel(), "nothing was sharded"
         torch.testing.assert_close(other.full_tensor(), one, rtol=1e-4, atol=1e-6)
         rate = theirs.state[other]["rate"]
         rate = rate.full_tensor() if rate.ndim else rate
         torch.testing.assert_close(rate, ours.state[one]["rate"], rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(theirs.mean_rate(), ours.mean_rate(), rtol=1e-4, atol=1e-7)
-    counts, expected = (o.rate_counts(-9, 0, 9)[""] for o in (theirs, ours))
+    torch.testing.assert_close(theirs.mean_lr(), ours.mean_lr(), rtol=1e-4, atol=1e-7)
+    counts, expected = (o.lr_histogram(-9, 0, 9)[""] for o in (theirs, ours))
     assert torch.equal(counts, expected), (counts, expected)
     dist.barrier()  # who leaves first takes the connection along
     dist.destroy_process_group()

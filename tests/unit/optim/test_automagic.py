@@ -8,7 +8,7 @@ import torch
 
 from gracetune.errors import ConfigError
 from gracetune.optim.automagic import DAMPING, GAIN, Automagic
-from gracetune.train.state import optimizer_tensors, restore_optimizer
+from gracetune.train.state import flatten_optimizer_state, restore_optimizer
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):
@@ -193,7 +193,7 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(settings, dtype):
     for seed in range(5):
         give(ours.values(), seed)
         optimizer.step()
-    kept = {n: t.clone() for n, t in optimizer_tensors(optimizer, ours).items()}
+    kept = {n: t.clone() for n, t in flatten_optimizer_state(optimizer, ours).items()}
     theirs, fresh = made()
     for name, p in theirs.items():
         p.data.copy_(ours[name].data)
@@ -226,7 +226,7 @@ def test_rates_stay_with_their_names_where_one_expert_alone_was_stepped():
     for seed in range(20):
         give([p for name, p in ours.items() if name.startswith("high")], seed)
         optimizer.step()
-    saved = optimizer_tensors(optimizer, ours)
+    saved = flatten_optimizer_state(optimizer, ours)
     assert {name.split("|")[0] for name in saved if "rate" in name} == {"high.c", "high.dd"}
     theirs, fresh = made(["high", "low"])  # even where groups have another order
     restore_optimizer(fresh, theirs, saved)
@@ -277,21 +277,21 @@ def test_the_mean_and_the_spread_of_rates():
     a, b = parameter(10), parameter(30, seed=1)
     groups = [{"params": [a], "stage": "high", "lr_bump": 1e-5}, {"params": [b], "stage": "low"}]
     optimizer = Automagic(groups)
-    assert optimizer.mean_rate().item() == 0
-    assert optimizer.rate_counts(-9, 0, 9) == {}
+    assert optimizer.mean_lr().item() == 0
+    assert optimizer.lr_histogram(-9, 0, 9) == {}
     for seed in range(3):
         give([a, b], seed)
         optimizer.step()
     expected = (rates(optimizer, a).sum() + rates(optimizer, b) * 30) / 40
-    torch.testing.assert_close(optimizer.mean_rate(), expected)
+    torch.testing.assert_close(optimizer.mean_lr(), expected)
     for group in optimizer.param_groups:
         group["lr"] = 0.25
-    torch.testing.assert_close(optimizer.mean_rate(), expected * 0.25)
+    torch.testing.assert_close(optimizer.mean_lr(), expected * 0.25)
     b.grad = None
-    torch.testing.assert_close(optimizer.mean_rate(), rates(optimizer, a).mean() * 0.25)
+    torch.testing.assert_close(optimizer.mean_lr(), rates(optimizer, a).mean() * 0.25)
     a.grad = None
-    torch.testing.assert_close(optimizer.mean_rate(), expected * 0.25)
-    counts = optimizer.rate_counts(-9, 0, 9)
+    torch.testing.assert_close(optimizer.mean_lr(), expected * 0.25)
+    counts = optimizer.lr_histogram(-9, 0, 9)
     assert {stage: int(c.sum()) for stage, c in counts.items()} == {"high": 10, "low": 30}
     assert int(counts["low"][3]) == 30 or int(counts["low"][2]) == 30  # 1e-7 to 1e-5
 

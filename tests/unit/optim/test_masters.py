@@ -8,12 +8,12 @@ from late_mover import LateMover
 
 from gracetune.config.schema import OptimizerSection
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.build import build_optimizer, nbytes_each, state_nbytes_each
+from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of, state_nbytes_per_element
 from gracetune.optim.master_weights import MASTER, MasterWeights
 from gracetune.optim.registry import OPTIMIZERS
-from gracetune.optim.schedule import set_rates
-from gracetune.optim.update import Travel, Update
-from gracetune.train.state import optimizer_tensors, restore_optimizer
+from gracetune.optim.schedule import set_lr
+from gracetune.optim.offloaded_state import StateOffloadSettings, OptimizerStepper
+from gracetune.train.state import flatten_optimizer_state, restore_optimizer
 
 SHAPES = {"high.a": (16, 8), "high.b": (8,), "low.a": (24, 8), "low.b": (40,)}
 NAMES = sorted(name for name, info in OPTIMIZERS.items() if info.state_can_be_split)
@@ -36,9 +36,9 @@ class Case:
         self.named = parameters(dtype, wide)
         section = OptimizerSection(name=name, lr=1e-3, weight_decay=0.1)
         self.optimizer = build_optimizer(self.named, section)
-        travel = Travel(bucket_numel=130, least_nbytes=48, poison=True)
-        self.update = Update(self.optimizer, LateMover(random.Random(0)), 12.0, travel)
-        self.update.place(share)
+        travel = StateOffloadSettings(bucket_numel=130, min_nbytes=48, poison=True)
+        self.update = OptimizerStepper(self.optimizer, LateMover(random.Random(0)), 12.0, travel)
+        self.update.set_host_share(share)
 
     def train(self, seeds):
         for seed in seeds:
@@ -46,12 +46,12 @@ class Case:
             for p in self.named.values():
                 grad = torch.randn(p.shape, generator=generator).bfloat16()
                 p.grad = grad.to(p.dtype)
-            set_rates(self.optimizer, 1 / (1 + seed))
+            set_lr(self.optimizer, 1 / (1 + seed))
             self.update.step()
 
     def tensors(self):
-        self.update.rest()
-        found = optimizer_tensors(self.optimizer, self.named)
+        self.update.synchronize()
+        found = flatten_optimizer_state(self.optimizer, self.named)
         weights = {name: p.detach() for name, p in self.named.items()}
         return {key: tensor.clone() for key, tensor in {**weights, **found}.items()}
 
@@ -86,7 +86,7 @@ def test_masters_are_in_a_checkpoint(name, before, after):
     again = Case(name, torch.bfloat16, after)
     for key, p in again.named.items():
         p.data.copy_(saved.pop(key))
-    restore_optimizer(again.optimizer, again.named, saved, again.update.load)
+    restore_optimizer(again.optimizer, again.named, saved, again.update.load_state_dict)
     again.train(range(3, 6))
     assert_same(case.tensors(), again.tensors())
 
@@ -138,10 +138,10 @@ def test_gradients_are_widened_bucket_by_bucket(share, monkeypatch):
 def test_what_a_master_adds_is_counted():
     for name, each in (("adamw", 8), ("lion", 4)):
         section = OptimizerSection(name=name)
-        assert state_nbytes_each(section) == pytest.approx(each, abs=0.01)
-        assert state_nbytes_each(section, torch.bfloat16) == pytest.approx(each + 4, abs=0.01)
+        assert state_nbytes_per_element(section) == pytest.approx(each, abs=0.01)
+        assert state_nbytes_per_element(section, torch.bfloat16) == pytest.approx(each + 4, abs=0.01)
         mixed = [torch.zeros(9, dtype=torch.bfloat16), torch.zeros(2)]
-        assert nbytes_each(section, mixed) == state_nbytes_each(section, torch.bfloat16)
+        assert state_nbytes_per_element_of(section, mixed) == state_nbytes_per_element(section, torch.bfloat16)
 
 
 def test_automagic_rounds_by_itself():

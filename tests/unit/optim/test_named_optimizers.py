@@ -8,10 +8,10 @@ import torch
 from gracetune.config.schema import OptimizerSection
 from gracetune.errors import ConfigError
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.build import MultiOptimizer, build_optimizer, groups_of, highest_lr
+from gracetune.optim.build import MultiOptimizer, build_optimizer, parameter_groups, peak_lr
 from gracetune.optim.registry import OPTIMIZERS
-from gracetune.optim.schedule import averaged, set_rates, used_rate
-from gracetune.train.state import optimizer_tensors, restore_optimizer
+from gracetune.optim.schedule import averaged_weights, set_lr, effective_lr
+from gracetune.train.state import flatten_optimizer_state, restore_optimizer
 
 HERE = sorted(OPTIMIZERS)
 
@@ -34,7 +34,7 @@ def train(model, optimizer, steps):
         loss = (model(x) - x[:, :3].cos()).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        set_rates(optimizer, 1 / (1 + 0.01 * step))
+        set_lr(optimizer, 1 / (1 + 0.01 * step))
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -46,7 +46,7 @@ def test_it_learns_without_a_given_rate(name):
     x = torch.randn(256, 6, generator=torch.Generator().manual_seed(-1))
 
     def loss():
-        with torch.no_grad(), averaged(optimizer):
+        with torch.no_grad(), averaged_weights(optimizer):
             return (model(x) - x[:, :3].cos()).square().mean().item()
 
     before = loss()
@@ -58,7 +58,7 @@ def test_it_learns_without_a_given_rate(name):
 def test_it_resumes_bit_for_bit(name):
     model, parameters, optimizer = made(name)
     train(model, optimizer, range(6))
-    saved = {key: t.clone() for key, t in optimizer_tensors(optimizer, parameters).items()}
+    saved = {key: t.clone() for key, t in flatten_optimizer_state(optimizer, parameters).items()}
     weights = {key: p.detach().clone() for key, p in parameters.items()}
     uninterrupted = train(model, optimizer, range(6, 12))
 
@@ -74,7 +74,7 @@ def test_it_resumes_bit_for_bit(name):
 @pytest.mark.parametrize("name", HERE)
 def test_the_schedule_reaches_every_group(name):
     _, _, optimizer = made(name, lr=0.5)
-    set_rates(optimizer, 0.5)
+    set_lr(optimizer, 0.5)
     whole = 1.0 if name == "automagic" else 0.5
     assert {group["lr"] for group in optimizer.param_groups} == {whole / 2}
 
@@ -90,10 +90,10 @@ def test_settings_arrive():
 
 
 def test_usual_rates_are_the_optimizers_own():
-    assert highest_lr(OptimizerSection()) == 1e-4
-    assert highest_lr(OptimizerSection(name="prodigy")) == 1.0
-    assert highest_lr(OptimizerSection(name="lion", lr=0.2)) == 0.2
-    assert highest_lr(OptimizerSection(name="automagic", lr=0.2)) == 1.0
+    assert peak_lr(OptimizerSection()) == 1e-4
+    assert peak_lr(OptimizerSection(name="prodigy")) == 1.0
+    assert peak_lr(OptimizerSection(name="lion", lr=0.2)) == 0.2
+    assert peak_lr(OptimizerSection(name="automagic", lr=0.2)) == 1.0
 
 
 def test_muon_has_the_matrices_and_adamw_the_rest():
@@ -124,7 +124,7 @@ def test_schedule_free_shows_its_average_and_takes_it_back_exactly():
     model, parameters, optimizer = made("schedule_free", lr=0.05)
     train(model, optimizer, range(10))
     trained = {key: p.detach().clone() for key, p in parameters.items()}
-    with averaged(optimizer):
+    with averaged_weights(optimizer):
         assert not optimizer.param_groups[0]["train_mode"]
         assert any(not torch.equal(p, trained[key]) for key, p in parameters.items())
     assert optimizer.param_groups[0]["train_mode"]
@@ -136,7 +136,7 @@ def test_others_have_one_set_of_weights():
     model, parameters, optimizer = made("adamw")
     train(model, optimizer, range(2))
     before = {key: p.detach().clone() for key, p in parameters.items()}
-    with averaged(optimizer):
+    with averaged_weights(optimizer):
         assert all(torch.equal(p, before[key]) for key, p in parameters.items())
 
 
@@ -149,14 +149,14 @@ def test_the_rate_that_is_told_is_the_one_that_was_used():
     model, _, optimizer = made("prodigy")
     train(model, optimizer, range(20))
     group = optimizer.param_groups[0]
-    assert used_rate(optimizer) == group["d"] * group["lr"]
+    assert effective_lr(optimizer) == group["d"] * group["lr"]
     assert group["d"] > 1e-6
     _, _, adam = made("adamw", lr=0.25)
-    assert used_rate(adam) == 0.25
+    assert effective_lr(adam) == 0.25
     model, parameters, magic = made("automagic")
     train(model, magic, range(3))
     rate = magic.state[parameters["0.weight"]]["rate"]
-    torch.testing.assert_close(used_rate(magic), rate * magic.param_groups[0]["lr"])
+    torch.testing.assert_close(effective_lr(magic), rate * magic.param_groups[0]["lr"])
 
 
 def test_prodigy_prints_nothing(capsys):
@@ -186,7 +186,7 @@ def experts():
 
 
 def test_each_expert_has_a_group_of_its_own():
-    groups = groups_of(experts(), OptimizerSection(name="automagic"))
+    groups = parameter_groups(experts(), OptimizerSection(name="automagic"))
     assert [group["stage"] for group in groups] == ["high", "low"]
     assert [[name for name, _ in group["params"]] for group in groups] == [
         ["high.a", "high.b"],

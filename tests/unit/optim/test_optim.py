@@ -4,12 +4,12 @@ import torch
 from gracetune.config.schema import OptimizerSection
 from gracetune.errors import ConfigError
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.schedule import rate_share
+from gracetune.optim.schedule import lr_scale
 
 
 def shares(total=100, **settings):
     section = OptimizerSection(**settings)
-    return [rate_share(section, step, total) for step in range(total)]
+    return [lr_scale(section, step, total) for step in range(total)]
 
 
 def test_warm_up_rises_to_the_full_rate():

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from gracetune.optim.automagic import round_into
+from gracetune.optim.automagic import stochastic_round_
 
 
 def rounded(source, position=(0, 0, 1)):
     target = torch.empty_like(source, dtype=torch.bfloat16)
-    round_into(target, source, position)
+    stochastic_round_(target, source, position)
     return target
 
 

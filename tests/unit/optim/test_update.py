@@ -13,12 +13,12 @@ from gracetune.config.schema import OptimizerSection
 from gracetune.errors import RunFailedError
 from gracetune.offload.copies import CopyStream, SynchronousCopyEngine
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.update import Travel, Update
-from gracetune.train.state import optimizer_tensors, restore_optimizer
+from gracetune.optim.offloaded_state import StateOffloadSettings, OptimizerStepper
+from gracetune.train.state import flatten_optimizer_state, restore_optimizer
 
 SHAPES = {"a": (16, 8), "b": (8,), "c": (4, 4), "d": (24, 8), "e": (40,), "f": (8, 8)}
 EACH = {"adamw": 8.0, "adafactor": 0.1, "lion": 4.0, "muon": 4.0}
-SMALL = Travel(bucket_numel=128, least_nbytes=48, poison=True)
+SMALL = StateOffloadSettings(bucket_numel=128, min_nbytes=48, poison=True)
 
 
 def parameters(prefixes=("",), shapes=SHAPES):
@@ -45,8 +45,8 @@ class Case:
         section = OptimizerSection(name=name, lr=1e-2, weight_decay=0.1)
         self.optimizer = build_optimizer(self.named, section)
         self.mover = LateMover(random.Random(dice))
-        self.update = Update(self.optimizer, self.mover, EACH[name], travel)
-        self.update.place(host)
+        self.update = OptimizerStepper(self.optimizer, self.mover, EACH[name], travel)
+        self.update.set_host_share(host)
 
     def train(self, seeds, without=lambda seed: ()):
         for seed in seeds:
@@ -55,8 +55,8 @@ class Case:
             self.update.step()
 
     def tensors(self):
-        self.update.rest()
-        found = optimizer_tensors(self.optimizer, self.named)
+        self.update.synchronize()
+        found = flatten_optimizer_state(self.optimizer, self.named)
         weights = {name: p.detach().clone() for name, p in self.named.items()}
         return {**weights, **{key: tensor.clone() for key, tensor in found.items()}}
 
@@ -90,7 +90,7 @@ def test_the_same_bits_as_on_the_device(name, share):
 @settings(max_examples=60, deadline=None)
 def test_no_order_of_copies_changes_a_bit(dice, share, numel, slots, least, turns):
     """Experts rest in turns, so buckets come and go in every order."""
-    travel = Travel(numel, least, slots, poison=True)
+    travel = StateOffloadSettings(numel, least, slots, poison=True)
     here = Case(prefixes=("high.", "low."))
     there = Case(host=share, dice=dice, travel=travel, prefixes=("high.", "low."))
     for case in (here, there):
@@ -103,12 +103,12 @@ def test_no_order_of_copies_changes_a_bit(dice, share, numel, slots, least, turn
 def test_state_may_change_its_place_between_steps(shares):
     here, there = Case(), Case()
     for step, share in enumerate(shares):
-        there.update.place(share)
+        there.update.set_host_share(share)
         for case in (here, there):
             case.train([step])
         hosted = there.update.host_nbytes
         assert (hosted > 0) == (share > 0)
-        assert len(there.mover.lent) == sum(len(b.pieces) for b in there.update._buckets)
+        assert len(there.mover.lent) == sum(len(b.host_pieces) for b in there.update._buckets)
     assert_same(here.tensors(), there.tensors())
 
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_goes_on_wherever_the_state_is(name, before, after):
     again.train([9])  # something that loading must replace
     for key, p in again.named.items():
         p.data.copy_(saved.pop(key))
-    restore_optimizer(again.optimizer, again.named, saved, again.update.load)
+    restore_optimizer(again.optimizer, again.named, saved, again.update.load_state_dict)
     again.train(range(4, 7))
     assert_same(case.tensors(), again.tensors())
 
@@ -132,11 +132,11 @@ def test_a_checkpoint_goes_on_wherever_the_state_is(name, before, after):
 @pytest.mark.parametrize("late", [("a", "d"), ("e",)])
 @pytest.mark.parametrize("numel", [200, 10_000])
 def test_state_of_a_parameter_that_comes_late_joins_its_bucket(late, numel):
-    cases = [Case(), Case(host=1.0, travel=Travel(numel, 16, poison=True))]
+    cases = [Case(), Case(host=1.0, travel=StateOffloadSettings(numel, 16, poison=True))]
     for case in cases:
         case.train(range(5), lambda seed: late if seed < 2 else late[:1] if seed < 3 else ())
     assert_same(cases[0].tensors(), cases[1].tensors())
-    assert max(len(bucket.pieces) for bucket in cases[1].update._buckets) > 1
+    assert max(len(bucket.host_pieces) for bucket in cases[1].update._buckets) > 1
 
 
 def test_what_is_on_the_device_is_the_slots_and_what_is_small():
@@ -146,7 +146,7 @@ def test_what_is_on_the_device_is_the_slots_and_what_is_small():
         tensor.nbytes
         for values in case.optimizer.state.values()
         for tensor in values.values()
-        if tensor.nbytes >= SMALL.least_nbytes
+        if tensor.nbytes >= SMALL.min_nbytes
     )
     padding = case.update.host_nbytes - state
     assert 0 <= padding < 256 * 2 * len(case.named)
@@ -182,8 +182,8 @@ class Crowded(torch.optim.AdamW):
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_memory_that_ends_in_the_middle_of_an_update_ends_the_run(share):
     named = parameters()
-    update = Update(Crowded(named.items()), SynchronousCopyEngine(), 8.0, SMALL)
-    update.place(share)
+    update = OptimizerStepper(Crowded(named.items()), SynchronousCopyEngine(), 8.0, SMALL)
+    update.set_host_share(share)
     give(named, 0)
     with pytest.raises(RunFailedError, match=r"Tried to allocate 2 GiB.*others have not.*lower"):
         update.step()
@@ -196,8 +196,8 @@ class Full(SynchronousCopyEngine):
 
 def test_memory_that_ends_before_an_update_changes_nothing():
     named = parameters()
-    update = Update(torch.optim.AdamW(named.items()), Full(), 8.0, SMALL)
-    update.place(1.0)
+    update = OptimizerStepper(torch.optim.AdamW(named.items()), Full(), 8.0, SMALL)
+    update.set_host_share(1.0)
     give(named, 0)
     update.step()  # makes the state, and has no need of slots
     before = {name: p.detach().clone() for name, p in named.items()}
@@ -209,7 +209,7 @@ def test_memory_that_ends_before_an_update_changes_nothing():
 def test_room_for_new_state_is_asked_for_before_the_update(monkeypatch):
     named = parameters()
     optimizer = torch.optim.AdamW(named.items())
-    update = Update(optimizer, SynchronousCopyEngine(), 8.0, SMALL)
+    update = OptimizerStepper(optimizer, SynchronousCopyEngine(), 8.0, SMALL)
     asked = []
     monkeypatch.setattr(torch, "empty_like", lambda p, **_: asked.append(p.numel()))
     give(named, 0)
@@ -234,8 +234,8 @@ def test_state_that_finds_no_room_on_the_device_stays_whole_in_host_memory(monke
 
     monkeypatch.setattr(torch.Tensor, "to", full)
     with pytest.raises(torch.OutOfMemoryError):
-        there.update.place(0.0)
-    there.update.place(1.0)
+        there.update.set_host_share(0.0)
+    there.update.set_host_share(1.0)
     for case in (here, there):
         case.train(range(3, 6))
     assert_same(here.tensors(), there.tensors())
@@ -260,8 +260,8 @@ def test_an_optimizer_may_put_other_tensors_in_place_of_its_state():
     ended = []
     for share in (0.0, 1.0):
         named = parameters()
-        update = Update(Replacing(named.items()), LateMover(random.Random(0)), 4.0, SMALL)
-        update.place(share)
+        update = OptimizerStepper(Replacing(named.items()), LateMover(random.Random(0)), 4.0, SMALL)
+        update.set_host_share(share)
         for seed in range(4):
             give(named, seed)
             update.step()

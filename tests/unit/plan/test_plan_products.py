@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.plan.problem import _products
+from gracetune.plan.problem import _compute_dtype
 
 
 def model(*frozen, trained=torch.float32):
@@ -26,4 +26,4 @@ def model(*frozen, trained=torch.float32):
     ],
 )
 def test_tables_that_stay_in_fp32_do_not_decide(frozen, products):
-    assert _products(model(*frozen)) == products
+    assert _compute_dtype(model(*frozen)) == products

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from made_shapes import made_model
+from cost_model_factory import made_model
 
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.report import (

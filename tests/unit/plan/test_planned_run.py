@@ -12,6 +12,7 @@ from gracetune.errors import ConfigError, GracetuneError
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import StepDone, WeightsStreamed
 from gracetune.plan import planner
+from gracetune.train import fp8_calibration
 from gracetune.train.build import build_session, reason_unplanned, start_accelerator
 from gracetune.train.run import SignalHandler, run_training
 from gracetune.units import MIB
@@ -34,7 +35,7 @@ def test_a_run_that_must_stream_trains_as_one_that_need_not(tiny_run, tmp_path, 
     planned = losses("planned", LITTLE)
     texts = "\n".join(told.texts())
     assert "blocks streamed" in texts
-    assert "predicted:" in texts
+    assert "\nexpect " in texts
     assert "the plan says for each block what is kept" in texts
     assert planned == pytest.approx(plain, rel=1e-4)
 
@@ -60,13 +61,15 @@ def test_a_plan_is_corrected_between_steps_and_no_number_changes(
         return [event.loss for event in told.of(StepDone)]
 
     plenty = losses("plenty", "1GB")
-    assert not any("corrected once" in text for text in told.texts())
-    monkeypatch.setattr(planner, "NoMeter", Generous)
+    assert not any("plan corrected after the first steps" in text for text in told.texts())
+    monkeypatch.setattr(planner, "NullMemoryMeter", Generous)
     assert losses("corrected", "68MB") == plenty, "bit for bit"
     texts = told.texts()
     assert "recomputed" in next(text for text in texts if text.startswith("plan:"))
-    (corrected,) = [text for text in texts if text.startswith("corrected once")]
-    assert "as it was:" in corrected
+    (corrected,) = [
+        text for text in texts if text.startswith("plan corrected after the first steps")
+    ]
+    assert "the first plan would give" in corrected
     measured = [text for text in texts if text.startswith("measured:")]
     assert len(measured) == 2, "before and after"
     assert texts.index(measured[0]) < texts.index(corrected) < texts.index(measured[1])
@@ -103,7 +106,7 @@ def test_streaming_is_told_with_its_cost(tiny_run, told):
 
 def test_too_little_memory_is_named_with_the_least_that_would_do(tiny_run):
     run = tiny_run(adapter={"rank": 4}, plan=LITTLE | {"device_memory": "1MB"})
-    with pytest.raises(GracetuneError, match=r"too few for tiny: the least is"):
+    with pytest.raises(GracetuneError, match=r"too little for tiny: it needs at least"):
         run_training(run)
 
 
@@ -202,16 +205,16 @@ def test_fp8_is_planned_for_as_it_will_run(tiny_run, told, monkeypatch):
 
     def trace(subject, *given):
         looked_at.append(fused_layers(subject.model))
-        return traced(subject, *given)
+        return build_cost_model(subject, *given)
 
     def look(run, family, *given):
         looked_at.append(fused_layers(family.transformer))
-        freeze(run, family, *given)
+        convert(run, family, *given)
 
-    traced, freeze = planner.build_cost_model, planner.freeze
-    monkeypatch.setattr(planner, "demand_fp8", lambda _device: None)
-    monkeypatch.setattr(planner, "traced", trace)
-    monkeypatch.setattr(planner, "freeze", look)
+    build_cost_model, convert = planner.build_cost_model, fp8_calibration.convert_frozen_layers
+    monkeypatch.setattr(planner, "check_fp8_support", lambda _device: None)
+    monkeypatch.setattr(planner, "build_cost_model", trace)
+    monkeypatch.setattr(fp8_calibration, "convert_frozen_layers", look)
     plan = {"device_memory": "1GB", "compile": "never"}
     run = tiny_run(model={"frozen_compute": "fp8"}, adapter={"rank": 2}, plan=plan)
     assert run_training(run, sinks=[told]).status == "done"

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_examples import TABLES
+from adapter_examples import TABLES, table_of_modules
 from torch import nn
 
 from gracetune.adapters.files.io import read_adapter
-from gracetune.adapters.files.keys import table_of_modules
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection
 from gracetune.errors import ConfigError

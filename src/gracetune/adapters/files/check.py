@@ -1,13 +1,17 @@
-"""Whether a file loads where people load it: in diffusers' pipeline, for real, and in ComfyUI.
+"""Load an adapter file with diffusers and with ComfyUI's rules, and report what each accepts.
 
-diffusers loads nothing from some spellings and says so in a log line at most, so modules are
-counted after the load, and what each of them computes is compared with the file's own dW.
+diffusers ignores keys that it does not know, with a log line at most. So `check_file` builds the
+family's pipeline, lets diffusers load the file for real, counts the modules that carry the adapter,
+and compares what each of them computes with the dW that the file describes. The pipeline's weights
+take no memory: every parameter is a single zero, expanded to its shape.
+
+ComfyUI is not installed here. Its loader is simulated: it maps key prefixes to weights of the
+model and tries known suffixes after each prefix (as of January 2026).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,16 +31,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.keys import KeyTable, Naming, Stage
+    from gracetune.adapters.files.keys import KeyTable, PipelineSpec, Stage
 
 
 ADAPTER_NAME = "checked"
 TOLERANCE = 2e-2
-"""How far a probe may be off: diffusers multiplies alpha in where the file's dtype rounds."""
-LOADER_FAULTS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError)
-"""What diffusers' loaders raise on files they do not understand."""
-NOT_TRIED = "no pipeline is known for its family: it was read back and counted, not loaded"
-ONLY_LORA = {
+"""Allowed relative difference of outputs: diffusers folds alpha into weights of the file's dtype,
+which rounds."""
+LOADER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError)
+"""Exceptions that diffusers' loaders raise for files they do not understand."""
+NOT_TRIED = "no pipeline is known for its family, so the file was read and counted, but not loaded"
+NO_LOADER = {
     "loha": "diffusers has no loader for LoHa. Merge it into the model, or convert it with "
     "--lora-rank.",
     "lokr": "diffusers' pipelines have no loader for LoKr here. Convert it --to diffusers for "
@@ -48,65 +53,73 @@ ONLY_LORA = {
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What one tool makes of the file."""
+    """What one tool loads of a file."""
 
     name: str
     matched: int
+    """Modules that the tool loads."""
     expected: int
+    """Modules in the file."""
     reason: str = ""
-    """Why not all of it loads; or how it loads, where that is not the usual way."""
+    """Why not everything loads, or how it loads if that is unusual."""
     first_missing: str | None = None
-    """The first key or module that is lost."""
+    """First key or module that is lost."""
     is_wrong: bool = False
-    """Whether it loads and computes something else, which is worse than not at all."""
+    """True if the file loads but computes something else, which is worse than not loading."""
 
     @property
     def loads(self) -> bool:
+        """True if the tool loads the whole file."""
         return self.matched == self.expected > 0
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The verdict on a file."""
+    """The result of checking a file."""
 
     path: Path
     family: str
-    form: str | None
+    format: str | None
+    """Name of the key format; None if the file mixes several."""
     stage: Stage | None
     algorithms: tuple[str, ...]
     ranks: tuple[int, ...]
     expected: int
+    """Modules that the file must hold."""
     results: tuple[ToolResult, ...]
+    """One for each tool; empty if the family has no pipeline to try."""
     required_tools: tuple[str, ...]
-    """Tools that must load it; none: any one will do, and none may load a part."""
+    """Tools that must load the whole file. If empty, one tool must load it, and none may load only
+    a part."""
     notices: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
+        """True if the file loads where it must."""
         if not self.results:
             return not self.required_tools
-        if any(t.is_wrong for t in self.results):
+        if any(result.is_wrong for result in self.results):
             return False
         if self.required_tools:
-            return all(t.loads for t in self.results if t.name in self.required_tools)
-        whole_or_nothing = all(t.loads or t.matched == 0 for t in self.results)
-        return whole_or_nothing and any(t.loads for t in self.results)
+            return all(r.loads for r in self.results if r.name in self.required_tools)
+        all_or_nothing = all(r.loads or r.matched == 0 for r in self.results)
+        return all_or_nothing and any(r.loads for r in self.results)
 
     def lines(self) -> list[str]:
-        """The verdict, a line a tool."""
+        """Return the result of each tool as a line of text."""
         if not self.results:
             return [f"{self.expected} modules: {NOT_TRIED}"]
         return [
-            f"{t.name}: {t.matched} of {t.expected} modules" + (f": {t.reason}" if t.reason else "")
-            for t in self.results
+            f"{r.name}: {r.matched} of {r.expected} modules" + (f": {r.reason}" if r.reason else "")
+            for r in self.results
         ]
 
     def raise_if_failed(self) -> CheckReport:
-        """Itself, if the file loads; otherwise the reason as an error."""
+        """Return the report itself if the file loads; otherwise raise an error with the reasons."""
         if not self.ok:
-            first = next((t.first_missing for t in self.results if not t.loads), None)
+            first = next((r.first_missing for r in self.results if not r.loads), None)
             raise AdapterError(
-                f"{self.path} does not load as it should. " + " ".join(self.lines()),
+                f"{self.path} does not load completely. " + ". ".join(self.lines()),
                 kind="partial",
                 key=first,
             )
@@ -120,51 +133,46 @@ def check_file(
     table: KeyTable | None = None,
     stage: Stage | None = None,
     config: Mapping[str, object] | None = None,
-    cls: type[nn.Module] | None = None,
     modules: Iterable[str] | None = None,
-    demanded: tuple[str, ...] = (),
+    required_tools: tuple[str, ...] = (),
 ) -> CheckReport:
-    """Load the file where others would, and count.
+    """Load a file with each tool and count the modules that it loads.
 
-    `modules` are those it must hold, by diffusers' names; `config` is the transformer's, and
-    without it a model is made that fits the file. A family that we know no pipeline of is loaded
-    into a transformer of the class `cls`. A file that cannot be read, or that holds both stages,
-    is an error by itself.
+    `table` is the family's, if it is known. `config` is the transformer's configuration; by default
+    a transformer is built that fits the file. `modules` are the modules that the file must hold, in
+    diffusers' names. A file that cannot be read, or that holds both experts, raises an error.
     """
     path = resolve_path(path)
     adapter, tensors = read_adapter_and_tensors(path, tables, table)
     _refuse_two_stages(adapter, list(tensors))
-    told, _ = find_stage(adapter, path)
+    stage = stage or find_stage(adapter, path)[0]
     adapter = with_stage(adapter, None)
     layers = {place.module: layer for place, layer in split_fused(adapter).layers.items()}
-    wanted = list(layers) if modules is None else sorted(modules)
-    missing = [module for module in wanted if module not in layers]
+    expected = list(layers) if modules is None else sorted(modules)
+    missing = [module for module in expected if module not in layers]
     if missing:
         raise AdapterError(
-            f"{path} lacks {len(missing)} of {len(wanted)} modules, {missing[0]} first: it was cut "
-            "short or written from part of the model.",
+            f"{path} lacks {len(missing)} of {len(expected)} modules, first {missing[0]}: it is "
+            "incomplete, or was written from a part of the model.",
             kind="partial",
             key=missing[0],
         )
-    if adapter.table.family in PREFIXES:
-        targets: tuple[ToolResult, ...] = (
-            _in_diffusers(path, tensors, adapter, layers, stage or told, config),
-            _in_comfyui(tensors, adapter, layers),
+    results: tuple[ToolResult, ...] = ()
+    if adapter.table.pipeline is not None:
+        results = (
+            _load_in_diffusers(path, tensors, adapter, layers, stage, config),
+            _load_in_comfyui(tensors, adapter, layers),
         )
-    elif cls is not None and config is not None:
-        targets = (_in_transformer(path, layers, cls, config),)
-    else:
-        targets = ()
     return CheckReport(
         path=path,
         family=adapter.table.family,
-        form=adapter.format,
-        stage=stage or told,
+        format=adapter.format,
+        stage=stage,
         algorithms=tuple(sorted({layer.algorithm for layer in layers.values()})),
         ranks=tuple(sorted({rank for layer in layers.values() if (rank := rank_of(layer))})),
-        expected=len(wanted),
-        results=targets,
-        required_tools=demanded,
+        expected=len(expected),
+        results=results,
+        required_tools=required_tools,
         notices=adapter.notices,
     )
 
@@ -173,39 +181,21 @@ def _refuse_two_stages(adapter: Adapter, keys: list[str]) -> None:
     if len(adapter.stages) < 2:
         return
     index = KeyIndex(adapter.table)
-    stages = [(key, found.path.stage) for key in keys if (found := parse_key(key, index))]
+    stages = [(key, parsed.path.stage) for key in keys if (parsed := parse_key(key, index))]
     first = next(key for key, stage in stages if stage != stages[0][1])
     raise AdapterError(
-        f"{first!r} is of another stage than {stages[0][0]!r}: the file mixes both, and no tool "
-        "loads both from one file. Run `gracetune adapter convert FILE --to comfyui`, which writes "
-        "one file a stage.",
+        f"{first!r} belongs to another expert than {stages[0][0]!r}: the file holds both, and no "
+        "tool loads both from one file. Run `gracetune adapter convert FILE --to comfyui`, which "
+        "writes one file for each.",
         kind="mixed-stages",
         key=first,
     )
 
 
-def _in_comfyui(
-    tensors: Mapping[str, Tensor], adapter: Adapter, layers: Mapping[str, Layer]
-) -> ToolResult:
-    """By its key map; a fused projection counts as the parts that it is of."""
-    known = comfyui_key_map(adapter.table, count_blocks(layers))
-    result = simulate_comfyui(list(tensors), known)
-    expected = len(layers)
-    if result.missing_key is not None:
-        why = f"it stops at a key that is not there, {result.missing_key!r}"
-        return ToolResult("comfyui", 0, expected, why, result.missing_key)
-    if result.ignored:
-        kept = {place.module for place in adapter.layers} & result.modules
-        lost = f"it ignores {len(result.ignored)} keys, {result.ignored[0]!r} first"
-        hint = "" if kept else "; convert it --to comfyui"
-        return ToolResult("comfyui", len(kept), expected, lost + hint, result.ignored[0])
-    reason = ""
-    if any(layer.is_dora for layer in layers.values()):
-        reason = "it divides magnitudes (DoRA) by the norms of the unchanged weight, peft does not"
-    return ToolResult("comfyui", expected, expected, reason)
+# Loading in diffusers
 
 
-def _in_diffusers(
+def _load_in_diffusers(
     path: Path,
     tensors: Mapping[str, Tensor],
     adapter: Adapter,
@@ -215,48 +205,27 @@ def _in_diffusers(
 ) -> ToolResult:
     expected = len(layers)
     algorithms = {layer.algorithm for layer in layers.values()}
-    by_model = algorithms == {"lokr"} and adapter.format == "diffusers"
-    if "lora" not in algorithms and not by_model:
-        return ToolResult("diffusers", 0, expected, ONLY_LORA[min(algorithms)], next(iter(layers)))
-    pipeline = placeholder_pipeline(adapter.table.family, layers, config, _dtype(layers))
-    model = transformer_for(pipeline, stage)
+    # Pipelines refuse LoKr, but their transformers load it from diffusers' own key format.
+    by_transformer = algorithms == {"lokr"} and adapter.format == "diffusers"
+    if "lora" not in algorithms and not by_transformer:
+        reason = NO_LOADER[min(algorithms)]
+        return ToolResult("diffusers", 0, expected, reason, next(iter(layers)))
+    assert adapter.table.pipeline is not None
+    pipeline = placeholder_pipeline(adapter.table.pipeline, layers, config)
+    model: Any = pipeline.transformer_2 if stage == "low" else pipeline.transformer
     try:
-        with quiet_diffusers():
-            if by_model:
-                model.load_lora_adapter(  # type: ignore[operator]
+        with _quiet_diffusers():
+            if by_transformer:
+                model.load_lora_adapter(
                     dict(tensors), prefix="transformer", adapter_name=ADAPTER_NAME
                 )
             else:
                 _load(pipeline, path, stage)
-    except LOADER_FAULTS as error:
+    except LOADER_ERRORS as error:
         text = str(error).replace("\n", " ")[:200]
-        return ToolResult(
-            "diffusers", 0, expected, f"it refuses the file: {type(error).__name__} {text}"
-        )
-    return _counted(model, layers, by_model)
-
-
-def _in_transformer(
-    path: Path, layers: Mapping[str, Layer], cls: type[nn.Module], config: Mapping[str, object]
-) -> ToolResult:
-    """By the loader that every diffusers transformer has."""
-    model = placeholder_model(cls, config, _dtype(layers))
-    algorithms = {layer.algorithm for layer in layers.values()}
-    if algorithms != {"lora"} and algorithms != {"lokr"}:
-        return ToolResult("diffusers", 0, len(layers), ONLY_LORA[max(algorithms - {"lora"})])
-    try:
-        with quiet_diffusers():
-            model.load_lora_adapter(
-                str(path.parent),
-                weight_name=path.name,
-                prefix="transformer",
-                adapter_name=ADAPTER_NAME,
-            )
-    except LOADER_FAULTS as error:
-        text = str(error).replace("\n", " ")[:200]
-        why = f"it refuses the file: {type(error).__name__} {text}"
-        return ToolResult("diffusers", 0, len(layers), why)
-    return _counted(model, layers, by_model=algorithms == {"lokr"})
+        reason = f"it refuses the file: {type(error).__name__} {text}"
+        return ToolResult("diffusers", 0, expected, reason)
+    return _compare_loaded(model, layers, by_transformer)
 
 
 def _load(pipeline: Any, path: Path, stage: Stage | None) -> None:
@@ -271,282 +240,139 @@ def _load(pipeline: Any, path: Path, stage: Stage | None) -> None:
 
 
 @torch.no_grad()
-def _counted(model: nn.Module, layers: Mapping[str, Layer], by_model: bool) -> ToolResult:
-    """Modules that carry the adapter, and compute what the file says."""
+def _compare_loaded(
+    model: nn.Module, layers: Mapping[str, Layer], by_transformer: bool
+) -> ToolResult:
+    """Count the modules that carry the adapter, and compare what they compute with the file."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     expected = len(layers)
-    carriers: dict[str, Any] = {
+    loaded: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, BaseTunerLayer) and ADAPTER_NAME in module.active_adapters
     }
-    lost = [module for module in layers if module not in carriers]
+    lost = [module for module in layers if module not in loaded]
     if lost:
         matched = expected - len(lost)
-        why = "it loads nothing and does not say so" if not matched else f"{lost[0]} is lost"
-        return ToolResult("diffusers", matched, expected, why, lost[0])
+        reason = f"{lost[0]} is lost" if matched else "it loads nothing, without an error"
+        return ToolResult("diffusers", matched, expected, reason, lost[0])
     generator = torch.Generator().manual_seed(0)
     for name, layer in layers.items():
         if layer.is_dora:
-            if ADAPTER_NAME not in carriers[name].lora_magnitude_vector:
-                why = "it drops the magnitudes (DoRA); convert the file --to diffusers"
-                return ToolResult("diffusers", 0, expected, why, name, is_wrong=True)
-        elif not _agrees(carriers[name], layer, generator):
-            why = f"{name} would compute another dW"
-            return ToolResult("diffusers", 0, expected, why, name, is_wrong=True)
-    how = "by transformer.load_lora_adapter; pipelines refuse LoKr" if by_model else ""
-    return ToolResult("diffusers", expected, expected, how)
+            if ADAPTER_NAME not in loaded[name].lora_magnitude_vector:
+                reason = "it drops the magnitudes (DoRA); convert the file --to diffusers"
+                return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
+        elif not _computes_same(loaded[name], layer, generator):
+            reason = f"{name} would compute another dW"
+            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
+    reason = "with transformer.load_lora_adapter; pipelines refuse LoKr" if by_transformer else ""
+    return ToolResult("diffusers", expected, expected, reason)
 
 
-def _agrees(carrier: Any, layer: Layer, generator: torch.Generator) -> bool:
-    """Whether a loaded module answers a random input as the file's dW does."""
+def _computes_same(module: Any, layer: Layer, generator: torch.Generator) -> bool:
+    """Return True if a loaded module gives the same result as the file's dW, for a random input."""
     if layer.algorithm == "lokr":
-        theirs = carrier.get_delta_weight(ADAPTER_NAME).float()
-        return _near(theirs, delta(layer, theirs.shape))
-    down, up = (
-        carrier.lora_A[ADAPTER_NAME].weight.float(),
-        carrier.lora_B[ADAPTER_NAME].weight.float(),
-    )
+        loaded = module.get_delta_weight(ADAPTER_NAME).float()
+        return _is_close(loaded, delta(layer, loaded.shape))
+    down = module.lora_A[ADAPTER_NAME].weight.float()
+    up = module.lora_B[ADAPTER_NAME].weight.float()
     if down.shape != layer.tensors["down"].shape:
         return False
     probe = torch.randn(down[0].numel(), generator=generator)
-    theirs = carrier.scaling[ADAPTER_NAME] * (up.flatten(1) @ (down.flatten(1) @ probe))
-    ours = layer.tensors["up"].float().flatten(1) @ (
+    loaded = module.scaling[ADAPTER_NAME] * (up.flatten(1) @ (down.flatten(1) @ probe))
+    expected = layer.tensors["up"].float().flatten(1) @ (
         layer.tensors["down"].float().flatten(1) @ probe
     )
     scale = 1.0 if layer.alpha is None else layer.alpha / down.shape[0]
-    return _near(theirs, ours * scale)
+    return _is_close(loaded, expected * scale)
 
 
-def _dtype(layers: Mapping[str, Layer]) -> torch.dtype:
-    """The adapter's own, so that nobody converts it; float32 where it has several."""
-    dtypes = {tensor.dtype for layer in layers.values() for tensor in layer.tensors.values()}
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
-
-def _near(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     return float((a - b).norm()) <= TOLERANCE * float(b.norm()) + 1e-12
 
 
-# ------------------------------------------------------------------------------------------
-# Which keys of a file ComfyUI would load, computed without ComfyUI.
-#
-# Its loader builds a map from key prefixes to weights of the model, then looks for known endings
-# after each prefix; what is left over is logged as "lora key not loaded" and ignored. This is that
-# map for the families in our tables, after its state of January 2026.
-
-
-GENERIC: tuple[tuple[str, str, Naming], ...] = (
-    ("diffusion_model.", ".", "original"),
-    ("lora_unet_", "_", "original"),
-)
-PREFIXES: dict[str, tuple[tuple[str, str, Naming], ...]] = {
-    "wan": GENERIC,
-    "flux": (
-        *GENERIC,
-        ("transformer.", ".", "diffusers"),
-        ("lycoris_", "_", "diffusers"),
-        ("lora_transformer_", "_", "diffusers"),
-    ),
-    "qwen_image": (
-        *GENERIC,
-        ("", ".", "diffusers"),
-        ("transformer.", ".", "diffusers"),
-        ("lycoris_", "_", "diffusers"),
-    ),
-}
-"""Prefix, joint and naming of each kind of key that its map holds, by family."""
-LORA_ENDINGS = (
-    (".lora_up.weight", ".lora_down.weight", ".lora_mid.weight"),
-    ("_lora.up.weight", "_lora.down.weight", None),
-    (".lora_B.weight", ".lora_A.weight", None),
-    (".lora.up.weight", ".lora.down.weight", None),
-    (".lora_B", ".lora_A", None),
-    (".lora_B.default.weight", ".lora_A.default.weight", None),
-)
-"""Tried in this order; the first that is there is taken."""
-LOHA_ENDINGS = (".hada_w1_a", ".hada_w1_b", ".hada_w2_a", ".hada_w2_b")
-LOKR_ENDINGS = (
-    ".lokr_w1",
-    ".lokr_w2",
-    ".lokr_w1_a",
-    ".lokr_w1_b",
-    ".lokr_w2_a",
-    ".lokr_w2_b",
-    ".lokr_t2",
-)
-ALONE = (".diff", ".diff_b", ".w_norm", ".b_norm", ".set_weight")
-WAN_FUN = "lora_unet__blocks_0_cross_attn_k.lora_down.weight"
-"""The key by which it recognises VideoX-Fun's files."""
-
-
-@dataclass(frozen=True)
-class ComfyUILoad:
-    """What its loader would make of a file."""
-
-    modules: frozenset[str]
-    """Modules that get a change, by our own names."""
-    ignored: tuple[str, ...]
-    """Keys that it would ignore."""
-    missing_key: str | None = None
-    """A key whose missing partner ends the load with an error."""
-
-
-def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str, str]:
-    """Prefixes of keys that are looked for, with the module each one changes."""
-    index = KeyIndex(table)
-    found = {}
-    for prefix, joint, naming in PREFIXES[table.family]:
-        for template in index.templates(naming):
-            for name in _numbered(template, num_blocks):
-                module = index.to_diffusers(name, naming, ".")
-                assert module is not None, name
-                found[f"{prefix}{name.replace('.', joint)}"] = module
-    return found
-
-
-def simulate_comfyui(keys: Sequence[str], known: Mapping[str, str]) -> ComfyUILoad:
-    """What would be loaded, what would be left, and what would end in an error."""
-    text = {key: key for key in keys}
-    if WAN_FUN in text:
-        text = {key.replace("lora_unet__", "lora_unet_", 1): key for key in keys}
-    loaded: set[str] = set()
-    modules: set[str] = set()
-    for prefix, module in known.items():
-        taken, lacks = _at(prefix, text)
-        if lacks is not None:
-            return ComfyUILoad(frozenset(modules), (), lacks)
-        beside = {prefix + end for end in (".alpha", ".dora_scale") if prefix + end in text}
-        loaded |= taken | beside
-        if taken:
-            modules.add(module)
-    left = tuple(original for key, original in text.items() if key not in loaded)
-    return ComfyUILoad(frozenset(modules), left)
-
-
-def count_blocks(modules: Iterable[str]) -> dict[str, int]:
-    """How many blocks of each kind a model must have to hold these modules."""
-    counts: dict[str, int] = {}
-    for module in modules:
-        inside = BLOCK.match(module)
-        if inside:
-            kind = inside[1].rstrip(".")
-            counts[kind] = max(counts.get(kind, 0), int(inside[2]) + 1)
-    return counts
-
-
-def _at(prefix: str, text: Mapping[str, str]) -> tuple[set[str], str | None]:
-    """Keys that are taken after a prefix, or the one that would be missed."""
-    taken = {prefix + end for end in (*ALONE, *LOKR_ENDINGS) if prefix + end in text}
-    for up, down, mid in LORA_ENDINGS:
-        if prefix + up in text:
-            if prefix + down not in text:
-                return taken, prefix + down
-            taken |= {prefix + up, prefix + down}
-            if mid is not None and prefix + mid in text:
-                taken.add(prefix + mid)
-            break
-    if prefix + LOHA_ENDINGS[0] in text:
-        for end in LOHA_ENDINGS:
-            if prefix + end not in text:
-                return taken, prefix + end
-            taken.add(prefix + end)
-        taken |= {prefix + end for end in (".hada_t1", ".hada_t2") if prefix + end in text}
-    return taken, None
-
-
-def _numbered(template: str, num_blocks: Mapping[str, int]) -> Iterable[str]:
-    """A template's names in a model of so many blocks."""
-    if "{}" not in template:
-        return [template]
-    kind = template.partition(".{}")[0]
-    ours = {"double_blocks": "transformer_blocks", "single_blocks": "single_transformer_blocks"}
-    count = num_blocks.get(ours.get(kind, kind), 0)
-    return [template.format(number) for number in range(count)]
-
-
-# ------------------------------------------------------------------------------------------
-# diffusers pipelines with the shape of a model and the weight of none, to load adapters into.
-#
-# Every parameter is one zero, seen as a whole tensor: names, shapes and loaders are the real ones,
-# and a pipeline of two 14 B experts takes no memory.
-
-
-HEAD_WIDTH = 128
-"""The width of a head in every published model of these families."""
-Sizes = dict[str, tuple[int, ...]]
-
-
-def placeholder_pipeline(
-    family: str,
-    layers: Mapping[str, Layer],
-    config: Mapping[str, object] | None,
-    dtype: torch.dtype,
-) -> Any:
-    """A pipeline whose transformers fit the layers (by module), or a given configuration."""
-    settings = dict(config) if config is not None else CONFIGS[family](_sizes(layers))
-    import diffusers  # slow to import, and only checks need it
-
-    if family == "wan":
-        return diffusers.WanPipeline(
-            tokenizer=None,
-            text_encoder=None,
-            vae=None,
-            scheduler=None,
-            transformer=placeholder_model(diffusers.WanTransformer3DModel, settings, dtype),
-            transformer_2=placeholder_model(diffusers.WanTransformer3DModel, settings, dtype),
-            boundary_ratio=0.875,
-        )
-    if family == "flux":
-        return diffusers.FluxPipeline(
-            scheduler=None,
-            vae=None,
-            text_encoder=None,
-            tokenizer=None,
-            text_encoder_2=None,
-            tokenizer_2=None,
-            transformer=placeholder_model(diffusers.FluxTransformer2DModel, settings, dtype),
-        )
-    return diffusers.QwenImagePipeline(
-        scheduler=None,
-        vae=None,
-        text_encoder=None,
-        tokenizer=None,
-        transformer=placeholder_model(diffusers.QwenImageTransformer2DModel, settings, dtype),
-    )
-
-
-def transformer_for(pipeline: Any, stage: Stage | None) -> nn.Module:
-    """The transformer that a stage's file goes into."""
-    model: nn.Module = pipeline.transformer_2 if stage == "low" else pipeline.transformer
-    return model
-
-
 @contextlib.contextmanager
-def quiet_diffusers() -> Iterator[None]:
-    """What diffusers would print here is what the check itself reports, in its own words."""
+def _quiet_diffusers() -> Iterator[None]:
+    """Silence diffusers' logs and warnings; the check reports the same in its own words."""
     from diffusers.utils import logging
 
-    level = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
+        logging.set_verbosity(verbosity)
+
+
+# Placeholder models
+
+
+class LayerShapes:
+    """The shapes of the weights that an adapter changes, by module name without block numbers.
+
+    Families derive the configuration of a matching transformer from it.
+    """
+
+    HEAD_WIDTH = 128
+    """Width of an attention head in every published model of these families."""
+
+    def __init__(self, layers: Mapping[str, Layer]) -> None:
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for module, layer in layers.items():
+            shape = delta_shape(layer)
+            if len(shape) > 1 and shape[1]:  # neither a norm nor a bias alone
+                name = ".".join(part for part in module.split(".") if not part.isdigit())
+                self._shapes.setdefault(name, shape)
+        self._blocks = count_blocks(layers)
+
+    def size(self, axis: int, default: int, *names: str) -> int:
+        """Return the size of an axis of the first of these modules that the adapter has."""
+        return next((self._shapes[name][axis] for name in names if name in self._shapes), default)
+
+    def num_blocks(self, kind: str) -> int:
+        """Return the number of blocks of a kind that the model needs, at least 1."""
+        return self._blocks.get(kind, 1)
+
+    def heads(self, width: int) -> dict[str, object]:
+        """Return the attention settings for a model of this width."""
+        head = self.HEAD_WIDTH if width % self.HEAD_WIDTH == 0 else width
+        return {"num_attention_heads": width // head, "attention_head_dim": head}
+
+
+def count_blocks(modules: Iterable[str]) -> dict[str, int]:
+    """Return how many blocks of each kind a model needs to have all of these modules."""
+    counts: dict[str, int] = {}
+    for module in modules:
+        in_block = BLOCK.match(module)
+        if in_block:
+            kind = in_block[1].rstrip(".")
+            counts[kind] = max(counts.get(kind, 0), int(in_block[2]) + 1)
+    return counts
+
+
+def placeholder_pipeline(
+    spec: PipelineSpec, layers: Mapping[str, Layer], config: Mapping[str, object] | None
+) -> Any:
+    """Return a pipeline without weights that fits the layers, or a given configuration."""
+    settings = spec.config(LayerShapes(layers)) if config is None else config
+    dtypes = {tensor.dtype for layer in layers.values() for tensor in layer.tensors.values()}
+    # With the adapter's own dtype nothing is converted on load.
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return spec.build(lambda cls: placeholder_model(cls, settings, dtype))
 
 
 def placeholder_model(cls: Any, config: Mapping[str, object], dtype: torch.dtype) -> Any:
-    """A model of a class and a configuration, every parameter one zero."""
+    """Return a model whose parameters are zeros that take no memory."""
     settings = {name: value for name, value in config.items() if not name.startswith("_")}
     try:
         with torch.device("meta"):
             model: nn.Module = cls(**settings)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise AdapterError(
-            f"no {cls.__name__} can be made from this configuration: {error}. "
+            f"no {cls.__name__} can be built from this configuration: {error}. "
             "Give the config.json of the transformer that the adapter is for.",
             kind="other-model",
         ) from error
@@ -557,85 +383,113 @@ def placeholder_model(cls: Any, config: Mapping[str, object], dtype: torch.dtype
     return model
 
 
-def _sizes(layers: Mapping[str, Layer]) -> Sizes:
-    """The weight's shape of each module, by its name without the block's number."""
-    sizes: Sizes = {}
-    for module, layer in layers.items():
-        shape = delta_shape(layer)
-        if len(shape) > 1 and shape[1]:  # neither a norm's change nor a bias' alone
-            name = ".".join(part for part in module.split(".") if not part.isdigit())
-            sizes.setdefault(name, shape)
-    counts = count_blocks(layers)
-    return sizes | {f"#{kind}": (count,) for kind, count in counts.items()}
+# Loading in ComfyUI, simulated
 
 
-def _first(sizes: Sizes, axis: int, default: int, *names: str) -> int:
-    """One axis of the first module that is there: every one of them has the same."""
-    return next((sizes[name][axis] for name in names if name in sizes), default)
+LORA_SUFFIXES = (
+    (".lora_up.weight", ".lora_down.weight", ".lora_mid.weight"),
+    ("_lora.up.weight", "_lora.down.weight", None),
+    (".lora_B.weight", ".lora_A.weight", None),
+    (".lora.up.weight", ".lora.down.weight", None),
+    (".lora_B", ".lora_A", None),
+    (".lora_B.default.weight", ".lora_A.default.weight", None),
+)
+"""Suffixes of up, down and mid; the first row whose `up` exists is used."""
+LOHA_SUFFIXES = (".hada_w1_a", ".hada_w1_b", ".hada_w2_a", ".hada_w2_b")
+LOKR_SUFFIXES = (
+    ".lokr_w1",
+    ".lokr_w2",
+    ".lokr_w1_a",
+    ".lokr_w1_b",
+    ".lokr_w2_a",
+    ".lokr_w2_b",
+    ".lokr_t2",
+)
+SINGLE_SUFFIXES = (".diff", ".diff_b", ".w_norm", ".b_norm", ".set_weight")
+WAN_FUN_KEY = "lora_unet__blocks_0_cross_attn_k.lora_down.weight"
+"""Key by which ComfyUI recognises files of VideoX-Fun."""
 
 
-def _heads(width: int) -> tuple[int, int]:
-    return (width // HEAD_WIDTH, HEAD_WIDTH) if width % HEAD_WIDTH == 0 else (1, width)
+@dataclass(frozen=True)
+class ComfyUILoad:
+    """What ComfyUI's loader does with the keys of a file."""
+
+    modules: frozenset[str]
+    """Modules that it changes, in diffusers' names."""
+    ignored: tuple[str, ...]
+    """Keys that it ignores; it logs "lora key not loaded" for them."""
+    missing_key: str | None = None
+    """Key that is missing next to one that exists, which makes the loader fail."""
 
 
-def _wan(sizes: Sizes) -> dict[str, object]:
-    attention = [f"blocks.attn{n}.to_{x}" for n in (1, 2) for x in ("q", "k", "v", "out")]
-    width = _first(sizes, 0, 0, *attention, "blocks.ffn.net") or _first(
-        sizes, 1, 5120, "blocks.ffn.net.proj", "proj_out"
-    )
-    heads, head = _heads(width)
-    added = _first(sizes, 1, 0, "blocks.attn2.add_k_proj", "blocks.attn2.add_v_proj")
-    image = _first(sizes, 1, 0, "condition_embedder.image_embedder.ff.net.proj")
-    patch = math.prod((1, 2, 2))
-    return {
-        "num_attention_heads": heads,
-        "attention_head_dim": head,
-        "num_layers": max(1, _first(sizes, 0, 1, "#blocks")),
-        "ffn_dim": _first(sizes, 0, 0, "blocks.ffn.net.proj")
-        or _first(sizes, 1, 13824, "blocks.ffn.net"),
-        "text_dim": _first(sizes, 1, 4096, "condition_embedder.text_embedder.linear_1"),
-        "freq_dim": _first(sizes, 1, 256, "condition_embedder.time_embedder.linear_1"),
-        "in_channels": _first(sizes, 1, 16, "patch_embedding"),
-        "out_channels": _first(sizes, 0, 16 * patch, "proj_out") // patch,
-        "added_kv_proj_dim": added or None,
-        "image_dim": image or added or None,
-    }
+def _load_in_comfyui(
+    tensors: Mapping[str, Tensor], adapter: Adapter, layers: Mapping[str, Layer]
+) -> ToolResult:
+    """Simulate ComfyUI; a fused projection counts as all of its parts."""
+    known = comfyui_key_map(adapter.table, count_blocks(layers))
+    load = simulate_comfyui(list(tensors), known)
+    expected = len(layers)
+    if load.missing_key is not None:
+        reason = f"it fails because the key {load.missing_key!r} is missing"
+        return ToolResult("comfyui", 0, expected, reason, load.missing_key)
+    if load.ignored:
+        kept = {place.module for place in adapter.layers} & load.modules
+        reason = f"it ignores {len(load.ignored)} keys, first {load.ignored[0]!r}"
+        hint = "" if kept else "; convert it --to comfyui"
+        return ToolResult("comfyui", len(kept), expected, reason + hint, load.ignored[0])
+    reason = ""
+    if any(layer.is_dora for layer in layers.values()):
+        reason = "it divides magnitudes (DoRA) by the norms of the unchanged weight, unlike peft"
+    return ToolResult("comfyui", expected, expected, reason)
 
 
-def _flux(sizes: Sizes) -> dict[str, object]:
-    double, single = "transformer_blocks", "single_transformer_blocks"
-    names = [f"{double}.attn.{x}" for x in ("to_q", "to_k", "to_v", "to_out", "to_add_out")]
-    names += [f"{double}.attn.add_{x}_proj" for x in "qkv"]
-    names += [f"{single}.attn.to_{x}" for x in "qkv"] + [f"{single}.proj_out", "x_embedder"]
-    width = _first(sizes, 0, 3072, *names)
-    heads, head = _heads(width)
-    return {
-        "num_attention_heads": heads,
-        "attention_head_dim": head,
-        "num_layers": _first(sizes, 0, 1, f"#{double}"),
-        "num_single_layers": _first(sizes, 0, 1, f"#{single}"),
-        "joint_attention_dim": _first(sizes, 1, 4096, "context_embedder"),
-        "pooled_projection_dim": _first(sizes, 1, 768, "time_text_embed.text_embedder.linear_1"),
-        "in_channels": _first(sizes, 1, 64, "x_embedder"),
-        "guidance_embeds": True,
-    }
+def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str, str]:
+    """Return the key prefixes that ComfyUI looks for, with the module that each one changes."""
+    index = KeyIndex(table)
+    found = {}
+    for prefix, separator, naming in table.comfyui_prefixes:
+        for module, name in index.templates(naming).items():
+            numbers = range(num_blocks.get(module.partition(".{}")[0], 0)) if "{}" in name else [0]
+            for number in numbers:
+                key = f"{prefix}{name.format(number).replace('.', separator)}"
+                found[key] = module.format(number)
+    return found
 
 
-def _qwen_image(sizes: Sizes) -> dict[str, object]:
-    block = "transformer_blocks"
-    names = [f"{block}.attn.{x}" for x in ("to_q", "to_k", "to_v", "to_out", "to_add_out")]
-    names += [f"{block}.attn.add_{x}_proj" for x in "qkv"]
-    heads, head = _heads(_first(sizes, 0, 3072, *names, "img_in"))
-    patch = 2 * 2
-    return {
-        "num_attention_heads": heads,
-        "attention_head_dim": head,
-        "num_layers": _first(sizes, 0, 1, f"#{block}"),
-        "joint_attention_dim": _first(sizes, 1, 3584, "txt_in"),
-        "in_channels": _first(sizes, 1, 64, "img_in"),
-        "out_channels": _first(sizes, 0, 16 * patch, "proj_out") // patch,
-    }
+def simulate_comfyui(keys: Sequence[str], known: Mapping[str, str]) -> ComfyUILoad:
+    """Return what ComfyUI's loader would do; `known` comes from `comfyui_key_map`."""
+    original = {key: key for key in keys}
+    if WAN_FUN_KEY in original:
+        original = {key.replace("lora_unet__", "lora_unet_", 1): key for key in keys}
+    loaded: set[str] = set()
+    modules: set[str] = set()
+    for prefix, module in known.items():
+        taken, missing = _match_suffixes(prefix, original)
+        if missing is not None:
+            return ComfyUILoad(frozenset(modules), (), missing)
+        extra = {prefix + suffix for suffix in (".alpha", ".dora_scale")} & original.keys()
+        loaded |= taken | extra
+        if taken:
+            modules.add(module)
+    ignored = tuple(text for key, text in original.items() if key not in loaded)
+    return ComfyUILoad(frozenset(modules), ignored)
 
 
-CONFIGS = {"wan": _wan, "flux": _flux, "qwen_image": _qwen_image}
-"""What a transformer's configuration must have been, by the shapes of a file's layers."""
+def _match_suffixes(prefix: str, keys: Mapping[str, str]) -> tuple[set[str], str | None]:
+    """Return the keys that are loaded for a prefix, and the key whose absence is an error."""
+    taken = {prefix + suffix for suffix in (*SINGLE_SUFFIXES, *LOKR_SUFFIXES)} & keys.keys()
+    for up, down, mid in LORA_SUFFIXES:
+        if prefix + up in keys:
+            if prefix + down not in keys:
+                return taken, prefix + down
+            taken |= {prefix + up, prefix + down}
+            if mid is not None and prefix + mid in keys:
+                taken.add(prefix + mid)
+            break
+    if prefix + LOHA_SUFFIXES[0] in keys:
+        for suffix in LOHA_SUFFIXES:
+            if prefix + suffix not in keys:
+                return taken, prefix + suffix
+            taken.add(prefix + suffix)
+        taken |= {prefix + suffix for suffix in (".hada_t1", ".hada_t2")} & keys.keys()
+    return taken, None

@@ -1,4 +1,7 @@
-"""How each tool spells a key: prefix, stage, module and tensor, as one row a form."""
+"""List the key formats of adapter files: how each tool writes prefix, expert, module and suffix.
+
+keys.py parses and builds keys from this data. The `tools` texts are repeated in docs/adapters.md.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.keys import Naming, Stage
 
 SuffixStyle = Literal["peft", "peft-live", "kohya", "comfyui"]
-"""How a tensor's part of the key is spelled."""
+"""Convention of the suffixes that name a layer's tensors."""
 AlphaRule = Literal["folded", "if-needed", "always"]
-"""What becomes of alpha: multiplied into the weights, written where it is not the rank, written."""
+"""Treatment of alpha on writing: multiplied into the weights, written unless it equals the rank, or
+always written."""
 
 LYCORIS_ROLES = (
     "hada_w1_a",
@@ -29,7 +33,7 @@ LYCORIS_ROLES = (
     "lokr_t2",
 )
 ROLES = ("down", "up", "mid", *LYCORIS_ROLES, "diff", "diff_b", "dora", "alpha", "scalar")
-"""What a tensor is to its module, whatever a tool calls it."""
+"""Our names for what a tensor is in its layer, whatever a tool calls it."""
 
 PEFT_SUFFIXES = {role: f".{role}" for role in (*LYCORIS_ROLES, "alpha", "scalar")}
 PLAIN_SUFFIXES = PEFT_SUFFIXES | {"diff": ".diff", "diff_b": ".diff_b"}
@@ -59,7 +63,7 @@ SUFFIXES: dict[SuffixStyle, dict[str, str]] = {
     "comfyui": PLAIN_SUFFIXES
     | {"down": ".lora_A.weight", "up": ".lora_B.weight", "dora": ".dora_scale"},
 }
-"""How to write each role. What is not there cannot be written in that style."""
+"""Suffix of each role; a role that is missing cannot be written in that style."""
 READ_ONLY_SUFFIXES = {
     ".lora_A": "down",
     ".lora_B": "up",
@@ -69,32 +73,32 @@ READ_ONLY_SUFFIXES = {
     ".w_norm": "diff",
     ".b_norm": "diff_b",
 }
-"""Spellings that are read and never written."""
+"""Further suffixes that some files have; they are read, but not written."""
 
 
 @dataclass(frozen=True)
 class KeyFormat:
-    """One tool's keys."""
+    """The keys that a tool writes."""
 
     name: str
     tools: str
-    """Who writes it, and who reads it."""
+    """Tools that write or read it."""
     prefix: str
     naming: Naming
     style: SuffixStyle
     separator: Literal[".", "_", "$$"] = "."
     alpha: AlphaRule = "always"
     stages: tuple[tuple[Stage, str], ...] = ()
-    """What stands for each expert, for forms that hold both in one file."""
+    """Text that names each expert, in formats that hold both experts in one file."""
     caution: str = ""
-    """Why one would not want it."""
+    """Reason not to use the format; empty if there is none."""
 
 
 AI_TOOLKIT_STAGES: tuple[tuple[Stage, str], ...] = (
     ("high", "transformer_1"),
     ("low", "transformer_2"),
 )
-"""ai-toolkit's wrapper counts from one; diffusers' `transformer_2` is its second as well."""
+"""ai-toolkit numbers the experts from 1, so `transformer_2` is the low one, as in diffusers."""
 STAGE_PREFIXES: tuple[tuple[Stage, str], ...] = (
     ("high", "transformer."),
     ("low", "transformer_2."),
@@ -293,4 +297,4 @@ FORMAT_ALIASES = {
     "simpletuner": "diffusers",
     "simpletuner-lycoris": "lycoris",
 }
-"""Tools that write exactly what another form is."""
+"""Names of tools whose files have one of the formats above."""

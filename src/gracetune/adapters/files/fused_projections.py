@@ -1,8 +1,20 @@
-"""Layers taken apart and put together by rows of dW: fused projections, and swapped halves.
+"""Split and join layers along the rows of dW, for models whose projections are fused.
 
-A LoRA of q, k and v becomes one of their fused projection by standing on a diagonal, or by sharing
-`down` where all three have the same; taken apart again it is what it was, bit for bit. LoHa and
-full matrices go by rows as they are. A LoKr goes only where its blocks end at the cuts.
+Flux's original checkpoint has one projection for query, key and value; diffusers has three. A file
+in one naming must be rewritten exactly for the other:
+
+- Joining LoRAs. If all parts share `down`, their `up` factors are concatenated. Otherwise they form
+  a block diagonal, whose rank is the sum of theirs:
+
+      up = [ up_q                ]    down = [ down_q ]
+           [        up_k         ]           [ down_k ]
+           [               up_v  ]           [ down_v ]
+
+  Splitting recognises such a block diagonal and returns the parts bit for bit.
+- LoHa and full matrices are split and joined by rows.
+- A LoKr can be split only between its blocks of rows.
+
+Anything else is refused with the reason.
 """
 
 from __future__ import annotations
@@ -31,104 +43,111 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.keys import FusedProjection, KeyTable
 
 Span = tuple[int, int]
+"""First row, and the row after the last one."""
 
 
 def split_fused(adapter: Adapter, only: Collection[LayerPath] | None = None) -> Adapter:
-    """Every fused projection, or these alone, in its parts, as diffusers has them."""
+    """Split fused projections into the parts that diffusers has; `only` limits it to some."""
     layers: dict[LayerPath, Layer] = {}
-    for place, layer in adapter.layers.items():
-        parts = parts_of(place, adapter.table)
-        if not parts or (only is not None and place not in only):
-            layers[place] = layer
+    for path, layer in adapter.layers.items():
+        parts = parts_of(path, adapter.table)
+        if not parts or (only is not None and path not in only):
+            layers[path] = layer
             continue
         spans = _spans(out_features(layer), [*parts.values()])
-        for part, one in zip(parts, _split(place.module, layer, spans), strict=True):
-            if one is not None:
+        for part, part_layer in zip(parts, _split(path.module, layer, spans), strict=True):
+            if part_layer is not None:
                 if part in adapter.layers:
-                    raise _twice(place.module, part.module)
-                layers[part] = one
+                    raise _duplicate_error(path.module, part.module)
+                layers[part] = part_layer
     return replace(adapter, layers=layers)
 
 
-def parts_of(place: LayerPath, table: KeyTable) -> dict[LayerPath, int]:
-    """What a fused projection consists of, with the share of each; nothing for other modules."""
-    template, number = template_of(place.module)
-    fused = next((one for one in table.fused if one.whole == template), None)
+def parts_of(path: LayerPath, table: KeyTable) -> dict[LayerPath, int]:
+    """Return the parts of a fused projection with their shares of the rows; empty for others."""
+    template, number = template_of(path.module)
+    fused = next((fused for fused in table.fused if fused.whole == template), None)
     if fused is None:
         return {}
-    return {LayerPath(place.stage, part.format(number)): share for part, share in fused.parts}
+    return {LayerPath(path.stage, part.format(number)): share for part, share in fused.parts}
 
 
 def join_fused(adapter: Adapter) -> Adapter:
-    """Every part in its fused projection, as the original has it."""
-    whole_of = {part: one for one in adapter.table.fused for part, _ in one.parts}
+    """Join parts into the fused projections that the original has."""
+    fused_by_part = {part: fused for fused in adapter.table.fused for part, _ in fused.parts}
     layers: dict[LayerPath, Layer] = {}
     gathered: dict[LayerPath, dict[str, Layer]] = {}
-    for place, layer in adapter.layers.items():
-        template, number = template_of(place.module)
-        if template in whole_of:
-            whole = LayerPath(place.stage, whole_of[template].whole.format(number))
+    for path, layer in adapter.layers.items():
+        template, number = template_of(path.module)
+        if template in fused_by_part:
+            whole = LayerPath(path.stage, fused_by_part[template].whole.format(number))
             if whole in adapter.layers:
-                raise _twice(whole.module, place.module)
+                raise _duplicate_error(whole.module, path.module)
             gathered.setdefault(whole, {})[template] = layer
-            layers.setdefault(whole, layer)  # keeps the order of the file
+            layers.setdefault(whole, layer)  # reserves its position in the order of the file
         else:
-            layers[place] = layer
+            layers[path] = layer
     for whole, parts in gathered.items():
-        fused = whole_of[next(iter(parts))]
+        fused = fused_by_part[next(iter(parts))]
         layers[whole] = _join(whole.module, fused, parts)
     return replace(adapter, layers=layers)
 
 
 def swap_halves(adapter: Adapter) -> Adapter:
-    """Scale and shift in the other order, where the two namings differ in it; its own inverse."""
+    """Swap the scale and shift rows of modules whose order differs between the namings.
+
+    Applying it twice restores the adapter.
+    """
     layers = dict(adapter.layers)
-    for place, layer in adapter.layers.items():
-        if place.module in adapter.table.swapped_halves:
+    for path, layer in adapter.layers.items():
+        if path.module in adapter.table.swapped_halves:
             half = out_features(layer) // 2
-            layers[place] = select_rows(place.module, layer, [(half, 2 * half), (0, half)])
+            layers[path] = select_rows(path.module, layer, [(half, 2 * half), (0, half)])
     return replace(adapter, layers=layers)
 
 
 def select_rows(module: str, layer: Layer, spans: Sequence[Span]) -> Layer:
-    """The layer of these rows of dW, one span after the other."""
+    """Return the layer for these rows of dW, in the order of the spans."""
     tensors = dict(layer.tensors)
-    rows, per_row = out_features(layer), 1
+    rows, rows_per_entry = out_features(layer), 1
     if layer.algorithm == "lora":
-        by_rows = {"up": 0}
+        row_axes = {"up": 0}
     elif layer.algorithm == "loha":
         axis = 1 if "hada_t1" in tensors else 0
-        by_rows = {"hada_w1_a": axis, "hada_w2_a": axis}
+        row_axes = {"hada_w1_a": axis, "hada_w2_a": axis}
     elif layer.algorithm == "lokr":
-        by_rows, per_row = _lokr_rows(module, layer, spans)
+        row_axes, rows_per_entry = _lokr_row_axes(module, layer, spans)
     else:
-        by_rows = {"diff": 0} if "diff" in tensors else {}
-    for role, axis in by_rows.items():
-        tensors[role] = _cut(tensors[role], spans, axis, per_row)
+        row_axes = {"diff": 0} if "diff" in tensors else {}
+    for role, axis in row_axes.items():
+        tensors[role] = _select_spans(tensors[role], spans, axis, rows_per_entry)
     if "diff_b" in tensors:
-        tensors["diff_b"] = _cut(tensors["diff_b"], spans, 0, 1)
+        tensors["diff_b"] = _select_spans(tensors["diff_b"], spans, 0, 1)
     if layer.is_dora:
         if not is_dora_per_row(layer) and spans != [(0, rows)]:
-            raise _refusal(module, "its magnitudes (DoRA) go by columns, over all the rows")
-        tensors["dora"] = _cut(tensors["dora"], spans, 0, 1)
+            raise _not_exact_error(module, "its magnitudes (DoRA) span all rows of a column")
+        tensors["dora"] = _select_spans(tensors["dora"], spans, 0, 1)
     return replace(layer, tensors=tensors)
 
 
+# Splitting
+
+
 def _split(module: str, layer: Layer, spans: Sequence[Span]) -> list[Layer | None]:
-    """The parts of a fused layer; None for a part that was never there."""
-    blocks = _diagonal(layer, spans)
+    """Return the parts of a fused layer; None for a part that was not there when it was joined."""
+    blocks = _split_block_diagonal(layer, spans)
     if blocks is not None:
         return blocks
     return [select_rows(module, layer, [span]) for span in spans]
 
 
-def _diagonal(layer: Layer, spans: Sequence[Span]) -> list[Layer | None] | None:
-    """Undo `_on_diagonal`: one block of the rank for each part, nothing off the diagonal."""
+def _split_block_diagonal(layer: Layer, spans: Sequence[Span]) -> list[Layer | None] | None:
+    """Undo `_block_diagonal`; None if the layer is not a block diagonal."""
     if set(layer.tensors) != {"down", "up"}:
         return None
     up, down = layer.tensors["up"], layer.tensors["down"]
-    rank, odd = divmod(down.shape[0], len(spans))
-    if odd or rank == 0:
+    rank, remainder = divmod(down.shape[0], len(spans))
+    if remainder or rank == 0:
         return None
     parts: list[Layer | None] = []
     for i, (start, end) in enumerate(spans):
@@ -136,14 +155,14 @@ def _diagonal(layer: Layer, spans: Sequence[Span]) -> list[Layer | None] | None:
         rows = up[start:end].flatten(1)
         if rows[:, : columns.start].any() or rows[:, columns.stop :].any():
             return None
-        parts.append(_trimmed(layer, up[start:end, columns], down[columns]))
+        parts.append(_trim_padding(layer, up[start:end, columns], down[columns]))
     if all(part is None for part in parts):
         return None
     return parts
 
 
-def _trimmed(layer: Layer, up: Tensor, down: Tensor) -> Layer | None:
-    """A block without the padding that made all of one rank."""
+def _trim_padding(layer: Layer, up: Tensor, down: Tensor) -> Layer | None:
+    """Return a block without the zeros that padded it to the common rank; None if all are zero."""
     used = up.flatten(1).any(0) | down.flatten(1).any(1)
     if not used.any():
         return None
@@ -153,50 +172,68 @@ def _trimmed(layer: Layer, up: Tensor, down: Tensor) -> Layer | None:
     return Layer("lora", {"down": down[:rank].clone(), "up": up[:, :rank].clone()}, alpha)
 
 
+def _lokr_row_axes(module: str, layer: Layer, spans: Sequence[Span]) -> tuple[dict[str, int], int]:
+    """Return the LoKr tensor to select rows from, with its axis, and the rows per entry.
+
+    Row i of w1 times all rows of w2 is a block of rows of dW, and cuts must fall between blocks.
+    """
+    (rows1, rows2), _ = lokr_sizes(layer)
+    if all(start % rows2 == 0 and end % rows2 == 0 for start, end in spans):
+        return {"lokr_w1" if "lokr_w1" in layer.tensors else "lokr_w1_a": 0}, rows2
+    if rows1 == 1:
+        role = "lokr_w2" if "lokr_w2" in layer.tensors else "lokr_w2_a"
+        return {role: 1 if "lokr_t2" in layer.tensors else 0}, 1
+    raise _not_exact_error(module, f"its blocks of {rows2} rows do not end where the parts do")
+
+
+# Joining
+
+
 def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
     present = list(parts.values())
     if any(layer.is_dora or "diff_b" in layer.tensors for layer in present):
         if len(parts) < len(fused.parts):
-            raise _refusal(module, "its parts have magnitudes (DoRA) or biases and one is missing")
+            reason = "its parts have magnitudes (DoRA) or biases and one part is missing"
+            raise _not_exact_error(module, reason)
         if not all(layer.is_dora == present[0].is_dora for layer in present):
-            raise _refusal(module, "only some of its parts have magnitudes (DoRA)")
-    whole = len(parts) == len(fused.parts)
-    if whole:
-        ordered = [parts[part] for part, _ in fused.parts]
-        stacked = _stacked(module, ordered)
-        if stacked is not None:
-            return stacked
+            raise _not_exact_error(module, "only some of its parts have magnitudes (DoRA)")
+    if len(parts) == len(fused.parts):
+        concatenated = _concatenate_rows(module, [parts[part] for part, _ in fused.parts])
+        if concatenated is not None:
+            return concatenated
     if {layer.algorithm for layer in present} != {"lora"} or any(
         "mid" in layer.tensors or layer.is_dora or "diff_b" in layer.tensors for layer in present
     ):
-        raise _refusal(module, "its parts share no factor that the whole could keep")
-    return _on_diagonal(fused, parts)
+        raise _not_exact_error(module, "its parts have no factor in common")
+    return _block_diagonal(fused, parts)
 
 
-def _stacked(module: str, parts: Sequence[Layer]) -> Layer | None:
-    """One layer whose rows are theirs, where all of them share everything but rows."""
+def _concatenate_rows(module: str, parts: Sequence[Layer]) -> Layer | None:
+    """Concatenate layers that differ only in tensors indexed by rows; None if others differ."""
     first = parts[0]
-    if any(set(one.tensors) != set(first.tensors) or one.alpha != first.alpha for one in parts):
+    if any(set(part.tensors) != set(first.tensors) or part.alpha != first.alpha for part in parts):
         return None
-    rows = _row_axes(module, first)
-    shared = set(first.tensors) - set(rows)
+    row_axes = _row_axes(module, first)
+    shared = set(first.tensors) - set(row_axes)
     if not all(
-        torch.equal(one.tensors[role], first.tensors[role]) for one in parts for role in shared
+        torch.equal(part.tensors[role], first.tensors[role]) for part in parts for role in shared
     ):
         return None
     tensors = {
-        role: torch.cat([one.tensors[role] for one in parts], rows[role]) if role in rows else t
-        for role, t in first.tensors.items()
+        role: torch.cat([part.tensors[role] for part in parts], row_axes[role])
+        if role in row_axes
+        else tensor
+        for role, tensor in first.tensors.items()
     }
     return replace(first, tensors=tensors)
 
 
 def _row_axes(module: str, layer: Layer) -> dict[str, int]:
-    """Which tensors go by rows of dW, and along which axis."""
+    """Return the tensors that are indexed by rows of dW, with the axis."""
     axes = {"diff_b": 0} if "diff_b" in layer.tensors else {}
     if layer.is_dora:
         if not is_dora_per_row(layer):
-            raise _refusal(module, "its magnitudes (DoRA) go by columns, over all the rows")
+            raise _not_exact_error(module, "its magnitudes (DoRA) span all rows of a column")
         axes["dora"] = 0
     if layer.algorithm == "lora":
         return axes | {"up": 0}
@@ -208,8 +245,11 @@ def _row_axes(module: str, layer: Layer) -> dict[str, int]:
     return axes | ({"diff": 0} if "diff" in layer.tensors else {})
 
 
-def _on_diagonal(fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
-    """LoRAs beside each other: block i of the rank works on the rows of part i alone."""
+def _block_diagonal(fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
+    """Join LoRAs so that block i of the rank changes only the rows of part i.
+
+    Blocks are padded with zeros to the largest rank, and missing parts are blocks of zeros.
+    """
     first = next(iter(parts.values()))
     share_of = dict(fused.parts)
     unit = next(out_features(layer) // share_of[part] for part, layer in parts.items())
@@ -217,7 +257,8 @@ def _on_diagonal(fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
     rank = max(ranks.values())
     scales = {scale_of(layer) for layer in parts.values()}
     total = rank * len(fused.parts)
-    dtype = _common_dtype([layer.tensors["up"] for layer in parts.values()], scales)
+    # Different scales are multiplied in, which would round in the dtype of the file.
+    dtype = first.tensors["up"].dtype if len(scales) == 1 else torch.float32
     spans = _spans(unit * sum(share_of.values()), list(share_of.values()))
     up = torch.zeros(spans[-1][1], total, dtype=dtype)
     down = torch.zeros(total, *first.tensors["down"].shape[1:], dtype=first.tensors["down"].dtype)
@@ -233,53 +274,43 @@ def _on_diagonal(fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
     return Layer("lora", {"down": down, "up": up.reshape(*up.shape, *kernel)}, alpha)
 
 
-def _lokr_rows(module: str, layer: Layer, spans: Sequence[Span]) -> tuple[dict[str, int], int]:
-    """Rows of dW are blocks: w1's row i times all rows of w2. Cuts must fall between blocks."""
-    (rows1, rows2), _ = lokr_sizes(layer)
-    if all(start % rows2 == 0 and end % rows2 == 0 for start, end in spans):
-        return {"lokr_w1" if "lokr_w1" in layer.tensors else "lokr_w1_a": 0}, rows2
-    if rows1 == 1:
-        role = "lokr_w2" if "lokr_w2" in layer.tensors else "lokr_w2_a"
-        return {role: 1 if "lokr_t2" in layer.tensors else 0}, 1
-    raise _refusal(module, f"its blocks of {rows2} rows do not end where the parts do")
-
-
-def _refusal(module: str, why: str) -> AdapterError:
-    return AdapterError(
-        f"{module}: this adapter cannot be rewritten exactly for a naming that cuts the projection "
-        f"elsewhere, because {why}. Keep the form it has (ComfyUI loads both namings of Flux), or "
-        "approximate it by a LoRA: --lora-rank, and --rank where adapters are merged.",
-        kind="not-exact",
-        key=module,
-    )
-
-
-def _twice(whole: str, part: str) -> AdapterError:
-    return AdapterError(
-        f"{whole} and {part}, which is a part of it, are both in this adapter: one module cannot "
-        "carry two changes. Remove one.",
-        kind="duplicate",
-        key=part,
-    )
+# Rows and errors
 
 
 def _spans(rows: int, shares: Sequence[int]) -> list[Span]:
-    unit, odd = divmod(rows, sum(shares))
-    if odd:
+    """Return the rows of each part of a projection."""
+    unit, remainder = divmod(rows, sum(shares))
+    if remainder:
         raise AdapterError(
-            f"a fused projection of {rows} rows cannot be cut in shares {list(shares)}: the file "
-            "is for a model of another shape.",
+            f"a fused projection of {rows} rows cannot be split in the ratio "
+            f"{':'.join(map(str, shares))}: the file is for a model of another shape.",
             kind="other-model",
         )
     ends = [unit * sum(shares[: i + 1]) for i in range(len(shares))]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _cut(tensor: Tensor, spans: Sequence[Span], axis: int, per_row: int) -> Tensor:
-    pieces = [tensor.narrow(axis, a // per_row, (b - a) // per_row) for a, b in spans]
+def _select_spans(tensor: Tensor, spans: Sequence[Span], axis: int, rows_per_entry: int) -> Tensor:
+    pieces = [
+        tensor.narrow(axis, start // rows_per_entry, (end - start) // rows_per_entry)
+        for start, end in spans
+    ]
     return torch.cat(pieces, axis)
 
 
-def _common_dtype(tensors: Sequence[Tensor], scales: set[float]) -> torch.dtype:
-    """Different scales are multiplied in, which narrow floats would round."""
-    return tensors[0].dtype if len(scales) == 1 else torch.float32
+def _not_exact_error(module: str, reason: str) -> AdapterError:
+    return AdapterError(
+        f"{module} cannot be rewritten exactly for a naming that splits the projection "
+        f"differently, because {reason}. Keep the file's format (ComfyUI loads both namings of "
+        "Flux), or approximate it by a LoRA with --lora-rank, or with --rank in a merge.",
+        kind="not-exact",
+        key=module,
+    )
+
+
+def _duplicate_error(whole: str, part: str) -> AdapterError:
+    return AdapterError(
+        f"this adapter has both {whole} and {part}, which is a part of it. Remove one of them.",
+        kind="duplicate",
+        key=part,
+    )

@@ -1,4 +1,4 @@
-"""What an adapter is: everything that `inspect` shows, as plain values."""
+"""Describe an adapter file: format, ranks, targets and how much it changes where."""
 
 from __future__ import annotations
 
@@ -27,19 +27,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inspection:
-    """One file, described."""
+    """The description of one file. The field names are those of `inspect --json`.
+
+    Mappings to `int` count modules (tensors for `dtypes`) by value.
+    """
 
     path: str
     nbytes: int
     family: str
     form: str
-    """The form's name; for a file that mixes several, each with its number of keys."""
+    """Name of the key format; for a file that mixes several, each with its number of keys."""
     tools: str
+    """Tools that write or read the format."""
     caution: str
+    """Reason not to use the format; empty if there is none."""
     stages: tuple[str, ...]
-    """The stages it holds; empty where nobody says."""
+    """Experts that it holds; empty if nothing says which."""
     stage_by: str
-    """Who says: its keys, its header or its name."""
+    """Source of `stages`: its keys, its header or its name."""
     algorithms: Mapping[str, int]
     ranks: Mapping[str, int]
     alphas: Mapping[str, int]
@@ -49,9 +54,9 @@ class Inspection:
     targets: Mapping[str, int]
     """Modules by their name inside a block."""
     norms: Mapping[str, float]
-    """|dW| of each module, with its stage before it where there are two."""
+    """Norm of dW of each module; with two experts, the name starts with the expert."""
     by_block: Mapping[str, float]
-    """|dW| of all modules of a block together."""
+    """Norm of dW over all modules of a block."""
     metadata: Mapping[str, str]
     notices: tuple[str, ...]
 
@@ -59,16 +64,14 @@ class Inspection:
 def inspect(
     path: Path, tables: Mapping[str, KeyTable], table: KeyTable | None = None
 ) -> Inspection:
-    """Read a file and describe it."""
+    """Read a file and describe it; `table` is the family's, if it is known."""
     path = resolve_path(path)
     adapter, tensors = read_adapter_and_tensors(path, tables, table)
-    form, tools, caution = _form(adapter, list(tensors))
-    stage, by = find_stage(adapter, path)
-    keyed = tuple(one for one in adapter.stages if one is not None)
+    form, tools, caution = _format_of(adapter, list(tensors))
+    stage, stage_source = find_stage(adapter, path)
+    stages_in_keys = tuple(one for one in adapter.stages if one is not None)
     layers = adapter.layers
-    norms = {
-        _label(place.stage, place.module): delta_norm(layer) for place, layer in layers.items()
-    }
+    norms = {_label(at.stage, at.module): delta_norm(layer) for at, layer in layers.items()}
     return Inspection(
         path=str(path),
         nbytes=path.stat().st_size,
@@ -76,8 +79,8 @@ def inspect(
         form=form,
         tools=tools,
         caution=caution,
-        stages=keyed or ((stage,) if stage else ()),
-        stage_by="its keys" if keyed else by,
+        stages=stages_in_keys or ((stage,) if stage else ()),
+        stage_by="its keys" if stages_in_keys else stage_source,
         algorithms=_counts(
             layer.algorithm + (" + magnitudes (DoRA)" if layer.is_dora else "")
             for layer in layers.values()
@@ -91,45 +94,46 @@ def inspect(
         dtypes=_counts(str(t.dtype).removeprefix("torch.") for t in tensors.values()),
         num_modules=len(layers),
         num_parameters=sum(t.numel() for layer in layers.values() for t in layer.tensors.values()),
-        targets=_counts(_target(place.module) for place in layers),
+        targets=_counts(_name_in_block(at.module) for at in layers),
         norms=norms,
-        by_block=_by_block(norms),
+        by_block=_norms_by_block(norms),
         metadata=dict(adapter.metadata),
         notices=adapter.notices,
     )
 
 
-def _form(adapter: Adapter, keys: list[str]) -> tuple[str, str, str]:
+def _format_of(adapter: Adapter, keys: list[str]) -> tuple[str, str, str]:
+    """Return the name, tools and caution of the format, or of the mix of formats."""
     if adapter.format is not None:
-        form = get_format(adapter.format)
-        return form.name, form.tools, form.caution
+        key_format = get_format(adapter.format)
+        return key_format.name, key_format.tools, key_format.caution
     index = KeyIndex(adapter.table)
     counts = count_formats([key for text in keys if (key := parse_key(text, index)) is not None])
     mixed = ", ".join(f"{name} ({count} keys)" for name, count in counts.items())
-    return f"mixed: {mixed}" if mixed else "no known tool's", "", "no tool reads all of it"
+    return f"mixed: {mixed}" if mixed else "unknown", "", "no tool reads all of it"
 
 
 def _label(stage: str | None, module: str) -> str:
     return module if stage is None else f"{stage}: {module}"
 
 
-def _target(module: str) -> str:
+def _name_in_block(module: str) -> str:
     template, number = template_of(module)
     return template.partition(".{}.")[2] if number else module
 
 
-def _by_block(norms: Mapping[str, float]) -> dict[str, float]:
+def _norms_by_block(norms: Mapping[str, float]) -> dict[str, float]:
     squares: dict[str, float] = {}
     for module, value in norms.items():
-        inside = BLOCK.match(module)
-        block = f"{inside[1]}{inside[2]}" if inside else "outside blocks"
+        in_block = BLOCK.match(module)
+        block = f"{in_block[1]}{in_block[2]}" if in_block else "outside blocks"
         squares[block] = squares.get(block, 0.0) + value**2
-    return {block: total**0.5 for block, total in sorted(squares.items(), key=_place_in_model)}
+    return {block: total**0.5 for block, total in sorted(squares.items(), key=_block_order)}
 
 
-def _place_in_model(item: tuple[str, float]) -> tuple[str, int]:
-    head, _, number = item[0].rpartition(".")
-    return (head, int(number)) if number.isdigit() else ("~", 0)
+def _block_order(item: tuple[str, float]) -> tuple[str, int]:
+    kind, _, number = item[0].rpartition(".")
+    return (kind, int(number)) if number.isdigit() else ("~", 0)
 
 
 def _counts(values: Iterable[str]) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""Adapter files: read whatever tool wrote them, write any form with what one should know of it."""
+"""Read adapter files of any tool, and write them in any format with a descriptive header."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
@@ -32,41 +32,47 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.keys import KeyTable, Stage
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
-"""What diffusers' `load_lora_weights` looks for in a folder."""
+"""File that diffusers' `load_lora_weights` looks for in a folder."""
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""Files that `PeftModel.save_pretrained` writes."""
 STAGE_BY_FILE_NAME: dict[str, Stage] = {"high_noise": "high", "low_noise": "low"}
-"""How file names tell the stage, in ai-toolkit's and in our own."""
+"""Parts of file names that tell the expert, in ai-toolkit's files and in ours."""
 STAGES: dict[str, Stage] = {"high": "high", "low": "low"}
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
 class AdapterMetadata:
-    """What a file says of itself beside its weights. Empty means unknown."""
+    """Facts about an adapter for the header of its file. Empty values are unknown."""
 
     base_model: str = ""
     stage: Stage | None = None
     boundary: float | None = None
-    """The noise level at which the high expert hands over to the low one."""
+    """Sigma below which the low expert takes over from the high one."""
     trigger: str = ""
+    """Trigger word, from the run's instance prompt."""
     run_digest: str = ""
+    """Digest of the settings of the run that trained it."""
 
     def header(self) -> dict[str, str]:
-        """As strings, those that are known."""
-        said = {
+        """Return the known values as header entries."""
+        entries = {
             "gracetune.base_model": self.base_model,
             "gracetune.stage": self.stage or "",
             "gracetune.boundary": "" if self.boundary is None else f"{self.boundary:g}",
             "gracetune.trigger": self.trigger,
             "gracetune.run_digest": self.run_digest,
         }
-        return {name: value for name, value in said.items() if value}
+        return {name: value for name, value in entries.items() if value}
+
+
+# Reading
 
 
 def read_adapter(
     path: Path, tables: Mapping[str, KeyTable], table: KeyTable | None = None
 ) -> Adapter:
-    """The adapter in a file or folder; any fault is a verdict with the first key that shows it."""
+    """Read the adapter in a file or folder; `table` is the family's, if it is known."""
     adapter, _ = read_adapter_and_tensors(resolve_path(path), tables, table)
     return adapter
 
@@ -74,21 +80,22 @@ def read_adapter(
 def read_adapter_and_tensors(
     path: Path, tables: Mapping[str, KeyTable], table: KeyTable | None = None
 ) -> tuple[Adapter, dict[str, Tensor]]:
-    """The adapter in a file, beside the file's own tensors by its own keys."""
+    """Read the adapter in a file; return it and the file's tensors by their original keys."""
     tensors, metadata = read_tensors(path)
-    return import_tensors(tensors, metadata, tables, table, _peft_config(path, tensors)), tensors
+    adapter = import_tensors(tensors, metadata, tables, table, _read_peft_config(path, tensors))
+    return adapter, tensors
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and header, on the CPU; never anything that executes what it reads."""
+    """Read the tensors and the header of a safetensors file, on the CPU. Pickles are refused."""
     if path.suffix in PICKLE_SUFFIXES:
         raise AdapterError(
-            f"{path} is a pickle by its name, which runs code when it is read. "
-            "Give a .safetensors file; the tool that wrote this one can save it so.",
+            f"{path} looks like a pickle, which can run code when it is read. Give a .safetensors "
+            "file; the tool that wrote this file can save one.",
             kind="not-safetensors",
         )
     if not path.is_file():
-        raise AdapterError(f"{path} is not there.", kind="missing")
+        raise AdapterError(f"{path} does not exist.", kind="missing")
     try:
         with safe_open(path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -96,100 +103,137 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (SafetensorError, OSError) as error:
         raise AdapterError(
             f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}. "
-            "It is truncated or another kind of file: copy or download it again.",
+            "It is truncated or another kind of file. Copy or download it again.",
             kind="truncated",
         ) from error
     return tensors, metadata
 
 
+def resolve_path(path: Path) -> Path:
+    """Return the file itself, or the adapter file of a folder as diffusers or peft finds it."""
+    if not path.is_dir():
+        return path
+    for name in (FILE_NAME, PEFT_FILE):
+        if (path / name).is_file():
+            return path / name
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    found = f"it has {', '.join(file.name for file in files)}" if files else "it has none"
+    raise AdapterError(
+        f"{path} is a folder. Give one of its .safetensors files ({found}).", kind="missing"
+    )
+
+
 def find_stage(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
-    """The stage of a file that holds one, and who says so: keys, header or file name."""
-    keyed = adapter.stages
-    said = adapter.metadata.get("gracetune.stage")
-    named = [stage for word, stage in STAGE_BY_FILE_NAME.items() if word in path.stem]
-    if keyed != (None,):
-        if len(keyed) == 1 and said not in (None, "", keyed[0]):
+    """Return the expert of a file that holds one, and the source: its keys, header or name."""
+    in_keys = adapter.stages
+    in_header = adapter.metadata.get("gracetune.stage")
+    in_name = [stage for part, stage in STAGE_BY_FILE_NAME.items() if part in path.stem]
+    if in_keys != (None,):
+        if len(in_keys) == 1 and in_header not in (None, "", in_keys[0]):
             raise AdapterError(
-                f"the header of {path.name} says stage {said}, its keys say {keyed[0]}. "
-                "One of them is wrong; write it again with --stage.",
+                f"the header of {path.name} says stage {in_header}, but its keys say "
+                f"{in_keys[0]}. Write the file again with --stage.",
                 kind="mixed-stages",
             )
-        return (keyed[0], "its keys") if len(keyed) == 1 else (None, "")
-    if said in STAGES:
-        return STAGES[said], "its header"
-    return (named[0], "its name") if len(named) == 1 else (None, "")
+        return (in_keys[0], "its keys") if len(in_keys) == 1 else (None, "")
+    if in_header in STAGES:
+        return STAGES[in_header], "its header"
+    return (in_name[0], "its name") if len(in_name) == 1 else (None, "")
+
+
+def _read_peft_config(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, object] | None:
+    """Read adapter_config.json next to a file with peft's keys, which holds alpha."""
+    config = path.with_name(PEFT_CONFIG)
+    if not any(key.startswith("base_model.") for key in tensors) or not config.is_file():
+        return None
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise AdapterError(
+            f"{config}, which holds the adapter's alpha, cannot be read: {error}.", kind="damaged"
+        ) from error
+    return content if isinstance(content, dict) else None
+
+
+# Writing
 
 
 def write_adapter(
     path: Path,
     adapter: Adapter,
-    form: KeyFormat | str,
-    about: AdapterMetadata | None = None,
+    key_format: KeyFormat | str,
+    metadata: AdapterMetadata | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write one file of one form; the header says what it is, and keeps what it said before."""
-    form = get_format(form) if isinstance(form, str) else form
-    tensors = export_tensors(adapter, form, dtype)
+    """Write an adapter to one file and return its path.
+
+    The header has the entries that the adapter was read with, and new ones about its content and
+    from `metadata`.
+    """
+    key_format = get_format(key_format) if isinstance(key_format, str) else key_format
+    tensors = export_tensors(adapter, key_format, dtype)
     header = {
         **adapter.metadata,
         **describe_adapter(adapter),
-        **(about or AdapterMetadata()).header(),
-        "gracetune.form": form.name,
+        **(metadata or AdapterMetadata()).header(),
+        "gracetune.form": key_format.name,
         "format": "pt",
     }
     header.pop(PEFT_SETTINGS_KEY, None)  # its alpha is in the weights or in the keys now
     if len(adapter.stages) > 1:
-        header.pop("gracetune.stage", None)  # joined from files of one stage each
+        header.pop("gracetune.stage", None)  # joined from files of one expert each
     with atomic_file(path) as staging:
         save_file(tensors, staging, metadata=header)
-    if form.name == "peft" and path.name == PEFT_FILE:
-        config = _config_of(split_fused(adapter))  # by the modules that `spell` has written
+    if key_format.name == "peft" and path.name == PEFT_FILE:
+        config = _peft_config(split_fused(adapter))  # with the modules that were written
         write_text(path.with_name(PEFT_CONFIG), json.dumps(config, indent=2) + "\n")
     return path
-
-
-def default_format(adapter: Adapter) -> KeyFormat:
-    """The form that most tools load this adapter from."""
-    layers = adapter.layers.values()
-    algorithms = {layer.algorithm for layer in layers}
-    if any(layer.is_dora for layer in layers) and algorithms == {"lora"}:
-        return get_format("diffusers")  # it alone keeps magnitudes, under peft's own name
-    kind = algorithms.pop() if len(algorithms) == 1 else "other"
-    by_kind = dict(adapter.table.default_formats)
-    return get_format(by_kind.get(kind, by_kind["other"]))
 
 
 def write_stages(
     path: Path,
     adapter: Adapter,
-    form: KeyFormat | str,
-    about: AdapterMetadata | None = None,
+    key_format: KeyFormat | str,
+    metadata: AdapterMetadata | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
-    """To `stage_files`, all of the adapter."""
-    form = get_format(form) if isinstance(form, str) else form
+    """Write an adapter to the files that `stage_files` names, and return their paths."""
+    key_format = get_format(key_format) if isinstance(key_format, str) else key_format
     written = []
-    for stage, file in stage_files(path, adapter, form).items():
+    for stage, file in stage_files(path, adapter, key_format).items():
         if stage is None:
-            return [write_adapter(file, adapter, form, about, dtype)]
-        known = about or AdapterMetadata()
-        told = AdapterMetadata(
-            known.base_model, stage, known.boundary, known.trigger, known.run_digest
-        )
+            return [write_adapter(file, adapter, key_format, metadata, dtype)]
+        stage_metadata = replace(metadata or AdapterMetadata(), stage=stage)
         part = with_stage(adapter.select_stage(stage), None)
-        written.append(write_adapter(file, part, form, told, dtype))
+        written.append(write_adapter(file, part, key_format, stage_metadata, dtype))
     return written
 
 
-def stage_files(path: Path, adapter: Adapter, form: KeyFormat) -> dict[Stage | None, Path]:
-    """One file a stage where the form holds one, named by it; one file otherwise."""
-    if form.stages or len(adapter.stages) == 1:
+def stage_files(path: Path, adapter: Adapter, key_format: KeyFormat) -> dict[Stage | None, Path]:
+    """Return the file to write for each expert; one file if the format can hold all layers."""
+    if key_format.stages or len(adapter.stages) == 1:
         return {None: path}
-    return {stage: _named(path, word) for word, stage in STAGE_BY_FILE_NAME.items()}
+    return {
+        stage: path.with_name(f"{path.stem}_{part}{path.suffix}")
+        for part, stage in STAGE_BY_FILE_NAME.items()
+    }
+
+
+def default_format(adapter: Adapter) -> KeyFormat:
+    """Return the format from which most tools load this adapter."""
+    layers = adapter.layers.values()
+    algorithms = {layer.algorithm for layer in layers}
+    if any(layer.is_dora for layer in layers) and algorithms == {"lora"}:
+        return get_format("diffusers")  # the only one that keeps magnitudes under peft's name
+    kind = algorithms.pop() if len(algorithms) == 1 else "other"
+    by_kind = dict(adapter.table.default_formats)
+    return get_format(by_kind.get(kind, by_kind["other"]))
 
 
 def describe_adapter(adapter: Adapter) -> dict[str, str]:
-    """Family, algorithm, rank and alpha as header entries."""
+    """Return family, algorithm, rank and alpha as header entries."""
     algorithms = sorted(
         {("dora+" if layer.is_dora else "") + layer.algorithm for layer in adapter.layers.values()}
     )
@@ -209,54 +253,23 @@ def describe_adapter(adapter: Adapter) -> dict[str, str]:
     }
 
 
-def resolve_path(path: Path) -> Path:
-    """A folder stands for the file that diffusers or peft would look for in it."""
-    if not path.is_dir():
-        return path
-    for name in (FILE_NAME, PEFT_FILE):
-        if (path / name).is_file():
-            return path / name
-    files = sorted(path.glob("*.safetensors"))
-    if len(files) == 1:
-        return files[0]
-    found = f"there are {', '.join(file.name for file in files)}" if files else "there is none"
-    raise AdapterError(
-        f"{path} is a folder; give one of its .safetensors files ({found}).", kind="missing"
-    )
+def _peft_config(adapter: Adapter) -> dict[str, object]:
+    """Return the adapter_config.json that `PeftModel.from_pretrained` needs.
 
-
-def _peft_config(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, object] | None:
-    """peft's settings beside its own file: without them alpha is lost."""
-    config = path.with_name(PEFT_CONFIG)
-    if not any(key.startswith("base_model.") for key in tensors) or not config.is_file():
-        return None
-    try:
-        known = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise AdapterError(
-            f"{config} cannot be read: {error}. It holds the adapter's alpha.", kind="damaged"
-        ) from error
-    return known if isinstance(known, dict) else None
-
-
-def _config_of(adapter: Adapter) -> dict[str, object]:
-    """What `PeftModel.from_pretrained` needs beside the weights; alpha is already in them."""
+    Alpha equals the rank everywhere, because the scale is already in the weights.
+    """
     kinds = {"lora": "LORA", "loha": "LOHA", "lokr": "LOKR"}
     algorithms = {layer.algorithm for layer in adapter.layers.values()}
-    ranks = {place.module: rank_of(layer) or 1 for place, layer in adapter.layers.items()}
-    most = max(set(ranks.values()), key=list(ranks.values()).count)
-    others = {f"^{module}": rank for module, rank in ranks.items() if rank != most}
+    ranks = {path.module: rank_of(layer) or 1 for path, layer in adapter.layers.items()}
+    common = max(set(ranks.values()), key=list(ranks.values()).count)
+    exceptions = {f"^{module}": rank for module, rank in ranks.items() if rank != common}
     alpha = "lora_alpha" if algorithms == {"lora"} else "alpha"
     return {
         "peft_type": kinds[algorithms.pop()] if len(algorithms) == 1 else None,
-        "r": most,
-        alpha: most,
-        "rank_pattern": others,
-        "alpha_pattern": others,
+        "r": common,
+        alpha: common,
+        "rank_pattern": exceptions,
+        "alpha_pattern": exceptions,
         "use_dora": any(layer.is_dora for layer in adapter.layers.values()),
         "target_modules": sorted(ranks),
     }
-
-
-def _named(path: Path, word: str) -> Path:
-    return path.with_name(f"{path.stem}_{word}{path.suffix}")

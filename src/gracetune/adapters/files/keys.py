@@ -1,7 +1,16 @@
-"""From any tool's key to (stage, module, role) and back, by table.
+"""Translate the keys of adapter files between tools.
 
-Modules go by diffusers' names, roles by those of `tables/forms`. No tensors here: what a key's
-tensor means to its module is for `layers` and `delta`.
+A key names a tensor. It consists of a prefix, an expert ("stage") in models with two, a module and
+a suffix:
+
+    diffusion_model.   blocks.0.self_attn.q        .lora_A.weight      ComfyUI
+    lora_unet_         blocks_0_self_attn_q        .lora_down.weight   kohya
+    transformer.       blocks.0.attn1.to_q         .lora_A.weight      diffusers
+
+`parse_key` reads any of them as (stage, module in diffusers' names, role), and `build_key` writes
+that in any format. The formats of tools are in formats.py. The names of a family's modules are in a
+`KeyTable`, which the family defines (`KEY_TABLE` in models/<family>.py) and callers pass in. No
+tensors are touched here.
 """
 
 from __future__ import annotations
@@ -23,56 +32,88 @@ from gracetune.adapters.files.formats import (
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from gracetune.adapters.files.check import LayerShapes
 
 Naming = Literal["original", "diffusers", "mixed"]
-"""Whose words a module's name is in: the authors', diffusers', or ai-toolkit's old mix."""
+"""Origin of a module's name: the model's authors, diffusers, or ai-toolkit's old mix of both."""
 Stage = Literal["high", "low"]
-"""An expert of a two-stage model: `high` is diffusers' `transformer`, `low` its `transformer_2`."""
+"""Expert of a model with two: `high` is diffusers' `transformer`, `low` its `transformer_2`."""
+
+BLOCK = re.compile(r"^(.*?blocks(?:\.|_|\$\$))(\d+)((?:\.|_|\$\$).+)$")
+"""A module inside a numbered block; the number is the first one after `blocks`."""
+BOTH_STAGES_FORMAT = "diffusers-both"
+DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_EXPERT_WITHOUT_UNDERSCORE = re.compile(r"(?<![A-Za-z0-9])transformer([12])(?=[._$])")
+"""An expert's name as a fork of ai-toolkit wrote it: `transformer1` for `transformer_1`."""
+_TEXT_ENCODER_PREFIXES = ("lora_te", "text_encoder", "te1", "te2")
+"""Prefixes of keys that belong to text encoders."""
 
 
 @dataclass(frozen=True)
 class FusedProjection:
-    """A projection that the original keeps whole and diffusers keeps in parts, row after row."""
+    """A projection that is one module in the original and several in diffusers.
+
+    The rows of its weight are the rows of the parts, one part after the other.
+    """
 
     whole: str
     parts: tuple[tuple[str, int], ...]
-    """Each part with its share of the rows."""
+    """Name of each part and its share of the rows."""
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """How to build a family's diffusers pipeline in order to test whether an adapter loads."""
+
+    build: Callable[[Callable[[Any], Any]], Any]
+    """Returns the pipeline. Its argument turns a transformer class into a placeholder model."""
+    config: Callable[[LayerShapes], dict[str, object]]
+    """Returns the configuration of a transformer that fits the layers of an adapter file."""
 
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The names of one family. `{}` stands for a block's number; modules go by diffusers' names."""
+    """The names of a family's modules. `{}` in a name stands for the number of a block."""
 
     family: str
-    """The name that adapter files carry in `gracetune.family`."""
+    """Name that adapter files carry in `gracetune.family`."""
     rows: tuple[tuple[str, str], ...]
-    """The original's name beside diffusers', one row a module."""
+    """The original name and diffusers' name of each module."""
     unfused: tuple[str, ...] = ()
-    """What diffusers alone has: the parts of fused projections."""
+    """Modules that only diffusers has: the parts of fused projections."""
     mixed_rows: tuple[tuple[str, str], ...] = ()
-    """Names that ai-toolkit's old LoKr made by replacing words in underscored text."""
+    """Names in ai-toolkit's old LoKr files, which mix original and diffusers' words, and diffusers'
+    names."""
     fused: tuple[FusedProjection, ...] = ()
     swapped_halves: frozenset[str] = frozenset()
-    """Modules whose two halves of rows (scale, shift) stand in the other order in the original."""
+    """Modules whose output is (scale, shift) in one naming and (shift, scale) in the other."""
     bare_parameters: frozenset[str] = frozenset()
-    """Rows that are a parameter themselves, with no `.weight` below."""
+    """Rows that name a parameter itself, without `.weight` below it."""
     block_linears: tuple[str, ...] = ()
-    """The linear modules of a block, which adapters usually sit on."""
+    """Linear modules of a block that adapters are usually trained on, in diffusers' names."""
     max_blocks: tuple[tuple[str, int], ...] = ()
-    """Most blocks of each kind in any published model: a file with more is another family's."""
+    """Largest number of blocks of each kind in a published model. A file with more is for another
+    family."""
     has_stages: bool = False
-    """Whether the family has models of two experts."""
+    """True if the family has models with two experts."""
     default_formats: tuple[tuple[str, str], ...] = (
         ("lora", "diffusers"),
         ("lokr", "diffusers"),
         ("other", "lycoris"),
     )
-    """The form that most tools load, by algorithm."""
+    """Format that most tools load, by algorithm."""
     aliases: tuple[str, ...] = ()
     """Other names that users give the family."""
+    comfyui_prefixes: tuple[tuple[str, str, Naming], ...] = ()
+    """Prefix, separator and naming of the keys that ComfyUI looks for; empty if it does not know
+    the family."""
+    pipeline: PipelineSpec | None = None
+    """The family's diffusers pipeline; None if adapters cannot be tested in one."""
     accepts_any_name: bool = False
-    """Whether any dotted name is a module: a family without a table."""
+    """True for a family without a table, where every dotted name is taken as a module."""
 
 
 ANY_NAME_FORMATS = (
@@ -81,30 +122,59 @@ ANY_NAME_FORMATS = (
     ("loha", "diffusers"),
     ("other", "simpletuner-comfyui"),
 )
-"""Forms that are written and read without a table: diffusers' names, with their dots."""
+"""Default formats of families without a table: those that keep diffusers' dotted names."""
 
 
 def any_name_table(family: str) -> KeyTable:
-    """For a family that we have no names of: dotted names stand as they are."""
+    """Return a table for a family whose names are not known: dotted names are kept as they are."""
     return KeyTable(family, rows=(), accepts_any_name=True, default_formats=ANY_NAME_FORMATS)
 
 
-def table_of_modules(family: str, modules: tuple[str, ...]) -> KeyTable:
-    """For a family that we have no names of, but whose model is at hand."""
-    rows = tuple((name, name) for name in modules)
-    return KeyTable(family, rows=rows, default_formats=ANY_NAME_FORMATS)
+def get_table(family: str, tables: Mapping[str, KeyTable]) -> KeyTable:
+    """Return the table of a family by name or alias, or one that accepts any name."""
+    for table in tables.values():
+        if family == table.family or family in table.aliases:
+            return table
+    return any_name_table(family)
 
 
-BLOCK = re.compile(r"^(.*?blocks(?:\.|_|\$\$))(\d+)((?:\.|_|\$\$).+)$")
-"""A module inside a numbered block; the number is the first one after `blocks`."""
-BOTH_STAGES_FORMAT = "diffusers-both"
-_UNPARTED = re.compile(r"(?<![A-Za-z0-9])transformer([12])(?=[._$])")
-"""An expert, as one fork of ai-toolkit spelled it."""
-DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+def detect_table(
+    keys: Sequence[str], tables: Mapping[str, KeyTable], family: str | None
+) -> KeyTable:
+    """Return the table that reads most of the keys, or the one of `family` if that is given."""
+    if family is not None:
+        return get_table(family, tables)
+    counts = {name: _count_parsed(keys, table) for name, table in tables.items()}
+    best = max(counts.values())
+    leaders = [name for name, count in counts.items() if count == best]
+    if best == 0:
+        raise unknown_key_error(keys[0], list(tables.values()))
+    if len(leaders) > 1:
+        raise AdapterError(
+            f"{keys[0]!r} is a name in {' and '.join(leaders)}, so the keys do not show which "
+            f"model the file is for. Give --family, for example --family {leaders[0]}.",
+            kind="ambiguous",
+            key=keys[0],
+        )
+    return tables[leaders[0]]
+
+
+def get_format(name: str) -> KeyFormat:
+    """Return the format that a user names, by its own name or by a tool's."""
+    resolved = FORMAT_ALIASES.get(name, name)
+    for key_format in FORMATS:
+        if key_format.name == resolved:
+            return key_format
+    known = [key_format.name for key_format in FORMATS] + list(FORMAT_ALIASES)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    raise AdapterError(
+        f"--to is {name!r}, which is not a known format. {hint}Known: {', '.join(known)}."
+    )
 
 
 class LayerPath(NamedTuple):
-    """Where a layer sits: the expert, if the key tells, and the module in diffusers' words."""
+    """Location of a layer: the expert, if the key names one, and the module in diffusers' names."""
 
     stage: Stage | None
     module: str
@@ -112,162 +182,132 @@ class LayerPath(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedKey:
-    """One key, understood."""
+    """The meaning of one key."""
 
     text: str
     path: LayerPath
     role: str
+    """Role of the tensor in its layer, such as `down`; see formats.py."""
     naming: Naming
     formats: frozenset[str]
-    """The forms that spell it so; none where a prefix and an ending never met before."""
+    """Formats that write the key this way; empty for a combination that no tool is known to
+    write."""
 
 
 class KeyIndex:
-    """A table, turned so that names in any spelling are found at once."""
+    """Looks up the names of a table in both directions, with any separator."""
 
     def __init__(self, table: KeyTable) -> None:
         self.table = table
-        identity = [(ours, ours) for _, ours in table.rows]
-        whole = {one.whole for one in table.fused}
-        parts = [(part, part) for part in table.unfused]
+        wholes = {fused.whole for fused in table.fused}
+        identity = [(name, name) for _, name in table.rows if name not in wholes]
         rows: dict[Naming, list[tuple[str, str]]] = {
             "original": list(table.rows),
-            "diffusers": [row for row in identity if row[0] not in whole] + parts,
+            "diffusers": identity + [(name, name) for name in table.unfused],
             "mixed": list(table.mixed_rows),
         }
-        self._canonical = {
-            (naming, joint): {name.replace(".", joint): ours for name, ours in pairs}
+        self._to_diffusers = {
+            (naming, separator): {name.replace(".", separator): ours for name, ours in pairs}
             for naming, pairs in rows.items()
-            for joint in (".", "_", "$$")
+            for separator in (".", "_", "$$")
         }
-        self._spelled = {
+        self._from_diffusers = {
             naming: {ours: name for name, ours in pairs} for naming, pairs in rows.items()
         }
 
-    def to_diffusers(self, name: str, naming: Naming, joint: str) -> str | None:
-        """The module that `name` is; None where the table has no such row."""
+    def to_diffusers(self, name: str, naming: Naming, separator: str) -> str | None:
+        """Return diffusers' name of a module, or None if the table does not have the name."""
         if self.table.accepts_any_name:
-            plain = joint == "." and naming == "diffusers" and DOTTED_NAME.fullmatch(name)
+            plain = separator == "." and naming == "diffusers" and DOTTED_NAME.fullmatch(name)
             return name if plain else None
-        known = self._canonical[naming, joint]
+        known = self._to_diffusers[naming, separator]
         if name in known:
             return known[name]
-        inside = BLOCK.match(name)
-        if inside is None:
+        in_block = BLOCK.match(name)
+        if in_block is None:
             return None
-        found = known.get(f"{inside[1]}{{}}{inside[3]}")
-        return None if found is None else found.format(inside[2])
+        template = known.get(f"{in_block[1]}{{}}{in_block[3]}")
+        return None if template is None else template.format(in_block[2])
 
-    def from_diffusers(self, module: str, naming: Naming, joint: str) -> str | None:
-        """The module's name in other words; None where none would be found again."""
+    def from_diffusers(self, module: str, naming: Naming, separator: str) -> str | None:
+        """Return a module's name in another naming, or None if `to_diffusers` would not find it."""
         if self.table.accepts_any_name:
-            return self.to_diffusers(module, naming, joint)
+            return self.to_diffusers(module, naming, separator)
         template, number = template_of(module)
-        name = self._spelled[naming].get(template) or self._spelled[naming].get(module)
-        return None if name is None else name.format(number).replace(".", joint)
+        names = self._from_diffusers[naming]
+        name = names.get(template) or names.get(module)
+        return None if name is None else name.format(number).replace(".", separator)
 
-    def templates(self, naming: Naming) -> Iterable[str]:
-        """Every name of that naming, with `{}` for a block's number."""
-        return self._spelled[naming].values()
+    def templates(self, naming: Naming) -> Mapping[str, str]:
+        """Return every name of a naming by diffusers' name, both with `{}` for the block number."""
+        return self._from_diffusers[naming]
 
 
 def template_of(module: str) -> tuple[str, str]:
-    """A module's name with `{}` for its block's number, and that number."""
-    inside = BLOCK.match(module)
-    return (f"{inside[1]}{{}}{inside[3]}", inside[2]) if inside else (module, "")
+    """Return a module's name with `{}` in place of its block number, and that number."""
+    in_block = BLOCK.match(module)
+    return (f"{in_block[1]}{{}}{in_block[3]}", in_block[2]) if in_block else (module, "")
 
 
 def is_bare_parameter(module: str, table: KeyTable) -> bool:
-    """Whether it is a parameter itself, which no LoRA can sit on."""
+    """Return True if the name is that of a parameter, which a LoRA cannot change."""
     return template_of(module)[0] in table.bare_parameters
 
 
-def get_format(name: str) -> KeyFormat:
-    """The form that a user asks for, by its name or by a tool's."""
-    wanted = FORMAT_ALIASES.get(name, name)
-    for form in FORMATS:
-        if form.name == wanted:
-            return form
-    known = [form.name for form in FORMATS] + list(FORMAT_ALIASES)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    raise AdapterError(f"--to is {name!r}, which is no form. {hint}Known: {', '.join(known)}.")
-
-
-def get_table(family: str, tables: Mapping[str, KeyTable]) -> KeyTable:
-    """The table of a family; one that takes dotted names as they are where we have none."""
-    for table in tables.values():
-        if family == table.family or family in table.aliases:
-            return table
-    return any_name_table(family)
-
-
-def split_suffix(text: str) -> tuple[str, str, frozenset[SuffixStyle]] | None:
-    """A key without its tensor's ending, the role it names, and the styles that spell it so."""
-    for ending, (role, styles) in _ENDINGS.items():
-        if text.endswith(ending):
-            return text[: -len(ending)], role, styles
-    return None
-
-
 def parse_key(text: str, index: KeyIndex) -> ParsedKey | None:
-    """What one key means in one family; None where nothing in the tables spells it."""
+    """Return the meaning of a key in a family, or None if no format writes such a key."""
     parts = split_suffix(text)
     if parts is None:
         return None
     body, role, styles = parts
-    body = _UNPARTED.sub(r"transformer_\1", body)
+    body = _EXPERT_WITHOUT_UNDERSCORE.sub(r"transformer_\1", body)
     first: tuple[LayerPath, Naming] | None = None
-    forms = set()
-    for form in FORMATS:
-        place = _place_in(body, form, index)
-        if place is None or (first is not None and place != first[0]):
+    formats = set()
+    for key_format in FORMATS:
+        path = _parse_body(body, key_format, index)
+        if path is None or (first is not None and path != first[0]):
             continue
-        first = first or (place, form.naming)
-        if form.style in styles:
-            forms.add(form.name)
-    return None if first is None else ParsedKey(text, first[0], role, first[1], frozenset(forms))
+        first = first or (path, key_format.naming)
+        if key_format.style in styles:
+            formats.add(key_format.name)
+    return None if first is None else ParsedKey(text, first[0], role, first[1], frozenset(formats))
 
 
 def build_key(
-    form: KeyFormat, index: KeyIndex, place: LayerPath, role: str, style: SuffixStyle | None = None
+    key_format: KeyFormat,
+    index: KeyIndex,
+    path: LayerPath,
+    role: str,
+    style: SuffixStyle | None = None,
 ) -> str:
-    """Spell a key; the caller has made sure that the form can hold it."""
-    name = index.from_diffusers(place.module, form.naming, form.separator)
-    ending = SUFFIXES[style or form.style].get(role)
-    assert name is not None, f"{form.name} has no name for {place.module}"
-    assert ending is not None, f"{form.name} has no ending for {role}"
-    return f"{_prefix(form, place.stage)}{name}{ending}"
+    """Return the key of a tensor; the caller has checked that the format can hold it."""
+    name = index.from_diffusers(path.module, key_format.naming, key_format.separator)
+    suffix = SUFFIXES[style or key_format.style].get(role)
+    assert name is not None, f"{key_format.name} has no name for {path.module}"
+    assert suffix is not None, f"{key_format.name} has no suffix for {role}"
+    return f"{_prefix(key_format, path.stage)}{name}{suffix}"
 
 
-def detect_table(
-    keys: Sequence[str], tables: Mapping[str, KeyTable], family: str | None
-) -> KeyTable:
-    """The family whose names the keys are; `family` is what the user or the file itself says."""
-    if family is not None:
-        return get_table(family, tables)
-    counts = {name: _count(keys, table) for name, table in tables.items()}
-    best = max(counts.values())
-    leaders = [name for name, count in counts.items() if count == best]
-    if best == 0:
-        raise unknown_key_error(keys[0], list(tables.values()))
-    if len(leaders) > 1:
-        raise AdapterError(
-            f"{keys[0]!r} is a name in {' and '.join(leaders)}: the keys do not tell them apart. "
-            f"Say which with --family {leaders[0]}.",
-            kind="ambiguous",
-            key=keys[0],
-        )
-    return tables[leaders[0]]
+def split_suffix(text: str) -> tuple[str, str, frozenset[SuffixStyle]] | None:
+    """Split off a key's suffix; return the rest, the suffix's role and the styles that use it."""
+    for suffix, (role, styles) in _ROLE_OF_SUFFIX.items():
+        if text.endswith(suffix):
+            return text[: -len(suffix)], role, styles
+    return None
 
 
 def resolve_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:
-    """Beside `transformer_2.`, `transformer.` means the high stage; alone it says none."""
+    """Assign `transformer.` keys to the high expert if the file also has `transformer_2.` keys.
+
+    Without such keys, `transformer.` names no expert.
+    """
     if not any(key.formats == {BOTH_STAGES_FORMAT} for key in keys):
         return list(keys)
     return [
         replace(
-            key, path=LayerPath("high", key.path.module), formats=frozenset({BOTH_STAGES_FORMAT})
+            key,
+            path=LayerPath("high", key.path.module),
+            formats=frozenset({BOTH_STAGES_FORMAT}),
         )
         if key.text.startswith("transformer.")
         else key
@@ -276,108 +316,113 @@ def resolve_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:
 
 
 def detect_format(keys: Sequence[ParsedKey]) -> KeyFormat | None:
-    """The one form that spells every key; None for a file that mixes them."""
+    """Return the format that writes all of the keys, or None for a file that mixes formats."""
     common = frozenset.intersection(*(key.formats for key in keys)) if keys else frozenset()
-    told = {key.path.stage for key in keys} != {None}
-    fitting = [form for form in FORMATS if form.name in common]
-    # Without a stage in its keys a file is of the plain form, where there is one spelled so.
-    fitting.sort(key=lambda form: bool(form.stages) != told)
+    has_stages = {key.path.stage for key in keys} != {None}
+    fitting = [key_format for key_format in FORMATS if key_format.name in common]
+    # If the keys name no expert, a format without experts is preferred.
+    fitting.sort(key=lambda key_format: bool(key_format.stages) != has_stages)
     return fitting[0] if fitting else None
 
 
 def count_formats(keys: Sequence[ParsedKey]) -> Mapping[str, int]:
-    """For a file that mixes forms: how many keys each of them spells, most first."""
+    """Return how many of the keys each format writes, the most common first."""
     counts = Counter(name for key in keys for name in key.formats)
     return dict(counts.most_common())
 
 
 def unknown_key_error(text: str, tables: Sequence[KeyTable]) -> AdapterError:
-    """The verdict on a key that no table has, with the nearest one that a table does have."""
-    whose = " or ".join(table.family for table in tables)
-    if text.startswith(("lora_te", "text_encoder", "te1", "te2")):
-        why = "it belongs to a text encoder, and adapters of text encoders are not handled"
+    """Return the error for a key that no table has, with the most similar key that one has."""
+    families = " or ".join(table.family for table in tables)
+    if text.startswith(_TEXT_ENCODER_PREFIXES):
+        reason = "it belongs to a text encoder, and adapters of text encoders are not supported"
     else:
-        why = f"no known form of {whose} spells a key so"
+        reason = f"no known format writes such a key for {families}"
     near = nearest_key(text, tables)
-    hint = f" The nearest known key is {near!r}." if near else ""
-    return AdapterError(f"{text!r} is not understood: {why}.{hint}", kind="unknown-key", key=text)
+    hint = f" The most similar known key is {near!r}." if near else ""
+    return AdapterError(f"{text!r} cannot be read: {reason}.{hint}", kind="unknown-key", key=text)
 
 
 def nearest_key(text: str, tables: Sequence[KeyTable]) -> str | None:
-    """The known key that is most like a given one: the module first, then the ending."""
+    """Return the known key that is most similar to a given one, or None if none is similar."""
     parts = split_suffix(text)
     if parts is not None:
-        body, ending = parts[0], text[len(parts[0]) :]
+        body, suffix = parts[0], text[len(parts[0]) :]
     else:
         body, dot, tail = text.removesuffix(".weight").rpartition(".")
-        close = difflib.get_close_matches(f"{dot}{tail}.weight", _ENDINGS, n=1, cutoff=0.4)
-        body, ending = (body, close[0]) if dot and close else (text, ".lora_A.weight")
+        close = difflib.get_close_matches(f"{dot}{tail}.weight", _ROLE_OF_SUFFIX, n=1, cutoff=0.4)
+        body, suffix = (body, close[0]) if dot and close else (text, ".lora_A.weight")
     number = BLOCK.match(body)
     bodies = {
-        f"{prefix}{name.format(number[2] if number else 0).replace('.', form.separator)}"
+        f"{prefix}{name.format(number[2] if number else 0).replace('.', key_format.separator)}"
         for table in tables
         if not table.accepts_any_name
-        for form in FORMATS
-        for _, prefix in _prefixes(form, table)
-        for name in KeyIndex(table).templates(form.naming)
+        for key_format in FORMATS
+        for _, prefix in _prefixes(key_format, table)
+        for name in KeyIndex(table).templates(key_format.naming).values()
     }
     close = difflib.get_close_matches(body, sorted(bodies), n=1, cutoff=0.5)
-    return f"{close[0]}{ending}" if close else None
+    return f"{close[0]}{suffix}" if close else None
 
 
-def _place_in(body: str, form: KeyFormat, index: KeyIndex) -> LayerPath | None:
-    """Where `body` sits if it is of that form."""
-    for stage, prefix in _prefixes(form, index.table):
+def _parse_body(body: str, key_format: KeyFormat, index: KeyIndex) -> LayerPath | None:
+    """Return the layer that a key without its suffix names in one format."""
+    for stage, prefix in _prefixes(key_format, index.table):
         if body.startswith(prefix):
-            module = index.to_diffusers(body[len(prefix) :], form.naming, form.separator)
-            # Without a table and a prefix, an underscored key would pass for a module's name.
+            name = body[len(prefix) :]
+            module = index.to_diffusers(name, key_format.naming, key_format.separator)
+            # Without a table and without a prefix, an underscored key would look like a module.
             if module is not None and (prefix or "." in module or not index.table.accepts_any_name):
                 return LayerPath(stage, module)
     return None
 
 
-def _prefixes(form: KeyFormat, table: KeyTable) -> list[tuple[Stage | None, str]]:
-    staged: list[tuple[Stage | None, str]] = [(s, _prefix(form, s)) for s, _ in form.stages]
-    # The same tools train models of one stage, and leave the stage out then.
-    plain = not form.stages or (form.prefix and not table.has_stages)
-    return [*staged, (None, form.prefix)] if plain else staged
+def _prefixes(key_format: KeyFormat, table: KeyTable) -> list[tuple[Stage | None, str]]:
+    staged: list[tuple[Stage | None, str]] = [
+        (stage, _prefix(key_format, stage)) for stage, _ in key_format.stages
+    ]
+    # Tools that name the expert leave it out for models with a single transformer.
+    plain = not key_format.stages or (key_format.prefix and not table.has_stages)
+    return [*staged, (None, key_format.prefix)] if plain else staged
 
 
-def _prefix(form: KeyFormat, stage: Stage | None) -> str:
-    token = dict(form.stages).get(stage) if stage is not None else None
+def _prefix(key_format: KeyFormat, stage: Stage | None) -> str:
+    token = dict(key_format.stages).get(stage) if stage is not None else None
     if token is None:
-        return form.prefix
-    return (
-        f"{form.prefix}{token}" if token.endswith(".") else f"{form.prefix}{token}{form.separator}"
-    )
+        return key_format.prefix
+    separator = "" if token.endswith(".") else key_format.separator
+    return f"{key_format.prefix}{token}{separator}"
 
 
-def _count(keys: Sequence[str], table: KeyTable) -> int:
-    """How many keys a table reads; none if the file has more blocks than any such model."""
+def _count_parsed(keys: Sequence[str], table: KeyTable) -> int:
+    """Return how many keys a table reads; 0 if a block number is too large for the family."""
     index = KeyIndex(table)
-    most = dict(table.max_blocks)
+    max_blocks = dict(table.max_blocks)
     count = 0
     for text in keys:
         key = parse_key(text, index)
         if key is None:
             continue
-        inside = BLOCK.match(key.path.module)
-        if inside and int(inside[2]) >= most.get(inside[1].rstrip("."), 10**9):
+        in_block = BLOCK.match(key.path.module)
+        if in_block and int(in_block[2]) >= max_blocks.get(in_block[1].rstrip("."), 10**9):
             return 0
         count += 1
     return count
 
 
-def _endings() -> dict[str, tuple[str, frozenset[SuffixStyle]]]:
-    """Every ending, longest first, so that `.lora_B.default.weight` is not taken for less."""
-    styles: dict[str, tuple[str, set[SuffixStyle]]] = {}
-    for style, spelled in SUFFIXES.items():
-        for role, ending in spelled.items():
-            styles.setdefault(ending, (role, set()))[1].add(style)
-    for ending, role in READ_ONLY_SUFFIXES.items():
-        styles.setdefault(ending, (role, set()))
-    ordered = sorted(styles.items(), key=lambda item: -len(item[0]))
-    return {ending: (role, frozenset(names)) for ending, (role, names) in ordered}
+def _roles_by_suffix() -> dict[str, tuple[str, frozenset[SuffixStyle]]]:
+    """Return the role and styles of every suffix, the longest suffix first.
+
+    `.lora_B.default.weight` must be tried before shorter suffixes that it also ends with.
+    """
+    found: dict[str, tuple[str, set[SuffixStyle]]] = {}
+    for style, suffixes in SUFFIXES.items():
+        for role, suffix in suffixes.items():
+            found.setdefault(suffix, (role, set()))[1].add(style)
+    for suffix, role in READ_ONLY_SUFFIXES.items():
+        found.setdefault(suffix, (role, set()))
+    ordered = sorted(found.items(), key=lambda item: -len(item[0]))
+    return {suffix: (role, frozenset(styles)) for suffix, (role, styles) in ordered}
 
 
-_ENDINGS = _endings()
+_ROLE_OF_SUFFIX = _roles_by_suffix()

@@ -1,7 +1,17 @@
-"""An adapter in our own words: layers by place, and what makes a layer whole.
+"""Represent an adapter independently of its file format, and compute the weight change dW.
 
-Which tensors a layer needs is data; a layer that lacks one, has one too many, or whose ranks do
-not meet is refused here, by the key that shows it.
+An `Adapter` is a set of `Layer`s by location. `make_layer` builds a layer from tensors and checks
+it: a layer with a missing or superfluous tensor, or with ranks that do not match, is refused with
+the key that shows the fault.
+
+    LoRA   dW = up down                               (with a core tensor `mid` in between: Tucker)
+    LoHa   dW = (w1_a w1_b) * (w2_a w2_b)             elementwise product
+    LoKr   dW = kron(w1, w2)                          each factor whole, or a product a b
+    full   dW = diff
+
+each times alpha / rank. A DoRA is any of them with a magnitude m: W' = m (W + dW) / |W + dW|.
+The formulas are checked against the forward passes of peft and lycoris-lora. Their own merge
+functions are not used, because LyCORIS multiplies LoHa and decomposed LoKr by alpha / rank twice.
 """
 
 from __future__ import annotations
@@ -16,7 +26,7 @@ from gracetune.adapters.files.keys import LayerPath
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -24,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Algorithm = Literal["lora", "loha", "lokr", "full"]
-"""LoCon is LoRA on convolutions; DoRA is any of them with a magnitude (`dora`)."""
+"""LoCon is LoRA on convolutions; DoRA is any of these with a magnitude."""
 
 TENSOR_SETS: dict[Algorithm, tuple[frozenset[str], ...]] = {
     "lora": (frozenset({"down", "up"}), frozenset({"down", "up", "mid"})),
@@ -39,139 +49,19 @@ TENSOR_SETS: dict[Algorithm, tuple[frozenset[str], ...]] = {
     ),
     "full": (frozenset({"diff"}), frozenset({"diff_b"}), frozenset({"diff", "diff_b"})),
 }
-"""The sets of tensors that make a layer; `diff_b` and `dora` may stand beside any."""
+"""Sets of tensors that form a complete layer of each algorithm."""
 OPTIONAL_ROLES = frozenset({"diff_b", "dora"})
+"""Tensors that any layer may have in addition: a change of the bias, and DoRA's magnitude."""
 ALGORITHM_BY_ROLE: dict[str, Algorithm] = {
     role: algorithm for algorithm, sets in TENSOR_SETS.items() for roles in sets for role in roles
 }
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The change of one module: tensors by role, and alpha where it is not the rank."""
-
-    algorithm: Algorithm
-    tensors: Mapping[str, Tensor]
-    alpha: float | None = None
-
-    @property
-    def is_dora(self) -> bool:
-        return "dora" in self.tensors
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Layer:
-        """The same layer with every tensor changed."""
-        return replace(self, tensors={role: change(t) for role, t in self.tensors.items()})
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A whole adapter, whatever file it came from."""
-
-    table: KeyTable
-    layers: Mapping[LayerPath, Layer]
-    format: str | None = None
-    """The form it was read from; None where the file mixed several."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    notices: tuple[str, ...] = ()
-    """What a reader should know: things decided, dropped or missing."""
-
-    @property
-    def stages(self) -> tuple[Stage | None, ...]:
-        """The experts it has layers for, high first; (None,) where the keys do not say."""
-        found = {place.stage for place in self.layers}
-        order: tuple[Stage | None, ...] = (None, "high", "low")
-        return tuple(stage for stage in order if stage in found)
-
-    def select_stage(self, stage: Stage | None) -> Adapter:
-        """The layers of one expert."""
-        kept = {place: layer for place, layer in self.layers.items() if place.stage == stage}
-        return replace(self, layers=kept)
-
-
-def split_stages(adapter: Adapter) -> dict[Stage | None, Adapter]:
-    """One adapter a stage, none of them with a stage in its places: what a stage file holds."""
-    return {stage: with_stage(adapter.select_stage(stage), None) for stage in adapter.stages}
-
-
-def join_stages(high: Adapter, low: Adapter) -> Adapter:
-    """Two stage files as one adapter."""
-    if high.table.family != low.table.family:
-        raise AdapterError(
-            f"the high stage is a {high.table.family} adapter and the low stage a "
-            f"{low.table.family} one: give two files of one model.",
-            kind="other-model",
-        )
-    for name, one in (("high", high), ("low", low)):
-        if len(one.stages) > 1:
-            raise AdapterError(
-                f"the file given as the {name} stage already holds both stages. "
-                "Convert it alone, or split it first.",
-                kind="mixed-stages",
-            )
-    layers = {**with_stage(high, "high").layers, **with_stage(low, "low").layers}
-    return replace(high, layers=layers, format=None, notices=(*high.notices, *low.notices))
-
-
-def with_stage(adapter: Adapter, stage: Stage | None) -> Adapter:
-    """The same layers, said to be of one stage."""
-    layers = {LayerPath(stage, place.module): layer for place, layer in adapter.layers.items()}
-    assert len(layers) == len(adapter.layers), "two stages cannot be laid over each other"
-    return replace(adapter, layers=layers)
-
-
-def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
-    """A layer from its tensors by role; `keys` has the file's name of each, for verdicts."""
-    roles = frozenset(tensors) - {"alpha", "scalar"}
-    first = keys[min(tensors)]
-    algorithms = {ALGORITHM_BY_ROLE[role] for role in roles - OPTIONAL_ROLES} or {
-        ALGORITHM_BY_ROLE["diff_b"]
-    }
-    if len(algorithms) > 1:
-        raise AdapterError(
-            f"{first!r}: its module has tensors of {' and '.join(sorted(algorithms))} at once. "
-            "A module can carry one algorithm; remove the other's keys.",
-            kind="two-algorithms",
-            key=first,
-        )
-    algorithm = algorithms.pop()
-    core = roles - OPTIONAL_ROLES if algorithm != "full" else roles
-    if core not in TENSOR_SETS[algorithm]:
-        wanted = min(TENSOR_SETS[algorithm], key=lambda one: len(one ^ core))
-        lacks, extra = sorted(wanted - core), sorted(core - wanted)
-        what = f"lacks {', '.join(lacks)}" if lacks else f"has {', '.join(extra)} without use"
-        raise AdapterError(
-            f"{first!r}: its module {what} for {algorithm}, so the file is incomplete. "
-            "Save it again, or take a checkpoint that is whole.",
-            kind="incomplete",
-            key=first,
-        )
-    layer = Layer(algorithm, {role: tensors[role] for role in sorted(roles)})
-    _check_ranks(layer, keys)
-    layer = _with_alpha(layer, tensors, keys)
-    return _with_magnitude(_with_scalar(layer, tensors))
-
-
-def rank_of(layer: Layer) -> int | None:
-    """The inner width; None where nothing is decomposed (full matrices, LoKr with both whole)."""
-    for role, axis in RANK_AXES[layer.algorithm]:
-        if role in layer.tensors:
-            return layer.tensors[role].shape[axis]
-    return None
-
-
-def scale_of(layer: Layer) -> float:
-    """alpha / rank; 1 without alpha, or without a rank to divide by."""
-    rank = rank_of(layer)
-    return 1.0 if layer.alpha is None or rank is None else layer.alpha / rank
-
-
 RANK_AXES: dict[Algorithm, tuple[tuple[str, int], ...]] = {
     "lora": (("down", 0),),
     "loha": (("hada_w1_b", 0),),
     "lokr": (("lokr_w2_b", 0), ("lokr_w1_b", 0)),
     "full": (),
 }
-"""Where the rank can be read, in order; LoKr's two halves have the same."""
+"""Tensors and axes whose size is the rank; the first tensor that exists is used."""
 EQUAL_AXES: tuple[tuple[str, bool, str, int, str, int], ...] = (
     ("mid", False, "up", 1, "down", 0),
     ("mid", True, "up", 1, "mid", 0),
@@ -190,25 +80,160 @@ EQUAL_AXES: tuple[tuple[str, bool, str, int, str, int], ...] = (
     ("hada_t1", True, "hada_w1_a", 1, "hada_w2_a", 1),
     ("", False, "hada_w1_b", 1, "hada_w2_b", 1),
 )
-"""Axes of one size: with a core tensor between the factors, or without."""
+"""Axes that must have the same size: (core tensor, whether it must exist for the rule to apply,
+first tensor, its axis, second tensor, its axis)."""
 CONV_ROLES = ("down", "mid", "hada_t1", "hada_t2", "lokr_w2", "lokr_w2_b", "lokr_t2")
-"""What may have a convolution's axes; other factors are matrices."""
+"""Tensors that may have the axes of a convolution kernel; all other factors are matrices."""
 
 
-def _check_ranks(layer: Layer, keys: Mapping[str, str]) -> None:
+@dataclass(frozen=True)
+class Layer:
+    """The change of one module: its tensors by role, and alpha."""
+
+    algorithm: Algorithm
+    tensors: Mapping[str, Tensor]
+    alpha: float | None = None
+    """None if alpha equals the rank, or if there is no rank."""
+
+    @property
+    def is_dora(self) -> bool:
+        """True if the layer has a magnitude."""
+        return "dora" in self.tensors
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The layers of an adapter, with what its file says about it."""
+
+    table: KeyTable
+    layers: Mapping[LayerPath, Layer]
+    format: str | None = None
+    """Name of the key format that it was read from; None if its file mixed several."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Header of the file."""
+    notices: tuple[str, ...] = ()
+    """Messages for the user about assumptions and ignored values."""
+
+    @property
+    def stages(self) -> tuple[Stage | None, ...]:
+        """The experts that it has layers for, high first; (None,) if its keys name none."""
+        found = {path.stage for path in self.layers}
+        order: tuple[Stage | None, ...] = (None, "high", "low")
+        return tuple(stage for stage in order if stage in found)
+
+    def select_stage(self, stage: Stage | None) -> Adapter:
+        """Return the adapter with the layers of one expert only."""
+        kept = {path: layer for path, layer in self.layers.items() if path.stage == stage}
+        return replace(self, layers=kept)
+
+
+def join_stages(high: Adapter, low: Adapter) -> Adapter:
+    """Join the adapters of the high and the low expert into one."""
+    if high.table.family != low.table.family:
+        raise AdapterError(
+            f"the high expert's file is a {high.table.family} adapter and the low expert's a "
+            f"{low.table.family} adapter. Give two files for the same model.",
+            kind="other-model",
+        )
+    for name, adapter in (("high", high), ("low", low)):
+        if len(adapter.stages) > 1:
+            raise AdapterError(
+                f"the file given for the {name} expert already holds both experts. "
+                "Convert it alone, or split it first.",
+                kind="mixed-stages",
+            )
+    layers = {**with_stage(high, "high").layers, **with_stage(low, "low").layers}
+    return replace(high, layers=layers, format=None, notices=(*high.notices, *low.notices))
+
+
+def with_stage(adapter: Adapter, stage: Stage | None) -> Adapter:
+    """Return the adapter with all of its layers assigned to one expert."""
+    layers = {LayerPath(stage, path.module): layer for path, layer in adapter.layers.items()}
+    assert len(layers) == len(adapter.layers), "an adapter with both experts would lose layers"
+    return replace(adapter, layers=layers)
+
+
+def rank_of(layer: Layer) -> int | None:
+    """Return the rank; None if nothing is decomposed (full matrices, LoKr of two whole ones)."""
+    for role, axis in RANK_AXES[layer.algorithm]:
+        if role in layer.tensors:
+            return layer.tensors[role].shape[axis]
+    return None
+
+
+def scale_of(layer: Layer) -> float:
+    """Return alpha / rank; 1 if there is no alpha or no rank."""
+    rank = rank_of(layer)
+    return 1.0 if layer.alpha is None or rank is None else layer.alpha / rank
+
+
+def is_dora_per_row(layer: Layer) -> bool:
+    """Return True if the magnitude is per row of W, as in peft, and False if it is per column."""
+    magnitude = layer.tensors["dora"]
+    return magnitude.dim() == 1 or magnitude.shape[0] == magnitude.numel()
+
+
+def lokr_sizes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the numbers of rows (of w1, of w2) and of columns (of w1, of w2)."""
+    t = layer.tensors
+    rows1, columns1 = (
+        t["lokr_w1"].shape if "lokr_w1" in t else (t["lokr_w1_a"].shape[0], t["lokr_w1_b"].shape[1])
+    )
+    core = "lokr_t2" in t
+    if "lokr_w2" in t:
+        rows2, columns2 = t["lokr_w2"].shape[:2]
+    else:
+        rows2, columns2 = t["lokr_w2_a"].shape[1 if core else 0], t["lokr_w2_b"].shape[1]
+    return (rows1, rows2), (columns1, columns2)
+
+
+# Building and checking layers
+
+
+def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
+    """Build a layer from its tensors by role; `keys` are their keys in the file, for errors."""
+    roles = frozenset(tensors) - {"alpha", "scalar"}
+    first = keys[min(tensors)]
+    algorithms = {ALGORITHM_BY_ROLE[role] for role in roles - OPTIONAL_ROLES} or {"full"}
+    if len(algorithms) > 1:
+        raise AdapterError(
+            f"{first!r}: its module has tensors of {' and '.join(sorted(algorithms))}. A module "
+            "can only have one algorithm. Remove the keys of the other.",
+            kind="two-algorithms",
+            key=first,
+        )
+    (algorithm,) = algorithms
+    core = roles - OPTIONAL_ROLES if algorithm != "full" else roles
+    if core not in TENSOR_SETS[algorithm]:
+        nearest = min(TENSOR_SETS[algorithm], key=lambda roles: len(roles ^ core))
+        missing, extra = sorted(nearest - core), sorted(core - nearest)
+        fault = f"lacks {', '.join(missing)}" if missing else f"has unused {', '.join(extra)}"
+        raise AdapterError(
+            f"{first!r}: its module {fault} for {algorithm}, so the file is incomplete. "
+            "Save it again, or use another checkpoint.",
+            kind="incomplete",
+            key=first,
+        )
+    layer = Layer(algorithm, {role: tensors[role] for role in sorted(roles)})
+    _check_shapes(layer, keys)
+    layer = _with_alpha(layer, tensors, keys)
+    return _with_magnitude(_with_scalar(layer, tensors))
+
+
+def _check_shapes(layer: Layer, keys: Mapping[str, str]) -> None:
     tensors = layer.tensors
     for role, tensor in tensors.items():
-        if not _has_axes(role, tensor.shape, frozenset(tensors)):
+        if not _has_valid_axes(role, tensor.shape, frozenset(tensors)):
             raise AdapterError(
-                f"{keys[role]!r} is {_size(tensor.shape)}, which no {role} of a {layer.algorithm} "
-                "is. The file was badly put together; save it again.",
+                f"{keys[role]!r} has the shape {_shape_text(tensor.shape)}, which {role} of a "
+                f"{layer.algorithm} cannot have. The file is damaged. Save it again.",
                 kind="damaged",
                 key=keys[role],
             )
-    for core, between, left, i, right, j in EQUAL_AXES:
-        if (core in tensors) != between or left not in tensors or right not in tensors:
+    for core, needs_core, left, left_axis, right, right_axis in EQUAL_AXES:
+        if (core in tensors) != needs_core or left not in tensors or right not in tensors:
             continue
-        if tensors[left].shape[i] != tensors[right].shape[j]:
+        if tensors[left].shape[left_axis] != tensors[right].shape[right_axis]:
             raise _mismatch(tensors, keys, left, right)
     if "hada_t1" in tensors and tensors["hada_t1"].shape[2:] != tensors["hada_t2"].shape[2:]:
         raise _mismatch(tensors, keys, "hada_t1", "hada_t2")
@@ -217,30 +242,30 @@ def _check_ranks(layer: Layer, keys: Mapping[str, str]) -> None:
 def _mismatch(
     tensors: Mapping[str, Tensor], keys: Mapping[str, str], left: str, right: str
 ) -> AdapterError:
-    sizes = [_size(tensors[role].shape) for role in (left, right)]
+    shapes = [_shape_text(tensors[role].shape) for role in (left, right)]
     return AdapterError(
-        f"{keys[left]!r} is {sizes[0]} and {keys[right]!r} is {sizes[1]}: their ranks or sizes do "
-        "not meet. They are of different adapters, or the file was badly put together.",
+        f"{keys[left]!r} is {shapes[0]} and {keys[right]!r} is {shapes[1]}: their ranks or sizes "
+        "do not match. They belong to different adapters, or the file is damaged.",
         kind="rank-mismatch",
         key=keys[left],
     )
 
 
-def _has_axes(role: str, shape: tuple[int, ...], beside: frozenset[str]) -> bool:
-    """Whether a tensor can be what its key says."""
+def _has_valid_axes(role: str, shape: tuple[int, ...], roles: frozenset[str]) -> bool:
+    """Return True if a tensor has a possible number of axes, given the layer's other tensors."""
     if role in ("diff", "dora"):
         return len(shape) >= 1
     if role == "diff_b":
         return len(shape) == 1
-    if role == "up" or (role == "down" and "mid" in beside):
-        return len(shape) >= 2 and math.prod(shape[2:]) == 1  # a convolution of one point
-    if role == "lokr_w2_b" and "lokr_t2" in beside:
-        return len(shape) == 2  # the kernel is the core's
+    if role == "up" or (role == "down" and "mid" in roles):
+        return len(shape) >= 2 and math.prod(shape[2:]) == 1  # a 1x1 convolution
+    if role == "lokr_w2_b" and "lokr_t2" in roles:
+        return len(shape) == 2  # the core tensor has the kernel
     return len(shape) >= 2 if role in CONV_ROLES else len(shape) == 2
 
 
 def _with_alpha(layer: Layer, tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
-    """Alpha, where it has a part: a LoKr of two whole matrices is never scaled."""
+    """Return the layer with alpha from its tensors; without a rank, alpha has no effect."""
     if "alpha" not in tensors or rank_of(layer) is None:
         return layer
     alpha = float(tensors["alpha"].float().item())
@@ -255,7 +280,7 @@ def _with_alpha(layer: Layer, tensors: Mapping[str, Tensor], keys: Mapping[str, 
 
 
 def _with_scalar(layer: Layer, tensors: Mapping[str, Tensor]) -> Layer:
-    """LyCORIS' trained scalar, multiplied into the factor that its own writer would take."""
+    """Multiply LyCORIS's trained scalar into the factor that LyCORIS itself would use."""
     if "scalar" not in tensors:
         return layer
     order = ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a")
@@ -267,7 +292,7 @@ def _with_scalar(layer: Layer, tensors: Mapping[str, Tensor]) -> Layer:
 
 
 def _with_magnitude(layer: Layer) -> Layer:
-    """peft's magnitudes are a plain vector, everyone else's have the weight's number of axes."""
+    """Give a magnitude as many axes as the weight has; peft stores it as a plain vector."""
     if not layer.is_dora or layer.tensors["dora"].dim() > 1:
         return layer
     order = ("mid", "hada_t1", "lokr_t2", "down", "hada_w1_a", "lokr_w2", "lokr_w2_b", "diff")
@@ -276,26 +301,23 @@ def _with_magnitude(layer: Layer) -> Layer:
     return replace(layer, tensors={**layer.tensors, "dora": magnitude})
 
 
-def _size(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a scalar"
 
 
-# ------------------------------------------------------------------------------------------
-# The maths of adapters: what each of them adds to a weight.
-#
-# Written from the published equations and checked against the live forward of lycoris-lora and
-# peft.
-# Neither library's merge is used: LyCORIS multiplies LoHa and decomposed LoKr by alpha / rank twice
-# there.
+# The weight change
 
 
 def delta(layer: Layer, shape: Sequence[int] | None = None) -> Tensor:
-    """dW in float32, magnitudes (DoRA) aside; `shape` is the weight's, for flattened kernels."""
+    """Return dW in float32, without DoRA's magnitude.
+
+    `shape` is the weight's; files may hold convolution kernels flattened.
+    """
     t = {role: tensor.detach().float() for role, tensor in layer.tensors.items()}
     if layer.algorithm == "lora":
-        change = _lora(t)
+        change = _lora_delta(t)
     elif layer.algorithm == "loha":
-        change = _hada(t, "1") * _hada(t, "2")
+        change = _loha_factor(t, "1") * _loha_factor(t, "2")
     elif layer.algorithm == "lokr":
         change = _kron(_lokr_w1(t), _lokr_w2(t))
     else:
@@ -305,13 +327,13 @@ def delta(layer: Layer, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def delta_bias(layer: Layer) -> Tensor | None:
-    """The change of the bias, where there is one."""
+    """Return the change of the bias in float32, or None."""
     bias = layer.tensors.get("diff_b")
     return None if bias is None else bias.detach().float()
 
 
 def delta_shape(layer: Layer) -> tuple[int, ...]:
-    """The shape of dW without computing it; kernels that were flattened stay flattened."""
+    """Return the shape of dW without computing it; a flattened kernel stays flattened."""
     t = layer.tensors
     if layer.algorithm == "lora":
         kernel = t["mid"].shape[2:] if "mid" in t else t["down"].shape[2:]
@@ -323,32 +345,19 @@ def delta_shape(layer: Layer) -> tuple[int, ...]:
     if layer.algorithm == "lokr":
         rows, columns = lokr_sizes(layer)
         core = t.get("lokr_t2", t.get("lokr_w2", t.get("lokr_w2_b")))
-        assert core is not None, "a whole LoKr layer has a second half"
+        assert core is not None, "a complete LoKr layer has w2"
         kernel = core.shape[2:]
         return (rows[0] * rows[1], columns[0] * columns[1], *kernel)
     return tuple(t["diff"].shape) if "diff" in t else (t["diff_b"].shape[0], 0)
 
 
-def merge_weight(layer: Layer, weight: Tensor, strength: float = 1.0) -> Tensor:
-    """The weight with the adapter in it, in the weight's dtype; computed in float32.
-
-    DoRA: W' = m (W + dW) / |W + dW|, the norm over the axis that `m` does not have. A strength
-    other than one goes part of the way from W to W'.
-    """
-    base = weight.detach().float()
-    if layer.algorithm == "full" and "diff" not in layer.tensors:
-        return weight.detach().clone()
-    changed = base + delta(layer, base.shape)
-    if layer.is_dora:
-        magnitude = layer.tensors["dora"].detach().float()
-        changed = _decomposed(changed, magnitude, is_dora_per_row(layer))
-    if strength != 1.0:
-        changed = base + strength * (changed - base)
-    return changed.to(weight.dtype)
+def out_features(layer: Layer) -> int:
+    """Return the number of rows of dW."""
+    return delta_shape(layer)[0]
 
 
 def delta_norm(layer: Layer) -> float:
-    """|dW|, by the factors where they allow it: a whole dW of a large model is large."""
+    """Return the Frobenius norm |dW|, from the factors where possible, because dW may be large."""
     t = {role: tensor.detach().float() for role, tensor in layer.tensors.items()}
     scale = abs(scale_of(layer))
     if layer.algorithm == "lora" and "mid" not in t:
@@ -363,22 +372,35 @@ def delta_norm(layer: Layer) -> float:
     return float(delta(layer).norm())
 
 
-def out_features(layer: Layer) -> int:
-    """Rows of dW."""
-    return delta_shape(layer)[0]
+def merge_weight(layer: Layer, weight: Tensor, strength: float = 1.0) -> Tensor:
+    """Return the weight with the adapter merged in, computed in float32, in the weight's dtype.
+
+    For a DoRA the norm |W + dW| is taken over the axis that the magnitude does not have. A strength
+    s other than 1 gives W + s (W' - W).
+    """
+    base = weight.detach().float()
+    if layer.algorithm == "full" and "diff" not in layer.tensors:
+        return weight.detach().clone()
+    changed = base + delta(layer, base.shape)
+    if layer.is_dora:
+        magnitude = layer.tensors["dora"].detach().float()
+        changed = _with_norms(changed, magnitude, is_dora_per_row(layer))
+    if strength != 1.0:
+        changed = base + strength * (changed - base)
+    return changed.to(weight.dtype)
 
 
-def _lora(t: dict[str, Tensor]) -> Tensor:
+def _lora_delta(t: dict[str, Tensor]) -> Tensor:
     up, down = t["up"].flatten(1), t["down"]
     if "mid" in t:
         return torch.einsum("ij...,pi,jr->pr...", t["mid"], up, down.flatten(1))
     return (up @ down.flatten(1)).reshape(up.shape[0], *down.shape[1:])
 
 
-def _hada(t: dict[str, Tensor], half: str) -> Tensor:
-    a, b = t[f"hada_w{half}_a"], t[f"hada_w{half}_b"]
-    if f"hada_t{half}" in t:
-        return torch.einsum("ij...,ip,jr->pr...", t[f"hada_t{half}"], a, b)
+def _loha_factor(t: dict[str, Tensor], number: str) -> Tensor:
+    a, b = t[f"hada_w{number}_a"], t[f"hada_w{number}_b"]
+    if f"hada_t{number}" in t:
+        return torch.einsum("ij...,ip,jr->pr...", t[f"hada_t{number}"], a, b)
     return a @ b
 
 
@@ -396,37 +418,18 @@ def _lokr_w2(t: dict[str, Tensor]) -> Tensor:
 
 
 def _kron(w1: Tensor, w2: Tensor) -> Tensor:
-    """kron over the first two axes; a kernel's axes are w2's own."""
+    """Return the Kronecker product over the first two axes; kernel axes come from w2 alone."""
     return torch.kron(w1.reshape(*w1.shape, *[1] * (w2.dim() - 2)), w2.contiguous())
 
 
-def lokr_sizes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows (of w1, of w2) and columns (of w1, of w2)."""
-    t = layer.tensors
-    rows1, columns1 = (
-        t["lokr_w1"].shape if "lokr_w1" in t else (t["lokr_w1_a"].shape[0], t["lokr_w1_b"].shape[1])
-    )
-    core = "lokr_t2" in t
-    if "lokr_w2" in t:
-        rows2, columns2 = t["lokr_w2"].shape[:2]
-    else:
-        rows2, columns2 = t["lokr_w2_a"].shape[1 if core else 0], t["lokr_w2_b"].shape[1]
-    return (rows1, rows2), (columns1, columns2)
-
-
-def is_dora_per_row(layer: Layer) -> bool:
-    """Whether the magnitude has a value a row (peft's way, LyCORIS' default) or one a column."""
-    magnitude = layer.tensors["dora"]
-    return magnitude.dim() == 1 or magnitude.shape[0] == magnitude.numel()
-
-
-def _decomposed(weight: Tensor, magnitude: Tensor, by_rows: bool) -> Tensor:
+def _with_norms(weight: Tensor, magnitude: Tensor, per_row: bool) -> Tensor:
+    """Scale the rows, or the columns, of a weight to the given norms."""
     ones = [1] * (weight.dim() - 1)
-    if by_rows:
-        lengths = weight.flatten(1).norm(dim=1).reshape(-1, *ones)
+    if per_row:
+        norms = weight.flatten(1).norm(dim=1).reshape(-1, *ones)
         magnitude = magnitude.reshape(-1, *ones)
     else:
-        lengths = weight.transpose(0, 1).flatten(1).norm(dim=1).reshape(1, -1, *ones[1:])
+        norms = weight.transpose(0, 1).flatten(1).norm(dim=1).reshape(1, -1, *ones[1:])
         magnitude = magnitude.reshape(1, -1, *ones[1:])
-    factors: Tensor = magnitude / (lengths + torch.finfo(torch.float32).eps)
+    factors: Tensor = magnitude / (norms + torch.finfo(torch.float32).eps)
     return weight * factors

@@ -1,7 +1,7 @@
-"""Adapters merged into the weights of a model.
+"""Merge adapters into the weights of a model on disk.
 
-A model is one safetensors file in original or diffusers' names, a folder of them, or a pipeline's
-folder. Weights are read and written a file at a time.
+A model is a safetensors file, a folder of them, or the folder of a pipeline, in original or in
+diffusers' names. Weights are read and written one file at a time.
 """
 
 from __future__ import annotations
@@ -35,48 +35,39 @@ SUBFOLDERS: dict[Stage | None, str] = {
     "high": "transformer",
     "low": "transformer_2",
 }
-
-
-class WeightUpdate(NamedTuple):
-    """What one layer does to one weight, or to some of its rows."""
-
-    layer: Layer
-    strength: float
-    bias: bool
-    rows: tuple[int, int, int] | None
-    """From which share of the rows to which, of how many; None for all."""
+"""Folder of each expert's transformer in a pipeline."""
+MODEL_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
+"""Prefixes that a file may have before the model's own names."""
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge did."""
+    """The result of a merge. The fields are part of the JSON output."""
 
     changed: int
+    """Number of modules that were changed."""
     files: tuple[str, ...]
+    """Names of the files that hold weights."""
 
 
 def merge_into(
     path: Path, out: Path, adapters: Sequence[tuple[Adapter, float]], table: KeyTable
 ) -> MergeReport:
-    """Write a copy of a transformer with the adapters in its weights."""
+    """Write a copy of a transformer with adapters, each at its strength, merged into it."""
     model = open_model(path, table)
-    plan = _plan(model, adapters)
+    updates = _plan_updates(model, adapters)
+    changed = len({layer.module for adapter, _ in adapters for layer in adapter.layers})
     if not path.is_dir():
         with atomic_file(out) as staging:
-            _rewrite(path, staging, plan.get(path, {}))
-        return MergeReport(len(_modules(adapters)), (out.name,))
+            _rewrite_file(path, staging, updates.get(path, {}))
+        return MergeReport(changed, (out.name,))
     with atomic_folder(out) as folder:
         for file in sorted(path.iterdir()):
             if file in model.files:
-                _rewrite(file, folder / file.name, plan.get(file, {}))
+                _rewrite_file(file, folder / file.name, updates.get(file, {}))
             elif file.is_file():
                 shutil.copy2(file, folder / file.name)
-    return MergeReport(len(_modules(adapters)), tuple(file.name for file in model.files))
-
-
-def holds_transformers(path: Path) -> bool:
-    """Whether this is a pipeline's folder, or what full training has written: parts in folders."""
-    return any((path / name).is_dir() for name in SUBFOLDERS.values())
+    return MergeReport(changed, tuple(file.name for file in model.files))
 
 
 def merge_into_pipeline(
@@ -85,64 +76,80 @@ def merge_into_pipeline(
     by_stage: Mapping[Stage | None, Sequence[tuple[Adapter, float]]],
     table: KeyTable,
 ) -> dict[str, MergeReport]:
-    """Write a copy of a pipeline's folder with adapters in the transformers of their stages."""
+    """Write a copy of a pipeline's folder with adapters merged into their experts' transformers."""
     targets = {SUBFOLDERS[stage]: adapters for stage, adapters in by_stage.items()}
     for name in targets:
         if not (path / name).is_dir():
             raise AdapterError(
-                f"{path} has no {name}/, which the adapter's stage belongs to: it is a model of "
-                "one stage. Give --stage high for its only transformer.",
+                f"{path} has no {name}/, which is the expert that the adapter is for: the model "
+                "has a single transformer. Give --stage high to use it.",
                 kind="other-model",
             )
-    done = {}
+    reports = {}
     with atomic_folder(out) as folder:
         for entry in sorted(path.iterdir()):
+            copy = folder / entry.name
             if entry.name in targets:
-                done[entry.name] = merge_into(
-                    entry, folder / entry.name, targets[entry.name], table
-                )
+                reports[entry.name] = merge_into(entry, copy, targets[entry.name], table)
             elif entry.is_dir():
-                shutil.copytree(entry, folder / entry.name)
+                shutil.copytree(entry, copy)
             else:
-                shutil.copy2(entry, folder / entry.name)
-    return done
+                shutil.copy2(entry, copy)
+    return reports
 
 
-def _plan(
+def holds_transformers(path: Path) -> bool:
+    """Return True for a folder with transformers in subfolders, such as a pipeline's."""
+    return any((path / name).is_dir() for name in SUBFOLDERS.values())
+
+
+class WeightUpdate(NamedTuple):
+    """The change of one weight, or of some of its rows, by one layer."""
+
+    layer: Layer
+    strength: float
+    bias: bool
+    rows: tuple[int, int, int] | None
+    """First share of the rows, the share after the last, and the number of shares; None for all
+    rows."""
+
+
+def _plan_updates(
     model: ModelWeights, adapters: Sequence[tuple[Adapter, float]]
 ) -> dict[Path, dict[str, list[WeightUpdate]]]:
-    """By file and key, what is to be done to a weight."""
-    plan: dict[Path, dict[str, list[WeightUpdate]]] = {}
+    """Return the updates of each weight, by file and key."""
+    updates: dict[Path, dict[str, list[WeightUpdate]]] = {}
     for adapter, strength in adapters:
-        whole = model.naming == "original"
-        fitted = swap_halves(adapter) if whole else split_fused(adapter)
-        rows_of = _rows_in_wholes(adapter.table) if whole else {}
-        for place, layer in fitted.layers.items():
-            template, number = template_of(place.module)
-            name, rows = rows_of.get(template, (place.module, None))
-            for bias in _kinds(layer):
-                at = model.keys.get(Weight(name.format(number), bias))
-                if at is None:
+        is_original = model.naming == "original"
+        fitted = swap_halves(adapter) if is_original else split_fused(adapter)
+        fused_rows = _rows_in_fused(adapter.table) if is_original else {}
+        for path, layer in fitted.layers.items():
+            template, number = template_of(path.module)
+            name, rows = fused_rows.get(template, (path.module, None))
+            for bias in _changes_bias(layer):
+                location = model.keys.get(Weight(name.format(number), bias))
+                if location is None:
                     what = "bias" if bias else "weight"
                     raise AdapterError(
-                        f"the model has no {what} for {place.module}, which the adapter changes: "
-                        "it is for another model.",
+                        f"the model has no {what} for {path.module}, which the adapter changes. "
+                        "The adapter is for another model.",
                         kind="other-model",
-                        key=place.module,
+                        key=path.module,
                     )
-                change = WeightUpdate(layer, strength, bias, rows)
-                plan.setdefault(at[0], {}).setdefault(at[1], []).append(change)
-    return plan
+                file, key = location
+                update = WeightUpdate(layer, strength, bias, rows)
+                updates.setdefault(file, {}).setdefault(key, []).append(update)
+    return updates
 
 
-def _kinds(layer: Layer) -> list[bool]:
-    """Whether a layer changes the weight (False), the bias (True), or both."""
+def _changes_bias(layer: Layer) -> list[bool]:
+    """Return False if a layer changes the weight, True if it changes the bias, or both."""
     kinds = [] if set(layer.tensors) == {"diff_b"} else [False]
     return [*kinds, True] if "diff_b" in layer.tensors else kinds
 
 
-def _rows_in_wholes(table: KeyTable) -> dict[str, tuple[str, tuple[int, int, int]]]:
-    """For parts of fused projections: the whole, and from which share to which of how many."""
+def _rows_in_fused(table: KeyTable) -> dict[str, tuple[str, tuple[int, int, int]]]:
+    """Return, for each part of a fused projection, the projection and `WeightUpdate.rows`."""
     found = {}
     for fused in table.fused:
         total = sum(share for _, share in fused.parts)
@@ -153,72 +160,63 @@ def _rows_in_wholes(table: KeyTable) -> dict[str, tuple[str, tuple[int, int, int
     return found
 
 
-def _rewrite(file: Path, out: Path, changes: Mapping[str, Sequence[WeightUpdate]]) -> None:
+def _rewrite_file(file: Path, out: Path, updates: Mapping[str, Sequence[WeightUpdate]]) -> None:
     with safe_open(file, "pt") as source:
         metadata = source.metadata()
         tensors = {key: source.get_tensor(key) for key in source.keys()}  # noqa: SIM118
-    for key, parts in changes.items():
-        _check_wide(key, tensors[key])
+    for key, weight_updates in updates.items():
+        _refuse_quantized(key, tensors[key])
         weight = tensors[key].float()
-        for change in parts:
-            weight = _changed(key, weight, change)
-        tensors[key] = weight.to(tensors[key].dtype)  # once, however many adapters there are
+        for update in weight_updates:
+            weight = _update_rows(key, weight, update)
+        tensors[key] = weight.to(tensors[key].dtype)  # rounded once, after all adapters
     save_file(tensors, out, metadata=metadata)
 
 
-def _check_wide(key: str, weight: Tensor) -> None:
+def _refuse_quantized(key: str, weight: Tensor) -> None:
     if weight.element_size() < 2:
         raise AdapterError(
-            f"{key!r} is {str(weight.dtype).removeprefix('torch.')}: merging into a quantised "
-            "weight would round the adapter away. Merge into the bfloat16 model and quantise that.",
+            f"{key!r} is {str(weight.dtype).removeprefix('torch.')}: merging into a quantized "
+            "weight would round the adapter away. Merge into the bfloat16 model, then quantize it.",
             kind="dtype",
             key=key,
         )
 
 
-def _changed(key: str, weight: Tensor, change: WeightUpdate) -> Tensor:
-    """The weight in fp32, with one more change."""
-    if change.rows is None:
-        return _with_change(key, weight, change)
-    start, end, total = (len(weight) * share // change.rows[2] for share in change.rows)
+def _update_rows(key: str, weight: Tensor, update: WeightUpdate) -> Tensor:
+    """Return a float32 weight with one update applied."""
+    if update.rows is None:
+        return _apply_update(key, weight, update)
+    start, end, total = (len(weight) * share // update.rows[2] for share in update.rows)
     assert total == len(weight)
     whole = weight.clone()
-    whole[start:end] = _with_change(key, weight[start:end], change)
+    whole[start:end] = _apply_update(key, weight[start:end], update)
     return whole
 
 
-def _with_change(key: str, weight: Tensor, change: WeightUpdate) -> Tensor:
-    if change.bias:
-        added = delta_bias(change.layer)
-        assert added is not None, key
-        bias: Tensor = weight + change.strength * added
+def _apply_update(key: str, weight: Tensor, update: WeightUpdate) -> Tensor:
+    if update.bias:
+        change = delta_bias(update.layer)
+        assert change is not None, key
+        bias: Tensor = weight + update.strength * change
         return bias
-    shape = delta_shape(change.layer)
+    shape = delta_shape(update.layer)
     if weight.numel() != torch.Size(shape).numel():
-        sizes = ["x".join(map(str, one)) for one in (weight.shape, shape)]
+        shapes = ["x".join(map(str, one)) for one in (weight.shape, shape)]
         raise AdapterError(
-            f"{key!r} is {sizes[0]} in the model and {sizes[1]} in the adapter: it is for a model "
-            "of another size.",
+            f"{key!r} is {shapes[0]} in the model and {shapes[1]} in the adapter, which is for a "
+            "model of another size.",
             kind="other-model",
             key=key,
         )
-    return merge_weight(change.layer, weight, change.strength)
+    return merge_weight(update.layer, weight, update.strength)
 
 
-def _modules(adapters: Sequence[tuple[Adapter, float]]) -> set[str]:
-    return {place.module for adapter, _ in adapters for place in adapter.layers}
-
-
-# ------------------------------------------------------------------------------------------
-# The weights of a model on disk, by our names: one file, or a folder of them.
-
-
-MODEL_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
-"""What may stand before a model's own names in a file."""
+# Finding the weights of a model
 
 
 class Weight(NamedTuple):
-    """Where a weight is: its module by our name, and whether it is the bias."""
+    """A weight, or a bias, of a module in diffusers' names."""
 
     module: str
     bias: bool
@@ -226,66 +224,68 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The weights of one transformer on disk, found but not read."""
+    """Locations of the weights of a transformer on disk."""
 
     files: tuple[Path, ...]
     naming: Naming
     keys: Mapping[Weight, tuple[Path, str]]
+    """File and key of each weight."""
 
 
 def open_model(path: Path, table: KeyTable) -> ModelWeights:
-    """Find every weight of a model that the table has a name for."""
+    """Locate all weights of a model that the table has names for, without reading them."""
     files = tuple(sorted(path.glob("*.safetensors"))) if path.is_dir() else (path,)
     if not files:
         raise AdapterError(
-            f"{path} holds no .safetensors file. Name a transformer's folder or file.",
+            f"{path} has no .safetensors file. Give the folder or the file of a transformer.",
             kind="missing",
         )
     index = KeyIndex(table)
     found: dict[Naming, dict[Weight, list[tuple[Path, str]]]] = {"original": {}, "diffusers": {}}
     for file in files:
-        for key in _keys(file):
+        for key in _read_keys(file):
             for naming, weights in found.items():
-                weight = _weight(key, naming, index)
+                weight = _parse_weight(key, naming, index)
                 if weight is not None:
                     weights.setdefault(weight, []).append((file, key))
     naming = max(found, key=lambda name: len(found[name]))
     if not found[naming]:
         raise AdapterError(
-            f"{path} has no weight that {table.family} models have: it is another model.",
+            f"{path} has none of the weights of a {table.family} model: it is another model.",
             kind="other-model",
         )
-    return ModelWeights(files, naming, {weight: _only(at) for weight, at in found[naming].items()})
+    locations = {weight: _single(places) for weight, places in found[naming].items()}
+    return ModelWeights(files, naming, locations)
 
 
-def _only(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
-    """Where a weight is; one that is there twice would be changed in one place alone."""
+def _single(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
+    """Return the only location of a weight; a second copy of it would stay unchanged."""
     if len(places) > 1:
-        (file, key), (other, twin) = places[:2]
+        (file, key), (other_file, other_key) = places[:2]
         raise AdapterError(
-            f"{key!r} of {file.name} and {twin!r} of {other.name} are the same weight. Name one "
-            "file, or move the one that is not meant out of the folder.",
+            f"{key!r} in {file.name} and {other_key!r} in {other_file.name} are the same weight. "
+            "Give one of the files, or move the wrong one out of the folder.",
             kind="duplicate",
-            key=twin,
+            key=other_key,
         )
     return places[0]
 
 
-def _weight(key: str, naming: Naming, index: KeyIndex) -> Weight | None:
-    """What a model's key is in one naming."""
+def _parse_weight(key: str, naming: Naming, index: KeyIndex) -> Weight | None:
+    """Return the weight that a model's key names in one naming."""
     for prefix in MODEL_PREFIXES:
         if not key.startswith(prefix):
             continue
         name = key.removeprefix(prefix)
-        for tail, bias in ((".weight", False), (".bias", True), ("", False)):
-            if name.endswith(tail):
-                module = index.to_diffusers(name.removesuffix(tail), naming, ".")
+        for suffix, bias in ((".weight", False), (".bias", True), ("", False)):
+            if name.endswith(suffix):
+                module = index.to_diffusers(name.removesuffix(suffix), naming, ".")
                 if module is not None:
                     return Weight(module, bias)
     return None
 
 
-def _keys(file: Path) -> list[str]:
+def _read_keys(file: Path) -> list[str]:
     try:
         with safe_open(file, "pt") as source:
             return list(source.keys())

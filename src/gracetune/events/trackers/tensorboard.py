@@ -1,7 +1,7 @@
-"""Scalars and pictures for TensorBoard, written without torch or tensorflow.
+"""Write scalars, histograms and images for TensorBoard, without torch or tensorflow.
 
-TensorBoard's own record writer is used, not its `EventFileWriter`: that one imports tensorflow
-wherever it happens to be installed, and writes from a thread that a killed run never joins.
+This uses TensorBoard's record writer directly. Its `EventFileWriter` would import tensorflow if
+that is installed, and writes from a thread, so a killed run would lose records.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class TensorBoardSink:
     """A sink that writes one event file into `folder`.
 
-    `purge_step` is the first step that this process may write: TensorBoard then forgets what an
-    earlier process wrote for it and for later ones. None says that the run begins anew.
+    `purge_step` is the first step that this process may write: TensorBoard then discards what an
+    earlier process wrote for this step and later ones. None means a new run.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class TensorBoardSink:
         self._clock = clock
         self._folder = folder
         now = clock()
-        # TensorBoard reads files in the order of their names: microseconds keep a quick restart
-        # behind the run it resumes.
+        # TensorBoard reads files in the order of their names. With microseconds in the name, the
+        # file of a quick restart still comes after that of the run it resumes.
         name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -62,31 +62,31 @@ class TensorBoardSink:
             raise self._unwritable(error) from error
         self._records = RecordWriter(self._file)
         self._write(Record(wall_time=now, file_version="brain.Event:2"))
-        # The first START of a folder purges nothing, so it is written for new runs too: without
-        # it the START of the first resumed run would count as the first.
+        # TensorBoard ignores the first START in a folder, so new runs write one too. Otherwise the
+        # START of the first resumed run would be ignored.
         start = SessionLog(status=SessionLog.START)
         self._write(Record(wall_time=now, step=purge_step or 0, session_log=start))
 
     def handle(self, event: Event) -> None:
-        """Write what can be drawn over steps; other events are not for TensorBoard."""
+        """Write the events that can be drawn over steps; ignore the others."""
         if isinstance(event, StepDone):
-            self._scalars(event.step, _of_step(event))
+            self._scalars(event.step, _step_scalars(event))
         elif isinstance(event, MemoryUsed):
-            self._scalars(event.step, _of_memory(event))
+            self._scalars(event.step, _memory_scalars(event))
         elif isinstance(event, BatchesFed):
-            self._scalars(event.step, _of_feed(event))
+            self._scalars(event.step, _batch_scalars(event))
         elif isinstance(event, WeightsStreamed):
-            self._scalars(event.step, _of_ring(event))
+            self._scalars(event.step, _streaming_scalars(event))
         elif isinstance(event, RatesSpread):
             self._histogram(event)
         elif isinstance(event, Validated):
             losses = {f"validation/{name}": loss for name, loss in event.losses.items()}
             self._scalars(event.step, losses)
             if event.grid is not None:
-                self._picture(event.step, Path(event.grid).read_bytes())
+                self._image(event.step, Path(event.grid).read_bytes())
 
     def close(self) -> None:
-        """Give the file back; every record is already written."""
+        """Close the file; every record is already written."""
         self._file.close()
 
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -95,32 +95,32 @@ class TensorBoardSink:
             self._write(Record(wall_time=self._clock(), step=step, summary=Summary(value=summary)))
 
     def _histogram(self, event: RatesSpread) -> None:
-        """Over the logarithm, which is how rates are compared."""
+        """Write a histogram of log10(rate): learning rates span several decades."""
         tag = f"train/log10_rate_{event.expert}" if event.expert else "train/log10_rate"
         edges = [math.log10(limit) for limit in event.limits]
-        middles = [(low + high) / 2 for low, high in pairwise(edges)]
-        filled = [edge for edge, count in zip(middles, event.counts, strict=True) if count]
-        weighed = list(zip(middles, event.counts, strict=True))
+        centres = [(low + high) / 2 for low, high in pairwise(edges)]
+        filled = [centre for centre, count in zip(centres, event.counts, strict=True) if count]
+        weighted = list(zip(centres, event.counts, strict=True))
         histogram = HistogramProto(
             min=filled[0] if filled else 0.0,
             max=filled[-1] if filled else 0.0,
             num=sum(event.counts),
-            sum=sum(middle * count for middle, count in weighed),
-            sum_squares=sum(middle**2 * count for middle, count in weighed),
+            sum=sum(centre * count for centre, count in weighted),
+            sum_squares=sum(centre**2 * count for centre, count in weighted),
             bucket_limit=edges[1:],
             bucket=event.counts,
         )
         summary = Summary(value=[Summary.Value(tag=tag, histo=histogram)])
         self._write(Record(wall_time=self._clock(), step=event.step, summary=summary))
 
-    def _picture(self, step: int, encoded: bytes) -> None:
+    def _image(self, step: int, encoded: bytes) -> None:
         with Image.open(BytesIO(encoded)) as image:
             width, height = image.size
             channels = len(image.getbands())
-        picture = Summary.Image(
+        encoded_image = Summary.Image(
             width=width, height=height, colorspace=channels, encoded_image_string=encoded
         )
-        summary = Summary(value=[Summary.Value(tag="validation/grid", image=picture)])
+        summary = Summary(value=[Summary.Value(tag="validation/grid", image=encoded_image)])
         self._write(Record(wall_time=self._clock(), step=step, summary=summary))
 
     def _write(self, record: Record) -> None:
@@ -128,18 +128,18 @@ class TensorBoardSink:
             self._records.write(record.SerializeToString())
             self._records.flush()
         except OSError as error:
-            with suppress(OSError):  # closing tries the same bytes again; the first error is told
+            with suppress(OSError):  # closing flushes, and fails, again; the first error counts
                 self._file.close()
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> RunFailedError:
         return RunFailedError(
-            f"TensorBoard files cannot be written to {self._folder}: {error.strerror}. "
-            "Mend that, choose another output_dir, or set logging.tensorboard: false."
+            f"logging.tensorboard is true, but {self._folder} cannot be written: "
+            f"{error.strerror}. Choose another output_dir, or set logging.tensorboard: false."
         )
 
 
-def _of_step(event: StepDone) -> dict[str, float]:
+def _step_scalars(event: StepDone) -> dict[str, float]:
     values = {
         "train/loss": event.loss,
         "train/lr": event.lr,
@@ -155,7 +155,7 @@ def _of_step(event: StepDone) -> dict[str, float]:
     return values
 
 
-def _of_memory(event: MemoryUsed) -> dict[str, float]:
+def _memory_scalars(event: MemoryUsed) -> dict[str, float]:
     return {
         "memory/host_gib": event.host / GIB,
         "memory/device_gib": event.device / GIB,
@@ -163,7 +163,7 @@ def _of_memory(event: MemoryUsed) -> dict[str, float]:
     }
 
 
-def _of_feed(event: BatchesFed) -> dict[str, float]:
+def _batch_scalars(event: BatchesFed) -> dict[str, float]:
     return {
         "feed/waits": event.waits,
         "feed/waited_s": event.waited_s,
@@ -172,7 +172,7 @@ def _of_feed(event: BatchesFed) -> dict[str, float]:
     }
 
 
-def _of_ring(event: WeightsStreamed) -> dict[str, float]:
+def _streaming_scalars(event: WeightsStreamed) -> dict[str, float]:
     return {
         "stream/slots": event.slots,
         "stream/late": event.late + event.on_demand,

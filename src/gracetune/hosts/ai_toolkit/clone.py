@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from gracetune.atomic_files import write_text
 from gracetune.errors import HostError
-from gracetune.hosts.ai_toolkit.hooks import KNOWN, NEEDS
-from gracetune.hosts.probe import Installed, probe, probe_lines
+from gracetune.hosts.ai_toolkit.hooks import TESTED_COMMITS, REQUIRED_SYMBOLS
+from gracetune.hosts.probe import InstalledHost, probe, format_probe
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SHIM = "gracetune_shim"
-TEXT = '''"""Put here by `gracetune host ai-toolkit install`; `uninstall` takes it away.
+EXTENSION_NAME = "gracetune_shim"
+EXTENSION_SOURCE = '''"""Put here by `gracetune host ai-toolkit install`; `uninstall` takes it away.
 
 gracetune must be installed in ai-toolkit's own environment.
 """
@@ -28,7 +28,7 @@ AI_TOOLKIT_EXTENSIONS = extensions(__file__)
 _LANDMARKS = ("run.py", "toolkit/extension.py", "jobs/process/BaseSDTrainProcess.py")
 
 
-def find_clone(path: Path) -> Installed:
+def find_clone(path: Path) -> InstalledHost:
     """The clone at a path, by its commit; without history, by its own number."""
     root = path.resolve()
     for landmark in _LANDMARKS:
@@ -37,51 +37,51 @@ def find_clone(path: Path) -> Installed:
                 f"{path} is no clone of ai-toolkit: it has no {landmark}. Name the folder that "
                 "`git clone https://github.com/ostris/ai-toolkit` made."
             )
-    return Installed("ai-toolkit", _commit(root) or _version(root), root)
+    return InstalledHost("ai-toolkit", _commit(root) or _version(root), root)
 
 
 def check(path: Path) -> list[str]:
     """Probe a clone; HostError with the table where it does not fit."""
     clone = find_clone(path)
-    found = probe(clone.root, NEEDS)
-    lines = probe_lines(clone, found, KNOWN)
-    if not all(each.fits for each in found):
+    found = probe(clone.root, REQUIRED_SYMBOLS)
+    lines = format_probe(clone, found, TESTED_COMMITS)
+    if not all(each.ok for each in found):
         raise HostError("\n".join(lines))
     return lines
 
 
-def shim_path(root: Path) -> Path:
+def extension_path(root: Path) -> Path:
     """Where our file is, or would be."""
-    return root / "extensions" / f"{SHIM}.py"
+    return root / "extensions" / f"{EXTENSION_NAME}.py"
 
 
 def install(path: Path) -> Path:
     """Check, then put our file there; again is no harm."""
     check(path)
-    shim = shim_path(path.resolve())
-    _refuse_others(shim)
+    shim = extension_path(path.resolve())
+    _check_is_ours(shim)
     if not shim.parent.is_dir():
         raise HostError(f"{shim.parent} is not there; ai-toolkit looks for extensions in it.")
-    write_text(shim, TEXT)
+    write_text(shim, EXTENSION_SOURCE)
     return shim
 
 
 def uninstall(path: Path) -> bool:
     """Take our file away with what Python compiled of it; whether there was one."""
     root = find_clone(path).root
-    shim = shim_path(root)
-    _refuse_others(shim)
+    shim = extension_path(root)
+    _check_is_ours(shim)
     found = shim.exists()
     shim.unlink(missing_ok=True)
     compiled = shim.parent / "__pycache__"
-    for file in compiled.glob(f"{SHIM}.*.pyc"):
+    for file in compiled.glob(f"{EXTENSION_NAME}.*.pyc"):
         file.unlink()
     if compiled.is_dir() and not any(compiled.iterdir()):
         compiled.rmdir()
     return found
 
 
-def _refuse_others(shim: Path) -> None:
+def _check_is_ours(shim: Path) -> None:
     """A file of that name that is not as we write it may hold someone's work."""
     if not shim.exists():
         return

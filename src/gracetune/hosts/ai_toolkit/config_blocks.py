@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from gracetune.config.load import LoadedRun
 
-TYPE = "gracetune"
+PROCESS_TYPE = "gracetune"
 """A process type that is always ours."""
 BLOCK = "gracetune"
 IN_MEMORY = "in_memory"
-MODE = "augmentations_cache_mode"
-MODES = ("disable_cache", "static", "refresh_each_epoch")
-OPTIMIZER = "gracetune_automagic"
+CACHE_MODE_KEY = "augmentations_cache_mode"
+CACHE_MODES = ("disable_cache", "static", "refresh_each_epoch")
+OPTIMIZER_NAME = "gracetune_automagic"
 """Our Automagic in `train.optimizer`; bounds by stage choose it too."""
 SWITCHES = ("stage_timesteps", "check_saves")
 SECTIONS = {
@@ -43,8 +43,8 @@ class DatasetBlock:
     """What an entry of `datasets` says to us."""
 
     folder: str
-    staged: InMemorySection | None
-    mode: str
+    in_memory: InMemorySection | None
+    cache_mode: str
     """`static` or `refresh_each_epoch`; empty: augmentations and caches stay ai-toolkit's."""
     augments: tuple[object, ...]
     augmentations: tuple[object, ...]
@@ -67,25 +67,25 @@ class AIToolkitBlocks:
     notices: tuple[str, ...] = ()
 
 
-def is_ours(process: Mapping[str, object]) -> bool:
+def uses_gracetune(process: Mapping[str, object]) -> bool:
     """Whether a process has a key of ours."""
     train = process.get("train")
     return (
-        process.get("type") == TYPE
+        process.get("type") == PROCESS_TYPE
         or BLOCK in process
-        or any(_has_ours(entry) for entry in _entries(process))
+        or any(_has_our_key(entry) for entry in _entries(process))
         or (isinstance(train, dict) and _wants_automagic(train))
     )
 
 
-def refuse_near_misses(process: Mapping[str, object]) -> None:
+def check_misspelled_keys(process: Mapping[str, object]) -> None:
     """A key that is not quite ours would be ignored, and all that it says with it."""
-    _refuse_near_miss("the process", process, (BLOCK,))
+    _check_misspelled("the process", process, (BLOCK,))
     for place, entry in enumerate(_entries(process)):
-        _refuse_near_miss(f"datasets[{place}]", entry, (IN_MEMORY, MODE))
+        _check_misspelled(f"datasets[{place}]", entry, (IN_MEMORY, CACHE_MODE_KEY))
 
 
-def _refuse_near_miss(where: str, said: Mapping[str, object], names: tuple[str, ...]) -> None:
+def _check_misspelled(where: str, said: Mapping[str, object], names: tuple[str, ...]) -> None:
     for key in said:
         close = get_close_matches(str(key), names, n=1, cutoff=0.8)
         if close and key not in names:
@@ -94,7 +94,7 @@ def _refuse_near_miss(where: str, said: Mapping[str, object], names: tuple[str, 
             )
 
 
-def take_blocks(
+def split_config(
     process: Mapping[str, object], environment: Mapping[str, str]
 ) -> tuple[dict[str, object], AIToolkitBlocks]:
     """What is left for ai-toolkit, and what is ours."""
@@ -102,20 +102,20 @@ def take_blocks(
     block = rest.pop(BLOCK, None) or {}
     if not isinstance(block, dict):
         raise ConfigError(f"{BLOCK} is {block!r}; it is a block, such as {BLOCK}: {{}}.")
-    _refuse_unknown(BLOCK, block, (*SWITCHES, *SECTIONS))
+    _check_known_keys(BLOCK, block, (*SWITCHES, *SECTIONS))
     for name, known in SECTIONS.items():
         section = block.get(name)
         if isinstance(section, dict):
-            _refuse_unknown(f"{BLOCK}.{name}", section, known)
+            _check_known_keys(f"{BLOCK}.{name}", section, known)
     loaded = _load({name: block[name] for name in SECTIONS if name in block}, BLOCK, environment)
     train = rest.get("train")
     return rest, AIToolkitBlocks(
         gh200=loaded.run.gh200_optimizations,
         cache=loaded.run.cache_config if "cache_config" in block else None,
         datasets=tuple(
-            _take_dataset(place, entry, environment) for place, entry in enumerate(_entries(rest))
+            _split_dataset(place, entry, environment) for place, entry in enumerate(_entries(rest))
         ),
-        optimizer=_take_optimizer(train, environment) if isinstance(train, dict) else None,
+        optimizer=_split_optimizer(train, environment) if isinstance(train, dict) else None,
         stage_timesteps=_switch(block, "stage_timesteps"),
         check_saves=_switch(block, "check_saves"),
         notices=loaded.notices,
@@ -128,11 +128,11 @@ def _entries(process: Mapping[str, object]) -> list[dict[str, object]]:
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
-def _has_ours(entry: Mapping[str, object]) -> bool:
-    return IN_MEMORY in entry or MODE in entry or entry.get("type") == IN_MEMORY
+def _has_our_key(entry: Mapping[str, object]) -> bool:
+    return IN_MEMORY in entry or CACHE_MODE_KEY in entry or entry.get("type") == IN_MEMORY
 
 
-def _take_dataset(
+def _split_dataset(
     place: int, entry: dict[str, object], environment: Mapping[str, str]
 ) -> DatasetBlock:
     where = f"datasets[{place}]"
@@ -148,39 +148,41 @@ def _take_dataset(
         section = {"id": where, "type": IN_MEMORY, "instance_data_dir": folder}
         run = {"datasets": [section if settings is None else {**section, IN_MEMORY: settings}]}
         staged = _load(run, where, environment).run.datasets[0].in_memory
-    mode, augments, augmentations = _take_mode(where, entry)
+    mode, augments, augmentations = _split_augmentations(where, entry)
     resolution = entry.get("resolution")
     return DatasetBlock(
         folder=str(folder),
-        staged=staged,
-        mode=mode,
+        in_memory=staged,
+        cache_mode=mode,
         augments=augments,
         augmentations=augmentations,
         num_resolutions=len(resolution) if isinstance(resolution, list) else 1,
     )
 
 
-def _take_mode(
+def _split_augmentations(
     where: str, entry: dict[str, object]
 ) -> tuple[str, tuple[object, ...], tuple[object, ...]]:
     """ai-toolkit turns caches off at the sight of augmentations; it gets to see them later."""
-    mode = entry.pop(MODE, None)
+    mode = entry.pop(CACHE_MODE_KEY, None)
     if mode is None:
         return "", (), ()
-    if mode not in MODES:
-        raise ConfigError(f"{where}.{MODE} is {mode!r}; it is one of {', '.join(MODES)}.")
+    if mode not in CACHE_MODES:
+        raise ConfigError(
+            f"{where}.{CACHE_MODE_KEY} is {mode!r}; it is one of {', '.join(CACHE_MODES)}."
+        )
     augments, augmentations = entry.get("augments"), entry.get("augmentations")
     if mode == "disable_cache" or not (augments or augmentations):
         return "", (), ()
     to_disk = bool(entry.get("cache_latents_to_disk"))
     if not (to_disk or entry.get("cache_latents")):
         raise ConfigError(
-            f"{where}.{MODE} is {mode}, but there is no cache. Set cache_latents_to_disk: true, "
-            f"or {MODE}: disable_cache."
+            f"{where}.{CACHE_MODE_KEY} is {mode}, but there is no cache. Set cache_latents_to_disk: true, "
+            f"or {CACHE_MODE_KEY}: disable_cache."
         )
     if mode == "refresh_each_epoch" and (entry.get("cache_latents") or not to_disk):
         raise ConfigError(
-            f"{where}.{MODE} is refresh_each_epoch with cache_latents, which workers keep as they "
+            f"{where}.{CACHE_MODE_KEY} is refresh_each_epoch with cache_latents, which workers keep as they "
             "first saw it. Set cache_latents_to_disk: true and cache_latents: false; to hold the "
             "cache in memory, set gracetune.cache_config.vae_cache_type: memory."
         )
@@ -188,12 +190,12 @@ def _take_mode(
         entry.pop(key, None)
     return (
         str(mode),
-        _listed(where, "augments", augments),
-        _listed(where, "augmentations", augmentations),
+        _as_tuple(where, "augments", augments),
+        _as_tuple(where, "augmentations", augmentations),
     )
 
 
-def _listed(where: str, key: str, value: object) -> tuple[object, ...]:
+def _as_tuple(where: str, key: str, value: object) -> tuple[object, ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
@@ -204,16 +206,16 @@ def _listed(where: str, key: str, value: object) -> tuple[object, ...]:
 def _wants_automagic(train: Mapping[str, object]) -> bool:
     params = train.get("optimizer_params")
     by_stage = isinstance(params, dict) and any(key.startswith(_STAGES) for key in params)
-    return train.get("optimizer") == OPTIMIZER or by_stage
+    return train.get("optimizer") == OPTIMIZER_NAME or by_stage
 
 
-def _take_optimizer(
+def _split_optimizer(
     train: dict[str, object], environment: Mapping[str, str]
 ) -> OptimizerSection | None:
     if not _wants_automagic(train):
         return None
     name = train.get("optimizer")
-    if name not in ("automagic", OPTIMIZER):
+    if name not in ("automagic", OPTIMIZER_NAME):
         raise ConfigError(
             f"train.optimizer is {name!r}, and optimizer_params has bounds by stage, which only "
             "automagic has. Set optimizer: automagic, or take them out."
@@ -227,7 +229,7 @@ def _take_optimizer(
     if "lr" in train:
         given["lr"] = train["lr"]
     run = {"optimizer": {"name": "automagic", **given}}
-    train["optimizer"] = OPTIMIZER
+    train["optimizer"] = OPTIMIZER_NAME
     return _load(run, "train.optimizer_params", environment).run.optimizer
 
 
@@ -238,7 +240,7 @@ def _switch(block: Mapping[str, object], name: str) -> bool:
     return value
 
 
-def _refuse_unknown(where: str, block: Mapping[str, object], known: tuple[str, ...]) -> None:
+def _check_known_keys(where: str, block: Mapping[str, object], known: tuple[str, ...]) -> None:
     for key in block:
         if key not in known:
             close = get_close_matches(str(key), known, n=1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.config.environment import process_environment
 from gracetune.hosts.ai_toolkit.clone import check
-from gracetune.hosts.ai_toolkit.config_blocks import TYPE
+from gracetune.hosts.ai_toolkit.config_blocks import PROCESS_TYPE
 from gracetune.hosts.ai_toolkit.hooks import EXTENSION, SD_TRAINER
 
 if TYPE_CHECKING:
@@ -36,24 +36,24 @@ def extension_class(
     class GracetuneExtension(find(EXTENSION).Extension):  # type: ignore[misc]
         """The one place where ai-toolkit learns of us."""
 
-        uid = TYPE
+        uid = PROCESS_TYPE
         name = "gracetune"
 
         @classmethod
         def get_process(cls) -> type:
             """A trainer that is always ours; jobs learn of ours on the way."""
-            from gracetune.hosts.ai_toolkit.hooks import enter_jobs
+            from gracetune.hosts.ai_toolkit.hooks import hook_jobs
 
             trainer: type = find(SD_TRAINER).SDTrainer
             if not entered:
                 entered.append(make())
-                enter_jobs(entered[0], find, partial(check, root))
+                hook_jobs(entered[0], find, partial(check, root))
             return trainer
 
     return GracetuneExtension
 
 
-def say(text: str) -> None:
+def print_notice(text: str) -> None:
     """Print, as ai-toolkit does: its captioners switch all logs off when they are imported."""
     sys.stdout.write(f"gracetune: {text}\n")
     sys.stdout.flush()
@@ -65,4 +65,4 @@ def make_plugin() -> AIToolkitPlugin:
     from gracetune.memory.platform import open_machine
 
     meet_in = Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"
-    return AIToolkitPlugin(process_environment(), lambda: open_machine(0), say, meet_in)
+    return AIToolkitPlugin(process_environment(), lambda: open_machine(0), print_notice, meet_in)

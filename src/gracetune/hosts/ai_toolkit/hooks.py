@@ -10,10 +10,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from gracetune.errors import ConfigError
-from gracetune.hosts.ai_toolkit.config_blocks import OPTIMIZER, is_ours, refuse_near_misses
-from gracetune.hosts.ai_toolkit.plugin import describe, latent_path, of_settings
+from gracetune.hosts.ai_toolkit.config_blocks import (
+    OPTIMIZER_NAME,
+    uses_gracetune,
+    check_misspelled_keys,
+)
+from gracetune.hosts.ai_toolkit.plugin import latent_key, latent_path, augmented_latents_of
 from gracetune.hosts.ai_toolkit.process import process_class
-from gracetune.hosts.probe import Need, Site
+from gracetune.hosts.probe import RequiredSymbol, UsageSite
 from gracetune.optim.build import automagic
 
 if TYPE_CHECKING:
@@ -25,9 +29,9 @@ if TYPE_CHECKING:
     Call = Callable[..., Any]
 
 
-def enter_jobs(plugin: AIToolkitPlugin, find: Find, check: Callable[[], object]) -> None:
+def hook_jobs(plugin: AIToolkitPlugin, find: Find, check: Callable[[], object]) -> None:
     """Let a job make our processes where it has keys of ours; nothing else is touched by then."""
-    _wrap(find(JOB).BaseJob, "load_processes", partial(_dressing, plugin, find, check))
+    _wrap(find(JOB).BaseJob, "load_processes", partial(_hook_load_processes, plugin, find, check))
 
 
 def install(plugin: AIToolkitPlugin, find: Find) -> None:
@@ -35,16 +39,22 @@ def install(plugin: AIToolkitPlugin, find: Find) -> None:
     mixins, items, prompts = find(MIXINS), find(ITEMS), find(PROMPTS)
     load_file = mixins.load_file
     for module in (mixins, prompts):
-        _wrap(module, "load_file", partial(_from_memory, plugin))
+        _wrap(module, "load_file", partial(_hook_load_file, plugin))
     for module in (mixins, items):
-        _change(module, "Image", open=partial(_open_picture, plugin, module.Image.open))
-        _change(module, "cv2", VideoCapture=partial(_open_video, plugin, module.cv2.VideoCapture))
+        _patch_imported_module(
+            module, "Image", open=partial(_open_image, plugin, module.Image.open)
+        )
+        _patch_imported_module(
+            module, "cv2", VideoCapture=partial(_open_video, plugin, module.cv2.VideoCapture)
+        )
     vars(mixins)["open"] = partial(_open_text, plugin)
     latents = mixins.LatentCachingFileItemDTOMixin
-    _wrap(latents, "get_latent_info_dict", _describing)
-    _wrap(latents, "get_latent_path", _finding)
-    _wrap(find(LOADER).AiToolkitDataset, "setup_epoch", partial(_at_epochs, plugin, load_file))
-    _wrap(find(TRAINER), "get_optimizer", _making_optimizers)
+    _wrap(latents, "get_latent_info_dict", _hook_latent_info)
+    _wrap(latents, "get_latent_path", _hook_latent_path)
+    _wrap(
+        find(LOADER).AiToolkitDataset, "setup_epoch", partial(_hook_setup_epoch, plugin, load_file)
+    )
+    _wrap(find(TRAINER), "get_optimizer", _hook_get_optimizer)
 
 
 def _wrap(owner: object, name: str, hook: Callable[[Call], Call]) -> None:
@@ -52,7 +62,7 @@ def _wrap(owner: object, name: str, hook: Callable[[Call], Call]) -> None:
     setattr(owner, name, functools.wraps(original)(hook(original)))
 
 
-def _change(owner: ModuleType, name: str, **changes: Call) -> None:
+def _patch_imported_module(owner: ModuleType, name: str, **changes: Call) -> None:
     """Let one module see another with some functions exchanged; everyone else sees it as it is."""
     original = vars(owner)[name]
     changed = ModuleType(original.__name__)
@@ -61,7 +71,7 @@ def _change(owner: ModuleType, name: str, **changes: Call) -> None:
     setattr(owner, name, changed)
 
 
-def _dressing(
+def _hook_load_processes(
     plugin: AIToolkitPlugin, find: Find, check: Callable[[], object], original: Call
 ) -> Call:
     done: list[bool] = []
@@ -70,19 +80,19 @@ def _dressing(
         processes = [p for p in self.config.get("process", []) if isinstance(p, dict)]
         plugin.begin_job()
         for each in processes:
-            refuse_near_misses(each)
-        types = {str(p.get("type")) for p in processes if is_ours(p)}
+            check_misspelled_keys(each)
+        types = {str(p.get("type")) for p in processes if uses_gracetune(p)}
         if types and not done:
             check()
             install(plugin, find)
             done.append(True)
-        dressed = {name: _dressed(plugin, find, name, process_dict[name]) for name in types}
+        dressed = {name: _extend_process(plugin, find, name, process_dict[name]) for name in types}
         return original(self, {**process_dict, **dressed})
 
     return load_processes
 
 
-def _dressed(plugin: AIToolkitPlugin, find: Find, name: str, original: object) -> type:
+def _extend_process(plugin: AIToolkitPlugin, find: Find, name: str, original: object) -> type:
     base = find(TRAINER).BaseSDTrainProcess
     if not (isinstance(original, type) and issubclass(original, base)):
         raise ConfigError(
@@ -92,7 +102,7 @@ def _dressed(plugin: AIToolkitPlugin, find: Find, name: str, original: object) -
     return process_class(plugin, original)
 
 
-def _from_memory(plugin: AIToolkitPlugin, original: Call) -> Call:
+def _hook_load_file(plugin: AIToolkitPlugin, original: Call) -> Call:
     def load_file(filename: Any, device: Any = "cpu") -> object:
         if device != "cpu":
             return original(filename, device=device)
@@ -101,7 +111,7 @@ def _from_memory(plugin: AIToolkitPlugin, original: Call) -> Call:
     return load_file
 
 
-def _open_picture(
+def _open_image(
     plugin: AIToolkitPlugin, original: Call, source: object, *args: Any, **options: Any
 ) -> Any:
     staged = plugin.staged_bytes(source)
@@ -124,25 +134,25 @@ def _open_video(
 def _open_text(
     plugin: AIToolkitPlugin, path: Any, mode: str = "r", *args: Any, **options: Any
 ) -> Any:
-    staged = plugin.opened(path, mode)
+    staged = plugin.open_staged(path, mode)
     return open(path, mode, *args, **options) if staged is None else staged
 
 
-def _describing(original: Call) -> Call:
-    return lambda item: describe(item, original(item))
+def _hook_latent_info(original: Call) -> Call:
+    return lambda item: latent_key(item, original(item))
 
 
-def _finding(original: Call) -> Call:
+def _hook_latent_path(original: Call) -> Call:
     return lambda item, recalculate=False: latent_path(item, original, recalculate)
 
 
-def _at_epochs(plugin: AIToolkitPlugin, load_file: Call, original: Call) -> Call:
+def _hook_setup_epoch(plugin: AIToolkitPlugin, load_file: Call, original: Call) -> Call:
     def setup_epoch(self: Any) -> None:
         is_first = self.epoch_num == 0
         original(self)
-        generations = of_settings(self.dataset_config)
+        generations = augmented_latents_of(self.dataset_config)
         if is_first:
-            plugin.hold(_cache_files(self), load_file)
+            plugin.preload(_cache_files(self), load_file)
         elif generations is not None and generations.mode == "refresh_each_epoch":
             generations.refresh(self)
 
@@ -157,9 +167,9 @@ def _cache_files(dataset: Any) -> list[str]:
     return [path for path in (*latents, *texts) if os.path.exists(path)]
 
 
-def _making_optimizers(original: Call) -> Call:
+def _hook_get_optimizer(original: Call) -> Call:
     def get_optimizer(params: Any, optimizer_type: str = "adam", *args: Any, **options: Any) -> Any:
-        if optimizer_type != OPTIMIZER:
+        if optimizer_type != OPTIMIZER_NAME:
             return original(params, optimizer_type, *args, **options)
         optimizer: Any = automagic(params, options["optimizer_params"]["section"], seed=0)
         optimizer.get_avg_learning_rate = lambda: float(optimizer.mean_rate())
@@ -172,7 +182,7 @@ def _making_optimizers(original: Call) -> Call:
 # What of ai-toolkit is hooked, and the commits that it was tried with.
 
 
-KNOWN = {"27a03a91f23e": "known to fit"}
+TESTED_COMMITS = {"27a03a91f23e": "known to fit"}
 """By commit; a clone without history goes by the number in its version.py."""
 
 EXTENSION = "toolkit.extension"
@@ -192,80 +202,80 @@ _RUN = f"{_CLASS}.run"
 _BATCH = f"{_CLASS}.process_general_training_batch"
 _LATENTS = "LatentCachingFileItemDTOMixin"
 
-NEEDS = (
-    Need(
+REQUIRED_SYMBOLS = (
+    RequiredSymbol(
         EXTENSION,
         "get_all_extensions_process_dict",
         "finds our file, and asks it for its process",
-        sites=(
-            Site(EXTENSION, "get_all_extensions", "extension_folders"),
-            Site(EXTENSION, "get_all_extensions", "'AI_TOOLKIT_EXTENSIONS'"),
-            Site("jobs.ExtensionJob", "", "get_all_extensions_process_dict()"),
+        usage_sites=(
+            UsageSite(EXTENSION, "get_all_extensions", "extension_folders"),
+            UsageSite(EXTENSION, "get_all_extensions", "'AI_TOOLKIT_EXTENSIONS'"),
+            UsageSite("jobs.ExtensionJob", "", "get_all_extensions_process_dict()"),
         ),
     ),
-    Need(EXTENSION, "Extension", "is what our file shows itself as"),
-    Need(
+    RequiredSymbol(EXTENSION, "Extension", "is what our file shows itself as"),
+    RequiredSymbol(
         JOB,
         "BaseJob.load_processes",
         "makes the processes: ours where a process has keys of ours",
-        takes=("process_dict",),
-        sites=(Site("jobs.ExtensionJob", "", "self.load_processes(self.process_dict)"),),
+        leading_parameters=("process_dict",),
+        usage_sites=(UsageSite("jobs.ExtensionJob", "", "self.load_processes(self.process_dict)"),),
     ),
-    Need(
+    RequiredSymbol(
         SD_TRAINER,
         "SDTrainer",
         "is what our process extends",
-        takes=("process_id", "job", "config"),
+        leading_parameters=("process_id", "job", "config"),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         f"{_CLASS}.__init__",
         "reads the configuration, from which our keys are taken first",
-        takes=("process_id", "job", "config"),
-        accepts=("custom_pipeline",),
-        sites=(
-            Site(TRAINER, f"{_CLASS}.__init__", "preprocess_dataset_raw_config(raw_datasets)"),
-            Site(TRAINER, f"{_CLASS}.__init__", "self.dataset_configs.append(dataset)"),
-            Site(TRAINER, f"{_CLASS}.__init__", "TrainConfig(**self.get_conf('train', {}))"),
+        leading_parameters=("process_id", "job", "config"),
+        accepted_parameters=("custom_pipeline",),
+        usage_sites=(
+            UsageSite(TRAINER, f"{_CLASS}.__init__", "preprocess_dataset_raw_config(raw_datasets)"),
+            UsageSite(TRAINER, f"{_CLASS}.__init__", "self.dataset_configs.append(dataset)"),
+            UsageSite(TRAINER, f"{_CLASS}.__init__", "TrainConfig(**self.get_conf('train', {}))"),
         ),
     ),
-    Need(
+    RequiredSymbol(
         CONFIG,
         "preprocess_dataset_raw_config",
         "makes one data set of each resolution, in order",
-        takes=("raw_config",),
+        leading_parameters=("raw_config",),
     ),
-    Need(
+    RequiredSymbol(
         CONFIG,
         "DatasetConfig",
         "holds a data set's settings, and turns caches off where augmentations are set",
-        sites=(Site(CONFIG, "DatasetConfig.__init__", "self.augmentations"),),
+        usage_sites=(UsageSite(CONFIG, "DatasetConfig.__init__", "self.augmentations"),),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         f"{_CLASS}.before_dataset_load",
         "is when data sets are staged",
-        sites=(Site(TRAINER, _RUN, "self.before_dataset_load()"),),
+        usage_sites=(UsageSite(TRAINER, _RUN, "self.before_dataset_load()"),),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         f"{_CLASS}.hook_before_train_loop",
         "is when the model's stages are known",
-        sites=(Site(TRAINER, _RUN, "self.hook_before_train_loop()"),),
+        usage_sites=(UsageSite(TRAINER, _RUN, "self.hook_before_train_loop()"),),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         f"{_CLASS}.hook_add_extra_train_params",
         "is when parameters are grouped by stage",
-        takes=("params",),
-        sites=(Site(TRAINER, _RUN, "self.hook_add_extra_train_params(params)"),),
+        leading_parameters=("params",),
+        usage_sites=(UsageSite(TRAINER, _RUN, "self.hook_add_extra_train_params(params)"),),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         "get_optimizer",
         "makes the optimizer: ours by its name",
-        sites=(
-            Site(
+        usage_sites=(
+            UsageSite(
                 TRAINER,
                 _RUN,
                 "get_optimizer(self.params, optimizer_type, learning_rate=self.train_config.lr, "
@@ -273,116 +283,120 @@ NEEDS = (
             ),
         ),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         _BATCH,
         "draws timesteps and moves a batch to the device, after which it is placed",
-        takes=("batch",),
-        sites=(
-            Site(TRAINER, _BATCH, "[1] + self.sd.multistage_boundaries"),
-            Site(TRAINER, _BATCH, "boundaries[self.current_boundary_index]"),
-            Site(TRAINER, _BATCH, "self.sd.noise_scheduler.set_train_timesteps"),
-            Site(SD_TRAINER, "", "self.process_general_training_batch"),
+        leading_parameters=("batch",),
+        usage_sites=(
+            UsageSite(TRAINER, _BATCH, "[1] + self.sd.multistage_boundaries"),
+            UsageSite(TRAINER, _BATCH, "boundaries[self.current_boundary_index]"),
+            UsageSite(TRAINER, _BATCH, "self.sd.noise_scheduler.set_train_timesteps"),
+            UsageSite(SD_TRAINER, "", "self.process_general_training_batch"),
         ),
     ),
-    Need(
+    RequiredSymbol(
         SCHEDULER,
         "CustomFlowMatchEulerDiscreteScheduler.set_train_timesteps",
         "makes the timesteps that a stage's window is cut from",
-        takes=("num_timesteps", "device"),
-        accepts=("timestep_type", "latents", "patch_size"),
+        leading_parameters=("num_timesteps", "device"),
+        accepted_parameters=("timestep_type", "latents", "patch_size"),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         f"{_CLASS}.save",
         "writes the adapter, which is read back and counted",
-        takes=("step",),
-        sites=(
-            Site(TRAINER, f"{_CLASS}.save", "self.network.save_weights"),
-            Site(TRAINER, f"{_CLASS}.save", "f'{lora_name}{step_num}.safetensors'"),
+        leading_parameters=("step",),
+        usage_sites=(
+            UsageSite(TRAINER, f"{_CLASS}.save", "self.network.save_weights"),
+            UsageSite(TRAINER, f"{_CLASS}.save", "f'{lora_name}{step_num}.safetensors'"),
         ),
     ),
-    Need(NETWORK, "ToolkitNetworkMixin.get_all_modules", "says which modules are trained"),
-    Need(
+    RequiredSymbol(
+        NETWORK, "ToolkitNetworkMixin.get_all_modules", "says which modules are trained"
+    ),
+    RequiredSymbol(
         LOADER,
         "AiToolkitDataset.setup_epoch",
         "is when an epoch begins: caches are held, or drawn anew",
-        sites=(
-            Site(LOADER, "AiToolkitDataset.setup_epoch", "self.cache_latents_all_latents()"),
-            Site(LOADER, "trigger_dataloader_setup_epoch", "sub_dataset.setup_epoch()"),
+        usage_sites=(
+            UsageSite(LOADER, "AiToolkitDataset.setup_epoch", "self.cache_latents_all_latents()"),
+            UsageSite(LOADER, "trigger_dataloader_setup_epoch", "sub_dataset.setup_epoch()"),
         ),
     ),
-    Need(
+    RequiredSymbol(
         MIXINS,
         f"{_LATENTS}.get_latent_info_dict",
         "names cached latents: by their augmentations too",
-        sites=(Site(MIXINS, f"{_LATENTS}.get_latent_path", "self.get_latent_info_dict()"),),
+        usage_sites=(
+            UsageSite(MIXINS, f"{_LATENTS}.get_latent_path", "self.get_latent_info_dict()"),
+        ),
     ),
-    Need(
+    RequiredSymbol(
         MIXINS,
         f"{_LATENTS}.get_latent_path",
         "is where cached latents are: asked anew in each generation",
-        takes=("recalculate",),
-        sites=(
-            Site(MIXINS, f"{_LATENTS}.get_latent", "self.get_latent_path()"),
-            Site(
+        leading_parameters=("recalculate",),
+        usage_sites=(
+            UsageSite(MIXINS, f"{_LATENTS}.get_latent", "self.get_latent_path()"),
+            UsageSite(
                 MIXINS,
                 "LatentCachingMixin.cache_latents_all_latents",
                 "prep_item.get_latent_path(recalculate=True)",
             ),
         ),
     ),
-    Need(
+    RequiredSymbol(
         MIXINS,
         "load_file",
         "reads cached latents: from memory where they are held",
-        sites=(Site(MIXINS, f"{_LATENTS}.get_latent", "load_file"),),
+        usage_sites=(UsageSite(MIXINS, f"{_LATENTS}.get_latent", "load_file"),),
     ),
-    Need(
+    RequiredSymbol(
         PROMPTS,
         "load_file",
         "reads cached text embeddings, in the same way",
-        sites=(
-            Site(PROMPTS, "PromptEmbeds.load", "load_file(path, device='cpu')"),
-            Site(MIXINS, "TextEmbeddingFileItemDTOMixin", "PromptEmbeds.load(te_path)"),
+        usage_sites=(
+            UsageSite(PROMPTS, "PromptEmbeds.load", "load_file(path, device='cpu')"),
+            UsageSite(MIXINS, "TextEmbeddingFileItemDTOMixin", "PromptEmbeds.load(te_path)"),
         ),
     ),
-    Need(
+    RequiredSymbol(
         MIXINS,
         "Image",
         "opens pictures, staged ones from memory",
-        sites=(
-            Site(
+        usage_sites=(
+            UsageSite(
                 MIXINS,
                 "ImageProcessingDTOMixin.load_and_process_image",
                 "Image.open(self.path)",
             ),
         ),
     ),
-    Need(
+    RequiredSymbol(
         ITEMS,
         "Image",
         "opens pictures to learn their size",
-        sites=(Site(ITEMS, "FileItemDTO.__init__", "Image.open(self.path)"),),
+        usage_sites=(UsageSite(ITEMS, "FileItemDTO.__init__", "Image.open(self.path)"),),
     ),
-    Need(
+    RequiredSymbol(
         MIXINS,
         "CaptionProcessingDTOMixin.load_caption",
         "opens captions, staged ones from memory",
-        sites=(
-            Site(
+        usage_sites=(
+            UsageSite(
                 MIXINS,
                 "CaptionProcessingDTOMixin.load_caption",
                 "open(prompt_path, 'r', encoding='utf-8')",
             ),
         ),
     ),
-    Need(
+    RequiredSymbol(
         MIXINS,
         "cv2",
         "opens videos, staged ones from memory",
-        sites=(
-            Site(
+        usage_sites=(
+            UsageSite(
                 MIXINS,
                 "ImageProcessingDTOMixin.load_and_process_video",
                 "cv2.VideoCapture(self.path)",

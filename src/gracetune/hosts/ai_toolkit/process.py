@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-STAGES: dict[str, Stage] = {"transformer_1": "high", "transformer_2": "low"}
+STAGE_OF_TRANSFORMER: dict[str, Stage] = {"transformer_1": "high", "transformer_2": "low"}
 """How names tell the expert, of two."""
-PARTS: dict[Stage, str] = {"high": "_high_noise", "low": "_low_noise"}
+FILE_SUFFIXES: dict[Stage, str] = {"high": "_high_noise", "low": "_low_noise"}
 """What ai-toolkit adds to the name of a file for one expert."""
-UNJUDGED = ("unknown-key", "ambiguous", "mixed-stages")
+UNCHECKABLE = ("unknown-key", "ambiguous", "mixed-stages")
 
 
 def process_class(plugin: AIToolkitPlugin, original: type) -> type:
@@ -39,55 +39,55 @@ def process_class(plugin: AIToolkitPlugin, original: type) -> type:
         def __init__(
             self, process_id: int, job: object, config: Mapping[str, object], **options: object
         ) -> None:
-            rest, self.gracetune_blocks = plugin.take(config)
+            rest, self.gracetune_blocks = plugin.split_config(config)
             super().__init__(process_id, job, rest, **options)
-            plugin.attach(self.gracetune_blocks, self.dataset_configs)
+            plugin.attach_datasets(self.gracetune_blocks, self.dataset_configs)
             if self.gracetune_blocks.optimizer is not None:
                 self.train_config.optimizer_params = {"section": self.gracetune_blocks.optimizer}
 
         def before_dataset_load(self) -> None:
             super().before_dataset_load()
-            plugin.stage(self.gracetune_blocks.datasets)
+            plugin.stage_datasets(self.gracetune_blocks.datasets)
 
         def hook_add_extra_train_params(self, params: list[Any]) -> list[Any]:
-            return grouped(self, super().hook_add_extra_train_params(params))
+            return group_by_stage(self, super().hook_add_extra_train_params(params))
 
         def hook_before_train_loop(self) -> None:
             super().hook_before_train_loop()
-            keep_to_stages(self)
-            if saves_by_stage(self):
+            restrict_timesteps(self)
+            if saves_one_file_per_stage(self):
                 # What could not be checked after a day of training is refused before it.
-                modules_by_stage(self.network, only_stage(self.sd))
+                modules_by_stage(self.network, trained_stage(self.sd))
 
         def process_general_training_batch(self, batch: Any) -> Any:
             made = super().process_general_training_batch(batch)
-            plugin.place(self.gracetune_blocks, placed(batch, made))
+            plugin.place_batch(self.gracetune_blocks, batch_tensors(batch, made))
             return made
 
         def save(self, step: int | None = None) -> None:
             super().save(step)
-            check_saved(self, step, plugin.say)
+            check_saved(self, step, plugin.notify)
 
     functools.update_wrapper(GracetuneProcess, original, updated=())
     return GracetuneProcess
 
 
-def grouped(process: Any, params: list[Any]) -> list[Any]:
+def group_by_stage(process: Any, params: list[Any]) -> list[Any]:
     """Parameters by stage, for our optimizer; for ai-toolkit's as they were."""
     section = process.gracetune_blocks.optimizer
     if section is None:
         return params
-    named = names_by_stage(params, process.network, only_stage(process.sd))
+    named = names_by_stage(params, process.network, trained_stage(process.sd))
     groups = parameter_groups(named, section)
     return [{**each, "params": [p for _, p in each["params"]]} for each in groups]
 
 
-def only_stage(model: Any) -> Stage | None:
+def trained_stage(model: Any) -> Stage | None:
     """The one expert that is trained, of two: names do not tell it then."""
     if not model.is_multistage:
         return None
     trained: list[int] = model.trainable_multistage_boundaries
-    order: list[Stage] = list(STAGES.values())
+    order: list[Stage] = list(STAGE_OF_TRANSFORMER.values())
     return order[trained[0]] if len(trained) == 1 else None
 
 
@@ -98,17 +98,19 @@ def names_by_stage(params: Iterable[Any], network: Any, only: Stage | None) -> d
     for group in params:
         for p in group["params"] if isinstance(group, dict) else [group]:
             name = names.get(id(p), f"extra.{len(found)}")
-            stage = only or next((STAGES[each] for each in STAGES if each in name), None)
+            stage = only or next(
+                (STAGE_OF_TRANSFORMER[each] for each in STAGE_OF_TRANSFORMER if each in name), None
+            )
             found[name if stage is None else f"{stage}.{name}"] = p
     return found
 
 
-def keep_to_stages(process: Any) -> None:
+def restrict_timesteps(process: Any) -> None:
     """Whenever timesteps are made, say which of them the stage at work may draw."""
     model = process.sd
     if not (process.gracetune_blocks.stage_timesteps and model.is_multistage):
         return
-    check_stages(process.train_config.timestep_type)
+    check_timestep_type(process.train_config.timestep_type)
     scheduler, boundaries = model.noise_scheduler, list(model.multistage_boundaries)
 
     def set_train_timesteps(original: Any, *args: object, **options: object) -> object:
@@ -120,7 +122,7 @@ def keep_to_stages(process: Any) -> None:
     scheduler.set_train_timesteps = partial(set_train_timesteps, scheduler.set_train_timesteps)
 
 
-def placed(batch: Any, made: Sequence[object]) -> dict[str, object]:
+def batch_tensors(batch: Any, made: Sequence[object]) -> dict[str, object]:
     """The tensors of a batch by names that the placement table knows."""
     found = {name: value for name, value in vars(batch).items() if name != "file_items"}
     embeds = found.get("prompt_embeds")
@@ -136,7 +138,7 @@ def saves_adapters(process: Any) -> bool:
     return wanted and process.network is not None and not merged
 
 
-def saves_by_stage(process: Any) -> bool:
+def saves_one_file_per_stage(process: Any) -> bool:
     """Whether it writes one for each expert."""
     split = process.sd.is_multistage and process.network_config.split_multistage_loras
     return saves_adapters(process) and bool(split)
@@ -149,14 +151,14 @@ def check_saved(process: Any, step: int | None, say: Say) -> None:
     name = process.job.name + ("_LoRA" if process.named_lora else "")
     number = "" if step is None else f"_{step:09d}"
     stem = os.path.join(process.save_root, f"{name}{number}")
-    if not saves_by_stage(process):
-        check_one(Path(f"{stem}.safetensors"), None, None, say)
+    if not saves_one_file_per_stage(process):
+        check_saved_file(Path(f"{stem}.safetensors"), None, None, say)
         return
-    for stage, modules in modules_by_stage(process.network, only_stage(process.sd)).items():
-        check_one(Path(f"{stem}{PARTS[stage]}.safetensors"), stage, modules, say)
+    for stage, modules in modules_by_stage(process.network, trained_stage(process.sd)).items():
+        check_saved_file(Path(f"{stem}{FILE_SUFFIXES[stage]}.safetensors"), stage, modules, say)
 
 
-def check_one(path: Path, stage: Stage | None, modules: list[str] | None, say: Say) -> None:
+def check_saved_file(path: Path, stage: Stage | None, modules: list[str] | None, say: Say) -> None:
     """One file; what we cannot read is not judged where only we may be to blame, and that is said.
 
     A file with both experts is no fault of the run's: it was asked for, and no tool loads it.
@@ -167,7 +169,7 @@ def check_one(path: Path, stage: Stage | None, modules: list[str] | None, say: S
     try:
         found = check_file(path, key_tables(), stage=stage, modules=modules)
     except AdapterError as error:
-        if stage is not None or error.kind not in UNJUDGED:
+        if stage is not None or error.kind not in UNCHECKABLE:
             raise
         say(f"warning: {path} was not checked: {error}")
         return
@@ -180,14 +182,16 @@ def modules_by_stage(network: Any, only: Stage | None) -> dict[Stage, list[str]]
     found: dict[Stage, list[str]] = {}
     for module in network.get_all_modules():
         parts = str(module.lora_name).split("$$")
-        stage = next((STAGES[each] for each in parts if each in STAGES), only)
+        stage = next(
+            (STAGE_OF_TRANSFORMER[each] for each in parts if each in STAGE_OF_TRANSFORMER), only
+        )
         if len(parts) == 1 or stage is None:
             raise ConfigError(
                 f"the adapter has a module {module.lora_name!r}, in a spelling that cannot be "
                 "split into two experts. Set network.old_lokr_format: false and network.type: lora "
                 "or lokr, or gracetune.check_saves: false."
             )
-        skipped = ("transformer", *STAGES)
+        skipped = ("transformer", *STAGE_OF_TRANSFORMER)
         found.setdefault(stage, []).append(".".join(p for p in parts if p not in skipped))
     return found
 
@@ -203,9 +207,9 @@ def modules_by_stage(network: Any, only: Stage | None) -> dict[Stage, list[str]]
 # it from which the right window follows.
 
 
-OUTSIDE_STAGES = ("one_step", "two_step", "four_step", "eight_step", "next_sample")
+TYPES_WITHOUT_STAGES = ("one_step", "two_step", "four_step", "eight_step", "next_sample")
 """Ways of drawing that take no window at all."""
-SCALE = 1000
+NUM_TIMESTEPS = 1000
 
 
 def stage_boundaries(timesteps: Tensor, boundaries: Sequence[float], stage: int) -> list[float]:
@@ -214,25 +218,25 @@ def stage_boundaries(timesteps: Tensor, boundaries: Sequence[float], stage: int)
     `timesteps` fall from 1000; stage 0 ends above the first boundary, as the model itself decides.
     """
     found = [1.0, *boundaries]
-    above = int((timesteps > found[stage] * SCALE).sum()) if stage else 0
-    below = int((timesteps > found[stage + 1] * SCALE).sum())
+    above = int((timesteps > found[stage] * NUM_TIMESTEPS).sum()) if stage else 0
+    below = int((timesteps > found[stage + 1] * NUM_TIMESTEPS).sum())
     if below <= above:
         raise ConfigError(
-            f"train.timestep_type made no timestep between {found[stage] * SCALE:g} and "
-            f"{found[stage + 1] * SCALE:g}, which stage {stage} of the model trains on. Set "
+            f"train.timestep_type made no timestep between {found[stage] * NUM_TIMESTEPS:g} and "
+            f"{found[stage + 1] * NUM_TIMESTEPS:g}, which stage {stage} of the model trains on. Set "
             "timestep_type: linear, or shift."
         )
     if stage == 0:
         return list(boundaries)
     # The window begins at the last timestep that is not below what it is handed.
     changed = list(boundaries)
-    changed[stage - 1] = float(timesteps[above]) / SCALE
+    changed[stage - 1] = float(timesteps[above]) / NUM_TIMESTEPS
     return changed
 
 
-def check_stages(timestep_type: str) -> None:
+def check_timestep_type(timestep_type: str) -> None:
     """Some ways of drawing know no stages: with two experts they train the wrong one."""
-    if timestep_type in OUTSIDE_STAGES:
+    if timestep_type in TYPES_WITHOUT_STAGES:
         raise ConfigError(
             f"train.timestep_type is {timestep_type}, which draws for both experts at once and "
             "trains the one whose turn it is. Set timestep_type: shift, sigmoid or linear, or "

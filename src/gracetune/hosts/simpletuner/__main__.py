@@ -16,33 +16,33 @@ from typing import TYPE_CHECKING
 
 from gracetune.config.environment import claim_process_alloc_conf, process_environment
 from gracetune.errors import GracetuneError, HostError
-from gracetune.hosts.probe import find_installed, probe, probe_lines
-from gracetune.hosts.simpletuner.hooks import KNOWN, NEEDS
+from gracetune.hosts.probe import find_installed, probe, format_probe
+from gracetune.hosts.simpletuner.hooks import TESTED_VERSIONS, REQUIRED_SYMBOLS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.hosts.probe import Need
+    from gracetune.hosts.probe import RequiredSymbol
     from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 
-WAY_OUT = "Install both into one environment: pip install simpletuner gracetune."
-SAID = "--gracetune-config="
+INSTALL_HINT = "Install both into one environment: pip install simpletuner gracetune."
+CONFIG_FLAG = "--gracetune-config="
 """What the WebUI's fields say: its jobs read no config.json."""
 
 
-def check(needs: Sequence[Need] = NEEDS) -> list[str]:
+def check(needs: Sequence[RequiredSymbol] = REQUIRED_SYMBOLS) -> list[str]:
     """Probe the installed SimpleTuner; HostError with the table where it does not fit."""
-    installed = find_installed("simpletuner", WAY_OUT)
+    installed = find_installed("simpletuner", INSTALL_HINT)
     found = probe(installed.root, needs)
-    lines = probe_lines(installed, found, KNOWN)
-    if not all(each.fits for each in found):
+    lines = format_probe(installed, found, TESTED_VERSIONS)
+    if not all(each.ok for each in found):
         raise HostError("\n".join(lines))
     return lines
 
 
 def enter(argv: Sequence[str]) -> None:
     """Check, hook, and run the script as if it had been started itself."""
-    said = [word.removeprefix(SAID) for word in argv[:1] if word.startswith(SAID)]
+    said = [word.removeprefix(CONFIG_FLAG) for word in argv[:1] if word.startswith(CONFIG_FLAG)]
     argv = argv[len(said) :]
     if not argv:
         raise HostError(
@@ -56,7 +56,7 @@ def enter(argv: Sequence[str]) -> None:
     plugin = make_plugin()
     install(plugin, import_module)
     for text in said:
-        plugin.take_config(json.loads(text))
+        plugin.split_config(json.loads(text))
     sys.argv = list(argv)
     runpy.run_path(argv[0], run_name="__main__")
 

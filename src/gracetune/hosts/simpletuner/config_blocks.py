@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 from gracetune.config.load import load_run_text
 from gracetune.config.schema import CacheSection, Gh200Section
 from gracetune.errors import ConfigError
-from gracetune.hosts.staged_files import StagedSet
+from gracetune.hosts.staged_files import StagedDatasetConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gracetune.config.load import LoadedRun
 
-OURS = ("gh200_optimizations", "cache_config", "use_gh200_trainer")
-FLAT = (
+OUR_KEYS = ("gh200_optimizations", "cache_config", "use_gh200_trainer")
+FLAT_KEYS = (
     "enable_uvm_hints",
     "enable_batch_size_rampup",
     "initial_effective_batch_size",
@@ -31,7 +31,7 @@ FLAT = (
 )
 """What the forks' guides also write at the top level."""
 IN_MEMORY = "in_memory"
-UNUSED = {
+IGNORED_CACHE_KEYS = {
     "cache_dir": "a data set names the folder of its cache",
     "persistent_cache": "its cache files are always kept",
     "device_budget_gb": "SimpleTuner brings batches to the device",
@@ -52,11 +52,11 @@ class SimpleTunerBlocks:
     raw: Mapping[str, object] = field(default_factory=dict)
     """The whole configuration, as it was read."""
     notices: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     """What was asked for and is not done."""
 
 
-def take_blocks(
+def split_config(
     config: Mapping[str, object], environment: Mapping[str, str]
 ) -> tuple[dict[str, object], SimpleTunerBlocks]:
     """What is left for SimpleTuner, and what is ours."""
@@ -66,8 +66,8 @@ def take_blocks(
             "config.json has `datasets`, which SimpleTuner does not read there. Put the list into "
             "the file that data_backend_config names."
         )
-    _refuse_near_misses("config.json", plain, OURS)
-    mine = {key: plain[key] for key in (*OURS, *FLAT) if key in plain}
+    _check_misspelled_blocks("config.json", plain, OUR_KEYS)
+    mine = {key: plain[key] for key in (*OUR_KEYS, *FLAT_KEYS) if key in plain}
     rest = {key: value for key, value in config.items() if key.lstrip("-") not in mine}
     # The batch is SimpleTuner's; it is named so that rules between it and the ramp hold.
     batch = plain.get("train_batch_size")
@@ -79,20 +79,20 @@ def take_blocks(
         cache=loaded.run.cache_config if used and "cache_config" in mine else None,
         raw=dict(config),
         notices=loaded.notices if mine else (),
-        unused=_unused(mine.get("cache_config")) if used else (),
+        ignored=_ignored_settings(mine.get("cache_config")) if used else (),
     )
 
 
-def _unused(block: object) -> tuple[str, ...]:
+def _ignored_settings(block: object) -> tuple[str, ...]:
     said = block if isinstance(block, dict) else {}
     return tuple(
         f"cache_config.{key} does nothing inside SimpleTuner: {why}"
-        for key, why in UNUSED.items()
+        for key, why in IGNORED_CACHE_KEYS.items()
         if key in said and (key, said[key]) != ("persistent_cache", True)
     )
 
 
-def _refuse_near_misses(where: str, said: Mapping[str, object], names: Sequence[str]) -> None:
+def _check_misspelled_blocks(where: str, said: Mapping[str, object], names: Sequence[str]) -> None:
     """A block whose name is not quite ours would be dropped without a word."""
     for key, value in said.items():
         close = get_close_matches(key, names, n=1, cutoff=0.8)
@@ -102,20 +102,20 @@ def _refuse_near_misses(where: str, said: Mapping[str, object], names: Sequence[
             )
 
 
-def take_staged(
+def split_datasets(
     entries: Sequence[Mapping[str, object]], environment: Mapping[str, str]
-) -> tuple[list[dict[str, object]], list[StagedSet]]:
+) -> tuple[list[dict[str, object]], list[StagedDatasetConfig]]:
     """`type: in_memory` is `local` to SimpleTuner; what makes it ours is remembered."""
     rest: list[dict[str, object]] = []
     staged = []
     for place, entry in enumerate(entries):
-        _refuse_near_misses(f"data set {entry.get('id')!r}", entry, (IN_MEMORY,))
+        _check_misspelled_blocks(f"data set {entry.get('id')!r}", entry, (IN_MEMORY,))
         kept = dict(entry)
         block = kept.pop(IN_MEMORY, None)
         if kept.get("type") == IN_MEMORY:
             kept["type"] = "local"
             if not (kept.get("disabled") or kept.get("disable")):
-                staged.append(_staged(place, kept, block, environment))
+                staged.append(_parse_staged(place, kept, block, environment))
         elif block is not None:
             raise ConfigError(
                 f"data set {kept.get('id')!r} has an in_memory block and is of type "
@@ -125,9 +125,9 @@ def take_staged(
     return rest, staged
 
 
-def _staged(
+def _parse_staged(
     place: int, entry: Mapping[str, object], block: object, environment: Mapping[str, str]
-) -> StagedSet:
+) -> StagedDatasetConfig:
     name, folder = entry.get("id"), entry.get("instance_data_dir")
     if not isinstance(name, str) or not isinstance(folder, str):
         raise ConfigError(
@@ -147,7 +147,7 @@ def _staged(
     section = {"id": name, "type": IN_MEMORY, "instance_data_dir": folder}
     run = {"datasets": [section if settings is None else {**section, IN_MEMORY: settings}]}
     loaded = _load(run, f"data set {name!r}", environment)
-    return StagedSet(name, folder, loaded.run.datasets[0].in_memory, extensions)
+    return StagedDatasetConfig(name, folder, loaded.run.datasets[0].in_memory, extensions)
 
 
 def _load(run: Mapping[str, object], name: str, environment: Mapping[str, str]) -> LoadedRun:

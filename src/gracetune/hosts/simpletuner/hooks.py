@@ -8,9 +8,9 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from gracetune.hosts.probe import Need, Site
+from gracetune.hosts.probe import RequiredSymbol, UsageSite
 from gracetune.hosts.simpletuner.plugin import log
-from gracetune.hosts.staged_files import Served
+from gracetune.hosts.staged_files import BackendFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 def install(plugin: SimpleTunerPlugin, find: Callable[[str], ModuleType]) -> None:
     """Set every hook; `find` imports a module of SimpleTuner's."""
     for name in (JSON, TOML):
-        wrap(find(name), "mapping_to_cli_args", partial(_taking_blocks, plugin))
+        wrap(find(name), "mapping_to_cli_args", partial(_hook_config, plugin))
     local, factory = find(LOCAL), find(FACTORY)
-    wrap(factory.FactoryRegistry, "load_configuration", partial(_taking_datasets, plugin))
+    wrap(factory.FactoryRegistry, "load_configuration", partial(_hook_datasets, plugin))
     wrap(factory, "LocalDataBackend", partial(backend_class, plugin))
-    wrap(local, "load_image", partial(_from_memory, plugin))
-    wrap(local, "load_video", partial(_video_from_memory, plugin))
-    wrap(find(AUDIO), "load_audio", partial(_from_memory, plugin))
+    wrap(local, "load_image", partial(_hook_loader, plugin))
+    wrap(local, "load_video", partial(_hook_video_loader, plugin))
+    wrap(find(AUDIO), "load_audio", partial(_hook_loader, plugin))
     trainer = find(TRAINER).Trainer
-    wrap(trainer, "__init__", partial(_attaching, plugin))
-    wrap(trainer, "prepare_batch", partial(_placing, plugin))
+    wrap(trainer, "__init__", partial(_hook_trainer_init, plugin))
+    wrap(trainer, "prepare_batch", partial(_hook_prepare_batch, plugin))
     tracker = find(TRACKER).StateTracker
     tracker.get_raw_config = staticmethod(lambda: dict(plugin.blocks.raw))
     tracker.get_gh200_runtime_config = staticmethod(lambda: dict(plugin.runtime))
@@ -45,48 +45,50 @@ def wrap(owner: object, name: str, hook: Callable[[Any], object]) -> None:
     setattr(owner, name, hook(getattr(owner, name)))
 
 
-def _taking_blocks(
+def _hook_config(
     plugin: SimpleTunerPlugin, original: Callable[..., list[str]]
 ) -> Callable[..., list[str]]:
     @functools.wraps(original)
     def mapping_to_cli_args(mapping: dict[str, object], **options: object) -> list[str]:
-        return original(plugin.take_config(mapping), **options)
+        return original(plugin.split_config(mapping), **options)
 
     return mapping_to_cli_args
 
 
-def _taking_datasets(
+def _hook_datasets(
     plugin: SimpleTunerPlugin, original: Callable[[object], list[dict[str, object]]]
 ) -> Callable[[object], list[dict[str, object]]]:
     @functools.wraps(original)
     def load_configuration(self: object) -> list[dict[str, object]]:
-        return plugin.take_datasets(original(self))
+        return plugin.split_datasets(original(self))
 
     return load_configuration
 
 
-def _attaching(plugin: SimpleTunerPlugin, original: Callable[..., None]) -> Callable[..., None]:
+def _hook_trainer_init(
+    plugin: SimpleTunerPlugin, original: Callable[..., None]
+) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: SimpleNamespace, *args: object, **options: object) -> None:  # noqa: N807
         original(self, *args, **options)
-        plugin.attach(self)
+        plugin.attach_trainer(self)
 
     return __init__
 
 
-def _placing(
+def _hook_prepare_batch(
     plugin: SimpleTunerPlugin, original: Callable[[object, object], object]
 ) -> Callable[[object, object], object]:
     @functools.wraps(original)
     def prepare_batch(self: object, batch: object) -> object:
         prepared = original(self, batch)
-        plugin.place(prepared)
+        plugin.place_batch(prepared)
         return prepared
 
     return prepare_batch
 
 
-def _from_memory(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
+def _hook_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
     """A decoder that takes a path takes the staged bytes of it instead, where there are any."""
 
     @functools.wraps(original)
@@ -104,7 +106,7 @@ def _from_memory(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
     return load
 
 
-def _video_from_memory(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
+def _hook_video_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
     """Video decoders want a path: one that leads to memory."""
 
     @functools.wraps(original)
@@ -128,7 +130,7 @@ def backend_class(plugin: SimpleTunerPlugin, original: type) -> type:
 
         def __init__(self, accelerator: object, id: str, compress_cache: bool = False) -> None:
             super().__init__(accelerator=accelerator, id=id, compress_cache=compress_cache)
-            self._served = Served(plugin.shelf(id), plugin.memory_of(id))
+            self._served = BackendFiles(plugin.staged_files(id), plugin.tensor_memory_for(id))
 
         def read(self, filepath: FilePath, as_byteIO: bool = False) -> object:  # noqa: N803
             data = self._served.read(filepath)
@@ -169,165 +171,173 @@ JSON = "simpletuner.helpers.configuration.json_file"
 TOML = "simpletuner.helpers.configuration.toml_file"
 AUDIO = "simpletuner.helpers.audio.load"
 TRACKER = "simpletuner.helpers.training.state_tracker"
-KEEPER = "simpletuner.simpletuner_sdk.process_keeper"
+PROCESS_KEEPER = "simpletuner.simpletuner_sdk.process_keeper"
 FIELD_REGISTRY = "simpletuner.simpletuner_sdk.server.services.field_registry.registry"
 FIELD_TYPES = "simpletuner.simpletuner_sdk.server.services.field_registry.types"
 CONFIG_STORE = "simpletuner.simpletuner_sdk.server.services.config_store"
 TRAINING = "simpletuner.simpletuner_sdk.server.services.training_service"
 
-_READS = (
-    Site(LOCAL, "LocalDataBackend.torch_load", "self.exists(filename)"),
-    Site("simpletuner.helpers.caching.vae", "", "self.cache_data_backend.torch_load"),
-    Site("simpletuner.helpers.caching.text_embeds", "", "self.data_backend.torch_load"),
+_CACHE_READS = (
+    UsageSite(LOCAL, "LocalDataBackend.torch_load", "self.exists(filename)"),
+    UsageSite("simpletuner.helpers.caching.vae", "", "self.cache_data_backend.torch_load"),
+    UsageSite("simpletuner.helpers.caching.text_embeds", "", "self.data_backend.torch_load"),
 )
 
-NEEDS = (
-    Need(
+REQUIRED_SYMBOLS = (
+    RequiredSymbol(
         JSON,
         "mapping_to_cli_args",
         "takes our blocks out of config.json before they are dropped",
-        sites=(Site(JSON, "load_json_config", "mapping_to_cli_args"),),
+        usage_sites=(UsageSite(JSON, "load_json_config", "mapping_to_cli_args"),),
     ),
-    Need(
+    RequiredSymbol(
         TOML,
         "mapping_to_cli_args",
         "the same for config.toml",
-        sites=(Site(TOML, "load_toml_config", "mapping_to_cli_args"),),
+        usage_sites=(UsageSite(TOML, "load_toml_config", "mapping_to_cli_args"),),
     ),
-    Need(
+    RequiredSymbol(
         FACTORY,
         "FactoryRegistry.load_configuration",
         "reads `type: in_memory` as a local data set, and remembers its block",
-        sites=(Site(FACTORY, "", "self.load_configuration()"),),
+        usage_sites=(UsageSite(FACTORY, "", "self.load_configuration()"),),
     ),
-    Need(
+    RequiredSymbol(
         FACTORY,
         "LocalDataBackend",
         "is asked for when a local backend is made: ours is put there",
-        sites=(
-            Site(
+        usage_sites=(
+            UsageSite(
                 BUILDER,
                 "LocalBackendBuilder._create_backend",
                 "getattr(factory_module, 'LocalDataBackend', None)",
             ),
         ),
     ),
-    Need(
+    RequiredSymbol(
         LOCAL,
         "LocalDataBackend",
         "is what our backend extends",
-        accepts=("accelerator", "id", "compress_cache"),
+        accepted_parameters=("accelerator", "id", "compress_cache"),
     ),
-    Need(LOCAL, "LocalDataBackend.read", "is served from memory", ("filepath", "as_byteIO")),
-    Need(LOCAL, "LocalDataBackend.write", "is written through", ("filepath", "data")),
-    Need(LOCAL, "LocalDataBackend.delete", "is passed on, and forgotten here", ("filepath",)),
-    Need(LOCAL, "LocalDataBackend.exists", "is answered from memory", ("filepath",)),
-    Need(LOCAL, "LocalDataBackend.open_file", "is served from memory", ("filepath", "mode")),
-    Need(
+    RequiredSymbol(
+        LOCAL, "LocalDataBackend.read", "is served from memory", ("filepath", "as_byteIO")
+    ),
+    RequiredSymbol(LOCAL, "LocalDataBackend.write", "is written through", ("filepath", "data")),
+    RequiredSymbol(
+        LOCAL, "LocalDataBackend.delete", "is passed on, and forgotten here", ("filepath",)
+    ),
+    RequiredSymbol(LOCAL, "LocalDataBackend.exists", "is answered from memory", ("filepath",)),
+    RequiredSymbol(
+        LOCAL, "LocalDataBackend.open_file", "is served from memory", ("filepath", "mode")
+    ),
+    RequiredSymbol(
         LOCAL,
         "LocalDataBackend.torch_load",
         "is where both caches read: served from memory",
         ("filename",),
-        sites=_READS,
+        usage_sites=_CACHE_READS,
     ),
-    Need(
+    RequiredSymbol(
         LOCAL,
         "load_image",
         "decodes pictures, from memory too",
-        sites=(Site(LOCAL, "LocalDataBackend.read_image", "load_image"),),
+        usage_sites=(UsageSite(LOCAL, "LocalDataBackend.read_image", "load_image"),),
     ),
-    Need(
+    RequiredSymbol(
         LOCAL,
         "load_video",
         "decodes videos, from memory too",
-        sites=(Site(LOCAL, "LocalDataBackend.read_image", "load_video"),),
+        usage_sites=(UsageSite(LOCAL, "LocalDataBackend.read_image", "load_video"),),
     ),
-    Need(
+    RequiredSymbol(
         AUDIO,
         "load_audio",
         "decodes sound, from memory too",
-        takes=("source",),
-        sites=(Site("simpletuner.helpers.audio", "__getattr__", "getattr(load, name)"),),
+        leading_parameters=("source",),
+        usage_sites=(UsageSite("simpletuner.helpers.audio", "__getattr__", "getattr(load, name)"),),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         "Trainer.__init__",
         "is when accelerator and configuration are there",
-        accepts=("config", "disable_accelerator"),
+        accepted_parameters=("config", "disable_accelerator"),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         "Trainer.prepare_batch",
         "is when a batch is ready to be placed",
-        takes=("batch",),
-        sites=(Site(TRAINER, "Trainer.train", "self.prepare_batch(raw_batch)"),),
+        leading_parameters=("batch",),
+        usage_sites=(UsageSite(TRAINER, "Trainer.train", "self.prepare_batch(raw_batch)"),),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         "Trainer.train",
         "accumulates gradients by the accelerator, which the ramp sets",
-        sites=(
-            Site(TRAINER, "Trainer.train", "self.accelerator.accumulate"),
-            Site(TRAINER, "Trainer.train", "self.accelerator.sync_gradients"),
+        usage_sites=(
+            UsageSite(TRAINER, "Trainer.train", "self.accelerator.accumulate"),
+            UsageSite(TRAINER, "Trainer.train", "self.accelerator.sync_gradients"),
         ),
     ),
-    Need(TRACKER, "StateTracker", "shows our configuration to whoever asks"),
+    RequiredSymbol(TRACKER, "StateTracker", "shows our configuration to whoever asks"),
 )
 
-WEBUI_NEEDS = (
-    Need(
+WEBUI_REQUIRED_SYMBOLS = (
+    RequiredSymbol(
         FIELD_TYPES,
         "ConfigField",
         "is what our options become",
-        accepts=(
+        accepted_parameters=(
             *("name", "arg_name", "ui_label", "field_type", "tab", "section", "default_value"),
             *("choices", "help_text", "tooltip", "importance", "order"),
         ),
     ),
-    Need(
+    RequiredSymbol(
         FIELD_REGISTRY,
         "FieldRegistry._add_field",
         "takes our fields",
-        takes=("field",),
-        sites=(Site(FIELD_REGISTRY, "", "FieldRegistry()"),),
+        leading_parameters=("field",),
+        usage_sites=(UsageSite(FIELD_REGISTRY, "", "FieldRegistry()"),),
     ),
-    Need(FIELD_REGISTRY, "field_registry", "is the one that the WebUI asks"),
-    Need(CONFIG_STORE, "ConfigStore.load_config", "unfolds our blocks into fields", ("name",)),
-    Need(
+    RequiredSymbol(FIELD_REGISTRY, "field_registry", "is the one that the WebUI asks"),
+    RequiredSymbol(
+        CONFIG_STORE, "ConfigStore.load_config", "unfolds our blocks into fields", ("name",)
+    ),
+    RequiredSymbol(
         CONFIG_STORE,
         "ConfigStore.save_config",
         "folds our fields into blocks",
         ("name", "config"),
     ),
-    Need(
+    RequiredSymbol(
         CONFIG_STORE,
         "ConfigStore.save_trainer_config",
         "folds our fields into blocks, and keeps what has no field",
         ("name", "config"),
-        sites=(Site(TRAINING, "persist_config_bundle", "store.save_trainer_config"),),
+        usage_sites=(UsageSite(TRAINING, "persist_config_bundle", "store.save_trainer_config"),),
     ),
-    Need(
+    RequiredSymbol(
         CONFIG_STORE,
         "ConfigStore.validate_config",
         "refuses what a job would die of",
         ("config",),
-        sites=(Site(TRAINING, "validate_training_config", "store.validate_config"),),
+        usage_sites=(UsageSite(TRAINING, "validate_training_config", "store.validate_config"),),
     ),
-    Need(
-        KEEPER,
+    RequiredSymbol(
+        PROCESS_KEEPER,
         "submit_job",
         "starts jobs: through our entry",
         ("job_id", "func", "config"),
-        sites=(Site(TRAINING, "start_training_job", "process_keeper.submit_job"),),
+        usage_sites=(UsageSite(TRAINING, "start_training_job", "process_keeper.submit_job"),),
     ),
-    Need(
+    RequiredSymbol(
         TRAINER,
         "run_trainer_job",
         "gives accelerate our entry, before the script",
         ("config",),
-        sites=(
-            Site(TRAINER, "run_trainer_job", "shlex.split(str(accelerate_extra_args))"),
-            Site(TRAINER, "run_trainer_job", "cmd.extend(extra_args)"),
+        usage_sites=(
+            UsageSite(TRAINER, "run_trainer_job", "shlex.split(str(accelerate_extra_args))"),
+            UsageSite(TRAINER, "run_trainer_job", "cmd.extend(extra_args)"),
         ),
     ),
 )
@@ -337,9 +347,9 @@ WEBUI_NEEDS = (
 # Versions of SimpleTuner that were tried, and how.
 
 
-_SERVES = "tried: every hook is set and serves"
-KNOWN = {
-    **dict.fromkeys(("4.6.0", "4.6.1", "4.7.0", "4.7.1", "4.8.0"), _SERVES),
-    **dict.fromkeys(("4.9.0", "4.9.1", "4.9.2", "4.9.3", "4.10.0"), _SERVES),
+_HOOKS_WORK = "tried: every hook is set and serves"
+TESTED_VERSIONS = {
+    **dict.fromkeys(("4.6.0", "4.6.1", "4.7.0", "4.7.1", "4.8.0"), _HOOKS_WORK),
+    **dict.fromkeys(("4.9.0", "4.9.1", "4.9.2", "4.9.3", "4.10.0"), _HOOKS_WORK),
     "4.10.1": "tried: it trains the same weights with the plug-in as without",
 }

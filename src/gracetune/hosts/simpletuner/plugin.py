@@ -13,10 +13,14 @@ from gracetune.config.environment import environment_settings
 from gracetune.data.staging import host_room
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.hosts.shared_tensor_memory import NodeMemory
-from gracetune.hosts.simpletuner.config_blocks import SimpleTunerBlocks, take_blocks, take_staged
-from gracetune.hosts.staged_files import stage
-from gracetune.hosts.tensor_memory import TensorMemory
+from gracetune.hosts.shared_tensor_memory import SharedTensorMemory
+from gracetune.hosts.simpletuner.config_blocks import (
+    SimpleTunerBlocks,
+    split_config,
+    split_datasets,
+)
+from gracetune.hosts.staged_files import stage_dataset
+from gracetune.hosts.tensor_memory import LocalTensorMemory
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
 from gracetune.units import GIB, format_bytes
@@ -31,15 +35,15 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import Gh200Section
     from gracetune.events.types import Event
-    from gracetune.hosts.staged_files import StagedFiles, StagedSet
-    from gracetune.hosts.tensor_memory import Memory
+    from gracetune.hosts.staged_files import StagedFiles, StagedDatasetConfig
+    from gracetune.hosts.tensor_memory import TensorMemory
     from gracetune.memory.platform import Machine
 
 
 log = logging.getLogger("gracetune")
-IN_MEMORY = ("memory", "unified_memory")
-TEXTS = "text_embeds"
-MADE_FOR_TEXTS = "text-embeds"
+IN_MEMORY_TYPES = ("memory", "unified_memory")
+TEXT_EMBEDS = "text_embeds"
+DEFAULT_TEXT_BACKEND_PREFIX = "text-embeds"
 """How the name of a data set begins that SimpleTuner makes where the file has none for texts."""
 _MEMORY_SHARE = 0.5
 """Of what the host can spare, for tensors of caches, where nothing is said."""
@@ -62,33 +66,33 @@ class SimpleTunerPlugin:
         meet_in: Path | None = None,
     ) -> None:
         self.blocks = SimpleTunerBlocks()
-        self.memory: Memory | None = None
+        self.memory: TensorMemory | None = None
         self.runtime: dict[str, object] = {}
         self._environment = environment
         self._pin = pin
         self._meet_in = meet_in
-        self._sets: dict[str, StagedSet] = {}
-        self._contents: dict[str, object] = {}
-        self._shelves: dict[str, StagedFiles] = {}
+        self._staged_datasets: dict[str, StagedDatasetConfig] = {}
+        self._dataset_types: dict[str, object] = {}
+        self._staged_files: dict[str, StagedFiles] = {}
         self._session = MemorySession(open_machine, lambda: environment_settings(environment), emit)
 
-    def take_config(self, config: Mapping[str, object]) -> dict[str, object]:
+    def split_config(self, config: Mapping[str, object]) -> dict[str, object]:
         """What SimpleTuner may see of its configuration."""
-        rest, blocks = take_blocks(config, self._environment)
+        rest, blocks = split_config(config, self._environment)
         if blocks == self.blocks or (len(rest) == len(config) and self.blocks.raw):
             return rest  # read again, or another mapping with nothing of ours in it
         self.blocks = blocks
         for text in self.blocks.notices:
             log.info("%s", text)
-        for text in self.blocks.unused:
+        for text in self.blocks.ignored:
             log.warning("%s", text)
         self._session.hints_override = self.blocks.gh200.enable_uvm_hints
         cache = self.blocks.cache
-        if cache is not None and {cache.vae_cache_type, cache.text_cache_type} & {*IN_MEMORY}:
+        if cache is not None and {cache.vae_cache_type, cache.text_cache_type} & {*IN_MEMORY_TYPES}:
             self.memory = self._open_memory(cache.host_budget_gb)
         return rest
 
-    def _open_memory(self, limit_gib: float | None) -> Memory:
+    def _open_memory(self, limit_gib: float | None) -> TensorMemory:
         """Ranks of one machine share what it has, and what each of them has loaded."""
         ranks = int(self._environment.get("LOCAL_WORLD_SIZE", "1"))
         if limit_gib is not None:
@@ -97,15 +101,15 @@ class SimpleTunerPlugin:
             budget = max(0, int(host_room() * _MEMORY_SHARE / ranks))
         log.info("cache files are kept in host memory, up to %s", format_bytes(budget))
         if ranks == 1 or self._meet_in is None:
-            return TensorMemory(budget, self._pin)
+            return LocalTensorMemory(budget, self._pin)
         log.info("each of %s ranks holds a share of them, for all of this machine", ranks)
-        return NodeMemory(budget, self._meet_in, emit)
+        return SharedTensorMemory(budget, self._meet_in, emit)
 
-    def take_datasets(self, entries: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    def split_datasets(self, entries: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         """What SimpleTuner may see of its data sets."""
-        rest, staged = take_staged(entries, self._environment)
-        self._sets |= {each.id: each for each in staged}
-        self._contents |= {str(each.get("id")): each.get("dataset_type") for each in entries}
+        rest, staged = split_datasets(entries, self._environment)
+        self._staged_datasets |= {each.id: each for each in staged}
+        self._dataset_types |= {str(each.get("id")): each.get("dataset_type") for each in entries}
         if self.blocks.gh200.enable_batch_size_rampup:
             for each in entries:
                 if each.get("train_batch_size") is not None:
@@ -116,39 +120,41 @@ class SimpleTunerPlugin:
                     )
         return rest
 
-    def memory_of(self, dataset: str) -> Memory | None:
+    def tensor_memory_for(self, dataset: str) -> TensorMemory | None:
         """Where the tensors that a data set's backend loads are kept; none: on disk alone."""
         cache = self.blocks.cache
         if cache is None:
             return None
-        made = dataset not in self._contents and dataset.startswith(MADE_FOR_TEXTS)
-        texts = made or self._contents.get(dataset) == TEXTS
+        made = dataset not in self._dataset_types and dataset.startswith(
+            DEFAULT_TEXT_BACKEND_PREFIX
+        )
+        texts = made or self._dataset_types.get(dataset) == TEXT_EMBEDS
         kept = cache.text_cache_type if texts else cache.vae_cache_type
-        return self.memory if kept in IN_MEMORY else None
+        return self.memory if kept in IN_MEMORY_TYPES else None
 
-    def shelf(self, dataset: str) -> StagedFiles | None:
+    def staged_files(self, dataset: str) -> StagedFiles | None:
         """The files of a data set in memory, staged when its backend is made."""
-        chosen = self._sets.get(dataset)
+        chosen = self._staged_datasets.get(dataset)
         if chosen is None:
             return None
-        if dataset not in self._shelves:
-            self._shelves[dataset] = stage(chosen, emit, self._meet_in)
-        return self._shelves[dataset]
+        if dataset not in self._staged_files:
+            self._staged_files[dataset] = stage_dataset(chosen, emit, self._meet_in)
+        return self._staged_files[dataset]
 
     def staged_bytes(self, path: str) -> bytes | None:
         """The bytes of a file of any staged data set."""
-        for shelf in self._shelves.values():
+        for shelf in self._staged_files.values():
             if shelf.holds(path):
                 return shelf.read(path)
         return None
 
-    def place(self, batch: object) -> None:
+    def place_batch(self, batch: object) -> None:
         """Hint where the tensors of a batch live; at the end of an epoch there is no batch."""
         if isinstance(batch, dict) and self._session.hints_enabled:
             table = placement_table(self.blocks.gh200.placement)
             place_batch(batch, self._session.hints, table)
 
-    def attach(self, trainer: SimpleNamespace) -> None:
+    def attach_trainer(self, trainer: SimpleNamespace) -> None:
         """Once accelerator and configuration are there: the ramp, and what is told of us."""
         self.runtime = {"uvm_hints_enabled": self._session.hints_enabled}
         if not self.blocks.gh200.enable_batch_size_rampup or trainer.accelerator is None:
@@ -161,19 +167,19 @@ class SimpleTunerPlugin:
             accelerator.num_processes,
         )
         assert schedule is not None
-        check_own_accumulation(accelerator.distributed_type.name, vars(config))
+        check_ramp_supported(accelerator.distributed_type.name, vars(config))
 
         def follow(accumulation: int) -> None:
             if config.gradient_accumulation_steps != accumulation:
                 log.info("GH200 ramp adjusted gradient_accumulation_steps -> %s", accumulation)
-            config.gradient_accumulation_steps = Accumulation(
+            config.gradient_accumulation_steps = AccumulationSteps(
                 accumulation, lambda: bool(accelerator.sync_gradients)
             )
 
         ramp = SimpleTunerRamp(
             schedule, accelerator, lambda: int(trainer.state["global_step"]), follow
         )
-        accelerator.accumulate = partial(ramp.enter, accelerator.accumulate)
+        accelerator.accumulate = partial(ramp.accumulate, accelerator.accumulate)
         first, last = schedule.accumulation(0), schedule.accumulation(schedule.length)
         self.runtime["gradient_accumulation_schedule"] = {
             "initial_ga": first,
@@ -191,7 +197,7 @@ class SimpleTunerPlugin:
         )
 
 
-def check_own_accumulation(engine: str, config: Mapping[str, object]) -> None:
+def check_ramp_supported(engine: str, config: Mapping[str, object]) -> None:
     """Where another engine accumulates gradients, a ramp would be wrong or do nothing."""
     if engine == "DEEPSPEED":
         raise ConfigError(
@@ -241,7 +247,7 @@ class AccumulationSchedule:
         effective = self.initial + (self.target - self.initial) * share
         return math.ceil(round(effective, 6) / self.samples_per_micro_batch)
 
-    def position(self, optimizer_steps: int) -> int:
+    def micro_batches_after(self, optimizer_steps: int) -> int:
         """Micro-batches that so many optimizer steps have taken."""
         done = 0
         for _ in range(optimizer_steps):
@@ -249,7 +255,7 @@ class AccumulationSchedule:
         return done
 
 
-class Accumulation(int):
+class AccumulationSteps(int):
     """Micro-batches of the optimizer step at work, as SimpleTuner's configuration holds them.
 
     SimpleTuner validates, and uploads a checkpoint, where its count of micro-batches is a multiple
@@ -259,7 +265,7 @@ class Accumulation(int):
 
     _ends_step: Callable[[], bool]
 
-    def __new__(cls, value: int, ends_step: Callable[[], bool]) -> Accumulation:
+    def __new__(cls, value: int, ends_step: Callable[[], bool]) -> AccumulationSteps:
         made = super().__new__(cls, value)
         made._ends_step = ends_step
         return made
@@ -300,16 +306,16 @@ class SimpleTunerRamp:
     accelerator: Accelerator
     steps_done: Callable[[], int]
     """Optimizer steps so far: asked once, when the loop begins."""
-    emit: Callable[[int], None]
+    on_change: Callable[[int], None]
     """Called with each new accumulation, which others must know too."""
     _micro_batches: int | None = None
 
-    def enter(
+    def accumulate(
         self, accumulate: Callable[..., AbstractContextManager[object]], *models: object
     ) -> AbstractContextManager[object]:
         """Set what the step that begins now has, then let accelerate count."""
         if self._micro_batches is None:
-            self._micro_batches = self.schedule.position(self.steps_done())
+            self._micro_batches = self.schedule.micro_batches_after(self.steps_done())
             self._begin_step()
         elif self.accelerator.sync_gradients:
             self._begin_step()
@@ -322,4 +328,4 @@ class SimpleTunerRamp:
         self.accelerator.step = 0
         if self.accelerator.gradient_accumulation_steps != wanted:
             self.accelerator.gradient_accumulation_steps = wanted
-        self.emit(wanted)
+        self.on_change(wanted)

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 
 from gracetune.config.environment import process_environment
 from gracetune.errors import ConfigError, GracetuneError, HostError
-from gracetune.hosts.simpletuner.__main__ import SAID, check
-from gracetune.hosts.simpletuner.config_blocks import FLAT, OURS, take_blocks
+from gracetune.hosts.simpletuner.__main__ import CONFIG_FLAG, check
+from gracetune.hosts.simpletuner.config_blocks import FLAT_KEYS, OUR_KEYS, split_config
 from gracetune.hosts.simpletuner.hooks import (
     CONFIG_STORE,
     FIELD_REGISTRY,
     FIELD_TYPES,
-    KEEPER,
-    WEBUI_NEEDS,
+    PROCESS_KEEPER,
+    WEBUI_REQUIRED_SYMBOLS,
     wrap,
 )
 
@@ -38,24 +38,24 @@ if TYPE_CHECKING:
 
 
 ENTRY = "gracetune.hosts.simpletuner"
-EXTRA = "accelerate_extra_args"
+EXTRA_ARGS = "accelerate_extra_args"
 
 
 def install_webui(environment: Mapping[str, str], find: Callable[[str], ModuleType]) -> None:
     """Set every hook; `find` imports a module of SimpleTuner's."""
     types, registry = find(FIELD_TYPES), find(FIELD_REGISTRY).field_registry
-    for order, option in enumerate(OPTIONS):
+    for order, option in enumerate(WEBUI_OPTIONS):
         registry._add_field(_field(types, option, order))
     store = find(CONFIG_STORE).ConfigStore
     stock_load = store.load_config
-    wrap(store, "load_config", _unfolding)
-    wrap(store, "save_config", _folding)
-    wrap(store, "save_trainer_config", partial(_folding_beside, stock_load))
-    wrap(store, "validate_config", partial(_validating, environment))
-    wrap(find(KEEPER), "submit_job", _entering)
+    wrap(store, "load_config", _hook_load_config)
+    wrap(store, "save_config", _hook_save_config)
+    wrap(store, "save_trainer_config", partial(_hook_save_trainer_config, stock_load))
+    wrap(store, "validate_config", partial(_hook_validate_config, environment))
+    wrap(find(PROCESS_KEEPER), "submit_job", _hook_submit_job)
 
 
-def _field(types: ModuleType, option: Option, order: int) -> object:
+def _field(types: ModuleType, option: WebUIOption, order: int) -> object:
     """A text for a number: it is the one kind that can be emptied again."""
     choices = [{"value": UNSET, "label": "Not set"}]
     choices += [{"value": value, "label": label} for value, label in option.choices]
@@ -76,28 +76,32 @@ def _field(types: ModuleType, option: Option, order: int) -> object:
     )
 
 
-def _unfolding(original: Callable[..., tuple[object, object]]) -> Callable[..., object]:
+def _hook_load_config(original: Callable[..., tuple[object, object]]) -> Callable[..., object]:
     @functools.wraps(original)
     def load_config(self: object, name: str) -> tuple[object, object]:
         config, metadata = original(self, name)
-        return (unfold(config) if isinstance(config, dict) else config), metadata
+        return (blocks_to_fields(config) if isinstance(config, dict) else config), metadata
 
     return load_config
 
 
-def _folding(original: Callable[..., object]) -> Callable[..., object]:
+def _hook_save_config(original: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(original)
     def save_config(
         self: object, name: str, config: object, *args: object, **how: object
     ) -> object:
         return original(
-            self, name, fold(config) if isinstance(config, dict) else config, *args, **how
+            self,
+            name,
+            fields_to_blocks(config) if isinstance(config, dict) else config,
+            *args,
+            **how,
         )
 
     return save_config
 
 
-def _folding_beside(
+def _hook_save_trainer_config(
     load: Callable[..., tuple[object, object]], original: Callable[..., None]
 ) -> Callable[..., None]:
     """The form has fields alone: what blocks have without one is still in the file."""
@@ -110,13 +114,13 @@ def _folding_beside(
             before, _ = load(self, name)
         except FileNotFoundError:
             before = {}
-        kept = unfold(before) if isinstance(before, dict) else {}
-        original(self, name, fold(config, kept), *args, **how)
+        kept = blocks_to_fields(before) if isinstance(before, dict) else {}
+        original(self, name, fields_to_blocks(config, kept), *args, **how)
 
     return save_trainer_config
 
 
-def _validating(
+def _hook_validate_config(
     environment: Mapping[str, str], original: Callable[..., SimpleNamespace]
 ) -> Callable[..., SimpleNamespace]:
     """What the trainer would refuse is refused by the form."""
@@ -125,7 +129,7 @@ def _validating(
     def validate_config(self: object, config: Config) -> SimpleNamespace:
         found = original(self, config)
         try:
-            take_blocks(_told(config)[1], environment)
+            split_config(_split_job_config(config)[1], environment)
         except ConfigError as error:
             found.errors.append(str(error))
             found.is_valid = False
@@ -134,31 +138,31 @@ def _validating(
     return validate_config
 
 
-def _entering(original: Callable[..., object]) -> Callable[..., object]:
+def _hook_submit_job(original: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(original)
     def submit_job(job_id: str, func: Callable[..., object], config: Config) -> object:
         trains = func.__name__ == "run_trainer_job"
-        return original(job_id, func, entered(config) if trains else config)
+        return original(job_id, func, with_entry_point(config) if trains else config)
 
     return submit_job
 
 
-def entered(config: Config) -> dict[str, object]:
+def with_entry_point(config: Config) -> dict[str, object]:
     """A job that starts through our entry, and tells it what is ours."""
-    rest, ours = _told(config)
-    given = next((rest.pop(key) for key in (EXTRA, f"--{EXTRA}") if rest.get(key)), "")
+    rest, ours = _split_job_config(config)
+    given = next((rest.pop(key) for key in (EXTRA_ARGS, f"--{EXTRA_ARGS}") if rest.get(key)), "")
     words = shlex.split(str(given))
     if ENTRY in words:
         place = words.index(ENTRY)
         words = words[: place - 1] + words[place + 1 :]
-    said = [SAID + json.dumps(ours)] if ours else []
-    rest.pop(f"--{EXTRA}", None)
-    return rest | {EXTRA: shlex.join([*words, "-m", ENTRY, *said])}
+    said = [CONFIG_FLAG + json.dumps(ours)] if ours else []
+    rest.pop(f"--{EXTRA_ARGS}", None)
+    return rest | {EXTRA_ARGS: shlex.join([*words, "-m", ENTRY, *said])}
 
 
-def _told(config: Config) -> tuple[dict[str, object], dict[str, object]]:
+def _split_job_config(config: Config) -> tuple[dict[str, object], dict[str, object]]:
     """Ours, with the batch that rules between it and the ramp need."""
-    rest, ours = take_ours(config)
+    rest, ours = split_our_keys(config)
     batch = config.get("train_batch_size", config.get("--train_batch_size"))
     return rest, ours | ({"train_batch_size": batch} if ours and isinstance(batch, int) else {})
 
@@ -170,7 +174,7 @@ def enter(argv: Sequence[str]) -> None:
             "there is no script to run. Start the WebUI by "
             "`gracetune host simpletuner run -- server`."
         )
-    check(WEBUI_NEEDS)
+    check(WEBUI_REQUIRED_SYMBOLS)
     install_webui(process_environment(), import_module)
     sys.argv = list(argv)
     runpy.run_path(argv[0], run_name="__main__")
@@ -201,7 +205,7 @@ _BOOLS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class WebUIOption:
     """One key of a block, and what people are told of it."""
 
     block: str
@@ -219,50 +223,54 @@ class Option:
 
 
 _ON_OFF = (("true", "On"), ("false", "Off"))
-_HOMES = (("unified_memory", "Host memory"), ("disk", "Disk alone"))
-OPTIONS = (
-    Option("", SWITCH, "gracetune", "Off: nothing of what follows is done.", _ON_OFF),
-    Option(CACHE, "vae_cache_type", "Latent cache", "Where latents are read from.", _HOMES),
-    Option(CACHE, "text_cache_type", "Text cache", "Where embeddings are read from.", _HOMES),
-    Option(
+_CACHE_TYPES = (("unified_memory", "Host memory"), ("disk", "Disk alone"))
+WEBUI_OPTIONS = (
+    WebUIOption("", SWITCH, "gracetune", "Off: nothing of what follows is done.", _ON_OFF),
+    WebUIOption(
+        CACHE, "vae_cache_type", "Latent cache", "Where latents are read from.", _CACHE_TYPES
+    ),
+    WebUIOption(
+        CACHE, "text_cache_type", "Text cache", "Where embeddings are read from.", _CACHE_TYPES
+    ),
+    WebUIOption(
         CACHE,
         "host_budget_gb",
         "Host memory for caches (GiB)",
         "The most that cached tensors take; empty: half of what the host can spare.",
     ),
-    Option(
+    WebUIOption(
         GH200,
         "enable_uvm_hints",
         "Unified-memory hints",
         "Place the tensors of each batch; not set: SIMPLETUNER_GH200_ENABLE_UVM_HINTS decides.",
         _ON_OFF,
     ),
-    Option(
+    WebUIOption(
         GH200,
         "enable_batch_size_rampup",
         "Batch ramp",
         "Let the effective batch grow while training.",
         _ON_OFF,
     ),
-    Option(
+    WebUIOption(
         GH200,
         "initial_effective_batch_size",
         "Ramp: first effective batch",
         "Samples in the first optimizer steps, over all GPUs.",
     ),
-    Option(
+    WebUIOption(
         GH200,
         "target_effective_batch_size",
         "Ramp: last effective batch",
         "Samples in an optimizer step once the ramp is done; empty: the batch without a ramp.",
     ),
-    Option(
+    WebUIOption(
         GH200,
         "batch_rampup_steps",
         "Ramp: length",
         "Micro-batches over which the effective batch grows; empty: 1000.",
     ),
-    Option(
+    WebUIOption(
         GH200,
         "rampup_shape",
         "Ramp: shape",
@@ -272,19 +280,19 @@ OPTIONS = (
 )
 
 
-def unfold(config: Mapping[str, object]) -> dict[str, object]:
+def blocks_to_fields(config: Mapping[str, object]) -> dict[str, object]:
     """Blocks as fields; a block that has nothing else is gone."""
     shown: dict[str, object] = {}
     for written, value in config.items():
         name = written.lstrip("-")
         prefix = written[: len(written) - len(name)] + PREFIX
         if name in (CACHE, GH200) and isinstance(value, dict):
-            keys = {option.key for option in OPTIONS if option.block == name}
+            keys = {option.key for option in WEBUI_OPTIONS if option.block == name}
             rest = {key: each for key, each in value.items() if key not in keys}
             if rest or not value:
                 shown[written] = rest
             said = {key: each for key, each in value.items() if key in keys}
-        elif name in (*FLAT, SWITCH):
+        elif name in (*FLAT_KEYS, SWITCH):
             said = {name: value}
         else:
             shown[written] = value
@@ -293,7 +301,7 @@ def unfold(config: Mapping[str, object]) -> dict[str, object]:
     return shown
 
 
-def fold(
+def fields_to_blocks(
     config: Mapping[str, object], kept: Mapping[str, object] | None = None
 ) -> dict[str, object]:
     """Fields as blocks, beside what blocks have without a field, here or in what was `kept`."""
@@ -302,7 +310,7 @@ def fold(
     for written, value in (kept or {}).items():
         if written.lstrip("-") in (CACHE, GH200) and isinstance(value, dict):
             blocks[written.lstrip("-")] = dict(value)
-    by_name = {option.name: option for option in OPTIONS}
+    by_name = {option.name: option for option in WEBUI_OPTIONS}
     for written, value in config.items():
         name = written.lstrip("-")
         option = by_name.get(name)
@@ -316,15 +324,19 @@ def fold(
     return rest | blocks
 
 
-def take_ours(config: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+def split_our_keys(config: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
     """What is left for SimpleTuner, and what the trainer's process is to be told."""
-    folded = fold(config)
+    folded = fields_to_blocks(config)
     ours = {
         name: value
         for written, value in folded.items()
-        if (name := written.lstrip("-")) in (*OURS, *FLAT) and value is not None
+        if (name := written.lstrip("-")) in (*OUR_KEYS, *FLAT_KEYS) and value is not None
     }
-    rest = {key: value for key, value in folded.items() if key.lstrip("-") not in (*OURS, *FLAT)}
+    rest = {
+        key: value
+        for key, value in folded.items()
+        if key.lstrip("-") not in (*OUR_KEYS, *FLAT_KEYS)
+    }
     return rest, ours
 
 
@@ -332,7 +344,7 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _value(option: Option, shown: object) -> object:
+def _value(option: WebUIOption, shown: object) -> object:
     """As the block has it; what is no number is left for the reader of the block to refuse."""
     if not isinstance(shown, str):
         return shown

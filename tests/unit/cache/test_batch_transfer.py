@@ -1,0 +1,381 @@
+"""Copying batches to the device: staging slots, prefetching, and texts that stay there."""
+
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from gracetune.cache.batch_transfer import (
+    STAGING_SLOTS,
+    DeviceTextCache,
+    InlineBatches,
+    PinnedStaging,
+    PrefetchDepth,
+    PrefetchedBatches,
+    batch_nbytes,
+    build_batch_transfer,
+    cache_texts_on_device,
+    copy_into,
+)
+from gracetune.cache.memory_tier import allocate_pageable
+from gracetune.cache.shard_format import PAGE
+from gracetune.cache.store import stack_into
+from gracetune.config.schema import Gh200Section
+from gracetune.data.loader import LoaderState
+from gracetune.data.sample import Batch
+from gracetune.errors import ConfigError, DataError
+from gracetune.memory.stats import Tier
+
+CPU = torch.device("cpu")
+LATENTS = partial(stack_into, [torch.zeros(4), torch.ones(4)])
+TEXT = {"tokens": torch.zeros(2, 3)}
+
+
+# BatchTransfer
+
+
+def test_the_memory_link_is_reported(told):
+    build_batch_transfer(Gh200Section(), CPU, told)
+    (text,) = told.texts()
+    assert text.startswith("memory link: none")
+    assert text.endswith("hints off")
+
+
+def test_without_hints_a_batch_is_only_stacked(told):
+    latents, text = build_batch_transfer(Gh200Section(), CPU, told).to_device(LATENTS, TEXT)
+    assert latents.tolist() == [[0.0] * 4, [1.0] * 4]
+    assert text["tokens"] is TEXT["tokens"]
+    assert len(told.events) == 1
+
+
+def test_hints_that_cannot_be_applied_are_reported_once(told):
+    transfer = build_batch_transfer(Gh200Section(enable_uvm_hints=True), CPU, told)
+    for _ in range(3):
+        transfer.to_device(LATENTS, TEXT)
+    fallbacks = [e.text for e in told.events if e.fallback]
+    assert len(fallbacks) > 1
+    assert len(fallbacks) == len(set(fallbacks))
+    assert fallbacks[0].startswith("batches are not in managed memory")
+    assert all("no GPU" in text for text in fallbacks[1:])
+
+
+def test_memory_used_is_a_number_of_bytes(told):
+    used = build_batch_transfer(Gh200Section(), CPU, told).memory_used(7)
+    assert used.step == 7
+    assert used.host > 10**6
+    assert (used.device, used.managed, used.stage) == (0, 0, 1)
+
+
+def test_an_unknown_role_is_refused_by_name(told):
+    with pytest.raises(ConfigError, match=r"placement\.latent "):
+        build_batch_transfer(Gh200Section(placement={"latent": "host"}), CPU, told)
+
+
+def test_tracked_roles_are_accounted_for(told):
+    transfer = build_batch_transfer(Gh200Section(), CPU, told)
+    sizes = iter([100, 300])
+    transfer.track_memory("optimizer", lambda: next(sizes))
+    for expected in (100, 300):
+        transfer.memory_used(1)
+        assert transfer._session.stats()["uvm.bytes.host.role.optimizer"] == expected
+
+
+def test_a_role_may_be_tracked_in_another_tier_than_the_device(told):
+    transfer = build_batch_transfer(Gh200Section(), CPU, told)
+    transfer.track_memory("optimizer", lambda: 5, Tier.DEVICE)
+    transfer.track_memory("too much", lambda: 5, Tier.MANAGED)  # this machine has none
+    for step in (1, 2):
+        transfer.memory_used(step)
+    stats = transfer._session.stats()
+    assert stats["uvm.bytes.device.role.optimizer"] == 5
+    assert transfer._session.accounting.current(Tier.MANAGED) == 0
+    assert transfer._session.accounting.denied(Tier.MANAGED) == 2
+
+
+@pytest.mark.parametrize(("conf", "pooled"), [("use_uvm:True", True), ("use_uvm:False", False)])
+def test_use_uvm_decides_about_the_pool(told, monkeypatch, conf, pooled):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
+    build_batch_transfer(Gh200Section(enable_uvm_hints=not pooled), CPU, told)
+    assert any("not in managed memory" in text for text in told.texts()) is pooled
+
+
+# PinnedStaging
+
+
+class DelayedDevice:
+    """A device whose copies run only when it is synchronized, as those of a GPU may."""
+
+    def __init__(self):
+        self.pending = []
+        self.events = []
+        self.waits = 0
+
+    def record_event(self):
+        device, copies = self, list(self.pending)
+        self.pending = []
+
+        class Event:
+            def synchronize(self):
+                device.waits += 1
+                for target, source in copies:
+                    target.memory.copy_(source)
+                copies.clear()
+
+        self.events.append(Event())
+        return self.events[-1]
+
+    def empty_like(self, like):
+        device = self
+
+        class DelayedTensor:
+            memory = torch.empty_like(like)
+
+            def copy_(self, source, non_blocking):
+                assert non_blocking
+                device.pending.append((self, source))
+                return self
+
+        return DelayedTensor()
+
+    def finish(self):
+        for event in self.events:
+            event.synchronize()
+
+
+def write(tensor):
+    return partial(copy_into, tensor)
+
+
+def test_a_slot_is_written_again_only_after_it_was_copied():
+    device = DelayedDevice()
+    staging = PinnedStaging(allocate_pageable, device.record_event)
+    sent = [
+        staging.send({"latents": write(torch.tensor([[n] * 3, [n + 0.5] * 3]))}, device.empty_like)
+        for n in range(7)
+    ]
+    assert device.waits == 7 - STAGING_SLOTS
+    device.finish()
+    for n, batch in enumerate(sent):
+        assert batch["latents"].memory.tolist() == [[n] * 3, [n + 0.5] * 3]
+    assert staging.nbytes_sent == 7 * 2 * 3 * 4
+
+
+def test_a_slot_holds_parts_of_any_dtype_and_grows():
+    device, sizes = DelayedDevice(), []
+
+    def allocate(nbytes):
+        sizes.append(nbytes)
+        return allocate_pageable(nbytes)
+
+    staging = PinnedStaging(allocate, device.record_event)
+    for length in (3, 3, 700, 5):
+        parts = {
+            "mask": torch.ones(length, dtype=torch.bool),
+            "text": torch.arange(2 * length).bfloat16().view(2, length),
+            "latents": torch.arange(length).double(),
+        }
+        sent = staging.send({name: write(t) for name, t in parts.items()}, device.empty_like)
+        device.finish()
+        for name, tensor in parts.items():
+            assert torch.equal(sent[name].memory, tensor)
+    assert sizes[:2] == [PAGE, 2 * PAGE + PAGE]
+    allocations = []
+    for _ in range(3 * STAGING_SLOTS):
+        staging.send({"latents": write(torch.zeros(700))}, device.empty_like)
+        allocations.append(len(sizes))
+    assert len(set(allocations[STAGING_SLOTS:])) == 1, "a slot that is large enough is reused"
+
+
+def test_parts_written_before_a_slot_grew_are_sent_unchanged():
+    device = DelayedDevice()
+    staging = PinnedStaging(allocate_pageable, device.record_event)
+    parts = {f"{n}": write(torch.full((n * 300 + 1,), float(n))) for n in range(6)}
+    sent = staging.send(parts, device.empty_like)
+    staging.send({"other": write(torch.full((5000,), -1.0))}, device.empty_like)
+    device.finish()
+    for n in range(6):
+        assert sent[f"{n}"].memory.eq(n).all()
+
+
+# Prefetching
+
+
+class FakeStream:
+    """A transfer stream on which nothing moves; checks which thread calls it."""
+
+    def __init__(self):
+        self.num_sent = 0
+        self.received = []
+        self.worker = None
+
+    @contextmanager
+    def active(self):
+        self.worker = threading.current_thread()
+        yield
+        self.worker = None
+
+    def record_arrival(self):
+        assert threading.current_thread() is self.worker
+        self.num_sent += 1
+        return self.num_sent
+
+    def wait_for(self, batch, arrival):
+        assert threading.current_thread() is not self.worker
+        self.received.append(arrival)
+
+
+class LateLoader:
+    """Loads a batch only after a step has asked for it; each takes a second of its own clock."""
+
+    def __init__(self, count):
+        self.count = count
+        self.now = 0.0
+        self._main = threading.current_thread()
+        self._asked = threading.Semaphore(0)
+        self._calls = 0
+
+    def clock(self):
+        if threading.current_thread() is self._main:
+            self._calls += 1  # a step looks at the clock before and after it waits
+            if self._calls % 2:
+                self._asked.release()
+        return self.now
+
+    def __iter__(self):
+        for item in numbered(self.count):
+            self._asked.acquire()
+            self.now += 1.0
+            yield item
+
+
+def batch(number):
+    return Batch(torch.full((2, 4), float(number)), {"t": torch.zeros(2, 2)}, ())
+
+
+def numbered(count, seen=None):
+    for number in range(count):
+        if seen is not None:
+            seen.append(number)
+        yield batch(number), LoaderState(number + 1)
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def late_batches(count, depth):
+    loader = LateLoader(count)
+    return PrefetchedBatches(iter(loader), FakeStream(), depth, loader.clock)
+
+
+def take(batches, count):
+    return [next(batches) for _ in range(count)]
+
+
+def test_batches_come_in_order_each_with_its_own_state():
+    stream = FakeStream()
+    batches = PrefetchedBatches(numbered(5), stream, PrefetchDepth(3, None))
+    assert iter(batches) is batches
+    taken = list(batches)
+    assert [b.latents[0, 0].item() for b, _ in taken] == [0, 1, 2, 3, 4]
+    assert [state.consumed for _, state in taken] == [1, 2, 3, 4, 5]
+    assert stream.received == [1, 2, 3, 4, 5]
+    batches.close()
+
+
+def test_the_state_is_that_of_the_batch_taken_not_of_the_prefetched_ones():
+    seen = []
+    batches = PrefetchedBatches(numbered(100, seen), FakeStream(), PrefetchDepth(4, None))
+    _, state = next(batches)
+    wait_until(lambda: len(seen) == 5)
+    time.sleep(0.02)
+    assert len(seen) == 5  # one taken and four prefetched, no more
+    assert state.consumed == 1
+    batches.close()
+    assert not [t for t in threading.enumerate() if t.name == "gracetune-prefetch"]
+
+
+def test_a_fixed_depth_does_not_grow_when_steps_wait():
+    batches = late_batches(6, PrefetchDepth(1, None))
+    take(batches, 6)
+    assert batches.depth.batches == 1
+    assert batches.counts.waits == 6
+    batches.close()
+
+
+def test_the_automatic_depth_grows_within_its_budget_while_steps_wait():
+    one = batch_nbytes(batch(0))
+    assert one == 2 * 4 * 4 + 2 * 2 * 4
+    batches = late_batches(12, PrefetchDepth(2, 5 * one))
+    take(batches, 12)
+    assert batches.depth.batches == 5
+    batches.close()
+
+
+def test_the_automatic_depth_does_not_grow_if_no_step_waits():
+    batches = PrefetchedBatches(numbered(8), FakeStream(), PrefetchDepth(2, 2**30))
+    for taken in range(8):
+        wait_until(lambda taken=taken: len(batches._ready) == min(2, 8 - taken))
+        next(batches)
+    assert batches.depth.batches == 2
+    assert batches.counts.waits == 0
+    assert batches.counts.waited_s == 0
+    assert batches.counts.hidden_s == batches.counts.busy_s > 0
+    batches.close()
+
+
+def test_time_that_steps_wait_is_counted_and_not_hidden():
+    batches = late_batches(4, PrefetchDepth(1, None))
+    take(batches, 4)
+    counts = batches.counts
+    assert (counts.batches, counts.waits) == (4, 4)
+    assert (counts.waited_s, counts.busy_s, counts.hidden_s) == (4.0, 4.0, 0.0)
+    batches.close()
+
+
+def test_an_error_reaches_the_step_after_the_batches_before_it():
+    def failing():
+        yield from numbered(2)
+        raise DataError("a file is gone")
+
+    batches = PrefetchedBatches(failing(), FakeStream(), PrefetchDepth(4, None))
+    assert [next(batches)[1].consumed, next(batches)[1].consumed] == [1, 2]
+    with pytest.raises(DataError, match="a file is gone"):
+        next(batches)
+    batches.close()
+
+
+def test_inline_batches_need_no_thread():
+    before = threading.active_count()
+    inline = InlineBatches(numbered(3))
+    assert next(inline)[1].consumed == 1
+    assert threading.active_count() == before
+    assert (inline.counts.batches, inline.counts.waits, inline.depth.batches) == (1, 0, 0)
+    inline.close()
+
+
+# Texts on the device
+
+
+def read_texts(names):
+    return [{"tokens": torch.full((128,), float(len(n)))} for n in names]  # 512 bytes each
+
+
+def test_the_first_texts_that_fit_the_budget_stay_on_the_device():
+    cached = cache_texts_on_device(["a", "bb", "ccc"], read_texts, CPU, 1100)
+    assert len(cached) == 2
+    assert [e["tokens"][0].item() for e in cached.get_all(["bb", "a", "bb"])] == [2, 1, 2]
+    assert cached.hits == 3
+    assert cached.get_all(["a", "ccc"]) is None
+    assert cached.hits == 3
+
+
+def test_no_text_stays_on_the_device_without_a_budget():
+    assert len(cache_texts_on_device(["a"], read_texts, CPU, 0)) == 0
+    assert DeviceTextCache({}).get_all([]) is None

@@ -1,0 +1,316 @@
+"""The data pipeline of a run: batches, hold-out, buckets, modes, and what it refuses."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from gracetune.cache.batch_transfer import build_batch_transfer
+from gracetune.config.schema import RunFile
+from gracetune.data.augment import render, sample_transform
+from gracetune.data.images import choose_decoders
+from gracetune.data.loader import BucketGroup
+from gracetune.data.pipeline import DataPipeline, split_holdout
+from gracetune.data.sample import Sample
+from gracetune.errors import ConfigError, DataError, RunFailedError
+from gracetune.models.tiny import load
+
+
+def samples(count, prefix="s"):
+    return tuple(
+        Sample("d", f"{prefix}{i}", f"caption {i}", f"{prefix}{i}", 8, 8) for i in range(count)
+    )
+
+
+@pytest.fixture
+def build(tiny_run, told):
+    def make(**sections):
+        run = tiny_run(**sections)
+        folder = Path(run.output_dir)
+        folder.mkdir(exist_ok=True)
+        transfer = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
+        return DataPipeline(run, load(run.model), transfer, folder, told)
+
+    return make
+
+
+def test_a_batch_size_that_no_bucket_can_fill_is_reported(build, told):
+    build(train={"batch_size": 100})
+    (text,) = [text for text in told.texts() if text.startswith("train.batch_size is 100")]
+    assert text.endswith("no bucket has more than 64 samples in an epoch, so batches are smaller")
+    told.events.clear()
+    build(train={"batch_size": 64})
+    assert not [text for text in told.texts() if text.startswith("train.batch_size")]
+
+
+def test_batches_hold_the_latents_and_texts_of_their_own_samples(build):
+    pipeline = build()
+    draws = pipeline.order.batch_at(0)
+    batch = pipeline.load(draws)
+    assert len(batch) == 4
+    assert batch.latents.shape == (4, 48, 6, 6)
+    for index, draw in enumerate(draws):
+        alone = pipeline.load([draw])
+        assert torch.equal(batch.latents[index], alone.latents[0])
+        assert torch.equal(batch.text["tokens"][index], alone.text["tokens"][0])
+
+
+def test_the_bucket_report_is_emitted_and_written(build, told, tmp_path):
+    build()
+    assert any("24x24" in text for text in told.texts())
+    assert (tmp_path / "run" / "buckets-0.json").exists()
+
+
+def test_held_out_samples_are_not_trained_on(build):
+    pipeline = build(validation={"holdout": 0.25})
+    held = {draw.sample for batch in pipeline.held_out_draws for draw in batch}
+    assert len(held) == 16
+    assert len(pipeline.train_samples) == 48
+    assert not held & set(pipeline.train_samples)
+
+
+def test_a_holdout_of_everything_is_refused(build):
+    with pytest.raises(DataError, match=r"validation\.holdout"):
+        build(validation={"holdout": 1.0})
+
+
+def test_adding_samples_changes_few_of_the_held_out_ones():
+    groups = [BucketGroup(samples(200), 1, 0.0, (8, 8))]
+    more = [BucketGroup(samples(220), 1, 0.0, (8, 8))]
+    before, after = (set(split_holdout(g, 0.1, 0)[1][0].samples) for g in (groups, more))
+    assert len(before) == 20
+    assert len(before & after) >= 16
+
+
+def test_the_split_is_the_same_in_any_order():
+    forward = [BucketGroup(samples(50), 1, 0.0, (8, 8))]
+    backward = [BucketGroup(tuple(reversed(samples(50))), 1, 0.0, (8, 8))]
+    first, second = (set(split_holdout(g, 0.2, 3)[1][0].samples) for g in (forward, backward))
+    assert first == second
+
+
+def test_a_cache_folder_is_found_by_the_next_run(build, told, tmp_path):
+    cache = {"persistent_cache": True, "cache_dir": str(tmp_path / "cache")}
+    build(cache_config=cache)
+    stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
+    assert "encoding latents" in stages
+    told.events.clear()
+    build(cache_config=cache)
+    stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
+    assert "encoding latents" not in stages
+    assert "encoding captions" not in stages
+
+
+def test_steps_and_sizes_that_do_not_suit_the_model_are_refused(build, tiny_run):
+    dataset = tiny_run().datasets[0].model_dump(mode="json", exclude_unset=True)
+    with pytest.raises(ConfigError, match="bucket_step is 6"):
+        build(datasets=[dataset | {"bucket_step": 6}])
+    with pytest.raises(ConfigError, match="takes at most 64"):
+        build(datasets=[dataset | {"resolution": 128}])
+
+
+def test_closing_seals_the_shards_and_a_closed_pipeline_still_loads(build, tmp_path):
+    cache = {"cache_dir": str(tmp_path / "cache"), "vae_cache_type": "disk"}
+    pipeline = build(cache_config={**cache, "text_cache_type": "disk"})
+    files = [*(tmp_path / "cache").rglob("shards/*")]
+    assert {path.suffix for path in files} == {".open"}
+    draws = pipeline.order.batch_at(0)
+    pipeline.will_need(draws)
+    before = pipeline.load(draws)
+    pipeline.close()
+    files = [*(tmp_path / "cache").rglob("shards/*")]
+    assert {path.suffix for path in files} == {".safetensors"}
+    assert torch.equal(pipeline.load(draws).latents, before.latents)
+    pipeline.close()
+
+
+def test_a_pipeline_that_cannot_be_built_leaves_its_cache_sealed(build, tmp_path):
+    cache = {"persistent_cache": True, "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(DataError, match="holdout"):
+        build(cache_config=cache, validation={"holdout": 1.0})
+    (path,) = (tmp_path / "cache" / "latents" / "shards").iterdir()
+    assert path.suffix == ".safetensors"
+
+
+def test_batches_may_mix_cached_refreshed_and_live_datasets(build, tiny_run):
+    """Each sample has the latents that it has in a batch of its own."""
+    dataset = tiny_run().datasets[0].model_dump(mode="json", exclude_unset=True)
+    modes = ("static", "refresh_each_epoch", "disable_cache")
+    random = {"crop": "random", "max_aspect": 1.0}
+    pipeline = build(
+        datasets=[
+            dataset | random | {"id": mode, "augmentations_cache_mode": mode} for mode in modes
+        ],
+        train={"batch_size": 12},
+    )
+    try:
+        draws = pipeline.order.batch_at(0)
+        pipeline.will_need(draws)
+        pipeline.will_need(pipeline.order.batch_at(pipeline.order.epoch_length))  # not made yet
+        batch = pipeline.load(draws)
+        assert len({draw.sample.dataset for draw in draws}) == 3
+        for index, draw in enumerate(draws):
+            assert torch.equal(batch.latents[index], pipeline.load([draw]).latents[0])
+    finally:
+        pipeline.close()
+
+
+def write_images(folder, count=4):
+    folder.mkdir()
+    for number in range(count):
+        Image.new("RGB", (30, 24), (number, 0, 0)).save(folder / f"{number}.png")
+    return {
+        "id": "d",
+        "instance_data_dir": str(folder),
+        "caption_strategy": "filename",
+        "resolution": 24,
+        "crop": "random",
+    }
+
+
+def test_a_file_that_breaks_while_training_is_named(build, tmp_path):
+    dataset = write_images(tmp_path / "images")
+    pipeline = build(datasets=[dataset | {"augmentations_cache_mode": "disable_cache"}])
+    assert len(pipeline.load(pipeline.order.batch_at(0))) == 4
+    (tmp_path / "images" / "2.png").write_bytes(b"torn")
+    with pytest.raises(RunFailedError, match=r"'d': 2.png was readable when the run started"):
+        pipeline.load(pipeline.order.batch_at(0))
+    pipeline.close()
+
+
+def test_a_file_that_breaks_before_its_next_augmentation_epoch_is_named(build, tmp_path):
+    dataset = write_images(tmp_path / "images")
+    pipeline = build(datasets=[dataset | {"augmentations_cache_mode": "refresh_each_epoch"}])
+    (tmp_path / "images" / "1.png").write_bytes(b"torn")
+    pipeline.load(pipeline.order.batch_at(0))
+    with pytest.raises(RunFailedError, match=r"'d': 1.png was readable when the run started"):
+        pipeline.load(pipeline.order.batch_at(pipeline.order.epoch_length))
+    pipeline.close()
+
+
+def test_unreadable_images_are_left_out_unless_all_are(build, tmp_path):
+    dataset = write_images(tmp_path / "images") | {"max_corruption_rate": 1.0}
+    whole = (tmp_path / "images" / "0.png").read_bytes()
+    torn = whole[: len(whole) - 30]  # the header is complete, the pixels are not
+    (tmp_path / "images" / "0.png").write_bytes(torn)
+    assert len(build(datasets=[dataset]).train_samples) == 3
+    for number in range(4):
+        (tmp_path / "images" / f"{number}.png").write_bytes(torn)
+    with pytest.raises(DataError, match=r"datasets\[0\] \('d'\): none of the 4 images"):
+        build(datasets=[dataset])
+
+
+# Settings of a dataset
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Six images that every crop, flip or change of colour alters."""
+    images = tmp_path / "images"
+    images.mkdir()
+    for number in range(6):
+        random = np.random.default_rng(number)
+        pixels = random.integers(0, 256, (40, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(images / f"image {number}.png")
+    return images
+
+
+@pytest.fixture
+def made(folder, told, tmp_path):
+    """A function from settings of the data set to its run, its family and its pipeline."""
+
+    def make(**settings):
+        dataset = {
+            "id": "d",
+            "instance_data_dir": str(folder),
+            "caption_strategy": "filename",
+            "resolution": 24,
+            "max_aspect": 2.0,
+            **settings,
+        }
+        output = tmp_path / "run"
+        output.mkdir(exist_ok=True)
+        run = RunFile.model_validate({"output_dir": str(output), "datasets": [dataset], "seed": 3})
+        family = load(run.model)
+        transfer = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
+        return run, family, DataPipeline(run, family, transfer, Path(output), told)
+
+    return make
+
+
+STATIC = {"augmentations_cache_mode": "static"}
+FLIP = {"augmentations": [{"name": "flip", "probability": 1}], **STATIC}
+MIXED = {
+    "augmentations": [{"name": "flip"}, {"name": "rotate"}, {"name": "brightness"}],
+    **STATIC,
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"crop": "random"}, {"crop": "top"}, FLIP, MIXED])
+def test_batches_hold_the_latents_of_the_augmented_pixels(build_dataset, folder, settings):
+    run, family, pipeline = build_dataset(**settings)
+    decoders = choose_decoders()
+    for index in range(pipeline.order.epoch_length):
+        draws = pipeline.order.batch_at(index)
+        for draw, latents in zip(draws, pipeline.load(draws).latents, strict=True):
+            recipe = sample_transform(
+                run.datasets[0], draw.sample, run.seed, lanczos=decoders.lanczos
+            )
+            data = (folder / draw.sample.key).read_bytes()
+            expected = family.encode(render(data, recipe, draw.size, decoders)[None])[0]
+            assert torch.allclose(latents, expected, atol=1e-5)
+
+
+def test_augmented_latents_differ_from_plain_ones_and_repeat(build_dataset):
+    def latents(**settings):
+        _, _, pipeline = build_dataset(**settings)
+        draws = sorted(
+            (
+                draw
+                for at in range(pipeline.order.epoch_length)
+                for draw in pipeline.order.batch_at(at)
+            ),
+            key=lambda draw: draw.sample.key,
+        )
+        return pipeline.load(draws).latents
+
+    plain, flipped = latents(), latents(**FLIP)
+    assert not torch.allclose(plain, flipped, atol=1e-3)
+    assert torch.equal(flipped, latents(**FLIP))
+
+
+def test_the_weight_of_a_dataset_scales_its_epoch(build_dataset):
+    _, _, pipeline = build_dataset(weight=0.5)
+    assert pipeline.order.samples_per_epoch == 3
+    _, _, pipeline = build_dataset(weight=1.5, repeats=2)
+    assert pipeline.order.samples_per_epoch == 18
+
+
+def test_the_decoders_are_reported(build_dataset, told):
+    build_dataset()
+    assert choose_decoders().description in told.texts()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"dataset_type": "video"},
+            r"\[0\]\.dataset_type is 'video', but tiny encodes only images",
+        ),
+        (
+            {"dataset_type": "audio"},
+            r"\[0\]\.dataset_type is 'audio', but tiny encodes only images",
+        ),
+        (
+            {"mask_background": 0.1},
+            r"datasets\[0\]\.mask_background is 0\.1, but there are no masks",
+        ),
+        ({"conditioning_data_dir": "x"}, r"datasets\[0\]\.conditioning_data_dir is 'x'"),
+    ],
+)
+def test_settings_without_effect_are_refused_by_name(build_dataset, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        build_dataset(**settings)

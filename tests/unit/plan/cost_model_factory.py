@@ -1,0 +1,92 @@
+"""Models in round numbers, for tests that reckon by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gracetune.plan.cost import CostModel
+from gracetune.plan.machines import EffectiveRates
+from gracetune.plan.result import BlockPlan
+from gracetune.plan.shapes import (
+    BlockShapes,
+    ModelShapes,
+    Op,
+    Trace,
+    TracesByMode,
+    plain_checkpointing_trace,
+)
+from gracetune.plan.simulate import PlanCandidate
+
+SPEEDS = EffectiveRates(
+    gemm=100.0,
+    fp8=200.0,
+    attention_forward=50.0,
+    attention_backward=50.0,
+    compiled=1000.0,
+    eager=500.0,
+    memory=1000.0,
+    gap_s=0.0,
+    link_in=100.0,
+    link_out=100.0,
+    both_ways_share=1.0,
+)
+"""A second is a hundred operations, a thousand bytes of device memory or a hundred of the link."""
+
+
+def made_trace(saved: int, again: float = 0.0) -> Trace:
+    """Forward takes one second, backward two and `again`, with 10 bytes beside what is saved."""
+    return Trace(
+        forward=(Op("gemm", 100.0, 1.0, frozen=True),),
+        backward=(
+            Op("gemm", 100.0, 1.0, frozen=True, backward=True),
+            Op("attention", 50.0, 1.0, backward=True),
+            Op("elementwise", 0.0, 1000.0 * again, backward=True),
+        ),
+        saved_nbytes=saved,
+        saves_input=True,
+        forward_peak_nbytes=saved + 5,
+        backward_peak_nbytes=saved + 10,
+    )
+
+
+def made_ways(saved: int) -> TracesByMode:
+    """Lean blocks keep 40 bytes; recomputed ones their input alone."""
+    keep = made_trace(saved)
+    return TracesByMode(keep, made_trace(40, again=0.1), plain_checkpointing_trace(keep, 10))
+
+
+def made_model(
+    num_blocks: int = 8, frozen_nbytes: int = 100, speeds: EffectiveRates = SPEEDS
+) -> CostModel:
+    """Blocks of 100 bytes that keep 80 bytes a sample, or 40 lean, or their input of 10."""
+
+    block = BlockShapes(
+        frozen_nbytes=frozen_nbytes,
+        trained_nbytes=2,
+        input_nbytes=10,
+        eager=made_ways(120),
+        compiled=made_ways(80),
+    )
+    outside = Trace((), (), 3, False, 6, 7)
+    order = (0,) * num_blocks
+    shapes = ModelShapes("made", 1, (block,), order, outside, 50, 0, batch_nbytes=4)
+    return CostModel(shapes, speeds)
+
+
+def made_choice(
+    model: CostModel,
+    activations: str = "keep",
+    streamed: int = 0,
+    *,
+    batch: int = 1,
+    slots: int = 3,
+    compiled: bool = True,
+    accumulation: int = 1,
+) -> PlanCandidate:
+    """All blocks alike, the first ones streamed."""
+    plan = BlockPlan("resident", activations)  # type: ignore[arg-type]
+    blocks = tuple(
+        replace(plan, weights="streamed") if index < streamed else plan
+        for index in range(model.num_blocks)
+    )
+    return PlanCandidate(blocks, batch, accumulation, slots if streamed else 0, compiled)

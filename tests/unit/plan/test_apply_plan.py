@@ -1,0 +1,155 @@
+"""A plan on a model of two experts gives the numbers of the plain model."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gracetune.models.family import Experts
+from gracetune.offload import autosize
+from gracetune.offload.activations import OffloadSettings
+from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.plan.apply import PlanLayout, apply_plan
+from gracetune.plan.result import BlockPlan
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WIDTH, TOKENS = 16, 32
+WAYS = [
+    BlockPlan(weights, activations, offload_input)
+    for weights, (activations, offload_input) in itertools.product(
+        ("resident", "streamed"),
+        [("keep", False), ("lean", False), ("offload", False), ("recompute", True)],
+    )
+]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.trained = nn.Parameter(torch.randn(WIDTH) * 0.1)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(x))) * (1 + self.trained)
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in WAYS)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make():
+    torch.manual_seed(0)
+    model = Experts(Transformer(), Transformer())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("trained" in name)
+    return model
+
+
+def gradients(model, expert):
+    x = torch.linspace(-1, 1, 2 * TOKENS * WIDTH).view(2, TOKENS, WIDTH).sin()
+    model(x, expert=expert).square().mean().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    assert len(found) == len(WAYS)
+    return found
+
+
+def parts(model):
+    return {model.high: list(model.high.blocks), model.low: list(model.low.blocks)}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_way_at_once_gives_the_same_gradients(compiled):
+    expected = {expert: gradients(make(), expert) for expert in ("high", "low")}
+    model, told = make(), []
+    torch._dynamo.reset()
+    layout = PlanLayout(
+        WAYS, compiled, slots=2, offload=OffloadSettings(poison=True), min_offload_nbytes=1
+    )
+    mover = SynchronousCopyEngine()
+    placed = apply_plan(
+        model, parts(model), layout, mover, told.append, "aot_eager_decomp_partition"
+    )
+    for expert in ("high", "low", "low", "high", "high"):
+        for ours, theirs in zip(gradients(model, expert), expected[expert], strict=True):
+            if compiled:
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+            else:
+                assert torch.equal(ours, theirs)
+    with torch.no_grad():  # as a pipeline samples: an expert is called by itself
+        model.low(torch.ones(1, TOKENS, WIDTH))
+    assert placed.ring.counters().surprises == 0
+    assert placed.ring.counters().on_demand <= 6  # an expert's first block, where the other ran
+    assert placed.offload.counters().sent_nbytes > 0
+    assert not [notice for notice in told if notice.fallback]
+    placed.close()
+    torch._dynamo.reset()
+    for ours, theirs in zip(gradients(model, "low"), expected["low"], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("ways", "added"), [("recompute", 3), ("offload", 1)])
+def test_what_is_spare_is_shared_by_slots_and_activations(ways, added, monkeypatch):
+    """In room for three slots more; half of it is for activations that come back ahead."""
+    monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
+    monkeypatch.setattr(autosize, "WORTH", 1e-12)
+    monkeypatch.setattr(autosize, "GAIN", 100.0)
+    model, told = make(), []
+    layout = PlanLayout(
+        [BlockPlan("streamed", ways)] * len(WAYS), False, slots=2, min_offload_nbytes=1
+    )
+    placed = apply_plan(model, parts(model), layout, SynchronousCopyEngine(), told.append)
+    expected = gradients(make(), "low")
+    assert not placed.shrink_ring()
+    placed.allow_ring_growth(3 * placed.ring.counters().slot_nbytes)
+    for _ in range(6):
+        for ours, theirs in zip(gradients(model, "low"), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert placed.ring.counters().slots == 2 + added
+    assert placed.stall_seconds() > 0
+    assert placed.shrink_ring()
+    for ours, theirs in zip(gradients(model, "low"), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert placed.ring.counters().slots == 2
+    placed.close()
+
+
+def test_a_plan_that_fails_half_way_leaves_nothing_behind(monkeypatch):
+    model = make()
+    plans = [BlockPlan("streamed", "keep")] * len(WAYS)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("gracetune.plan.apply.run_blocks", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        apply_plan(model, parts(model), PlanLayout(plans, False, 2), SynchronousCopyEngine(), print)
+    for ours, theirs in zip(gradients(model, "low"), gradients(make(), "low"), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not model.low._forward_pre_hooks
+
+
+def test_nothing_is_wrapped_that_need_not_be():
+    model = make()
+    plans = [BlockPlan("resident", "keep")] * len(WAYS)
+    placed = apply_plan(
+        model, parts(model), PlanLayout(plans, False), SynchronousCopyEngine(), print
+    )
+    assert placed.ring is None
+    assert placed.offload is None
+    assert placed.compiler is None
+    assert placed.stall_seconds() == 0.0
+    placed.allow_ring_growth(10**9)
+    assert not placed.shrink_ring()
+    placed.close()

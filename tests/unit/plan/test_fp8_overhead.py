@@ -1,0 +1,171 @@
+"""What fp8 needs beside its products, held against a block whose weights were rounded first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gracetune.plan.cost import SUBSPACE_DIMENSIONS, fp8_extra_nbytes, with_fp8_overhead
+from gracetune.plan.launch_probe import equivalent_ops
+from gracetune.plan.shapes import Op, TracesByMode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from gracetune.plan.shapes import BlockShapes, ModelShapes
+
+TOKENS, WIDTH, WIDE, TEXT = 4096, 5120, 13824, 512
+
+
+def traced_in_fp8(has_directions: bool) -> BlockShapes:
+    """A block of Wan-14B with frozen weights in fp8, on fakes."""
+    import torch
+    from torch import nn
+
+    from gracetune.adapters.compute.fp8_linear import Fp8Linear, convert_to_fp8
+    from gracetune.adapters.inject import add_adapter
+    from gracetune.config.schema import AdapterSection, ModelSection
+    from gracetune.models.family import SampleShape
+    from gracetune.plan.apply import fuse_operations
+    from gracetune.plan.meta_models import build_meta_model
+    from gracetune.plan.problem import TRACED_BATCH
+    from gracetune.plan.trace import trace_model
+
+    def directions(width: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(SUBSPACE_DIMENSIONS, width, dtype=torch.bfloat16), False)
+
+    shape = build_meta_model(
+        ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1}
+    )
+    with torch.device("meta"):
+        add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shapes.targets, seed=0)
+        convert_to_fp8(shape.model.blocks)
+        for layer in shape.model.modules() if has_directions else ():
+            if isinstance(layer, Fp8Linear):
+                layer.outlier_basis = directions(layer.in_features)
+                layer.outlier_weight = nn.Parameter(directions(layer.out_features).t(), False)
+    fuse_operations(shape.model)
+    (kind,) = trace_model(
+        replace(shape.subject(), compute_dtype=torch.bfloat16), TRACED_BATCH
+    ).kinds
+    return kind
+
+
+@pytest.fixture(scope="module")
+def rounded() -> BlockShapes:
+    return traced_in_fp8(has_directions=False)
+
+
+def test_eager_rounding_takes_what_a_rounded_block_shows(
+    fused_shapes: ModelShapes, rounded: BlockShapes
+) -> None:
+    guess = with_fp8_overhead(fused_shapes.kinds[0].eager, compiled=False)
+    for mine, truth in ((guess.keep, rounded.eager.keep), (guess.lean, rounded.eager.lean)):
+        assert mine.forward_peak_nbytes == pytest.approx(truth.forward_peak_nbytes, rel=0.03)
+        assert mine.backward_peak_nbytes == pytest.approx(truth.backward_peak_nbytes, rel=0.03)
+
+
+def test_the_host_queues_what_a_rounded_block_calls(
+    fused_shapes: ModelShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With CUDA's one kernel for a product, which a CPU does in steps."""
+    import torch
+
+    from gracetune.adapters.compute import lora_matmul
+
+    def one_kernel(
+        left: Tensor, right: Tensor, _: Tensor, __: Tensor, dtype: torch.dtype, ___: Tensor | None
+    ) -> Tensor:
+        return torch.empty(len(left), right.shape[1], dtype=dtype).neg()
+
+    monkeypatch.setattr(lora_matmul, "_scaled", one_kernel)
+    truth = traced_in_fp8(has_directions=True)
+    for compiled in (False, True):
+        traced = fused_shapes.kinds[0].compiled if compiled else fused_shapes.kinds[0].eager
+        real = truth.compiled if compiled else truth.eager
+        guess = with_fp8_overhead(traced, compiled)
+        for mine, before, found in (
+            (guess.keep, traced.keep, real.keep),
+            (guess.lean, traced.lean, real.lean),
+            (guess.recompute, traced.recompute, real.recompute),
+        ):
+            assert mine.forward_calls.custom_ops == found.forward_calls.custom_ops == 20
+            assert mine.backward_calls.custom_ops == found.backward_calls.custom_ops
+            assert mine.recompute_calls.custom_ops == pytest.approx(
+                found.recompute_calls.custom_ops, rel=0.03
+            )
+            for way in ("forward_calls", "recompute_calls", "backward_calls"):
+                said, is_, was = (getattr(trace, way) for trace in (mine, found, before))
+                assert said.kernels == pytest.approx(is_.kernels, rel=0.15)
+                assert said.dispatched == pytest.approx(is_.dispatched, rel=0.1)
+                assert equivalent_ops(said) == pytest.approx(equivalent_ops(is_), rel=0.12)
+                assert said.saved == pytest.approx(is_.saved, rel=0.2)
+                assert bool(said.policy_calls) == bool(was.policy_calls)
+
+
+def test_a_compiled_block_that_does_products_again_holds_their_inputs(
+    fused_shapes: ModelShapes,
+) -> None:
+    """Into attention and out of it, twice; into the wide layer and out of it; and text, twice."""
+    ways, batch = fused_shapes.kinds[0].compiled, fused_shapes.batch
+    found = with_fp8_overhead(ways, compiled=True)
+    inputs = batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
+    more = found.recompute.backward_peak_nbytes - ways.recompute.backward_peak_nbytes
+    assert more == pytest.approx(inputs, rel=0.01)
+    assert found.recompute.transposed_nbytes == WIDTH * WIDE, "and one weight, whatever the batch"
+    for mine, before in ((found.keep, ways.keep), (found.lean, ways.lean)):
+        assert mine.backward_peak_nbytes == before.backward_peak_nbytes, "nothing is done again"
+        assert mine.forward_peak_nbytes == before.forward_peak_nbytes
+
+
+def test_every_input_is_taken_apart_where_it_is_computed(fused_shapes: ModelShapes) -> None:
+    ways, batch = fused_shapes.kinds[0].compiled, fused_shapes.batch
+    found = with_fp8_overhead(ways, compiled=True)
+    passes = 3 * 2 * batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
+
+    def more(mine: Sequence[Op], before: Sequence[Op]) -> float:
+        return sum(op.nbytes for op in mine) - sum(op.nbytes for op in before)
+
+    assert more(found.keep.forward, ways.keep.forward) == pytest.approx(passes, rel=0.01)
+    assert more(found.keep.backward, ways.keep.backward) == 0
+    assert more(found.lean.backward, ways.lean.backward) == 0
+    again = more(found.recompute.backward, ways.recompute.backward)
+    assert again == pytest.approx(passes, rel=0.01)
+
+
+def test_layers_without_an_adapter_have_inputs_of_their_own(fused_shapes: ModelShapes) -> None:
+    """Two products in a row share one only inside of one of our operators."""
+    keep = fused_shapes.kinds[0].compiled.keep
+
+    def passes(*ops: Op) -> float:
+        trace = replace(keep, forward=ops, backward=())
+        found = with_fp8_overhead(TracesByMode(trace, trace, trace), compiled=True).keep.forward
+        return sum(op.nbytes for op in found[len(ops) :])
+
+    first = Op("gemm", 0.0, 0.0, frozen=True, dims=(10, 16, 32))
+    assert passes(first, first) == 2 * passes(first)
+    assert passes(replace(first, starts_custom_op=True), first) == passes(first)
+
+
+def test_a_layer_in_fp8_is_stored_with_its_directions(fused_shapes: ModelShapes) -> None:
+    """Held against a small layer that was really made: weight, scales, directions and all."""
+    import torch
+    from torch import nn
+
+    from gracetune.adapters.compute.fp8_linear import Fp8Linear
+    from gracetune.adapters.compute.outlier_subspace import MAX_DIMENSIONS
+
+    along = nn.Parameter(
+        torch.zeros(MAX_DIMENSIONS, 256, dtype=torch.bfloat16), requires_grad=False
+    )
+    linear = nn.Linear(256, 512, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    made = sum(part.nbytes for part in Fp8Linear(linear, along).frozen_tensors if part is not None)
+    product = Op("gemm", 0.0, 0.0, frozen=True, dims=(1, 256, 512), reads_frozen_weight=True)
+    keep = replace(fused_shapes.kinds[0].eager.keep, forward=(product,))
+    assert made == linear.weight.nbytes // 2 + fp8_extra_nbytes(keep)
+    wan = fp8_extra_nbytes(fused_shapes.kinds[0].eager.keep)
+    assert 0.02 < wan / (fused_shapes.kinds[0].frozen_nbytes / 2) < 0.03

@@ -1,0 +1,322 @@
+"""What queueing costs: shared out among calls, beside computing, and measured by a narrow model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, count, cycle
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from cost_model_factory import SPEEDS, made_choice, made_model
+
+from gracetune.models.family import PLANNABLE
+from gracetune.plan.cost import CostModel
+from gracetune.plan.launch_probe import (
+    KEPT,
+    PACKED,
+    REPEATS,
+    SENT,
+    USED,
+    VIEW,
+    WARM_UP,
+    LaunchCosts,
+    _ProbePass,
+    build_probe_model,
+    equivalent_ops,
+    measure_launch_costs,
+)
+from gracetune.plan.machines import NO_LAUNCH_COSTS
+from gracetune.plan.shapes import HostCalls, Op, plain_checkpointing_trace, recomputed_trace
+from gracetune.plan.simulate import LAUNCH_QUEUE_DEPTH, lower_bound_seconds, predict_seconds
+from gracetune.plan.trace import trace_model
+from gracetune.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gracetune.plan.shapes import ModelShapes
+
+CALLS = HostCalls(dispatched=10, kernels=6, views=5, custom_ops=2, saved_tensors=4)
+HOST = LaunchCosts(
+    forward_s=1.0,
+    backward_s=2.0,
+    custom_op_s=10.0,
+    custom_op_backward_s=7.0,
+    policy_s=3.0,
+    policy_recompute_s=4.0,
+)
+
+
+def queued(
+    num_blocks: int,
+    host: LaunchCosts,
+    forward: HostCalls,
+    backward: HostCalls,
+    num_trained: int = 0,
+) -> CostModel:
+    """Blocks of one second forward and two back that the host queues by so many calls."""
+    shapes = made_model(num_blocks)._shapes
+    (kind,) = shapes.kinds
+    keep = replace(kind.eager.keep, forward_calls=forward, backward_calls=backward)
+    lean = replace(kind.eager.lean, forward_calls=forward, backward_calls=backward)
+    ways = replace(kind.eager, keep=keep, lean=lean, recompute=recomputed_trace(keep, (), 10))
+    kind = replace(kind, eager=ways, num_trained=num_trained)
+    return CostModel(replace(shapes, kinds=(kind,)), replace(SPEEDS, host=host))
+
+
+def seconds_of(model: CostModel, *, batch: int = 1, activations: str = "keep", streamed: int = 0):
+    choice = made_choice(model, activations, streamed, batch=batch, compiled=False)
+    found = predict_seconds(model.at(batch), choice, model.rates, 0)
+    assert lower_bound_seconds(model.at(batch), choice, model.rates) <= found.step * (1 + 1e-9)
+    return found
+
+
+def test_each_kind_of_call_has_its_price() -> None:
+    keep = replace(made_model(1)._shapes.kinds[0].eager.keep, forward_calls=CALLS)
+    keep = replace(keep, backward_calls=HostCalls(dispatched=3, kernels=3, custom_ops=1))
+    assert HOST.forward_seconds(keep) == pytest.approx(6 + 5 * VIEW + 2 * 10)
+    assert HOST.backward_seconds(keep) == pytest.approx(3 * 2 + 7)
+
+
+def test_a_policy_is_asked_about_each_operator_twice_and_the_host_pays() -> None:
+    (kind,) = made_model(1)._shapes.kinds
+    keep = replace(kind.eager.keep, forward_calls=CALLS, backward_calls=HostCalls(kernels=3))
+    asked, plain = recomputed_trace(keep, (), 10), plain_checkpointing_trace(keep, 10)
+    assert HOST.forward_seconds(plain) == HOST.forward_seconds(keep)
+    assert HOST.forward_seconds(asked) == pytest.approx(HOST.forward_seconds(keep) + 10 * 3)
+    assert HOST.backward_seconds(asked) - HOST.backward_seconds(plain) == pytest.approx(10 * 4)
+    # One kernel of forward is traced, and that is what is launched again.
+    assert plain.recompute_calls.kernels == len(keep.forward)
+
+
+def test_what_a_policy_keeps_is_dearer_than_what_it_only_looks_at() -> None:
+    (kind,) = made_model(1)._shapes.kinds
+    inside = [Op("gemm", 1.0, 1.0, frozen=True), Op("gemm", 1.0, 1.0, 0.0, 8.0, frozen=True)]
+    attention = Op("attention", 1.0, 1.0, out_nbytes=8.0)
+    forward = (*inside, attention)
+    keep = replace(kind.eager.keep, forward=forward, forward_calls=CALLS)
+    recompute, lean = (recomputed_trace(keep, kept, 10) for kept in ([attention], forward))
+    assert (recompute.forward_calls.policy_saves, lean.forward_calls.policy_saves) == (
+        1,
+        2,
+    )  # one of ours is one
+    assert HOST.forward_seconds(lean) - HOST.forward_seconds(recompute) == pytest.approx(KEPT * 3)
+
+
+def test_what_a_policy_keeps_launches_nothing_and_what_nobody_reads_is_not_called() -> None:
+    (kind,) = made_model(1)._shapes.kinds
+    first = kind.eager.keep.forward[0]
+    keep = replace(kind.eager.keep, forward=(first, *[replace(first)] * 3), forward_calls=CALLS)
+    assert recomputed_trace(keep, (), 10).recompute_calls.kernels == 4
+    lean = recomputed_trace(keep, (first,), 10).recompute_calls
+    assert (lean.kernels, lean.custom_ops, lean.policy_calls) == (3, CALLS.custom_ops, 10)
+    early = recomputed_trace(replace(keep, num_needed=2), (), 10).recompute_calls
+    assert (early.kernels, early.dispatched, early.policy_calls, early.views) == (2, 5, 5, 2.5)
+    assert early.custom_ops == CALLS.custom_ops / 2
+
+
+def test_a_host_that_queues_slowly_is_waited_for() -> None:
+    host = LaunchCosts(forward_s=1.0, backward_s=1.0, optimizer_s=3.0)
+    model = queued(2, host, HostCalls(kernels=10), HostCalls(kernels=30), num_trained=1)
+    slow = seconds_of(model)
+    assert slow.step == pytest.approx(2 * (10 + 30) + 2 * 3, rel=0.05)
+    assert slow.wait_host == pytest.approx(slow.step - 2 * 3, rel=0.05)
+    busy = seconds_of(model, batch=100)
+    assert busy.step == pytest.approx(2 * 300, rel=0.01)
+    assert busy.wait_host == 0
+
+
+def test_the_host_runs_ahead_where_kernels_are_long_and_uses_it_where_they_are_short() -> None:
+    """Forward alone would be bound by the host: by a second a block."""
+    ahead = LaunchCosts(forward_s=1.0, backward_s=1.0)
+    model = queued(4, ahead, HostCalls(kernels=2), HostCalls(kernels=0.5))
+    assert seconds_of(model).step == pytest.approx(4 * 3, rel=0.02)
+
+
+def test_a_queue_holds_only_so_many_kernels() -> None:
+    """As before, and of many blocks: what is queued ahead does not last for all of forward."""
+    waited = []
+    for lead in (1.5, 4.5):
+        kernels = LAUNCH_QUEUE_DEPTH / lead
+        host = LaunchCosts(forward_s=2.0 / kernels, backward_s=0.5 / kernels)
+        found = seconds_of(queued(40, host, HostCalls(kernels=kernels), HostCalls(kernels=kernels)))
+        assert found.step == pytest.approx(40 * 3 + found.wait_host, rel=0.02)
+        waited.append(found.wait_host)
+    # Each pass that a queue has more room for spares two seconds on the way back, less its own.
+    assert waited[0] - waited[1] == pytest.approx(3 * 2, rel=0.2)
+    assert waited[1] > 20
+
+
+def test_what_no_order_beats_knows_a_host_that_is_behind() -> None:
+    host = LaunchCosts(forward_s=4.0 / 200, backward_s=5.0 / 200)
+    model = queued(40, host, HostCalls(kernels=200), HostCalls(kernels=200))
+    least = lower_bound_seconds(model.at(1), made_choice(model, compiled=False), model.rates)
+    assert least == pytest.approx(40 * 9)
+    assert least <= seconds_of(model).step
+
+
+def test_a_lead_from_the_step_before_is_not_lived_on() -> None:
+    """The link holds the first step up, the host gets ahead: steps in a row gain nothing by it."""
+    host = LaunchCosts(forward_s=3.0 / 100, backward_s=3.0 / 100)
+    shapes = queued(12, host, HostCalls(kernels=100), HostCalls(kernels=100))._shapes
+    (kind,) = shapes.kinds
+    slow = replace(shapes, kinds=(replace(kind, frozen_nbytes=350),))  # 3.5 seconds on the link
+    found = seconds_of(CostModel(slow, replace(SPEEDS, host=host)), streamed=12)
+    assert found.step == pytest.approx(12 * (3 + 3), rel=0.001)
+    assert 0.7 < found.wait_host / found.wait_weights < 1.6  # in the second step there was no wait
+
+
+def test_a_host_that_is_always_ahead_changes_nothing() -> None:
+    quick = queued(
+        4, LaunchCosts(forward_s=0.01, backward_s=0.01), HostCalls(kernels=9), HostCalls(kernels=9)
+    )
+    free = queued(4, NO_LAUNCH_COSTS, HostCalls(kernels=9), HostCalls(kernels=9))
+    assert seconds_of(quick) == seconds_of(free)
+
+
+def test_recomputing_under_a_policy_takes_the_host_longer() -> None:
+    host = LaunchCosts(forward_s=1.0, backward_s=1.0, policy_s=2.0, policy_recompute_s=3.0)
+    model = queued(2, host, HostCalls(dispatched=9, kernels=9), HostCalls(kernels=9))
+    kept, again = (seconds_of(model, activations=way).step for way in ("keep", "recompute"))
+    assert again - kept == pytest.approx(2 * (9 * 2 + 9 * 3 + 1), rel=0.05)  # one kernel is traced
+
+
+def test_the_ring_and_the_offload_take_the_host_their_time() -> None:
+    there, back = HOST.hook_seconds(4, streamed=True, packed=True, sent=False)
+    assert there == pytest.approx(3 * (4 * PACKED[0] + USED[0]))
+    assert back == pytest.approx(3 * (4 * PACKED[1] + USED[1]))
+    there, back = HOST.hook_seconds(4, streamed=False, packed=True, sent=True)
+    assert (there, back) == (pytest.approx(12 * SENT[0]), pytest.approx(12 * SENT[1]))
+    assert HOST.hook_seconds(4, streamed=False, packed=False, sent=False) == (0, 0)
+    calls = HostCalls(kernels=9, saved_tensors=5)
+    model = queued(2, replace(HOST, policy_s=100.0), calls, HostCalls(kernels=9))
+    resident, streamed = seconds_of(model).step, seconds_of(model, streamed=2).step
+    each = 5 * sum(PACKED) + sum(USED)
+    assert streamed - resident == pytest.approx(2 * 100 * each, rel=0.1)
+
+
+def test_a_measured_machine_is_so_many_times_as_slow_at_queueing_too() -> None:
+    model = queued(1, HOST, CALLS, CALLS)
+    way, paced = (m.at(1).blocks[0].eager.keep for m in (model, model.rescaled(2.0, 1.0)))
+    assert paced.forward_host_s == pytest.approx(2 * way.forward_host_s)
+    assert paced.backward_host_s == pytest.approx(2 * way.backward_host_s)
+
+
+def test_calls_of_a_real_block_are_counted(fused_shapes: ModelShapes) -> None:
+    """Wan's block has ten linear layers; those that share an input are one call."""
+    (kind,) = fused_shapes.kinds
+    keep, lean = kind.eager.keep, kind.eager.lean
+    assert keep.forward_calls.custom_ops == 8
+    assert keep.forward_calls.kernels == len(keep.forward)
+    assert keep.forward_calls.dispatched < keep.forward_calls.kernels + keep.forward_calls.views
+    assert kind.num_trained == 20
+    assert lean.forward_calls.policy_calls == keep.forward_calls.dispatched
+    assert 7 < lean.recompute_calls.custom_ops < 8  # checkpointing stops early
+    assert lean.recompute_calls.kernels < kind.eager.recompute.recompute_calls.kernels
+    assert kind.compiled.keep.forward_calls.custom_ops == 8
+    assert kind.compiled.keep.forward_calls.views == 0
+
+
+def probed(family: str, clock: Callable[[], float], waited: list[int]) -> LaunchCosts:
+    small = partial(build_probe_model, family)
+    return measure_launch_costs(torch.device("cpu"), lambda: waited.append(1), clock, small)
+
+
+def test_a_host_is_probed_by_models_of_no_size() -> None:
+    """By a clock that ticks at each look: every part takes one tick, whatever it does."""
+    ticks = count()
+    waited: list[int] = []
+    host = probed("wan22", lambda: float(next(ticks)), waited)
+    assert 0 < host.forward_s < 1 / 100
+    assert 0 < host.backward_s < host.forward_s  # a tick as well, for more calls
+    assert (host.policy_s, host.policy_recompute_s) == (0, 0)  # no dearer: never below nothing
+    assert host.optimizer_s == pytest.approx(1 / (12 * 20))  # ten linear layers a block
+    assert len(waited) == 3 * (WARM_UP + REPEATS)
+
+
+def test_what_a_pass_takes_is_shared_out_among_its_calls() -> None:
+    """By a clock that knows what each pass costs: plain, prepared, under a policy."""
+    costs = [(1.0, 2.0, 0.0), (3.0, 5.0, 8.0), (10.0, 20.0, 0.0)]
+    ticks = accumulate(cycle([look for parts in costs for look in (0.0, *parts)]))
+    host = probed("wan22", lambda: next(ticks), [])
+    (bare, bare_back), (there, back) = (
+        _ProbePass(partial(build_probe_model, "wan22", has), torch.device("cpu")).count()
+        for has in (False, True)
+    )
+    assert host.forward_s * equivalent_ops(bare) == pytest.approx(1.0)
+    assert host.backward_s * equivalent_ops(bare_back) == pytest.approx(2.0)
+    assert host.forward_s * equivalent_ops(
+        there
+    ) + host.custom_op_s * there.custom_ops == pytest.approx(3.0)
+    backward = host.backward_s * equivalent_ops(back) + host.custom_op_backward_s * back.custom_ops
+    assert backward == pytest.approx(5.0)
+    assert host.optimizer_s * 240 == pytest.approx(8.0)
+    assert host.policy_s * there.policy_calls == pytest.approx(10.0 - 3.0)
+    assert host.policy_recompute_s * there.policy_calls == pytest.approx(20.0 - 5.0 - 3.0)
+
+
+@pytest.mark.parametrize("family", [*PLANNABLE, "unheard_of"])
+def test_a_real_host_pays_for_python(family: str) -> None:
+    host = probed(family, time.process_time, [])
+    assert 1e-7 < host.forward_s < 1e-3
+    assert 0 < host.policy_s < 1e-3
+    assert 0 < host.policy_recompute_s < 1e-3
+    assert 0 < host.optimizer_s < 1e-2
+
+
+def test_a_probe_draws_nothing_that_a_run_would_have_drawn() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    probed("qwen_image", time.process_time, [])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_calls_are_counted_as_another_device_would_have_them() -> None:
+    """CUDA has one kernel for what a CPU does in eight; nothing runs on the other device."""
+    make = partial(build_probe_model, "wan22", True)
+    (here, _), (there, back) = (
+        _ProbePass(make, torch.device(name)).count() for name in ("cpu", "meta")
+    )
+    assert there.kernels < here.kernels
+    assert here.custom_ops == there.custom_ops == 12 * 8  # those that share an input are one call
+    assert back.custom_ops > there.custom_ops
+    assert 0 < there.policy_calls < there.dispatched
+
+
+def test_a_plan_says_that_the_host_is_too_slow() -> None:
+    from gracetune.plan.memory import FixedMemory
+    from gracetune.plan.report import reasons
+    from gracetune.plan.search import Constraints, PlanBudget, find_best_plan
+
+    host = LaunchCosts(forward_s=1.0, backward_s=1.0)
+    model = queued(2, host, HostCalls(kernels=10), HostCalls(kernels=30))
+    budget = PlanBudget(10**6, 10**6)
+    wishes = Constraints(samples=1, compile=(False,))
+    planned = find_best_plan(model, FixedMemory(0), budget, wishes, simulated=True)
+    assert any("host queues operators more slowly" in reason for reason in reasons(planned, budget))
+    quick = find_best_plan(
+        queued(2, NO_LAUNCH_COSTS, HostCalls(), HostCalls()),
+        FixedMemory(0),
+        budget,
+        wishes,
+        simulated=True,
+    )
+    assert not any("host queues" in reason for reason in reasons(quick, budget))
+
+
+@pytest.mark.parametrize("family", ["wan22", "flux", "qwen_image"])
+def test_a_roomy_model_calls_what_one_of_no_size_calls(family: str) -> None:
+    """A host is timed with the one and its calls are counted with the other."""
+    small, roomy = (
+        trace_model(build_probe_model(family, True, is_roomy).subject(), 1)
+        for is_roomy in (False, True)
+    )
+    for one, other in zip(small.kinds, roomy.kinds, strict=True):
+        assert one.eager.keep.forward_calls == other.eager.keep.forward_calls
+        assert one.eager.keep.backward_calls == other.eager.keep.backward_calls
+    assert small.outside.forward_calls == roomy.outside.forward_calls
+    assert roomy.kinds[0].input_nbytes > MIB > 100 * small.kinds[0].input_nbytes

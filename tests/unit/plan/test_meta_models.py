@@ -1,0 +1,122 @@
+"""Models by their configuration: published shapes, folders, and what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from gracetune.cli.plan import make_trainable
+from gracetune.config.schema import AdapterSection, ModelSection
+from gracetune.errors import ConfigError, ModelError
+from gracetune.models.family import SampleShape, load_family
+from gracetune.plan.meta_models import build_meta_model
+from gracetune.plan.problem import family_trace_target
+from gracetune.plan.trace import trace_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SQUARE = SampleShape(1024, 1024)
+SMALL = {
+    "wan22": {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64},
+    "flux": {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2},
+    "qwen_image": {"num_layers": 2, "num_attention_heads": 2},
+}
+"""Narrow, but of the published classes."""
+
+
+@pytest.mark.parametrize(
+    ("family", "billions", "experts", "latent"),
+    [
+        ("wan22", 14.29, 2, (16, 1, 128, 128)),
+        ("flux", 11.90, 1, (16, 128, 128)),
+        ("qwen_image", 20.43, 1, (16, 128, 128)),
+    ],
+)
+def test_published_shapes_have_their_published_size(
+    family: str, billions: float, experts: int, latent: tuple[int, ...]
+) -> None:
+    shape = build_meta_model(ModelSection(family=family), SQUARE)
+    count = sum(p.numel() for p in shape.model.parameters())
+    assert count / 1e9 == pytest.approx(billions, abs=0.01)
+    assert shape.experts == experts
+    assert shape.encoded.latent_shape == latent
+    assert all(p.is_meta and p.dtype is torch.bfloat16 for p in shape.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"), [("wan22", (0,)), ("flux", (0, 1, 1)), ("qwen_image", (0, 0))]
+)
+def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) -> None:
+    shape = build_meta_model(ModelSection(family=family), SampleShape(64, 64), SMALL[family])
+    trained = make_trainable(shape, AdapterSection(rank=4))
+    traced = trace_model(shape.subject(), 2)
+    assert traced.order == kinds
+    assert traced.trained_nbytes == 4 * trained
+    assert traced.cast_copies_nbytes == 2 * trained
+    for block in traced.kinds:
+        assert block.input_nbytes > 0
+        assert 0 < block.compiled.lean.saved_nbytes <= block.compiled.keep.saved_nbytes
+        assert block.eager.keep.flops == pytest.approx(block.compiled.keep.flops, rel=1e-3)
+
+
+def test_frames_and_the_small_wan_have_their_own_latents() -> None:
+    clip = SampleShape(832, 480, 33)
+    big = build_meta_model(ModelSection(family="wan22"), clip, {"num_layers": 1})
+    assert big.encoded.latent_shape == (16, 9, 60, 104)
+    changes = {"num_layers": 1, "in_channels": 48, "num_attention_heads": 2, "ffn_dim": 64}
+    small = build_meta_model(ModelSection(family="wan22"), clip, changes)
+    assert small.encoded.latent_shape == (48, 9, 30, 52)
+    assert small.subject().inputs(2)["timestep"].shape == (2, 9 * 15 * 26)
+
+
+def test_a_folder_says_what_its_model_is(tmp_path: Path) -> None:
+    config = {"_class_name": "WanTransformer3DModel", "num_layers": 2, "num_attention_heads": 2}
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    section = ModelSection(family="wan22", path=str(tmp_path), dtype="float32")
+    shape = build_meta_model(section, SQUARE)
+    assert len(shape.subject().blocks) == 2
+    assert (shape.experts, shape.dtype) == (1, torch.float32)
+    assert str(tmp_path) in shape.source
+    (tmp_path / "transformer_2").mkdir()
+    assert build_meta_model(section, SQUARE).experts == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"_class_name": "UNet2DConditionModel"}', "the transformer of wan22 is a WanTrans"),
+        ('{"num_layers": 2}', "cannot be read as a model's configuration"),
+        ("{", "cannot be read as a model's configuration"),
+    ],
+)
+def test_a_folder_that_cannot_be_planned_is_refused(
+    text: str, complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=complaint):
+        build_meta_model(ModelSection(family="wan22", path=str(tmp_path)), SQUARE)
+
+
+def test_an_unknown_family_is_told_which_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"'sdxl'.*flux, qwen_image, tiny, wan22.*trace_model"):
+        build_meta_model(ModelSection(family="sdxl"), SQUARE)
+
+
+def test_a_loaded_family_is_planned_as_its_configuration_is() -> None:
+    family = load_family(ModelSection(family="tiny"))
+    family.transformer.requires_grad_(False)
+    text = family.stack_text(family.encode_text(["a red ring"]))
+    loaded = trace_model(family_trace_target(family, family.latent_shape(24, 24), text), 2)
+    published = trace_model(
+        build_meta_model(ModelSection(family="tiny"), SampleShape(24, 24)).subject(), 2
+    )
+    assert loaded.order == published.order
+    assert loaded.frozen_nbytes == published.frozen_nbytes
+    assert [k.eager for k in loaded.kinds] == [k.eager for k in published.kinds]
+    assert [k.compiled for k in loaded.kinds] == [k.compiled for k in published.kinds]

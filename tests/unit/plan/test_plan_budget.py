@@ -1,0 +1,62 @@
+"""What a plan may count on, and what it has to leave room for."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from problem_factory import made_model
+from torch import nn
+
+from gracetune.cache.batch_transfer import INITIAL_DEPTH
+from gracetune.config.schema import RunFile
+from gracetune.plan import planner
+from gracetune.plan.machines import FITTED_CONSTANTS
+from gracetune.plan.search import PlanError
+
+
+def family_of(*layers):
+    return SimpleNamespace(transformer=nn.Sequential(*layers))
+
+
+def test_frozen_weights_are_counted_as_room_and_trained_ones_are_not():
+    frozen, trained = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
+    nbytes = sum(p.nbytes for p in frozen.parameters())
+    assert planner._leaving_nbytes(family_of(frozen, trained)) == nbytes
+    assert planner._leaving_nbytes(family_of(trained)) == 0
+
+
+def test_weights_that_are_not_in_host_memory_make_no_room_there():
+    elsewhere = nn.Linear(64, 64, device="meta").requires_grad_(False)
+    assert planner._leaving_nbytes(family_of(elsewhere)) == 0
+
+
+def test_what_the_run_file_allows_is_a_limit_still():
+    frozen = family_of(nn.Linear(1024, 1024).requires_grad_(False))
+    run = RunFile.model_validate({"plan": {"host_memory": "1MB"}})
+    assert planner._host_nbytes(run, frozen) == 1_000_000
+
+
+@pytest.mark.parametrize(("depth", "expected"), [("auto", INITIAL_DEPTH), (7, 7)])
+def test_batches_that_are_brought_ahead_have_their_room(depth, expected):
+    run = RunFile.model_validate({"cache_config": {"prefetch_depth": depth}})
+    ask = planner.build_problem(run, family_of(nn.Linear(4, 4)), made_model(), 10**9)
+    assert ask.fixed.batches_ahead == expected
+
+
+def test_in_one_memory_a_run_moves_nothing():
+    run = RunFile.model_validate({"adapter": {"rank": 4}, "optimizer": {"state": "host"}})
+    library = int(FITTED_CONSTANTS["library_nbytes"].value)
+
+    def answer(nbytes, one_memory):
+        model, family = made_model(), family_of(nn.Linear(4, 4))
+        ask = planner.build_problem(run, family, model, library + nbytes, one_memory=one_memory)
+        ask = replace(ask, budget=replace(ask.budget, fragmentation=0.0))
+        return ask.solve(ask.budget)
+
+    little = answer(1300, one_memory=False)
+    assert little.streamed
+    assert little.host_state == 1.0
+    with pytest.raises(PlanError, match="memory, which host and device share"):
+        answer(1000, one_memory=True)
+    whole = answer(1800, one_memory=True)
+    assert (whole.streamed, whole.host_state, whole.host.total) == ((), 0.0, 0)

@@ -1,0 +1,319 @@
+"""A plan is corrected once, where that is clearly better or needed; slots are given up first."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from problem_factory import made_question
+
+from gracetune.data.sample import Batch
+from gracetune.events.types import Notice
+from gracetune.offload.copies import OffloadError
+from gracetune.offload.ring import RingCounters
+from gracetune.plan import controller
+from gracetune.plan.controller import PlanController
+from gracetune.units import format_bytes
+
+ROOMY, TIGHT = 2000, 500
+NUMEL = 16
+LEFT = 1000
+
+
+class Meter:
+    def __init__(self):
+        self.peak = None
+        self.cleared = 0
+
+    def restart(self):
+        pass
+
+    def peak_nbytes(self):
+        return self.peak
+
+    def clear(self):
+        self.cleared += 1
+
+
+class Ring:
+    def counters(self):
+        return RingCounters(7, 700, 5, 2, 1, 0, 3.0, 4, 0, 100, 800)
+
+
+class Compiler:
+    graphs, seconds = 3, 40.0
+
+
+class Placed:
+    """What Settled asks of a placed model, and what it was told to do."""
+
+    def __init__(self, plan, deeds, added):
+        self.plan = plan
+        self.deeds = deeds
+        self.ring = Ring() if plan.streamed else None
+        self.compiler = None
+        self.closed = False
+        self.waited = 0.0
+        self._added = added
+
+    def allow_ring_growth(self, nbytes):
+        self.deeds.append(("may grow", nbytes))
+
+    def shrink_ring(self):
+        given, self._added = self._added, False
+        return given
+
+    def stall_seconds(self):
+        return self.waited
+
+    def close(self):
+        if not self.closed:
+            self.deeds.append(("close", self.plan))
+        self.closed, self.ring = True, None
+
+
+@dataclass
+class Case:
+    settled: PlanController
+    ask: object
+    meter: Meter
+    deeds: list
+    told: object
+    placed: list
+    spares: list
+    """Bytes that each plan was placed beside."""
+
+    @property
+    def plan(self):
+        return self.settled.plan
+
+    def check(self, seconds, peak=None, batches=3, numel=NUMEL, left=LEFT):
+        self.meter.peak = peak
+        self.settled.start_measuring()
+        for _ in range(batches):
+            self.settled.count_batch(batch(numel))
+        return self.settled.check(seconds, left)
+
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def batch(numel=NUMEL):
+    return Batch(torch.zeros(1, numel), {}, (None,))
+
+
+@pytest.fixture
+def case(told):
+    def make(device_nbytes, added=False, full_at=(), failure=FULL, **asked):
+        ask = made_question(device_nbytes, **asked)
+        deeds, placed, spares = [], [], []
+
+        def place(plan, spare_nbytes):
+            if len(placed) in full_at:
+                placed.append(None)
+                raise failure
+            placed.append(Placed(plan, deeds, added))
+            spares.append(spare_nbytes)
+            return placed[-1]
+
+        meter = Meter()
+        plan = ask.solve(ask.budget)
+        settled = PlanController(ask, plan, place, meter, NUMEL, told)
+        return Case(settled, ask, meter, deeds, told, placed, spares)
+
+    return make
+
+
+def test_a_plan_that_came_true_stays_and_the_ring_may_use_what_is_free(case):
+    one = case(TIGHT)
+    plan = one.plan
+    assert not one.check(plan.seconds.step, peak=plan.device.total - 1)
+    assert one.plan is plan
+    assert one.deeds == [("may grow", one.ask.spare_nbytes(plan) + 1)]
+    assert one.ask.spare_nbytes(plan) <= TIGHT - plan.device.total
+    (text,) = one.told.texts()
+    expected = f"{plan.samples_per_second:.3f}"
+    assert text.startswith(f"measured: {expected} samples/s (expected {expected}), ")
+    assert text.endswith(f"of device memory (expected {format_bytes(plan.device.total)})")
+
+
+def test_memory_that_turned_out_to_be_free_is_spent_once(case):
+    one = case(TIGHT)
+    before = one.plan
+    assert any(block.activations == "recompute" for block in before.blocks)
+    assert one.check(before.seconds.step, peak=before.device.total - 200)
+    after = one.plan
+    assert after.seconds.step < 0.97 * before.seconds.step
+    assert after.device.total <= TIGHT
+    assert one.deeds == [("close", before)]
+    assert one.meter.cleared == 1
+    text = one.told.texts()[-1]
+    assert text.startswith("plan corrected after the first steps")
+    assert f"{after.seconds.step:.3f} s a micro-batch" in text
+    assert f"the first plan would give {before.samples_per_second:.3f} samples/s" in text
+    assert not one.check(after.seconds.step / 2, peak=10), "never a second time"
+    assert one.plan is after
+
+
+def test_a_plan_over_its_budget_gives_way_though_that_is_slower(case):
+    one = case(1500)
+    before = one.plan
+    assert one.check(before.seconds.step, peak=1600)
+    assert one.plan.seconds.step >= before.seconds.step
+    more = 1600 - before.device.total
+    assert one.plan.device.total <= 1500
+    assert one.ask.solve(one.ask.budget).device.total + more > 1500
+
+
+def test_another_pace_alone_changes_nothing_that_it_would_not_make_faster(case):
+    one = case(ROOMY)
+    before = one.plan
+    assert not one.check(2 * before.seconds.step, peak=before.device.total)
+    assert one.plan.blocks == before.blocks
+    assert one.plan.seconds.step == pytest.approx(2 * before.seconds.step, rel=0.01), (
+        "but it is known now"
+    )
+    assert one.deeds[0][0] == "may grow"
+
+
+def test_small_batches_say_nothing_of_the_largest(case):
+    one = case(TIGHT)
+    before = one.plan
+    assert not one.check(before.seconds.step / 4, peak=before.device.total // 2, numel=NUMEL - 1)
+    assert one.plan is before
+    assert "3 of 3 micro-batches were smaller" in one.told.texts()[0]
+    assert one.deeds == [("may grow", one.ask.spare_nbytes(before))]
+
+
+def test_one_large_batch_tells_the_peak_but_not_the_pace(case):
+    one = case(TIGHT)
+    before = one.plan
+    one.meter.peak = before.device.total - 200
+    one.settled.start_measuring()
+    for numel in (NUMEL, 1, 1):
+        one.settled.count_batch(batch(numel))
+    assert one.settled.check(before.seconds.step / 10, LEFT)
+    assert one.plan.seconds.gemm == pytest.approx(before.seconds.gemm)
+    assert one.plan.device.total > before.device.total - 200
+
+
+def test_a_batch_that_is_not_full_is_not_large(case):
+    one = case(TIGHT)
+    one.settled.start_measuring()
+    one.settled.count_batch(Batch(torch.zeros(0, NUMEL), {}, ()))
+    assert not one.settled.check(one.plan.seconds.step / 10, LEFT)
+
+
+def test_a_change_that_cannot_pay_for_its_compilation_is_not_made(case):
+    free = 450  # so much that weights may stay, which needs another graph
+    one = case(TIGHT, compiled=(True,))
+    before = one.plan
+    assert not one.check(before.seconds.step, peak=before.device.total - free, left=1)
+    assert one.plan.blocks == before.blocks
+    two = case(TIGHT, compiled=(True,))
+    assert two.check(before.seconds.step, peak=before.device.total - free, left=LEFT)
+
+
+def test_weights_that_move_take_their_time_too(case, monkeypatch):
+    one = case(TIGHT)
+    before = one.plan
+    assert before.streamed
+    peak = before.device.total - 200
+    monkeypatch.setattr(controller, "PIN_NBYTES_PER_S", before.host.weights / 50.0)
+    assert not one.check(before.seconds.step, peak=peak, left=5), "fifty seconds for thirty"
+    assert case(TIGHT).check(before.seconds.step, peak=peak, left=20)
+
+
+@pytest.mark.parametrize("failure", [FULL, OffloadError("8 GiB cannot be pinned")], ids=str)
+def test_a_change_that_does_not_fit_after_all_is_undone(case, failure):
+    one = case(TIGHT, full_at=(1,), failure=failure)
+    before = one.plan
+    assert one.check(before.seconds.step, peak=before.device.total - 200)
+    assert one.plan.blocks == before.blocks
+    assert one.plan.device.total == before.device.total - 200
+    assert one.placed[-1].plan.blocks == before.blocks
+    assert one.settled.streaming_stats(9).fetches == 14, "of two rings, none of them twice"
+    (notice,) = [event for event in one.told.of(Notice) if event.fallback]
+    assert "Returning to the first plan" in notice.text
+
+
+def test_added_slots_go_before_a_plan_does(case):
+    one = case(900, added=True)
+    before = one.plan
+    assert one.settled.reduce_memory("full.")
+    assert one.plan is before
+    assert one.deeds == []
+    assert one.told.texts() == [
+        "full. Continuing without the slots that were added to the weight ring."
+    ]
+    assert one.settled.reduce_memory("full.")
+    assert one.plan.device.total < before.device.total
+    assert one.deeds == [("close", before)]
+    assert not one.check(before.seconds.step / 10, peak=10), "a full device is not filled again"
+    assert one.spares[-1] < before.device.total - one.plan.device.total, "nor counted as free"
+
+
+def test_a_smaller_plan_that_does_not_fit_gives_way_to_a_smaller_one_still(case):
+    one = case(900, full_at=(1, 2))
+    before = one.plan
+    assert one.settled.reduce_memory("full.")
+    first, second, third = one.told.texts()
+    assert first.startswith("full. Continuing with a smaller plan: ")
+    assert second.startswith(f"{FULL} Continuing with a smaller plan: ")
+    assert third.startswith(f"{FULL} Continuing with a smaller plan: ")
+    assert one.plan is one.placed[-1].plan
+    assert one.plan.device.total < 0.85**2 * before.device.total
+    assert one.deeds == [("close", before)]
+
+
+def test_where_nothing_smaller_can_be_placed_it_says_so(case):
+    assert not case(900, full_at=range(1, 20)).settled.reduce_memory("full.")
+
+
+def test_compiling_in_what_is_measured_is_noticed(case):
+    one = case(ROOMY)
+    assert not one.settled.has_compiled()
+    one.placed[-1].compiler = Compiler()
+    one.settled.start_measuring()
+    assert not one.settled.has_compiled()
+    one.placed[-1].compiler.graphs += 1
+    assert one.settled.has_compiled()
+    one.settled.start_measuring()
+    assert not one.settled.has_compiled()
+
+
+def test_where_nothing_smaller_is_left_it_says_so(case):
+    one = case(900)
+    downs = 0
+    while one.settled.reduce_memory("full."):
+        downs += 1
+    assert 0 < downs < 20
+
+
+def test_what_was_streamed_before_a_change_is_not_forgotten(case):
+    one = case(TIGHT)
+    before = one.plan
+    assert one.check(before.seconds.step, peak=before.device.total - 200)
+    assert one.plan.streamed
+    event = one.settled.streaming_stats(9)
+    assert (event.fetches, event.nbytes, event.late, event.on_demand) == (14, 1400, 4, 2)
+    assert event.slots == 4, "those of now"
+    assert event.waited_s == 6.0
+    assert event.hidden_s == pytest.approx(1400 / 100 - 6.0)
+
+
+def test_weights_that_all_stay_since_a_change_have_been_streamed_before(case):
+    one = case(TIGHT)
+    assert one.check(one.plan.seconds.step, peak=one.plan.device.total - ROOMY)
+    assert not one.plan.streamed
+    event = one.settled.streaming_stats(9)
+    assert (event.slots, event.fetches) == (0, 7)
+
+
+def test_streaming_is_told_in_numbers(case):
+    assert case(ROOMY).settled.streaming_stats(3) is None
+    assert case(ROOMY).settled.slots_nbytes == 0
+    assert case(TIGHT).settled.slots_nbytes == 4 * 100
+    event = case(TIGHT).settled.streaming_stats(3)
+    assert (event.step, event.slots, event.late, event.on_demand) == (3, 4, 2, 1)
+    assert event.waited_s == 3.0
+    assert event.hidden_s == pytest.approx(700 / 100 - 3.0), "seven seconds of link, less waits"

@@ -1,0 +1,88 @@
+"""In what a planned transformer computes: as it is, where all of it is in bf16 or used so."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from gracetune.config.load import load_run_file
+from gracetune.train.run import run_training
+
+PLANNED = {"device_memory": "300MB", "compile": "never"}
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What every norm of a model without weights of its own was given and gave, and where."""
+    types = []
+
+    def forward(self, x, *rest):
+        given = self_forward(self, x, *rest)
+        if not self.elementwise_affine:
+            types.append((x.dtype, given.dtype, torch.is_autocast_enabled("cpu")))
+        return given
+
+    self_forward = nn.LayerNorm.forward
+    monkeypatch.setattr(nn.LayerNorm, "forward", forward)
+    return types
+
+
+@pytest.fixture
+def run_of(miniature, tmp_path):
+    def make(family, small, plan, **sections):
+        folder = tmp_path / "data"
+        folder.mkdir(exist_ok=True)
+        for number in range(3):
+            picture = Image.new("RGB", (32, 32), (200, 40 * number, 40))
+            picture.save(folder / f"{number}.png")
+            (folder / f"{number}.txt").write_text("a red ring")
+        path = tmp_path / "run.json"
+        path.write_text(
+            json.dumps(
+                {
+                    "output_dir": str(tmp_path / "run"),
+                    "model": {
+                        "family": family,
+                        "path": str(miniature(small)),
+                        "dtype": "bfloat16",
+                    },
+                    "adapter": {"rank": 2},
+                    "datasets": [
+                        {"instance_data_dir": str(folder), "resolution": 32, "max_aspect": 1.0}
+                    ],
+                    "train": {
+                        "max_train_steps": 2,
+                        "batch_size": 2,
+                        "checkpoint_every": 2,
+                        "mixed_precision": "bf16",
+                    },
+                    "validation": {"every": 2, "prompts": ["a red ring"], "sample_steps": 2},
+                    "logging": {"tensorboard": False, "every": 1},
+                    "plan": plan,
+                }
+                | sections
+            )
+        )
+        return load_run_file(path).run
+
+    return make
+
+
+@pytest.mark.parametrize(("family", "small"), [("flux", "flux"), ("qwen_image", "qwen-image")])
+def test_a_planned_model_in_bf16_computes_as_it_is_and_samples(family, small, run_of, told, seen):
+    assert run_training(run_of(family, small, PLANNED), sinks=[told]).status == "done"
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16, False)}
+
+
+def test_what_no_plan_prepares_is_cast_by_torch(run_of, told, seen):
+    assert run_training(run_of("flux", "flux", "off"), sinks=[told]).status == "done"
+    assert {autocast for _, _, autocast in seen} == {True}
+
+
+def test_an_adapter_that_nobody_copies_is_cast_by_torch(run_of, told, seen):
+    adapter = {"kind": "dora", "rank": 2}
+    run = run_of("flux", "flux", PLANNED, adapter=adapter)
+    assert run_training(run, sinks=[told]).status == "done"
+    assert True in {autocast for _, _, autocast in seen}

@@ -1,0 +1,217 @@
+"""From a run file to what the planner is asked; and what a machine is measured by."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from gracetune.config.schema import RunFile
+from gracetune.errors import ConfigError
+from gracetune.models.family import SampleShape
+from gracetune.plan.device_benchmark import (
+    MOST_NBYTES,
+    MOST_ROWS,
+    REPEATS,
+    KernelTimer,
+    measure_device,
+)
+from gracetune.plan.machines import FITTED_CONSTANTS, MACHINES, effective_rates, machine_rates
+from gracetune.plan.meta_models import build_meta_model
+from gracetune.plan.problem import (
+    TrainedSize,
+    cached_sample_nbytes,
+    constraints_of,
+    fixed_memory_of,
+    largest_sample,
+    plan_settings,
+)
+from gracetune.plan.shapes import Op, record_call
+from gracetune.units import GIB, MIB
+
+LORA = {"rank": 8}
+
+
+def run_file(**sections: Any) -> RunFile:
+    return RunFile.model_validate({"datasets": [{"resolution": 1024}], **sections})
+
+
+def test_the_largest_sample_is_planned() -> None:
+    video = {"dataset_type": "video", "resolution": 480, "frames": [33, 81]}
+    assert largest_sample(run_file(datasets=[{"resolution": 512}, video])) == SampleShape(
+        480, 480, 81
+    )
+    assert largest_sample(run_file()) == SampleShape(1024, 1024)
+    wide = {"resolution": 512, "resolution_type": "edge", "max_aspect": 2.0}
+    assert largest_sample(run_file(datasets=[wide])) == SampleShape(1024, 512)
+    made = {"type": "shapes", "shapes": {"size": 24}}
+    assert largest_sample(run_file(datasets=[made])) == SampleShape(24, 24)
+
+
+def test_without_data_nobody_knows_the_sample() -> None:
+    with pytest.raises(ConfigError, match="datasets is empty"):
+        largest_sample(RunFile())
+
+
+def test_the_run_file_says_what_is_open() -> None:
+    train = {"batch_size": 4, "gradient_accumulation_steps": 2}
+    wishes = constraints_of(run_file(train=train, adapter=LORA))
+    assert (wishes.samples, wishes.run_file_batch) == (8, 4)
+    assert wishes.batch_sizes() == [8, 4, 2, 1]
+    assert (wishes.compile, wishes.stream, wishes.offload) == ((True, False), True, True)
+    plan = {"batch": "fixed", "compile": "never", "stream": False, "offload": False}
+    fixed = constraints_of(run_file(train=train, adapter=LORA, plan=plan))
+    assert fixed.batch_sizes() == [4]
+    assert (fixed.compile, fixed.stream, fixed.offload) == ((False,), False, False)
+
+
+def test_the_ramp_is_planned_at_its_end() -> None:
+    ramp = {"enable_batch_size_rampup": True, "target_effective_batch_size": 9}
+    assert constraints_of(run_file(train={"batch_size": 2}, gh200_optimizations=ramp)).samples == 8
+
+
+def test_what_is_trained_cannot_be_streamed() -> None:
+    assert not constraints_of(run_file()).stream
+
+
+def test_auto_and_off_have_the_defaults() -> None:
+    assert (
+        plan_settings(run_file(plan="off")) == plan_settings(run_file()) == plan_settings(RunFile())
+    )
+
+
+def test_what_is_fixed_counts_experts_caches_and_averages() -> None:
+    shape = build_meta_model(
+        run_file(model={"family": "wan22"}).model, SampleShape(1024, 1024), {"num_layers": 1}
+    )
+    assert cached_sample_nbytes(shape) == (MIB // 2, 4 * MIB)
+    run = run_file(train={"ema_decay": 0.9}, cache_config={"device_budget_gb": 0.5})
+    fixed = fixed_memory_of(run, shape, TrainedSize(100, 600), samples=260, device_nbytes=96 * GIB)
+    assert (fixed.experts, fixed.optimizer_nbytes, fixed.averages_nbytes) == (2, 1200, 200)
+    assert fixed.host_caches_nbytes == 260 * (MIB // 2 + 4 * MIB)
+    assert fixed.device_caches_nbytes == GIB // 2
+    few = fixed_memory_of(run_file(), shape, TrainedSize(1, 1), samples=2, device_nbytes=96 * GIB)
+    assert few.device_caches_nbytes == 2 * 4 * MIB
+    unknown = fixed_memory_of(
+        run_file(), shape, TrainedSize(1, 1), samples=None, device_nbytes=64 * GIB
+    )
+    assert (unknown.host_caches_nbytes, unknown.device_caches_nbytes) == (0, GIB)
+    assert unknown.for_budget(32 * GIB).device_caches_nbytes == GIB // 2
+    assert few.for_budget(GIB).device_caches_nbytes == 8 * MIB
+    assert fixed.for_budget(GIB) == fixed, "the run file has said how much"
+
+
+def test_caches_on_disk_and_budgets_take_less_of_the_host() -> None:
+    shape = build_meta_model(
+        run_file(model={"family": "wan22"}).model, SampleShape(1024, 1024), {"num_layers": 1}
+    )
+    cache = {"vae_cache_type": "disk", "text_cache_type": "memory"}
+    run = run_file(cache_config=cache)
+    assert fixed_memory_of(run, shape, TrainedSize(1, 1), 10, GIB).host_caches_nbytes == 40 * MIB
+    tight = run_file(cache_config={**cache, "host_budget_gb": 0.01})
+    assert fixed_memory_of(tight, shape, TrainedSize(1, 1), 10, GIB).host_caches_nbytes == int(
+        0.01 * GIB
+    )
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_every_known_machine_has_speeds(name: str) -> None:
+    speeds = effective_rates(machine_rates(MACHINES[name]))
+    assert 0 < speeds.attention_backward < speeds.attention_forward < speeds.gemm < speeds.fp8
+    assert 0 < speeds.eager <= speeds.compiled <= speeds.memory
+    assert 0 < speeds.both_ways_share <= 1
+
+
+def test_every_fitted_constant_has_a_source() -> None:
+    for figure in FITTED_CONSTANTS.values():
+        assert figure.value > 0
+        assert len(figure.source) > 8
+
+
+def test_a_machine_is_measured_by_its_own_clock() -> None:
+    ticks = count()
+    waits = []
+    basics = measure_device(
+        torch.device("cpu"),
+        lambda: waits.append(1),
+        edge=16,
+        copied_nbytes=1000,
+        clock=lambda: float(next(ticks)),
+    )
+    assert basics.flops == 2 * 16**3 * REPEATS  # ten products between two ticks
+    assert basics.memory == 2 * 1000 * REPEATS
+    assert basics.link_in == basics.link_out == 1000 * REPEATS
+    assert len(waits) == 8
+    assert basics.both_ways_share == 1.0
+    assert basics.timer is None  # nobody waits for a CPU
+
+
+def test_kernels_are_timed_once_for_each_extent() -> None:
+    now, work = [0.0], []
+
+    def tick() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    watch = KernelTimer(torch.device("cpu"), lambda: work.append(1), tick)
+    product = Op("gemm", 0.0, 0.0, dims=(8, 4, 4))
+    one = watch.seconds(product, 1.0)
+    assert one == 1 / REPEATS
+    assert watch.seconds(replace(product, backward=True), 1.0) == one
+    assert len(work) == 2
+    more = watch.seconds(Op("gemm", 0.0, 0.0, dims=(2 * MOST_ROWS, 1, 1)), 2.0)
+    assert more == 4 / REPEATS  # timed for fewer rows
+    attention = Op("attention", 0.0, 0.0, dims=(3, 2, 8, 4, 8))
+    assert watch.seconds(attention, 1.0) == pytest.approx(3 / REPEATS)  # timed for one sample
+    # There and back takes as long, by this clock.
+    assert watch.seconds(replace(attention, backward=True), 1.0) == 0.0
+    assert watch.seconds(replace(product, dims=()), 1.0) is None
+
+
+def test_elementwise_kernels_are_timed_as_they_were_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ticks = iter([0.0, 5.0, 10.0, 11.0])
+    watch = KernelTimer(torch.device("cpu"), lambda: None, lambda: next(ticks))
+
+    def op(size: int, nbytes: float = 1.0) -> Op:
+        args = torch.ones(2, 3), torch.ones(size)
+        recipe = record_call(torch.ops.aten.add.Tensor, args, {})
+        return Op("elementwise", 0.0, nbytes, replay=recipe)
+
+    drawn = torch.get_rng_state()
+    # Five seconds, of which the shortest of kernels takes one; and each is timed once.
+    times = [watch.seconds(op(3), scale) for scale in (1.0, 4.0, 0.5)]
+    assert times == [pytest.approx(n / REPEATS) for n in (5, 1 + 4 * 4, 1 + 4 / 2)]
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert watch.seconds(op(3, nbytes=2.0 * MOST_NBYTES), 1.0) is None
+    # What the device refuses goes by its bytes, and that is said once.
+    assert [watch.seconds(op(2), 1.0) for _ in range(2)] == [None, None]
+    (said,) = caplog.messages
+    assert "aten.add.Tensor" in said
+    assert "size of tensor" in said
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        Op("gemm", 0.0, 0.0, dims=(8, 4, 4)),
+        Op("attention", 0.0, 0.0, dims=(3, 2, 8, 4, 8)),
+        Op("attention", 0.0, 0.0, dims=(3, 2, 8, 4, 8), backward=True),
+    ],
+)
+def test_what_there_is_no_memory_to_time_goes_by_the_machines_rates(
+    op: Op, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for it")
+
+    monkeypatch.setattr(KernelTimer, "_numbers", full)
+    watch = KernelTimer(torch.device("cpu"), lambda: None, time.perf_counter)
+    assert [watch.seconds(op, 1.0) for _ in range(2)] == [None, None]
+    (said,) = caplog.messages
+    assert "no room for it" in said

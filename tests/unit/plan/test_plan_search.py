@@ -1,0 +1,211 @@
+"""The choice: within the budget, never slower with more of it, and honest where none fits."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from cost_model_factory import SPEEDS, made_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracetune.plan.memory import FixedMemory
+from gracetune.plan.search import (
+    Constraints,
+    PlanBudget,
+    PlanError,
+    candidates,
+    compare_with_run_file,
+    evenly_spaced,
+    find_best_plan,
+    smallest_candidate,
+)
+from gracetune.units import parse_bytes
+
+FIXED = FixedMemory(optimizer_nbytes=16, batches_ahead=0)
+PLENTY = 10**6
+MODEL = made_model(8)
+
+
+def planned(device: int, host: int = PLENTY, **wishes: object):
+    return find_best_plan(
+        MODEL, FIXED, PlanBudget(device, host), Constraints(**wishes), simulated=True
+    )
+
+
+def test_with_plenty_of_memory_nothing_moves_and_nothing_is_done_twice() -> None:
+    best = planned(PLENTY).best
+    assert {(b.weights, b.activations) for b in best.blocks} == {("resident", "keep")}
+    assert (best.slots, best.compiled, best.simulated) == (0, True, True)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(300, 3000), st.integers(0, 2000), st.sampled_from([1, 2, 4]))
+def test_a_plan_never_exceeds_its_budget(device: int, host: int, samples: int) -> None:
+    budget = PlanBudget(device, host, fragmentation=0.05)
+    wishes = Constraints(samples=samples)
+    if next(candidates(MODEL, FIXED, budget, wishes), None) is None:
+        with pytest.raises(PlanError, match="too little"):
+            find_best_plan(MODEL, FIXED, budget, wishes, simulated=True)
+        return
+    found = find_best_plan(MODEL, FIXED, budget, wishes, simulated=True)
+    for plan in (found.best, *found.others):
+        assert plan.device.total * 1.05 <= device
+        assert plan.host.total <= host
+        assert plan.batch * plan.accumulation == samples
+
+
+def test_more_memory_is_never_slower() -> None:
+    speeds = [
+        planned(device, samples=2).best.samples_per_second for device in range(450, 2000, 200)
+    ]
+    assert all(b >= a * 0.994 for a, b in pairwise(speeds)), speeds
+    assert speeds[-1] > speeds[0]
+
+
+def test_a_budget_too_small_names_the_least_that_works() -> None:
+    with pytest.raises(
+        PlanError, match=r"100 B of device memory is too little.*at least (\d+) B"
+    ) as e:
+        planned(100)
+    least = int(str(e.value).partition("at least ")[2].split()[0])
+    assert planned(least + 1).best.device.total <= least + 1
+    with pytest.raises(PlanError):
+        planned(least - 1)
+
+
+def test_a_host_too_small_is_named_with_what_would_do() -> None:
+    with pytest.raises(PlanError, match=r"^10 B of host memory is too little") as caught:
+        planned(650, host=10)
+    least = parse_bytes(re.search(r"device is ([^.]*)\. Give", str(caught.value))[1])
+    assert planned(650, host=least).best.host.total <= least
+
+
+def least_in(error: PlanError) -> str:
+    return re.search(r"(?:least|device) is ([0-9.]+ \w+)[ .]", str(error))[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(100, 10**7), st.sampled_from([0.0, 0.03]), st.sampled_from([0, 2, 64]))
+def test_the_least_that_is_named_works_as_it_is_printed(
+    nbytes: int, fragmentation: float, part: int
+) -> None:
+    """Of the device, though text takes its part of whatever there is; and of the host."""
+    model = made_model(4, frozen_nbytes=nbytes)
+    fixed = FixedMemory(optimizer_nbytes=16, text_nbytes=10**9, text_part=part)
+    wishes = Constraints(samples=2, compile=(True,), slots=(2,))
+
+    def plan(device: int, host: int):
+        budget = PlanBudget(device, host, fragmentation)
+        return find_best_plan(model, fixed.for_budget(device), budget, wishes, simulated=True)
+
+    with pytest.raises(PlanError, match="of device memory is too little") as caught:
+        plan(0, 10**12)
+    device = parse_bytes(least_in(caught.value))
+    assert plan(device, 10**12).best.device.total <= device
+    with pytest.raises(PlanError, match="of host memory is too little") as caught:
+        plan(device, 0)
+    host = parse_bytes(least_in(caught.value))
+    assert plan(device, host).best.host.total <= host
+
+
+def test_the_least_is_of_all_that_is_offered() -> None:
+    """Two slots are more than one block, and gradients of several micro-batches are kept."""
+    one = made_model(1, frozen_nbytes=1000)
+    budget = PlanBudget(0, PLENTY)
+    assert not smallest_candidate(one, FIXED, budget, Constraints()).streamed
+    with pytest.raises(PlanError, match=r"no weights streamed") as caught:
+        find_best_plan(one, FIXED, budget, Constraints(), simulated=True)
+    least = parse_bytes(least_in(caught.value))
+    assert (
+        find_best_plan(
+            one, FIXED, PlanBudget(least, 0), Constraints(), simulated=True
+        ).best.host.total
+        == 0
+    )
+    wishes = Constraints(samples=2, host_state=(0.0, 1.0))
+    slots = replace(FIXED, state_slots_nbytes=100)
+    assert smallest_candidate(MODEL, slots, budget, wishes).host_state == 0.0
+    assert smallest_candidate(MODEL, FIXED, budget, wishes).host_state == 1.0
+
+
+def test_a_batch_that_makes_no_step_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"3 samples cannot be made of micro-batches of 2\."):
+        planned(PLENTY, samples=3, batches=(2,))
+
+
+def test_where_host_and_device_are_one_memory_nothing_moves() -> None:
+    """And what the host holds has to fit beside the rest."""
+    caches = replace(FIXED, host_caches_nbytes=300)
+    wishes = Constraints(samples=2, host_state=(0.0, 1.0))
+    apart, one = PlanBudget(700, PLENTY), PlanBudget(1500, PLENTY, one_memory=True)
+    moved = find_best_plan(MODEL, caches, apart, wishes, simulated=True).best
+    assert moved.host.total > 300
+    found = find_best_plan(MODEL, caches, one, wishes, simulated=True)
+    for plan in (found.best, *found.others):
+        assert not plan.streamed
+        assert plan.host_state == 0.0
+        assert plan.host.total == plan.host.caches == 300
+        assert plan.device.total + plan.host.total <= 1500
+    with pytest.raises(PlanError, match="memory, which host and device share, are too") as caught:
+        find_best_plan(MODEL, caches, replace(one, device_nbytes=700), wishes, simulated=True)
+    least = parse_bytes(least_in(caught.value))
+    enough = replace(one, device_nbytes=least)
+    assert (
+        find_best_plan(MODEL, caches, enough, wishes, simulated=True).best.device.total
+        <= least - 300
+    )
+
+
+def test_the_batch_of_the_run_file_is_held_beside_another() -> None:
+    def compare(device: int, batch: int):
+        budget, wishes = PlanBudget(device, PLENTY), Constraints(samples=4, run_file_batch=batch)
+        found = find_best_plan(MODEL, FIXED, budget, wishes, simulated=True)
+        return found, compare_with_run_file(found, MODEL, FIXED, budget, wishes)
+
+    found, same = compare(1200, planned(1200, samples=4).best.batch)
+    assert same == found
+    assert found.best.batch != 4
+    _, other = compare(1200, 4)
+    assert other.best == found.best
+    assert other.as_written is not None
+    assert other.as_written.plan == planned(1200, samples=4, batches=(4,)).best
+    _, none = compare(460, 4)
+    assert none.as_written is not None
+    assert none.as_written.plan is None
+    assert "too little" in none.as_written.why
+
+
+def test_what_is_forbidden_is_not_chosen() -> None:
+    best = planned(1500, stream=False, offload=False, compile=(False,)).best
+    assert not best.streamed
+    assert not best.compiled
+    assert {b.activations for b in best.blocks} <= {"keep", "lean", "recompute"}
+
+
+def test_a_fixed_batch_stays() -> None:
+    found = planned(PLENTY, samples=4, batches=(2,))
+    assert {plan.batch for plan in (found.best, *found.others)} == {2}
+    assert found.best.accumulation == 2
+
+
+def test_runners_up_are_of_other_kinds_and_not_faster() -> None:
+    found = planned(900, samples=2)
+    assert found.others
+    assert len({(p.batch, p.compiled, p.blocks, p.slots) for p in found.others}) == len(
+        found.others
+    )
+    top = found.best.samples_per_second
+    assert all(other.samples_per_second <= top * 1.006 for other in found.others)
+
+
+def test_only_as_many_blocks_stream_as_must() -> None:
+    best = planned(1400, offload=False, batches=(1,)).best
+    assert 0 < len(best.streamed) < 8
+
+
+def test_streamed_blocks_are_spread_evenly() -> None:
+    assert evenly_spaced(4, 8) == (0, 2, 4, 6)
+    assert evenly_spaced(3, 10) == (0, 3, 6)
+    assert evenly_spaced(8, 8) == tuple(range(8))
+    assert SPEEDS.link_in == 100.0
