@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from architecture_rules import (
+    FORKPORT,
     LOADED_WITHOUT_TORCH,
     MAX_LINES,
     MAY_IMPORT,
@@ -35,6 +36,13 @@ def test_every_layer_is_in_the_table(modules: dict[str, Module]) -> None:
 
 def test_layers_import_what_the_table_allows(modules: dict[str, Module]) -> None:
     assert forbidden_imports(modules) == []
+
+
+def test_forkport_imports_nothing_of_gracetune() -> None:
+    modules = read_modules(FORKPORT)
+    assert len(modules) > 10, f"only {len(modules)} modules under {FORKPORT}"
+    imports = [(module.name, each.target) for module in modules.values() for each in module.imports]
+    assert [pair for pair in imports if pair[1].partition(".")[0] == "gracetune"] == []
 
 
 def test_layers_without_torch_do_without(modules: dict[str, Module]) -> None:
