@@ -1,3 +1,5 @@
+"""Automagic on sharded parameters equals Automagic on whole ones."""
+
 import subprocess
 import sys
 from pathlib import Path
@@ -5,11 +7,11 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("rule", ["bump", "found"])
-def test_shards_on_two_ranks_train_as_the_whole_does(rule):
+@pytest.mark.parametrize("rule", ["per_element", "per_group"])
+def test_sharded_training_on_two_ranks_equals_training_on_one(rule):
     script = Path(__file__).with_name("sharded_step.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
+    result = subprocess.run(
         [*launch, str(script), rule], capture_output=True, text=True, timeout=240
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert result.returncode == 0, result.stderr[-3000:]

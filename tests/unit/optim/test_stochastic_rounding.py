@@ -1,3 +1,5 @@
+"""Stochastic rounding of fp32 values to bf16."""
+
 import pytest
 import torch
 
@@ -21,18 +23,18 @@ def test_the_mean_of_many_roundings_is_the_value(value):
     assert target.double().mean().item() == pytest.approx(source[0].item(), abs=spacing / 100)
 
 
-def test_what_bf16_can_say_is_never_changed():
+def test_values_that_bf16_represents_exactly_are_unchanged():
     source = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     assert torch.equal(rounded(source).float(), source)
 
 
-def test_what_is_not_finite_stays_what_it_is():
+def test_infinity_and_nan_are_unchanged():
     source = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0])
     source = source.repeat(100)
     torch.testing.assert_close(rounded(source).float(), source, rtol=0, atol=0, equal_nan=True)
 
 
-def test_draws_depend_on_the_position_alone():
+def test_rounding_depends_only_on_seed_parameter_and_step():
     source = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(1)
     first = rounded(source, (3, 1, 4))

@@ -1,4 +1,4 @@
-"""Runs whose optimizer keeps its state in host memory train, resume and are planned as others."""
+"""Runs with optimizer state in host memory train, resume and are planned like others."""
 
 from pathlib import Path
 
@@ -19,14 +19,14 @@ RAMP = {
 }
 
 
-def saved(run, kind):
+def load_checkpoint(run, kind):
     return load_file(Path(run.output_dir) / "checkpoints" / "step-000004" / f"{kind}.safetensors")
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_run_may_change_where_its_state_lives(tiny_run, tmp_path, told, name):
-    """Through a ramp, with clipping: one run goes on with what the other has saved, both ways."""
-    ended = []
+    """Resume with the state elsewhere, in both directions, with a batch ramp and clipping."""
+    results = []
     for folder, parts in (
         ("device", [(4, "device")]),
         ("host", [(4, "host")]),
@@ -45,8 +45,8 @@ def test_a_run_may_change_where_its_state_lives(tiny_run, tmp_path, told, name):
             assert ("the optimizer's state lives in host memory" in told.texts()) == (
                 state == "host"
             )
-        ended.append({**saved(run, "weights"), **saved(run, "optimizer")})
-    first, *others = ended
+        results.append({**load_checkpoint(run, "weights"), **load_checkpoint(run, "optimizer")})
+    first, *others = results
     for other in others:
         assert first.keys() == other.keys()
         for key, value in first.items():
@@ -55,7 +55,7 @@ def test_a_run_may_change_where_its_state_lives(tiny_run, tmp_path, told, name):
 
 @pytest.fixture
 def bf16_run(tiny_run, miniature, tmp_path):
-    """Every weight of a small Qwen-Image in bf16, two micro-batches a step."""
+    """Build runs that train all weights of a tiny Qwen-Image in bf16, two micro-batches a step."""
 
     def make(folder, steps=2, state="host", plan="off"):
         run = tiny_run(
@@ -81,28 +81,28 @@ def bf16_run(tiny_run, miniature, tmp_path):
     return make
 
 
-def test_full_training_in_bf16_has_masters_in_its_state(bf16_run, told):
-    """Whole and in two parts, the second with the state on the device: the same bits."""
-    ended = []
+def test_full_training_in_bf16_saves_master_weights(bf16_run, told):
+    """In one run and in two, the second with its state on the device: results are equal."""
+    results = []
     for folder, parts in (("whole", [(4, "host")]), ("parts", [(2, "host"), (4, "device")])):
         for steps, state in parts:
             run = bf16_run(folder, steps, state)
             run_training(run, sinks=[told])
-        ended.append((saved(run, "weights"), saved(run, "optimizer")))
+        results.append((load_checkpoint(run, "weights"), load_checkpoint(run, "optimizer")))
     assert any("trained weights stay in bf16" in text for text in told.texts())
-    (weights, state), (other_weights, other_state) = ended
+    (weights, state), (other_weights, other_state) = results
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     masters = {key: value for key, value in state.items() if key.endswith("|master")}
     trained = {key.partition("|")[0] for key in state if key.endswith("|exp_avg")}
     assert masters.keys() == {f"{name}|master" for name in trained}
     assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
-    for mine, theirs in ((weights, other_weights), (state, other_state)):
-        assert mine.keys() == theirs.keys()
-        for key, value in mine.items():
-            assert torch.equal(value, theirs[key]), key
+    for first, second in ((weights, other_weights), (state, other_state)):
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            assert torch.equal(value, second[key]), key
 
 
-def test_a_plan_says_so_and_does_so(bf16_run, told):
+def test_a_plan_puts_state_in_host_memory(bf16_run, told):
     losses = []
     for plan in ("off", {"device_memory": "8GB", "compile": "never"}):
         told.events.clear()
@@ -113,7 +113,7 @@ def test_a_plan_says_so_and_does_so(bf16_run, told):
 
 
 @pytest.mark.parametrize("name", ["prodigy", "schedule_free", "automagic", "adamw_8bit", "theirs"])
-def test_optimizers_that_look_at_all_parameters_are_refused_by_name(tiny_run, name):
+def test_optimizers_that_need_all_parameters_are_refused(tiny_run, name):
     run = tiny_run(optimizer={"name": name, "state": "host"})
     with pytest.raises(ConfigError, match=rf"optimizer.state is host.*but {name} .*state: device"):
         check_trainable(run)
